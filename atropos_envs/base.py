@@ -25,9 +25,8 @@ from atropos_common.files import read_regular, write_private
 from atropos_common.run_dir import RunDir
 from atropos_envs import Dismissed, EnvFault
 from atropos_envs.engine_client import EngineClient, EngineRefused, EngineUnavailable, Generation
-from atropos_envs.evaluation import Graded
+from atropos_envs.evaluation import Graded, is_news
 from atropos_envs.hosted import Hosted
-from atropos_envs.tally import is_news
 
 log = logging.getLogger(__name__)
 
@@ -162,9 +161,8 @@ class StackEnv(Hosted):
         await super().env_step_checks()
         if now != before:
             self._note_place()
-        idle = self.eval_runner is None or self.eval_runner.done()
-        if self._evaluates and idle and self.num_steps is not None and before < self.num_steps <= now:
-            self.eval_runner = asyncio.create_task(self.evaluate())
+        if self._evaluates and self.num_steps is not None and before < self.num_steps <= now:
+            self._evaluate_soon()
 
     async def get_server_info(self) -> None:
         """After registering: learn the batch size, then evaluate while BaseEnv waits its five seconds."""

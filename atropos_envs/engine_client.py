@@ -18,8 +18,8 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -191,26 +191,10 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
         return "" if any(s.lost_at is None for s in self._servers) else " and ".join(s.root for s in self._servers)
 
     async def generate(self, prompt_ids: Sequence[int], *, wait: bool = True, **sampling: Any) -> Generation:
-        """`POST /generate` with vLLM's sampling parameters, again and again while the server is away.
-
-        Raises:
-            EngineUnavailable: away for longer than `patience_s`, or at all with `wait=False`.
-            EngineRefused: the request is wrong, or the server is no server of ours.
-        """
+        """`POST /generate` with vLLM's sampling parameters, as `_asked`."""
         body: dict[str, Any] = {"prompt": {"prompt_token_ids": list(prompt_ids)}, "logprobs": 0} | sampling
-        started = time.monotonic()
-        while True:
-            server = self._choose()
-            try:
-                with server.busy(int(body.get("n") or 1)):
-                    if body.get("max_tokens") is not None:
-                        body["max_tokens"] = await self._fitting(server, body["max_tokens"], lambda: len(prompt_ids))
-                    answer = await self._post(server, body)
-            except (aiohttp.ClientError, OSError, TimeoutError) as error:
-                await self._lost(server, error, may_wait=wait and time.monotonic() - started <= self.patience_s)
-                continue
-            self._note_found(server)
-            return parse_generation(prompt_ids, answer)
+        answer = await self._asked(self._post, body, lambda: len(prompt_ids), wait=wait)
+        return parse_generation(prompt_ids, answer)
 
     async def tokens_and_logprobs_completion(
         self, **request: Any
@@ -226,12 +210,10 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
         for name in ("max_new_tokens", "max_completion_tokens"):
             if name in request:
                 request["max_tokens"] = request.pop(name)
-        started = time.time()
-        async with self.sem if split == "train" else self.eval_sem:
-            if split != "train":
-                request["for_training"] = False
+        if split != "train":
+            request["for_training"] = False
+        async with self._in_turn(split):
             done = await self.generate(prompt_ids, wait=wait, **request)
-        self._note_time(split, started)
         return done.prompt_ids, done.token_ids, done.logprobs, done.finish_reasons
 
     async def chat_completion(self, **request: Any) -> Any:
@@ -251,38 +233,56 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
         )  # fmt: skip
 
     async def _over_v1(self, call: str, request: dict[str, Any], split: str, prompt_length: Callable[[], int]) -> Any:
-        """vLLM's own routes, by atroposlib's method `call`, again and again while the server is away.
-
-        Raises:
-            EngineUnavailable: away for longer than `patience_s`.
-            EngineRefused: the request is wrong.
-        """
+        """vLLM's own routes, by atroposlib's method `call`, as `_asked`."""
         request["model"] = self.config.model_name
         request["extra_headers"] = {**(request.get("extra_headers") or {}), SPLIT_HEADER: split}
+
+        async def ask(server: Server, fitting: dict[str, Any]) -> Any:
+            try:
+                return await getattr(self._over[server], call)(**fitting)
+            except openai.APIStatusError as error:
+                if isinstance(error, openai.InternalServerError):
+                    raise
+                text = f"{server.root}/v1: {error.status_code}: {error.message[:300]}"
+                raise EngineRefused(text, fatal=error.status_code in (401, 403, 405)) from None
+
+        async with self._in_turn(split):
+            return await self._asked(ask, request, prompt_length)
+
+    @asynccontextmanager
+    async def _in_turn(self, split: str) -> AsyncIterator[None]:
+        """Around a request: wait for the others of its kind, and note its seconds once it is answered."""
         started = time.time()
         async with self.sem if split == "train" else self.eval_sem:
-            while True:
-                server = self._choose()
-                try:
-                    with server.busy(int(request.get("n") or 1)):
-                        for name in ("max_tokens", "max_completion_tokens"):
-                            if request.get(name) is not None:
-                                request[name] = await self._fitting(server, request[name], prompt_length)
-                        answer = await getattr(self._over[server], call)(**request)
-                    break
-                except (openai.APIConnectionError, openai.InternalServerError, aiohttp.ClientError, OSError) as error:
-                    await self._lost(server, error, may_wait=time.time() - started <= self.patience_s)
-                except openai.APIStatusError as error:
-                    text = f"{server.root}/v1: {error.status_code}: {error.message[:300]}"
-                    raise EngineRefused(text, fatal=error.status_code in (401, 403, 405)) from None
-        self._note_found(server)
-        self._note_time(split, started)
-        return answer
-
-    def _note_time(self, split: str, started: float) -> None:
+            yield
         timings = self.request_timings if split == "train" else self.eval_request_timings
         timings.append(time.time() - started)
         del timings[: -self.config.rolling_buffer_length]
+
+    async def _asked(
+        self, ask: Callable[[Server, dict[str, Any]], Awaitable[Any]], request: dict[str, Any],
+        prompt_length: Callable[[], int], *, wait: bool = True,
+    ) -> Any:  # fmt: skip
+        """What `ask` gets for `request`, which is made to fit the server's context; again and again while none answers.
+
+        Raises:
+            EngineUnavailable: away for longer than `patience_s`, or at all with `wait=False`.
+            EngineRefused: the request is wrong, or the server is no server of ours.
+        """
+        started = time.monotonic()
+        while True:
+            server = self._choose()
+            try:
+                with server.busy(int(request.get("n") or 1)):
+                    for name in ("max_tokens", "max_completion_tokens"):
+                        if request.get(name) is not None:
+                            request[name] = await self._fitting(server, request[name], prompt_length)
+                    answer = await ask(server, request)
+            except (openai.APIConnectionError, openai.InternalServerError, aiohttp.ClientError, OSError) as error:
+                await self._lost(server, error, may_wait=wait and time.monotonic() - started <= self.patience_s)
+            else:
+                self._note_found(server)
+                return answer
 
     async def _fitting(self, server: Server, max_tokens: int, prompt_length: Callable[[], int]) -> int:
         """`max_tokens` within the server's context; environments are written for models with longer ones."""

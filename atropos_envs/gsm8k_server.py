@@ -5,7 +5,7 @@
 
 Without the hub: `--env.dataset_path FOLDER` with `train.jsonl` and `test.jsonl`, lines of `{"question", "answer"}` as
 the data set has them: `grade_school_math/data` in a checkout of GitHub's openai/grade-school-math. Scores are +1 and -1
-(see `problems.group_scores`); groups of equal scores are dropped.
+(see `math_env.group_scores`); groups of equal scores are dropped.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ if __name__ == "__main__":
     without_torch()
 
 from atropos_envs.base import run
-from atropos_envs.math_env import Completion, MathEnv
-from atropos_envs.problems import HubSplit, MathProblem, group_scores, parse_gold, read_split
+from atropos_envs.math_env import Completion, HubSplit, MathEnv, MathProblem, group_scores, parse_gold, read_split
 
 SYSTEM_PROMPT = (
     "You solve mathematics problems. Think as long as you need between <think> and </think>, then give a short "

@@ -30,10 +30,9 @@ from atropos_common.http import DOOR_USER
 from atropos_common.run_dir import ENV_DOOR_KEY, ENV_ENGINE_URLS, ENV_REFILL, ENV_SEQUENCES
 from atropos_envs import Dismissed, EnvFault
 from atropos_envs.engine_client import EngineClient, EngineRefused, addresses, begin_group
-from atropos_envs.evaluation import EvalLog, component_name, eval_path
+from atropos_envs.evaluation import FLAT, NOT_FINITE, SURPLUS, EvalLog, Tally, component_name, eval_path
 from atropos_envs.places import Places, Slot
 from atropos_envs.registration import Registration
-from atropos_envs.tally import FLAT, NOT_FINITE, SURPLUS, Tally
 
 log = logging.getLogger(__name__)
 
@@ -312,6 +311,11 @@ class Hosted(BaseEnv):  # type: ignore[misc]
             self.eval_log.counted(self.tally, self._adjusted(), self.curr_step)
             self._summary_at = time.monotonic()
 
+    def _evaluate_soon(self) -> None:
+        """Beside the rollouts, unless an evaluation is under way."""
+        if self.eval_runner is None or self.eval_runner.done():
+            self.eval_runner = asyncio.create_task(self.evaluate())
+
     def _adjusted(self) -> Counter[str]:
         total: Counter[str] = Counter()
         for server in self.server.servers:
@@ -326,8 +330,10 @@ class Hosted(BaseEnv):  # type: ignore[misc]
         return dict(await super().create_rollout_table(wandb_metrics))
 
     async def evaluate_log(self, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """An evaluation's result: a record of the run, and a file where `data_dir_to_save_evals` asks for one."""
-        self.eval_log.measured({f"eval/{name}": value for name, value in metrics.items()}, self.curr_step)
+        """An evaluation's result, named with `eval/` in front or without: a record of the run, and a file where
+        `data_dir_to_save_evals` asks for one."""
+        named = {f"eval/{name.removeprefix('eval/')}": value for name, value in metrics.items()}
+        self.eval_log.measured(named, self.curr_step)
         if self.config.data_dir_to_save_evals is not None:
             await super().evaluate_log(metrics, *args, **kwargs)
 
@@ -427,10 +433,8 @@ class Foreign(Hosted):
         """Every multiple of `steps_per_eval` is evaluated; BaseEnv misses those that pass between two of its looks."""
         every, before, now = self.config.steps_per_eval, self.curr_step, self.status_dict["current_step"]
         await super().env_step_checks()
-        idle = self.eval_runner is None or self.eval_runner.done()
-        missed = every > 0 and before // every < now // every and before % every <= now % every
-        if missed and idle:
-            self.eval_runner = asyncio.create_task(self.evaluate())
+        if every > 0 and before // every < now // every and before % every <= now % every:
+            self._evaluate_soon()
 
     async def setup(self) -> None:
         """Theirs.

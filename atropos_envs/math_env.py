@@ -1,21 +1,185 @@
 """What environments of mathematics problems share: problems in epochs, groups of completions, a greedy test.
 
-A subclass says how a problem becomes a prompt, what its answer is, and how a group of completions is scored.
+Problems come from the Hugging Face hub or from JSON lines on disk. Answers are compared as mathematics (`1,000` is
+`1000`, `\\frac{1}{2}` is `0.5`), not as text. A subclass of `MathEnv` says how a problem becomes a prompt, what its
+answer is, and how a group of completions is scored.
 """
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar, TypedDict
 
 from atroposlib.envs.base import BaseEnvConfig
 from pydantic import Field
 
+from atropos_envs import EnvFault
 from atropos_envs.base import StackEnv, epochs
 from atropos_envs.evaluation import Graded
-from atropos_envs.problems import MathProblem, is_right
+
+RIGHT, WRONG = 1.0, -1.0
+FREE_LENGTH = 0.5
+"""Share of the longest sequence allowed up to which a right answer costs nothing."""
+THINK_END = "</think>"
+BOX = "\\boxed"
+LONGEST_ANSWER = 400
+"""Characters of an answer that are read: nobody needs more, and parsing a crafted one takes for ever."""
+PATIENCE_S = 3
+"""Seconds for parsing and for comparing one answer, since the event loop waits meanwhile. An honest one takes
+milliseconds, and the first on a busy machine, for which sympy is still being imported, more than one."""
+
+
+class MathProblem(TypedDict):
+    """One problem; `answer` is as the data set has it."""
+
+    question: str
+    answer: str
+
+
+@dataclass(frozen=True)
+class HubSplit:
+    """One split of a data set on the hub, and what its two columns are called there."""
+
+    dataset: str
+    split: str
+    subset: str | None = None
+    question: str = "question"
+    answer: str = "answer"
+
+    def load(self) -> list[MathProblem]:
+        """Its rows; one without a text in both columns is left out.
+
+        Raises:
+            EnvFault: the hub and its cache give nothing.
+        """
+        from datasets import load_dataset
+
+        where = (self.dataset, self.subset) if self.subset else (self.dataset,)
+        try:
+            rows = [self._row(row) for row in load_dataset(*where, split=self.split)]
+        except Exception as error:  # the hub's client raises many unrelated types, and all mean: no data
+            reason = str(error).strip().split("\n")[0] or type(error).__name__
+            raise EnvFault(
+                f"the data set {self.dataset} cannot be loaded ({reason[:200]}). Check the network or HF_ENDPOINT, use "
+                "HF_HUB_OFFLINE=1 with a filled cache, or give --env.dataset_path FOLDER with train.jsonl and "
+                "test.jsonl",
+                exit_code=2,
+            ) from None
+        return _filled([row for row in rows if row is not None], f"the {self.split} split of {self.dataset}")
+
+    def _row(self, row: Any) -> MathProblem | None:
+        question, answer = row[self.question], row[self.answer]
+        both = isinstance(question, str) and isinstance(answer, str)
+        return MathProblem(question=question, answer=answer) if both else None
+
+
+def read_split(folder: str, split: str) -> list[MathProblem]:
+    """`FOLDER/SPLIT.jsonl`, lines of `{"question": ..., "answer": ...}`.
+
+    Raises:
+        EnvFault: no such file, nothing in it, or a line that is no problem.
+    """
+    path = Path(folder) / f"{split}.jsonl"
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        raise EnvFault(
+            f"{path}: no such file; --env.dataset_path needs train.jsonl and test.jsonl", exit_code=2
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise EnvFault(f"{path}: cannot be read as text ({error})", exit_code=2) from None
+    return _filled([_parse(path, n, line) for n, line in enumerate(lines, start=1) if line.strip()], str(path))
+
+
+def _parse(path: Path, number: int, line: str) -> MathProblem:
+    try:
+        row = json.loads(line)
+        return MathProblem(question=str(row["question"]), answer=str(row["answer"]))
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise EnvFault(
+            f'{path}:{number}: not a problem; expected {{"question": ..., "answer": ...}}', exit_code=2
+        ) from None
+
+
+def _filled(rows: list[MathProblem], what: str) -> list[MathProblem]:
+    if not rows:
+        raise EnvFault(f"{what} is empty", exit_code=2)
+    return rows
+
+
+def gold_answer(solution: str) -> str:
+    """The number after `####` in the data set's solution, without thousands separators; empty where there is none."""
+    _, mark, number = solution.rpartition("####")
+    return number.strip().replace(",", "") if mark else ""
+
+
+@cache
+def _extraction() -> list[Any]:
+    """Take what is in the last box, else any LaTeX; built once, since its patterns are compiled."""
+    from latex2sympy2_extended import NormalizationConfig
+    from math_verify import LatexExtractionConfig
+
+    normalization = NormalizationConfig(
+        basic_latex=True, units=True, malformed_operators=False, nits=False, boxed="all", equations=False
+    )
+    return [
+        LatexExtractionConfig(
+            normalization_config=normalization, boxed_match_priority=0, try_extract_without_anchor=False
+        )
+    ]
+
+
+def parse_answer(text: str) -> list[Any]:
+    """What `text` answers, as math_verify's candidates: its last box, else any LaTeX near its end; empty when there is
+    no answer in it."""
+    from math_verify import parse
+
+    box = text.rfind(BOX)
+    answer = text[box : box + LONGEST_ANSWER] if box >= 0 else text[-LONGEST_ANSWER:]
+    return list(
+        parse(answer, extraction_config=_extraction(), extraction_mode="first_match", parsing_timeout=PATIENCE_S)
+    )
+
+
+def parse_gold(solution: str) -> list[Any]:
+    """The data set's answer as math_verify's candidates; empty when it cannot be read."""
+    answer = gold_answer(solution)
+    return parse_answer(f"{BOX}{{{answer}}}") if answer else []
+
+
+def is_right(completion: str, gold: list[Any]) -> bool:
+    """Whether the completion's answer, thinking left out, equals `gold` from `parse_gold`."""
+    from math_verify import verify
+
+    return bool(verify(gold, parse_answer(completion.rpartition(THINK_END)[2]), timeout_seconds=PATIENCE_S))
+
+
+def group_scores(right: Sequence[bool], lengths: Sequence[int], longest: int) -> list[float] | None:
+    """Scores of one group, or None when all are equal and nothing can be learned from them.
+
+    A mixed group gets +1 and -1. Where all are right, brevity decides: up to half of `longest` costs nothing, from
+    there the score falls linearly to 0 at `longest`.
+
+    Args:
+        right: per completion.
+        lengths: tokens per sequence, prompt included.
+        longest: tokens that a sequence may have.
+    """
+    if right and all(right):
+        scores = [_brevity(length, longest) for length in lengths]
+    else:
+        scores = [RIGHT if each else WRONG for each in right]
+    return scores if len(set(scores)) > 1 else None
+
+
+def _brevity(length: int, longest: int) -> float:
+    free = FREE_LENGTH * longest
+    return 1.0 - min(1.0, max(0.0, (length - free) / (longest - free)))
 
 
 class MathConfig(BaseEnvConfig):  # type: ignore[misc]

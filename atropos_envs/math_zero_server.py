@@ -21,8 +21,18 @@ if __name__ == "__main__":
 from pydantic import Field
 
 from atropos_envs.base import run
-from atropos_envs.math_env import Completion, MathConfig, MathEnv
-from atropos_envs.problems import BOX, RIGHT, WRONG, HubSplit, MathProblem, parse_answer, read_split
+from atropos_envs.math_env import (
+    BOX,
+    RIGHT,
+    WRONG,
+    Completion,
+    HubSplit,
+    MathConfig,
+    MathEnv,
+    MathProblem,
+    parse_answer,
+    read_split,
+)
 
 PROMPT = (
     "Below is a mathematics problem, then a solution that reasons step by step and ends with the final answer "

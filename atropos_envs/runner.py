@@ -27,8 +27,8 @@ from atroposlib.envs import base
 from atroposlib.envs.base import APIServerConfig, BaseEnv
 
 from atropos_envs.base import configure_logging, exit_code_of, leave, one_off_defaults
+from atropos_envs.evaluation import reason_of
 from atropos_envs.hosted import hosted, missing_package
-from atropos_envs.tally import reason_of
 
 log = logging.getLogger(__name__)
 

@@ -76,10 +76,10 @@ def main(argv: list[str] | None = None) -> int:
         _check_vllm()
         config = ServerConfig.from_env()
         prepare_network(os.environ)
-    except ConfigError as error:
+        take_temporary_folder(config, os.environ)
+    except (ConfigError, OSError) as error:  # a path that may not be looked at
         print(f"vllm_server: {error}", file=sys.stderr)
         return 2
-    take_temporary_folder(config, os.environ)
     try:
         return _serve(config, argv)
     finally:

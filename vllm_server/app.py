@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import json
 import logging
 import multiprocessing
 import os
@@ -25,10 +26,10 @@ from atropos_common import ports
 from atropos_common.bridge import ENV_SAMPLING, ROUTING_FLAG
 from atropos_common.files import write_private
 from atropos_common.http import allowed_hosts, door_keys
-from atropos_common.manifest import ManifestError, Shard, read_manifest
+from atropos_common.manifest import Manifest, ManifestError, Shard, left_out, read_manifest, write_manifest
 from vllm_server import bridge as bridge_routes
 from vllm_server import compat, generate, lora, part, plugin, refusals
-from vllm_server.auth import Access, GenerationHold
+from vllm_server.auth import Access, GenerationHold, LoadMetrics
 from vllm_server.bridge import WeightBridge
 from vllm_server.config import (
     DEFAULT_HOST,
@@ -40,10 +41,7 @@ from vllm_server.config import (
     require_own_folder,
 )
 from vllm_server.generate import Generator
-from vllm_server.load import LoadMetrics
-from vllm_server.recorded import record
-from vllm_server.routing import Experts, RoutingKeeper, RoutingStore
-from vllm_server.versions import SpanFile
+from vllm_server.recorded import Experts, RoutingKeeper, RoutingStore, record
 from vllm_server.weights import broadcast, reload
 from vllm_server.weights.graph_check import UnsafeGraphs, stale_kinds
 
@@ -76,14 +74,12 @@ def run(config: ServerConfig, argv: list[str], notes: list[str]) -> int:
             if not plugin.is_told_to_go():
                 return 0
         check_arguments(args, config)
-        if args.headless:
-            return part.run(args)
     except ConfigError as error:
         print(f"vllm_server: {error}", file=sys.stderr)
         return 2
     try:
-        return uvloop.run(serve(config, args, waits=waits))
-    except (ConfigError, EngineStartError) as error:
+        return part.run(args) if args.headless else uvloop.run(serve(config, args, waits=waits))
+    except (ConfigError, compat.EngineStartError) as error:
         print(f"vllm_server: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except UnsafeGraphs as error:
@@ -95,10 +91,6 @@ def run(config: ServerConfig, argv: list[str], notes: list[str]) -> int:
         clean_up(config)
     # The same process under the same id, so whoever supervises it sees one start that takes longer.
     return os.execv(sys.executable, [sys.executable, "-P", "-m", "vllm_server", *argv, "--enforce-eager"])
-
-
-class EngineStartError(RuntimeError):
-    """vLLM's engine did not start; its own lines say why."""
 
 
 class ServerPlace(NamedTuple):
@@ -179,7 +171,7 @@ def check_arguments(args: Namespace, config: ServerConfig) -> None:
 def _extend_worker(args: Namespace, why: str) -> None:
     """Our methods in vLLM's workers, because of `why`."""
     if args.worker_extension_cls not in ("", WORKER_EXTENSION):
-        raise ConfigError(f"--worker-extension-cls {args.worker_extension_cls}: {why} needs its own")
+        raise ConfigError(f"--worker-extension-cls {args.worker_extension_cls}: {why} needs its own; drop the flag")
     args.worker_extension_cls = WORKER_EXTENSION
 
 
@@ -202,7 +194,6 @@ def _prepare_single_copy(args: Namespace) -> None:
         "--quantization": bool(args.quantization),
         "--enable-sleep-mode": bool(args.enable_sleep_mode),
         "--cpu-offload-gb": bool(getattr(args, "cpu_offload_gb", 0)),
-        "--worker-extension-cls": bool(args.worker_extension_cls),
     }
     for what, given in refused.items():
         if given:
@@ -211,7 +202,7 @@ def _prepare_single_copy(args: Namespace) -> None:
                 "weights of each tensor-parallel rank. Drop the flag, or use another weight bridge mode (broadcast, "
                 "lora_only)"
             )
-    args.worker_extension_cls = WORKER_EXTENSION
+    _extend_worker(args, "single copy (VLLM_ENABLE_SHARED_WEIGHTS=1)")
     if args.load_format not in reload.SAFETENSORS_FORMATS:
         raise ConfigError(f"single copy loads safetensors: leave out --load-format {args.load_format}")
     from vllm_server.weights.loaders import FOLDER_FORMAT, SHARED_FORMAT, register_loaders
@@ -222,17 +213,13 @@ def _prepare_single_copy(args: Namespace) -> None:
 
 def _prepare_weight_updates(args: Namespace, config: ServerConfig) -> None:
     """Flags of a server that takes new weights while it runs."""
-    if args.worker_extension_cls:
-        raise ConfigError(
-            f"--worker-extension-cls {args.worker_extension_cls}: ATROPOS_WEIGHT_UPDATES=1 needs its own; drop the flag"
-        )
+    _extend_worker(args, "ATROPOS_WEIGHT_UPDATES=1")
     if args.weight_transfer_config is not None:
         raise ConfigError("--weight-transfer-config: ATROPOS_WEIGHT_UPDATES=1 sets it; drop the flag")
     from vllm_server.weights.broadcast_engine import BACKEND, register_engine
 
     register_engine()
     args.weight_transfer_config = {"backend": BACKEND}
-    args.worker_extension_cls = WORKER_EXTENSION
     if compat.is_cpu() and args.load_format not in reload.SAFETENSORS_FORMATS:
         raise ConfigError(
             f"ATROPOS_WEIGHT_UPDATES=1 on the CPU loads safetensors: leave out --load-format {args.load_format}"
@@ -319,11 +306,10 @@ async def start_engine(args: Namespace, why_not: str | None, sock: Any) -> Async
         sock: the server's, which a forked engine must not hold.
 
     Raises:
-        ConfigError: vLLM refuses the model or a flag.
-        EngineStartError: the engine process failed. Both say in one line what vLLM says, without its traceback.
+        ConfigError, EngineStartError: as `compat.starting`.
     """
     async with contextlib.AsyncExitStack() as stack:
-        try:
+        with compat.starting("vLLM's engine"):
             if why_not:
                 logger.info("the engine process starts afresh, and imports vLLM again: %s", why_not)
                 client = compat.build_async_engine_client(args)
@@ -331,12 +317,6 @@ async def start_engine(args: Namespace, why_not: str | None, sock: Any) -> Async
                 plugin.prepare_fork(sock.fileno())
                 client = compat.forked_engine_client(args, lambda: plugin.why_not_fork(os.environ, cpu=compat.is_cpu()))
             engine = await stack.enter_async_context(client)
-        except Exception as error:
-            logger.debug("engine start", exc_info=True)
-            reason = " ".join(str(error).split())[:400]
-            if isinstance(error, ValueError | OSError):
-                raise ConfigError(f"vLLM refuses this configuration: {reason}") from None
-            raise EngineStartError(f"vLLM's engine did not start: {reason} (its log lines are above)") from error
         yield engine
 
 
@@ -364,14 +344,13 @@ async def build(config: ServerConfig, args: Namespace, engine: Any, address: str
     keeper = await record_routing(bridge, args) if args.records_routing else None
     engine.generate = record(engine.generate, bridge.completions, bridge.history, keeper)
     names = args.served_model_name or [args.model]
-    spans = SpanFile(config.spans_path, bridge.spans)
     adapters = lora.Adapters(bridge, app.state.openai_serving_models, config.run_dir)
     generator = Generator(
-        engine, history=bridge.history, spans=spans, completions=bridge.completions, model_names=names,
+        engine, history=bridge.history, spans=bridge.spans, completions=bridge.completions, model_names=names,
         adapters=adapters,
     )  # fmt: skip
     if config.shared_weights:
-        await export_weights(bridge, args, address)
+        await export_weights(bridge, address)
     if config.sampling == "as_asked":
         await engine.collective_rpc("atropos_whole_distribution")
     # The first request with logprobs compiles or loads kernels; better now than in the first rollout.
@@ -453,45 +432,59 @@ async def why_not_in_place(engine: Any, generator: Generator) -> str | None:
     return f"it computes from a copy of {', '.join(stale)}" if stale else None
 
 
-async def export_weights(bridge: WeightBridge, args: Namespace, address: str) -> None:
-    """Ask the workers for their parameters and write the manifest.
+async def export_weights(bridge: WeightBridge, address: str) -> None:
+    """Ask the workers, one for each tensor-parallel rank, for their parameters, and write the manifest.
 
     Raises:
         ConfigError: some of the model's tensors do not lie in memory as they are trained.
     """
-    from vllm_server.weights.loaders import SharedWeightsError, write_manifest_for
+    from vllm_server.weights.loaders import ANOTHER_MODE
 
-    engine = bridge.engine
-    described = await engine.collective_rpc("atropos_export_weights")
+    described = await bridge.engine.collective_rpc("atropos_export_weights")
     if reason := next((each["refused"] for each in described if "refused" in each), None):
-        raise ConfigError(f"--model {args.model}: {reason}")
-    try:
-        bridge.manifest = write_manifest_for(
-            [Shard.model_validate(each) for each in described],
-            config=bridge.config,
-            args=args,
-            model_config=engine.model_config,
-            base_url=address.replace("//0.0.0.0", "//127.0.0.1"),
-            vllm_version=compat.vllm_version(),
+        raise ConfigError(f"--model {bridge.model}: {reason}")
+    shards = {rank: Shard.model_validate(each) for rank, each in enumerate(described)}
+    if names := left_out(shards):
+        raise ConfigError(
+            f"--model {bridge.model}: {len(names)} tensors of the checkpoint do not lie whole in vLLM's parameters, "
+            f"such as {names[0]}. {ANOTHER_MODE}"
         )
-    except SharedWeightsError as error:
-        raise ConfigError(f"--model {args.model}: {error}") from None
+    model = bridge.engine.model_config
+    local = Path(str(model.model)) / "config.json"
+    bridge.manifest = Manifest(
+        model=bridge.model,
+        architecture=str((model.hf_config.architectures or ["unknown"])[0]),
+        config=json.loads(local.read_text() if local.is_file() else model.hf_config.to_json_string()),
+        instance_id=bridge.config.instance_id,
+        server_pid=os.getpid(),
+        server_create_time=psutil.Process().create_time(),
+        base_url=address.replace("//0.0.0.0", "//127.0.0.1"),
+        vllm_version=bridge.vllm_version,
+        tensor_parallel_size=len(shards),
+        ranks=shards,
+    )
+    path = bridge.config.manifest_path
+    write_manifest(bridge.manifest, path)
+    logger.info("Exported %d params of %d ranks to %s", len(shards[0].param_mappings), len(shards), path)
 
 
 def prepare_bridge_dir(config: ServerConfig) -> None:
     """Make the bridge directory, drop what an earlier server left there, and write the token if it is ours.
 
     Raises:
-        ConfigError: others may write there.
+        ConfigError: nobody, or others, may write there.
     """
-    config.bridge_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-    require_own_folder(config.bridge_dir)
-    _remove_counters(config.manifest_path)
-    config.manifest_path.unlink(missing_ok=True)
-    config.state_path.unlink(missing_ok=True)
-    if config.token_generated:
-        write_private(config.token_path, config.token)
-        logger.info("control routes ask for a token; it is in %s", config.token_path)
+    try:
+        config.bridge_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        require_own_folder(config.bridge_dir)
+        _remove_counters(config.manifest_path)
+        config.manifest_path.unlink(missing_ok=True)
+        config.state_path.unlink(missing_ok=True)
+        if config.token_generated:
+            write_private(config.token_path, config.token)
+            logger.info("control routes ask for a token; it is in %s", config.token_path)
+    except OSError as error:
+        raise ConfigError(f"the bridge directory {config.bridge_dir} cannot be used ({error.strerror})") from None
 
 
 def clean_up(config: ServerConfig) -> None:

@@ -1,10 +1,14 @@
-"""The door of the server, before any route: Host header, token on control routes, and the hold on generation.
+"""The door of the server, before any route: Host header, token on control routes, the hold on generation, and a count.
 
 Closed by default: a path not known to be harmless needs the token, so a route that a later vLLM adds is a control route
 until someone here says otherwise.
 
 The door also knows when there is no engine behind it any more: it was told to end, or its process has died. Whatever a
 route makes of that (vLLM's answer 500 and 400), the client gets 503 with the reason.
+
+Every request for completions passes it, so it counts them, and exactly the seconds in which there were none. `/metrics`
+shows the counts beside vLLM's own, and `/bridge/info` tells the trainer the idle seconds. What waits for the hold is
+not under way; a pause is no idleness.
 """
 
 from __future__ import annotations
@@ -12,20 +16,32 @@ from __future__ import annotations
 import asyncio
 import hmac
 import signal
-from collections.abc import Callable
-from contextlib import nullcontext
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from atropos_common.body import BodyError, GoneError, Room, read_body, replayed
-from atropos_common.bridge import GONE_STATUS, INSTANCE_HEADER, TOKEN_HEADER
+from atropos_common.bridge import (
+    GONE_STATUS,
+    INSTANCE_HEADER,
+    METRIC_IDLE_S,
+    METRIC_REQUESTS,
+    METRIC_SLOTS,
+    METRIC_VERSION,
+    TOKEN_HEADER,
+)
 from atropos_common.http import host_refusal, key_refusal, opens, origin_refusal
-from vllm_server.load import ServerLoad
+from vllm_server.versions import BridgeState
+
+if TYPE_CHECKING:
+    from prometheus_client import Metric
 
 MAX_BODY = 32 * 1024 * 1024
 """Bytes of a request: a prompt of a million tokens has 7 MB as JSON."""
@@ -66,24 +82,77 @@ def path_kind(path: str) -> Kind:
 
 
 class GenerationHold:
-    """Whether generation may go on: open, held, or refused with a reason."""
+    """Whether generation may go on, as the state of the bridge has it: open, held, or refused with a reason."""
 
     def __init__(self, *, held: bool) -> None:
+        self.state = BridgeState(held=held)
         self._open = asyncio.Event()
-        self.refusal: str | None = None
-        """Why generation and `/health` answer 503; None when all is well."""
         if not held:
             self._open.set()
 
     @property
     def held(self) -> bool:
-        return not self._open.is_set()
+        return self.state.held
+
+    @property
+    def refusal(self) -> str | None:
+        """Why generation and `/health` answer 503; None when all is well."""
+        return self.state.fault
 
     def release(self) -> None:
+        """Let in who waits, and whoever comes."""
+        self.state.held = False
         self._open.set()
 
     async def wait(self) -> None:
         await self._open.wait()
+
+
+class ServerLoad:
+    """Counts since the server began; of one event loop."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.under_way = 0
+        self.requests = 0
+        """For completions, whatever became of them."""
+        self._idle_s = 0.0
+        self._idle_since = clock()
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds without a request under way."""
+        return self._idle_s + (0.0 if self.under_way else self._clock() - self._idle_since)
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """One request for completions, from its arrival to the end of its answer."""
+        self._idle_s = self.idle_s
+        self.requests += 1
+        self.under_way += 1
+        try:
+            yield
+        finally:
+            self.under_way -= 1
+            if not self.under_way:
+                self._idle_since = self._clock()
+
+
+class LoadMetrics:
+    """The counts for Prometheus, as a collector of its registry."""
+
+    def __init__(self, load: ServerLoad, slots: int, version: Callable[[], int | None]) -> None:
+        """`slots`: sequences that the engine computes at a time, vLLM's --max-num-seqs; `version`: of its weights."""
+        self._load, self._slots, self._version = load, slots, version
+
+    def collect(self) -> Iterator[Metric]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        yield CounterMetricFamily(METRIC_IDLE_S, "Seconds without a request for completions.", self._load.idle_s)
+        yield CounterMetricFamily(METRIC_REQUESTS, "Requests for completions.", self._load.requests)
+        yield GaugeMetricFamily(METRIC_SLOTS, "Sequences that are computed at a time, at most.", self._slots)
+        if (version := self._version()) is not None:
+            yield GaugeMetricFamily(METRIC_VERSION, "Version of the weights that answer.", version)
 
 
 ENDING = "this server is ending: it was told to stop, and takes no new work"

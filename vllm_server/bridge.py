@@ -13,6 +13,7 @@ import logging
 import os
 import time
 from collections.abc import Coroutine, Iterator
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Response
@@ -34,13 +35,11 @@ from atropos_common.bridge import (
 from atropos_common.files import write_private
 from atropos_common.manifest import Manifest
 from atropos_common.transfer import TransferBackend, TransferUpdate
-from vllm_server.auth import GenerationHold, error_response
+from vllm_server.auth import GenerationHold, ServerLoad, error_response
 from vllm_server.config import ServerConfig
 from vllm_server.generate import Generator
-from vllm_server.load import ServerLoad
-from vllm_server.recorded import CompletionStore
-from vllm_server.routing import RoutingStore
-from vllm_server.versions import MAX_LEASE_S, BridgeState, SpanStore, VersionHistory
+from vllm_server.recorded import CompletionStore, RoutingStore
+from vllm_server.versions import MAX_LEASE_S, SpanStore, VersionHistory
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +50,49 @@ ASLEEP = "the engine sleeps: POST /bridge/wake_up first"
 NOT_THE_HOLDER = "another trainer paused generation, and its weights may be half-written: POST /bridge/pause takes over"
 
 
-class NotTheHolder(ValueError):
+class NotDone(ValueError):
+    """What was asked is not done; the message says why, and what would help."""
+
+    status = 400
+    """Of the answer."""
+
+
+class NotTheHolder(NotDone):
     """A resume by someone who did not pause, or whose pause another has taken over."""
+
+    status = 409
+
+
+async def answered(action: Coroutine[Any, Any, Any]) -> Any:
+    """The answer of an action on the engine, or why it was refused or failed."""
+    try:
+        return await action
+    except ValueError as error:
+        status = error.status if isinstance(error, NotDone) else NotDone.status
+        if status != NotDone.status:
+            logger.warning("%s", error)
+        return error_response(status, str(error))
+    except Exception as error:
+        logger.exception("the engine did not follow")
+        return error_response(503, f"{type(error).__name__}: {error}")
+
+
+def folder_of_run(path: str, root: Path | None, what: str, refusal: type[NotDone] = NotDone) -> Path:
+    """The folder `path` of `what`, resolved; below `root`, the run's directory, where there is one.
+
+    Raises:
+        NotDone: it is not there, or elsewhere; as `refusal`.
+    """
+    try:
+        folder = Path(path).resolve()
+        there = folder.is_dir()
+    except (OSError, ValueError) as error:  # a name that the kernel does not take
+        raise refusal(f"{path!r} is no path: {error}") from None
+    if root is not None and not folder.is_relative_to(root.resolve()):
+        raise refusal(f"{path} lies outside {root}: {what} are loaded from the run's directory only")
+    if not there:
+        raise refusal(f"{path} is not a folder")
+    return folder
 
 
 @contextlib.contextmanager
@@ -75,11 +115,11 @@ class WeightBridge:
         self.model = model
         self.vllm_version = vllm_version
         self.history = VersionHistory()
-        self.spans = SpanStore()
+        self.spans = SpanStore(config.spans_path)
         self.completions = CompletionStore()
         self.routing: RoutingStore | None = None
         """Null where the engine does not record which experts it takes."""
-        self.state = BridgeState(held=gate.held)
+        self.state = gate.state
         self.manifest: Manifest | None = None
         self.workers = 1
         self.receives: TransferBackend | None = None
@@ -88,6 +128,7 @@ class WeightBridge:
         """Why new weights must not be written over those in memory, in a server that takes new ones."""
         self.sleeping = False
         self.load_obstacle: str | None = None
+        """Why weights of a folder cannot be written over those in memory; null when they can."""
         self.started_from: str | None = None
         self.lock = asyncio.Lock()
         """Held by whoever changes what answers."""
@@ -133,7 +174,6 @@ class WeightBridge:
         was_paused = self.state.paused
         lease: dict[str, Any] = {"lease_s": request.lease_s, "dirty": request.dirty, "holder": request.holder}
         self.state.pause(**lease, now=time.monotonic())
-        self.gate.refusal = None
         self._arm_lease(request.lease_s + request.wait_s)  # already now, should the engine refuse
         if not was_paused:
             await self._stop_generating(request)
@@ -167,14 +207,13 @@ class WeightBridge:
         """The weights are not whole: unhealthy, and no answer to anyone, until someone declares them complete."""
         self._disarm_lease()
         self.state.fail(fault)
-        self.gate.refusal = fault
         logger.error("unhealthy: %s", fault)
 
     async def resume(self, request: ResumeRequest) -> BridgeInfo:
         """Declare the weights complete and go on.
 
         Raises:
-            ValueError: a version that cannot be, or an engine that sleeps.
+            NotDone: a version that cannot be, or an engine that sleeps.
             NotTheHolder: the pause is another's.
         """
         async with self.lock:
@@ -182,7 +221,7 @@ class WeightBridge:
             if self.state.holder not in ("", request.holder):
                 raise NotTheHolder(NOT_THE_HOLDER)
             if request.weight_version < 0:
-                raise ValueError(f"weight_version must not be negative, not {request.weight_version}")
+                raise NotDone(f"weight_version must not be negative, not {request.weight_version}")
             if not self.state.paused:
                 await self.freeze(PauseRequest(dirty=True))
             await self.reset_prefix_cache()
@@ -193,10 +232,9 @@ class WeightBridge:
     async def declare(self, version: int) -> None:
         """What answers from here on is `version`: end pause, hold and fault. The caller holds the lock."""
         self.history.change(version, time.monotonic())
+        await self.engine.resume_generation()
         self.state.resume(version)
         self._disarm_lease()
-        await self.engine.resume_generation()
-        self.gate.refusal = None
         self.gate.release()
         self.stamp()
 
@@ -221,26 +259,28 @@ class WeightBridge:
     def _require_awake(self) -> None:
         """Asleep, the weights' memory is not mapped: nothing may write there, or go on."""
         if self.sleeping:
-            raise ValueError(ASLEEP)
+            raise NotDone(ASLEEP)
 
     def _require_running(self) -> None:
         """vLLM goes on generating at a wake-up, whatever was paused."""
         if self.state.paused:
-            raise ValueError("generation is paused: POST /bridge/resume first")
+            raise NotDone("generation is paused: POST /bridge/resume first")
 
-    async def sleep(self, level: int) -> None:
-        """Raises ValueError while paused."""
+    async def sleep(self, level: int) -> dict[str, bool]:
+        """Raises NotDone while paused."""
         async with self.lock:
             self._require_running()
             await self.engine.sleep(level)
             self.sleeping = True
+            return {"sleeping": True}
 
-    async def wake_up(self) -> None:
-        """Raises ValueError while paused."""
+    async def wake_up(self) -> dict[str, bool]:
+        """Raises NotDone while paused."""
         async with self.lock:
             self._require_running()
             await self.engine.wake_up()
             self.sleeping = False
+            return {"sleeping": False}
 
     def _arm_lease(self, lease_s: float) -> None:
         self._disarm_lease()
@@ -270,7 +310,6 @@ class WeightBridge:
                     self.fail(f"the pause's lease is over, and the engine did not go on: {error}")
             elif expiry == "fault":
                 logger.error("unhealthy: %s", self.state.fault)
-                self.gate.refusal = self.state.fault
 
     async def health_generate(self, generator: Generator) -> JSONResponse:
         """Generate one token for real, whatever the hold says; a pause within its lease is healthy."""
@@ -301,29 +340,16 @@ class SleepRequest(BaseModel):
     level: int = 1
 
 
-async def _changing(action: Coroutine[Any, Any, Any]) -> Any:
-    """The answer of an action on the engine, or why it was refused or failed."""
-    try:
-        return await action
-    except NotTheHolder as error:
-        return error_response(409, str(error))
-    except ValueError as error:
-        return error_response(400, str(error))
-    except Exception as error:
-        logger.exception("the engine did not follow")
-        return error_response(503, f"{type(error).__name__}: {error}")
-
-
 def _add_changing(router: APIRouter, bridge: WeightBridge) -> None:
     """Pause and resume."""
 
     @router.post("/bridge/pause")
     async def pause(request: PauseRequest | None = None) -> Any:
-        return await _changing(bridge.pause(request or PauseRequest()))
+        return await answered(bridge.pause(request or PauseRequest()))
 
     @router.post("/bridge/resume")
     async def resume(request: ResumeRequest) -> Any:
-        return await _changing(bridge.resume(request))
+        return await answered(bridge.resume(request))
 
 
 def _add_sleeping(router: APIRouter, bridge: WeightBridge, *, sleep_mode: bool) -> None:
@@ -335,15 +361,13 @@ def _add_sleeping(router: APIRouter, bridge: WeightBridge, *, sleep_mode: bool) 
             return error_response(
                 501, "the engine cannot sleep: that needs a GPU, --enable-sleep-mode, and weights that are not shared"
             )
-        result = await _changing(bridge.sleep((request or SleepRequest()).level))
-        return {"sleeping": True} if result is None else result
+        return await answered(bridge.sleep((request or SleepRequest()).level))
 
     @router.post("/bridge/wake_up")
     async def wake_up() -> Any:
         if not sleep_mode:
             return error_response(501, "the engine cannot sleep, so there is nothing to wake")
-        result = await _changing(bridge.wake_up())
-        return {"sleeping": False} if result is None else result
+        return await answered(bridge.wake_up())
 
     @router.get("/bridge/is_sleeping")
     async def is_sleeping() -> dict[str, bool]:

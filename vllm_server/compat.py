@@ -1,6 +1,6 @@
 """The only file that knows how vLLM differs between releases (0.26 to 0.32): where its own server's parts lie.
 
-Nothing of vLLM is patched, but for a function of its sampler where `sampling.py` is asked to. Everything here is what
+Nothing of vLLM is patched, but for a function of its sampler (`plugin.scale_raw_logprobs`). Everything here is what
 vLLM's own API server calls, under one name each. Importing this module imports nothing of vLLM; asking it for one of
 these parts does.
 """
@@ -13,8 +13,10 @@ import inspect
 import logging
 import os
 from argparse import Namespace
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
+
+from vllm_server.config import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -140,6 +142,28 @@ def configure_vllm_logging(args: Namespace) -> None:
     configure = getattr(logger, "configure_logging_from_args", None)
     if configure is not None:
         configure(args)
+
+
+class EngineStartError(RuntimeError):
+    """vLLM's engine did not start; its own lines say why."""
+
+
+@contextlib.contextmanager
+def starting(what: str) -> Iterator[None]:
+    """Around the start of `what`: what vLLM says of a failure, in one line and without its traceback.
+
+    Raises:
+        ConfigError: it refuses the model or a flag.
+        EngineStartError: something failed.
+    """
+    try:
+        yield
+    except Exception as error:
+        logger.debug("start", exc_info=True)
+        reason = " ".join(str(error).split())[:400]
+        if isinstance(error, ValueError | OSError):
+            raise ConfigError(f"vLLM refuses this configuration: {reason}") from None
+        raise EngineStartError(f"{what} did not start: {reason} (its log lines are above)") from error
 
 
 async def serve_http(app: Any, sock: Any, args: Namespace) -> Awaitable[None]:

@@ -77,9 +77,8 @@ class ServerConfig:
     temporary: Path
     """A folder for what vLLM makes in a temporary folder and leaves there; made by `take_temporary_folder`, removed at
     the end."""
-    bridge_dir: Path
-    """Where manifest, version stamp and token file lie."""
     manifest_path: Path
+    """In the bridge directory, where version stamp and token file lie, too."""
     token: str
     """What control routes ask for in the header `X-Atropos-Token`."""
     token_generated: bool
@@ -101,6 +100,10 @@ class ServerConfig:
     sampling: SamplingPolicy = "plain"
     eager_because: str | None = None
     """Why an earlier start in this process gave up CUDA graphs."""
+
+    @property
+    def bridge_dir(self) -> Path:
+        return self.manifest_path.parent
 
     @property
     def private_dir(self) -> bool:
@@ -139,8 +142,8 @@ class ServerConfig:
         """
         env = os.environ if env is None else env
         shared = _flag(env, ENV_SHARED_WEIGHTS)
-        bridge_dir, manifest_path = _bridge_paths(env)
-        if bridge_dir is None and shared:
+        manifest_path = _manifest_path(env)
+        if manifest_path is None and shared:
             raise ConfigError(
                 f"{ENV_SHARED_WEIGHTS}=1 needs a place for the manifest: set {ENV_LOGDIR}=DIR "
                 f"(or {ENV_BRIDGE_CONFIG_PATH}=FILE)"
@@ -153,15 +156,13 @@ class ServerConfig:
                 f"{ENV_SHM_NAME}={shm_name!r}: a plain file name is needed (letters, digits, dot, dash, underscore)"
             )
         temporary = scratch_below(env, f"atropos-vllm-{instance_id}")[0]
-        if bridge_dir is None:
-            bridge_dir = temporary / "bridge"
-            manifest_path = bridge_dir / MANIFEST_NAME
-        elif bridge_dir.exists():
-            require_own_folder(bridge_dir)
+        if manifest_path is None:
+            manifest_path = temporary / "bridge" / MANIFEST_NAME
+        elif manifest_path.parent.exists():
+            require_own_folder(manifest_path.parent)
         return cls(
             instance_id=instance_id,
             temporary=temporary,
-            bridge_dir=bridge_dir,
             manifest_path=manifest_path,
             token=token or secrets.token_urlsafe(24),
             token_generated=token is None,
@@ -197,8 +198,16 @@ def take_temporary_folder(config: ServerConfig, env: os._Environ[str]) -> None:
 
     Args:
         env: changed in place, unless a socket in the folder would have too long a path.
+
+    Raises:
+        ConfigError: it cannot be made.
     """
-    config.temporary.mkdir(mode=0o700)
+    try:
+        config.temporary.mkdir(mode=0o700)
+    except OSError as error:
+        raise ConfigError(
+            f"{config.temporary.parent} takes no temporary folder ({error.strerror}): set TMPDIR to one that does"
+        ) from None
     if len(os.fsencode(config.temporary)) <= LONGEST_TEMPORARY:
         env.update(scratch_below(env, config.temporary.name)[1])
         tempfile.tempdir = None  # of the environment before
@@ -263,6 +272,10 @@ def prepare_environment(env: dict[str, str] | os._Environ[str], *, cpu: bool) ->
     if sys.flags.safe_path:
         # vLLM starts helpers by `python -m`, which would look for its modules in the working directory first.
         env.setdefault("PYTHONSAFEPATH", "1")
+    if _sampling(env) != "as_asked":
+        # Calls of tools that say `strict`, and some models' always, would be written under a grammar. That changes the
+        # distribution, and no option of a request shows it.
+        env.setdefault("VLLM_ENFORCE_STRICT_TOOL_CALLING", "0")
     # A training stack reports to its owner only.
     env.setdefault("VLLM_NO_USAGE_STATS", "1")
     # Who opened a connection should be the one to close it. Ours give it up after 2 s, an environment's aiohttp after
@@ -294,21 +307,21 @@ def _flag(env: Mapping[str, str], name: str) -> bool:
     raise ConfigError(f"{name}={env[name]!r}: use 1 or 0")
 
 
-def _bridge_paths(env: Mapping[str, str]) -> tuple[Path | None, Path]:
-    """Bridge directory (None when none is named) and manifest path."""
+def _manifest_path(env: Mapping[str, str]) -> Path | None:
+    """None when no place is named."""
     if value := env.get(ENV_BRIDGE_CONFIG_PATH):
         path = Path(value).absolute()
         if path.is_dir():
             raise ConfigError(
                 f"{ENV_BRIDGE_CONFIG_PATH}={value} is a directory; name a file in it, or use {ENV_LOGDIR}"
             )
-        return path.parent, path
+        return path
     if value := env.get(ENV_LOGDIR):
         directory = Path(value).absolute()
         if directory.exists() and not directory.is_dir():
             raise ConfigError(f"{ENV_LOGDIR}={value} is not a directory")
-        return directory, directory / MANIFEST_NAME
-    return None, Path(MANIFEST_NAME)
+        return directory / MANIFEST_NAME
+    return None
 
 
 def _token(env: Mapping[str, str]) -> str | None:

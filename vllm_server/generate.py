@@ -27,7 +27,7 @@ from atropos_common.bridge import SAMPLING_HEADER, SamplingPolicy, completion_di
 from vllm_server import compat, refusals
 from vllm_server.auth import error_response
 from vllm_server.recorded import CompletionStore
-from vllm_server.versions import Span, SpanFile, SpanStore, VersionHistory
+from vllm_server.versions import Span, SpanStore, VersionHistory
 
 logger = logging.getLogger(__name__)
 
@@ -214,7 +214,7 @@ class Generator:
         engine: Any,
         *,
         history: VersionHistory,
-        spans: SpanStore | SpanFile,
+        spans: SpanStore,
         completions: CompletionStore | None = None,
         model_names: Sequence[str],
         adapters: AdapterSource | None = None,

@@ -26,17 +26,12 @@ from fastapi import APIRouter
 
 from atropos_common.bridge import ADAPTER_CONFIG, ADAPTER_PREFIX, ADAPTER_WEIGHTS, AdapterInfo, LoadAdapterRequest
 from vllm_server import compat
-from vllm_server.auth import error_response
-from vllm_server.bridge import ASLEEP, WeightBridge
+from vllm_server.bridge import ASLEEP, NotDone, WeightBridge, answered, folder_of_run
 
 logger = logging.getLogger(__name__)
 
 Shapes = dict[str, tuple[int, int]]
 """Linear module -> (out features, in features)."""
-
-
-class AdapterError(ValueError):
-    """An adapter that cannot be served, and why."""
 
 
 class Adapters:
@@ -84,13 +79,13 @@ class Adapters:
         """Serve the adapter in `path` as `version` from the next request on.
 
         Raises:
-            AdapterError: not enabled, not an adapter, outside the run, not of this model, or refused by vLLM. What
+            NotDone: not enabled, not an adapter, outside the run, not of this model, or refused by vLLM. What
                 answered before goes on.
         """
         folder = self._checked(path)
         async with self._bridge.lock:
             if self._bridge.sleeping:
-                raise AdapterError(ASLEEP)
+                raise NotDone(ASLEEP)
             await self._require_fit(folder)
             began = time.perf_counter()
             request = await self._add(f"atropos-v{version}-{secrets.token_hex(4)}", folder)
@@ -116,28 +111,22 @@ class Adapters:
 
     def _checked(self, path: str) -> Path:
         if self._config is None:
-            raise AdapterError("this server was started without --enable-lora: in a profile, mode = lora_only sets it")
-        try:
-            folder = Path(path).resolve()
-            there = (folder / ADAPTER_CONFIG).is_file()
-        except (OSError, ValueError) as error:  # a name that the kernel does not take
-            raise AdapterError(f"{path!r} is no path: {error}") from None
-        if self._root is not None and not folder.is_relative_to(self._root.resolve()):
-            raise AdapterError(f"{path} lies outside {self._root}: adapters are loaded from the run's directory only")
-        if not there:
-            raise AdapterError(f"{path} holds no {ADAPTER_CONFIG}: not an adapter of peft")
+            raise NotDone("this server was started without --enable-lora: in a profile, mode = lora_only sets it")
+        folder = folder_of_run(path, self._root, "adapters")
+        if not (folder / ADAPTER_CONFIG).is_file():
+            raise NotDone(f"{path} holds no {ADAPTER_CONFIG}: not an adapter of peft")
         return folder
 
     async def _require_fit(self, folder: Path) -> None:
         if self._layers is None:
             self._layers = await asyncio.to_thread(linear_shapes, self._bridge.engine.model_config.hf_config)
         if why := await asyncio.to_thread(misfit, folder, self._layers):
-            raise AdapterError(f"the adapter in {folder} is not one of {self._bridge.model}: {why}")
+            raise NotDone(f"the adapter in {folder} is not one of {self._bridge.model}: {why}")
 
     async def _add(self, name: str, folder: Path) -> Any:
         answer = await self._models.load_lora_adapter(compat.load_adapter_request(name, str(folder)))
         if not isinstance(answer, str):
-            raise AdapterError(f"vLLM refuses the adapter in {folder}: {answer.error.message}")
+            raise NotDone(f"vLLM refuses the adapter in {folder}: {answer.error.message}")
         return self._models.lora_requests[name]
 
     def _replace(self, new: tuple[Any, int] | None) -> None:
@@ -172,14 +161,11 @@ def make_router(adapters: Adapters) -> APIRouter:
 
     @router.post("/lora/load")
     async def load(request: LoadAdapterRequest) -> Any:
-        try:
-            return await adapters.load(request.path, request.weight_version)
-        except AdapterError as error:
-            return error_response(400, str(error))
+        return await answered(adapters.load(request.path, request.weight_version))
 
     @router.post("/lora/unload")
-    async def unload() -> AdapterInfo:
-        return await adapters.unload()
+    async def unload() -> Any:
+        return await answered(adapters.unload())
 
     return router
 

@@ -70,7 +70,7 @@ def run(args: Namespace) -> int:
         0 after SIGTERM, 1 when a worker died.
 
     Raises:
-        ConfigError: vLLM refuses the model or a flag.
+        ConfigError, EngineStartError: as `compat.starting`.
     """
 
     def leave(signum: int, _: object) -> NoReturn:
@@ -84,13 +84,8 @@ def run(args: Namespace) -> int:
 
     began = time.monotonic()
     _on_end(leave)
-    try:
+    with compat.starting("this part of vLLM's engine"):
         executor = compat.executor_of_part(args)
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"vLLM refuses this configuration: {' '.join(str(error).split())[:400]}") from None
-    except Exception as error:
-        logger.error("the workers did not start: %s (their log lines are above)", " ".join(str(error).split())[:400])
-        return 1
     try:
         _on_end(told)
         here = f"part {args.node_rank + 1} of {machines(args)}"

@@ -23,12 +23,16 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from atropos_common import parent_death
+from atropos_common.bridge import GREEDY_BELOW
 from atropos_common.run_dir import ENV_WAIT_FOR_GO, GO_LINE
 from vllm_server import compat
 from vllm_server.config import ENV_FORK_ENGINE, ENV_INSTANCE_ID, ENV_SHARED_WEIGHTS, ENV_WEIGHT_UPDATES
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -213,6 +217,32 @@ def wait_in_engine(env: MutableMapping[str, str], parts: Sequence[str] = compat.
         fcntl.flock(lock, fcntl.LOCK_SH)
 
 
+def scale_raw_logprobs(sampler: torch.nn.Module) -> None:
+    """Have `sampler`, vLLM's, compute raw logprobs [B, V] in nats as log softmax(logits / temperature [B]): by vLLM
+    they are those at temperature 1.
+
+    It is told each batch's temperatures before it computes them, through torch's own hooks: nothing of vLLM is replaced
+    but one function of one object.
+    """
+    import torch
+
+    present: list[torch.Tensor | None] = [None]
+
+    def remember(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        metadata = kwargs["sampling_metadata"] if "sampling_metadata" in kwargs else args[1]
+        present[0] = metadata.temperature
+
+    def compute_logprobs(logits: torch.Tensor) -> torch.Tensor:
+        temperature = present[0]
+        if temperature is None or len(temperature) != len(logits):  # all greedy, or prompts, which nothing samples
+            return logits.log_softmax(-1, dtype=torch.float32)
+        scale = torch.where(temperature < GREEDY_BELOW, 1.0, temperature).unsqueeze(1)
+        return (logits.float() / scale).log_softmax(-1)
+
+    sampler.register_forward_pre_hook(remember, with_kwargs=True)
+    sampler.compute_logprobs = compute_logprobs  # type: ignore[assignment]
+
+
 class AtroposWorkerExtension:
     """Mixed into vLLM's worker class; called by `collective_rpc`.
 
@@ -239,13 +269,11 @@ class AtroposWorkerExtension:
     def atropos_whole_distribution(self) -> None:
         """Raw logprobs are from now on those of the whole distribution at each request's temperature, whatever top-p,
         penalties and the like make of the sampling; greedy requests have the model's own."""
-        from vllm_server import sampling
-
-        sampling.scale_raw_logprobs(self.model_runner.sampler)  # type: ignore[attr-defined]
+        scale_raw_logprobs(self.model_runner.sampler)  # type: ignore[attr-defined]
 
     def atropos_record_routing(self) -> str | None:
         """Keep the experts of every token from now on, on a CPU; or why that cannot be."""
-        from vllm_server.routing import SlotRecorder
+        from vllm_server.recorded import SlotRecorder
 
         try:
             self._atropos_routing = SlotRecorder(self.model_runner)  # type: ignore[attr-defined]

@@ -26,6 +26,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
 
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from atropos_common.body import replayed
@@ -56,6 +58,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "bad_words": (None, []),
     "structured_outputs": (None,),
     "response_format": (None, {"type": "text"}),
+    "tool_choice": (None, "none", "auto"),  # a call that must come is written under a grammar
+    "thinking_token_budget": (None, -1),
     "watermarking": (None, False),
     "use_beam_search": (None, False),
 }
@@ -130,30 +134,27 @@ class PlainSampling:
         if not ours or policy == "as_asked":
             await self.app(scope, receive, send)
             return
-        messages = await _whole_body(receive)
-        body = _parsed(b"".join(message.get("body", b"") for message in messages))
-        leaking = _leaking(body, _defaults(scope), _header(scope, SPLIT_HEADER) == "train")
+        raw = await Request(scope, receive).body()  # the door has it whole
+        body = _parsed(raw)
+        defaults = getattr(scope["app"].state, "atropos_sampling", {})
+        leaking = _leaking(body, defaults, Headers(scope=scope).get(SPLIT_HEADER) == "train")
         if not leaking:
-            await self.app(scope, replayed(messages, receive), send)
+            await self.app(scope, replayed([_request(raw)], receive), send)
         elif policy == "refuse":
             reason = f"{', '.join(leaking)}: {WHY}. {instead(leaking)}, or ask for no logprobs"
             await error_response(400, reason)(scope, receive, send)
         else:
             note_adjusted(scope, leaking)
             raw = json.dumps(body | without(names_of(leaking))).encode()
-            message = {"type": "http.request", "body": raw, "more_body": False}
-            scope = {**scope, "headers": [*_other_headers(scope), (b"content-length", str(len(raw)).encode())]}
-            await self.app(scope, replayed([message], receive), _with_header(send, leaking))
+            scope = {**scope, "headers": list(scope["headers"])}
+            headers = MutableHeaders(scope=scope)
+            headers["content-length"] = str(len(raw))
+            del headers["transfer-encoding"]
+            await self.app(scope, replayed([_request(raw)], receive), _with_header(send, leaking))
 
 
-def _header(scope: Scope, name: str) -> str:
-    wanted = name.lower().encode()
-    return next((value.decode("latin-1") for key, value in scope["headers"] if key.lower() == wanted), "")
-
-
-def _other_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
-    lengths = (b"content-length", b"transfer-encoding")
-    return [(key, value) for key, value in scope["headers"] if key.lower() not in lengths]
+def _request(body: bytes) -> Message:
+    return {"type": "http.request", "body": body, "more_body": False}
 
 
 def _with_header(send: Send, leaking: Iterable[str]) -> Send:
@@ -166,10 +167,6 @@ def _with_header(send: Send, leaking: Iterable[str]) -> Send:
         await send(message)
 
     return add
-
-
-def _defaults(scope: Scope) -> dict[str, Any]:
-    return getattr(scope["app"].state, "atropos_sampling", {})
 
 
 def _parsed(raw: bytes) -> dict[str, Any]:
@@ -189,14 +186,6 @@ def _leaking(body: dict[str, Any], defaults: Mapping[str, Any], rollout: bool) -
         return []
     named = {name: value for name, value in body.items() if value is not None}
     return leaks({**defaults, **named})
-
-
-async def _whole_body(receive: Receive) -> list[Message]:
-    """Every message up to the end of the body, or to the client's leaving."""
-    messages = [await receive()]
-    while messages[-1]["type"] == "http.request" and messages[-1].get("more_body"):
-        messages.append(await receive())
-    return messages
 
 
 FIRST_GAP_S = 5.0

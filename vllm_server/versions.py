@@ -27,25 +27,40 @@ MAX_LEASE_S = 24 * 3600.0
 
 
 class SpanStore:
-    """Completion digest -> span, bounded; the least recently used entry goes first."""
+    """Completion digest -> span, bounded; the least recently used entry goes first.
 
-    def __init__(self, capacity: int = 200_000) -> None:
-        self.capacity = capacity
+    With a `path` that file is kept alike, so that a restarted server still knows what its predecessor generated. One
+    line a completion: digest, oldest and newest version. Appended as completions are made, read and compacted at start.
+    The lines reach the kernel at once, so they outlive a killed server, though not a killed machine.
+    """
+
+    def __init__(self, path: Path | None = None, *, capacity: int = 200_000) -> None:
+        self._path, self._capacity = path, capacity
         self._spans: OrderedDict[str, Span] = OrderedDict()
+        self._lines = 0
+        self._warned = False
+        self._descriptor = -1
+        if path is not None:
+            for digest, span in _read_spans(path):
+                self._note(digest, span)
+            self._compact(path)
 
     def __len__(self) -> int:
         return len(self._spans)
 
-    def items(self) -> list[tuple[str, Span]]:
-        """Everything kept, least recently used first."""
-        return list(self._spans.items())
-
     def remember(self, digest: str, span: Span) -> None:
         """Record `span`. Two completions alike to the last bit share a digest: the later one wins."""
-        self._spans[digest] = span
-        self._spans.move_to_end(digest)
-        if len(self._spans) > self.capacity:
-            self._spans.popitem(last=False)
+        self._note(digest, span)
+        if self._path is None:
+            return
+        if self._lines >= 2 * self._capacity:
+            self._compact(self._path)
+            return
+        try:
+            os.write(self._descriptor, _span_line(digest, span).encode())
+            self._lines += 1
+        except OSError as error:
+            self._failed(error)
 
     def look_up(self, digests: Sequence[str]) -> list[Span | None]:
         """Spans in the order asked; None for a digest never seen or already dropped."""
@@ -56,6 +71,49 @@ class SpanStore:
                 self._spans.move_to_end(digest)
             found.append(span)
         return found
+
+    def _note(self, digest: str, span: Span) -> None:
+        self._spans[digest] = span
+        self._spans.move_to_end(digest)
+        if len(self._spans) > self._capacity:
+            self._spans.popitem(last=False)
+
+    def _failed(self, error: OSError) -> None:
+        """A full disk must not stop rollouts: memory still knows, only a restart would forget."""
+        if not self._warned:
+            logger.warning("%s cannot be written (%s): a restarted server will not know", self._path, error)
+        self._warned = True
+
+    def _compact(self, path: Path) -> None:
+        """Rewrite the file with what is kept, and append there; where that fails, go on as before."""
+        self._lines = len(self._spans)
+        try:
+            write_private(path, "".join(_span_line(digest, span) for digest, span in self._spans.items()))
+            descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
+        except OSError as error:
+            self._failed(error)
+            return
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = descriptor
+
+
+def _span_line(digest: str, span: Span) -> str:
+    return f"{digest} {span[0]} {span[1]}\n"
+
+
+def _read_spans(path: Path) -> list[tuple[str, Span]]:
+    """Whole lines of `path`; a torn or foreign one is left out, and a missing file is an empty one."""
+    try:
+        lines = path.read_text(errors="replace").split("\n")[:-1]
+    except OSError:
+        return []
+    spans = []
+    for line in lines:
+        parts = line.split()
+        if len(parts) == 3 and parts[1].isdecimal() and parts[2].isdecimal():
+            spans.append((parts[0], (int(parts[1]), int(parts[2]))))
+    return spans
 
 
 class VersionHistory:
@@ -153,73 +211,3 @@ class BridgeState:
         self.dirty = False
         self.lease_until = None
         self.fault = None
-
-
-class SpanFile:
-    """Keeps a `SpanStore` and a file alike, so that a restarted server still knows what its predecessor generated.
-
-    One line a completion: digest, oldest and newest version. Appended as completions are made, read and compacted at
-    start. The lines reach the kernel at once, so they outlive a killed server, though not a killed machine.
-    """
-
-    def __init__(self, path: Path, store: SpanStore) -> None:
-        self._path = path
-        self._store = store
-        self._lines = 0
-        self._warned = False
-        self._descriptor = -1
-        for digest, span in _read_spans(path):
-            store.remember(digest, span)
-        self._compact()
-
-    def remember(self, digest: str, span: Span) -> None:
-        """Record one completion in memory and on disk."""
-        self._store.remember(digest, span)
-        if self._lines >= 2 * self._store.capacity:
-            self._compact()
-        else:
-            self._append(_span_line(digest, span).encode())
-
-    def _append(self, line: bytes) -> None:
-        try:
-            os.write(self._descriptor, line)
-            self._lines += 1
-        except OSError as error:
-            self._failed(error)
-
-    def _failed(self, error: OSError) -> None:
-        """A full disk must not stop rollouts: memory still knows, only a restart would forget."""
-        if not self._warned:
-            logger.warning("%s cannot be written (%s): a restarted server will not know", self._path, error)
-        self._warned = True
-
-    def _compact(self) -> None:
-        """Rewrite the file with what the store holds, and append there; where that fails, go on as before."""
-        self._lines = len(self._store)
-        try:
-            write_private(self._path, "".join(_span_line(digest, span) for digest, span in self._store.items()))
-            descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND)
-        except OSError as error:
-            self._failed(error)
-            return
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-        self._descriptor = descriptor
-
-
-def _span_line(digest: str, span: Span) -> str:
-    return f"{digest} {span[0]} {span[1]}\n"
-
-
-def _read_spans(path: Path) -> list[tuple[str, Span]]:
-    """Whole lines of `path`; a torn or foreign one is left out, and a missing file is an empty one."""
-    try:
-        lines = path.read_text(errors="replace").split("\n")[:-1]
-    except OSError:
-        return []
-    spans = []
-    for line in lines:
-        parts = line.split()
-        if len(parts) == 3 and parts[1].isdecimal() and parts[2].isdecimal():
-            spans.append((parts[0], (int(parts[1]), int(parts[2]))))
-    return spans

@@ -2,7 +2,7 @@
 trainer wait.
 
 `FlowWatch` is fed with what the `Watcher` reads anyway, asks each engine's `/metrics` (the server's own exact count of
-the time without a request, `vllm_server/load.py`), and gives a `Flow` for each environment.
+the time without a request, `vllm_server/auth.py`), and gives a `Flow` for each environment.
 """
 
 from __future__ import annotations

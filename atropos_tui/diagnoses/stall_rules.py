@@ -28,7 +28,7 @@ LOW_BYTES = 200_000_000
 NEVER_LOW_SHARE = 0.02
 """A disk that is small as a whole is low only below this share."""
 FLAT = "all scores equal"
-"""The reason that `atropos_envs/tally.py` gives for a group of equal scores."""
+"""The reason that `atropos_envs/evaluation.py` gives for a group of equal scores."""
 
 ENOUGH = 5
 """Refusals; fewer may be an accident."""

@@ -15,9 +15,8 @@ import yaml
 
 from atropos_common.records import EvalRecord, parse_line
 from atropos_envs import EnvFault
-from atropos_envs.math_env import Completion
+from atropos_envs.math_env import PATIENCE_S, Completion, HubSplit, MathProblem, is_right, parse_answer
 from atropos_envs.math_zero_server import PROMPT, MathZeroConfig, MathZeroEnv
-from atropos_envs.problems import PATIENCE_S, HubSplit, MathProblem, is_right, parse_answer
 from tests.unit.envs_support import Engine, decode, encode, make_env, text_tokenizer, write_splits
 
 NOWHERE = "http://127.0.0.1:9/v1"

@@ -17,9 +17,9 @@ from atroposlib.envs import base as atropos_base
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, EvalHandlingEnum
 
 from atropos_common.http import AFTER_HEADER, BATCH_HEADER
+from atropos_envs.evaluation import FLAT, SURPLUS
 from atropos_envs.hosted import hosted
 from atropos_envs.places import Places, Slot, enough
-from atropos_envs.tally import FLAT, SURPLUS
 from atropos_envs.tiny_model import make_tokenizer
 from tests.unit.envs_support import run_api, trainer_registration
 

@@ -19,9 +19,8 @@ from atropos_common.records import EnvCountsRecord, EnvMetricsRecord, EvalRecord
 from atropos_envs import EnvFault, needs_no_torch, runner
 from atropos_envs.base import StackEnv
 from atropos_envs.engine_client import EngineClient
-from atropos_envs.evaluation import EvalLog
+from atropos_envs.evaluation import EvalLog, Tally, reason_of
 from atropos_envs.hosted import Foreign, Hosted, hosted, missing_package
-from atropos_envs.tally import Tally, reason_of
 from atropos_envs.tiny_model import make_tokenizer
 from atropos_tui.diagnoses import Evidence, diagnose
 from atropos_tui.profile.spec import ComponentSpec
@@ -188,6 +187,19 @@ def test_groups_and_failures_are_counted_by_reason(tmp_path: Path) -> None:
     assert isinstance(metrics, EnvMetricsRecord) and set(metrics.metrics) == {
         "eval/percent_correct", "train/len", "eval/length"
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["eval/percent_correct", "percent_correct"])
+def test_an_evaluation_has_one_name_whichever_way_it_is_told(name: str, tmp_path: Path) -> None:
+    """Most environments hand the same `eval/NAME` to `evaluate_log` and to W&B: it became two curves."""
+    path = tmp_path / "eval.theirs.jsonl"
+    env: Any = SimpleNamespace(
+        eval_log=EvalLog(path, "theirs"), curr_step=6, config=SimpleNamespace(data_dir_to_save_evals=None)
+    )
+    asyncio.run(Hosted.evaluate_log(env, {name: 0.5}))
+    accuracy, metrics = [parse_line(line) for line in path.read_text().splitlines()]
+    assert isinstance(accuracy, EvalRecord) and accuracy.split == "percent_correct"
+    assert isinstance(metrics, EnvMetricsRecord) and set(metrics.metrics) == {"eval/percent_correct"}
 
 
 def test_the_root_of_retries_is_named() -> None:

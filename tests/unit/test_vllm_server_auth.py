@@ -265,7 +265,7 @@ async def test_a_client_that_leaves_during_the_hold_never_reaches_the_engine() -
 
 async def test_a_fault_refuses_health_and_generation_with_its_reason() -> None:
     http, gate = client()
-    gate.refusal = "half-written weights"
+    gate.state.fault = "half-written weights"
     for answer in (await http.get("/health"), await http.post("/generate", content="x")):
         assert answer.status_code == 503
         assert answer.json()["error"] == "half-written weights"

@@ -63,6 +63,17 @@ def test_a_temporary_folder_too_deep_for_sockets_is_not_taken(tmp_path: Path, mo
     assert not any(deep.iterdir())
 
 
+def test_a_temporary_folder_that_cannot_be_made_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SLURM names one that only the first node has."""
+    from vllm_server.__main__ import main
+
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "none"))
+    assert main(["--model", "owner/name", "--uds", str(tmp_path / "socket")]) == 2
+    assert f"{tmp_path / 'none'} takes no temporary folder" in capsys.readouterr().err
+
+
 def test_a_full_environment_is_taken_as_given(tmp_path: Path) -> None:
     env = {
         "VLLM_ENABLE_SHARED_WEIGHTS": "1", "LOGDIR": str(tmp_path), "ATROPOS_TOKEN": "0123456789abcdef",
@@ -131,6 +142,7 @@ def test_environment_for_vllm_on_the_cpu() -> None:
     assert "VLLM_USE_V1" not in env
     assert env["VLLM_PLUGINS"] == "mine,atropos_bridge"
     assert env["TORCHDYNAMO_DISABLE"] == "1"
+    assert env["VLLM_ENFORCE_STRICT_TOOL_CALLING"] == "0", "no grammar behind a rollout's back"
     assert any("VLLM_USE_V1 is ignored" in note for note in notes)
 
 
@@ -146,8 +158,9 @@ def test_environment_for_vllm_on_a_gpu_keeps_what_the_user_set() -> None:
     assert prepare_environment(env, cpu=False) == []
     assert env["VLLM_PLUGINS"] == "atropos_bridge,other"
     assert "TORCHDYNAMO_DISABLE" not in env
-    env = {"TORCHDYNAMO_DISABLE": "0", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "7"}
+    env = {"TORCHDYNAMO_DISABLE": "0", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "7", "ATROPOS_SAMPLING": "as_asked"}
     prepare_environment(env, cpu=True)
+    assert "VLLM_ENFORCE_STRICT_TOOL_CALLING" not in env, "sampled as asked"
     assert env["TORCHDYNAMO_DISABLE"] == "0"
     assert env["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] == "7"
 

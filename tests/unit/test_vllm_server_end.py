@@ -20,7 +20,7 @@ from atropos_common.http import allowed_hosts
 from atropos_common.manifest import CudaIpc, Manifest, Shard, TensorEntry, write_manifest
 from vllm_server import app
 from vllm_server.auth import Access, AuthMiddleware, GenerationHold
-from vllm_server.config import ServerConfig
+from vllm_server.config import ConfigError, ServerConfig
 
 
 class Engine:
@@ -104,6 +104,13 @@ async def test_only_a_server_that_was_told_to_end_ends_well(
         assert await asyncio.wait_for(app.serve(config, args), timeout=30) == code
     await ending
     assert caplog.messages[-1] == words
+
+
+def test_a_bridge_directory_that_cannot_be_made_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    config = ServerConfig.from_env({"LOGDIR": str(tmp_path / "file" / "bridge")})
+    with pytest.raises(ConfigError, match=r"file/bridge cannot be used [(]Not a directory"):
+        app.prepare_bridge_dir(config)
 
 
 @pytest.mark.parametrize("how", ["it ends", "the next one begins"])

@@ -14,8 +14,7 @@ from starlette.routing import Route
 
 from atropos_common.bridge import METRIC_IDLE_S, METRIC_REQUESTS, METRIC_SLOTS, METRIC_VERSION, TOKEN_HEADER
 from atropos_common.http import allowed_hosts
-from vllm_server.auth import Access, AuthMiddleware, GenerationHold
-from vllm_server.load import LoadMetrics, ServerLoad
+from vllm_server.auth import Access, AuthMiddleware, GenerationHold, LoadMetrics, ServerLoad
 
 
 class Clock:

@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 from tests.unit.test_vllm_server_bridge import RecordingEngine
 from vllm_server import compat, lora
 from vllm_server.auth import GenerationHold
-from vllm_server.bridge import WeightBridge
+from vllm_server.bridge import NotDone, WeightBridge
 from vllm_server.config import ServerConfig
-from vllm_server.lora import AdapterError, Adapters, make_router, misfit
+from vllm_server.lora import Adapters, make_router, misfit
 
 SHAPES = {"model.layers.0.self_attn.q_proj": (8, 4), "model.layers.0.self_attn.v_proj": (4, 4)}
 
@@ -143,10 +143,10 @@ async def test_an_adapter_of_another_model_is_refused_and_the_old_one_stays(
     adapters, models, engine, bridge = parts
     good = await adapters.load(adapter(tmp_path / "good"), 7)
     bad = adapter(tmp_path / "bad", **change)
-    with pytest.raises(AdapterError, match=says):
+    with pytest.raises(NotDone, match=says):
         await adapters.load(bad, 8)
     (tmp_path / "bad" / "adapter_model.safetensors").write_bytes(b"half a fi")
-    with pytest.raises(AdapterError, match="cannot be read"):
+    with pytest.raises(NotDone, match="cannot be read"):
         await adapters.load(bad, 8)
     assert models.lora_requests["base"].lora_name == good.name == adapters.info().name
     assert bridge.state.weight_version == 7 and engine.removed == []
@@ -176,10 +176,10 @@ async def test_what_cannot_be_an_adapter_is_refused_and_nothing_changes(parts: A
     no_paths = [(f"{tmp_path}/{name}", "is no path") for name in ("a\0b", "x" * 300)]
     outside = [("/etc", "outside"), (str(link), "outside")]
     for path, says in [(str(tmp_path / "empty"), "adapter_config"), *outside, *no_paths]:
-        with pytest.raises(AdapterError, match=says):
+        with pytest.raises(NotDone, match=says):
             await adapters.load(path, 1)
     models.refusal = "LoRA rank 64 is greater than max_lora_rank 16"
-    with pytest.raises(AdapterError, match="rank 64"):
+    with pytest.raises(NotDone, match="rank 64"):
         await adapters.load(inside, 1)
     assert models.lora_requests == {}
     assert bridge.gate.held

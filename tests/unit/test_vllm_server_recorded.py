@@ -38,7 +38,7 @@ def test_a_completion_is_found_by_its_prompt_and_how_it_begins() -> None:
 
 
 def test_the_oldest_prompts_go_first() -> None:
-    store = CompletionStore(most_tokens=3 * (3 + OVERHEAD))
+    store = CompletionStore(most_bytes=3 * (3 * 8 + OVERHEAD))
     for prompt in range(6):
         store.remember([9], [], [], temperature=1.0, oldest_version=0)  # one that was given up takes no room
         store.remember([prompt], [1, 2, 3], [-1.0] * 3, temperature=1.0, oldest_version=0)
@@ -76,8 +76,12 @@ def test_plainly_sampled_text_is_recorded_and_the_caller_sees_nothing_of_it() ->
 
 
 @pytest.mark.parametrize(
-    "options", [{"top_p": 0.9}, {"top_k": 3}, {"logit_bias": {3: 1.0}}, {"logprobs": 1}, {"output_kind": 1}]
-)
+    "options",
+    [
+        {"top_p": 0.9}, {"top_k": 3}, {"logit_bias": {3: 1.0}}, {"thinking_token_budget": 0}, {"logprobs": 1},
+        {"output_kind": 1},
+    ],
+)  # fmt: skip
 def test_what_would_be_another_distribution_is_not(options: dict[str, Any]) -> None:
     """Nor what asks for logprobs itself, nor a stream of deltas."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams

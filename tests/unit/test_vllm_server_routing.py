@@ -23,8 +23,16 @@ from vllm_server import bridge as bridge_routes
 from vllm_server.auth import GenerationHold
 from vllm_server.bridge import WeightBridge
 from vllm_server.config import ConfigError, ServerConfig
-from vllm_server.recorded import CompletionStore, record
-from vllm_server.routing import OVERHEAD, RoutingKeeper, RoutingStore, SlotRecorder, compact
+from vllm_server.recorded import (
+    OVERHEAD,
+    CompletionStore,
+    KeptRequest,
+    RoutingKeeper,
+    RoutingStore,
+    SlotRecorder,
+    compact,
+    record,
+)
 from vllm_server.versions import VersionHistory
 
 PROMPT = [5, 6, 7]
@@ -130,7 +138,7 @@ def test_the_forms_of_vllm_s_versions(prompt: Any, completion: Any, kept: Any, c
     done = _completion(0, [1, 2], "stop", routed_experts=completion)
     output = SimpleNamespace(outputs=[done], prompt_token_ids=PROMPT, prompt_routed_experts=prompt)
     keeper = RoutingKeeper(store, None)
-    asyncio.run(keeper.request(deltas=False).see(output))
+    asyncio.run(KeptRequest(keeper, deltas=False).see(output))
     assert _found(store, [1, 2]) == (None if kept is None else kept.tolist())
 
 
@@ -142,11 +150,11 @@ async def test_where_outputs_bring_none_the_worker_is_asked() -> None:
         return _experts(4)
 
     store = RoutingStore()
-    request = RoutingKeeper(store, ask).request(deltas=False)
+    request = KeptRequest(RoutingKeeper(store, ask), deltas=False)
     for reason in (None, "stop", "stop"):
         await request.see(SimpleNamespace(outputs=[_completion(0, [1, 2], reason)], prompt_token_ids=PROMPT))
     assert asked == [[5, 6, 7, 1, 2]] and _found(store, [1, 2]) == _experts(4).tolist()
-    aborted = RoutingKeeper(store, ask).request(deltas=False)
+    aborted = KeptRequest(RoutingKeeper(store, ask), deltas=False)
     await aborted.see(SimpleNamespace(outputs=[_completion(0, [8], "abort")], prompt_token_ids=PROMPT))
     assert len(asked) == 1
 

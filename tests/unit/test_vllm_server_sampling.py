@@ -9,10 +9,12 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from fastapi import FastAPI, Request
 
 from atropos_common.bridge import SAMPLING_HEADER, SPLIT_HEADER
 from vllm_server.generate import RequestError, parse_body, under_policy
+from vllm_server.plugin import scale_raw_logprobs
 from vllm_server.refusals import PlainSampling, instead, leaks, names_of, served_defaults
 
 LEAKING: list[dict[str, Any]] = [
@@ -113,6 +115,10 @@ async def _asked(
         ({"logprobs": 0, "temperature": 0.0, "top_p": 0.9}, {}, 200),
         ({"logprobs": 1, "response_format": {"type": "json_object"}}, {}, 400),
         ({"logprobs": 1, "response_format": {"type": "text"}}, {}, 200),
+        ({"logprobs": True, "tool_choice": "required"}, {}, 400),
+        ({"logprobs": True, "tool_choice": {"type": "function", "function": {"name": "look"}}}, {}, 400),
+        ({"logprobs": True, "tool_choice": "auto"}, {}, 200),
+        ({"logprobs": True, "thinking_token_budget": 0}, {}, 400),
     ],
 )
 async def test_vllm_s_own_routes(body: dict[str, Any], defaults: dict[str, Any], status: int) -> None:
@@ -141,6 +147,7 @@ async def test_it_leaves_the_rest_alone() -> None:
         ({"repetition_penalty": 1.1, "logit_bias": {"5": 1.0}}, {}, "train",
          {"repetition_penalty": 1, "logit_bias": None}, "repetition_penalty, logit_bias"),
         ({"temperature": 0.0, "top_p": 0.5}, {}, "train", {"temperature": 0.0, "top_p": 0.5}, None),
+        ({"tool_choice": "required"}, {}, "train", {"tool_choice": None}, "tool_choice"),
     ],
 )  # fmt: skip
 async def test_rollouts_over_v1_sample_plainly(
@@ -155,3 +162,22 @@ async def test_rollouts_over_v1_sample_plainly(
     assert free.json()["options"] == asked and SAMPLING_HEADER not in free.headers
     refused = await _asked("/v1/chat/completions", raw, defaults, "refuse", split)
     assert refused.status_code == (200 if left_out is None else 400)
+
+
+class Sampler(torch.nn.Module):
+    """vLLM's, as far as raw logprobs go."""
+
+    compute_logprobs: Any = None
+
+    def forward(self, logits: torch.Tensor, sampling_metadata: Any) -> torch.Tensor:
+        found: torch.Tensor = self.compute_logprobs(logits)
+        return found
+
+
+def test_raw_logprobs_are_those_of_each_request_s_temperature() -> None:
+    sampler, logits = Sampler(), torch.randn(2, 5)
+    scale_raw_logprobs(sampler)
+    wanted = torch.stack([(logits[0] / 0.5).log_softmax(-1), logits[1].log_softmax(-1)])
+    mixed, greedy = SimpleNamespace(temperature=torch.tensor([0.5, 0.0])), SimpleNamespace(temperature=None)
+    torch.testing.assert_close(sampler(logits, sampling_metadata=mixed), wanted)
+    torch.testing.assert_close(sampler(logits, greedy), logits.log_softmax(-1))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import math
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -27,6 +29,54 @@ def test_store_lets_the_later_of_two_equal_completions_win() -> None:
     store.remember("a", (5, 5))
     assert store.look_up(["a"]) == [(5, 5)]
     assert len(store) == 1
+
+
+def test_a_later_server_knows_what_an_earlier_one_generated(tmp_path: Path) -> None:
+    path = tmp_path / "versions.txt"
+    first = SpanStore(path)
+    first.remember("aa", (3, 4))
+    first.remember("bb", (5, 5))
+    store = SpanStore(path)
+    store.remember("cc", (6, 6))
+    assert store.look_up(["aa", "bb", "cc"]) == [(3, 4), (5, 5), (6, 6)]
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_full_disk_at_a_rewrite_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "versions.txt"
+    kept = SpanStore(path, capacity=2)
+    for number in range(3):
+        kept.remember(f"{number}", (number, number))
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("vllm_server.versions.write_private", full)
+    for number in range(3, 12):
+        kept.remember(f"{number}", (number, number))
+    SpanStore(tmp_path / "none" / "versions.txt").remember("a", (1, 1))
+    monkeypatch.undo()
+    for number in range(12, 16):
+        kept.remember(f"{number}", (number, number))
+    again = SpanStore(path, capacity=2)
+    assert again.look_up(["15", "14", "13"]) == [(15, 15), (14, 14), None]
+
+
+def test_torn_and_foreign_lines_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "versions.txt"
+    path.write_bytes(b"aa 1 2\n\xff\xfe\nbb x 2\ncc 1\ndd 3 3\nee 4 ")
+    store = SpanStore(path)
+    assert len(store) == 2 and store.look_up(["aa", "dd"]) == [(1, 2), (3, 3)]
+
+
+def test_the_file_stays_as_bounded_as_the_store(tmp_path: Path) -> None:
+    path = tmp_path / "versions.txt"
+    kept = SpanStore(path, capacity=10)
+    for number in range(100):
+        kept.remember(f"{number:02}", (number, number))
+    assert len(path.read_text().splitlines()) <= 20
+    again = SpanStore(path, capacity=10)
+    assert again.look_up(["99", "90", "10"]) == [(99, 99), (90, 90), None]
 
 
 def test_history_knows_the_version_at_each_moment() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Coroutine
 from typing import Any
 
@@ -17,18 +16,19 @@ from fastapi import APIRouter
 from atropos_common.bridge import BridgeInfo
 from atropos_common.run_dir import ENV_TRAINER_HOSTS
 from atropos_common.transfer import TransferInit, TransferReport, TransferUpdate
-from vllm_server.auth import error_response
-from vllm_server.bridge import ASLEEP, WeightBridge, timed
+from vllm_server.bridge import ASLEEP, NotDone, WeightBridge, answered, timed
 from vllm_server.weights.collectives import REFUSED
-
-logger = logging.getLogger(__name__)
 
 GRACE_S = 15.0
 """A worker that has not given up this long after its own timeout is stuck."""
 
 
-class BrokenTransfer(RuntimeError):
-    """The trainer's broadcast did not arrive; the message names the phase."""
+class BrokenTransfer(NotDone):
+    """The trainer's broadcast did not arrive; the message names the phase, or begins with `REFUSED`."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why)
+        self.status = 409 if REFUSED in why else 503
 
 
 class Transfers:
@@ -46,9 +46,8 @@ class Transfers:
         """
         async with self.bridge.lock:
             self._require_awake()
-            self._require_known(request.address)
-            self._require_in_place()
-            await self._workers(self._join(request), request.timeout_s)
+            self._require_in_place(request.address)
+            await self._workers(_init(self.bridge.engine, request.model_dump()), request.timeout_s)
             return self.bridge.info()
 
     async def update(self, request: TransferUpdate) -> TransferReport:
@@ -77,29 +76,17 @@ class Transfers:
         if self.bridge.sleeping:
             raise BrokenTransfer(REFUSED + ASLEEP)
 
-    def _require_known(self, address: str) -> None:
+    def _require_in_place(self, address: str) -> None:
         if not self.bridge.config.may_meet(address):
             raise BrokenTransfer(
                 f"{REFUSED}weights would come from {address}, which is not this machine's loopback; to take them from "
                 f"there, start this server with {ENV_TRAINER_HOSTS}={address}"
             )
-
-    def _require_in_place(self) -> None:
         if reason := self.bridge.not_in_place:
             raise BrokenTransfer(
                 f"{REFUSED}a broadcast would write weights in place, and {reason}. Use another weight bridge mode "
                 "(none, which restarts the server where it must, or lora_only)"
             )
-
-    async def _join(self, request: TransferInit) -> None:
-        await _init(self.bridge.engine, request.model_dump())
-        await self._raise_failure()
-
-    async def _raise_failure(self) -> None:
-        """What a rank noted of the call before; a refusal explains the others' broken connections."""
-        found = await self.bridge.engine.collective_rpc("atropos_transfer_failure")
-        if failures := [failure for failure in found if failure]:
-            raise BrokenTransfer(max(failures, key=lambda failure: REFUSED in failure))
 
     async def _receive(self, request: TransferUpdate) -> None:
         engine = self.bridge.engine
@@ -112,11 +99,17 @@ class Transfers:
             await engine.start_weight_update()
         await _update(engine, request.model_dump())
         await engine.finish_weight_update()
-        await self._raise_failure()
 
     async def _workers(self, work: Coroutine[Any, Any, None], timeout_s: float) -> None:
+        """What a rank noted of `work` is its failure; a refusal explains the others' broken connections."""
+
+        async def work_of_all() -> list[str | None]:
+            await work
+            noted: list[str | None] = await self.bridge.engine.collective_rpc("atropos_transfer_failure")
+            return noted
+
         try:
-            await asyncio.wait_for(work, timeout_s + GRACE_S)
+            found = await asyncio.wait_for(work_of_all(), timeout_s + GRACE_S)
         except TimeoutError:
             raise BrokenTransfer(
                 f"a worker is stuck: no answer for {timeout_s + GRACE_S:.0f} s, {GRACE_S:.0f} s beyond its timeout; "
@@ -124,6 +117,8 @@ class Transfers:
             ) from None
         except Exception as error:
             raise BrokenTransfer(_said(error)) from error
+        if failures := [failure for failure in found if failure]:
+            raise BrokenTransfer(max(failures, key=lambda failure: REFUSED in failure))
 
 
 def make_router(transfers: Transfers) -> APIRouter:
@@ -132,21 +127,13 @@ def make_router(transfers: Transfers) -> APIRouter:
 
     @router.post("/bridge/transfer/init")
     async def init(request: TransferInit) -> Any:
-        return await _told(transfers.join(request))
+        return await answered(transfers.join(request))
 
     @router.post("/bridge/transfer/update")
     async def update(request: TransferUpdate) -> Any:
-        return await _told(transfers.update(request))
+        return await answered(transfers.update(request))
 
     return router
-
-
-async def _told(action: Coroutine[Any, Any, Any]) -> Any:
-    try:
-        return await action
-    except BrokenTransfer as error:
-        logger.error("%s", error)
-        return error_response(409 if REFUSED in str(error) else 503, str(error))
 
 
 async def _init(engine: Any, info: dict[str, Any]) -> None:

@@ -9,32 +9,29 @@ In single copy the weights that vLLM serves are those that the trainer steps. On
 every parameter into one file under /dev/shm; on a GPU the worker hands out CUDA IPC handles. Both end in the same
 manifest, which describes parameters under vLLM's own names, a tied one once.
 
-Runs in vLLM's worker process, except `write_manifest_for`, which runs in the API process.
+Runs in vLLM's worker process.
 """
 
 from __future__ import annotations
 
 import base64
 import copy
-import json
 import logging
 import os
-from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch.nn.functional import linear
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from atropos_common.manifest import CudaIpc, Manifest, Shard, TensorEntry, TensorView, left_out, write_manifest
+from atropos_common.manifest import CudaIpc, Shard, TensorEntry, TensorView
 from atropos_common.strided import extent
-from vllm_server.config import ENV_SHM_PATH, ENV_START_WEIGHTS, ServerConfig
+from vllm_server.config import ENV_SHM_PATH, ENV_START_WEIGHTS
 from vllm_server.weights.copy_recorder import CopyRecorder, Named
 
 logger = logging.getLogger(__name__)
@@ -265,7 +262,7 @@ def describe_shared_file(model: torch.nn.Module) -> Shard:
     for name, parameter in _parameters(model):
         if parameter.untyped_storage().data_ptr() != _mapping.data_ptr():
             raise SharedWeightsError(f"{name} left the shared file after loading; this model cannot run in single copy")
-        entries[name] = _entry(parameter, parameter.storage_offset())
+        entries[name] = _entry(parameter)
     return Shard(
         kind="shm",
         shm_path=str(shared_file()),
@@ -286,7 +283,7 @@ def describe_cuda(model: torch.nn.Module) -> Shard:
     for name, parameter in _parameters(model):
         if not parameter.is_cuda:
             raise SharedWeightsError(f"{name} lies on {parameter.device}; single copy needs every parameter on the GPU")
-        entry = _entry(parameter, parameter.storage_offset())
+        entry = _entry(parameter)
         entry.ipc_handle = _cuda_handle(parameter.untyped_storage())
         entries[name] = entry
     return Shard(kind="cuda_ipc", gpu=gpu, param_mappings=entries, aliases=_aliases(model), views=_views())
@@ -329,12 +326,12 @@ def _cuda_handle(storage: torch.UntypedStorage) -> CudaIpc:
     )
 
 
-def _entry(parameter: torch.nn.Parameter, offset: int) -> TensorEntry:
+def _entry(parameter: torch.nn.Parameter) -> TensorEntry:
     return TensorEntry(
         shape=list(parameter.shape),
         stride=list(parameter.stride()),
         dtype=str(parameter.dtype).removeprefix("torch."),
-        offset=offset,
+        offset=parameter.storage_offset(),
     )
 
 
@@ -352,49 +349,6 @@ def _parameters(model: torch.nn.Module, **options: bool) -> Iterator[Named]:
     """As `named_parameters`, by the names that they have where no adapters are served: those wrap each layer, which is
     called `base_layer` then."""
     return ((name.replace(".base_layer.", "."), param) for name, param in model.named_parameters(**options))
-
-
-def write_manifest_for(
-    shards: Sequence[Shard],
-    *,
-    config: ServerConfig,
-    args: Namespace,
-    model_config: Any,
-    base_url: str,
-    vllm_version: str,
-) -> Manifest:
-    """Complete the manifest of this server, write it, and say so.
-
-    Args:
-        shards: one for each tensor-parallel rank, in order.
-
-    Raises:
-        SharedWeightsError: the ranks together do not have all of a tensor.
-    """
-    ranks = dict(enumerate(shards))
-    if names := left_out(ranks):
-        raise SharedWeightsError(
-            f"{len(names)} tensors of the checkpoint do not lie whole in vLLM's parameters, such as {names[0]}. "
-            f"{ANOTHER_MODE}"
-        )
-    hf_config = model_config.hf_config
-    local = Path(str(model_config.model)) / "config.json"
-    description = json.loads(local.read_text()) if local.is_file() else json.loads(hf_config.to_json_string())
-    manifest = Manifest(
-        model=str(args.model),
-        architecture=str((hf_config.architectures or ["unknown"])[0]),
-        config=description,
-        instance_id=config.instance_id,
-        server_pid=os.getpid(),
-        server_create_time=psutil.Process().create_time(),
-        base_url=base_url,
-        vllm_version=vllm_version,
-        tensor_parallel_size=len(ranks),
-        ranks=ranks,
-    )
-    write_manifest(manifest, config.manifest_path)
-    logger.info("Exported %d params of %d ranks to %s", len(ranks[0].param_mappings), len(ranks), config.manifest_path)
-    return manifest
 
 
 EXPERTS = ("w13_weight", "w2_weight")

@@ -26,8 +26,7 @@ from safetensors import SafetensorError, safe_open
 
 from atropos_common.bridge import LoadWeightsRequest, WeightsLoaded
 from atropos_common.files import write_private
-from vllm_server.auth import error_response
-from vllm_server.bridge import ASLEEP, WeightBridge, timed
+from vllm_server.bridge import ASLEEP, NotDone, WeightBridge, answered, folder_of_run, timed
 from vllm_server.config import ENV_START_WEIGHTS, ServerConfig
 from vllm_server.weights.copy_recorder import NO_WEIGHT, TIED_HEAD, CopyRecorder
 from vllm_server.weights.loaders import FOLDER_FORMAT, PLAIN_FORMAT, register_loaders
@@ -41,12 +40,16 @@ SAFETENSORS_FORMATS = ("auto", "hf", "safetensors")
 """Values of --load-format that read what a trainer writes."""
 
 
-class RefusedWeights(ValueError):
+class RefusedWeights(NotDone):
     """Weights that this server does not take; the old ones go on serving."""
 
+    status = 409
 
-class BrokenLoad(RuntimeError):
+
+class BrokenLoad(NotDone):
     """A load that broke off: the weights are mixed, and nobody is answered."""
+
+    status = 503
 
 
 class StartWeights(BaseModel):
@@ -60,7 +63,7 @@ def note_of(config: ServerConfig) -> StartWeights | None:
     """The weights that an earlier server was told to start again with, where they are still there."""
     try:
         note = StartWeights.model_validate_json(config.start_weights_path.read_bytes())
-        checked_folder(note.path, config.run_dir)
+        folder_of_run(note.path, config.run_dir, "weights", RefusedWeights)
         shapes_in(Path(note.path))
     except FileNotFoundError:
         return None
@@ -80,24 +83,6 @@ def prepare_start(config: ServerConfig, args: Namespace, *, plain: bool) -> None
         args.load_format = PLAIN_FORMAT if plain else FOLDER_FORMAT
         logger.info("starting with the weights of version %d: %s", note.weight_version, note.path)
     register_loaders()
-
-
-def checked_folder(path: str, root: Path | None) -> Path:
-    """`path`, resolved.
-
-    Raises:
-        RefusedWeights: not a folder, or outside the run's directory.
-    """
-    try:
-        folder = Path(path).resolve()
-        there = folder.is_dir()
-    except (OSError, ValueError) as error:  # a name that the kernel does not take
-        raise RefusedWeights(f"{path!r} is no path: {error}") from None
-    if root is not None and not folder.is_relative_to(root.resolve()):
-        raise RefusedWeights(f"{path} lies outside {root}: weights are loaded from the run's directory only")
-    if not there:
-        raise RefusedWeights(f"{path} is not a folder")
-    return folder
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -149,22 +134,17 @@ class Reloader:
 
     def __init__(self, bridge: WeightBridge, args: Namespace) -> None:
         self.bridge = bridge
-        self.started_from = os.environ.get(ENV_START_WEIGHTS)
         self._args = args
         self._own: Shapes | None = None
-        bridge.load_obstacle, bridge.started_from = self.obstacle(), self.started_from
-
-    def obstacle(self) -> str | None:
-        """Why weights cannot be written over those in memory; null when they can."""
-        args = self._args
-        found = {
-            "it was started without ATROPOS_WEIGHT_UPDATES=1": not self.bridge.config.weight_updates,
-            f"{self.bridge.not_in_place}": self.bridge.not_in_place,
+        bridge.started_from = os.environ.get(ENV_START_WEIGHTS)
+        obstacles = {
+            "it was started without ATROPOS_WEIGHT_UPDATES=1": not bridge.config.weight_updates,
+            f"{bridge.not_in_place}": bridge.not_in_place,
             "it serves adapters (--enable-lora)": args.enable_lora,
             "a part of its weights is offloaded (--cpu-offload-gb)": getattr(args, "cpu_offload_gb", 0),
             "it has several replicas (--data-parallel-size)": int(args.data_parallel_size) > 1,
         }
-        return next((reason for reason, holds in found.items() if holds), None)
+        bridge.load_obstacle = next((reason for reason, holds in obstacles.items() if holds), None)
 
     async def load(self, request: LoadWeightsRequest) -> WeightsLoaded:
         """Answer with the weights in `path`, as `weight_version`.
@@ -174,14 +154,14 @@ class Reloader:
                 served.
             BrokenLoad: the server is unhealthy now, and serves nobody.
         """
-        folder = checked_folder(request.path, self.bridge.config.run_dir)
+        folder = folder_of_run(request.path, self.bridge.config.run_dir, "weights", RefusedWeights)
         shapes = await asyncio.to_thread(shapes_in, folder)
         if request.at_restart:
             return self._note(folder, request)
         state = self.bridge.state
-        if self.started_from == str(folder) and state.weight_version is None and not state.dirty:
+        if self.bridge.started_from == str(folder) and state.weight_version is None and not state.dirty:
             return await self._as_started(request)
-        if reason := self.obstacle():
+        if reason := self.bridge.load_obstacle:
             raise RefusedWeights(f"weights cannot be loaded into this server while it runs: {reason}. Restart it")
         own = await asyncio.to_thread(self._own_shapes)
         require_same(shapes, own, tied=bool(self.bridge.engine.model_config.hf_config.tie_word_embeddings))
@@ -235,7 +215,7 @@ class Reloader:
         """
         config = self.bridge.config
         if not config.weight_updates:
-            raise RefusedWeights(f"{self.obstacle()}")
+            raise RefusedWeights(f"{self.bridge.load_obstacle}")
         if config.private_dir:
             raise RefusedWeights("a restarted server would not find these weights: start this one with LOGDIR=DIR")
         if self._args.load_format not in (*SAFETENSORS_FORMATS, FOLDER_FORMAT, PLAIN_FORMAT):
@@ -257,7 +237,7 @@ class Reloader:
             RefusedWeights: those are not safetensors, so that nothing can be compared.
         """
         if self._own is None:
-            known = [Path(path).expanduser() for path in (self.started_from, self._args.model) if path]
+            known = [Path(path).expanduser() for path in (self.bridge.started_from, self._args.model) if path]
             folder = next((path for path in known if path.is_dir()), None)  # a trainer may have removed the first
             self._own = shapes_in(folder or _downloaded(self._args))
         return self._own
@@ -326,14 +306,6 @@ def make_router(reloader: Reloader) -> APIRouter:
 
     @router.post("/bridge/load")
     async def load(request: LoadWeightsRequest) -> Any:
-        try:
-            return await reloader.load(request)
-        except RefusedWeights as error:
-            return error_response(409, str(error))
-        except Exception as error:
-            logger.exception("the weights in %s were not loaded", request.path)
-            return error_response(
-                503, f"{error}" if isinstance(error, BrokenLoad) else f"{type(error).__name__}: {error}"
-            )
+        return await answered(reloader.load(request))
 
     return router
