@@ -27,8 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from atropos_common.files import write_private
-from atropos_common.model_math import Dimensions
-from atropos_common.quantized import bits_of
+from atropos_common.model_math import Dimensions, bits_of
 from atropos_tui.profile.load import cache_dir
 
 Shape = tuple[int, ...]
