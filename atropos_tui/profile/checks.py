@@ -14,9 +14,8 @@ from urllib.parse import urlsplit
 from atropos_common.bridge import LORA_RANKS, ROUTING_FLAG, server_rank
 from atropos_common.transfer import is_loopback, is_wildcard
 from atropos_tui.errors import Problem
-from atropos_tui.profile.checks_nodes import check_nodes, unused_gpus
-from atropos_tui.profile.errors import key_text, printable
-from atropos_tui.profile.memory import VLLM_FRACTION
+from atropos_tui.profile.checks_nodes import check_nodes, crowded, unused_gpus
+from atropos_tui.profile.errors import counted, key_text, printable
 from atropos_tui.profile.redact import is_plain_setting, is_secret_name
 from atropos_tui.profile.schema import SECTION_LISTS, KeyPath
 from atropos_tui.profile.seats import host_names, part_names
@@ -54,7 +53,7 @@ def check_profile(site: Site) -> list[Problem]:
         return nodes  # who is where decides what else fits together
     problems = [*_trainer_gpus(profile), *_fed(profile), *_names(profile), *_ports(profile), *_urls(site)]
     problems += [*_derived(profile), *_server_types(profile), *_several(profile)]
-    problems += [*_gpu_lists(profile), *_shares(profile)] if not profile.is_spread else []
+    problems += [*_gpu_lists(profile), *crowded(profile)] if not profile.is_spread else []
     problems += [*_logprobs(profile), *_fed_urls(site)]
     if site.traits.shares_memory:
         problems += [*_single_copy_place(profile), *_single_copy_flags(profile.vllm[0], adapters=site.traits.lora)]
@@ -131,7 +130,7 @@ def check_notes(site: Site) -> list[str]:
             "machines that you trust"
         )
     for node, gpus in unused_gpus(profile).items():
-        notes.append(f"{gpus} {'GPU' if gpus == 1 else 'GPUs'} of {node} {'is' if gpus == 1 else 'are'} nobody's")
+        notes.append(f"{counted(gpus, 'GPU')} of {node} {'is' if gpus == 1 else 'are'} nobody's")
     asked = {engine.name for env in profile.env for engine in env_engines(profile, env)}
     if idle := [engine.name for engine in fed_engines(profile) if engine.name not in asked]:
         notes.append(f"WARNING no environment asks {', '.join(idle)}: leave `engine` out of one, and it asks all")
@@ -279,7 +278,6 @@ def _ports(profile: Profile) -> Iterator[Problem]:
 
 _API_URL = re.compile(r"(rollout_server|atropos|run_api|api_server)_url$")
 _ENGINE_URL = re.compile(r"(base|vllm|openai_base)_url$")
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def _urls(site: Site) -> Iterator[Problem]:
@@ -317,7 +315,7 @@ def _settings(site: Site) -> Iterator[tuple[str, str, str]]:
 def _loopback_port(text: str) -> int | None:
     try:
         url = urlsplit(text)
-        return url.port if url.scheme in ("http", "https") and url.hostname in _LOOPBACK else None
+        return url.port if url.scheme in ("http", "https") and url.hostname and is_loopback(url.hostname) else None
     except ValueError:
         return None
 
@@ -440,32 +438,11 @@ def _gpu_lists(profile: Profile) -> Iterator[Problem]:
         elif section.gpus and count != engines * each:
             takers = "an engine that takes" if engines == 1 else f"{engines} engines that take"
             yield Problem(
-                f"{count} {'GPU' if count == 1 else 'GPUs'} for {takers} {engines * each} (tensor_parallel = "
-                f"{section.tensor_parallel})",
+                f"{counted(count, 'GPU')} for {takers} {engines * each} (tensor_parallel = {section.tensor_parallel})",
                 f"set vllm.tensor_parallel = {count}, or name {engines * each}"
                 if engines == 1
                 else f"name {engines * each}, or leave vllm.replicas out: {count // each} engines then",
                 key=key,
-            )
-
-
-def _shares(profile: Profile) -> Iterator[Problem]:
-    """Several engines on one GPU: their shares must fit on it."""
-    on: dict[int, list[tuple[int, float]]] = {}
-    for index, section in enumerate(profile.vllm):
-        if section.flag("kv-cache-memory-bytes") is None:
-            for gpu in dict.fromkeys(section.gpus):
-                on.setdefault(gpu, []).append((index, section.gpu_memory_utilization or VLLM_FRACTION))
-    named: set[int] = set()
-    for gpu, shares in on.items():
-        total, last = sum(share for _, share in shares), shares[-1][0]
-        if len(shares) > 1 and total > 1 and last not in named:
-            named.add(last)
-            parts = " + ".join(f"{profile.vllm[index].name} {share:g}" for index, share in shares)
-            yield Problem(
-                f"the engines on GPU {gpu} take {total:.2f} of its memory ({parts})",
-                f"let them add up to less than 1, such as {0.9 / len(shares):.2f} each",
-                key=f"vllm.{last}.gpu_memory_utilization",
             )
 
 
@@ -549,19 +526,11 @@ def _single_copy_type(engine: EngineSection, settings: TrainingConfig) -> Iterat
 
 
 def _other_gpus(profile: Profile) -> Iterator[Problem]:
-    trainer = set(profile.trainer.gpus)
     unnamed = [f"vllm.{index}.gpus" for index, engine in enumerate(profile.vllm) if not engine.gpus]
-    unnamed += [] if trainer else ["trainer.gpus"]
+    unnamed += [] if profile.trainer.gpus else ["trainer.gpus"]
     if len(unnamed) <= len(profile.vllm):  # none at all is a machine without GPUs
         for key in unnamed:
             yield Problem("a broadcast goes to other GPUs, so all of them must be named", "name its GPUs", key=key)
-    for index, engine in enumerate(profile.vllm):
-        if both := sorted(trainer & set(engine.gpus)):
-            yield Problem(
-                f"a broadcast goes to other GPUs, and GPU {both} has trainer and engine",
-                'give each GPUs of its own, or use mode = "shared_vllm"',
-                key=f"vllm.{index}.gpus",
-            )
 
 
 def _lengths(profile: Profile, settings: TrainingConfig) -> Iterator[Problem]:

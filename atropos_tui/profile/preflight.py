@@ -30,6 +30,7 @@ from atropos_common.run_dir import (
 )
 from atropos_tui.errors import Problem
 from atropos_tui.profile import memory, ports
+from atropos_tui.profile.errors import counted
 from atropos_tui.profile.fit import nearest
 from atropos_tui.profile.hardware import Hardware
 from atropos_tui.profile.load import CACHE
@@ -74,12 +75,7 @@ def preflight(site: Site, stack: StackSpec, inventory: Inventory | None = None) 
         inventory: what is known about the machine; asked for when left out.
     """
     inventory = inventory or take_inventory(site)
-    settings = training_config(site)
-    return [
-        *lacks(site, stack, inventory.machine),
-        *_model_fits(site, settings, inventory),
-        *unfit(site, inventory),
-    ]
+    return [*lacks(site, stack, inventory.machine), *mismatches(site, inventory), *unfit(site, inventory)]
 
 
 def lacks(site: Site, stack: StackSpec, machine: Hardware) -> list[Problem]:
@@ -550,7 +546,7 @@ def _separate_gpus(profiles: Mapping[str, Profile], count: int, changes: Changes
         if others:
             free = [gpu for gpu in range(count) if gpu not in holder]
             if len(free) < len(wanted):
-                needs = f"{name} needs {len(wanted)} GPU{'s' if len(wanted) > 1 else ''} of its own beside "
+                needs = f"{name} needs {counted(len(wanted), 'GPU')} of its own beside "
                 left = f"{', '.join(others)}, and {len(free) or 'none'} of {count} is left"
                 fix = "add --sequential: one stack after another"
                 changes.problems.append(Problem(needs + left, fix, key="gpus"))

@@ -302,6 +302,14 @@ def test_what_does_not_fit_is_said_with_its_key(changes: dict[str, Any], key: st
     assert [each for each in found if each[0] == key and reason in each[1]], found
 
 
+def test_engines_on_one_gpu_that_name_the_size_of_their_caches_need_no_shares() -> None:
+    both = [{"name": name, "node": "infer", "gpus": [0], "port": port} for name, port in (("a", 9001), ("b", 9011))]
+    assert problems(profile(vllm=[each | {"args": {"kv-cache-memory-bytes": "4G"}} for each in both])) == []
+    assert problems(profile(vllm=both)) == [
+        ("vllm.1.gpu_memory_utilization", "the engines on GPU 0 of infer take 1.84 of its memory (a 0.92 + b 0.92)"),
+    ]
+
+
 def test_0_machines_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "p.toml"
     file.write_text('extends = "demo"\nname = "p"\ncluster.launcher = "slurm"\n[[node]]\nname = "n"\ncount = 0\n')

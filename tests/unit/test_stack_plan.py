@@ -295,7 +295,7 @@ def program(*command: str, **variables: str) -> dict[str, Any]:
         ({"vllm": {"args": {"logprobs-mode": "raw_logprobs"}}}, "vllm.0.args.logprobs-mode", "sampled from", "leave"),
         # Broadcast
         ({"mode": "broadcast", "vllm": {"gpus": [0, 1], "tensor_parallel": 2}, "trainer": SEVERAL | {"gpus": [1]}},
-         "vllm.0.gpus", "GPU [1] has trainer and engine", "its own"),
+         "vllm.0.gpus", "GPU 1 has trainer and engine", "its own"),
         ({"mode": "broadcast", "vllm": {"gpus": [0]}}, "trainer.gpus", "all of them must be named", "name its GPUs"),
         # Lengths
         ({"vllm": {"max_model_len": 1024}, "trainer": SEVERAL | {"seq_len": 2048}}, "trainer.seq_len",
