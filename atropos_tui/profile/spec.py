@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -371,11 +371,11 @@ def dependency_faults(stack: StackSpec) -> list[DependencyFault]:
                 reason = f"{spec.name} depends on {other!r}, which is not in the stack"
                 fix = f"name one of: {', '.join(name for name in waits if name != spec.name)}"
                 faults.append(DependencyFault(spec.name, reason, fix))
-    reached = {name: _reached(name, waits) for name in waits}
+    after = {name: reached(name, waits) for name in waits}
     named: set[str] = set()
-    for name, others in reached.items():
+    for name, others in after.items():
         if name in others and name not in named:
-            circle = [other for other in waits if other in others and name in reached[other]]
+            circle = [other for other in waits if other in others and name in after[other]]
             named.update(circle)
             reason = f"circular depends_on among: {', '.join(circle)}"
             fix = "take itself out" if len(circle) == 1 else "let one of them not wait for the next"
@@ -383,12 +383,12 @@ def dependency_faults(stack: StackSpec) -> list[DependencyFault]:
     return faults
 
 
-def _reached(start: str, waits: dict[str, set[str]]) -> set[str]:
-    """Everything that `start` waits for, at any distance."""
-    reached: set[str] = set()
+def reached(start: str, leads_to: Mapping[str, Collection[str]]) -> set[str]:
+    """Every name to which `start` leads, at any distance."""
+    found: set[str] = set()
     open_ = [start]
     while open_:
-        new = waits.get(open_.pop(), set()) - reached
-        reached |= new
+        new = set(leads_to.get(open_.pop(), ())) - found
+        found |= new
         open_ += new
-    return reached
+    return found
