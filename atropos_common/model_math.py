@@ -186,7 +186,7 @@ def why_not_spread(config: Mapping[str, Any]) -> tuple[str, str] | None:
 
 def why_not_shared(config: Mapping[str, Any], context: int) -> tuple[str, str] | None:
     """Why `context` ranks cannot compute rows of the model of this config.json together, and the way out."""
-    heads = int(next((config[name] for name in HEADS if config.get(name)), 1))
+    heads = _heads(config)
     if heads % context:
         most = max(n for n in range(1, context) if heads % n == 0)
         return (
@@ -252,8 +252,7 @@ class Dimensions:
             KeyError: a field is missing.
         """
         hidden = int(config.get("hidden_size") or config["n_embd"])
-        # Models without attention (Mamba) have a number of their own, or none.
-        heads = int(next((config[name] for name in HEADS if config.get(name)), 1))
+        heads = _heads(config)
         return cls(
             layers=_layers(config),
             hidden=hidden,
@@ -323,6 +322,11 @@ def _is_dense(config: Mapping[str, Any], layer: int) -> bool:
     return (
         skipped or layer in (config.get("mlp_only_layers") or ()) or layer < (config.get("first_k_dense_replace") or 0)
     )
+
+
+def _heads(config: Mapping[str, Any]) -> int:
+    """Models without attention (Mamba) have a number of their own, or none."""
+    return int(next((config[name] for name in HEADS if config.get(name)), 1))
 
 
 def _layers(config: Mapping[str, Any]) -> int:

@@ -143,10 +143,9 @@ def budget_with(site: Site, settings: TrainingConfig, inventory: Inventory, chos
 
 def _chosen(site: Site, settings: TrainingConfig, chosen: Mapping[str, Any]) -> tuple[Profile, TrainingConfig]:
     """Profile and trainer's settings with `chosen` in the place of what they say."""
-    trainer = {key.removeprefix("trainer."): v for key, v in chosen.items() if key.startswith("trainer.")}
+    trainer = {key.removeprefix("trainer."): value for key, value in chosen.items() if key.startswith("trainer.")}
     trainer.pop("gpus", None)
-    others = {k: v for k, v in chosen.items() if not k.startswith("trainer.") or k == "trainer.gpus"}
-    return with_settings(site.profile, others), settings.model_copy(update=trainer)
+    return with_settings(site.profile, chosen), settings.model_copy(update=trainer)
 
 
 def with_settings(profile: Profile, chosen: Mapping[str, Any]) -> Profile:
