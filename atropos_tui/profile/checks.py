@@ -24,6 +24,7 @@ from atropos_tui.profile.site import (
     Site,
     env_engines,
     fed_engines,
+    fed_sections,
     meeting_address,
     trainer_gpus,
     trainer_ranks,
@@ -77,9 +78,10 @@ def check_profile(site: Site) -> list[Problem]:
     if site.traits.shares_memory:
         problems += _single_copy_type(profile.vllm[0], settings)
     if settings.routing_replay:
-        problems += [problem for engine in fed_engines(profile) for problem in _routing(engine)]
+        problems += [found for index, engine in fed_sections(profile).items() for found in _routing(index, engine)]
     if site.traits.lora:
-        problems += _adapters(profile.vllm[0], settings)
+        for index, engine in fed_sections(profile).items():
+            problems += _adapters(index, engine, settings)
     return problems
 
 
@@ -447,13 +449,14 @@ def _gpu_lists(profile: Profile) -> Iterator[Problem]:
 
 
 def _logprobs(profile: Profile) -> Iterator[Problem]:
-    mode = profile.vllm[0].flag("logprobs-mode")
-    if mode not in (None, PROCESSED):
-        yield Problem(
-            f"{mode!r} are not the logprobs that were sampled from, and the trainer's ratios need those",
-            f'use "{PROCESSED}", or leave it out',
-            key=_flag_key(profile.vllm[0], "logprobs-mode"),
-        )
+    for index, engine in fed_sections(profile).items():
+        mode = engine.flag("logprobs-mode")
+        if mode not in (None, PROCESSED):
+            yield Problem(
+                f"{mode!r} are not the logprobs that were sampled from, and the trainer's ratios need those",
+                f'use "{PROCESSED}", or leave it out',
+                key=_flag_key(index, engine, "logprobs-mode"),
+            )
 
 
 def _single_copy_place(profile: Profile) -> Iterator[Problem]:
@@ -488,8 +491,8 @@ _UNSHARED = {
 """Flags after which a weight in the engine's memory is not what the trainer has, and why."""
 
 
-def _flag_key(engine: EngineSection, name: str) -> str:
-    return f"vllm.0.args.{engine.flag_key(name)}"
+def _flag_key(index: int, engine: EngineSection, name: str) -> str:
+    return f"vllm.{index}.args.{engine.flag_key(name)}"
 
 
 def _single_copy_flags(engine: EngineSection, *, adapters: bool) -> Iterator[Problem]:
@@ -498,18 +501,18 @@ def _single_copy_flags(engine: EngineSection, *, adapters: bool) -> Iterator[Pro
         if adapters and name == "enable-lora":
             continue
         if engine.flag(name) not in (None, False):
-            yield Problem(why, "take it out, or use another mode", key=_flag_key(engine, name))
+            yield Problem(why, "take it out, or use another mode", key=_flag_key(0, engine, name))
     for name in ("pipeline-parallel-size", "data-parallel-size"):
         if engine.flag_number(name, 1) > 1:
             fix = "set it to 1, or take it out"
-            yield Problem("single copy attaches to one process of vLLM", fix, key=_flag_key(engine, name))
+            yield Problem("single copy attaches to one process of vLLM", fix, key=_flag_key(0, engine, name))
     if engine.flag_number("cpu-offload-gb", 0) > 0:
         reason = "weights on the host cannot be shared with the trainer"
-        yield Problem(reason, "take it out", key=_flag_key(engine, "cpu-offload-gb"))
+        yield Problem(reason, "take it out", key=_flag_key(0, engine, "cpu-offload-gb"))
     loading = engine.flag("load-format")
     if loading is not None and loading not in SAFE_LOADING:
         reason = f"single copy cannot share weights that were loaded as {loading!r}"
-        yield Problem(reason, f"use one of: {', '.join(SAFE_LOADING)}", key=_flag_key(engine, "load-format"))
+        yield Problem(reason, f"use one of: {', '.join(SAFE_LOADING)}", key=_flag_key(0, engine, "load-format"))
 
 
 _TYPES = {"half": "float16", "float": "float32"}
@@ -553,23 +556,23 @@ def _lengths(profile: Profile, settings: TrainingConfig) -> Iterator[Problem]:
             )
 
 
-def _routing(engine: EngineSection) -> Iterator[Problem]:
+def _routing(index: int, engine: EngineSection) -> Iterator[Problem]:
     """What the engine may not be told with `routing_replay`."""
     if engine.flag(ROUTING_FLAG) is False:
         reason = "trainer.routing_replay asks this engine which experts it took"
-        yield Problem(reason, "take it out: the plan sets it", key=_flag_key(engine, ROUTING_FLAG))
+        yield Problem(reason, "take it out: the plan sets it", key=_flag_key(index, engine, ROUTING_FLAG))
     if (stages := engine.flag_number("pipeline-parallel-size", 1)) > 1:
         reason = f"vLLM does not record experts over {stages} pipeline stages, and trainer.routing_replay asks for them"
-        key = _flag_key(engine, "pipeline-parallel-size")
+        key = _flag_key(index, engine, "pipeline-parallel-size")
         yield Problem(reason, "use tensor_parallel, or leave trainer.routing_replay out", key=key)
 
 
-def _adapters(engine: EngineSection, settings: TrainingConfig) -> Iterator[Problem]:
+def _adapters(index: int, engine: EngineSection, settings: TrainingConfig) -> Iterator[Problem]:
     given = engine.flag("max-lora-rank")
-    key = _flag_key(engine, "max-lora-rank")
+    key = _flag_key(index, engine, "max-lora-rank")
     ranks = ", ".join(map(str, LORA_RANKS))
     if engine.flag("enable-lora") is False:
-        off = _flag_key(engine, "enable-lora")
+        off = _flag_key(index, engine, "enable-lora")
         yield Problem("this mode serves adapters", "take it out: the plan sets it", key=off)
     if given is not None and given not in LORA_RANKS:
         yield Problem(f"vLLM takes no rank {given}", f"use one of: {ranks}", key=key)

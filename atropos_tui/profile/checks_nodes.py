@@ -205,7 +205,7 @@ def crowded(profile: Profile) -> Iterator[Problem]:
             for place in there:
                 on[place].append((index, section.gpu_memory_utilization or VLLM_FRACTION))
         if traits_of(profile).other_gpus and (both := sorted(there & own)):
-            reason = f"a broadcast goes to other GPUs, and {', '.join(map(_gpu_text, both[:4]))} has trainer and engine"
+            reason = f"a broadcast goes to other GPUs, and trainer and engine share {', '.join(map(_gpu_text, both))}"
             fix = 'give each GPUs of its own, or use mode = "shared_vllm"'
             yield Problem(reason, fix, key=f"vllm.{index}.gpus")
     named: set[int] = set()

@@ -241,10 +241,17 @@ def is_fed(site: Site, section: EngineSection) -> bool:
     return section.name in {each.name for each in fed_engines(site.profile)}
 
 
+def fed_sections(profile: Profile) -> dict[int, EngineSection]:
+    """By index the first [[vllm]]; in a mode that feeds all of them, each that serves the stack's model."""
+    others = profile.vllm if traits_of(profile).feeds_all else []
+    return {index: part for index, part in enumerate(others) if part.model is None} | {0: profile.vllm[0]}
+
+
 def fed_engines(profile: Profile) -> list[EngineSection]:
-    """The first engine; in a mode that feeds all of them, each that serves the stack's model."""
-    first, *others = profile.engines
-    return [first, *(each for each in others if traits_of(profile).feeds_all and each.model is None)]
+    """The engines that the trainer feeds: in a mode that feeds one, the first."""
+    if not traits_of(profile).feeds_all:
+        return profile.engines[:1]
+    return [engine for index in sorted(fed_sections(profile)) for engine, _ in profile.seated[index]]
 
 
 def engine_urls(site: Site) -> str:

@@ -276,7 +276,7 @@ LARGE = {"name": "n", "count": 2, "gpus": 2, "hosts": ["a", "b"]}
         ({"vllm": {"node": "train", "replicas": 4}}, "trainer.node", "no GPU is left for the trainer"),
         (
             {"vllm": {"node": "train", "gpus": [0]}, "trainer": {"node": "train", "gpus": [0], "batch_size": 16}},
-            "vllm.0.gpus", "has trainer and engine",
+            "vllm.0.gpus", "trainer and engine share GPU 0 of train",
         ),
         (
             {"trainer": {"node": "train", "processes": 3, "batch_size": 16}}, "trainer.processes", "3 ranks, and 4",

@@ -79,6 +79,9 @@ def test_validate_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "adapters" in said(mode="lora_only", vllm={"gpus": [0], "max_model_len": 64})[0]
     chosen = {"gpus": [0], "max_model_len": 64, "args": {"lora-target-modules": "q_proj"}}
     assert not said(mode="lora_only", vllm=chosen), "its embeddings are left alone"
+    judge = {"name": "judge", "port": 9101, "gpus": [1], "model": "a/judge", "max_model_len": 64}
+    problems = found(profile(model="a/b", mode="lora_only", vllm=[chosen, judge]), config=COHERE, gpus=2)
+    assert not [problem for problem in problems if problem.key == "vllm.1.model"], "which serves no adapters"
 
 
 def test_the_server_says_it_before_it_imports_vllm(

@@ -295,7 +295,7 @@ def program(*command: str, **variables: str) -> dict[str, Any]:
         ({"vllm": {"args": {"logprobs-mode": "raw_logprobs"}}}, "vllm.0.args.logprobs-mode", "sampled from", "leave"),
         # Broadcast
         ({"mode": "broadcast", "vllm": {"gpus": [0, 1], "tensor_parallel": 2}, "trainer": SEVERAL | {"gpus": [1]}},
-         "vllm.0.gpus", "GPU 1 has trainer and engine", "its own"),
+         "vllm.0.gpus", "trainer and engine share GPU 1", "its own"),
         ({"mode": "broadcast", "vllm": {"gpus": [0]}}, "trainer.gpus", "all of them must be named", "name its GPUs"),
         # Lengths
         ({"vllm": {"max_model_len": 1024}, "trainer": SEVERAL | {"seq_len": 2048}}, "trainer.seq_len",
@@ -323,6 +323,23 @@ def test_contradictions_are_found(changes: dict[str, Any], key: str, reason: str
     assert all(problem.key and problem.fix for problem in found), found
     matching = [problem for problem in found if problem.key == key and reason in problem.reason]
     assert matching and fix in matching[0].fix, found
+
+
+@pytest.mark.parametrize(
+    ("mode", "trainer", "flags"),
+    [
+        ("none", {"routing_replay": True}, {"enable-return-routed-experts": False}),
+        ("none", {}, {"logprobs-mode": "raw_logprobs"}),
+        ("lora_only", {}, {"max-lora-rank": 24}),
+    ],
+)
+def test_flags_of_each_engine_that_is_fed_are_judged_once(
+    mode: str, trainer: dict[str, Any], flags: dict[str, Any]
+) -> None:
+    more = {"name": "b", "port": 9101, "replicas": 2, "args": flags}
+    judge = {"name": "judge", "port": 9201, "model": "/judge", "args": flags}
+    chosen = profile(mode=mode, trainer=SEVERAL | trainer, vllm=[{"name": "a"}, more, judge])
+    assert [problem.key for problem in check_profile(site(chosen))] == [f"vllm.1.args.{name}" for name in flags]
 
 
 @pytest.mark.parametrize(
