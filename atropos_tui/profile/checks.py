@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -19,7 +20,7 @@ from atropos_tui.profile.errors import counted, key_text, printable
 from atropos_tui.profile.redact import is_plain_setting, is_secret_name
 from atropos_tui.profile.schema import SECTION_LISTS, KeyPath
 from atropos_tui.profile.seats import host_names, part_names
-from atropos_tui.profile.sections import ComponentOptions, EngineSection, Profile
+from atropos_tui.profile.sections import EngineSection, EnvSection, ExtraSection, Profile
 from atropos_tui.profile.site import (
     Site,
     env_engines,
@@ -100,23 +101,15 @@ def placed(problem: Problem, profile: Profile) -> Problem:
 
 def check_graph(profile: Profile, stack: StackSpec) -> list[Problem]:
     """What cannot be started in any order."""
-    return [
-        Problem(fault.reason, fault.fix, key=f"{profile.section_of(fault.component)}.depends_on")
-        for fault in dependency_faults(stack)
-    ]
+    return [replace(each, key=f"{profile.section_of(each.key)}.depends_on") for each in dependency_faults(stack)]
 
 
 def check_notes(site: Site) -> list[str]:
     """What is accepted, and does nothing or more than one may think."""
     profile = site.profile
-    parts = {
-        **{f"vllm.{index}": engine for index, engine in enumerate(profile.vllm)},
-        **{f"env.{index}": env for index, env in enumerate(profile.env)},
-        "trainer": profile.trainer,
-    }
     notes = [
         f"{key}.env.VLLM_USE_V1 is ignored: vLLM has only one engine now"
-        for key, part in parts.items()
+        for key, part in profile.parts.items()
         if "VLLM_USE_V1" in part.env
     ]
     settings = training_config(site, grouped=False)
@@ -301,12 +294,10 @@ def _urls(site: Site) -> Iterator[Problem]:
 
 def _settings(site: Site) -> Iterator[tuple[str, str, str]]:
     """Key, name and value of every flag and variable that a profile hands to environments and extra components."""
-    profile = site.profile
-    parts: list[tuple[str, ComponentOptions, list[str]]] = []
-    parts += [(f"env.{index}", env, env.command or []) for index, env in enumerate(profile.env)]
-    parts += [(f"component.{name}", part, part.command) for name, part in profile.component.items()]
-    for key, part, command in parts:
-        words = site.texts(command)
+    for key, part in site.profile.parts.items():
+        if not isinstance(part, EnvSection | ExtraSection):
+            continue
+        words = site.texts(part.command or [])
         for word, following in zip(words, [*words[1:], ""], strict=False):
             name, equals, value = word.partition("=")
             yield f"{key}.command", name.lstrip("-").rpartition(".")[2], value if equals else following

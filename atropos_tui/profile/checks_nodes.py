@@ -32,14 +32,7 @@ def check_nodes(profile: Profile) -> list[Problem]:
 
 def _node_keys(profile: Profile) -> Iterator[tuple[str, str]]:
     """Each `node` key that is set, with its value."""
-    parts = [
-        ("api", profile.api),
-        *((f"env.{index}", env) for index, env in enumerate(profile.env)),
-        *((f"vllm.{index}", engine) for index, engine in enumerate(profile.vllm)),
-        *((f"component.{name}", part) for name, part in profile.component.items()),
-        ("trainer", profile.trainer),
-    ]
-    yield from ((f"{key}.node", part.node) for key, part in parts if part.node is not None)
+    yield from ((f"{key}.node", part.node) for key, part in profile.parts.items() if part.node is not None)
 
 
 def _without_cluster(profile: Profile) -> Iterator[Problem]:

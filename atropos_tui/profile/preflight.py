@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 import re
@@ -49,7 +50,7 @@ from atropos_tui.profile.site import (
     training_config,
     traits_of,
 )
-from atropos_tui.profile.source import class_names, function_names
+from atropos_tui.profile.source import names_in
 from atropos_tui.profile.spec import StackSpec, expand, references
 from trainer_core.config import TrainingConfig
 
@@ -279,7 +280,7 @@ def _environment_program(site: Site, env: EnvSection, key: str) -> Iterator[Prob
 
 
 def _environment_class(name: str, path: Path, key: str) -> Iterator[Problem]:
-    known = class_names(path)
+    known = names_in(path, ast.ClassDef)
     if name and known is not None and name not in known:
         yield Problem(f"{path.name} defines no class {name!r}", f"it has {', '.join(sorted(known))[:200]}", key=key)
 
@@ -327,7 +328,7 @@ def _loss_function(site: Site) -> Iterator[Problem]:
         fix = f"check the name; a module of your own is looked for in {Path(section.cwd or '.').resolve()}"
         yield Problem(f"no module {name!r}", fix, key="trainer.loss")
         return
-    known = function_names(Path(found.origin)) if found.origin else None
+    known = names_in(Path(found.origin), ast.FunctionDef) if found.origin else None
     if known is not None and function not in known:
         fix = f"it has: {', '.join(sorted(known)) or 'none'}"
         yield Problem(f"{found.origin} has no function {function}", fix, key="trainer.loss")
@@ -426,12 +427,15 @@ def _engine_fits(engine: EngineSection, model: Model, index: int) -> Iterator[Pr
 
 
 def _gpus(site: Site, machine: Hardware) -> Iterator[Problem]:
+    present = len(machine.gpus)
+    for index, group in enumerate(site.profile.node if site.profile.is_spread and not machine.is_here else []):
+        if group.gpus > present:
+            reason = f"{group.gpus} GPUs of each, and the machine that is named has {present}"
+            yield Problem(reason, f"lower it, or name machines with {group.gpus}", key=f"node.{index}.gpus")
     if site.profile.is_spread:
-        yield from _gpus_of_nodes(site.profile, machine)
         return
     wanted = {f"vllm.{index}.gpus": engine.gpus for index, engine in enumerate(site.profile.vllm)}
     wanted["trainer.gpus"] = site.profile.trainer.gpus
-    present = len(machine.gpus)
     if site.traits.other_gpus and present and not any(wanted.values()):
         yield Problem(
             "a broadcast goes to other GPUs, and nobody has any by name",
@@ -455,15 +459,6 @@ def _gpus(site: Site, machine: Hardware) -> Iterator[Problem]:
         elif missing:
             there = "GPU 0" if present == 1 else f"GPUs 0-{present - 1}"
             yield Problem(f"GPU {missing} does not exist: {where} has {there}", f"use {there}", key=key)
-
-
-def _gpus_of_nodes(profile: Profile, machine: Hardware) -> Iterator[Problem]:
-    """GPUs that machines of the kind that is named do not have."""
-    present = len(machine.gpus)
-    for index, group in enumerate(profile.node):
-        if not machine.is_here and group.gpus > present:
-            reason = f"{group.gpus} GPUs of each, and the machine that is named has {present}"
-            yield Problem(reason, f"lower it, or name machines with {group.gpus}", key=f"node.{index}.gpus")
 
 
 def _memory(site: Site, settings: TrainingConfig, inventory: Inventory) -> Iterator[Problem]:

@@ -10,12 +10,13 @@ import re
 import shlex
 import sys
 from collections.abc import Collection, Mapping
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from atropos_common.control import Role
 from atropos_common.run_dir import is_safe_name
+from atropos_tui.errors import Problem
 
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
@@ -328,14 +329,6 @@ class StackError(ValueError):
     """A stack that cannot be run as written."""
 
 
-class DependencyFault(NamedTuple):
-    """Why a component can never start."""
-
-    component: str
-    reason: str
-    fix: str
-
-
 def check_stack(stack: StackSpec) -> None:
     """Let a runnable stack pass.
 
@@ -361,8 +354,9 @@ def check_stack(stack: StackSpec) -> None:
         raise StackError("; ".join(faults))
 
 
-def dependency_faults(stack: StackSpec) -> list[DependencyFault]:
-    """Unknown dependencies, and one fault for each set of components that wait for one another, at its first."""
+def dependency_faults(stack: StackSpec) -> list[Problem]:
+    """Unknown dependencies, and one fault for each set of components that wait for one another, at its first. The key
+    of each is the name of a component."""
     waits = {spec.name: set(spec.depends_on) for spec in stack.components}
     faults = []
     for spec in stack.components:
@@ -370,7 +364,7 @@ def dependency_faults(stack: StackSpec) -> list[DependencyFault]:
             if other not in waits:
                 reason = f"{spec.name} depends on {other!r}, which is not in the stack"
                 fix = f"name one of: {', '.join(name for name in waits if name != spec.name)}"
-                faults.append(DependencyFault(spec.name, reason, fix))
+                faults.append(Problem(reason, fix, key=spec.name))
     after = {name: reached(name, waits) for name in waits}
     named: set[str] = set()
     for name, others in after.items():
@@ -379,7 +373,7 @@ def dependency_faults(stack: StackSpec) -> list[DependencyFault]:
             named.update(circle)
             reason = f"circular depends_on among: {', '.join(circle)}"
             fix = "take itself out" if len(circle) == 1 else "let one of them not wait for the next"
-            faults.append(DependencyFault(name, reason, fix))
+            faults.append(Problem(reason, fix, key=name))
     return faults
 
 
