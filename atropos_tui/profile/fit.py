@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+import tomli_w
+
 from atropos_tui.errors import Problem
 from atropos_tui.profile import memory
 from atropos_tui.profile.hardware import Hardware
@@ -75,10 +77,10 @@ class Fit:
 
 
 def toml(value: Any) -> str:
-    """A boolean, number, word or list of numbers as TOML writes it."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f'"{value}"' if isinstance(value, str) else f"{value}"
+    """A value as TOML writes it, in one line."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(toml, value))}]"
+    return tomli_w.dumps({"v": value}).removeprefix("v = ").rstrip("\n")
 
 
 def fits(budget: Budget, slack: float = 0.0) -> bool:

@@ -35,7 +35,7 @@ from atropos_tui.profile.errors import counted
 from atropos_tui.profile.fit import nearest
 from atropos_tui.profile.hardware import Hardware
 from atropos_tui.profile.load import CACHE
-from atropos_tui.profile.memory import Inventory, take_inventory
+from atropos_tui.profile.memory import Inventory
 from atropos_tui.profile.models import Model, is_hub_id
 from atropos_tui.profile.places import Hosts, allocated, hosts_of
 from atropos_tui.profile.plan import config_file, is_ours, resolve_path
@@ -70,13 +70,8 @@ ON_THE_CPU = (
 )
 
 
-def preflight(site: Site, stack: StackSpec, inventory: Inventory | None = None) -> list[Problem]:
-    """What this machine lacks to start the stack.
-
-    Args:
-        inventory: what is known about the machine; asked for when left out.
-    """
-    inventory = inventory or take_inventory(site)
+def preflight(site: Site, stack: StackSpec, inventory: Inventory) -> list[Problem]:
+    """What this machine, of which `inventory` is what is known, lacks to start the stack."""
     return [*lacks(site, stack, inventory.machine), *mismatches(site, inventory), *unfit(site, inventory)]
 
 

@@ -14,6 +14,7 @@ import tomli_w
 from atropos_tui.cli.up import _profile_data
 from atropos_tui.errors import UserError
 from atropos_tui.profile.checks import check_commands, check_graph, check_notes, check_profile
+from atropos_tui.profile.memory import take_inventory
 from atropos_tui.profile.plan import build_stack, redacted, stack_of
 from atropos_tui.profile.preflight import preflight
 from atropos_tui.profile.recipes import recipe
@@ -77,7 +78,8 @@ def test_a_model_may_be_named_by_a_variable(monkeypatch: pytest.MonkeyPatch, tmp
     site = make_site(chosen, Path("/runs/r"), run_id="r", dotenv={"MODEL": "not this", "JUDGE": "org"})
     assert site.model == str(tmp_path) and engine_model(site, chosen.vllm[1]) == "org/x"
     assert flags(stack_of(site).component("trainer").command)["model-name"] == str(tmp_path)
-    assert not [problem for problem in preflight(site, stack_of(site)) if problem.key.endswith("model")]
+    found = preflight(site, stack_of(site), take_inventory(site))
+    assert not [problem for problem in found if problem.key.endswith("model")]
 
 
 def test_each_program_of_the_stack_has_a_temporary_folder_that_goes_with_it() -> None:
