@@ -219,6 +219,7 @@ def _ports_elsewhere(site: Site) -> set[int]:
     if profile.cluster and profile.cluster.launcher == "slurm" and not allocated(os.environ):
         return {port for _, port in profile.used_ports()}  # nobody knows yet where that will be
     places = {engine.port: engine.node for engine in profile.engines} | {profile.api.port: profile.api.node}
+    places |= {at: each.node for each in profile.engines if (at := profile.meeting_ports.get(each.name))}
     places |= {part.port: part.node for part in profile.component.values() if part.port}
     return {
         port
