@@ -269,8 +269,8 @@ def _caches(site: Site, settings: TrainingConfig, model: Model, inventory: Inven
 
 def _cache_setting(engine: EngineSection, size: int, share: float) -> Setting:
     """The size where the profile names one, else the share of the GPU, in whole percent."""
-    if engine.flag_number("kv-cache-memory-bytes", 0) > 0:
-        return f"vllm.args.{engine.flag_key('kv-cache-memory-bytes')}", size
+    if key := memory.cache_flag(engine):
+        return f"vllm.args.{key}", size
     return "vllm.gpu_memory_utilization", math.ceil(100 * share) / 100
 
 
