@@ -13,7 +13,7 @@ from atropos_api.batches import Batches, add_listing
 from atropos_api.door import ENV_MAX_BODY, ENV_UIDS, Door, Settings
 from atropos_common import ports
 from atropos_common.bridge import TOKEN_HEADER
-from atropos_common.connections import few_strangers
+from atropos_common.peer import few_strangers
 from atropos_common.run_dir import ENV_ALLOWED_HOSTS, ENV_TOKEN
 
 NOT_STARTED = 3

@@ -29,11 +29,6 @@ class EngineRelease:
     cpu: bool
     """Built for CPUs."""
 
-    @property
-    def is_before_mending(self) -> bool:
-        """Whether it is older than `MENDED`."""
-        return self.is_before(MENDED)
-
     def is_before(self, release: Version) -> bool:
         """A build from sources, which may be of any age, is not."""
         try:
@@ -67,7 +62,7 @@ def why_not_served(
     kind = str(config.get("model_type") or "")
     if kind == "lfm2" and release.cpu and release.is_before(UNTRIED_WITH_LFM2):
         return f"vLLM {release.version} for CPUs is about a nat off in this architecture (lfm2)", "serve it on a GPU"
-    if not kind.startswith("cohere") or not release.is_before_mending:
+    if not kind.startswith("cohere") or not release.is_before(MENDED):
         return None
     newer = f"install vLLM {MENDED} or later"
     if adapters and kind in ("cohere", "cohere2"):

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from atropos_common.quantized import why_not_base
-
 Shape = Sequence[int]
 
 LOGITS_AT_ONCE = {True: 1 << 29, False: 1 << 26}
@@ -96,7 +94,57 @@ def why_refused(config: Mapping[str, Any], *, frozen: bool = False, shared: bool
             f"its rotary embeddings ({rotary}) change with the longest sequence of a packed row",
             "use a model with another rope_type, such as llama3, yarn or linear",
         )
-    return why_not_base(config, frozen=frozen, shared=shared)
+    return _why_not_base(config, frozen=frozen, shared=shared)
+
+
+_READ = ("fp8", "mxfp4", "compressed-tensors", "bitsandbytes")
+"""Ways to quantize a checkpoint of which transformers makes plain weights again."""
+_SCALE_BITS = 16
+
+
+def method_of(config: Mapping[str, Any]) -> str | None:
+    """How the checkpoint of this config.json is quantized, as transformers names it; None for plain weights."""
+    found = config.get("quantization_config")
+    return str(found.get("quant_method") or "unnamed") if isinstance(found, Mapping) else None
+
+
+def bits_of(config: Mapping[str, Any]) -> float | None:
+    """Bits of a quantized weight with its share of the scales, as stored and as served; None for plain weights."""
+    method = method_of(config)
+    if method is None:
+        return None
+    given = config["quantization_config"]
+    if method == "compressed-tensors":
+        groups = [group.get("weights") or {} for group in (given.get("config_groups") or {}).values()]
+        weights = groups[0] if groups else {}
+        return _with_scales(weights.get("num_bits") or 8, weights.get("group_size"))
+    if method == "bitsandbytes":
+        return _with_scales(4, 32) if given.get("load_in_4bit") else 8.0
+    if method == "mxfp4":
+        return 4.25
+    return _with_scales(given.get("bits") or given.get("w_bit") or 8, given.get("group_size"))
+
+
+def _with_scales(bits: float, group: Any) -> float:
+    return bits + (_SCALE_BITS / group if isinstance(group, int) and group > 0 else 0)
+
+
+def _why_not_base(config: Mapping[str, Any], *, frozen: bool, shared: bool) -> tuple[str, str] | None:
+    """The part of `why_refused` that is about quantized weights. Adapters train over such a base: the engine serves it
+    as it is, and the trainer computes with the plain weights that it stands for, in its own type."""
+    method = method_of(config)
+    if method is None:
+        return None
+    other = "use the checkpoint that it was made from"
+    if not frozen:
+        reason = f"its weights are quantized ({method}), and training them would need each step to quantize them anew"
+        return reason, f"{other}, or train adapters over it: mode = lora_only"
+    if shared:
+        reason = f"its weights are quantized ({method}): the engine holds nothing to compute a gradient with"
+        return reason, f"{other}, or set trainer.single_copy = false"
+    if method not in _READ:
+        return f"its weights are quantized ({method}), which transformers cannot make plain weights of", other
+    return None
 
 
 _REPLAYED = ("qwen2_moe", "qwen3_moe", "olmoe", "mixtral", "glm4_moe", "deepseek_v3", "gpt_oss")
@@ -138,7 +186,7 @@ def why_not_spread(config: Mapping[str, Any]) -> tuple[str, str] | None:
 
 def why_not_shared(config: Mapping[str, Any], context: int) -> tuple[str, str] | None:
     """Why `context` ranks cannot compute rows of the model of this config.json together, and the way out."""
-    heads = int(next((config[name] for name in HEADS if config.get(name)), 1))
+    heads = _heads(config)
     if heads % context:
         most = max(n for n in range(1, context) if heads % n == 0)
         return (
@@ -204,8 +252,7 @@ class Dimensions:
             KeyError: a field is missing.
         """
         hidden = int(config.get("hidden_size") or config["n_embd"])
-        # Models without attention (Mamba) have a number of their own, or none.
-        heads = int(next((config[name] for name in HEADS if config.get(name)), 1))
+        heads = _heads(config)
         return cls(
             layers=_layers(config),
             hidden=hidden,
@@ -275,6 +322,11 @@ def _is_dense(config: Mapping[str, Any], layer: int) -> bool:
     return (
         skipped or layer in (config.get("mlp_only_layers") or ()) or layer < (config.get("first_k_dense_replace") or 0)
     )
+
+
+def _heads(config: Mapping[str, Any]) -> int:
+    """Models without attention (Mamba) have a number of their own, or none."""
+    return int(next((config[name] for name in HEADS if config.get(name)), 1))
 
 
 def _layers(config: Mapping[str, Any]) -> int:

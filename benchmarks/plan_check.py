@@ -22,8 +22,7 @@ from typing import Any
 
 from atropos_tui.profile.hardware import Gpu, Hardware
 from atropos_tui.profile.memory import Budget, make_budget
-from atropos_tui.profile.model_files import build
-from atropos_tui.profile.models import Model, model_shapes
+from atropos_tui.profile.models import Model, build, model_shapes
 from atropos_tui.profile.sections import parse_profile
 from atropos_tui.profile.site import make_site, training_config
 from benchmarks.shapes import SHAPES
@@ -57,13 +56,13 @@ def model_of(record: dict[str, Any]) -> Model:
         config = json.loads((Path(config) / "config.json").read_text())
     config = {"architectures": [NAMES.get(config["model_type"], "")]} | config
     if shapes := model_shapes(config):
-        return Model("model", config, shapes, "config.json")
+        return Model(config, shapes, "config.json")
     with tempfile.TemporaryDirectory() as made:
         (Path(made) / "config.json").write_text(json.dumps(config))
         built = build(Path(made), config)
     if isinstance(built, str):
         raise SystemExit(built)
-    return Model("model", built.config, built.shapes, "transformers")
+    return built
 
 
 def settings_of(record: dict[str, Any]) -> dict[str, Any]:

@@ -170,7 +170,7 @@ async def serve_http(app: Any, sock: Any, args: Namespace) -> Awaitable[None]:
     """Serve `app` on `sock` as vLLM's own server would, until SIGTERM; await the result after the engine's end."""
     from vllm import envs
 
-    from atropos_common.connections import few_strangers
+    from atropos_common.peer import few_strangers
 
     # Requests whose engine is gone never end: without a limit the server would wait for them until it is killed.
     options: dict[str, Any] = {"timeout_graceful_shutdown": CONNECTIONS_CLOSE_S, "http": few_strangers()}

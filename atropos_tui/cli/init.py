@@ -18,15 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tomli_w
-
 from atropos_common.run_dir import is_safe_name
 from atropos_tui.cli.answers import Written
 from atropos_tui.cli.profiles import checked, planned_site, schema_text
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.profile import ports
 from atropos_tui.profile.errors import did_you_mean, printable, value_text
-from atropos_tui.profile.fit import lack, nearest
+from atropos_tui.profile.fit import lack, nearest, toml
 from atropos_tui.profile.load import shipped_profiles
 from atropos_tui.profile.memory import gpu_count, site_budget
 from atropos_tui.profile.schema import TITLE
@@ -368,18 +366,12 @@ def _with(text: str, table: str, values: dict[str, Any]) -> str:
         if line and value is None:
             body = body[: line.start()] + body[line.end() + 1 :]
         elif line:
-            body = f"{body[: line.start()]}{key} = {_toml(value)}{line[1] or ''}{body[line.end() :]}"
+            body = f"{body[: line.start()]}{key} = {toml(value)}{line[1] or ''}{body[line.end() :]}"
         elif value is not None:
-            body = f"{body.rstrip()}\n{key} = {_toml(value)}".lstrip("\n")
+            body = f"{body.rstrip()}\n{key} = {toml(value)}".lstrip("\n")
     return text[:start] + body.rstrip("\n") + (text[end:] or "\n")
 
 
 def _without_table(text: str, name: str) -> str:
     """TOML without the tables called `name`."""
     return re.sub(rf"^\[+{name}\]+(?:.*\n)+?(?=^\[|\Z)", "", text, flags=re.MULTILINE)
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, list):
-        return f"[{', '.join(map(_toml, value))}]"
-    return tomli_w.dumps({"v": value}).removeprefix("v = ").rstrip("\n")

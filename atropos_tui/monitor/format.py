@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from atropos_common.control import State
+from atropos_tui.profile.errors import counted as counted
 from atropos_tui.profile.redact import mask
 
 MAX_COLUMNS = 4096
@@ -113,12 +114,6 @@ def columns(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[st
         padded = [cell.rjust(w) if number in right else cell.ljust(w) for number, (cell, w) in enumerate(cells)]
         lines.append("  ".join(padded).rstrip())
     return lines
-
-
-def counted(count: int, noun: str) -> str:
-    """`1 process`, `2 processes`, `0 attempts`."""
-    ending = "" if count == 1 else "es" if noun.endswith(("s", "x", "ch", "sh")) else "s"
-    return f"{count:,} {noun}{ending}"
 
 
 def duration(seconds: float | None) -> str:

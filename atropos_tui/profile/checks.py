@@ -8,23 +8,24 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
 from atropos_common.bridge import LORA_RANKS, ROUTING_FLAG, server_rank
 from atropos_common.transfer import is_loopback, is_wildcard
 from atropos_tui.errors import Problem
-from atropos_tui.profile.checks_nodes import check_nodes, unused_gpus
-from atropos_tui.profile.errors import key_text, printable
-from atropos_tui.profile.memory import VLLM_FRACTION
+from atropos_tui.profile.checks_nodes import check_nodes, crowded, unused_gpus
+from atropos_tui.profile.errors import counted, key_text, printable
 from atropos_tui.profile.redact import is_plain_setting, is_secret_name
 from atropos_tui.profile.schema import SECTION_LISTS, KeyPath
 from atropos_tui.profile.seats import host_names, part_names
-from atropos_tui.profile.sections import ComponentOptions, EngineSection, Profile
+from atropos_tui.profile.sections import EngineSection, EnvSection, ExtraSection, Profile
 from atropos_tui.profile.site import (
     Site,
     env_engines,
     fed_engines,
+    fed_sections,
     meeting_address,
     trainer_gpus,
     trainer_ranks,
@@ -54,7 +55,7 @@ def check_profile(site: Site) -> list[Problem]:
         return nodes  # who is where decides what else fits together
     problems = [*_trainer_gpus(profile), *_fed(profile), *_names(profile), *_ports(profile), *_urls(site)]
     problems += [*_derived(profile), *_server_types(profile), *_several(profile)]
-    problems += [*_gpu_lists(profile), *_shares(profile)] if not profile.is_spread else []
+    problems += [*_gpu_lists(profile), *crowded(profile)] if not profile.is_spread else []
     problems += [*_logprobs(profile), *_fed_urls(site)]
     if site.traits.shares_memory:
         problems += [*_single_copy_place(profile), *_single_copy_flags(profile.vllm[0], adapters=site.traits.lora)]
@@ -78,9 +79,10 @@ def check_profile(site: Site) -> list[Problem]:
     if site.traits.shares_memory:
         problems += _single_copy_type(profile.vllm[0], settings)
     if settings.routing_replay:
-        problems += [problem for engine in fed_engines(profile) for problem in _routing(engine)]
+        problems += [found for index, engine in fed_sections(profile).items() for found in _routing(index, engine)]
     if site.traits.lora:
-        problems += _adapters(profile.vllm[0], settings)
+        for index, engine in fed_sections(profile).items():
+            problems += _adapters(index, engine, settings)
     return problems
 
 
@@ -99,23 +101,15 @@ def placed(problem: Problem, profile: Profile) -> Problem:
 
 def check_graph(profile: Profile, stack: StackSpec) -> list[Problem]:
     """What cannot be started in any order."""
-    return [
-        Problem(fault.reason, fault.fix, key=f"{profile.section_of(fault.component)}.depends_on")
-        for fault in dependency_faults(stack)
-    ]
+    return [replace(each, key=f"{profile.section_of(each.key)}.depends_on") for each in dependency_faults(stack)]
 
 
 def check_notes(site: Site) -> list[str]:
     """What is accepted, and does nothing or more than one may think."""
     profile = site.profile
-    parts = {
-        **{f"vllm.{index}": engine for index, engine in enumerate(profile.vllm)},
-        **{f"env.{index}": env for index, env in enumerate(profile.env)},
-        "trainer": profile.trainer,
-    }
     notes = [
         f"{key}.env.VLLM_USE_V1 is ignored: vLLM has only one engine now"
-        for key, part in parts.items()
+        for key, part in profile.parts.items()
         if "VLLM_USE_V1" in part.env
     ]
     settings = training_config(site, grouped=False)
@@ -131,7 +125,7 @@ def check_notes(site: Site) -> list[str]:
             "machines that you trust"
         )
     for node, gpus in unused_gpus(profile).items():
-        notes.append(f"{gpus} {'GPU' if gpus == 1 else 'GPUs'} of {node} {'is' if gpus == 1 else 'are'} nobody's")
+        notes.append(f"{counted(gpus, 'GPU')} of {node} {'is' if gpus == 1 else 'are'} nobody's")
     asked = {engine.name for env in profile.env for engine in env_engines(profile, env)}
     if idle := [engine.name for engine in fed_engines(profile) if engine.name not in asked]:
         notes.append(f"WARNING no environment asks {', '.join(idle)}: leave `engine` out of one, and it asks all")
@@ -279,7 +273,6 @@ def _ports(profile: Profile) -> Iterator[Problem]:
 
 _API_URL = re.compile(r"(rollout_server|atropos|run_api|api_server)_url$")
 _ENGINE_URL = re.compile(r"(base|vllm|openai_base)_url$")
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def _urls(site: Site) -> Iterator[Problem]:
@@ -301,12 +294,10 @@ def _urls(site: Site) -> Iterator[Problem]:
 
 def _settings(site: Site) -> Iterator[tuple[str, str, str]]:
     """Key, name and value of every flag and variable that a profile hands to environments and extra components."""
-    profile = site.profile
-    parts: list[tuple[str, ComponentOptions, list[str]]] = []
-    parts += [(f"env.{index}", env, env.command or []) for index, env in enumerate(profile.env)]
-    parts += [(f"component.{name}", part, part.command) for name, part in profile.component.items()]
-    for key, part, command in parts:
-        words = site.texts(command)
+    for key, part in site.profile.parts.items():
+        if not isinstance(part, EnvSection | ExtraSection):
+            continue
+        words = site.texts(part.command or [])
         for word, following in zip(words, [*words[1:], ""], strict=False):
             name, equals, value = word.partition("=")
             yield f"{key}.command", name.lstrip("-").rpartition(".")[2], value if equals else following
@@ -317,7 +308,7 @@ def _settings(site: Site) -> Iterator[tuple[str, str, str]]:
 def _loopback_port(text: str) -> int | None:
     try:
         url = urlsplit(text)
-        return url.port if url.scheme in ("http", "https") and url.hostname in _LOOPBACK else None
+        return url.port if url.scheme in ("http", "https") and url.hostname and is_loopback(url.hostname) else None
     except ValueError:
         return None
 
@@ -440,8 +431,7 @@ def _gpu_lists(profile: Profile) -> Iterator[Problem]:
         elif section.gpus and count != engines * each:
             takers = "an engine that takes" if engines == 1 else f"{engines} engines that take"
             yield Problem(
-                f"{count} {'GPU' if count == 1 else 'GPUs'} for {takers} {engines * each} (tensor_parallel = "
-                f"{section.tensor_parallel})",
+                f"{counted(count, 'GPU')} for {takers} {engines * each} (tensor_parallel = {section.tensor_parallel})",
                 f"set vllm.tensor_parallel = {count}, or name {engines * each}"
                 if engines == 1
                 else f"name {engines * each}, or leave vllm.replicas out: {count // each} engines then",
@@ -449,34 +439,15 @@ def _gpu_lists(profile: Profile) -> Iterator[Problem]:
             )
 
 
-def _shares(profile: Profile) -> Iterator[Problem]:
-    """Several engines on one GPU: their shares must fit on it."""
-    on: dict[int, list[tuple[int, float]]] = {}
-    for index, section in enumerate(profile.vllm):
-        if section.flag("kv-cache-memory-bytes") is None:
-            for gpu in dict.fromkeys(section.gpus):
-                on.setdefault(gpu, []).append((index, section.gpu_memory_utilization or VLLM_FRACTION))
-    named: set[int] = set()
-    for gpu, shares in on.items():
-        total, last = sum(share for _, share in shares), shares[-1][0]
-        if len(shares) > 1 and total > 1 and last not in named:
-            named.add(last)
-            parts = " + ".join(f"{profile.vllm[index].name} {share:g}" for index, share in shares)
-            yield Problem(
-                f"the engines on GPU {gpu} take {total:.2f} of its memory ({parts})",
-                f"let them add up to less than 1, such as {0.9 / len(shares):.2f} each",
-                key=f"vllm.{last}.gpu_memory_utilization",
-            )
-
-
 def _logprobs(profile: Profile) -> Iterator[Problem]:
-    mode = profile.vllm[0].flag("logprobs-mode")
-    if mode not in (None, PROCESSED):
-        yield Problem(
-            f"{mode!r} are not the logprobs that were sampled from, and the trainer's ratios need those",
-            f'use "{PROCESSED}", or leave it out',
-            key=_flag_key(profile.vllm[0], "logprobs-mode"),
-        )
+    for index, engine in fed_sections(profile).items():
+        mode = engine.flag("logprobs-mode")
+        if mode not in (None, PROCESSED):
+            yield Problem(
+                f"{mode!r} are not the logprobs that were sampled from, and the trainer's ratios need those",
+                f'use "{PROCESSED}", or leave it out',
+                key=_flag_key(index, engine, "logprobs-mode"),
+            )
 
 
 def _single_copy_place(profile: Profile) -> Iterator[Problem]:
@@ -511,8 +482,8 @@ _UNSHARED = {
 """Flags after which a weight in the engine's memory is not what the trainer has, and why."""
 
 
-def _flag_key(engine: EngineSection, name: str) -> str:
-    return f"vllm.0.args.{engine.flag_key(name)}"
+def _flag_key(index: int, engine: EngineSection, name: str) -> str:
+    return f"vllm.{index}.args.{engine.flag_key(name)}"
 
 
 def _single_copy_flags(engine: EngineSection, *, adapters: bool) -> Iterator[Problem]:
@@ -521,18 +492,18 @@ def _single_copy_flags(engine: EngineSection, *, adapters: bool) -> Iterator[Pro
         if adapters and name == "enable-lora":
             continue
         if engine.flag(name) not in (None, False):
-            yield Problem(why, "take it out, or use another mode", key=_flag_key(engine, name))
+            yield Problem(why, "take it out, or use another mode", key=_flag_key(0, engine, name))
     for name in ("pipeline-parallel-size", "data-parallel-size"):
         if engine.flag_number(name, 1) > 1:
             fix = "set it to 1, or take it out"
-            yield Problem("single copy attaches to one process of vLLM", fix, key=_flag_key(engine, name))
+            yield Problem("single copy attaches to one process of vLLM", fix, key=_flag_key(0, engine, name))
     if engine.flag_number("cpu-offload-gb", 0) > 0:
         reason = "weights on the host cannot be shared with the trainer"
-        yield Problem(reason, "take it out", key=_flag_key(engine, "cpu-offload-gb"))
+        yield Problem(reason, "take it out", key=_flag_key(0, engine, "cpu-offload-gb"))
     loading = engine.flag("load-format")
     if loading is not None and loading not in SAFE_LOADING:
         reason = f"single copy cannot share weights that were loaded as {loading!r}"
-        yield Problem(reason, f"use one of: {', '.join(SAFE_LOADING)}", key=_flag_key(engine, "load-format"))
+        yield Problem(reason, f"use one of: {', '.join(SAFE_LOADING)}", key=_flag_key(0, engine, "load-format"))
 
 
 _TYPES = {"half": "float16", "float": "float32"}
@@ -549,19 +520,11 @@ def _single_copy_type(engine: EngineSection, settings: TrainingConfig) -> Iterat
 
 
 def _other_gpus(profile: Profile) -> Iterator[Problem]:
-    trainer = set(profile.trainer.gpus)
     unnamed = [f"vllm.{index}.gpus" for index, engine in enumerate(profile.vllm) if not engine.gpus]
-    unnamed += [] if trainer else ["trainer.gpus"]
+    unnamed += [] if profile.trainer.gpus else ["trainer.gpus"]
     if len(unnamed) <= len(profile.vllm):  # none at all is a machine without GPUs
         for key in unnamed:
             yield Problem("a broadcast goes to other GPUs, so all of them must be named", "name its GPUs", key=key)
-    for index, engine in enumerate(profile.vllm):
-        if both := sorted(trainer & set(engine.gpus)):
-            yield Problem(
-                f"a broadcast goes to other GPUs, and GPU {both} has trainer and engine",
-                'give each GPUs of its own, or use mode = "shared_vllm"',
-                key=f"vllm.{index}.gpus",
-            )
 
 
 def _lengths(profile: Profile, settings: TrainingConfig) -> Iterator[Problem]:
@@ -584,23 +547,23 @@ def _lengths(profile: Profile, settings: TrainingConfig) -> Iterator[Problem]:
             )
 
 
-def _routing(engine: EngineSection) -> Iterator[Problem]:
+def _routing(index: int, engine: EngineSection) -> Iterator[Problem]:
     """What the engine may not be told with `routing_replay`."""
     if engine.flag(ROUTING_FLAG) is False:
         reason = "trainer.routing_replay asks this engine which experts it took"
-        yield Problem(reason, "take it out: the plan sets it", key=_flag_key(engine, ROUTING_FLAG))
+        yield Problem(reason, "take it out: the plan sets it", key=_flag_key(index, engine, ROUTING_FLAG))
     if (stages := engine.flag_number("pipeline-parallel-size", 1)) > 1:
         reason = f"vLLM does not record experts over {stages} pipeline stages, and trainer.routing_replay asks for them"
-        key = _flag_key(engine, "pipeline-parallel-size")
+        key = _flag_key(index, engine, "pipeline-parallel-size")
         yield Problem(reason, "use tensor_parallel, or leave trainer.routing_replay out", key=key)
 
 
-def _adapters(engine: EngineSection, settings: TrainingConfig) -> Iterator[Problem]:
+def _adapters(index: int, engine: EngineSection, settings: TrainingConfig) -> Iterator[Problem]:
     given = engine.flag("max-lora-rank")
-    key = _flag_key(engine, "max-lora-rank")
+    key = _flag_key(index, engine, "max-lora-rank")
     ranks = ", ".join(map(str, LORA_RANKS))
     if engine.flag("enable-lora") is False:
-        off = _flag_key(engine, "enable-lora")
+        off = _flag_key(index, engine, "enable-lora")
         yield Problem("this mode serves adapters", "take it out: the plan sets it", key=off)
     if given is not None and given not in LORA_RANKS:
         yield Problem(f"vLLM takes no rank {given}", f"use one of: {ranks}", key=key)

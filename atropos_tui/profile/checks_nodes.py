@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from atropos_common.transfer import is_loopback, is_wildcard
 from atropos_tui.errors import Problem
-from atropos_tui.profile.errors import did_you_mean
+from atropos_tui.profile.errors import counted, did_you_mean
 from atropos_tui.profile.memory import VLLM_FRACTION
 from atropos_tui.profile.places import foreseen
 from atropos_tui.profile.seats import Seat, host_names
@@ -25,21 +25,14 @@ def check_nodes(profile: Profile) -> list[Problem]:
     if wrong:
         return wrong
     return [
-        *_engine_seats(profile), *_trainer_seats(profile), *_crowded(profile), *_single_copy(profile), *_ports(profile),
+        *_engine_seats(profile), *_trainer_seats(profile), *crowded(profile), *_single_copy(profile), *_ports(profile),
         *_dialled(profile), *_api_host(profile), *_probes(profile), *_survival(profile),
     ]  # fmt: skip
 
 
 def _node_keys(profile: Profile) -> Iterator[tuple[str, str]]:
     """Each `node` key that is set, with its value."""
-    parts = [
-        ("api", profile.api),
-        *((f"env.{index}", env) for index, env in enumerate(profile.env)),
-        *((f"vllm.{index}", engine) for index, engine in enumerate(profile.vllm)),
-        *((f"component.{name}", part) for name, part in profile.component.items()),
-        ("trainer", profile.trainer),
-    ]
-    yield from ((f"{key}.node", part.node) for key, part in parts if part.node is not None)
+    yield from ((f"{key}.node", part.node) for key, part in profile.parts.items() if part.node is not None)
 
 
 def _without_cluster(profile: Profile) -> Iterator[Problem]:
@@ -80,7 +73,7 @@ def _hosts(profile: Profile) -> Iterator[Problem]:
                 yield Problem("SLURM chooses the hosts", fix, key=key)
             continue
         if count != group.count:
-            what = f"{count} {'host' if count == 1 else 'hosts'}" if count else "no hosts"
+            what = counted(count, "host") if count else "no hosts"
             fix = f"name {group.count}" + (f", or set count = {count}" if count else f", as {launcher} knows them")
             yield Problem(f"{what} for count = {group.count}", fix, key=key)
         for host in group.hosts:
@@ -129,7 +122,7 @@ def _engine_seats(profile: Profile) -> Iterator[Problem]:
             engine, seats = short[0]
             got = sum(len(seat.gpus) for seat in seats)
             yield Problem(
-                f"{engine.name} takes {wanted} {'GPU' if wanted == 1 else 'GPUs'}, and {got or 'none'} "
+                f"{engine.name} takes {counted(wanted, 'GPU')}, and {got or 'none'} "
                 f"{'is' if got < 2 else 'are'} left for it on {node}, where each machine has {there}",
                 f"lower vllm.replicas or tensor_parallel, raise count or gpus of [[node]] {node}, or use another node",
                 key=f"{key}.node",
@@ -150,7 +143,7 @@ def _spread(profile: Profile, index: int) -> Problem | None:
     if workers % wanted:
         divisors = [str(number) for number in range(2, workers + 1) if workers % number == 0]
         fix = f"set it to {' or '.join(divisors)}" if divisors else "leave it out, or raise tensor_parallel"
-        reason = f"{_counted(workers, 'worker')} cannot be divided evenly among {wanted} machines"
+        reason = f"{counted(workers, 'worker')} cannot be divided evenly among {wanted} machines"
         return Problem(reason, fix, key=f"{key}.machines")
     if wanted > there:
         reason = f"a server over {wanted} machines, and [[node]] {node} has {there}"
@@ -163,10 +156,6 @@ def _spread(profile: Profile, index: int) -> Problem | None:
             key=f"{key}.machines" if section.machines else f"{key}.tensor_parallel",
         )
     return None
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def _beyond(gpus: list[int], node: str, there: int) -> tuple[str, str]:
@@ -197,25 +186,37 @@ def _trainer_seats(profile: Profile) -> Iterator[Problem]:
         yield Problem(reason, f"set it to a multiple of {len(seats)}, or leave it out", key="trainer.processes")
 
 
-def _crowded(profile: Profile) -> Iterator[Problem]:
-    """GPUs that several have: engines by their shares, and nobody beside a trainer with GPUs of its own."""
+def crowded(profile: Profile) -> Iterator[Problem]:
+    """GPUs that several have: engines by their shares, and nobody beside the trainer of a broadcast."""
     on: defaultdict[tuple[str, int], list[tuple[int, float]]] = defaultdict(list)
-    for index, made in enumerate(profile.seated):
-        share = profile.vllm[index].gpu_memory_utilization or VLLM_FRACTION
-        for place in {(seat.node, gpu) for _, seats in made for seat in seats for gpu in seat.gpus}:
-            on[place].append((index, share))
-    own = {(seat.node, gpu) for seat in trainer_seats(profile) for gpu in seat.gpus}
-    for (node, gpu), shares in sorted(on.items()):
-        total, last = sum(share for _, share in shares), shares[-1][0]
-        if len(shares) > 1 and total > 1:
-            fix = f"let gpu_memory_utilization add up to less than 1, such as {0.9 / len(shares):.2f} each"
-            yield Problem(f"{len(shares)} engines have GPU {gpu} of {node}", fix, key=f"vllm.{last}.gpus")
-            return
-        if traits_of(profile).other_gpus and (node, gpu) in own:
+    own = {("", gpu) for gpu in profile.trainer.gpus if not profile.is_spread}
+    own |= {(seat.node, gpu) for seat in trainer_seats(profile) for gpu in seat.gpus}
+    for index, (section, made) in enumerate(zip(profile.vllm, profile.seated, strict=True)):
+        there = {("", gpu) for gpu in section.gpus if not profile.is_spread}
+        there |= {(seat.node, gpu) for _, seats in made for seat in seats for gpu in seat.gpus}
+        if section.flag("kv-cache-memory-bytes") is None:
+            for place in there:
+                on[place].append((index, section.gpu_memory_utilization or VLLM_FRACTION))
+        if traits_of(profile).other_gpus and (both := sorted(there & own)):
+            reason = f"a broadcast goes to other GPUs, and trainer and engine share {', '.join(map(_gpu_text, both))}"
             fix = 'give each GPUs of its own, or use mode = "shared_vllm"'
-            reason = f"a broadcast goes to other GPUs, and GPU {gpu} of {node} has trainer and engine"
-            yield Problem(reason, fix, key=f"vllm.{last}.gpus")
-            return
+            yield Problem(reason, fix, key=f"vllm.{index}.gpus")
+    named: set[int] = set()
+    for place, shares in sorted(on.items()):
+        total, last = sum(share for _, share in shares), shares[-1][0]
+        if len(shares) > 1 and total > 1 and last not in named:
+            named.add(last)
+            parts = " + ".join(f"{profile.vllm[index].name} {share:g}" for index, share in shares)
+            yield Problem(
+                f"the engines on {_gpu_text(place)} take {total:.2f} of its memory ({parts})",
+                f"let them add up to less than 1, such as {0.9 / len(shares):.2f} each",
+                key=f"vllm.{last}.gpu_memory_utilization",
+            )
+
+
+def _gpu_text(place: tuple[str, int]) -> str:
+    node, gpu = place
+    return f"GPU {gpu} of {node}" if node else f"GPU {gpu}"
 
 
 def _single_copy(profile: Profile) -> Iterator[Problem]:

@@ -27,11 +27,10 @@ _BARE_KEY = re.compile(rf"[A-Za-z0-9_.-]{{1,{MAX_SHOWN}}}")
 
 def refused(problems: list[Problem], title: str = "invalid profile") -> UserError:
     """All problems as one error."""
-    count = len(problems)
     listed = problems[:MAX_LISTED]
-    if count > MAX_LISTED:
-        listed.append(Problem(f"and {count - MAX_LISTED:,} more problems", "mend these first"))
-    return UserError(f"{title}: {count:,} problem{'' if count == 1 else 's'}", listed)
+    if more := problems[MAX_LISTED:]:
+        listed.append(Problem(f"and {len(more):,} more problems", "mend these first"))
+    return UserError(f"{title}: {counted(len(problems), 'problem')}", listed)
 
 
 @contextmanager
@@ -61,6 +60,15 @@ def printable(text: str, limit: int = 400) -> str:
     return cut if len(text) <= limit else f"{cut}… ({len(text):,} characters)"
 
 
+def counted(count: int, noun: str) -> str:
+    """`1 process`, `2 processes`, `0 entries`."""
+    if count != 1 and noun.endswith("try"):
+        noun = f"{noun[:-1]}ies"
+    elif count != 1:
+        noun += "es" if noun.endswith(("s", "x", "ch", "sh")) else "s"
+    return f"{count:,} {noun}"
+
+
 def value_text(value: Any, key: str = "") -> str:
     """A value as TOML would write it, roughly; the value of a `key` that names a secret is hidden."""
     if isinstance(value, bool):
@@ -70,8 +78,7 @@ def value_text(value: Any, key: str = "") -> str:
     if isinstance(value, dict):
         return "a table" if value else "an empty table"
     if isinstance(value, list | tuple):
-        entries = f"{len(value):,} {'entry' if len(value) == 1 else 'entries'}"
-        return f"a list of {entries}" if value else "an empty list"
+        return f"a list of {counted(len(value), 'entry')}" if value else "an empty list"
     return printable(str(value), MAX_SHOWN)
 
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+import tomli_w
+
 from atropos_tui.errors import Problem
 from atropos_tui.profile import memory
 from atropos_tui.profile.hardware import Hardware
@@ -34,9 +36,10 @@ LAST = 100.0
 """Cost of what changes precision, or what is trained: only where nothing else helps."""
 Setting = tuple[str, Any]
 """A key of the profile (`trainer.optimizer`) and its value."""
-
-
-EIGHT_BIT: Setting = ("trainer.optimizer", "adamw_8bit")
+OPTIMIZERS = {"adamw": 1.0, "adamw_8bit": 1.08, "adafactor": 1.3}
+"""Cost, as measured for a step of 1.7 billion parameters on an H200; Adafactor keeps no momentum."""
+MASTERS = {"fp32": 1.0, "kahan": 1.03, "stochastic": 1.06}
+"""Cost of master weights; `stochastic` is of bfloat16 alone."""
 
 
 @dataclass(frozen=True)
@@ -74,10 +77,10 @@ class Fit:
 
 
 def toml(value: Any) -> str:
-    """A boolean, number, word or list of numbers as TOML writes it."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f'"{value}"' if isinstance(value, str) else f"{value}"
+    """A value as TOML writes it, in one line."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(toml, value))}]"
+    return tomli_w.dumps({"v": value}).removeprefix("v = ").rstrip("\n")
 
 
 def fits(budget: Budget, slack: float = 0.0) -> bool:
@@ -143,10 +146,9 @@ def budget_with(site: Site, settings: TrainingConfig, inventory: Inventory, chos
 
 def _chosen(site: Site, settings: TrainingConfig, chosen: Mapping[str, Any]) -> tuple[Profile, TrainingConfig]:
     """Profile and trainer's settings with `chosen` in the place of what they say."""
-    trainer = {key.removeprefix("trainer."): v for key, v in chosen.items() if key.startswith("trainer.")}
+    trainer = {key.removeprefix("trainer."): value for key, value in chosen.items() if key.startswith("trainer.")}
     trainer.pop("gpus", None)
-    others = {k: v for k, v in chosen.items() if not k.startswith("trainer.") or k == "trainer.gpus"}
-    return with_settings(site.profile, others), settings.model_copy(update=trainer)
+    return with_settings(site.profile, chosen), settings.model_copy(update=trainer)
 
 
 def with_settings(profile: Profile, chosen: Mapping[str, Any]) -> Profile:
@@ -168,10 +170,12 @@ def with_settings(profile: Profile, chosen: Mapping[str, Any]) -> Profile:
 def _ladders(site: Site, settings: TrainingConfig, model: Model, inventory: Inventory) -> list[list[Option]]:
     """What can be set instead, one list for each thing that is chosen: no two of a list go together."""
     half = memory.dtype_bytes(settings.dtype, model) < 4 and not settings.trains_adapters
+    absent = "" if inventory.has_eight_bit else "adamw_8bit"
+    refused = "" if settings.dtype == "bfloat16" else "stochastic"
     return [
         _more_gpus(site.profile, model, inventory),
-        [option for option in _optimizers(settings) if inventory.has_eight_bit or EIGHT_BIT not in option.settings],
-        _masters(settings) if half else [],
+        [] if settings.trains_adapters else _leaner("optimizer", settings.optimizer, OPTIMIZERS, absent),
+        _leaner("master_weights", settings.master_weights, MASTERS, refused) if half else [],
         _offloads(settings),
         _passes(site.profile, settings),
         [Option((("trainer.gradient_dtype", "bfloat16"),), LAST)]
@@ -202,22 +206,12 @@ def _more_gpus(profile: Profile, model: Model, inventory: Inventory) -> list[Opt
     return options
 
 
-def _optimizers(settings: TrainingConfig) -> list[Option]:
-    """Measured for a step of 1.7 billion parameters on an H200; Adafactor keeps no momentum."""
-    costs = {"adamw": 1.0, "adamw_8bit": 1.08, "adafactor": 1.3}
+def _leaner(key: str, now: str, costs: Mapping[str, float], without: str) -> list[Option]:
+    """The values of a setting of the trainer that take less memory than the present one, `without` one of them."""
     return [
-        Option((("trainer.optimizer", name),), cost)
+        Option(((f"trainer.{key}", name),), cost)
         for name, cost in costs.items()
-        if cost > costs[settings.optimizer] and not settings.trains_adapters
-    ]
-
-
-def _masters(settings: TrainingConfig) -> list[Option]:
-    costs = {"fp32": 1.0, "kahan": 1.03, "stochastic": 1.06}
-    return [
-        Option((("trainer.master_weights", name),), cost)
-        for name, cost in costs.items()
-        if cost > costs[settings.master_weights] and (name != "stochastic" or settings.dtype == "bfloat16")
+        if cost > costs[now] and name != without
     ]
 
 
@@ -275,8 +269,8 @@ def _caches(site: Site, settings: TrainingConfig, model: Model, inventory: Inven
 
 def _cache_setting(engine: EngineSection, size: int, share: float) -> Setting:
     """The size where the profile names one, else the share of the GPU, in whole percent."""
-    if engine.flag_number("kv-cache-memory-bytes", 0) > 0:
-        return f"vllm.args.{engine.flag_key('kv-cache-memory-bytes')}", size
+    if key := memory.cache_flag(engine):
+        return f"vllm.args.{key}", size
     return "vllm.gpu_memory_utilization", math.ceil(100 * share) / 100
 
 

@@ -357,14 +357,8 @@ class _Builder:
 
     def _activations(self, names: list[str], model: Model, trained: Shapes, step: int) -> None:
         """The larger of what a pass keeps and what the optimizer's step takes, which are never there together."""
-        settings, on_gpu = self.settings, not is_host(names[0])
-        longest, ranks, dimensions = self.profile.vllm[0].max_model_len, len(names), model.dimensions
-        largest = largest_of(trained)
-        if ranks > 1 and self.traits.shares_memory:
-            dimensions, largest = _part_of(dimensions, ranks), largest // ranks
-        elif ranks > 1:
-            largest = 0  # it is among what ranks gather
-        wanted = activations(model, settings, longest, trained, dimensions, largest, on_gpu=on_gpu, ranks=ranks)
+        settings, on_gpu, dimensions = self.settings, not is_host(names[0]), self._of_a_rank(model, len(names))
+        wanted = self._kept(names, model, trained, dimensions)
         anew = settings.gradient_checkpointing == "on" or settings.activation_offload
         kept = wanted(dimensions.layers if anew else 0)
         note, logits = kept.formula, 0
@@ -389,20 +383,47 @@ class _Builder:
                 away = kept.offloaded * ranks_there
                 self.add([host], "trainer", "activations", away, "a hidden state for each layer", estimate=True)
 
+    def _of_a_rank(self, model: Model, ranks: int) -> Dimensions:
+        """What a rank computes. Where each has a part of the layers: its heads, its part of each MLP and of the
+        vocabulary, all of the hidden states."""
+        whole = model.dimensions
+        if ranks == 1 or not self.traits.shares_memory:
+            return whole
+        return replace(
+            whole, heads=whole.heads // ranks, kv_heads=max(1, whole.kv_heads // ranks), inner=whole.inner // ranks,
+            vocab=math.ceil(whole.vocab / ranks),
+        )  # fmt: skip
+
+    def _kept(
+        self, names: list[str], model: Model, trained: Shapes, dimensions: Dimensions
+    ) -> Callable[[int], model_math.Activations]:
+        """What a pass of the trainer keeps, as a function of how many layers gradient checkpointing computes anew.
+
+        Args:
+            trained: the trained tensors, those of adapters included.
+            dimensions: of what one rank computes.
+        """
+        settings, ranks, on_gpu = self.settings, len(names), not is_host(names[0])
+        largest = largest_of(trained) // ranks
+        if ranks > 1 and not self.traits.shares_memory:
+            largest = 0  # it is among what ranks gather
+        large = settings.compile == "on" or (settings.compile == "auto" and model.parameters >= LARGE_MODEL)
+        layers = [int(layer[1]) for name in trained if (layer := LAYER.search(name))]
+        # A gradient goes down to the lowest layer that is trained, or to the embedding.
+        all_layers, everything = dimensions.layers, len(trained) == len(model.shapes)
+        reached = None if everything else all_layers - min(layers, default=all_layers)
+        tokens = tokens_per_pass(settings, self.profile.vllm[0].max_model_len, ranks)
+        width, adapters = dtype_bytes(settings.dtype, model), Adapters.of(trained, all_layers)
+        return lambda anew: model_math.activation_bytes(
+            dimensions, tokens, width=width, on_gpu=on_gpu, layers=reached, largest=largest,
+            compiled=large and on_gpu, anew=anew, offloaded=settings.activation_offload, adapters=adapters,
+        )  # fmt: skip
+
 
 def _rows_are_masters(settings: TrainingConfig) -> bool:
     """Whether the rows of a rank lie in float32, so that nothing is kept beside them (trainer_core/policy/sharding)."""
     plain = settings.master_weights == "fp32" and settings.gradient_dtype == "float32"
     return plain and not settings.optimizer_offload
-
-
-def _part_of(whole: Dimensions, ranks: int) -> Dimensions:
-    """What a rank computes of layers that are divided among `ranks`: its heads, its part of each MLP and of the
-    vocabulary, all of the hidden states."""
-    return replace(
-        whole, heads=whole.heads // ranks, kv_heads=max(1, whole.kv_heads // ranks), inner=whole.inner // ranks,
-        vocab=math.ceil(whole.vocab / ranks),
-    )  # fmt: skip
 
 
 def gathered_bytes(model: Model, width: int, *, trains: bool) -> tuple[int, str]:
@@ -419,37 +440,6 @@ def gathered_bytes(model: Model, width: int, *, trains: bool) -> tuple[int, str]
         size += width * (layer + beside) + 4 * max(layer, beside)
     gradients = ", and gradients of both" if trains else ""
     return size, f"two layers of {layer:,} parameters, {beside:,} beside the layers{gradients}"
-
-
-def activations(
-    model: Model, settings: TrainingConfig, longest: int | None, trained: Shapes, dimensions: Dimensions,
-    largest: int, *, on_gpu: bool, ranks: int,
-) -> Callable[[int], model_math.Activations]:  # fmt: skip
-    """What a pass of the trainer keeps, as a function of how many layers gradient checkpointing computes anew.
-
-    Args:
-        longest: the longest sequence that the engine makes, in tokens.
-        trained: the trained tensors, those of adapters included.
-        dimensions: of what one rank computes.
-        largest: parameters of the largest gradient that a rank has whole; 0 where that is counted elsewhere.
-        ranks: of the trainer.
-    """
-    tokens = tokens_per_pass(settings, longest, ranks)
-    width = dtype_bytes(settings.dtype, model)
-    large = settings.compile == "on" or (settings.compile == "auto" and model.parameters >= LARGE_MODEL)
-    layers = [int(layer[1]) for name in trained if (layer := LAYER.search(name))]
-    # A gradient goes down to the lowest layer that is trained, or to the embedding.
-    reached = None if len(trained) == len(model.shapes) else dimensions.layers - min(layers, default=dimensions.layers)
-    adapters = Adapters.of(trained, dimensions.layers)
-
-    def kept(anew: int) -> model_math.Activations:
-        return model_math.activation_bytes(
-            dimensions, tokens, width=width, on_gpu=on_gpu, layers=reached, largest=largest,
-            compiled=large and on_gpu, anew=anew, offloaded=settings.activation_offload,
-            adapters=adapters,
-        )  # fmt: skip
-
-    return kept
 
 
 def largest_of(shapes: Shapes) -> int:

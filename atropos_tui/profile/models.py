@@ -2,28 +2,44 @@
 
 Names and shapes of the tensors are those of transformers; a tied head is the embedding and is listed once. The most
 usual architectures have a formula, so that a laptop without torch can plan for them in no time; for any other
-transformers is asked, in another process (`model_files.py`), or the headers of the files are read.
+transformers is asked, in another process, since nothing here imports torch; else the headers of the files are read.
+
+config.json is looked for in a directory, then in the local cache of huggingface_hub, then on the hub itself, where
+Hugging Face's own settings (`HF_HUB_OFFLINE`, `HF_ENDPOINT`, a token) let it. Nothing else of a hub model comes.
 """
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
 import json
 import math
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from atropos_common.model_math import Dimensions
-from atropos_common.quantized import bits_of
-from atropos_tui.profile.model_files import build, config_file
+from atropos_common.files import write_private
+from atropos_common.model_math import Dimensions, bits_of
+from atropos_tui.profile.load import cache_dir
 
 Shape = tuple[int, ...]
 Shapes = dict[str, Shape]
 
 LAYER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
+BUILD_TIMEOUT = 180.0
+"""Seconds for importing transformers and building a model without memory: about 6 on an idle core."""
+HUB_TIMEOUT = 5.0
+"""Seconds for the hub to answer at all."""
+_ABSENT = "model not on this machine"
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _MAX_HEADER = 100_000_000
 """Bytes; the limit of the safetensors format itself."""
 
@@ -32,7 +48,6 @@ _MAX_HEADER = 100_000_000
 class Model:
     """One model, without its weights."""
 
-    name: str
     config: dict[str, Any]
     shapes: Shapes
     source: str
@@ -50,11 +65,6 @@ class Model:
             return self.parameters * width
         layers = sum(math.prod(s) for n, s in self.shapes.items() if len(s) > 1 and LAYER.search(n))
         return int(layers * bits / 8) + (self.parameters - layers) * width
-
-    @property
-    def largest(self) -> int:
-        """Parameters of the largest tensor."""
-        return max(math.prod(shape) for shape in self.shapes.values())
 
     @property
     def decoder(self) -> Mapping[str, Any]:
@@ -97,9 +107,9 @@ def read_model(name: str) -> Model | str:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
         if shapes := model_shapes(config):
-            model: Model | str = Model(name, config, shapes, "config.json")
+            model: Model | str = Model(config, shapes, "config.json")
         else:
-            model = _built(name, path.parent, config)
+            model = _without_formula(path.parent, config)
         if isinstance(model, Model):
             # Read now what the budget needs, so that a configuration without it is found here.
             _ = (model.dimensions, model.max_length)
@@ -110,13 +120,96 @@ def read_model(name: str) -> Model | str:
         return f"{path} cannot be read as a model's configuration ({type(error).__name__})"
 
 
-def _built(name: str, folder: Path, config: dict[str, Any]) -> Model | str:
-    """A model of an architecture without a formula: as transformers builds it, else as its files have it."""
+def _without_formula(folder: Path, config: dict[str, Any]) -> Model | str:
+    """A model of any other architecture: as transformers builds it, else as its files have it."""
     if not isinstance(built := build(folder, config), str):
-        return Model(name, built.config, built.shapes, "transformers")
+        return built
     if shapes := _stored_shapes(folder):
-        return Model(name, config, shapes, "safetensors")
+        return Model(config, shapes, "safetensors")
     return f"no formula for {architecture(config)}, and {built}; no safetensors beside its config.json either"
+
+
+def is_hub_id(model: str) -> bool:
+    """`owner/name`, as against a path: not absolute, not dotted, one slash, and no such folder here."""
+    looks = _HUB_ID.fullmatch(model) is not None and not model.startswith(".")
+    return looks and not Path(model.split("/")[0]).is_dir()
+
+
+def config_file(name: str) -> Path | str:
+    """config.json of a directory or of a hub id, or in words why there is none."""
+    try:
+        folder = Path(name).expanduser()
+        if (folder / "config.json").is_file():
+            return folder / "config.json"
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = try_to_load_from_cache(name, "config.json")
+    except Exception:  # no huggingface_hub, or a name that it takes for none: either way nothing is here
+        return _ABSENT
+    if isinstance(cached, str):
+        return Path(cached)
+    return _from_hub(name) if is_hub_id(name) else _ABSENT
+
+
+def _from_hub(name: str) -> Path | str:
+    import httpx
+    from huggingface_hub import constants, errors, hf_hub_download
+
+    if constants.HF_HUB_OFFLINE or os.environ.get("HF_HUB_OFFLINE", "").upper() in constants.ENV_VARS_TRUE_VALUES:
+        return f"{_ABSENT}, and HF_HUB_OFFLINE forbids asking the hub"
+    try:
+        # Asked by hand first: huggingface_hub repeats what fails for half a minute.
+        httpx.head(constants.ENDPOINT, timeout=HUB_TIMEOUT)
+        return Path(hf_hub_download(name, "config.json", etag_timeout=HUB_TIMEOUT))
+    except (errors.RepositoryNotFoundError, errors.GatedRepoError):
+        refused = "gives it to nobody without a token (hf auth login), or has no"
+        return f"{_ABSENT}, and {constants.ENDPOINT} {refused} {name}"
+    except errors.EntryNotFoundError:
+        return f"{_ABSENT}, and {name} on {constants.ENDPOINT} has no config.json"
+    except (OSError, httpx.HTTPError, errors.HfHubHTTPError, ValueError):
+        way_out = "fill the cache, or give a folder with its config.json"
+        return f"{_ABSENT}, and {constants.ENDPOINT} cannot be reached: {way_out}"
+
+
+def build(folder: Path, config: Mapping[str, Any]) -> Model | str:
+    """What transformers makes of the configuration in `folder`, by `trainer_core.shapes`, with the defaults of its
+    class put into its config; or in words why nothing.
+
+    It takes seconds, and is kept in the cache folder for each configuration and release.
+    """
+    if not isinstance(config.get("model_type"), str):
+        return "its config.json names no model_type"
+    if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")):
+        return "torch and transformers, which would build it without memory, are not installed here"
+    key = json.dumps([config, metadata.version("transformers")], sort_keys=True).encode()
+    kept = cache_dir() / "shapes" / f"{hashlib.sha256(key).hexdigest()[:32]}.json"
+    with suppress(OSError, ValueError):
+        return _built(json.loads(kept.read_text(encoding="utf-8")))
+    said = _ask(folder)
+    if isinstance(said, str):
+        return said
+    with suppress(OSError):  # a cache that cannot be written costs the same seconds again
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        write_private(kept, json.dumps(said))
+    return _built(said)
+
+
+def _ask(folder: Path) -> dict[str, Any] | str:
+    command = [sys.executable, "-P", "-m", "trainer_core.shapes", str(folder)]
+    quiet = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=BUILD_TIMEOUT, check=True, env=os.environ | quiet
+        )
+        return dict(json.loads(done.stdout))
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        return f"it could not be built without memory ({type(error).__name__})"
+
+
+def _built(said: Mapping[str, Any]) -> Model | str:
+    if "error" in said:
+        return f"transformers {metadata.version('transformers')} cannot build it: {said['error']}"
+    return Model(said["config"], {name: tuple(shape) for name, shape in said["shapes"].items()}, "transformers")
 
 
 def _stored_shapes(folder: Path) -> Shapes:

@@ -18,7 +18,7 @@ from itertools import product
 
 from atropos_tui.errors import Problem
 from atropos_tui.profile.seats import host_names
-from atropos_tui.profile.sections import ClusterSection, NodeSection, Profile
+from atropos_tui.profile.sections import ClusterSection, Profile
 from atropos_tui.profile.spec import Node, Place
 
 SSH_OPTIONS = (
@@ -57,25 +57,16 @@ class Hosts:
 
 def foreseen(profile: Profile) -> Hosts:
     """The machines before it is known which they are: by their names, or by `hosts` where the profile has them."""
-    nodes = [
-        Node(name=name, host=host, address=address, gpus=group.gpus)
-        for group in profile.node
-        if profile.is_spread
-        for name, (host, address) in zip(
-            host_names(group.name, group.count), _listed(group) or _by_name(group), strict=False
-        )
-    ]
+    if not profile.is_spread:
+        return Hosts()
+    nodes: list[Node] = []
+    for group in profile.node:
+        names = host_names(group.name, group.count)
+        hosts = group.hosts or names
+        addresses = group.addresses or [host.rpartition("@")[2] for host in hosts]
+        of_each = zip(names, hosts, addresses, strict=False)
+        nodes += [Node(name=name, host=host, address=at, gpus=group.gpus) for name, host, at in of_each]
     return Hosts(tuple(nodes), nodes[0].host if nodes else "")
-
-
-def _by_name(group: NodeSection) -> list[tuple[str, str]]:
-    return [(name, name) for name in host_names(group.name, group.count)]
-
-
-def _listed(group: NodeSection) -> list[tuple[str, str]]:
-    """Host and address of each machine, as the profile lists them."""
-    addresses = group.addresses or [host.rpartition("@")[2] for host in group.hosts]
-    return list(zip(group.hosts, addresses, strict=False))
 
 
 def hosts_of(

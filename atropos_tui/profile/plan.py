@@ -49,6 +49,7 @@ from atropos_tui.profile.site import (
     meeting_address,
     node_of,
     trainer_gpus,
+    trainer_nodes,
     trainer_ranks,
     trainer_seats,
     training_config,
@@ -151,12 +152,9 @@ def stack_of(site: Site) -> StackSpec:
     """As `build_stack`, with what `.env` files say to the references of the profile."""
     profile = site.profile
     settings = training_config(site)
-    prepared: list[ComponentSpec] = []
-    for section in profile.prepare:
-        prepared.append(_prepare(site, section, [spec.name for spec in prepared]))
-    after = [spec.name for spec in prepared]
+    after = [section.name for section in profile.prepare]
     stack = [
-        *prepared,
+        *(_prepare(site, section, after[:index]) for index, section in enumerate(profile.prepare)),
         _api(site, profile.api, after),
         *(part for seated in profile.seated for each in seated for part in _engine(site, *each, after, settings)),
         *(_environment(site, section, after, settings) for section in profile.env),
@@ -168,7 +166,7 @@ def stack_of(site: Site) -> StackSpec:
         name=profile.name,
         mode=profile.mode,
         run_dir=str(site.run.root),
-        components=stack,
+        components=[_with_python(part) for part in stack],
         logs=profile.logs,
         notify=profile.notify,
         metrics=profile.metrics,
@@ -177,7 +175,6 @@ def stack_of(site: Site) -> StackSpec:
         launcher=profile.cluster.launcher if profile.cluster else "local",
         nodes=list(site.hosts.nodes),
     )
-    spec = spec.model_copy(update={"components": [_with_python(part) for part in spec.components]})
     named = {name: site.dotenv[name] for name in references(spec.model_dump_json()) if name in site.dotenv}
     return spec.model_copy(update={"variables": named})
 
@@ -213,6 +210,11 @@ def _spec(site: Site, options: ComponentOptions, **derived: Any) -> ComponentSpe
     return ComponentSpec(**derived)
 
 
+def _begun(pattern: str, label: str) -> Probes:
+    """Healthy from the first line that matches, however long that takes."""
+    return Probes(startup=Probe(checks=[LogCheck(pattern=pattern, label=label)], failure_threshold=1_000_000))
+
+
 def _prepare(site: Site, section: PrepareSection, before: list[str]) -> ComponentSpec:
     return ComponentSpec(
         name=section.name,
@@ -231,6 +233,7 @@ def _api(site: Site, section: ApiSection, after: list[str]) -> ComponentSpec:
     command = [*_module("atropos_api"), "--host", site.api_address, "--port", str(section.port)]
     names = [env.name for env in site.profile.env]
     place = site.place(node_of(site.profile, section.node))
+    answers = [HttpCheck(url=f"{site.api_url}/info")]
     return _spec(
         site,
         section,
@@ -239,13 +242,8 @@ def _api(site: Site, section: ApiSection, after: list[str]) -> ComponentSpec:
         command=site.texts(section.command) if section.command else command,
         depends_on=dict.fromkeys(after, "completed"),
         probes=Probes(
-            readiness=Probe(checks=[HttpCheck(url=f"{site.api_url}/info")], interval_s=0.25),
-            liveness=Probe(
-                checks=[HttpCheck(url=f"{site.api_url}/info")],
-                interval_s=5,
-                timeout_s=10,
-                failure_threshold=6,
-            ),
+            readiness=Probe(checks=answers, interval_s=0.25),
+            liveness=Probe(checks=answers, interval_s=5, timeout_s=10, failure_threshold=6),
         ),
         port=section.port,
         port_held=section.command is None and _is_held(place, site.api_address),
@@ -286,12 +284,7 @@ def _engine(
         depends_on=dict.fromkeys(after, "completed"),
         probes=Probes(
             readiness=Probe(checks=checks, interval_s=0.25, timeout_s=15),
-            liveness=Probe(
-                checks=[HttpCheck(url=f"{url}/health")],
-                interval_s=2,
-                timeout_s=10,
-                failure_threshold=5,
-            ),
+            liveness=Probe(checks=[HttpCheck(url=f"{url}/health")], interval_s=2, timeout_s=10, failure_threshold=5),
         ),
         port=section.port,
         port_held=_is_held(place, site.engine_address(section)),
@@ -306,10 +299,7 @@ def _engine(
         start_timeout_s=1800,
         standby=fed and site.traits.restarts_engine and len(names) == 1,
     )
-    ready = Probe(
-        checks=[LogCheck(pattern=r"\[vllm_server\] ready after", label="its workers are ready")],
-        failure_threshold=1_000_000,
-    )
+    ready = _begun(r"\[vllm_server\] ready after", "its workers are ready")
     return [
         spec,
         *(
@@ -318,7 +308,7 @@ def _engine(
                     "name": names[rank],
                     "command": _engine_command(site, section, settings, _engine_part(site, section, seats, rank)),
                     "env": spec.env | _gpus(seats[rank].gpus) | _node_address(site, seats, rank),
-                    "probes": Probes(startup=ready),
+                    "probes": ready,
                     "port": None,
                     "port_held": False,
                     "place": site.place(seats[rank].node),
@@ -479,30 +469,32 @@ def config_file(text: str) -> Path:
     return next((place for place in [path, *beside] if place.is_file()), path)
 
 
-def _other_trainer(site: Site, command: list[str], after: list[str]) -> ComponentSpec:
-    """A trainer that is not ours: what it must know stands in its environment, and it is well while it runs."""
-    section, seats = site.profile.trainer, trainer_seats(site.profile)
-    first = seats[0] if seats else None
+def _any_trainer(site: Site, after: list[str], **derived: Any) -> ComponentSpec:
+    """What a trainer is, ours or another: its end is that of the run."""
     return _spec(
         site,
-        section,
+        site.profile.trainer,
         name="trainer",
         role=Role.TRAINER,
-        command=_program(site.texts(command)),
-        env=_gpus(section.gpus)
-        | {
-            ENV_API_URL: site.api_url,
-            ENV_ENGINE_URLS: engine_urls(site),
-            ENV_MODEL: site.model,
-            ENV_CHECKPOINTS: str(site.run.checkpoints),
-        },
         depends_on={"api": "healthy"} | dict.fromkeys(after, "completed"),
-        gpus=section.gpus,
-        place=site.place(first.node if first else None),
+        place=site.place(trainer_nodes(site.profile)[0]),
         scratch=True,
-        stop=StopPolicy(grace_s=120),
+        stop=StopPolicy(grace_s=120),  # on its signal the trainer finishes the step and writes a checkpoint
         ends_run=True,
+        **derived,
     )
+
+
+def _other_trainer(site: Site, command: list[str], after: list[str]) -> ComponentSpec:
+    """A trainer that is not ours: what it must know stands in its environment, and it is well while it runs."""
+    gpus = site.profile.trainer.gpus
+    told = {
+        ENV_API_URL: site.api_url,
+        ENV_ENGINE_URLS: engine_urls(site),
+        ENV_MODEL: site.model,
+        ENV_CHECKPOINTS: str(site.run.checkpoints),
+    }
+    return _any_trainer(site, after, command=_program(site.texts(command)), env=_gpus(gpus) | told, gpus=gpus)
 
 
 def _trainer(site: Site, settings: TrainingConfig, after: list[str]) -> list[ComponentSpec]:
@@ -511,33 +503,17 @@ def _trainer(site: Site, settings: TrainingConfig, after: list[str]) -> list[Com
     if section.command:
         return [_other_trainer(site, section.command, after)]
     names = host_names("trainer", len(seats) or 1)
-    first = seats[0] if seats else None
-    gpus = first.gpus if first else trainer_gpus(site.profile)
-    command = [*_ranks_of(site, 0), *settings.to_args()]
-    spec = _spec(
+    gpus = seats[0].gpus if seats else trainer_gpus(site.profile)
+    spec = _any_trainer(
         site,
-        section,
-        name="trainer",
-        role=Role.TRAINER,
-        command=command,
+        after,  # it imports and registers while vLLM loads, and waits for the manifest by itself
+        command=[*_ranks_of(site, 0), *settings.to_args()],
         env=_gpus(gpus) | site.met_at | _ranks_meet(site, 0) | _tracked(site, settings),
-        # It imports and registers while vLLM loads, and waits for the manifest by itself.
-        depends_on={"api": "healthy"} | dict.fromkeys(after, "completed"),
-        probes=Probes(
-            startup=Probe(
-                checks=[LogCheck(pattern=r"^Ready to train", label="attached to the engine")],
-                failure_threshold=1_000_000,
-            )
-        ),
+        probes=_begun(r"^Ready to train", "attached to the engine"),
         gpus=gpus,
-        place=site.place(first.node if first else None),
         stages=TRAINER_STAGES,
-        scratch=True,
         restart_with=names[1:],
-        # On its stop signal the trainer finishes the step and writes a checkpoint.
-        stop=StopPolicy(grace_s=120),
         start_timeout_s=1800,
-        ends_run=True,
     )
     return [
         spec,
@@ -562,7 +538,7 @@ def _trainer(site: Site, settings: TrainingConfig, after: list[str]) -> list[Com
 def _ranks_of(site: Site, number: int) -> list[str]:
     """The trainer's ranks on the machine with that number of several."""
     seats, ranks = trainer_seats(site.profile), trainer_ranks(site.profile)
-    return ranked(ranks) if len(seats) < 2 else [*ranked(ranks // len(seats), nodes=len(seats), node=number)]
+    return ranked(ranks) if len(seats) < 2 else ranked(ranks // len(seats), nodes=len(seats), node=number)
 
 
 def _ranks_meet(site: Site, number: int) -> dict[str, str]:

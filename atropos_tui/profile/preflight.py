@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 import re
@@ -30,25 +31,26 @@ from atropos_common.run_dir import (
 )
 from atropos_tui.errors import Problem
 from atropos_tui.profile import memory, ports
+from atropos_tui.profile.errors import counted
 from atropos_tui.profile.fit import nearest
 from atropos_tui.profile.hardware import Hardware
 from atropos_tui.profile.load import CACHE
-from atropos_tui.profile.memory import Inventory, take_inventory
-from atropos_tui.profile.model_files import is_hub_id
-from atropos_tui.profile.models import Model
+from atropos_tui.profile.memory import Inventory
+from atropos_tui.profile.models import Model, is_hub_id
 from atropos_tui.profile.places import Hosts, allocated, hosts_of
 from atropos_tui.profile.plan import config_file, is_ours, resolve_path
 from atropos_tui.profile.sections import EngineSection, EnvSection, Profile
 from atropos_tui.profile.site import (
     Site,
     engine_model,
+    fed_sections,
     node_of,
     trainer_gpus,
     trainer_ranks,
     training_config,
     traits_of,
 )
-from atropos_tui.profile.source import class_names, function_names
+from atropos_tui.profile.source import names_in
 from atropos_tui.profile.spec import StackSpec, expand, references
 from trainer_core.config import TrainingConfig
 
@@ -68,19 +70,9 @@ ON_THE_CPU = (
 )
 
 
-def preflight(site: Site, stack: StackSpec, inventory: Inventory | None = None) -> list[Problem]:
-    """What this machine lacks to start the stack.
-
-    Args:
-        inventory: what is known about the machine; asked for when left out.
-    """
-    inventory = inventory or take_inventory(site)
-    settings = training_config(site)
-    return [
-        *lacks(site, stack, inventory.machine),
-        *_model_fits(site, settings, inventory),
-        *unfit(site, inventory),
-    ]
+def preflight(site: Site, stack: StackSpec, inventory: Inventory) -> list[Problem]:
+    """What this machine, of which `inventory` is what is known, lacks to start the stack."""
+    return [*lacks(site, stack, inventory.machine), *mismatches(site, inventory), *unfit(site, inventory)]
 
 
 def lacks(site: Site, stack: StackSpec, machine: Hardware) -> list[Problem]:
@@ -227,6 +219,7 @@ def _ports_elsewhere(site: Site) -> set[int]:
     if profile.cluster and profile.cluster.launcher == "slurm" and not allocated(os.environ):
         return {port for _, port in profile.used_ports()}  # nobody knows yet where that will be
     places = {engine.port: engine.node for engine in profile.engines} | {profile.api.port: profile.api.node}
+    places |= {at: each.node for each in profile.engines if (at := profile.meeting_ports.get(each.name))}
     places |= {part.port: part.node for part in profile.component.values() if part.port}
     return {
         port
@@ -283,7 +276,7 @@ def _environment_program(site: Site, env: EnvSection, key: str) -> Iterator[Prob
 
 
 def _environment_class(name: str, path: Path, key: str) -> Iterator[Problem]:
-    known = class_names(path)
+    known = names_in(path, ast.ClassDef)
     if name and known is not None and name not in known:
         yield Problem(f"{path.name} defines no class {name!r}", f"it has {', '.join(sorted(known))[:200]}", key=key)
 
@@ -331,7 +324,7 @@ def _loss_function(site: Site) -> Iterator[Problem]:
         fix = f"check the name; a module of your own is looked for in {Path(section.cwd or '.').resolve()}"
         yield Problem(f"no module {name!r}", fix, key="trainer.loss")
         return
-    known = function_names(Path(found.origin)) if found.origin else None
+    known = names_in(Path(found.origin), ast.FunctionDef) if found.origin else None
     if known is not None and function not in known:
         fix = f"it has: {', '.join(sorted(known)) or 'none'}"
         yield Problem(f"{found.origin} has no function {function}", fix, key="trainer.loss")
@@ -377,11 +370,11 @@ def _models(site: Site) -> Iterator[Problem]:
 
 def _model_fits(site: Site, settings: TrainingConfig, inventory: Inventory) -> Iterator[Problem]:
     """What the models' own configurations say against the profile."""
-    first = inventory.models[site.profile.vllm[0].name]
+    first, fed = inventory.models[site.profile.vllm[0].name], fed_sections(site.profile)
     for index, engine in enumerate(site.profile.vllm):
         if isinstance(model := inventory.models[engine.name], Model):
             yield from _engine_fits(engine, model, index)
-            if refused := _not_served(site, engine, model):
+            if refused := _not_served(site, engine, model, adapters=index in fed and site.traits.lora):
                 yield Problem(*refused, key=f"vllm.{index}.model" if engine.model else "model")
     if not isinstance(first, Model):
         return
@@ -401,12 +394,12 @@ def _model_fits(site: Site, settings: TrainingConfig, inventory: Inventory) -> I
         yield Problem(reason, f"name layers up to {first.dimensions.layers - 1}", key="trainer.train_layer_indices")
 
 
-def _not_served(site: Site, engine: EngineSection, model: Model) -> tuple[str, str] | None:
+def _not_served(site: Site, engine: EngineSection, model: Model, *, adapters: bool) -> tuple[str, str] | None:
     """Why the vLLM of this machine does not serve the model as it trains; what other machines have, their servers
     say."""
     if site.profile.is_spread or (release := installed()) is None:
         return None
-    adapters = site.traits.lora and engine.flag("lora-target-modules") is None
+    adapters = adapters and engine.flag("lora-target-modules") is None
     return why_not_served(release, model.config, longest=engine.max_model_len, adapters=adapters)
 
 
@@ -430,12 +423,15 @@ def _engine_fits(engine: EngineSection, model: Model, index: int) -> Iterator[Pr
 
 
 def _gpus(site: Site, machine: Hardware) -> Iterator[Problem]:
+    present = len(machine.gpus)
+    for index, group in enumerate(site.profile.node if site.profile.is_spread and not machine.is_here else []):
+        if group.gpus > present:
+            reason = f"{group.gpus} GPUs of each, and the machine that is named has {present}"
+            yield Problem(reason, f"lower it, or name machines with {group.gpus}", key=f"node.{index}.gpus")
     if site.profile.is_spread:
-        yield from _gpus_of_nodes(site.profile, machine)
         return
     wanted = {f"vllm.{index}.gpus": engine.gpus for index, engine in enumerate(site.profile.vllm)}
     wanted["trainer.gpus"] = site.profile.trainer.gpus
-    present = len(machine.gpus)
     if site.traits.other_gpus and present and not any(wanted.values()):
         yield Problem(
             "a broadcast goes to other GPUs, and nobody has any by name",
@@ -459,15 +455,6 @@ def _gpus(site: Site, machine: Hardware) -> Iterator[Problem]:
         elif missing:
             there = "GPU 0" if present == 1 else f"GPUs 0-{present - 1}"
             yield Problem(f"GPU {missing} does not exist: {where} has {there}", f"use {there}", key=key)
-
-
-def _gpus_of_nodes(profile: Profile, machine: Hardware) -> Iterator[Problem]:
-    """GPUs that machines of the kind that is named do not have."""
-    present = len(machine.gpus)
-    for index, group in enumerate(profile.node):
-        if not machine.is_here and group.gpus > present:
-            reason = f"{group.gpus} GPUs of each, and the machine that is named has {present}"
-            yield Problem(reason, f"lower it, or name machines with {group.gpus}", key=f"node.{index}.gpus")
 
 
 def _memory(site: Site, settings: TrainingConfig, inventory: Inventory) -> Iterator[Problem]:
@@ -551,7 +538,7 @@ def _separate_gpus(profiles: Mapping[str, Profile], count: int, changes: Changes
         if others:
             free = [gpu for gpu in range(count) if gpu not in holder]
             if len(free) < len(wanted):
-                needs = f"{name} needs {len(wanted)} GPU{'s' if len(wanted) > 1 else ''} of its own beside "
+                needs = f"{name} needs {counted(len(wanted), 'GPU')} of its own beside "
                 left = f"{', '.join(others)}, and {len(free) or 'none'} of {count} is left"
                 fix = "add --sequential: one stack after another"
                 changes.problems.append(Problem(needs + left, fix, key="gpus"))

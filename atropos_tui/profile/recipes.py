@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from atropos_common.control import Action, Recipe
-from atropos_tui.profile.spec import ComponentSpec, StackSpec
+from atropos_tui.profile.spec import ComponentSpec, StackSpec, reached
 
 
 def recipe(
@@ -36,7 +36,7 @@ def recipe(
     spec = stack.component(component) if component is not None else None
     if spec is None:
         raise KeyError(component)
-    touched = _taken_along(stack, spec)
+    touched = {spec.name} | reached(spec.name, {part.name: part.restart_with for part in stack.components})
     if among is not None:
         touched &= set(among)
     if initiator == "trainer":
@@ -72,19 +72,6 @@ def _killed(stack: StackSpec, spec: ComponentSpec, touched: list[str]) -> Recipe
 def restarts_after_crash(spec: ComponentSpec) -> bool:
     """Whether a first crash of `spec` is followed by a new start, not by the end of the run."""
     return spec.restart.policy != "never" and spec.restart.max_restarts > 0
-
-
-def _taken_along(stack: StackSpec, spec: ComponentSpec) -> set[str]:
-    """Transitive closure of `restart_with`."""
-    taken: set[str] = set()
-    todo = [spec.name]
-    while todo:
-        name = todo.pop()
-        part = stack.component(name)
-        if name not in taken and part is not None:
-            taken.add(name)
-            todo += part.restart_with
-    return taken
 
 
 def _why(spec: ComponentSpec, touched: set[str]) -> str:

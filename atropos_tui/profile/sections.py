@@ -600,6 +600,17 @@ class Profile(Section):
                 found[engine.name] = port
         return found
 
+    @property
+    def parts(self) -> dict[str, ComponentOptions]:
+        """The sections of all components but one-shot steps, by their keys."""
+        return {
+            "api": self.api,
+            **{f"env.{index}": part for index, part in enumerate(self.env)},
+            **{f"vllm.{index}": part for index, part in enumerate(self.vllm)},
+            **{f"component.{name}": part for name, part in self.component.items()},
+            "trainer": self.trainer,
+        }
+
     def used_ports(self) -> list[tuple[str, int]]:
         """Every port of the profile with its key."""
         return [

@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from atropos_common.ports import LOOPBACK
 from atropos_common.run_dir import ENV_API_URL, ENV_ENGINE_URLS, ENV_MODEL, RunDir
 from atropos_common.transfer import meeting_place
 from atropos_tui.profile.load import CACHE, cache_dir
@@ -21,8 +22,6 @@ from atropos_tui.profile.seats import Seat, left_over
 from atropos_tui.profile.sections import MODE_SETTINGS, EngineSection, EnvSection, Mode, Profile
 from atropos_tui.profile.spec import Place, expand, references
 from trainer_core.config import TrainingConfig
-
-LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class ModeTraits:
     """The engine takes whole models while it runs: from a folder, or over the network."""
     lora: bool = False
     """Adapters are trained, and the engine must serve them."""
-    holds_generation: bool = False
+    holds_generation: bool = True
     """The engine serves nobody until the trainer has named its weights."""
     restarts_engine: bool = False
     """The trainer has the engine restarted every few steps, so its start must be quick."""
@@ -48,32 +47,11 @@ class ModeTraits:
 
 
 TRAITS: dict[Mode, ModeTraits] = {
-    "shared_vllm": ModeTraits(
-        shares_memory=True,
-        holds_generation=True,
-        trainer_follows_engine=True,
-    ),
-    "broadcast": ModeTraits(
-        other_gpus=True,
-        feeds_all=True,
-        holds_generation=True,
-        updates_weights=True,
-    ),
-    "lora_only": ModeTraits(
-        feeds_all=True,
-        lora=True,
-        holds_generation=True,
-    ),
-    "lora_restart": ModeTraits(
-        lora=True,
-        holds_generation=True,
-        restarts_engine=True,
-    ),
-    "none": ModeTraits(
-        feeds_all=True,
-        holds_generation=True,
-        updates_weights=True,
-    ),
+    "shared_vllm": ModeTraits(shares_memory=True, trainer_follows_engine=True),
+    "broadcast": ModeTraits(other_gpus=True, feeds_all=True, updates_weights=True),
+    "lora_only": ModeTraits(feeds_all=True, lora=True),
+    "lora_restart": ModeTraits(lora=True, restarts_engine=True),
+    "none": ModeTraits(feeds_all=True, updates_weights=True),
 }
 
 
@@ -114,7 +92,7 @@ class Site:
 
     def text(self, value: str) -> str:
         """`value` with the variables put in that are known while planning."""
-        return expand(value, dict(self.variables))
+        return expand(value, self.variables)
 
     def texts(self, values: list[str]) -> list[str]:
         """The same for each of several."""
@@ -263,10 +241,17 @@ def is_fed(site: Site, section: EngineSection) -> bool:
     return section.name in {each.name for each in fed_engines(site.profile)}
 
 
+def fed_sections(profile: Profile) -> dict[int, EngineSection]:
+    """By index the first [[vllm]]; in a mode that feeds all of them, each that serves the stack's model."""
+    others = profile.vllm if traits_of(profile).feeds_all else []
+    return {index: part for index, part in enumerate(others) if part.model is None} | {0: profile.vllm[0]}
+
+
 def fed_engines(profile: Profile) -> list[EngineSection]:
-    """The first engine; in a mode that feeds all of them, each that serves the stack's model."""
-    first, *others = profile.engines
-    return [first, *(each for each in others if traits_of(profile).feeds_all and each.model is None)]
+    """The engines that the trainer feeds: in a mode that feeds one, the first."""
+    if not traits_of(profile).feeds_all:
+        return profile.engines[:1]
+    return [engine for index in sorted(fed_sections(profile)) for engine, _ in profile.seated[index]]
 
 
 def engine_urls(site: Site) -> str:

@@ -25,18 +25,9 @@ def is_hostable(file: Path) -> bool:
     return False
 
 
-def class_names(file: Path) -> set[str] | None:
-    """The names of classes at the top of `file`, and those that it imports; None where anything may be there, since it
-    imports all of another module or is no Python of this version."""
-    return _names(file, ast.ClassDef)
-
-
-def function_names(file: Path) -> set[str] | None:
-    """The same for functions."""
-    return _names(file, ast.FunctionDef)
-
-
-def _names(file: Path, kind: type[ast.ClassDef] | type[ast.FunctionDef]) -> set[str] | None:
+def names_in(file: Path, kind: type[ast.ClassDef] | type[ast.FunctionDef]) -> set[str] | None:
+    """The names of classes or functions at the top of `file`, and those that it imports; None where anything may be
+    there, since it imports all of another module or is no Python of this version."""
     tree = _tree(file)
     found: set[str] = set()
     for node in tree.body if tree else []:

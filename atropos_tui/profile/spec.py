@@ -9,13 +9,14 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Mapping
-from typing import Annotated, Literal, NamedTuple
+from collections.abc import Collection, Mapping
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from atropos_common.control import Role
 from atropos_common.run_dir import is_safe_name
+from atropos_tui.errors import Problem
 
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
@@ -328,14 +329,6 @@ class StackError(ValueError):
     """A stack that cannot be run as written."""
 
 
-class DependencyFault(NamedTuple):
-    """Why a component can never start."""
-
-    component: str
-    reason: str
-    fix: str
-
-
 def check_stack(stack: StackSpec) -> None:
     """Let a runnable stack pass.
 
@@ -361,8 +354,9 @@ def check_stack(stack: StackSpec) -> None:
         raise StackError("; ".join(faults))
 
 
-def dependency_faults(stack: StackSpec) -> list[DependencyFault]:
-    """Unknown dependencies, and one fault for each set of components that wait for one another, at its first."""
+def dependency_faults(stack: StackSpec) -> list[Problem]:
+    """Unknown dependencies, and one fault for each set of components that wait for one another, at its first. The key
+    of each is the name of a component."""
     waits = {spec.name: set(spec.depends_on) for spec in stack.components}
     faults = []
     for spec in stack.components:
@@ -370,25 +364,25 @@ def dependency_faults(stack: StackSpec) -> list[DependencyFault]:
             if other not in waits:
                 reason = f"{spec.name} depends on {other!r}, which is not in the stack"
                 fix = f"name one of: {', '.join(name for name in waits if name != spec.name)}"
-                faults.append(DependencyFault(spec.name, reason, fix))
-    reached = {name: _reached(name, waits) for name in waits}
+                faults.append(Problem(reason, fix, key=spec.name))
+    after = {name: reached(name, waits) for name in waits}
     named: set[str] = set()
-    for name, others in reached.items():
+    for name, others in after.items():
         if name in others and name not in named:
-            circle = [other for other in waits if other in others and name in reached[other]]
+            circle = [other for other in waits if other in others and name in after[other]]
             named.update(circle)
             reason = f"circular depends_on among: {', '.join(circle)}"
             fix = "take itself out" if len(circle) == 1 else "let one of them not wait for the next"
-            faults.append(DependencyFault(name, reason, fix))
+            faults.append(Problem(reason, fix, key=name))
     return faults
 
 
-def _reached(start: str, waits: dict[str, set[str]]) -> set[str]:
-    """Everything that `start` waits for, at any distance."""
-    reached: set[str] = set()
+def reached(start: str, leads_to: Mapping[str, Collection[str]]) -> set[str]:
+    """Every name to which `start` leads, at any distance."""
+    found: set[str] = set()
     open_ = [start]
     while open_:
-        new = waits.get(open_.pop(), set()) - reached
-        reached |= new
+        new = set(leads_to.get(open_.pop(), ())) - found
+        found |= new
         open_ += new
-    return reached
+    return found

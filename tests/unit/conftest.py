@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from atropos_tui.cli import main
-from atropos_tui.profile import model_files
+from atropos_tui.profile import models
 
 if TYPE_CHECKING:
     from tests.cluster.ssh_nodes import SshNodes
@@ -31,7 +31,7 @@ def _one_parser() -> Iterator[None]:
 def _no_hub() -> Iterator[None]:
     """Shipped profiles name hub models, and `plan` would ask the hub for their configuration."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_files, "_from_hub", lambda name: "model not on this machine")
+        patch.setattr(models, "_from_hub", lambda name: "model not on this machine")
         yield
 
 

@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 
 from atropos_common.run_dir import ENV_NODE_ADDRESS, ENV_TRAINER_HOSTS
+from atropos_tui.profile import ports
 from atropos_tui.profile.checks import check_profile
+from atropos_tui.profile.hardware import Hardware
 from atropos_tui.profile.places import Hosts
 from atropos_tui.profile.plan import make_site, stack_of
+from atropos_tui.profile.preflight import lacks
 from atropos_tui.profile.sections import Profile, parse_profile
 from atropos_tui.profile.spec import ComponentSpec, LogCheck
 from tests.unit.test_places import HEAD, RUN_DIR, SSH, flag, parts, problems, where
@@ -81,6 +84,18 @@ def test_several_such_engines_have_machines_ports_and_meeting_places_of_their_ow
     assert meet["vllm-0"] == meet["vllm-0-node2"] == ("10.0.1.1", "29501")
     assert meet["vllm-1"] == meet["vllm-1-node2"] == ("10.0.1.3", "29502")
     assert chosen.section_of("vllm-1-node2") == "vllm.0"
+
+
+@pytest.mark.parametrize(("nodes", "keys"), [([HEAD, BIG, TRAIN], []), ([BIG, TRAIN], ["vllm.args.master-port"])])
+def test_the_port_at_which_parts_meet_is_asked_for_on_its_own_machine(
+    nodes: list[dict[str, Any]], keys: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = profile({"node": "big", "tensor_parallel": 16}, node=nodes)
+    site = make_site(chosen, RUN_DIR, run_id="r")
+    monkeypatch.setattr(ports, "is_free", lambda port: port != 29501)
+    monkeypatch.setattr(ports, "holder", lambda port: None)
+    found = lacks(site, stack_of(site), Hardware((), None))
+    assert [problem.key for problem in found if "is taken" in problem.reason] == keys
 
 
 def test_a_part_of_each_machine_may_be_named() -> None:

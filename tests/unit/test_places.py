@@ -276,7 +276,7 @@ LARGE = {"name": "n", "count": 2, "gpus": 2, "hosts": ["a", "b"]}
         ({"vllm": {"node": "train", "replicas": 4}}, "trainer.node", "no GPU is left for the trainer"),
         (
             {"vllm": {"node": "train", "gpus": [0]}, "trainer": {"node": "train", "gpus": [0], "batch_size": 16}},
-            "vllm.0.gpus", "has trainer and engine",
+            "vllm.0.gpus", "trainer and engine share GPU 0 of train",
         ),
         (
             {"trainer": {"node": "train", "processes": 3, "batch_size": 16}}, "trainer.processes", "3 ranks, and 4",
@@ -300,6 +300,14 @@ LARGE = {"name": "n", "count": 2, "gpus": 2, "hosts": ["a", "b"]}
 def test_what_does_not_fit_is_said_with_its_key(changes: dict[str, Any], key: str, reason: str) -> None:
     found = problems(profile(**changes))
     assert [each for each in found if each[0] == key and reason in each[1]], found
+
+
+def test_engines_on_one_gpu_that_name_the_size_of_their_caches_need_no_shares() -> None:
+    both = [{"name": name, "node": "infer", "gpus": [0], "port": port} for name, port in (("a", 9001), ("b", 9011))]
+    assert problems(profile(vllm=[each | {"args": {"kv-cache-memory-bytes": "4G"}} for each in both])) == []
+    assert problems(profile(vllm=both)) == [
+        ("vllm.1.gpu_memory_utilization", "the engines on GPU 0 of infer take 1.84 of its memory (a 0.92 + b 0.92)"),
+    ]
 
 
 def test_0_machines_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -107,7 +107,7 @@ def test_the_activation_estimate_is_near_what_autograd_keeps(name: str, tmp_path
     tokens = 512
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         row_logprobs(model, a_row(tokens, config.vocab_size))
-    shape = Model("m", config.to_dict(), sizes_of(config), "")
+    shape = Model(config.to_dict(), sizes_of(config), "")
     # Twice the tokens less once: what grows with tokens, which the largest gradient does not. The logits of a tiny
     # vocabulary hardly count.
     estimate = model_math.activation_bytes(shape.dimensions, 2 * tokens, width=2, on_gpu=True).total
@@ -145,7 +145,7 @@ def profile(**changes: Any) -> Profile:
 
 
 def budget_of(chosen: Profile, *gpus: Gpu, host: int = 64 * GIB, model: Model | str | None = None) -> Budget:
-    model = model or Model("/models/m", QWEN.to_dict(), sizes_of(QWEN), "config.json")
+    model = model or Model(QWEN.to_dict(), sizes_of(QWEN), "config.json")
     settings = training_config(make_site(chosen, Path("/runs/r"), run_id="r"))
     return make_budget(chosen, settings, {engine.name: model for engine in chosen.vllm}, Hardware(gpus, host))
 
@@ -195,7 +195,7 @@ def test_quantized_layers_are_counted_by_their_bits() -> None:
     sizes, quantized = sizes_of(QWEN), {"quantization_config": {"quant_method": "mxfp4"}}
     layers = sum(math.prod(size) for name, size in sizes.items() if ".layers." in name and len(size) == 2)
     chosen = profile(mode="lora_only", trainer={"gpus": [0], "optimizer": "adamw"})
-    found = items(budget_of(chosen, H200, model=Model("m", QWEN.to_dict() | quantized, sizes, "")), "GPU 0")
+    found = items(budget_of(chosen, H200, model=Model(QWEN.to_dict() | quantized, sizes, "")), "GPU 0")
     assert found["vllm weights"] == 2 * (PARAMETERS - layers) + int(layers * 4.25 / 8)
     assert found["trainer weights"] == 2 * PARAMETERS
 
@@ -211,7 +211,7 @@ def test_adapters_over_the_one_copy_need_no_weights_of_their_own() -> None:
 def test_adapters_that_are_advised_need_no_second_copy() -> None:
     """On 9 GiB the model in training fits in no way without loss; one copy of it and an adapter do, two would not."""
     chosen = profile(vllm={"gpus": [0], "max_model_len": 2048}, trainer={"optimizer": "adamw"})
-    model = Model("/models/m", QWEN.to_dict(), sizes_of(QWEN), "config.json")
+    model = Model(QWEN.to_dict(), sizes_of(QWEN), "config.json")
     inventory = Inventory(Hardware((Gpu("small", 9 * GIB),), 64 * GIB), {"vllm": model})
     advised = nearest(make_site(chosen, Path("/runs/r"), run_id="r"), inventory)[-1]
     assert advised.settings["mode"] == "lora_only" and advised.settings["trainer.single_copy"] is True
@@ -375,7 +375,7 @@ def test_ranks_divide_the_state_of_the_trainer(settings: dict[str, Any], each: f
     """Bytes a parameter of weights, gradients, masters and optimizer, all ranks together: float32 rows are the masters
     themselves. What is gathered, computed and CUDA's own each rank has for itself."""
     config = CONFIGS["qwen3"].__class__(**SMALL | {"hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 4096})
-    model = Model("m", config.to_dict(), sizes_of(config), "")
+    model = Model(config.to_dict(), sizes_of(config), "")
     found = {}
     for ranks in (2, 4):
         data = {
@@ -396,7 +396,7 @@ def test_ranks_divide_the_state_of_the_trainer(settings: dict[str, Any], each: f
 
 def test_adapters_are_whole_on_every_rank_and_the_base_is_divided() -> None:
     config = CONFIGS["qwen3"].__class__(**SMALL | {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 800})
-    model = Model("m", config.to_dict(), sizes_of(config), "")
+    model = Model(config.to_dict(), sizes_of(config), "")
     sizes = {}
     for gpus in ([1], [1, 2]):
         data = {

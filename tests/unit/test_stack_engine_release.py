@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from atropos_common import engine_release
-from atropos_common.engine_release import EngineRelease, installed, why_not_served
+from atropos_common.engine_release import MENDED, EngineRelease, installed, why_not_served
 from tests.unit.test_stack_plan import profile
 from tests.unit.test_stack_preflight import LLAMA, found
 from vllm_server import __main__ as start
@@ -63,7 +63,7 @@ def test_lfm2_on_the_cpu_builds_that_were_measured_is_refused() -> None:
 
 def test_what_is_installed_is_told_without_importing_it() -> None:
     release = installed()
-    assert release is not None and release.cpu and not release.is_before_mending
+    assert release is not None and release.cpu and not release.is_before(MENDED)
 
 
 def test_validate_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,6 +79,9 @@ def test_validate_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "adapters" in said(mode="lora_only", vllm={"gpus": [0], "max_model_len": 64})[0]
     chosen = {"gpus": [0], "max_model_len": 64, "args": {"lora-target-modules": "q_proj"}}
     assert not said(mode="lora_only", vllm=chosen), "its embeddings are left alone"
+    judge = {"name": "judge", "port": 9101, "gpus": [1], "model": "a/judge", "max_model_len": 64}
+    problems = found(profile(model="a/b", mode="lora_only", vllm=[chosen, judge]), config=COHERE, gpus=2)
+    assert not [problem for problem in problems if problem.key == "vllm.1.model"], "which serves no adapters"
 
 
 def test_the_server_says_it_before_it_imports_vllm(

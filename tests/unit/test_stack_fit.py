@@ -15,7 +15,7 @@ import pytest
 from atropos_common import model_math
 from atropos_tui.cli import up
 from atropos_tui.cli.main import run
-from atropos_tui.profile import memory, model_files
+from atropos_tui.profile import memory, models
 from atropos_tui.profile.fit import LAST, SLACK, advice, budget_with, fits, nearest, settle
 from atropos_tui.profile.hardware import Gpu, Hardware, named_machine
 from atropos_tui.profile.memory import Inventory, site_budget
@@ -66,7 +66,7 @@ QWEN25_14B: dict[str, Any] = {
 
 
 def model(config: Mapping[str, Any]) -> Model:
-    return Model("m", dict(config), model_shapes(config) or {}, "config.json")
+    return Model(dict(config), model_shapes(config) or {}, "config.json")
 
 
 def site_of(trainer: dict[str, Any] | None = None, vllm: dict[str, Any] | None = None, **top: Any) -> Site:
@@ -150,7 +150,7 @@ def test_any_architecture_is_counted_by_transformers_in_another_process(
 def _in_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Importing transformers once more takes seconds."""
     monkeypatch.setenv("ATROPOS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(model_files, "_ask", describe)
+    monkeypatch.setattr(models, "_ask", describe)
 
 
 @pytest.mark.usefixtures("_in_this_process")
@@ -166,14 +166,14 @@ def test_what_a_configuration_leaves_out_is_the_class_s_default(tmp_path: Path) 
 def test_what_transformers_cannot_build_is_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Unheard"], "model_type": "unheard"}))
     assert "no formula for Unheard, and transformers" in str(read_model(str(tmp_path)))
-    monkeypatch.setattr(model_files.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: None)
     assert "not installed here" in str(read_model(str(tmp_path))), "a laptop"
 
 
 def test_a_process_that_does_not_answer_is_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATROPOS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(model_files.sys, "executable", "/bin/false")
-    assert "CalledProcessError" in str(model_files.build(tmp_path, {"model_type": "llama"}))
+    monkeypatch.setattr(models.sys, "executable", "/bin/false")
+    assert "CalledProcessError" in str(models.build(tmp_path, {"model_type": "llama"}))
     assert not (tmp_path / "cache/shapes").exists(), "the next time it may answer"
 
 

@@ -130,7 +130,7 @@ def test_a_layout_that_runs_is_planned_without_a_problem(name: str) -> None:
 def test_the_gpu_layouts_fit_on_80_gib_by_their_budget(name: str) -> None:
     profile, _ = load_profile(name)
     site = make_site(profile, RUN_DIR, run_id="r")
-    model = Model(site.model, QWEN3_1_7B, model_shapes(QWEN3_1_7B) or {}, "config.json")
+    model = Model(QWEN3_1_7B, model_shapes(QWEN3_1_7B) or {}, "config.json")
     machine = Hardware((Gpu("NVIDIA H100", 80 * GIB),), 512 * GIB)
     budget = make_budget(profile, training_config(site), {"vllm": model}, machine)
     assert budget.warnings == [] and budget.devices[0].wanted > 60 * GIB

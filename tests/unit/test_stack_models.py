@@ -47,7 +47,7 @@ def test_a_known_size() -> None:
     )  # fmt: skip
     with torch.device("meta"):
         real = sum(p.numel() for p in build(config).parameters())
-    model = Model("m", config.to_dict(), sizes_of(config), "")
+    model = Model(config.to_dict(), sizes_of(config), "")
     assert model.parameters == real == 1_720_574_976
 
 

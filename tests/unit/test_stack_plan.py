@@ -14,6 +14,7 @@ import tomli_w
 from atropos_tui.cli.up import _profile_data
 from atropos_tui.errors import UserError
 from atropos_tui.profile.checks import check_commands, check_graph, check_notes, check_profile
+from atropos_tui.profile.memory import take_inventory
 from atropos_tui.profile.plan import build_stack, redacted, stack_of
 from atropos_tui.profile.preflight import preflight
 from atropos_tui.profile.recipes import recipe
@@ -77,7 +78,8 @@ def test_a_model_may_be_named_by_a_variable(monkeypatch: pytest.MonkeyPatch, tmp
     site = make_site(chosen, Path("/runs/r"), run_id="r", dotenv={"MODEL": "not this", "JUDGE": "org"})
     assert site.model == str(tmp_path) and engine_model(site, chosen.vllm[1]) == "org/x"
     assert flags(stack_of(site).component("trainer").command)["model-name"] == str(tmp_path)
-    assert not [problem for problem in preflight(site, stack_of(site)) if problem.key.endswith("model")]
+    found = preflight(site, stack_of(site), take_inventory(site))
+    assert not [problem for problem in found if problem.key.endswith("model")]
 
 
 def test_each_program_of_the_stack_has_a_temporary_folder_that_goes_with_it() -> None:
@@ -295,7 +297,7 @@ def program(*command: str, **variables: str) -> dict[str, Any]:
         ({"vllm": {"args": {"logprobs-mode": "raw_logprobs"}}}, "vllm.0.args.logprobs-mode", "sampled from", "leave"),
         # Broadcast
         ({"mode": "broadcast", "vllm": {"gpus": [0, 1], "tensor_parallel": 2}, "trainer": SEVERAL | {"gpus": [1]}},
-         "vllm.0.gpus", "GPU [1] has trainer and engine", "its own"),
+         "vllm.0.gpus", "trainer and engine share GPU 1", "its own"),
         ({"mode": "broadcast", "vllm": {"gpus": [0]}}, "trainer.gpus", "all of them must be named", "name its GPUs"),
         # Lengths
         ({"vllm": {"max_model_len": 1024}, "trainer": SEVERAL | {"seq_len": 2048}}, "trainer.seq_len",
@@ -323,6 +325,23 @@ def test_contradictions_are_found(changes: dict[str, Any], key: str, reason: str
     assert all(problem.key and problem.fix for problem in found), found
     matching = [problem for problem in found if problem.key == key and reason in problem.reason]
     assert matching and fix in matching[0].fix, found
+
+
+@pytest.mark.parametrize(
+    ("mode", "trainer", "flags"),
+    [
+        ("none", {"routing_replay": True}, {"enable-return-routed-experts": False}),
+        ("none", {}, {"logprobs-mode": "raw_logprobs"}),
+        ("lora_only", {}, {"max-lora-rank": 24}),
+    ],
+)
+def test_flags_of_each_engine_that_is_fed_are_judged_once(
+    mode: str, trainer: dict[str, Any], flags: dict[str, Any]
+) -> None:
+    more = {"name": "b", "port": 9101, "replicas": 2, "args": flags}
+    judge = {"name": "judge", "port": 9201, "model": "/judge", "args": flags}
+    chosen = profile(mode=mode, trainer=SEVERAL | trainer, vllm=[{"name": "a"}, more, judge])
+    assert [problem.key for problem in check_profile(site(chosen))] == [f"vllm.1.args.{name}" for name in flags]
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def found(chosen: Profile, gpus: int = 0, config: dict[str, Any] | None = None) 
     """Problems on a machine with so many GPUs of 80 GiB; `config` is the model's, unknown when left out."""
     model: Model | str = "model not on this machine"
     if config is not None:
-        model = Model("m", config, model_shapes(config) or {"a": (1,)}, "config.json")
+        model = Model(config, model_shapes(config) or {"a": (1,)}, "config.json")
     machine = Hardware((Gpu("NVIDIA H100", 80 * GIB),) * gpus, 64 * GIB)
     survey = Inventory(machine, {engine.name: model for engine in chosen.vllm})
     return preflight(site(chosen), build_stack(chosen, Path("/runs/r"), run_id="r"), survey)

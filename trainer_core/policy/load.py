@@ -20,8 +20,7 @@ from torch import nn
 
 from atropos_common.group import first_line
 from atropos_common.manifest import Shard, TensorView
-from atropos_common.model_math import OWN_ATTENTION, Dimensions, why_refused
-from atropos_common.quantized import method_of
+from atropos_common.model_math import OWN_ATTENTION, Dimensions, method_of, why_refused
 from atropos_common.strided import Box, joined
 from trainer_core.errors import UsageError
 from trainer_core.policy.attention import register
