@@ -298,20 +298,24 @@ def _group(group: RolloutGroup, shared: int) -> dict[str, Any]:
 def _spread(group: RolloutGroup) -> str:
     """How the rewards of a group differ, in words: what it teaches."""
     rewards = [one.reward for one in group.rollouts]
+    known = [reward for reward in rewards if math.isfinite(reward)]
     whole = group.rollouts[0].group_size
     size = counted(len(rewards), "completion") + (f" of {whole}" if whole and whole > len(rewards) else "")
-    low, high = number(min(rewards)), number(max(rewards))
-    if len(set(rewards)) == 1:
-        return f"{size}, {'reward' if len(rewards) == 1 else 'all with the reward'} {low}"
-    return f"{size}, rewards from {low} to {high}, mean {number(mean(rewards))} ± {number(pstdev(rewards))}"
+    if lost := len(rewards) - len(known):
+        size += f", {lost} without a finite reward"
+    if not known:
+        return size
+    low, high = number(min(known)), number(max(known))
+    if len(set(known)) == 1:
+        return f"{size}, {'reward' if len(known) == 1 else 'all with the reward'} {low}"
+    return f"{size}, rewards from {low} to {high}, mean {number(mean(known))} ± {number(pstdev(known))}"
 
 
 def _dots(rewards: Sequence[float]) -> list[float]:
-    """Where each reward lies between the lowest and the highest, in percent; nothing where all are one."""
-    low, high = min(rewards), max(rewards)
-    return (
-        [100 * (reward - low) / (high - low) for reward in rewards] if math.isfinite(high - low) and high > low else []
-    )
+    """Where each finite reward lies between the lowest and the highest, in percent; nothing where all are one."""
+    known = [reward for reward in rewards if math.isfinite(reward)]
+    low, high = min(known, default=0.0), max(known, default=0.0)
+    return [100 * (reward - low) / (high - low) for reward in known] if math.isfinite(high - low) and high > low else []
 
 
 def _sample(record: RolloutRecord) -> dict[str, str]:

@@ -163,6 +163,22 @@ def test_rollouts_stand_in_whole_groups_best_first_with_the_spread_of_their_rewa
     assert places.count("left: 0.0%") == 30 and places.count("left: 100.0%") == 2
 
 
+@pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf])
+def test_a_reward_that_is_not_finite_leaves_the_spread_to_the_others(tmp_path: Path, reward: float) -> None:
+    run = make_run(tmp_path / "run", steps=0)
+    rollouts = [
+        RolloutRecord(step=step, env="sums", prompt="1 + 1?", completion=f"{one}", reward=one, advantage=0.0)
+        for step, rewards in ((1, [reward]), (2, [0.0, reward, 1.0])) for one in rewards
+    ]  # fmt: skip
+    write_records(run.telemetry_jsonl, rollouts)
+    tree = parsed(page_of(run))
+    words = [text_of(each) for each in tree.iter(f"{XHTML}p")]
+    whole = "3 completions, 1 without a finite reward, rewards from 0.000 to 1.000, mean 0.500 ± 0.500"
+    assert any(whole in each for each in words), words
+    assert any(each.startswith("1 completion, 1 without a finite reward") for each in words), words
+    assert [each.get("style") for each in tree.iter(f"{XHTML}i") if each.get("style")] == ["left: 0.0%", "left: 100.0%"]
+
+
 def test_every_chart_is_an_accessible_picture_with_the_last_value_beside_it(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=20)
     _, state, _ = load_run(run.root)
