@@ -115,6 +115,12 @@ def columns(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[st
     return lines
 
 
+def text_table(rows: Sequence[Sequence[str]]) -> str:
+    """`columns`, the first of them as titles over a line."""
+    titles, *lines = columns(rows)
+    return "\n".join([titles, "-" * max(map(len, [titles, *lines])), *lines])
+
+
 def counted(count: int, noun: str) -> str:
     """`1 process`, `2 processes`, `0 attempts`."""
     ending = "" if count == 1 else "es" if noun.endswith(("s", "x", "ch", "sh")) else "s"
@@ -154,6 +160,11 @@ def bytes_text(value: float | None) -> str:
         if abs(value) >= scale:
             return f"{value / scale:.{1 if unit == 'GB' else 0}f} {unit}"
     return f"{value:.0f} B"
+
+
+def percent(value: float | None) -> str:
+    """`37%` of a value that counts percent already; `–` where there is none."""
+    return "–" if value is None else f"{value:.0f}%"
 
 
 def number(value: float | None, digits: int = 3) -> str:

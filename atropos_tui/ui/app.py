@@ -49,13 +49,13 @@ from atropos_tui.ui.views import VIEWS, arrange, compose_screen, view_spec, visi
 from atropos_tui.ui.widgets.bars import Apply, Keys, SearchBar, ViewsLine
 from atropos_tui.ui.widgets.components import Components
 from atropos_tui.ui.widgets.curves import Chart
+from atropos_tui.ui.widgets.details import StepPanel
 from atropos_tui.ui.widgets.events import Events
 from atropos_tui.ui.widgets.header import Notices
 from atropos_tui.ui.widgets.listing import Listing
 from atropos_tui.ui.widgets.log_view import LogView
 from atropos_tui.ui.widgets.panel import Panel, View
 from atropos_tui.ui.widgets.rollouts import RolloutDetail, Rollouts
-from atropos_tui.ui.widgets.step import StepPanel
 
 REFRESH_S = 0.25
 CURVES_S = 1.0
