@@ -20,7 +20,16 @@ from typing import Any
 from atropos_common import benchmark_summary as summary
 from atropos_common.control import State
 from atropos_common.run_dir import RunDir
-from atropos_tui.monitor.format import bytes_text, columns, counted, duration, number, one_line, real, seconds_text
+from atropos_tui.monitor.format import (
+    bytes_text,
+    counted,
+    duration,
+    number,
+    one_line,
+    real,
+    seconds_text,
+    text_table,
+)
 from atropos_tui.monitor.run_files import RunFeed, RunInfo, exit_code, load_run, read_info, read_json
 from atropos_tui.monitor.series import Series, mean
 from atropos_tui.monitor.state import COUNTED_S, IDLE_S, TOKENS, RunState
@@ -296,8 +305,7 @@ def _comparison(runs: Sequence[RunBenchmark]) -> str:
         ]
         table.append([title, *cells])
     table.append(["Exit code", *("no data" if run.exit_code is None else str(run.exit_code) for run in runs)])
-    lines = columns(table)
-    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
+    return text_table(table)
 
 
 def ratio(value: float | None, base: float | None) -> float | None:

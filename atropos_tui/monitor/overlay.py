@@ -7,7 +7,6 @@ differ in nothing but seed, ports and names.
 from __future__ import annotations
 
 import math
-import tomllib
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,11 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
-from atropos_common.files import read_regular
 from atropos_common.run_dir import RunDir
-from atropos_tui.monitor.format import columns, duration, masked_line, number, seconds_text
+from atropos_tui.monitor.format import duration, masked_line, number, seconds_text, text_table
 from atropos_tui.monitor.reading import Along, Ruler, is_smoothed, smooth
-from atropos_tui.monitor.run_files import RunInfo, load_run
+from atropos_tui.monitor.run_files import RunInfo, load_run, read_toml
 from atropos_tui.monitor.series import Series, mean
 from atropos_tui.monitor.state import RunState
 
@@ -83,13 +81,9 @@ def read_one(root: Path, name: str = "") -> RunCurves:
 
 def settings_of(run: RunDir) -> dict[str, str]:
     """The settings of a run by their dotted keys, from the profile.toml that lies in it; empty where there is none."""
-    try:
-        profile = tomllib.loads(read_regular(run.profile_toml))
-    except (OSError, ValueError, RecursionError):
-        return {}
     return {
         masked_line(key): masked_line(str(value))
-        for key, value in _flat(profile)
+        for key, value in _flat(read_toml(run.profile_toml))
         if key.split(".")[0] not in _NOT_A_SETTING
         and key.split(".")[-1] not in ("port", "name")
         and (key == SEED or key.split(".")[-1] != SEED)
@@ -251,12 +245,6 @@ def seeds_table(runs: Sequence[RunCurves]) -> list[list[str]]:
 def _spread(values: Sequence[float | None]) -> str:
     known = [value for value in values if value is not None]
     return f"{number(mean(known))} ({number(min(known))} to {number(max(known))})" if known else NONE
-
-
-def text_table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows as lines, their cells below one another."""
-    lines = columns(rows)
-    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
 
 
 def summary(runs: Sequence[RunCurves]) -> str:

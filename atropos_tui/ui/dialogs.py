@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -166,10 +166,11 @@ class _ChooseDialog(_Dialog):
     NOTHING: ClassVar[str]
     """What stands there where there is nothing to choose from."""
 
-    def __init__(self, lines: Sequence[str], marked: Collection[int], heads: str = "") -> None:
-        """Args: `marked`: numbers of the lines that are chosen now; `heads`: stands above the lines' columns."""
+    def __init__(self, lines: Sequence[str], values: Sequence[object], chosen: Container[object], heads: str) -> None:
+        """Args: `values`: what each line stands for, to be dismissed with; `heads`: above the lines."""
         super().__init__()
-        self._lines, self._marked, self._heads = lines, marked, heads
+        self._lines, self._values, self._heads = lines, values, heads
+        self._marked = {at for at, value in enumerate(values) if value in chosen}
 
     def compose(self) -> ComposeResult:
         with Vertical(classes="dialog", id="choose") as box:
@@ -187,16 +188,13 @@ class _ChooseDialog(_Dialog):
     def on_mount(self) -> None:
         self.query_one(SelectionList).focus()
 
-    def chosen(self) -> list[int]:
-        """Numbers of the lines, in the order they were marked."""
-        options = self.query_one(SelectionList)
-        nothing_new = set(options.selected) == set(self._marked)
-        if nothing_new and not self._marked and options.highlighted is not None:
-            return [options.highlighted]
-        return list(options.selected)
-
     def action_take(self) -> None:
-        self.dismiss(self.chosen())
+        """In the order they were marked."""
+        options = self.query_one(SelectionList)
+        taken = options.selected
+        if not taken and not self._marked and options.highlighted is not None:
+            taken = [options.highlighted]
+        self.dismiss([self._values[at] for at in taken])
 
 
 class ChooseRunsDialog(_ChooseDialog):
@@ -205,14 +203,10 @@ class ChooseRunsDialog(_ChooseDialog):
     HEADING = "Compare with"
     NOTHING = "There is no other run."
 
-    def __init__(self, runs: Sequence[RunRow], chosen: Collection[Path], columns: int) -> None:
+    def __init__(self, runs: Sequence[RunRow], chosen: Container[Path], columns: int) -> None:
         """Args: `columns`: of the terminal."""
         heads, *lines = table(runs, time.time(), columns - AROUND - BOX)
-        super().__init__(lines, [at for at, run in enumerate(runs) if run.dir in chosen], heads)
-        self._runs = runs
-
-    def action_take(self) -> None:
-        self.dismiss([self._runs[at].dir for at in self.chosen()])
+        super().__init__(lines, [run.dir for run in runs], chosen, heads)
 
 
 class ChooseCurvesDialog(_ChooseDialog):
@@ -221,12 +215,8 @@ class ChooseCurvesDialog(_ChooseDialog):
     HEADING = "Draw in view 2"
     NOTHING = "The run has no numbers yet."
 
-    def __init__(self, names: Sequence[str], chosen: Collection[str]) -> None:
-        super().__init__([*map(one_line, names)], [at for at, name in enumerate(names) if name in chosen])
-        self._names = names
-
-    def action_take(self) -> None:
-        self.dismiss([self._names[at] for at in self.chosen()])
+    def __init__(self, names: Sequence[str], chosen: Container[str]) -> None:
+        super().__init__([*map(one_line, names)], names, chosen, "")
 
 
 def radius_text(recipe: Recipe) -> Text:
