@@ -105,29 +105,6 @@ class QuitDialog(_Dialog):
         self.dismiss(event.button.id if event.button.id in ("detach", "stop") else None)
 
 
-class HelpDialog(_Dialog):
-    """Every key that works now, from the bindings themselves."""
-
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("question_mark,q,enter", "cancel", "Close", show=False)]
-
-    def __init__(self, sections: Mapping[str, Mapping[str, str]]) -> None:
-        """Args: `sections`: by heading, what each key does."""
-        super().__init__()
-        self.sections = sections
-
-    def compose(self) -> ComposeResult:
-        width = max((len(key) for keys in self.sections.values() for key in keys), default=0)
-        text = Text()
-        for heading, keys in self.sections.items():
-            text.append("\n\n" if text else "").append(heading, "bold underline")
-            for key, words in keys.items():
-                text.append(f"\n{key:>{width}}", "bold").append(f"   {words}")
-        with VerticalScroll(classes="dialog", id="help") as box:
-            box.border_title = "Keys"
-            box.border_subtitle = "esc closes"
-            yield Static(text, classes="dialog-text")
-
-
 class TextDialog(_Dialog):
     """Something to read, and to copy."""
 
@@ -150,6 +127,22 @@ class TextDialog(_Dialog):
     def action_copy(self) -> None:
         self.app.copy_to_clipboard(self._text.plain)
         self.app.notify("copied", timeout=2)
+
+
+class HelpDialog(TextDialog):
+    """Every key that works now, from the bindings themselves."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("question_mark", "cancel", "Close", show=False)]
+
+    def __init__(self, sections: Mapping[str, Mapping[str, str]]) -> None:
+        """Args: `sections`: by heading, what each key does."""
+        width = max((len(key) for keys in sections.values() for key in keys), default=0)
+        text = Text()
+        for heading, keys in sections.items():
+            text.append("\n\n" if text else "").append(heading, "bold underline")
+            for key, words in keys.items():
+                text.append(f"\n{key:>{width}}", "bold").append(f"   {words}")
+        super().__init__("Keys", text)
 
 
 BOX = 4
