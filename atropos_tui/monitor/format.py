@@ -35,32 +35,20 @@ _CONTROL = re.compile(
 """Controls, and what Unicode calls format characters (category Cf): they change how others are read."""
 _HALVES = re.compile("[\ud800-\udfff]")
 
-
-GLYPHS = {
-    State.PENDING: "○",
-    State.STARTING: "◔",
-    State.HEALTHY: "●",
-    State.UNHEALTHY: "▲",
-    State.STOPPING: "◕",
-    State.STOPPED: "■",
-    State.BACKOFF: "↻",
-    State.FAILED: "✖",
-    State.COMPLETED: "✔",
-}
-
-
 Tone = Literal["good", "busy", "warn", "bad", "dim"]
-TONES: dict[str, Tone] = {
-    State.PENDING: "dim",
-    State.STARTING: "busy",
-    State.HEALTHY: "good",
-    State.UNHEALTHY: "warn",
-    State.STOPPING: "busy",
-    State.STOPPED: "dim",
-    State.BACKOFF: "warn",
-    State.FAILED: "bad",
-    State.COMPLETED: "good",
+_LOOKS: dict[State, tuple[str, Tone]] = {
+    State.PENDING: ("○", "dim"),
+    State.STARTING: ("◔", "busy"),
+    State.HEALTHY: ("●", "good"),
+    State.UNHEALTHY: ("▲", "warn"),
+    State.STOPPING: ("◕", "busy"),
+    State.STOPPED: ("■", "dim"),
+    State.BACKOFF: ("↻", "warn"),
+    State.FAILED: ("✖", "bad"),
+    State.COMPLETED: ("✔", "good"),
 }
+GLYPHS = {state: glyph for state, (glyph, _) in _LOOKS.items()}
+TONES: dict[str, Tone] = {state: tone for state, (_, tone) in _LOOKS.items()}
 """How a state is to be taken, by its name; what is shown in a colour has a glyph and a word, too."""
 
 

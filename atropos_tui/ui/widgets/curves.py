@@ -152,9 +152,8 @@ class Chart(Panel, can_focus=True):
 
     def on_resize(self) -> None:
         """Another title may fit now; a chart that was hidden had no width at all. What is drawn, its size decides."""
-        if self.view is not None and self.size:
-            self._prepare(self.view)
-            self.entitle(self._title(self.view))
+        if self.view is not None:
+            self.show(self.view)
 
     # What is drawn.
 
