@@ -6,7 +6,7 @@ All charts share one `Lens`: a key pressed in one of them moves the cursor, or t
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
@@ -333,8 +333,9 @@ class Chart(Panel, can_focus=True):
         if self.view is None or not places:
             return
         places = sorted(set(places))  # a point that stands for several steps is drawn as two
-        cursor = self.view.lens.cursor
-        at = bisect_left(places, cursor) + by if cursor is not None else len(places) - 1
+        cursor, at = self.view.lens.cursor, len(places) - 1
+        if cursor is not None:  # perhaps between two of them, where the mouse put it
+            at = by + (bisect_right(places, cursor) - 1 if by > 0 else bisect_left(places, cursor))
         self._turn(cursor=float(places[min(max(at, 0), len(places) - 1)]))
 
     def action_zoom(self, direction: int, around: float | None = None) -> None:
