@@ -26,7 +26,7 @@ from atropos_common.run_dir import LATEST_TIME, RunDir
 from atropos_tui import __version__
 from atropos_tui.monitor.bench import benchmark_state, origin, summary_sections, tokens_per_second
 from atropos_tui.monitor.charts import CHARTS, WRITERS, ChartSpec, CurveSpec
-from atropos_tui.monitor.format import counted, duration, glyph_and_word, masked_line, number, plain_text
+from atropos_tui.monitor.format import counted, duration, glyph_and_word, masked_line, number, plain_text, real
 from atropos_tui.monitor.log_buffer import Classifier
 from atropos_tui.monitor.log_reader import LogReader
 from atropos_tui.monitor.overlay import (
@@ -383,7 +383,7 @@ def _facts(run: RunDir, status: RunStatus) -> list[tuple[str, str]]:
 
 def _fact(key: str, value: object) -> str:
     if key.endswith("_at"):
-        return _clock(float(value)) if isinstance(value, int | float) else masked_line(str(value))
+        return _clock(real(value)) if isinstance(value, int | float) else masked_line(str(value))
     words = " ".join(map(str, value)) if isinstance(value, list) else value
     return masked_line(words if isinstance(words, str) else json.dumps(words, default=str))
 

@@ -211,7 +211,7 @@ class RunState:
         """Numbers in fields that this version has no name for, and what is made of them."""
         found = {name: value for name, value in more.items() if type(value) in (int, float)}
         if groups := found.get("groups"):
-            found[USEFUL_GROUPS] = 1 - found.get("flat_groups", 0) / groups
+            found[USEFUL_GROUPS] = 1 - real(found.get("flat_groups", 0)) / real(groups)
         for name, value in found.items():
             self._put(self.series, name, record.step, value, record.time)
 

@@ -347,6 +347,7 @@ def test_steps_and_times_beyond_any_clock_do_not_stop_it(tmp_path: Path) -> None
             {"step": 10**400},
             {"step": 10**30},
             {"tokens": 10**400, "v": 10**400},
+            {"groups": 1, "flat_groups": 10**400},
             {"step": -7},
             {"time": 1e300},
             {"time": "NaN"},
@@ -356,6 +357,7 @@ def test_steps_and_times_beyond_any_clock_do_not_stop_it(tmp_path: Path) -> None
         file.write(json.dumps({"kind": "memory", "step": 5, "rss_bytes": 10**400, "allocated_bytes": 10**400}) + "\n")
     far = StateRecord(time=LATEST_TIME, component="vllm", old="healthy", new="failed", reason="far away")
     write_records(run.supervisor_jsonl, [far], start=50)
+    run.run_json.write_text(json.dumps(json.loads(run.run_json.read_text()) | {"started_at": 10**400}))
     assert "far away" in text_of(parsed(page_of(run)))
 
 
