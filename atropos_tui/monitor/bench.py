@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
@@ -30,7 +29,7 @@ from atropos_tui.monitor.format import (
     seconds_text,
     text_table,
 )
-from atropos_tui.monitor.run_files import RunFeed, RunInfo, exit_code, load_run, read_info, read_json
+from atropos_tui.monitor.run_files import RunFeed, RunInfo, exit_code, load_run, names_of, read_info, read_json
 from atropos_tui.monitor.series import Series, mean
 from atropos_tui.monitor.state import COUNTED_S, IDLE_S, TOKENS, RunState
 
@@ -168,13 +167,8 @@ def benchmark_run(root: Path) -> RunBenchmark:
 
 
 def benchmark_runs(roots: Sequence[Path]) -> list[RunBenchmark]:
-    """Measure several runs; those whose directories have the same name go by the folder above, too."""
-    figures = [benchmark_run(root) for root in roots]
-    count = Counter(run.run for run in figures)
-    return [
-        replace(run, run=f"{root.parent.name}/{run.run}") if count[run.run] > 1 else run
-        for run, root in zip(figures, roots, strict=True)
-    ]
+    """Measure several runs."""
+    return [replace(benchmark_run(root), run=name) for root, name in zip(roots, names_of(roots), strict=True)]
 
 
 def benchmark_state(state: RunState, *, run: str, mode: str) -> RunBenchmark:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -17,7 +16,7 @@ from typing import Any
 from atropos_common.run_dir import RunDir
 from atropos_tui.monitor.format import duration, masked_line, number, seconds_text, text_table
 from atropos_tui.monitor.reading import Along, Ruler, is_smoothed, smooth
-from atropos_tui.monitor.run_files import RunInfo, load_run, read_toml
+from atropos_tui.monitor.run_files import RunInfo, load_run, names_of, read_toml
 from atropos_tui.monitor.series import Series, mean
 from atropos_tui.monitor.state import RunState
 
@@ -68,15 +67,12 @@ class MetricLine:
 
 
 def read_runs(roots: Sequence[Path]) -> list[RunCurves]:
-    """Everything the files of several runs hold; directories of the same name go by the folder above, too."""
-    count = Counter(root.name for root in roots)
-    return [read_one(root, f"{root.parent.name}/{root.name}" if count[root.name] > 1 else root.name) for root in roots]
-
-
-def read_one(root: Path, name: str = "") -> RunCurves:
-    """The run in `root`."""
-    info, state, _ = load_run(root)
-    return RunCurves(masked_line(name or root.name), info, state, settings_of(RunDir(root)))
+    """Everything the files of several runs hold."""
+    found = []
+    for root, name in zip(roots, names_of(roots), strict=True):
+        info, state, _ = load_run(root)
+        found.append(RunCurves(masked_line(name), info, state, settings_of(RunDir(root))))
+    return found
 
 
 def settings_of(run: RunDir) -> dict[str, str]:

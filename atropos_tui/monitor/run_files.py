@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path, PurePath
@@ -413,6 +414,12 @@ class RunFeed:
         self._tails = {path: RecordTail(path) for path in self._tails}
         self._restarts = 0
         return RecordBatch([], True, True)
+
+
+def names_of(roots: Sequence[Path]) -> list[str]:
+    """What runs are called side by side: by their folders, those of one name by the folder above, too."""
+    count = Counter(root.name for root in roots)
+    return [f"{root.parent.name}/{root.name}" if count[root.name] > 1 else root.name for root in roots]
 
 
 def load_run(root: Path) -> tuple[RunInfo, RunState, RunFeed]:

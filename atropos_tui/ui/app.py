@@ -25,7 +25,7 @@ from textual.screen import Screen
 from textual.widget import Widget
 
 from atropos_common.control import Phase, RunStatus, State
-from atropos_common.records import CommandRecord, GaugesRecord, Record
+from atropos_common.records import CommandRecord, GaugesRecord
 from atropos_common.run_dir import RunDir
 from atropos_tui.monitor.bench import RunBenchmark, benchmark_state
 from atropos_tui.monitor.format import one_line
@@ -208,7 +208,8 @@ class CockpitApp(CommandApp):
         if not self.loaded and not message.behind:
             self.loaded, self._newest = True, None
             self._settle()
-        news = message.anew or not message.records or not all(map(is_gauges, message.records))
+        only_clocks = bool(message.records) and all(isinstance(record, GaugesRecord) for record in message.records)
+        news = message.anew or not only_clocks
         self._dirty, self._fresh_records = self._dirty or news, self._fresh_records or news
         self._ask_the_files()
 
@@ -564,11 +565,6 @@ class CockpitApp(CommandApp):
         run = self.others[root]
         figures = benchmark_state(run.state, run=run.name, mode=run.info.mode)
         return replace(figures, exit_code=exit_code(RunDir(root)))
-
-
-def is_gauges(record: Record) -> bool:
-    """Whether it changes only what is drawn with the clocks."""
-    return isinstance(record, GaugesRecord)
 
 
 def standing(status: RunStatus) -> object:

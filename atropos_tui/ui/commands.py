@@ -182,7 +182,9 @@ def palette(
             if binding.tooltip and not binding.system:
                 key = _NAMED.get(binding.key) or app.get_key_display(binding)
                 yield SystemCommand(
-                    binding.description, f"{binding.tooltip} · key {key}", partial(_run, app, binding, owner)
+                    binding.description,
+                    f"{binding.tooltip} · key {key}",
+                    partial(app.run_action, binding.action, owner),
                 )
     for row in rows:
         for action in _possible(row):
@@ -201,10 +203,6 @@ def _bindings(owner: DOMNode) -> list[Binding]:
     for binding in by_key.values():
         by_action.setdefault(binding.action, binding)
     return list(by_action.values())
-
-
-async def _run(app: App[Any], binding: Binding, owner: DOMNode) -> None:
-    await app.run_action(binding.action, owner)
 
 
 def _possible(row: ComponentStatus) -> tuple[Action, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from rich.text import Text
 from textual.app import ComposeResult
@@ -20,20 +20,15 @@ from atropos_common.control import Recipe
 from atropos_tui.monitor.format import one_line, plain_text
 from atropos_tui.monitor.run_list import RunRow, table
 
-Leave = Literal["detach", "stop"]
-
 
 class _Dialog(ModalScreen[object]):
     """Shared behaviour: arrows move between buttons, Esc closes."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "cancel", "Cancel"),
+        Binding("escape", "dismiss", "Cancel"),
         Binding("left,up", "app.focus_previous", "Previous", show=False),
         Binding("right,down", "app.focus_next", "Next", show=False),
     ]
-
-    def action_cancel(self) -> None:
-        self.dismiss(None)
 
 
 class ConfirmDialog(_Dialog):
@@ -42,7 +37,7 @@ class ConfirmDialog(_Dialog):
     Enter does a restart of one component; what ends more, or for longer, needs `y` or a step to its button.
     """
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("y", "confirm", "Yes", show=False)]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("y", "dismiss(True)", "Yes", show=False)]
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__()
@@ -63,9 +58,6 @@ class ConfirmDialog(_Dialog):
         is_mild = self.recipe.action == "restart" and self.recipe.component is not None
         self.query_one("#yes" if is_mild else "#no").focus()
 
-    def action_confirm(self) -> None:
-        self.dismiss(True)
-
     def on_button_pressed(self, event: Button.Pressed) -> None:
         event.stop()
         self.dismiss(True if event.button.id == "yes" else None)
@@ -75,8 +67,8 @@ class QuitDialog(_Dialog):
     """Detach or stop. Dismissed with the choice, or None to stay."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("d", "leave('detach')", "Detach"),
-        Binding("s", "leave('stop')", "Stop"),
+        Binding("d", "dismiss('detach')", "Detach"),
+        Binding("s", "dismiss('stop')", "Stop"),
     ]
 
     def compose(self) -> ComposeResult:
@@ -97,9 +89,6 @@ class QuitDialog(_Dialog):
     def on_mount(self) -> None:
         self.query_one("#detach").focus()
 
-    def action_leave(self, choice: str) -> None:
-        self.dismiss(choice)
-
     def on_button_pressed(self, event: Button.Pressed) -> None:
         event.stop()
         self.dismiss(event.button.id if event.button.id in ("detach", "stop") else None)
@@ -109,7 +98,7 @@ class TextDialog(_Dialog):
     """Something to read, and to copy."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("enter,q", "cancel", "Close", show=False),
+        Binding("enter,q", "dismiss", "Close", show=False),
         Binding("y", "copy", "Copy", show=False),
     ]
 
@@ -132,7 +121,7 @@ class TextDialog(_Dialog):
 class HelpDialog(TextDialog):
     """Every key that works now, from the bindings themselves."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("question_mark", "cancel", "Close", show=False)]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("question_mark", "dismiss", "Close", show=False)]
 
     def __init__(self, sections: Mapping[str, Mapping[str, str]]) -> None:
         """Args: `sections`: by heading, what each key does."""
