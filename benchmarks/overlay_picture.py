@@ -25,9 +25,8 @@ from xml.sax.saxutils import escape
 
 from atropos_tui.monitor.overlay import by_setting, read_runs, summary
 from atropos_tui.monitor.reading import Along
-from atropos_tui.monitor.report import environment
+from atropos_tui.monitor.report import chart_over, environment
 from atropos_tui.monitor.report_charts import SVG, draw
-from atropos_tui.monitor.report_overlay import chart_over
 from benchmarks.children import free_ports
 
 CELL = (440, 232)

@@ -30,8 +30,8 @@ from atropos_tui.cli.report import overlay
 from atropos_tui.cli.up import spawn_supervisor, write_run_files
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.monitor.bench import Progress, benchmark_runs, benchmarks_json, render_benchmarks
-from atropos_tui.monitor.format import plain_text
-from atropos_tui.monitor.overlay import read_runs, settings_table, text_table
+from atropos_tui.monitor.format import plain_text, text_table
+from atropos_tui.monitor.overlay import read_runs, settings_table
 from atropos_tui.profile.errors import refused
 from atropos_tui.profile.hardware import read_machine
 from atropos_tui.profile.preflight import separate

@@ -77,7 +77,7 @@ def render(entry: runs.RunEntry, status: RunStatus) -> str:
 def overlay(compared: Sequence[RunCurves]) -> str:
     """The page of several runs on the same axes."""
     with _needing():
-        from atropos_tui.monitor.report_overlay import render_overlay
+        from atropos_tui.monitor.report import render_overlay
     return render_overlay(compared, time.time())
 
 

@@ -31,8 +31,8 @@ from atropos_tui.cli.answers import Sweep, SweepCell
 from atropos_tui.cli.compare import Board, ComparedStack, Comparison
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.monitor.bench import Progress, RunBenchmark, benchmark_run
-from atropos_tui.monitor.format import counted, duration, number, one_line
-from atropos_tui.monitor.overlay import read_runs, seeds_table, text_table
+from atropos_tui.monitor.format import counted, duration, number, one_line, text_table
+from atropos_tui.monitor.overlay import read_runs, seeds_table
 from atropos_tui.profile.errors import printable, refused
 from atropos_tui.profile.hardware import read_machine
 from atropos_tui.profile.preflight import separate

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
@@ -20,8 +19,17 @@ from typing import Any
 from atropos_common import benchmark_summary as summary
 from atropos_common.control import State
 from atropos_common.run_dir import RunDir
-from atropos_tui.monitor.format import bytes_text, columns, counted, duration, number, one_line, real, seconds_text
-from atropos_tui.monitor.run_files import RunFeed, RunInfo, exit_code, load_run, read_info, read_json
+from atropos_tui.monitor.format import (
+    bytes_text,
+    counted,
+    duration,
+    number,
+    one_line,
+    real,
+    seconds_text,
+    text_table,
+)
+from atropos_tui.monitor.run_files import RunFeed, RunInfo, exit_code, load_run, names_of, read_info, read_json
 from atropos_tui.monitor.series import Series, mean
 from atropos_tui.monitor.state import COUNTED_S, IDLE_S, TOKENS, RunState
 
@@ -159,13 +167,8 @@ def benchmark_run(root: Path) -> RunBenchmark:
 
 
 def benchmark_runs(roots: Sequence[Path]) -> list[RunBenchmark]:
-    """Measure several runs; those whose directories have the same name go by the folder above, too."""
-    figures = [benchmark_run(root) for root in roots]
-    count = Counter(run.run for run in figures)
-    return [
-        replace(run, run=f"{root.parent.name}/{run.run}") if count[run.run] > 1 else run
-        for run, root in zip(figures, roots, strict=True)
-    ]
+    """Measure several runs."""
+    return [replace(benchmark_run(root), run=name) for root, name in zip(roots, names_of(roots), strict=True)]
 
 
 def benchmark_state(state: RunState, *, run: str, mode: str) -> RunBenchmark:
@@ -296,8 +299,7 @@ def _comparison(runs: Sequence[RunBenchmark]) -> str:
         ]
         table.append([title, *cells])
     table.append(["Exit code", *("no data" if run.exit_code is None else str(run.exit_code) for run in runs)])
-    lines = columns(table)
-    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
+    return text_table(table)
 
 
 def ratio(value: float | None, base: float | None) -> float | None:

@@ -36,32 +36,20 @@ _CONTROL = re.compile(
 """Controls, and what Unicode calls format characters (category Cf): they change how others are read."""
 _HALVES = re.compile("[\ud800-\udfff]")
 
-
-GLYPHS = {
-    State.PENDING: "○",
-    State.STARTING: "◔",
-    State.HEALTHY: "●",
-    State.UNHEALTHY: "▲",
-    State.STOPPING: "◕",
-    State.STOPPED: "■",
-    State.BACKOFF: "↻",
-    State.FAILED: "✖",
-    State.COMPLETED: "✔",
-}
-
-
 Tone = Literal["good", "busy", "warn", "bad", "dim"]
-TONES: dict[str, Tone] = {
-    State.PENDING: "dim",
-    State.STARTING: "busy",
-    State.HEALTHY: "good",
-    State.UNHEALTHY: "warn",
-    State.STOPPING: "busy",
-    State.STOPPED: "dim",
-    State.BACKOFF: "warn",
-    State.FAILED: "bad",
-    State.COMPLETED: "good",
+_LOOKS: dict[State, tuple[str, Tone]] = {
+    State.PENDING: ("○", "dim"),
+    State.STARTING: ("◔", "busy"),
+    State.HEALTHY: ("●", "good"),
+    State.UNHEALTHY: ("▲", "warn"),
+    State.STOPPING: ("◕", "busy"),
+    State.STOPPED: ("■", "dim"),
+    State.BACKOFF: ("↻", "warn"),
+    State.FAILED: ("✖", "bad"),
+    State.COMPLETED: ("✔", "good"),
 }
+GLYPHS = {state: glyph for state, (glyph, _) in _LOOKS.items()}
+TONES: dict[str, Tone] = {state: tone for state, (_, tone) in _LOOKS.items()}
 """How a state is to be taken, by its name; what is shown in a colour has a glyph and a word, too."""
 
 
@@ -116,6 +104,12 @@ def columns(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[st
     return lines
 
 
+def text_table(rows: Sequence[Sequence[str]]) -> str:
+    """`columns`, the first of them as titles over a line."""
+    titles, *lines = columns(rows)
+    return "\n".join([titles, "-" * max(map(len, [titles, *lines])), *lines])
+
+
 def duration(seconds: float | None) -> str:
     """`9.3 s`, `2:05`, `1:02:05` or `3 d 04 h`; `–` where there is none."""
     if seconds is None or not math.isfinite(seconds):
@@ -149,6 +143,11 @@ def bytes_text(value: float | None) -> str:
         if abs(value) >= scale:
             return f"{value / scale:.{1 if unit == 'GB' else 0}f} {unit}"
     return f"{value:.0f} B"
+
+
+def percent(value: float | None) -> str:
+    """`37%` of a value that counts percent already; `–` where there is none."""
+    return "–" if value is None else f"{value:.0f}%"
 
 
 def number(value: float | None, digits: int = 3) -> str:

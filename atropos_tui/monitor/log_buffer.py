@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import chain, takewhile
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from rich.cells import cell_len, chop_cells
 
@@ -23,7 +23,7 @@ from atropos_tui.monitor.patterns import Pattern
 
 Kind = Literal["plain", "poll", "warning", "error", "note"]
 Level = Literal["all", "warning", "error", "most"]
-LEVELS: tuple[Level, ...] = ("all", "warning", "error", "most")
+LEVELS: tuple[Level, ...] = get_args(Level)
 
 AROUND_S, AROUND_LINES = 30.0, 400
 """How much of a log is read about a moment that lies further back than what is kept."""

@@ -7,19 +7,16 @@ differ in nothing but seed, ports and names.
 from __future__ import annotations
 
 import math
-import tomllib
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
-from atropos_common.files import read_regular
 from atropos_common.run_dir import RunDir
-from atropos_tui.monitor.format import columns, duration, masked_line, number, seconds_text
+from atropos_tui.monitor.format import duration, masked_line, number, seconds_text, text_table
 from atropos_tui.monitor.reading import Along, Ruler, is_smoothed, smooth
-from atropos_tui.monitor.run_files import RunInfo, load_run
+from atropos_tui.monitor.run_files import RunInfo, load_run, names_of, read_toml
 from atropos_tui.monitor.series import Series, mean
 from atropos_tui.monitor.state import RunState
 
@@ -70,26 +67,19 @@ class MetricLine:
 
 
 def read_runs(roots: Sequence[Path]) -> list[RunCurves]:
-    """Everything the files of several runs hold; directories of the same name go by the folder above, too."""
-    count = Counter(root.name for root in roots)
-    return [read_one(root, f"{root.parent.name}/{root.name}" if count[root.name] > 1 else root.name) for root in roots]
-
-
-def read_one(root: Path, name: str = "") -> RunCurves:
-    """The run in `root`."""
-    info, state, _ = load_run(root)
-    return RunCurves(masked_line(name or root.name), info, state, settings_of(RunDir(root)))
+    """Everything the files of several runs hold."""
+    found = []
+    for root, name in zip(roots, names_of(roots), strict=True):
+        info, state, _ = load_run(root)
+        found.append(RunCurves(masked_line(name), info, state, settings_of(RunDir(root))))
+    return found
 
 
 def settings_of(run: RunDir) -> dict[str, str]:
     """The settings of a run by their dotted keys, from the profile.toml that lies in it; empty where there is none."""
-    try:
-        profile = tomllib.loads(read_regular(run.profile_toml))
-    except (OSError, ValueError, RecursionError):
-        return {}
     return {
         masked_line(key): masked_line(str(value))
-        for key, value in _flat(profile)
+        for key, value in _flat(read_toml(run.profile_toml))
         if key.split(".")[0] not in _NOT_A_SETTING
         and key.split(".")[-1] not in ("port", "name")
         and (key == SEED or key.split(".")[-1] != SEED)
@@ -251,12 +241,6 @@ def seeds_table(runs: Sequence[RunCurves]) -> list[list[str]]:
 def _spread(values: Sequence[float | None]) -> str:
     known = [value for value in values if value is not None]
     return f"{number(mean(known))} ({number(min(known))} to {number(max(known))})" if known else NONE
-
-
-def text_table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows as lines, their cells below one another."""
-    lines = columns(rows)
-    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
 
 
 def summary(runs: Sequence[RunCurves]) -> str:

@@ -1,6 +1,7 @@
-"""One run as one page: `render_report(RUN, status, now)`, self-contained HTML without script or network.
+"""A run as one page, `render_report(RUN, status, now)`, or several, `render_overlay(RUNS, now)`: their curves on the
+same axes, how each ended, what differs. Self-contained HTML without script or network.
 
-Everything in it comes from the run's files; what programs and models wrote is made plain and escaped, so it stays text.
+Everything in it comes from the runs' files; what programs and models wrote is made plain and escaped, so it stays text.
 """
 
 from __future__ import annotations
@@ -24,14 +25,30 @@ from atropos_common.records import SCHEMA_VERSION, DiagnosisRecord, RolloutRecor
 from atropos_common.run_dir import LATEST_TIME, RunDir
 from atropos_tui import __version__
 from atropos_tui.monitor.bench import benchmark_state, origin, summary_sections, tokens_per_second
-from atropos_tui.monitor.format import counted, duration, glyph_and_word, masked_line, number, plain_text
+from atropos_tui.monitor.charts import CHARTS, WRITERS, ChartSpec, CurveSpec
+from atropos_tui.monitor.format import counted, duration, glyph_and_word, masked_line, number, plain_text, real
 from atropos_tui.monitor.log_buffer import Classifier
 from atropos_tui.monitor.log_reader import LogReader
-from atropos_tui.monitor.overlay import LAST, final, settings_of
-from atropos_tui.monitor.report_charts import PageChart, charts, draw, system_charts
+from atropos_tui.monitor.overlay import (
+    LAST,
+    PLACES,
+    MetricLine,
+    RunCurves,
+    Setting,
+    by_setting,
+    final,
+    final_table,
+    line,
+    seeds_table,
+    settings_of,
+    settings_table,
+    splits,
+)
+from atropos_tui.monitor.reading import Along
+from atropos_tui.monitor.report_charts import PageChart, PageCurve, charts, draw, system_charts
 from atropos_tui.monitor.rollout_groups import RolloutGroup, groups, question, shared_beginning
 from atropos_tui.monitor.run_files import RunInfo, is_crashed, load_run, read_json
-from atropos_tui.monitor.series import mean
+from atropos_tui.monitor.series import Series, mean
 from atropos_tui.monitor.state import COMMANDS_KEPT, DIAGNOSES_KEPT, TRANSITIONS_KEPT, RunState
 from atropos_tui.monitor.timeline import timeline
 from atropos_tui.monitor.verdict import verdict
@@ -66,9 +83,10 @@ def render_report(run: RunDir, status: RunStatus, now: float) -> str:
     """
     info, state, feed = load_run(run.root)
     figures = benchmark_state(state, run=run.root.name, mode=info.mode or status.mode)
-    drawn = charts(state)
     end = _end(status, state, now)
-    page = environment().get_template("report.html.j2").render(
+    return _page(
+        "report.html.j2",
+        now,
         name=masked_line(info.name or run.root.name),
         identity=_identity(info, status),
         verdict=_verdict(status),
@@ -78,8 +96,8 @@ def render_report(run: RunDir, status: RunStatus, now: float) -> str:
         errors=errors_of(run),
         settings=_settings(run),
         remarks=list(_remarks(state, feed.bad_lines)),
-        charts=[(chart, _picture(chart, at)) for at, chart in enumerate(drawn)],
-        system=[(chart, _picture(chart, at)) for at, chart in enumerate(system_charts(state), len(drawn))],
+        charts=[(chart, _picture(chart, f"chart{at}")) for at, chart in enumerate(charts(state))],
+        system=[(chart, _picture(chart, f"system{at}")) for at, chart in enumerate(system_charts(state))],
         lanes=lanes(state, end),
         span=_span(state, end),
         diagnoses=[_diagnosis(record) for record in state.diagnoses],
@@ -93,8 +111,12 @@ def render_report(run: RunDir, status: RunStatus, now: float) -> str:
         clock=_clock,
         masked_line=masked_line,
         counted=counted,
-        made=f"{_clock(now)} by atropos-tui {__version__}",
-    )  # fmt: skip
+    )
+
+
+def _page(template: str, now: float, **values: object) -> str:
+    made = f"{_clock(now)} by atropos-tui {__version__}"
+    page = environment().get_template(template).render(made=made, **values)
     return page.encode("utf-8", "replace").decode("utf-8")  # half a surrogate pair in a model's output
 
 
@@ -104,8 +126,8 @@ def environment() -> Environment:
     return Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
 
 
-def _picture(chart: PageChart, at: int) -> Markup:
-    return Markup(draw(chart, f"chart{at}"))  # its texts are escaped by the writer
+def _picture(chart: PageChart, name: str) -> Markup:
+    return Markup(draw(chart, name))  # its texts are escaped by the writer
 
 
 # How it stands.
@@ -298,20 +320,24 @@ def _group(group: RolloutGroup, shared: int) -> dict[str, Any]:
 def _spread(group: RolloutGroup) -> str:
     """How the rewards of a group differ, in words: what it teaches."""
     rewards = [one.reward for one in group.rollouts]
+    known = [reward for reward in rewards if math.isfinite(reward)]
     whole = group.rollouts[0].group_size
     size = counted(len(rewards), "completion") + (f" of {whole}" if whole and whole > len(rewards) else "")
-    low, high = number(min(rewards)), number(max(rewards))
-    if len(set(rewards)) == 1:
-        return f"{size}, {'reward' if len(rewards) == 1 else 'all with the reward'} {low}"
-    return f"{size}, rewards from {low} to {high}, mean {number(mean(rewards))} ± {number(pstdev(rewards))}"
+    if lost := len(rewards) - len(known):
+        size += f", {lost} without a finite reward"
+    if not known:
+        return size
+    low, high = number(min(known)), number(max(known))
+    if len(set(known)) == 1:
+        return f"{size}, {'reward' if len(known) == 1 else 'all with the reward'} {low}"
+    return f"{size}, rewards from {low} to {high}, mean {number(mean(known))} ± {number(pstdev(known))}"
 
 
 def _dots(rewards: Sequence[float]) -> list[float]:
-    """Where each reward lies between the lowest and the highest, in percent; nothing where all are one."""
-    low, high = min(rewards), max(rewards)
-    return (
-        [100 * (reward - low) / (high - low) for reward in rewards] if math.isfinite(high - low) and high > low else []
-    )
+    """Where each finite reward lies between the lowest and the highest, in percent; nothing where all are one."""
+    known = [reward for reward in rewards if math.isfinite(reward)]
+    low, high = min(known, default=0.0), max(known, default=0.0)
+    return [100 * (reward - low) / (high - low) for reward in known] if math.isfinite(high - low) and high > low else []
 
 
 def _sample(record: RolloutRecord) -> dict[str, str]:
@@ -357,7 +383,7 @@ def _facts(run: RunDir, status: RunStatus) -> list[tuple[str, str]]:
 
 def _fact(key: str, value: object) -> str:
     if key.endswith("_at"):
-        return _clock(float(value)) if isinstance(value, int | float) else masked_line(str(value))
+        return _clock(real(value)) if isinstance(value, int | float) else masked_line(str(value))
     words = " ".join(map(str, value)) if isinstance(value, list) else value
     return masked_line(words if isinstance(words, str) else json.dumps(words, default=str))
 
@@ -401,13 +427,73 @@ def errors_of(run: RunDir) -> list[Errors]:
         reader.skip(count=LINES)
         kinds: dict[str, tuple[float, int, str]] = {}
         count = 0
-        for line in chain(reader.drain(), reader.rest()):
-            is_first = not line.text.startswith((" ", "\t"))  # what a traceback holds belongs to its error
-            if classifier.kind(line.text) == "error" and is_first and line.text.strip():
+        for at, _, _, text, *_ in chain(reader.drain(), reader.rest()):
+            is_first = not text.startswith((" ", "\t"))  # what a traceback holds belongs to its error
+            if classifier.kind(text) == "error" and is_first and text.strip():
                 count += 1
-                kind = _FIGURES.sub("#", line.text)
-                kinds[kind] = line.time, kinds.pop(kind, (0.0, 0, ""))[1] + 1, masked_line(line.text)
+                kind = _FIGURES.sub("#", text)
+                kinds[kind] = at, kinds.pop(kind, (0.0, 0, ""))[1] + 1, masked_line(text)
         reader.close()
         if count:
             found.append(Errors(masked_line(folder.name), count, list(kinds.values())[: -KINDS - 1 : -1]))
     return found
+
+
+# Several runs.
+
+DRAWN = ("reward", "useful", "entropy", "length", "kl", "loss", "grad", "diff", "lag", "time", "tokens")
+"""Charts of the catalogue, of each its first curve; held-out accuracy comes behind the reward."""
+SMOOTHING = 10
+
+
+def render_overlay(runs: Sequence[RunCurves], now: float) -> str:
+    """The page as text, fit for UTF-8; `now` in Unix seconds."""
+    settings = by_setting(runs)
+    reward, *others = DRAWN
+    names = (reward, *splits(runs), *others)
+    pictures = {}
+    for along in Along:
+        found = [chart for name in names if (chart := chart_over(name, settings, along))]
+        pictures[along] = [(chart, _picture(chart, f"{along}{at}")) for at, chart in enumerate(found)]
+    tables = [("Final values", final_table(runs))]
+    if spread := seeds_table(runs):
+        tables.append(("Seeds of one setting: mean, lowest to highest", spread))
+    if apart := settings_table(runs):
+        tables.append(("Settings that differ", apart))
+    return _page(
+        "overlay.html.j2",
+        now,
+        title=" · ".join(setting.label for setting in settings),
+        count=len(runs),
+        pictures=pictures,
+        tables=tables,
+        last=LAST,
+    )
+
+
+def chart_over(name: str, settings: Sequence[Setting], along: Along) -> PageChart | None:
+    """The first curve of a chart of the catalogue, or an accuracy by its environment and split, of every setting; None
+    where none has it."""
+    accuracy = ChartSpec(f"Accuracy, {name}", (CurveSpec("accuracy", name),), low=0.0, high=1.0)
+    spec = CHARTS.get(name, accuracy)
+    found = [line(setting, spec.curves[0].metric, along, SMOOTHING) for setting in settings]
+    lines = [_curve_of(one, at, spec) for at, one in enumerate(found, 1) if one is not None]
+    span = max((one.smoothing for one in found if one is not None), default=0)
+    note = f"Moving average over {span} points." if span else ""
+    return PageChart(spec, lines, [], note, over=along) if lines else None
+
+
+def _curve_of(found: MetricLine, colour: int, spec: ChartSpec) -> PageCurve:
+    write = WRITERS[spec.unit]
+    values = Series(range(len(found.values)), found.values, [0.0] * len(found.values))
+    low, high = (found.low, found.high) if found.low else (found.values, found.values)
+    return PageCurve(
+        label=found.label,
+        colour=colour,
+        points=values,
+        last=write(found.last),
+        span=f"{write(min(low))} to {write(max(high))}",
+        places=found.places,
+        band=(found.low, found.high) if found.low else None,
+        scatter=len(values) <= PLACES // 20,
+    )

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Literal
+from typing import Literal, get_args
 
 from atropos_common.records import RolloutRecord
 from atropos_tui.monitor.patterns import Pattern
@@ -84,9 +84,9 @@ def shared_beginning(questions: Iterable[str]) -> int:
 
 
 Only = Literal["all", "worse", "flat"]
-ONLY: tuple[Only, ...] = ("all", "worse", "flat")
+ONLY: tuple[Only, ...] = get_args(Only)
 Order = Literal["newest", "worst", "best"]
-ORDERS: tuple[Order, ...] = ("newest", "worst", "best")
+ORDERS: tuple[Order, ...] = get_args(Order)
 
 
 def chosen(found: Iterable[RolloutGroup], only: Only) -> list[RolloutGroup]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path, PurePath
@@ -79,7 +80,7 @@ class RunInfo:
 
 def read_info(run: RunDir) -> RunInfo:
     """Read run.json, plan.json and profile.toml of `run`."""
-    meta, plan, profile = read_json(run.run_json), read_json(run.plan_json), _read(run.profile_toml, tomllib.loads)
+    meta, plan, profile = read_json(run.run_json), read_json(run.plan_json), read_toml(run.profile_toml)
     trainer = next((c for c in _dicts(plan.get("components")) if c.get("role") == Role.TRAINER), {})
     words = trainer.get("command")
     command = words if isinstance(words, list) else []
@@ -111,7 +112,7 @@ def start_seconds(transitions: Iterable[StateRecord]) -> dict[str, float]:
 
 def last_starts(run: RunDir, name: str) -> dict[str, float]:
     """`start_seconds` of the newest run of this name beside `run`."""
-    for root in sorted(within(run.root.parent), key=_changed_at, reverse=True)[:LOOKED_AT]:
+    for root in sorted(within(run.root.parent), key=changed_at, reverse=True)[:LOOKED_AT]:
         other = RunDir(root)
         if root.name != run.root.name and read_json(other.plan_json).get("name") == name:
             records = RecordTail(other.supervisor_jsonl).read()
@@ -120,11 +121,12 @@ def last_starts(run: RunDir, name: str) -> dict[str, float]:
     return {}
 
 
-def _changed_at(path: Path) -> float:
+def changed_at(path: Path) -> int:
+    """When a file was written last, in nanoseconds; 0 where there is none."""
     try:
-        return path.stat().st_mtime
+        return path.stat().st_mtime_ns
     except OSError:
-        return 0.0
+        return 0
 
 
 def status_from_files(run: RunDir, info: RunInfo, state: RunState) -> RunStatus:
@@ -173,6 +175,11 @@ def component_rows(info: RunInfo, state: RunState) -> list[ComponentStatus]:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in `path`, empty when there is none."""
     return _read(path, json.loads)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The table in `path`, empty when there is none."""
+    return _read(path, tomllib.loads)
 
 
 def exit_code(run: RunDir) -> int | None:
@@ -407,6 +414,12 @@ class RunFeed:
         self._tails = {path: RecordTail(path) for path in self._tails}
         self._restarts = 0
         return RecordBatch([], True, True)
+
+
+def names_of(roots: Sequence[Path]) -> list[str]:
+    """What runs are called side by side: by their folders, those of one name by the folder above, too."""
+    count = Counter(root.name for root in roots)
+    return [f"{root.parent.name}/{root.name}" if count[root.name] > 1 else root.name for root in roots]
 
 
 def load_run(root: Path) -> tuple[RunInfo, RunState, RunFeed]:

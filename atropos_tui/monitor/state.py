@@ -211,7 +211,7 @@ class RunState:
         """Numbers in fields that this version has no name for, and what is made of them."""
         found = {name: value for name, value in more.items() if type(value) in (int, float)}
         if groups := found.get("groups"):
-            found[USEFUL_GROUPS] = 1 - found.get("flat_groups", 0) / groups
+            found[USEFUL_GROUPS] = 1 - real(found.get("flat_groups", 0)) / real(groups)
         for name, value in found.items():
             self._put(self.series, name, record.step, value, record.time)
 
@@ -233,11 +233,13 @@ class RunState:
             series.cut(first)
         self.step = min(self.step, first - 1)
         self.newest_steps.clear()
-        kept_rollouts = [old for old in self.rollouts if old.attempt >= record.attempt or old.step < first]
-        self.rollouts = deque(kept_rollouts, maxlen=ROLLOUTS_KEPT)
-        kept_checkpoints = [old for old in self.checkpoints if old.attempt >= record.attempt or old.step < first]
-        self.checkpoints = deque(kept_checkpoints, maxlen=CHECKPOINTS_KEPT)
-        if self.alignment and self.alignment.attempt < record.attempt and self.alignment.step >= first:
+
+        def stands(old: TrainerRecord) -> bool:
+            return old.attempt >= record.attempt or old.step < first
+
+        self.rollouts = deque(filter(stands, self.rollouts), ROLLOUTS_KEPT)
+        self.checkpoints = deque(filter(stands, self.checkpoints), CHECKPOINTS_KEPT)
+        if self.alignment and not stands(self.alignment):
             self.alignment = None
         if self.benchmark and self.benchmark.attempt < record.attempt:
             self.benchmark = None

@@ -8,14 +8,14 @@ what the diagnoses say. `Verdict.text` is the same in the screen, `ps`, `why`, `
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 from atropos_common.control import ComponentStatus, Phase, Role, RunStatus, State
 from atropos_common.records import DiagnosisRecord, EnvFlow
 from atropos_tui.diagnoses.flow_rules import BOTH_WAIT, MUCH_FLAT
-from atropos_tui.monitor.bench import Pace, pace
+from atropos_tui.monitor.bench import pace
 from atropos_tui.monitor.format import Tone, counted, duration, number, one_line
 from atropos_tui.monitor.run_files import RunInfo, flag, start_seconds
 from atropos_tui.monitor.series import mean
@@ -135,13 +135,14 @@ def _over(known: Known) -> Verdict | None:
         return Verdict("coming", f"stopping ({one_line(status.reason)}): {', '.join(left) or 'nothing'} still to end")
     if status.phase is not Phase.ENDED:
         return None
-    wrong = _gravest(known.standing)
     if status.exit_code == 0:
         return Verdict("over", f"done: {_achieved(known)}")
+    wrong = next(iter(known.standing), None)
+    also, do = (f"; {one_line(wrong.title)}", _first_words(wrong.fix)) if wrong else ("", "")
     if status.exit_code == 130:
-        return Verdict("over", f"stopped by hand: {_achieved(known)}{_also(wrong)}", *_fixed(wrong))
+        return Verdict("over", f"stopped by hand: {_achieved(known)}{also}", do)
     end = "crashed" if status.exit_code is None else f"failed with code {status.exit_code}"
-    return Verdict("alarm", f"{end}: {one_line(status.reason)}{_also(wrong)}", *_fixed(wrong), wrong)
+    return Verdict("alarm", f"{end}: {one_line(status.reason)}{also}", do, wrong)
 
 
 def _achieved(known: Known) -> str:
@@ -192,7 +193,7 @@ def _down(row: ComponentStatus, now: float) -> str:
 
 
 def _diagnosed(known: Known) -> Verdict | None:
-    found = _gravest(known.standing)
+    found = next(iter(known.standing), None)
     if found is None:
         return None
     severity: Severity = "alarm" if found.rule in FIRST else "warning"
@@ -203,18 +204,6 @@ def _diagnosed(known: Known) -> Verdict | None:
 
 _TELLING = ("disk_low", "rollouts_refused")
 """Rules of which the title alone does not tell enough."""
-
-
-def _gravest(standing: Iterable[DiagnosisRecord]) -> DiagnosisRecord | None:
-    return next(iter(standing), None)
-
-
-def _also(found: DiagnosisRecord | None) -> str:
-    return f"; {one_line(found.title)}" if found else ""
-
-
-def _fixed(found: DiagnosisRecord | None) -> tuple[str]:
-    return (_first_words(found.fix) if found else "",)
 
 
 def _first_words(fix: str) -> str:
@@ -382,7 +371,7 @@ def _by_engine(known: Known, found: Rates) -> Verdict:
 
 def _by_training(known: Known, found: Rates) -> Verdict:
     speed = pace(known.state, None, window=STEPS)
-    part = _largest(speed)
+    part = max(_SLOW, key=lambda name: speed.parts.get(name) or 0.0)
     what, do = _SLOW[part]
     do = _SLOW_IN.get((part, known.status.mode), do)
     share = (speed.parts.get(part) or 0.0) / speed.step_s if speed.step_s else 0.0
@@ -399,10 +388,6 @@ def _by_turns(known: Known, found: Rates) -> Verdict:
         f"trainer and engine take turns: the trainer waits {found.waiting:.0%}, the engine idles {found.idle:.0%}",
         f"they overlap with env.max_batches_offpolicy above {bound}, at a policy lag as much higher",
     )
-
-
-def _largest(speed: Pace) -> str:
-    return max(_SLOW, key=lambda name: speed.parts.get(name) or 0.0)
 
 
 _SLOW = {

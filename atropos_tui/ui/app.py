@@ -12,7 +12,9 @@ import asyncio
 import gc
 import os
 import time
-from collections.abc import Callable, Iterable
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -23,39 +25,35 @@ from textual.screen import Screen
 from textual.widget import Widget
 
 from atropos_common.control import Phase, RunStatus, State
-from atropos_common.records import CommandRecord, GaugesRecord, Record
+from atropos_common.records import CommandRecord, GaugesRecord
+from atropos_common.run_dir import RunDir
+from atropos_tui.monitor.bench import RunBenchmark, benchmark_state
 from atropos_tui.monitor.format import one_line
 from atropos_tui.monitor.log_buffer import LogFeed
-from atropos_tui.monitor.run_files import RunInfo, status_from_files
+from atropos_tui.monitor.overlay import RunCurves, read_runs, settings_of
+from atropos_tui.monitor.reading import Looking
+from atropos_tui.monitor.run_files import RunInfo, exit_code, status_from_files
+from atropos_tui.monitor.run_list import other_runs
 from atropos_tui.monitor.state import RunState
 from atropos_tui.monitor.timeline import clock
 from atropos_tui.supervisor.client import ControlClient
 from atropos_tui.ui import preferences
-from atropos_tui.ui.chart_commands import ChartApp
-from atropos_tui.ui.commands import Outcome, palette
-from atropos_tui.ui.dialogs import HelpDialog, TextDialog
-from atropos_tui.ui.feed import (
-    Control,
-    Feed,
-    LogArrived,
-    NewestArrived,
-    RecordsArrived,
-    StatusArrived,
-    SupervisorGone,
-)
+from atropos_tui.ui.commands import CommandApp, Outcome, explained, palette
+from atropos_tui.ui.dialogs import ChooseCurvesDialog, ChooseRunsDialog, HelpDialog, TextDialog
+from atropos_tui.ui.feed import Control, Feed, LogArrived, NewestArrived, RecordsArrived, StatusArrived, SupervisorGone
 from atropos_tui.ui.terminal import Bell, edit, ground, run_app, save_screenshot
 from atropos_tui.ui.theme import LIGHT, THEME, own_colours, own_theme
-from atropos_tui.ui.views import VIEWS, arrange, compose_screen, view_spec, visible
+from atropos_tui.ui.views import ENLARGED, VIEWS, arrange, compose_screen, view_spec, visible
 from atropos_tui.ui.widgets.bars import Apply, Keys, SearchBar, ViewsLine
 from atropos_tui.ui.widgets.components import Components
-from atropos_tui.ui.widgets.curves import Chart
+from atropos_tui.ui.widgets.curves import Chart, ChartGrid
+from atropos_tui.ui.widgets.details import StepPanel
 from atropos_tui.ui.widgets.events import Events
 from atropos_tui.ui.widgets.header import Notices
 from atropos_tui.ui.widgets.listing import Listing
 from atropos_tui.ui.widgets.log_view import LogView
 from atropos_tui.ui.widgets.panel import Panel, View
 from atropos_tui.ui.widgets.rollouts import RolloutDetail, Rollouts
-from atropos_tui.ui.widgets.step import StepPanel
 
 REFRESH_S = 0.25
 CURVES_S = 1.0
@@ -71,7 +69,7 @@ SEARCHED = (LogView, Rollouts, Events)
 """Panels that can be searched, and have keys of their own."""
 
 
-class CockpitApp(ChartApp):
+class CockpitApp(CommandApp):
     """The screen of one run."""
 
     CSS_PATH = "app.tcss"
@@ -140,6 +138,15 @@ class CockpitApp(ChartApp):
         self._view_name = "overview"
         self._way_back: list[str] = []
         """Views that led to the present one."""
+        self.chosen = preferences.charts()
+        self.looking = Looking(self.chosen.lens())
+        self.others: dict[Path, RunCurves] = {}
+        """Runs on the same axes as this one, by their directories, in the order they were chosen."""
+        self.other: RunBenchmark | None = None
+        """The first of them in figures."""
+        self._settings: dict[str, str] = {}
+        self._enlarged: Chart | None = None
+        """The chart that has the whole screen, where it stands among others."""
         for theme in (THEME, LIGHT):
             self.register_theme(theme)
         self.theme = THEME.name
@@ -159,12 +166,8 @@ class CockpitApp(ChartApp):
     def on_mount(self) -> None:
         self.query_one(Components).focus()
         self.query_one(Keys).idle = self.idle_actions
-        for follow in (
-            self.feed.follow_files,
-            self.feed.follow_status,
-            self.feed.follow_events,
-            self.feed.follow_log,
-        ):
+        feed = self.feed
+        for follow in (feed.follow_files, feed.follow_status, feed.follow_events, feed.follow_log):
             self.run_worker(follow(), group="feed")
         self.set_interval(REFRESH_S, self._refresh_panels)
         self.run_worker(self.draw_chosen(), group="curves")
@@ -205,7 +208,8 @@ class CockpitApp(ChartApp):
         if not self.loaded and not message.behind:
             self.loaded, self._newest = True, None
             self._settle()
-        news = message.anew or not message.records or not all(map(is_gauges, message.records))
+        only_clocks = bool(message.records) and all(isinstance(record, GaugesRecord) for record in message.records)
+        news = message.anew or not only_clocks
         self._dirty, self._fresh_records = self._dirty or news, self._fresh_records or news
         self._ask_the_files()
 
@@ -455,41 +459,112 @@ class CockpitApp(ChartApp):
             self.notify(f"saved {path.resolve()}", markup=False)
 
     def action_help(self) -> None:
-        """Keys by what they act on: the panel that has them, everywhere, then other panels on the screen."""
-        sections: dict[str, dict[str, str]] = {}
-        for active in self.screen.active_bindings.values():
-            self._explain(active.binding, sections)
-        for everywhere in ("Everywhere", "Views"):
-            sections[everywhere] = sections.pop(everywhere, {})
-        here = set(sections)
-        for widget in visible(self.screen):
-            for binding in Binding.make_bindings(type(widget).BINDINGS):
-                if binding.tooltip.partition(": ")[0] not in here:
-                    self._explain(binding, sections)
-        marked = {
-            name if name in here else f"{name} (tab or a click leads there)": keys for name, keys in sections.items()
-        }
-        self.push_screen(HelpDialog({name: keys for name, keys in marked.items() if keys}))
-
-    def _explain(self, binding: Binding, sections: dict[str, dict[str, str]]) -> None:
-        """Put a key where it belongs: a tooltip begins with the panel that it is of, unless it is of all."""
-        if binding.system or not binding.tooltip:
-            return
-        panel, colon, words = binding.tooltip.partition(": ")
-        if binding.action.startswith("view("):
-            panel, words = "Views", f"{binding.description}: {binding.tooltip}"
-        elif not colon or panel == "Refused":
-            panel, words = "Everywhere", binding.tooltip
-        sections.setdefault(panel, {}).setdefault(self.get_key_display(binding), words)
+        self.push_screen(HelpDialog(explained(self, visible(self.screen))))
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         panels_with_keys = [widget for kind in SEARCHED if (widget := self.find(kind))]
         return palette(self, panels_with_keys, self.status.components if self.status and self.can_act else (), self.act)
 
+    # Charts: another lens for all, one alone, other curves, the rollouts of a step.
 
-def is_gauges(record: Record) -> bool:
-    """Whether it changes only what is drawn with the clocks."""
-    return isinstance(record, GaugesRecord)
+    @property
+    def runs(self) -> Sequence[RunCurves]:
+        """This run and those on the same axes; empty where it is alone."""
+        if not self.others:
+            return ()
+        return [RunCurves("this run", self.info, self.state, self._settings), *self.others.values()]
+
+    def on_chart_turned(self) -> None:
+        kept = self.chosen.through(self.looking.lens)
+        if kept != self.chosen:
+            self.chosen = kept
+            preferences.keep(charts=kept)
+        self.draw_now(Chart)
+
+    def on_chart_asked(self, message: Chart.Asked) -> None:
+        if message.what == "rollouts":
+            self.action_view("rollouts")
+            if rollouts := self.find(Rollouts):
+                rollouts.go_to(message.step)
+        elif message.what in ("log", "events"):
+            self._go_to_step(message.what, message.step)
+        elif message.what == "enlarge" and self.main:
+            self._enlarge(message.chart)
+        elif message.what == "back":
+            self._shrink(message.chart)
+
+    def _go_to_step(self, what: str, step: int) -> None:
+        """What the trainer said, or what happened, when that step was done."""
+        ends = self.state.metric("step_s")
+        at = bisect_left(ends.steps, step)
+        if at == len(ends):
+            self.notify(f"no record tells when step {step} was", timeout=3)
+        elif what == "log":
+            trainer = next((part.name for part in self.info.components if part.role == "trainer"), "")
+            self.post_message(Events.Asked(trainer, ends.times[at]))
+        else:
+            self.action_view("events")
+            if events := self.find(Events):
+                events.go_to(ends.times[at])
+
+    def _enlarge(self, chart: Chart) -> None:
+        assert self.main
+        large = self.main.query_one(f"#view-{ENLARGED}").query_one(Chart)
+        if chart is large:
+            self._shrink(chart)
+            return
+        self._enlarged = chart
+        large.become(chart.spec)
+        self.action_view(ENLARGED)
+
+    def _shrink(self, chart: Chart) -> None:
+        """Back to where the chart was enlarged; from a view of its own, to the view before."""
+        self.action_view_before()
+        if self._enlarged is not None and any(node.id == f"view-{ENLARGED}" for node in chart.ancestors):
+            self._enlarged.focus()
+
+    async def draw_chosen(self) -> None:
+        """Charts of the chosen curves in their view."""
+        if self.main:
+            await self.main.query_one("#view-training").query_one(ChartGrid).also(self.chosen.metrics)
+            self.draw_now()
+
+    def action_choose_curves(self) -> None:
+        self.run_worker(self._choose_curves(), group="curves", exclusive=True)
+
+    async def _choose_curves(self) -> None:
+        names = list(dict.fromkeys([*self.chosen.metrics, *self.state.names()]))
+        wanted = await self.push_screen_wait(ChooseCurvesDialog(names, self.chosen.metrics))
+        if isinstance(wanted, list):
+            self.chosen = replace(self.chosen, metrics=tuple(wanted))
+            preferences.keep(charts=self.chosen)
+            self.action_view("training")
+            await self.draw_chosen()
+
+    # Other runs.
+
+    def action_compare(self) -> None:
+        self.run_worker(self._compare(), group="compare", exclusive=True)
+
+    async def _compare(self) -> None:
+        root = self.feed.run.root
+        found = await asyncio.to_thread(other_runs, root)
+        wanted = await self.push_screen_wait(ChooseRunsDialog(found, self.others, self.size.width))
+        if not isinstance(wanted, list):
+            return
+        new = [path for path in wanted if path not in self.others]
+        read = dict(zip(new, await asyncio.to_thread(read_runs, new), strict=True))
+        self.others = {path: self.others.get(path) or read[path] for path in wanted}
+        self._settings = await asyncio.to_thread(settings_of, self.feed.run)
+        first = next(iter(self.others), None)
+        self.other = self._figures(first) if first else None
+        self.looking.lens = self.chosen.lens()
+        self.draw_now()
+
+    def _figures(self, root: Path) -> RunBenchmark:
+        run = self.others[root]
+        figures = benchmark_state(run.state, run=run.name, mode=run.info.mode)
+        return replace(figures, exit_code=exit_code(RunDir(root)))
 
 
 def standing(status: RunStatus) -> object:

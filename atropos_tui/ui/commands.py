@@ -1,6 +1,7 @@
 """Commands from the screen: ask with the blast radius, send, say what became of it; and how the screen is left.
 
-`palette` is what Ctrl+P offers: every action, made from the bindings, and each component's actions by name.
+`palette` is what Ctrl+P offers: every action, made from the bindings, and each component's actions by name; `explained`
+is the help, made from them, too.
 """
 
 from __future__ import annotations
@@ -181,7 +182,9 @@ def palette(
             if binding.tooltip and not binding.system:
                 key = _NAMED.get(binding.key) or app.get_key_display(binding)
                 yield SystemCommand(
-                    binding.description, f"{binding.tooltip} · key {key}", partial(_run, app, binding, owner)
+                    binding.description,
+                    f"{binding.tooltip} · key {key}",
+                    partial(app.run_action, binding.action, owner),
                 )
     for row in rows:
         for action in _possible(row):
@@ -202,11 +205,39 @@ def _bindings(owner: DOMNode) -> list[Binding]:
     return list(by_action.values())
 
 
-async def _run(app: App[Any], binding: Binding, owner: DOMNode) -> None:
-    await app.run_action(binding.action, owner)
-
-
 def _possible(row: ComponentStatus) -> tuple[Action, ...]:
     if row.state.is_resting:
         return ("start",)
     return ("restart", "stop", "kill") if row.state.has_process else ("restart", "stop")
+
+
+def explained(app: App[Any], widgets: Iterable[Widget]) -> dict[str, dict[str, str]]:
+    """Keys by what they act on, each with what it does: of the panel that has them, everywhere, then of other panels.
+
+    Args:
+        widgets: those on the screen.
+    """
+    sections: dict[str, dict[str, str]] = {}
+
+    def explain(binding: Binding) -> None:
+        """Put a key where it belongs: a tooltip begins with the panel that it is of, unless it is of all."""
+        if binding.system or not binding.tooltip:
+            return
+        panel, colon, words = binding.tooltip.partition(": ")
+        if binding.action.startswith("view("):
+            panel, words = "Views", f"{binding.description}: {binding.tooltip}"
+        elif not colon or panel == "Refused":
+            panel, words = "Everywhere", binding.tooltip
+        sections.setdefault(panel, {}).setdefault(app.get_key_display(binding), words)
+
+    for active in app.screen.active_bindings.values():
+        explain(active.binding)
+    for everywhere in ("Everywhere", "Views"):
+        sections[everywhere] = sections.pop(everywhere, {})
+    here = set(sections)
+    for widget in widgets:
+        for binding in Binding.make_bindings(type(widget).BINDINGS):
+            if binding.tooltip.partition(": ")[0] not in here:
+                explain(binding)
+    away = " (tab or a click leads there)"
+    return {name if name in here else f"{name}{away}": keys for name, keys in sections.items() if keys}

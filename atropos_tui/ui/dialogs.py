@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from rich.text import Text
 from textual.app import ComposeResult
@@ -20,20 +20,15 @@ from atropos_common.control import Recipe
 from atropos_tui.monitor.format import one_line, plain_text
 from atropos_tui.monitor.run_list import RunRow, table
 
-Leave = Literal["detach", "stop"]
-
 
 class _Dialog(ModalScreen[object]):
     """Shared behaviour: arrows move between buttons, Esc closes."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "cancel", "Cancel"),
+        Binding("escape", "dismiss", "Cancel"),
         Binding("left,up", "app.focus_previous", "Previous", show=False),
         Binding("right,down", "app.focus_next", "Next", show=False),
     ]
-
-    def action_cancel(self) -> None:
-        self.dismiss(None)
 
 
 class ConfirmDialog(_Dialog):
@@ -42,7 +37,7 @@ class ConfirmDialog(_Dialog):
     Enter does a restart of one component; what ends more, or for longer, needs `y` or a step to its button.
     """
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("y", "confirm", "Yes", show=False)]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("y", "dismiss(True)", "Yes", show=False)]
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__()
@@ -63,9 +58,6 @@ class ConfirmDialog(_Dialog):
         is_mild = self.recipe.action == "restart" and self.recipe.component is not None
         self.query_one("#yes" if is_mild else "#no").focus()
 
-    def action_confirm(self) -> None:
-        self.dismiss(True)
-
     def on_button_pressed(self, event: Button.Pressed) -> None:
         event.stop()
         self.dismiss(True if event.button.id == "yes" else None)
@@ -75,8 +67,8 @@ class QuitDialog(_Dialog):
     """Detach or stop. Dismissed with the choice, or None to stay."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("d", "leave('detach')", "Detach"),
-        Binding("s", "leave('stop')", "Stop"),
+        Binding("d", "dismiss('detach')", "Detach"),
+        Binding("s", "dismiss('stop')", "Stop"),
     ]
 
     def compose(self) -> ComposeResult:
@@ -97,42 +89,16 @@ class QuitDialog(_Dialog):
     def on_mount(self) -> None:
         self.query_one("#detach").focus()
 
-    def action_leave(self, choice: str) -> None:
-        self.dismiss(choice)
-
     def on_button_pressed(self, event: Button.Pressed) -> None:
         event.stop()
         self.dismiss(event.button.id if event.button.id in ("detach", "stop") else None)
-
-
-class HelpDialog(_Dialog):
-    """Every key that works now, from the bindings themselves."""
-
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("question_mark,q,enter", "cancel", "Close", show=False)]
-
-    def __init__(self, sections: Mapping[str, Mapping[str, str]]) -> None:
-        """Args: `sections`: by heading, what each key does."""
-        super().__init__()
-        self.sections = sections
-
-    def compose(self) -> ComposeResult:
-        width = max((len(key) for keys in self.sections.values() for key in keys), default=0)
-        text = Text()
-        for heading, keys in self.sections.items():
-            text.append("\n\n" if text else "").append(heading, "bold underline")
-            for key, words in keys.items():
-                text.append(f"\n{key:>{width}}", "bold").append(f"   {words}")
-        with VerticalScroll(classes="dialog", id="help") as box:
-            box.border_title = "Keys"
-            box.border_subtitle = "esc closes"
-            yield Static(text, classes="dialog-text")
 
 
 class TextDialog(_Dialog):
     """Something to read, and to copy."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("enter,q", "cancel", "Close", show=False),
+        Binding("enter,q", "dismiss", "Close", show=False),
         Binding("y", "copy", "Copy", show=False),
     ]
 
@@ -152,6 +118,22 @@ class TextDialog(_Dialog):
         self.app.notify("copied", timeout=2)
 
 
+class HelpDialog(TextDialog):
+    """Every key that works now, from the bindings themselves."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("question_mark", "dismiss", "Close", show=False)]
+
+    def __init__(self, sections: Mapping[str, Mapping[str, str]]) -> None:
+        """Args: `sections`: by heading, what each key does."""
+        width = max((len(key) for keys in sections.values() for key in keys), default=0)
+        text = Text()
+        for heading, keys in sections.items():
+            text.append("\n\n" if text else "").append(heading, "bold underline")
+            for key, words in keys.items():
+                text.append(f"\n{key:>{width}}", "bold").append(f"   {words}")
+        super().__init__("Keys", text)
+
+
 BOX = 4
 """Columns of what says whether a line is marked."""
 AROUND = 10
@@ -166,10 +148,11 @@ class _ChooseDialog(_Dialog):
     NOTHING: ClassVar[str]
     """What stands there where there is nothing to choose from."""
 
-    def __init__(self, lines: Sequence[str], marked: Collection[int], heads: str = "") -> None:
-        """Args: `marked`: numbers of the lines that are chosen now; `heads`: stands above the lines' columns."""
+    def __init__(self, lines: Sequence[str], values: Sequence[object], chosen: Container[object], heads: str) -> None:
+        """Args: `values`: what each line stands for, to be dismissed with; `heads`: above the lines."""
         super().__init__()
-        self._lines, self._marked, self._heads = lines, marked, heads
+        self._lines, self._values, self._heads = lines, values, heads
+        self._marked = {at for at, value in enumerate(values) if value in chosen}
 
     def compose(self) -> ComposeResult:
         with Vertical(classes="dialog", id="choose") as box:
@@ -187,16 +170,13 @@ class _ChooseDialog(_Dialog):
     def on_mount(self) -> None:
         self.query_one(SelectionList).focus()
 
-    def chosen(self) -> list[int]:
-        """Numbers of the lines, in the order they were marked."""
-        options = self.query_one(SelectionList)
-        nothing_new = set(options.selected) == set(self._marked)
-        if nothing_new and not self._marked and options.highlighted is not None:
-            return [options.highlighted]
-        return list(options.selected)
-
     def action_take(self) -> None:
-        self.dismiss(self.chosen())
+        """In the order they were marked."""
+        options = self.query_one(SelectionList)
+        taken = options.selected
+        if not taken and not self._marked and options.highlighted is not None:
+            taken = [options.highlighted]
+        self.dismiss([self._values[at] for at in taken])
 
 
 class ChooseRunsDialog(_ChooseDialog):
@@ -205,14 +185,10 @@ class ChooseRunsDialog(_ChooseDialog):
     HEADING = "Compare with"
     NOTHING = "There is no other run."
 
-    def __init__(self, runs: Sequence[RunRow], chosen: Collection[Path], columns: int) -> None:
+    def __init__(self, runs: Sequence[RunRow], chosen: Container[Path], columns: int) -> None:
         """Args: `columns`: of the terminal."""
         heads, *lines = table(runs, time.time(), columns - AROUND - BOX)
-        super().__init__(lines, [at for at, run in enumerate(runs) if run.dir in chosen], heads)
-        self._runs = runs
-
-    def action_take(self) -> None:
-        self.dismiss([self._runs[at].dir for at in self.chosen()])
+        super().__init__(lines, [run.dir for run in runs], chosen, heads)
 
 
 class ChooseCurvesDialog(_ChooseDialog):
@@ -221,12 +197,8 @@ class ChooseCurvesDialog(_ChooseDialog):
     HEADING = "Draw in view 2"
     NOTHING = "The run has no numbers yet."
 
-    def __init__(self, names: Sequence[str], chosen: Collection[str]) -> None:
-        super().__init__([*map(one_line, names)], [at for at, name in enumerate(names) if name in chosen])
-        self._names = names
-
-    def action_take(self) -> None:
-        self.dismiss([self._names[at] for at in self.chosen()])
+    def __init__(self, names: Sequence[str], chosen: Container[str]) -> None:
+        super().__init__([*map(one_line, names)], names, chosen, "")
 
 
 def radius_text(recipe: Recipe) -> Text:

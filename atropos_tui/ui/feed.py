@@ -23,7 +23,7 @@ from atropos_common.control import Accepted, Action, CommandRequest, Recipe, Run
 from atropos_common.records import Record, RecordError
 from atropos_common.run_dir import RunDir
 from atropos_tui.monitor.log_buffer import LogEntry, LogFeed
-from atropos_tui.monitor.run_files import RecordBatch, RunFeed, RunInfo, last_starts, read_info
+from atropos_tui.monitor.run_files import RecordBatch, RunFeed, RunInfo, changed_at, last_starts, read_info
 from atropos_tui.supervisor.client import NoSupervisor, Refused, StreamLost
 from atropos_tui.supervisor.logs import latest_attempt
 
@@ -219,18 +219,11 @@ class _Info:
         if time.monotonic() - self._looked >= INFO_S:
             self._looked = time.monotonic()
             files = (self._run.plan_json, self._run.run_json, self._run.profile_toml)
-            if (written := tuple(map(_written_at, files))) != self._written:
+            if (written := tuple(map(changed_at, files))) != self._written:
                 info = read_info(self._run)
                 self._info = replace(info, last_start_s=last_starts(self._run, info.name))
                 self._written = written
         return self._info
-
-
-def _written_at(path: Path) -> int:
-    try:
-        return path.stat().st_mtime_ns
-    except OSError:
-        return 0
 
 
 @contextlib.asynccontextmanager

@@ -10,12 +10,12 @@ import contextlib
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import platformdirs
 
-from atropos_common.files import read_regular, write_private
+from atropos_common.files import write_private
 from atropos_tui.monitor.reading import Along, Lens
+from atropos_tui.monitor.run_files import read_json
 from atropos_tui.monitor.state import MOST_CURVES
 
 
@@ -44,12 +44,12 @@ def path() -> Path:
 
 def theme() -> str:
     """The theme that was chosen; empty where none was."""
-    return str(_read().get("theme") or "")
+    return str(read_json(path()).get("theme") or "")
 
 
 def charts() -> Charts:
     """What was chosen for the charts; the defaults for what is not told, or not understood."""
-    known = _read().get("charts")
+    known = read_json(path()).get("charts")
     data = known if isinstance(known, dict) else {}
     metrics, smoothing, along = data.get("metrics"), data.get("smoothing"), data.get("along")
     names = [name for name in metrics if isinstance(name, str)] if isinstance(metrics, list) else []
@@ -63,7 +63,7 @@ def charts() -> Charts:
 
 def keep(*, theme: str | None = None, charts: Charts | None = None) -> None:
     """Keep a choice for the screens to come."""
-    chosen = _read()
+    chosen = read_json(path())
     if theme is not None:
         chosen["theme"] = theme
     if charts is not None:
@@ -71,11 +71,3 @@ def keep(*, theme: str | None = None, charts: Charts | None = None) -> None:
     with contextlib.suppress(OSError):
         path().parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_private(path(), json.dumps(chosen, indent=2) + "\n")
-
-
-def _read() -> dict[str, Any]:
-    try:
-        found = json.loads(read_regular(path()))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}

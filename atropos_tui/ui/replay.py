@@ -5,7 +5,6 @@ atropos-tui replay RUN [--speed N]
 
 from __future__ import annotations
 
-import time
 from typing import ClassVar
 
 from rich.text import Text
@@ -16,6 +15,7 @@ from textual.widgets import Input
 
 from atropos_tui.monitor.format import duration
 from atropos_tui.monitor.replay import Replay, ReplayClock
+from atropos_tui.monitor.timeline import clock as time_of_day
 from atropos_tui.ui.app import CockpitApp, dressed
 from atropos_tui.ui.feed import Feed
 from atropos_tui.ui.plot import progress_bar
@@ -57,7 +57,7 @@ class ReplayBar(Widget):
         now, whole, quiet = clock.now(), clock.last - clock.first, ink(self.app, "dim")
         word = "▮▮ paused" if clock.paused else "■ at its end" if clock.at_end else f"▶ {clock.speed:g}×"
         left = Text.assemble((" REPLAY ", ink(self.app, "replay")), f" {word}  ", no_wrap=True)
-        left.append(time.strftime("%H:%M:%S", time.localtime(now)))
+        left.append(time_of_day(now))
         left.append(f"  {duration(now - clock.first)} of {duration(whole)} ", quiet)
         keys = Text(" space pause · + − speed · ← → seek, shift: events", quiet, no_wrap=True)
         room = width - left.cell_len - keys.cell_len

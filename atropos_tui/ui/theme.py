@@ -15,79 +15,56 @@ from textual.theme import Theme
 from atropos_common.control import State
 from atropos_tui.monitor.format import TONES, glyph_and_word
 
-THEME = Theme(
-    name="atropos",
-    dark=True,
-    primary="#7aa7d9",
-    secondary="#7f8b9b",
-    accent="#c9a3e0",
-    success="#84c9a0",
-    warning="#e3b96f",
-    error="#e98089",
-    foreground="#ccd4de",
-    background="#10141a",
-    surface="#141920",
-    panel="#1c232c",
-    variables={
-        "quiet": "#7f8b9b",
-        "track": "#2b3541",
-        "grid": "#2b3541",
-        "frame": "#2b3541",
-        "text-warning": "#e3b96f",
-        "border": "#2b3541",
-        "border-blurred": "#2b3541",
-        "block-cursor-background": "#26384c",
-        "block-cursor-foreground": "#eef3f8",
+
+def _named(
+    theme: Theme, *, quiet: str, line: str, cursor: str, on_cursor: str, cursor_away: str, footer: str, hover: str
+) -> Theme:
+    """`theme` with Textual's names for one and the same colour, and ours.
+
+    Args:
+        quiet: labels.
+        line: frames, grids, the rest of a bar.
+        cursor: behind the line that has it; `on_cursor`: its text; `cursor_away`: behind it without the focus.
+        footer: what a key does.
+        hover: a scrollbar under the mouse.
+    """
+    lines = ("track", "grid", "frame", "border", "border-blurred", "scrollbar")
+    theme.variables |= dict.fromkeys(lines, line) | {
+        "quiet": quiet,
+        "block-cursor-background": cursor,
+        "block-cursor-foreground": on_cursor,
         "block-cursor-text-style": "none",
-        "block-cursor-blurred-background": "#1e2935",
-        "block-cursor-blurred-foreground": "#ccd4de",
+        "block-cursor-blurred-background": cursor_away,
+        "block-cursor-blurred-foreground": str(theme.foreground),
         "block-cursor-blurred-text-style": "none",
-        "footer-background": "#141920",
-        "footer-key-foreground": "#7aa7d9",
-        "footer-description-foreground": "#8a96a5",
-        "scrollbar": "#2b3541",
-        "scrollbar-background": "#141920",
-        "scrollbar-hover": "#3b4857",
-        "scrollbar-active": "#7aa7d9",
-    },
-)
+        "footer-background": str(theme.surface),
+        "footer-key-foreground": theme.primary,
+        "footer-description-foreground": footer,
+        "scrollbar-background": str(theme.surface),
+        "scrollbar-hover": hover,
+        "scrollbar-active": theme.primary,
+    }
+    return theme
 
 
-LIGHT = Theme(
-    name="atropos-light",
-    dark=False,
-    primary="#1f66a8",
-    secondary="#5b6775",
-    accent="#7d4fa3",
-    success="#1d7443",
-    warning="#855500",
-    error="#b3261e",
-    foreground="#1f2933",
-    background="#f8f9fb",
-    surface="#eef1f5",
-    panel="#e2e7ee",
-    variables={
-        "quiet": "#56616e",
-        "track": "#c3ccd6",
-        "grid": "#c3ccd6",
-        "frame": "#c3ccd6",
-        "border": "#c3ccd6",
-        "border-blurred": "#c3ccd6",
-        "block-cursor-background": "#cfe0f2",
-        "block-cursor-foreground": "#10202f",
-        "block-cursor-text-style": "none",
-        "block-cursor-blurred-background": "#e2e9f1",
-        "block-cursor-blurred-foreground": "#1f2933",
-        "block-cursor-blurred-text-style": "none",
-        "footer-background": "#eef1f5",
-        "footer-key-foreground": "#1f66a8",
-        "footer-description-foreground": "#56616e",
-        "scrollbar": "#c3ccd6",
-        "scrollbar-background": "#eef1f5",
-        "scrollbar-hover": "#a5b2c0",
-        "scrollbar-active": "#1f66a8",
-    },
-)
+THEME = _named(
+    Theme(
+        name="atropos", dark=True, primary="#7aa7d9", secondary="#7f8b9b", accent="#c9a3e0", success="#84c9a0",
+        warning="#e3b96f", error="#e98089", foreground="#ccd4de", background="#10141a", surface="#141920",
+        panel="#1c232c", variables={"text-warning": "#e3b96f"},
+    ),
+    quiet="#7f8b9b", line="#2b3541", cursor="#26384c", on_cursor="#eef3f8", cursor_away="#1e2935", footer="#8a96a5",
+    hover="#3b4857",
+)  # fmt: skip
+LIGHT = _named(
+    Theme(
+        name="atropos-light", dark=False, primary="#1f66a8", secondary="#5b6775", accent="#7d4fa3", success="#1d7443",
+        warning="#855500", error="#b3261e", foreground="#1f2933", background="#f8f9fb", surface="#eef1f5",
+        panel="#e2e7ee",
+    ),
+    quiet="#56616e", line="#c3ccd6", cursor="#cfe0f2", on_cursor="#10202f", cursor_away="#e2e9f1", footer="#56616e",
+    hover="#a5b2c0",
+)  # fmt: skip
 
 
 def own_colours(theme: Theme) -> dict[str, str]:

@@ -15,15 +15,13 @@ from atropos_tui.ui.widgets.bars import CommandBar, Keys, SearchBar, ViewsLine
 from atropos_tui.ui.widgets.benchmark import Benchmark, Summary
 from atropos_tui.ui.widgets.components import Components
 from atropos_tui.ui.widgets.curves import Chart, ChartGrid
-from atropos_tui.ui.widgets.details import Details
+from atropos_tui.ui.widgets.details import Details, StepPanel
 from atropos_tui.ui.widgets.events import Events
 from atropos_tui.ui.widgets.header import Header, Notices
 from atropos_tui.ui.widgets.log_view import LogView
-from atropos_tui.ui.widgets.machine import MachinePanel
-from atropos_tui.ui.widgets.nodes import Nodes
+from atropos_tui.ui.widgets.machine import MachinePanel, Nodes
 from atropos_tui.ui.widgets.panel import Panel
 from atropos_tui.ui.widgets.rollouts import RolloutDetail, Rollouts
-from atropos_tui.ui.widgets.step import StepPanel
 
 
 class ViewSpec(NamedTuple):

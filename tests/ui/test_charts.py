@@ -58,6 +58,17 @@ async def test_a_cursor_reads_all_charts_at_one_step_and_leads_to_its_rollouts(r
         assert screen.app.looking.lens.cursor is None
 
 
+async def test_from_between_two_points_the_cursor_goes_to_the_nearest_on_either_side(run: RunDir) -> None:
+    """Where the mouse put it: the next point was passed over."""
+    async with cockpit(run, (160, 50), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
+        await screen.shows("step 120/120")
+        await screen.press("2", "home")
+        for key, step in (("right", 61.0), ("left", 60.0)):
+            chart(screen)._turn(cursor=60.4)
+            await screen.press(key)
+            assert screen.app.looking.lens.cursor == step
+
+
 async def test_of_a_long_run_the_cursor_says_how_many_steps_its_values_are_the_means_of(run: RunDir) -> None:
     async with cockpit(run, (160, 50), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
         await screen.shows("step 120/120")

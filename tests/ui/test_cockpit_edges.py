@@ -14,6 +14,7 @@ from atropos_common.records import CommandRecord
 from atropos_common.run_dir import RunDir
 from atropos_tui.monitor.run_files import LONG_BYTES, RecordBatch, RunFeed
 from atropos_tui.ui.app import CockpitApp
+from atropos_tui.ui.widgets.bars import CommandBar
 from tests.ui.conftest import Screen, cockpit
 from tests.ui.fakes import FakeControl
 from tests.ui.run_maker import T0, gauges, live_status, make_run, write_records
@@ -77,6 +78,16 @@ async def test_what_another_supervisor_left_undone_is_not_under_way(run: RunDir)
     async with cockpit(run, (160, 45), FakeControl(live_status(run, T0 + 40)), lambda: T0 + 40) as screen:
         await screen.shows("◔ restart vllm  35 s")
         assert screen.text().count("◔ restart vllm") == 1
+
+
+async def test_a_repaint_that_is_the_first_to_see_a_command_draws_it(run: RunDir) -> None:
+    """Between two draws the state grows on, and a dialog that closes paints what is beneath it."""
+    write_records(run.supervisor_jsonl, [_command(100, T0 + 5, "running")], 100)
+    async with cockpit(run, (160, 45), FakeControl(live_status(run, T0 + 40)), lambda: T0 + 40) as screen:
+        await screen.shows("◔ restart vllm  35 s")
+        bar = screen.app.query_one(CommandBar)
+        screen.app.state.apply(_command(101, T0 + 10, "running"))
+        assert "◔ restart vllm  30 s" in str(bar.render())
 
 
 async def test_a_replaced_file_tells_no_old_news(run: RunDir) -> None:

@@ -163,6 +163,22 @@ def test_rollouts_stand_in_whole_groups_best_first_with_the_spread_of_their_rewa
     assert places.count("left: 0.0%") == 30 and places.count("left: 100.0%") == 2
 
 
+@pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf])
+def test_a_reward_that_is_not_finite_leaves_the_spread_to_the_others(tmp_path: Path, reward: float) -> None:
+    run = make_run(tmp_path / "run", steps=0)
+    rollouts = [
+        RolloutRecord(step=step, env="sums", prompt="1 + 1?", completion=f"{one}", reward=one, advantage=0.0)
+        for step, rewards in ((1, [reward]), (2, [0.0, reward, 1.0])) for one in rewards
+    ]  # fmt: skip
+    write_records(run.telemetry_jsonl, rollouts)
+    tree = parsed(page_of(run))
+    words = [text_of(each) for each in tree.iter(f"{XHTML}p")]
+    whole = "3 completions, 1 without a finite reward, rewards from 0.000 to 1.000, mean 0.500 ± 0.500"
+    assert any(whole in each for each in words), words
+    assert any(each.startswith("1 completion, 1 without a finite reward") for each in words), words
+    assert [each.get("style") for each in tree.iter(f"{XHTML}i") if each.get("style")] == ["left: 0.0%", "left: 100.0%"]
+
+
 def test_every_chart_is_an_accessible_picture_with_the_last_value_beside_it(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=20)
     _, state, _ = load_run(run.root)
@@ -331,6 +347,7 @@ def test_steps_and_times_beyond_any_clock_do_not_stop_it(tmp_path: Path) -> None
             {"step": 10**400},
             {"step": 10**30},
             {"tokens": 10**400, "v": 10**400},
+            {"groups": 1, "flat_groups": 10**400},
             {"step": -7},
             {"time": 1e300},
             {"time": "NaN"},
@@ -340,6 +357,7 @@ def test_steps_and_times_beyond_any_clock_do_not_stop_it(tmp_path: Path) -> None
         file.write(json.dumps({"kind": "memory", "step": 5, "rss_bytes": 10**400, "allocated_bytes": 10**400}) + "\n")
     far = StateRecord(time=LATEST_TIME, component="vllm", old="healthy", new="failed", reason="far away")
     write_records(run.supervisor_jsonl, [far], start=50)
+    run.run_json.write_text(json.dumps(json.loads(run.run_json.read_text()) | {"started_at": 10**400}))
     assert "far away" in text_of(parsed(page_of(run)))
 
 

@@ -39,9 +39,8 @@ class AlignmentPanel(TextPanel):
         self.border_title = title("Alignment", (f"step {found.step}" if found else "no data", "quiet"))
 
     def lines(self, view: View, width: int, height: int) -> list[Text]:
-        return self._lines(view, view.state.alignment, width) if view.state.alignment else []
-
-    def _lines(self, view: View, found: AlignmentRecord, width: int) -> list[Text]:
+        if (found := view.state.alignment) is None:
+            return []
         words, tone = verdict_text(found)
         head = Text(words, self.ink(tone), no_wrap=True, end="")
         head.append_text(self._age(view, found))

@@ -123,10 +123,7 @@ class CommandBar(TextPanel):
         self._recipes[command_id] = recipe
 
     def show(self, view: View) -> None:
-        commands = self._open(view)
-        for command in commands:
-            self._since.setdefault(command.command_id, command.time)
-        count = len(commands)
+        count = len(self._open(view))
         if count != self._count:
             self._count, self.display = count, count > 0
             self.refresh(layout=True)
@@ -140,7 +137,10 @@ class CommandBar(TextPanel):
     def _open(self, view: View) -> list[CommandRecord]:
         """What the present supervisor was told; one that is dead left its own open for ever."""
         since = view.status.started_at or 0.0 if view.status else 0.0
-        return [] if view.gone else [command for command in view.state.open_commands() if command.time >= since]
+        commands = [] if view.gone else [command for command in view.state.open_commands() if command.time >= since]
+        for command in commands:  # here, for the state of a view that was drawn grows on: a repaint may be the first
+            self._since.setdefault(command.command_id, command.time)
+        return commands
 
     def _line(self, view: View, command: CommandRecord) -> Text:
         by = "" if command.initiator == "user" else f" (asked by the {command.initiator})"

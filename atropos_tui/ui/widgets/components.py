@@ -16,7 +16,7 @@ from textual.message import Message
 from textual.widgets import DataTable
 
 from atropos_common.control import ComponentStatus, Phase, State
-from atropos_tui.monitor.format import bytes_text, duration, one_line, seconds_text
+from atropos_tui.monitor.format import bytes_text, duration, one_line, percent, seconds_text
 from atropos_tui.monitor.why import doing, open_diagnoses
 from atropos_tui.ui.theme import ink, state_text, title
 from atropos_tui.ui.widgets.panel import Panel, View
@@ -245,7 +245,7 @@ class Components(DataTable[Text], Panel):
             "up": (duration(self._now - row.started_at) if row.pid and row.started_at else "–", ""),
             "rst": (str(row.restarts), ink(self.app, "warn") if row.restarts else "dim"),
             "err": (str(min(row.errors, 9999)) if row.errors else "", ink(self.app, "error")),
-            "cpu": ("–" if row.cpu_percent is None else f"{row.cpu_percent:.0f}%", ""),
+            "cpu": (percent(row.cpu_percent), ""),
             "memory": (bytes_text(row.memory_bytes), ""),
             "gpu": (bytes_text(row.gpu_bytes), ""),
             "port": (str(row.port) if row.port else "–", "dim"),

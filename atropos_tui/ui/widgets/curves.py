@@ -6,7 +6,7 @@ All charts share one `Lens`: a key pressed in one of them moves the cursor, or t
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
@@ -34,7 +34,7 @@ from atropos_tui.monitor.reading import MARKS, Along, Lens, Ruler, is_smoothed, 
 from atropos_tui.monitor.series import LARGEST, MOST_STEPS, Series, thin
 from atropos_tui.ui.plot import Axes, Band, Curve, Ink, plot
 from atropos_tui.ui.theme import title
-from atropos_tui.ui.widgets.panel import Panel, View
+from atropos_tui.ui.widgets.panel import Panel, View, after
 
 RUN_COLOURS = ("primary", "accent", "warning", "success", "secondary")
 """Of runs on the same axes, this one first."""
@@ -152,9 +152,8 @@ class Chart(Panel, can_focus=True):
 
     def on_resize(self) -> None:
         """Another title may fit now; a chart that was hidden had no width at all. What is drawn, its size decides."""
-        if self.view is not None and self.size:
-            self._prepare(self.view)
-            self.entitle(self._title(self.view))
+        if self.view is not None:
+            self.show(self.view)
 
     # What is drawn.
 
@@ -318,6 +317,11 @@ class Chart(Panel, can_focus=True):
 
     # Keys and the mouse.
 
+    @property
+    def _shared(self) -> Lens:
+        """The lens of all charts as it is now; before anything was told, one that nothing is seen through."""
+        return self.view.lens if self.view else Lens()
+
     def _turn(self, **changes: object) -> None:
         if self.view is not None and not self.spec.over_seconds:
             self.view.looking.lens = replace(self.view.lens, **changes)  # type: ignore[arg-type]
@@ -329,8 +333,9 @@ class Chart(Panel, can_focus=True):
         if self.view is None or not places:
             return
         places = sorted(set(places))  # a point that stands for several steps is drawn as two
-        cursor = self.view.lens.cursor
-        at = bisect_left(places, cursor) + by if cursor is not None else len(places) - 1
+        cursor, at = self.view.lens.cursor, len(places) - 1
+        if cursor is not None:  # perhaps between two of them, where the mouse put it
+            at = by + (bisect_right(places, cursor) - 1 if by > 0 else bisect_left(places, cursor))
         self._turn(cursor=float(places[min(max(at, 0), len(places) - 1)]))
 
     def action_zoom(self, direction: int, around: float | None = None) -> None:
@@ -363,35 +368,29 @@ class Chart(Panel, can_focus=True):
         lens, steps = self.view.lens, max(self.view.state.step, 1)
         scale = 1.0 if lens.along is Along.STEPS else self._whole(self.view, lens)[1] / steps
         now = None if lens.newest is None else round(lens.newest / scale)
-        wanted = WINDOWS[(WINDOWS.index(now) + 1) % len(WINDOWS)] if now in WINDOWS else WINDOWS[0]
+        wanted = after(now, WINDOWS) if now in WINDOWS else WINDOWS[0]
         self._turn(first=None, last=None, newest=None if wanted is None else wanted * scale)
 
     def action_smooth(self) -> None:
-        if self.view is not None:
-            now = self.view.lens.smoothing
-            self._turn(smoothing=SMOOTHINGS[(SMOOTHINGS.index(now) + 1) % len(SMOOTHINGS)] if now in SMOOTHINGS else 0)
+        now = self._shared.smoothing
+        self._turn(smoothing=after(now, SMOOTHINGS) if now in SMOOTHINGS else 0)
 
     def action_log(self) -> None:
-        if self.view is not None:
-            self._turn(other_axis=self.view.lens.other_axis ^ {self.spec.name})
+        self._turn(other_axis=self._shared.other_axis ^ {self.spec.name})
 
     def action_outliers(self) -> None:
-        if self.view is not None:
-            self._turn(cuts_outliers=not self.view.lens.cuts_outliers)
+        self._turn(cuts_outliers=not self._shared.cuts_outliers)
 
     def action_along(self) -> None:
         """Another axis; a window and a cursor on the old one mean nothing there."""
-        if self.view is not None:
-            order = list(Along)
-            wanted = order[(order.index(self.view.lens.along) + 1) % len(order)]
-            self._turn(along=wanted, first=None, last=None, newest=None, cursor=None)
+        self._turn(along=after(self._shared.along, list(Along)), first=None, last=None, newest=None, cursor=None)
 
     def action_enlarge(self) -> None:
         self.post_message(self.Asked(self, "enlarge"))
 
     def action_back(self) -> None:
         """One thing after the other: the cursor, the window, the full screen."""
-        lens = self.view.lens if self.view else Lens()
+        lens = self._shared
         if lens.cursor is not None:
             self._turn(cursor=None)
         elif (lens.first, lens.last, lens.newest) != (None, None, None):

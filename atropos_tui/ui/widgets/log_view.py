@@ -21,6 +21,7 @@ from atropos_tui.monitor.log_buffer import LEVELS, Kind, Level, LogBuffer, LogEn
 from atropos_tui.monitor.patterns import Pattern
 from atropos_tui.monitor.timeline import clock
 from atropos_tui.ui.theme import ink, title
+from atropos_tui.ui.widgets.panel import after
 
 LINES_KEPT = 20_000
 REPAINT_S = 0.1
@@ -302,7 +303,7 @@ class LogView(ScrollView, can_focus=True):
         return True
 
     def action_level(self) -> None:
-        self._level = LEVELS[(LEVELS.index(self._level) + 1) % len(LEVELS)]
+        self._level = after(self._level, LEVELS)
         self._marked, self._stale = None, True
         self._arrange()
         self._retitle()

@@ -1,6 +1,7 @@
 """The machine panel: a bar per GPU split by component, utilisation, power, temperature, history.
 
-Without a GPU the same panel shows the host's memory and CPU by component, and says so.
+Without a GPU the same panel shows the host's memory and CPU by component, and says so. Beside it stand the nodes of a
+stack that runs on several: what each is used for and how much, and when it was last heard.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from collections.abc import Callable, Iterable
 from rich.style import Style
 from rich.text import Text
 
-from atropos_common.control import GpuStatus, Phase, Role
-from atropos_tui.monitor.format import bytes_text, one_line
+from atropos_common.control import SILENT_S, GpuStatus, NodeStatus, Phase, Role
+from atropos_tui.monitor.format import bytes_text, duration, one_line, percent
 from atropos_tui.monitor.gauges import Split, split_cpu, split_gpu, split_memory
 from atropos_tui.monitor.timeline import clock
 from atropos_tui.ui.plot import legend, sparkline, split_bar, textures
@@ -32,6 +33,16 @@ def _note(view: View, gpus: list[GpuStatus]) -> str:
     if view.status is None or view.gone:
         return "no figures of GPUs" if any(part.gpus for part in view.info.components) else ""
     return "no GPU"
+
+
+def _node_of(view: View, gpu: GpuStatus) -> str:
+    """Where a card is: those of the supervisor's own node bear no name."""
+    return gpu.node or (view.status.nodes[0].name if view.status and view.status.nodes else "")
+
+
+def _of(used: float, total: float) -> str:
+    """`1.5/16.0 GB`."""
+    return f"{used / 1e9:.1f}/{bytes_text(total)}"
 
 
 class MachinePanel(TextPanel):
@@ -81,14 +92,12 @@ class MachinePanel(TextPanel):
     def _gpu(self, view: View, gpu: GpuStatus, width: int) -> list[Text]:
         """The most important line first: memory; then load and history; then who holds what."""
         planned = {item.name: item.gpus for item in view.info.components}
-        own = view.status.nodes[0].name if view.status and view.status.nodes else ""  # its cards bear no name
-        there = [row for row in view.gauges.used(view.rows) if row.node == (gpu.node or own)]
+        there = [row for row in view.gauges.used(view.rows) if row.node == _node_of(view, gpu)]
         split = split_gpu(gpu, there, planned, view.state.metric("reserved_bytes").last)
-        busy = "–" if gpu.utilization_percent is None else f"{gpu.utilization_percent}%"
+        busy = percent(gpu.utilization_percent)
         power = "–" if gpu.power_w is None else f"{gpu.power_w:.0f} W"
         heat = "–" if gpu.temperature_c is None else f"{gpu.temperature_c} °C"
-        memory = f"{gpu.used_bytes / 1e9:.1f}/{bytes_text(gpu.total_bytes)}"
-        words = f"{memory}  {busy:>4}  {power:>5}  {heat}"
+        words = f"{_of(gpu.used_bytes, gpu.total_bytes)}  {busy:>4}  {power:>5}  {heat}"
         history = view.gauges.card(gpu.index, gpu.node)
         label = f"{gpu.node[: _LABEL - 3]} {gpu.index}" if gpu.node else f"GPU {gpu.index}"
         lines = self._use(view, label, split, words, bytes_text, width)
@@ -108,13 +117,65 @@ class MachinePanel(TextPanel):
             return [self.labelled(words, _LABEL)]
         rows, lines = view.gauges.used(view.rows), list[Text]()
         if memory := split_memory(rows, host):
-            words = f"{memory.used / 1e9:.1f}/{bytes_text(memory.total)}"
-            lines += self._use(view, "memory", memory, words, bytes_text, width)
+            lines += self._use(view, "memory", memory, _of(memory.used, memory.total), bytes_text, width)
         if cpu := split_cpu(rows, host):
             words = f"{cpu.used / 100:.1f}/{cpu.total / 100:.0f} cores"
-            lines += self._use(view, "CPU", cpu, words, lambda value: f"{value:.0f}%", width)
+            lines += self._use(view, "CPU", cpu, words, percent, width)
         samples = list(view.gauges.samples)
         load = [None if s.host.cpu_percent is None else s.host.cpu_percent / 100 for s in samples]
         held = [s.host.memory_used / s.host.memory_total if s.host.memory_used and s.host.memory_total else None
                 for s in samples]  # fmt: skip
         return [*lines, self._history("CPU", load, width), self._history("memory", held, width)]
+
+
+class Nodes(TextPanel):
+    """Two lines a node: its figures, and what runs there. Where there is one machine the panel is not shown."""
+
+    hides_itself = True
+    SCOPED_CSS = False
+    DEFAULT_CSS = """
+    Nodes {
+        display: none;
+        width: 1fr;
+        height: 1fr;
+    }
+    """
+
+    def show(self, view: View) -> None:
+        nodes = view.status.nodes if view.status else []
+        self.display = len(nodes) > 1
+        self.entitle(title("Nodes", (str(len(nodes)), "quiet")))
+        super().show(view)
+
+    def lines(self, view: View, width: int, height: int) -> list[Text]:
+        if view.status is None:
+            return []
+        longest = max((len(node.name) for node in view.status.nodes), default=0)
+        return [line for node in view.status.nodes for line in self._node(view, node, longest)]
+
+    def _node(self, view: View, node: NodeStatus, width: int) -> list[Text]:
+        assert view.status is not None
+        rows = [row for row in view.rows if row.node == node.name]
+        total = node.memory_total
+        memory = _of(node.memory_used, total) if total and node.memory_used is not None else "–"
+        cards = [gpu for gpu in view.status.gpus if _node_of(view, gpu) == node.name]
+        busy = [gpu.utilization_percent for gpu in cards if gpu.utilization_percent is not None]
+        load = f" {sum(busy) / len(busy):.0f}%" if busy else ""
+        line = Text(f"{node.name:<{width}}  ", "bold", no_wrap=True, end="")
+        line.append(f"CPU {percent(node.cpu_percent):>4}  memory {memory}  {node.gpus} GPUs{load}")
+        words, ink = self._heard(node, view.now)
+        if view.status.phase is not Phase.ENDED:
+            line.append(f"  {words}", self.ink(ink))
+        lost = next((row.diagnosis for row in rows if row.diagnosis and not row.state.is_resting), "")
+        below = Text(f"{'':<{width}}  ", no_wrap=True, end="")
+        below.append(", ".join(row.name for row in rows) or "nothing runs there", self.ink("dim"))
+        if lost:
+            below.append(f"  {one_line(lost)}", self.ink("error"))
+        return [line, below]
+
+    def _heard(self, node: NodeStatus, now: float) -> tuple[str, str]:
+        """When it last spoke, and the ink for that."""
+        if node.heard_at is None:
+            return "not heard yet", "dim"
+        quiet_s = max(0.0, now - node.heard_at)
+        return f"heard {duration(quiet_s)} ago", "dim" if quiet_s < SILENT_S else "error"

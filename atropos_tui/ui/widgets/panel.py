@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from rich.style import Style
 from rich.text import Text
@@ -27,6 +27,13 @@ from atropos_tui.monitor.series import Series
 from atropos_tui.monitor.state import RunState
 from atropos_tui.monitor.verdict import Verdict, verdict
 from atropos_tui.ui.theme import ink
+
+Choice = TypeVar("Choice")
+
+
+def after(now: Choice, choices: Sequence[Choice]) -> Choice:
+    """What a key that goes round `choices` leads to."""
+    return choices[(choices.index(now) + 1) % len(choices)]
 
 
 @dataclass(frozen=True, eq=False)

@@ -35,7 +35,7 @@ from atropos_tui.monitor.rollout_groups import (
 from atropos_tui.ui.plot import sparkline
 from atropos_tui.ui.theme import ink, title
 from atropos_tui.ui.widgets.listing import Listing
-from atropos_tui.ui.widgets.panel import View
+from atropos_tui.ui.widgets.panel import View, after
 
 MOST_SPREAD = 16
 """Rewards of a group that are shown."""
@@ -141,11 +141,11 @@ class Rollouts(Listing[RolloutRow]):
         self.entitle(title("Rollouts", *parts))
 
     def action_only(self) -> None:
-        self._only = ONLY[(ONLY.index(self._only) + 1) % len(ONLY)]
+        self._only = after(self._only, ONLY)
         self._fill()
 
     def action_order(self) -> None:
-        self._order = ORDERS[(ORDERS.index(self._order) + 1) % len(ORDERS)]
+        self._order = after(self._order, ORDERS)
         self._fill()
 
     def action_copy(self) -> None:
