@@ -91,10 +91,9 @@ def _pass_on(stream: IO[bytes], last: deque[str]) -> None:
 
 
 def _why(host: str, lines: Sequence[str]) -> Problem:
-    from atropos_tui.diagnoses.node_rules import LAUNCHER_RULES
+    from atropos_tui.cli.doctor.node_line import launcher_said
 
-    for rule in LAUNCHER_RULES:
-        for line in reversed(lines):
-            if any(pattern.match(line) for pattern in rule.patterns):
-                return Problem(rule.title, str(rule.fix).replace("HOST", host))
+    if known := launcher_said(lines, host):
+        title, fix, _ = known
+        return Problem(title, fix)
     return Problem(lines[-1] if lines else "ssh said nothing", f"ssh -v {host} true shows where it stops")
