@@ -159,7 +159,7 @@ def _attempt(text: str | None) -> int | Literal["all"] | None:
 def _count(options: argparse.Namespace) -> float:
     if options.lines is None:
         return LINES if options.since is None else math.inf
-    return float(max(options.lines, 0))
+    return float(options.lines)
 
 
 def compiled(pattern: str | None) -> Pattern | None:
