@@ -38,6 +38,7 @@ from atropos_tui.monitor.state import RunState
 from atropos_tui.monitor.verdict import Verdict, verdict
 from atropos_tui.profile.spec import LogCheck, Probe, Probes, RestartPolicy
 from atropos_tui.supervisor.client import ControlClient
+from benchmarks.children import up
 from benchmarks.supervisor import child, supervised
 
 PATIENCE_S = 60.0
@@ -122,17 +123,15 @@ class Stack:
     def __init__(self, folder: Path, sets: dict[str, Any]) -> None:
         self.folder, self.root = folder, folder / "run"
         self._switch = folder / "plant"
-        every = {
+        sets = {
             "env.module": "benchmarks.planted_env", "env.cwd": Path(__file__).parents[1],
             "env.env.PLANT": self._switch, "trainer.training_steps": 100_000,
             "trainer.checkpoint_interval": 100_000, "trainer.lr": 1e-6, "vllm.sampling": "refuse",
             "api.port": 28_110, "vllm.port": 28_111,
         } | sets  # fmt: skip
-        flags = [word for key, value in every.items() for word in ("--set", f"{key}={value}")]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "atropos_tui", "up", "demo", "--headless", "--run-dir", str(self.root), *flags],
-            stdin=subprocess.DEVNULL, stdout=(folder / "up.txt").open("w"), stderr=subprocess.STDOUT,
-            start_new_session=True,
+            up("demo", self.root, sets), stdin=subprocess.DEVNULL, stdout=(folder / "up.txt").open("w"),
+            stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         self.watch = Watch(self.root)
 
@@ -170,9 +169,7 @@ class Stack:
 
     @contextmanager
     def full(self) -> Iterator[None]:
-        filler, free = self.folder / "filler", os.statvfs(self.folder)
-        with filler.open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, free.f_bavail * free.f_frsize - 4_000_000)
+        filler = fill(self.folder)
         try:
             yield
         finally:
@@ -181,6 +178,15 @@ class Stack:
     def close(self) -> None:
         self.process.send_signal(signal.SIGTERM)
         self.process.wait(90)
+
+
+def fill(folder: Path) -> Path:
+    """Leave 4 MB of a disk of `folder`'s own; the file that takes the rest, which is empty on a disk of others."""
+    filler, free = folder / "filler", os.statvfs(folder)
+    with filler.open("wb") as file:
+        if folder.is_mount():
+            os.posix_fallocate(file.fileno(), 0, free.f_bavail * free.f_frsize - 4_000_000)
+    return filler
 
 
 BEFORE_HEALTHY = "environment slow"

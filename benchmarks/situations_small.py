@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import random
 import sys
 import tempfile
@@ -28,7 +27,8 @@ from atropos_common.control import Role
 from atropos_common.records import Record, StepRecord, TimingRecord
 from atropos_common.run_dir import RunDir
 from atropos_tui.profile.spec import LogCheck, Probe, Probes, RestartPolicy
-from benchmarks.situations import PATIENCE_S, Row, Watch, on_small_disk, tell
+from atropos_tui.supervisor.client import ControlClient
+from benchmarks.situations import PATIENCE_S, Row, Watch, fill, on_small_disk, tell
 from benchmarks.supervisor import child, supervised
 from tests.ui.run_maker import step_records, write_records
 
@@ -125,12 +125,10 @@ def plant(name: str, stack: Stack) -> tuple[str, ...]:
         stack.say("math", HUB)
         return ("hub cannot be reached",)
     if name == "disk nearly full":
-        free = os.statvfs(stack.folder)
-        with (stack.folder / "filler").open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, free.f_bavail * free.f_frsize - 4_000_000)
+        fill(stack.folder)
         return ("disk is nearly full",)
     if name == "one engine of three dead":
-        rows = asyncio.run(_status(stack.run.root))
+        rows = asyncio.run(ControlClient(stack.run.root).status()).components
         psutil.Process(next(row.pid for row in rows if row.name == "vllm-2")).kill()
         return ("2 of 3 engines",)
     if name == "lag at its bound":
@@ -140,12 +138,6 @@ def plant(name: str, stack: Stack) -> tuple[str, ...]:
         stack.step_fields = {"reward_std": 0.0}
         return ("rewards are the same", "are flat")
     return ("healthy",)
-
-
-async def _status(root: Path) -> list[Any]:
-    from atropos_tui.supervisor.client import ControlClient
-
-    return list((await ControlClient(root).status()).components)
 
 
 NAMES = (
