@@ -25,7 +25,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +46,20 @@ LOOK_S = 0.5
 DISK_MB = 600
 STOPPED = 0.85
 """Share of the time for which a slowed program is stopped."""
+LAG, ENGINE_DEAD = "lag at its bound", "one engine of three dead"
+WORDS: dict[str, tuple[str, ...]] = {
+    "environment slow": ("limited by the environment",),
+    "engine slow": ("limited by the engine",),
+    "trainer slow": ("limited by training",),
+    "all groups flat": ("are flat", "rewards are the same"),
+    "requests refused": ("refuses the requests",),
+    "hub unreachable": ("hub cannot be reached",),
+    "disk nearly full": ("disk is nearly full",),
+    ENGINE_DEAD: ("2 of 3 engines",),
+    LAG: ("policy lag at its bound",),
+    "healthy": ("healthy",),
+}
+"""By situation, words of the sentence that is right."""
 UP = "print('up', flush=True)\nimport time\ntime.sleep(600)"
 
 
@@ -106,15 +119,6 @@ def slowed(run: RunDir, component: str) -> Iterator[None]:
         over.set()
         thread.join()
         send(signal.SIGCONT)
-
-
-@dataclass(frozen=True)
-class Situation:
-    """What is planted into the demo, and words of the sentence that is right."""
-
-    name: str
-    words: tuple[str, ...]
-    plant: Callable[[Stack], contextlib.AbstractContextManager[None]]
 
 
 class Stack:
@@ -190,33 +194,33 @@ def fill(folder: Path) -> Path:
 
 
 BEFORE_HEALTHY = "environment slow"
-IN_THE_DEMO = (
-    Situation(BEFORE_HEALTHY, ("limited by the environment",), lambda stack: stack.switched("slow")),
-    Situation("healthy", ("healthy",), lambda stack: contextlib.nullcontext()),
-    Situation("engine slow", ("limited by the engine",), lambda stack: stack.switched("busy")),
-    Situation("trainer slow", ("limited by training",), lambda stack: slowed(stack.watch.run, "trainer")),
-    Situation("all groups flat", ("are flat", "rewards are the same"), lambda stack: stack.switched("flat")),
-    Situation("requests refused", ("refuses the requests",), lambda stack: stack.switched("top_p")),
-    Situation("hub unreachable", ("hub cannot be reached",), lambda stack: stack.without_hub()),
-    Situation("disk nearly full", ("disk is nearly full",), lambda stack: stack.full()),
-)
+IN_THE_DEMO: dict[str, Callable[[Stack], contextlib.AbstractContextManager[None]]] = {
+    BEFORE_HEALTHY: lambda stack: stack.switched("slow"),
+    "healthy": lambda stack: contextlib.nullcontext(),
+    "engine slow": lambda stack: stack.switched("busy"),
+    "trainer slow": lambda stack: slowed(stack.watch.run, "trainer"),
+    "all groups flat": lambda stack: stack.switched("flat"),
+    "requests refused": lambda stack: stack.switched("top_p"),
+    "hub unreachable": lambda stack: stack.without_hub(),
+    "disk nearly full": lambda stack: stack.full(),
+}
+"""What is planted into one demo, in this order."""
 
 Row = tuple[str, float | None, str]
 
 
 def in_the_demo(wanted: Callable[[str], bool]) -> Iterator[Row]:
     """Each into a run that trains."""
-    with tempfile.TemporaryDirectory() as name, on_small_disk(Path(name)) as folder:
+    with tempfile.TemporaryDirectory() as place, on_small_disk(Path(place)) as folder:
         stack = Stack(folder, {})
         try:
             stack.trains()
-            for situation in IN_THE_DEMO:
-                if wanted(situation.name):
-                    with situation.plant(stack):
-                        seconds, line = stack.watch.until(situation.words, PATIENCE_S)
-                    yield situation.name, seconds, line
-                    if not (situation.name == BEFORE_HEALTHY and wanted("healthy")):  # whose clock begins there
-                        stack.trains()
+            for name in filter(wanted, IN_THE_DEMO):
+                with IN_THE_DEMO[name](stack):
+                    seconds, line = stack.watch.until(WORDS[name], PATIENCE_S)
+                yield name, seconds, line
+                if not (name == BEFORE_HEALTHY and wanted("healthy")):  # whose clock begins there
+                    stack.trains()
         finally:
             stack.close()
 
@@ -240,8 +244,8 @@ def lag() -> Iterator[Row]:
         stack = Stack(Path(name), ahead)
         try:
             stack.first_step()
-            seconds, line = stack.watch.until(("policy lag at its bound",), PATIENCE_S)
-            yield "lag at its bound", seconds, line
+            seconds, line = stack.watch.until(WORDS[LAG], PATIENCE_S)
+            yield LAG, seconds, line
         finally:
             stack.close()
 
@@ -256,8 +260,8 @@ def engine_dead() -> Iterator[Row]:
         while any(row.state != "healthy" for row in asyncio.run(client.status()).components):
             time.sleep(0.1)
         psutil.Process(asyncio.run(client.status()).components[1].pid or 0).kill()
-        seconds, line = watch.until(("2 of 3 engines",), PATIENCE_S)
-        yield "one engine of three dead", seconds, line
+        seconds, line = watch.until(WORDS[ENGINE_DEAD], PATIENCE_S)
+        yield ENGINE_DEAD, seconds, line
 
 
 def tell(rows: list[Row], *, as_json: bool) -> int:
@@ -282,11 +286,11 @@ def main() -> int:
 
     rows: list[Row] = []
     for name, plant in (
-        ("one engine of three dead", engine_dead),
-        ("lag at its bound", lag),
+        (ENGINE_DEAD, engine_dead),
+        (LAG, lag),
         ("", lambda: in_the_demo(wanted)),
     ):
-        if wanted(name) if name else any(wanted(each.name) for each in IN_THE_DEMO):
+        if wanted(name) if name else any(map(wanted, IN_THE_DEMO)):
             for row in plant():
                 rows.append(row)
                 print(f"  {row}", file=sys.stderr, flush=True)
