@@ -251,7 +251,8 @@ def _environment_secrets(entry: runs.RunEntry) -> Iterator[str]:
 def _env_folders(entry: runs.RunEntry) -> set[Path]:
     """Folders whose `.env` the run may have read: of its profile, and where it was called."""
     words = entry.info.get("command")
-    named = [word for word in words if isinstance(word, str) and word.endswith(".toml")] if words else []
+    words = words if isinstance(words, list) else []
+    named = [word for word in words if isinstance(word, str) and word.endswith(".toml")]
     if isinstance(profile := entry.info.get("profile"), str):
         named.append(profile)
     root = entry.dir.root

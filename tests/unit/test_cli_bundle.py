@@ -236,6 +236,12 @@ def test_a_linked_folder_is_left_out(tmp_path: Path) -> None:
     assert not any("logs/" in name for name in packed(tmp_path / "out.tar.gz", str(run.root)))
 
 
+def test_a_run_json_of_another_shape_is_packed(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    run.run_json.write_text(json.dumps({"run_id": "p-1", "command": 5, "git": 5, "profile": 5, "model": 5}))
+    assert "p-1/run.json" in packed(tmp_path / "out.tar.gz", str(run.root))
+
+
 def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["bundle"]) == Exit.NO_RUN
     make_run(tmp_path)
