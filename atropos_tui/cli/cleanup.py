@@ -111,7 +111,7 @@ def _confirmed(question: str) -> bool:
     if not sys.stdin.isatty():
         problem = Problem("there is no terminal to ask", "look with --dry-run, then say --yes")
         raise UserError("not confirmed", [problem])
-    return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+    return show.confirmed(question)
 
 
 def _clean_run(run: DeadRun) -> int:
