@@ -213,7 +213,10 @@ def _listing(root: int) -> Iterator[str]:
     for folder, folders, files, descriptor in os.fwalk(".", dir_fd=root):
         folders.sort()
         for name in sorted(files):
-            info = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
+            try:
+                info = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
+            except OSError:
+                continue  # of a run that goes on: it has gone since it was listed
             kind = " (link)" if stat.S_ISLNK(info.st_mode) else ""
             yield f"{info.st_size:>15,}  {folder[2:] + '/' if folder != '.' else ''}{name}{kind}"
 

@@ -258,6 +258,18 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert made.name in capsys.readouterr().out
 
 
+def test_a_file_that_goes_while_a_run_is_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, walk = make_run(tmp_path), os.fwalk
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        for folder, folders, files, descriptor in walk(*args, **kwargs):
+            yield folder, folders, [*files, "step_7.new"], descriptor
+
+    monkeypatch.setattr(bundle.os, "fwalk", late)
+    listed = packed(tmp_path / "out.tar.gz", str(run.root))["p-1/files.txt"]
+    assert "run.json" in listed and "step_7.new" not in listed
+
+
 def test_a_fault_leaves_no_half_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_run(tmp_path)
     monkeypatch.setattr(bundle, "_listing", lambda _: 1 / 0)
