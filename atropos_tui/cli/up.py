@@ -159,7 +159,7 @@ def _choose_run(options: argparse.Namespace, profile: Profile) -> tuple[Path, st
         if entry.is_live:
             raise UserError("that run is live", [Problem(str(entry.dir.root), "atropos-tui attach")])
         slurm.check_not_queued(entry.dir)
-        return entry.dir.root, str(entry.info["run_id"])
+        return entry.dir.root, entry.run_id or runs.new_run_id(profile.name)
     run_id = runs.new_run_id(profile.name)
     named = options.run_dir or Path("runs") / run_id
     with _usable(named, options):
