@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmarks.shapes import byte_level
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
@@ -41,7 +43,7 @@ FORMS = (
     "The prediction is: W", "<answer>W</answer>", "raise N", "fold", "call", '{"x": N}', "A", "B",
 )  # fmt: skip
 """How environments want to be answered; N is a digit below 4, L a letter of A to D, W raised, maintained or reduced."""
-WORDS = (
+WORDS = [
     "so",
     "we",
     "look",
@@ -57,7 +59,7 @@ WORDS = (
     "count",
     "once",
     "more",
-)
+]
 TEACH_STEPS, TEACH_ROWS = 200, 16
 
 
@@ -66,12 +68,10 @@ def make_chat_model(folder: Path, texts: Path) -> Path:
     if (folder / "model.safetensors").exists():
         return folder
     import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import models, pre_tokenizers, trainers
     from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-    core = Tokenizer(models.BPE())
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
+    core = byte_level(models.BPE())
     files = sorted(path for kind in ("*.py", "*.md") for path in texts.rglob(kind))[:TEXTS]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(

@@ -1,4 +1,4 @@
-"""Processes of `weight_sync.py`: inference servers, and children that answer one JSON line for each line they get.
+"""Processes of benchmarks: inference servers, and children that answer one JSON line for each line they get.
 
 A child writes `ANSWER {json}` to stdout; whatever else it prints goes to its log, whose end is part of every error.
 """
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,13 @@ from atropos_common.http import certificates
 MARK = "ANSWER "
 TOKEN = "benchmark-0123456789"
 TAIL = 1500
+MODE_SERVERS: dict[str, tuple[list[str], dict[str, str]]] = {
+    "shared_vllm": ([], {"VLLM_ENABLE_SHARED_WEIGHTS": "1", "ATROPOS_HOLD_GENERATION": "1"}),
+    "broadcast": ([], {"ATROPOS_WEIGHT_UPDATES": "1"}),
+    "lora_only": (["--enable-lora", "--max-lora-rank", "16"], {}),
+    "none": ([], {"ATROPOS_WEIGHT_UPDATES": "1"}),
+}
+"""Flags and environment of a mode's server; that of `lora_restart` is the trainer's own child."""
 
 
 class ChildError(RuntimeError):
@@ -56,6 +64,12 @@ def environment(folder: Path, gpu: int | None, extra: dict[str, str]) -> dict[st
     return mine | extra
 
 
+def up(profile: object, run_dir: Path, sets: Mapping[str, object] | None = None) -> list[str]:
+    """The command that runs a profile in the foreground without a screen, with these keys of it."""
+    command = [sys.executable, "-m", "atropos_tui", "up", str(profile), "--headless", "--run-dir", str(run_dir)]
+    return command + [word for key, value in (sets or {}).items() for word in ("--set", f"{key}={value}")]
+
+
 class Process:
     """One process in a session of its own, its output in `folder`/log."""
 
@@ -74,7 +88,7 @@ class Process:
 
     def log_end(self, most: int = 6000) -> str:
         """At most so many of the last characters of its log."""
-        return self.log.read_text(errors="replace")[-most:]
+        return self.log.read_text(errors="replace")[-most:] if self.log.exists() else ""
 
     def close(self) -> None:
         """SIGTERM, then SIGKILL for the whole session."""

@@ -28,7 +28,7 @@ from atropos_common.records import parse_line
 from atropos_common.run_dir import ENV_RUN_ID, RunDir
 from atropos_tui.profile.sections import load_profile
 from atropos_tui.profile.site import make_site
-from benchmarks.children import free_ports
+from benchmarks.children import free_ports, up
 from benchmarks.sync_report import SIGNS
 
 SAMPLE_S = 2.0
@@ -96,8 +96,7 @@ def measure(seed: int, folder: Path, profile: str, objective: str | None = None)
     root = folder / f"seed{seed}-{objective or 'demo'}"
     api, engine = free_ports(2)
     sets = {"seed": seed, "api.port": api, "vllm.port": engine, **(OBJECTIVES[objective] if objective else {})}
-    command = [sys.executable, "-m", "atropos_tui", "up", profile, "--headless", "--run-dir", str(root)]
-    command += [part for key, value in sets.items() for part in ("--set", f"{key}={value}")]
+    command = up(profile, root, sets)
     began_run = time.time()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
     peak = 0

@@ -31,6 +31,7 @@ import aiohttp
 from atropos_common.http import AFTER_HEADER, BATCH_HEADER
 from benchmarks.chat_model import SPECIAL, TEMPLATE
 from benchmarks.children import Process, free_ports
+from benchmarks.shapes import byte_level
 
 ROOT = Path(__file__).resolve().parent.parent
 WORSE, BETTER = "no number", "77"
@@ -64,13 +65,11 @@ class Rate:
 
 def make_tokenizer(folder: Path) -> dict[str, list[int]]:
     """A byte-level chat tokenizer into `folder`; the ids of both answers."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    core = Tokenizer(models.BPE({token: at for at, token in enumerate([*SPECIAL, *letters])}, []))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
+    core = byte_level(models.BPE({token: at for at, token in enumerate([*SPECIAL, *letters])}, []))
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=core, eos_token=SPECIAL[2], pad_token=SPECIAL[0], additional_special_tokens=SPECIAL[1:]
     )

@@ -30,11 +30,10 @@ import torch
 from atropos_common.records import TimingRecord
 from atropos_envs.base import StackEnv, run
 from atropos_envs.evaluation import Graded
-from benchmarks.children import free_ports
+from benchmarks.children import free_ports, up
 from benchmarks.large_models import records
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import SHAPES, save_model
 from benchmarks.situations import Watch
-from benchmarks.weight_sync import save_model
 
 WARM = 2
 """Steps that are not measured."""
@@ -103,20 +102,19 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     save_model(options.shape, folder / "model", torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     (folder / "idle.toml").write_text(tomli_w.dumps(profile(options, folder / "model")))
     root = folder / "run"
-    settings = [part for setting in options.set for part in ("--set", setting)]
-    command = ["-m", "atropos_tui", "up", str(folder / "idle.toml"), "--headless", "--run-dir", str(root), *settings]
+    command = up(folder / "idle.toml", root, dict(setting.split("=", 1) for setting in options.set))
     with (folder / "log").open("wb") as log:
-        up = subprocess.Popen([sys.executable, *command], stdout=log, stderr=log)
+        running = subprocess.Popen(command, stdout=log, stderr=log)
     try:
         give_up = time.monotonic() + options.limit
         while (found := shares(root)).get("steps", 0) < options.steps and time.monotonic() < give_up:
-            if up.poll() is not None:
+            if running.poll() is not None:
                 raise SystemExit(f"{found}\n{(folder / 'log').read_text()[-6000:]}")
             time.sleep(2)
         said = Watch(root).said()
     finally:
-        up.send_signal(signal.SIGINT)
-        up.wait(120)
+        running.send_signal(signal.SIGINT)
+        running.wait(120)
     return {"sentence": said.line if said else "", **found}
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import socket
 import subprocess
 import sys
 import threading
@@ -27,6 +26,7 @@ import httpx
 import numpy as np
 import torch
 
+from benchmarks.children import free_ports
 from benchmarks.trainer_step import Ours, make_batch
 from trainer_core.rollouts.batch import Batch, read_batch
 from trainer_core.rollouts.client import RunApi
@@ -60,9 +60,7 @@ def make_group(length: int, dice: np.random.Generator) -> dict[str, Any]:
 @contextlib.contextmanager
 def serving(words: list[str]) -> Iterator[str]:
     """The URL of a run-api that answers."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
     child = subprocess.Popen(
         [sys.executable, *words, "--port", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL

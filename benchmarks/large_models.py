@@ -43,38 +43,16 @@ import httpx
 
 from atropos_common.bridge import ROUTING_FLAG, TOKEN_HEADER
 from atropos_common.records import Record, RecordError, parse_line
-from benchmarks.children import TOKEN, ChildError, Process, Server, environment, free_ports
-from benchmarks.shapes import SHAPES, model_config
+from benchmarks.children import MODE_SERVERS, TOKEN, ChildError, Process, Server, environment, free_ports
+from benchmarks.shapes import SHAPES
 from trainer_core.errors import EngineError, EngineGone
 from trainer_core.server.client import ServerClient
 
 GIB = 1 << 30
 GROUP = 8
-MODES: dict[str, tuple[list[str], dict[str, str], dict[str, Any]]] = {
-    # flags and environment of the server, settings of the trainer
-    "shared_vllm": ([], {"VLLM_ENABLE_SHARED_WEIGHTS": "1", "ATROPOS_HOLD_GENERATION": "1"}, {}),
-    "lora_only": (["--enable-lora", "--max-lora-rank", "16"], {}, {"lora_target_modules": "all-linear", "lr": 2e-4}),
-    "none": ([], {"ATROPOS_WEIGHT_UPDATES": "1"}, {}),
-}
-
-
-def build(shape: str, folder: Path, device: str) -> None:
-    """Write a model of the shape: config.json, random weights, tokenizer."""
-    import torch
-    from transformers import AutoModelForCausalLM, GenerationConfig
-
-    from benchmarks.weight_sync import save_tokenizer
-
-    config = model_config(shape)
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32 if device == "cpu" else torch.bfloat16, attn_implementation="sdpa"
-        )
-    model.generation_config = GenerationConfig(eos_token_id=0, pad_token_id=0)
-    model.save_pretrained(folder, max_shard_size="4GB")
-    save_tokenizer(config.vocab_size, folder)
-    print(f"{sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
+MODES = ("shared_vllm", "lora_only", "none")
+ADAPTERS = {"lora_target_modules": "all-linear", "lr": 2e-4}
+"""Settings of the trainer in lora_only."""
 
 
 def hold(limit_gib: float) -> None:
@@ -213,9 +191,7 @@ class Run:
         shape = SHAPES[self.options.shape]
         if not (self.model / "config.json").is_file():
             place = "cpu" if self.cpu else "cuda"
-            builder = self.start(
-                "build", ["benchmarks.large_models", "build", self.options.shape, str(self.model), place]
-            )
+            builder = self.start("build", ["benchmarks.shapes", self.options.shape, str(self.model), place])
             if builder.popen.wait(max(self.left(), 1)):
                 raise ChildError(builder.tail())
             self.say(f"model written: {builder.tail().strip().splitlines()[-1]}")
@@ -244,9 +220,9 @@ class Run:
         self.say(self.found["held"])
 
     def _server(self, port: int) -> Server:
-        flags, extra, _ = MODES[self.options.mode]
+        flags, extra = MODE_SERVERS[self.options.mode]
         if "single_copy=true" in self.options.set:
-            extra = MODES["shared_vllm"][1]
+            extra = MODE_SERVERS["shared_vllm"][1]
         common = [
             "--model", str(self.model), "--served-model-name", "m", "--dtype", "float32" if self.cpu else "bfloat16",
             "--max-model-len", str(self.options.prompt + self.options.completion), "--max-num-seqs",
@@ -275,7 +251,8 @@ class Run:
             "max_model_len": self.options.prompt + self.options.completion, "rollout_samples": 0,
             "pack_tokens": 16_384,
         }  # fmt: skip
-        settings |= MODES[self.options.mode][2] | dict(item.split("=", 1) for item in self.options.set)
+        settings |= ADAPTERS if self.options.mode == "lora_only" else {}
+        settings |= dict(item.split("=", 1) for item in self.options.set)
         flags = [part for key, value in settings.items() for part in ("--" + key.replace("_", "-"), str(value))]
         manifest = str(self.folder / "server" / "bridge" / "vllm_bridge_config.json")
         ranks = self.options.parallel
@@ -398,9 +375,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def main() -> int:
-    if sys.argv[1:2] == ["build"]:
-        build(sys.argv[2], Path(sys.argv[3]), sys.argv[4])
-        return 0
     if sys.argv[1:2] == ["hold"]:
         hold(float(sys.argv[2]))
         return 0

@@ -25,8 +25,6 @@ IDLE_S = 20.0
 ASKED = 20
 TALKERS = 10
 """One of so many prints."""
-
-
 PREFIX = ["/bin/sh", "-c", 'exec "$@"', "--"]
 
 

@@ -36,7 +36,7 @@ import torch
 from atropos_common.engine_release import installed, why_not_served
 from atropos_common.model_math import Dimensions, carries_state, why_refused
 from atropos_common.run_dir import ENV_TOKEN
-from benchmarks.children import TOKEN, Child, ChildError, Server, environment, free_ports
+from benchmarks.children import MODE_SERVERS, TOKEN, Child, ChildError, Server, environment, free_ports
 from benchmarks.model_zoo import QUANTIZED, ZOO, save
 from benchmarks.nursery import VLLM, Forked
 from trainer_core.config import TrainingConfig
@@ -53,13 +53,6 @@ from trainer_core.weight_sync.base import Start, WeightSync, make_sync
 
 NAMES = [*ZOO, *QUANTIZED]
 MODES = ("shared_vllm", "broadcast", "lora_only", "lora_restart", "none")
-SERVERS: dict[str, tuple[list[str], dict[str, str]]] = {
-    "shared_vllm": ([], {"VLLM_ENABLE_SHARED_WEIGHTS": "1", "ATROPOS_HOLD_GENERATION": "1"}),
-    "broadcast": ([], {"ATROPOS_WEIGHT_UPDATES": "1"}),
-    "lora_only": (["--enable-lora", "--max-lora-rank", "8"], {}),
-    "none": ([], {"ATROPOS_WEIGHT_UPDATES": "1"}),
-}
-"""Flags and environment of a mode's server."""
 BRIDGE = {"broadcast": {"weight_bridge_mode": "shared_vllm", "use_shared_memory": True}}
 MOVED = 10
 """Two steps must have moved logprobs by so many times what server and trainer are apart."""
@@ -167,7 +160,7 @@ class Cell:
             return self._train(sync)
 
     def _serve(self, opened: ExitStack) -> None:
-        flags, extra = SERVERS[self.mode]
+        flags, extra = MODE_SERVERS[self.mode]
         folder = self.folder / "server"
         argv = ["--model", str(self.model), "--served-model-name", "m", *self._engine_flags(), *flags]
         server: Server

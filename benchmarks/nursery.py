@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from atropos_common.parent_death import die_with_parent
-from benchmarks.children import TAIL, Child, Server, answer
+from benchmarks.children import Child, Server, answer
 
 VLLM = "vllm_server.app"
 """What an inference server imports."""
@@ -128,9 +128,6 @@ class Forked(Server):
         argv = ["--host", "127.0.0.1", "--port", str(port), *flags]
         env = env | {"LOGDIR": str(folder / "bridge")}
         self.popen = forked_server(nursery, argv, env, self.log)  # type: ignore[assignment]
-
-    def tail(self) -> str:
-        return self.log.read_text(errors="replace")[-TAIL:] if self.log.exists() else ""
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from atropos_tui.monitor.overlay import by_setting, read_runs, summary
 from atropos_tui.monitor.reading import Along
 from atropos_tui.monitor.report import chart_over, environment
 from atropos_tui.monitor.report_charts import SVG, draw
-from benchmarks.children import free_ports
+from benchmarks.children import free_ports, up
 
 CELL = (440, 232)
 """Width and height of one chart in the picture, its title and legend included; pixels."""
@@ -80,9 +80,7 @@ def run_demo(folder: Path, label: str, sets: dict[str, object]) -> Path:
     if result.is_file() and json.loads(result.read_text()).get("exit_code") == 0:
         return root
     api, engine = free_ports(2)
-    keys = {**sets, "api.port": api, "vllm.port": engine}
-    command = [sys.executable, "-m", "atropos_tui", "up", "demo", "--headless", "--run-dir", str(root)]
-    command += [part for key, value in keys.items() for part in ("--set", f"{key}={value}")]
+    command = up("demo", root, {**sets, "api.port": api, "vllm.port": engine})
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return root
 

@@ -132,6 +132,15 @@ def compare(record: dict[str, Any]) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
+def read(path: Path) -> list[dict[str, Any]]:
+    """The records of a file: one object, or one in each line."""
+    text = path.read_text()
+    try:
+        return [json.loads(text)]
+    except ValueError:
+        return [json.loads(line) for line in text.splitlines()]
+
+
 def show(rows: list[dict[str, Any]]) -> str:
     lines = [f"| {'run':<70} | what | planned GiB | measured GiB | error |", "|---|---|---|---|---|"]
     lines += [
@@ -147,23 +156,12 @@ def main() -> int:
     parser.add_argument("records", nargs="*", type=Path, help="JSON files, or JSON lines; default: known figures")
     parser.add_argument("--json", action="store_true", help="with each item of the budget")
     options = parser.parse_args()
-    records = KNOWN
-    if options.records:
-        texts = [path.read_text() for path in options.records]
-        records = [json.loads(part) for text in texts for part in ([text] if _is_one(text) else text.splitlines())]
+    records = [record for path in options.records for record in read(path)] or KNOWN
     measured = [record for record in records if not record.get("error") or record.get("trainer_peak_bytes")]
     rows = [row for record in measured for row in compare(record)]
     print(json.dumps(rows) if options.json else show(rows))
     peaks = [row for row in rows if row["what"] != "server"]
     return 1 if any(abs(row["error"]) > BOUND for row in peaks) else 0
-
-
-def _is_one(text: str) -> bool:
-    try:
-        json.loads(text)
-    except ValueError:
-        return False
-    return True
 
 
 if __name__ == "__main__":

@@ -26,8 +26,7 @@ from typing import Any
 import torch
 
 from benchmarks.children import Child, ChildError, Server, answer, environment, free_ports
-from benchmarks.shapes import SHAPES
-from benchmarks.weight_sync import save_model
+from benchmarks.shapes import SHAPES, save_model
 
 START_S = 600.0
 STEP_S = 300.0

@@ -59,7 +59,7 @@ def build(shape: str, folder: Path, gpu: bool) -> None:
     """The model of this shape, unless it is there; in a process of its own, which gives its memory back."""
     if (folder / "config.json").is_file():
         return
-    command = [sys.executable, "-m", "benchmarks.large_models", "build", shape, str(folder), "cuda" if gpu else "cpu"]
+    command = [sys.executable, "-m", "benchmarks.shapes", shape, str(folder), "cuda" if gpu else "cpu"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise ChildError(f"the model was not built:\n{(done.stdout + done.stderr)[-TAIL:]}")

@@ -1,10 +1,9 @@
-"""Render the real screen of a run, live or ended, without a terminal: SVG, and PNG where a converter is at hand.
+"""Render the real screen of a run, live or ended, without a terminal, as SVG: the picture of README.md.
 
     python benchmarks/screenshot.py RUN_DIR -o docs/demo.svg [--size 160x45] [--keys 2] [--json]
 
 It starts the cockpit headless on RUN_DIR, waits until everything is read and drawn, and saves what a terminal would
-show. The SVG loads no font from elsewhere. PNG: by Chromium or Inkscape, whichever is on the PATH
-(rsvg-convert drops leading blanks).
+show. The SVG loads no font from elsewhere.
 """
 
 from __future__ import annotations
@@ -12,11 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import re
-import shutil
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -46,29 +41,6 @@ async def capture(run_dir: Path, size: tuple[int, int], keys: list[str], timeout
         return own_fonts(app.export_screenshot(title=f"atropos-tui · {app.info.name}"))
 
 
-def to_png(svg: Path, png: Path) -> str | None:
-    """Convert with the first program found; its name, or None where there is none."""
-    width, height = (
-        round(float(number)) for number in re.findall(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg.read_text())[0]
-    )
-    with tempfile.TemporaryDirectory() as profile:
-        browser = [
-            "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={profile}",
-            f"--window-size={width},{height}", f"--screenshot={png.resolve()}", svg.resolve().as_uri(),
-        ]  # fmt: skip
-        commands = [
-            ["chromium", *browser],
-            ["chromium-browser", *browser],
-            ["google-chrome", *browser],
-            ["inkscape", str(svg), "-o", str(png)],
-        ]
-        for command in commands:
-            if shutil.which(command[0]):
-                subprocess.run(command, check=True, capture_output=True, timeout=120)
-                return command[0]
-    return None
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
@@ -85,15 +57,8 @@ def main() -> int:
     svg = asyncio.run(capture(options.run_dir, (columns, rows), [key for key in options.keys.split(",") if key]))
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(svg)
-    png = options.output.with_suffix(".png")
-    tool = to_png(options.output, png)
-    result = {
-        "svg": str(options.output),
-        "png": str(png) if tool else None,
-        "converter": tool,
-        "size": options.size,
-        "seconds": round(time.perf_counter() - began, 2),
-    }
+    took = round(time.perf_counter() - began, 2)
+    result = {"svg": str(options.output), "size": options.size, "seconds": took}
     print(json.dumps(result) if options.json else "\n".join(f"{key:<10} {value}" for key, value in result.items()))
     return 0
 

@@ -1,8 +1,20 @@
-"""Shapes of models that the benchmarks make, with random weights."""
+"""Models that the benchmarks make: their shapes, with random weights, and a tokenizer.
+
+    python -m benchmarks.shapes SHAPE FOLDER cpu|cuda
+
+writes one, in a process whose end gives the memory back.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import gc
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from tokenizers import Tokenizer
 
 _QWEN3: dict[str, Any] = {
     "model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151_936, "rope_theta": 1e6,
@@ -52,3 +64,64 @@ def model_config(shape: str) -> Any:
     from transformers import AutoConfig
 
     return AutoConfig.for_model(**SHAPES[shape])
+
+
+def build(shape: str, device: torch.device, attention: str, dtype: torch.dtype | None = None) -> Any:
+    """The model with random weights, the same each time: in `dtype`, else bfloat16 on a GPU and float32 elsewhere."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    torch.manual_seed(0)
+    with device:
+        return AutoModelForCausalLM.from_config(model_config(shape), dtype=dtype, attn_implementation=attention)
+
+
+def byte_level(model: Any) -> Tokenizer:
+    """A tokenizer of bytes around a model of `tokenizers`."""
+    from tokenizers import Tokenizer, decoders, pre_tokenizers
+
+    core = Tokenizer(model)
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    return core
+
+
+def save_tokenizer(size: int, folder: Path) -> None:
+    """A byte-level tokenizer with a vocabulary of `size`."""
+    from tokenizers import models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pairs = [(a, b) for a in letters for b in letters]
+    merges = (pairs + [(a + b, c) for a, b in pairs for c in letters])[: size - 1 - len(letters)]
+    words = ["<eos>", *letters, *("".join(merge) for merge in merges)]
+    core = byte_level(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=merges))
+    PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", pad_token="<eos>").save_pretrained(folder)
+
+
+def save_model(shape: str, folder: Path, device: torch.device) -> None:
+    """Random weights of the shape, with a tokenizer of its vocabulary's size."""
+    import torch
+    from transformers import GenerationConfig
+
+    save_tokenizer(SHAPES[shape]["vocab_size"], folder)
+    model = build(shape, device, "sdpa")
+    model.generation_config = GenerationConfig(eos_token_id=0, pad_token_id=0)
+    model.save_pretrained(folder, max_shard_size="4GB")
+    print(f"{sum(p.numel() for p in model.parameters()):,} parameters", file=sys.stderr, flush=True)
+    del model
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def main(argv: list[str]) -> None:
+    import torch
+
+    shape, folder, device = argv
+    save_model(shape, Path(folder), torch.device(device))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

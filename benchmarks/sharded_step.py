@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from atropos_common.model_math import Dimensions, step_flops
-from benchmarks.shapes import SHAPES, model_config
+from benchmarks.shapes import SHAPES, build, model_config
 from benchmarks.trainer_step import PEAK_FLOPS
 from trainer_core import checkpoint
 from trainer_core.config import TrainingConfig
@@ -101,13 +101,7 @@ class Trainer:
             return load_for(self.world, self.job.resume, dtype, self.device)
         if self.world.rank:
             return empty_model(model_config(self.job.shape), dtype)
-        from transformers import AutoModelForCausalLM
-
-        torch.manual_seed(0)
-        with self.device:
-            model: nn.Module = AutoModelForCausalLM.from_config(
-                model_config(self.job.shape), dtype=dtype, attn_implementation=register()
-            )
+        model: nn.Module = build(self.job.shape, self.device, register(), dtype)
         return model.eval() if self.world.size == 1 else model.cpu().eval()
 
     def rollouts(self, ranks: int, step: int) -> list[Rollout]:

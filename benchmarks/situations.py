@@ -25,7 +25,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +37,7 @@ from atropos_tui.monitor.state import RunState
 from atropos_tui.monitor.verdict import Verdict, verdict
 from atropos_tui.profile.spec import LogCheck, Probe, Probes, RestartPolicy
 from atropos_tui.supervisor.client import ControlClient
+from benchmarks.children import up
 from benchmarks.supervisor import child, supervised
 
 PATIENCE_S = 60.0
@@ -46,6 +46,20 @@ LOOK_S = 0.5
 DISK_MB = 600
 STOPPED = 0.85
 """Share of the time for which a slowed program is stopped."""
+LAG, ENGINE_DEAD = "lag at its bound", "one engine of three dead"
+WORDS: dict[str, tuple[str, ...]] = {
+    "environment slow": ("limited by the environment",),
+    "engine slow": ("limited by the engine",),
+    "trainer slow": ("limited by training",),
+    "all groups flat": ("are flat", "rewards are the same"),
+    "requests refused": ("refuses the requests",),
+    "hub unreachable": ("hub cannot be reached",),
+    "disk nearly full": ("disk is nearly full",),
+    ENGINE_DEAD: ("2 of 3 engines",),
+    LAG: ("policy lag at its bound",),
+    "healthy": ("healthy",),
+}
+"""By situation, words of the sentence that is right."""
 UP = "print('up', flush=True)\nimport time\ntime.sleep(600)"
 
 
@@ -107,32 +121,21 @@ def slowed(run: RunDir, component: str) -> Iterator[None]:
         send(signal.SIGCONT)
 
 
-@dataclass(frozen=True)
-class Situation:
-    """What is planted into the demo, and words of the sentence that is right."""
-
-    name: str
-    words: tuple[str, ...]
-    plant: Callable[[Stack], contextlib.AbstractContextManager[None]]
-
-
 class Stack:
     """The demo under `atropos-tui up --headless`, with `planted_env`."""
 
     def __init__(self, folder: Path, sets: dict[str, Any]) -> None:
         self.folder, self.root = folder, folder / "run"
         self._switch = folder / "plant"
-        every = {
+        sets = {
             "env.module": "benchmarks.planted_env", "env.cwd": Path(__file__).parents[1],
             "env.env.PLANT": self._switch, "trainer.training_steps": 100_000,
             "trainer.checkpoint_interval": 100_000, "trainer.lr": 1e-6, "vllm.sampling": "refuse",
             "api.port": 28_110, "vllm.port": 28_111,
         } | sets  # fmt: skip
-        flags = [word for key, value in every.items() for word in ("--set", f"{key}={value}")]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "atropos_tui", "up", "demo", "--headless", "--run-dir", str(self.root), *flags],
-            stdin=subprocess.DEVNULL, stdout=(folder / "up.txt").open("w"), stderr=subprocess.STDOUT,
-            start_new_session=True,
+            up("demo", self.root, sets), stdin=subprocess.DEVNULL, stdout=(folder / "up.txt").open("w"),
+            stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         self.watch = Watch(self.root)
 
@@ -170,9 +173,7 @@ class Stack:
 
     @contextmanager
     def full(self) -> Iterator[None]:
-        filler, free = self.folder / "filler", os.statvfs(self.folder)
-        with filler.open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, free.f_bavail * free.f_frsize - 4_000_000)
+        filler = fill(self.folder)
         try:
             yield
         finally:
@@ -183,34 +184,43 @@ class Stack:
         self.process.wait(90)
 
 
+def fill(folder: Path) -> Path:
+    """Leave 4 MB of a disk of `folder`'s own; the file that takes the rest, which is empty on a disk of others."""
+    filler, free = folder / "filler", os.statvfs(folder)
+    with filler.open("wb") as file:
+        if folder.is_mount():
+            os.posix_fallocate(file.fileno(), 0, free.f_bavail * free.f_frsize - 4_000_000)
+    return filler
+
+
 BEFORE_HEALTHY = "environment slow"
-IN_THE_DEMO = (
-    Situation(BEFORE_HEALTHY, ("limited by the environment",), lambda stack: stack.switched("slow")),
-    Situation("healthy", ("healthy",), lambda stack: contextlib.nullcontext()),
-    Situation("engine slow", ("limited by the engine",), lambda stack: stack.switched("busy")),
-    Situation("trainer slow", ("limited by training",), lambda stack: slowed(stack.watch.run, "trainer")),
-    Situation("all groups flat", ("are flat", "rewards are the same"), lambda stack: stack.switched("flat")),
-    Situation("requests refused", ("refuses the requests",), lambda stack: stack.switched("top_p")),
-    Situation("hub unreachable", ("hub cannot be reached",), lambda stack: stack.without_hub()),
-    Situation("disk nearly full", ("disk is nearly full",), lambda stack: stack.full()),
-)
+IN_THE_DEMO: dict[str, Callable[[Stack], contextlib.AbstractContextManager[None]]] = {
+    BEFORE_HEALTHY: lambda stack: stack.switched("slow"),
+    "healthy": lambda stack: contextlib.nullcontext(),
+    "engine slow": lambda stack: stack.switched("busy"),
+    "trainer slow": lambda stack: slowed(stack.watch.run, "trainer"),
+    "all groups flat": lambda stack: stack.switched("flat"),
+    "requests refused": lambda stack: stack.switched("top_p"),
+    "hub unreachable": lambda stack: stack.without_hub(),
+    "disk nearly full": lambda stack: stack.full(),
+}
+"""What is planted into one demo, in this order."""
 
 Row = tuple[str, float | None, str]
 
 
 def in_the_demo(wanted: Callable[[str], bool]) -> Iterator[Row]:
     """Each into a run that trains."""
-    with tempfile.TemporaryDirectory() as name, on_small_disk(Path(name)) as folder:
+    with tempfile.TemporaryDirectory() as place, on_small_disk(Path(place)) as folder:
         stack = Stack(folder, {})
         try:
             stack.trains()
-            for situation in IN_THE_DEMO:
-                if wanted(situation.name):
-                    with situation.plant(stack):
-                        seconds, line = stack.watch.until(situation.words, PATIENCE_S)
-                    yield situation.name, seconds, line
-                    if not (situation.name == BEFORE_HEALTHY and wanted("healthy")):  # whose clock begins there
-                        stack.trains()
+            for name in filter(wanted, IN_THE_DEMO):
+                with IN_THE_DEMO[name](stack):
+                    seconds, line = stack.watch.until(WORDS[name], PATIENCE_S)
+                yield name, seconds, line
+                if not (name == BEFORE_HEALTHY and wanted("healthy")):  # whose clock begins there
+                    stack.trains()
         finally:
             stack.close()
 
@@ -234,8 +244,8 @@ def lag() -> Iterator[Row]:
         stack = Stack(Path(name), ahead)
         try:
             stack.first_step()
-            seconds, line = stack.watch.until(("policy lag at its bound",), PATIENCE_S)
-            yield "lag at its bound", seconds, line
+            seconds, line = stack.watch.until(WORDS[LAG], PATIENCE_S)
+            yield LAG, seconds, line
         finally:
             stack.close()
 
@@ -250,8 +260,8 @@ def engine_dead() -> Iterator[Row]:
         while any(row.state != "healthy" for row in asyncio.run(client.status()).components):
             time.sleep(0.1)
         psutil.Process(asyncio.run(client.status()).components[1].pid or 0).kill()
-        seconds, line = watch.until(("2 of 3 engines",), PATIENCE_S)
-        yield "one engine of three dead", seconds, line
+        seconds, line = watch.until(WORDS[ENGINE_DEAD], PATIENCE_S)
+        yield ENGINE_DEAD, seconds, line
 
 
 def tell(rows: list[Row], *, as_json: bool) -> int:
@@ -276,11 +286,11 @@ def main() -> int:
 
     rows: list[Row] = []
     for name, plant in (
-        ("one engine of three dead", engine_dead),
-        ("lag at its bound", lag),
+        (ENGINE_DEAD, engine_dead),
+        (LAG, lag),
         ("", lambda: in_the_demo(wanted)),
     ):
-        if wanted(name) if name else any(wanted(each.name) for each in IN_THE_DEMO):
+        if wanted(name) if name else any(map(wanted, IN_THE_DEMO)):
             for row in plant():
                 rows.append(row)
                 print(f"  {row}", file=sys.stderr, flush=True)

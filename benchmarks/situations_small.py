@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import random
 import sys
 import tempfile
@@ -28,7 +27,8 @@ from atropos_common.control import Role
 from atropos_common.records import Record, StepRecord, TimingRecord
 from atropos_common.run_dir import RunDir
 from atropos_tui.profile.spec import LogCheck, Probe, Probes, RestartPolicy
-from benchmarks.situations import PATIENCE_S, Row, Watch, on_small_disk, tell
+from atropos_tui.supervisor.client import ControlClient
+from benchmarks.situations import ENGINE_DEAD, LAG, PATIENCE_S, WORDS, Row, Watch, fill, on_small_disk, tell
 from benchmarks.supervisor import child, supervised
 from tests.ui.run_maker import step_records, write_records
 
@@ -47,10 +47,10 @@ while True:
 """
 """A child that prints what it finds in a file; an error ends it."""
 BALANCED = {"data_wait_s": 0.1, "train_s": 0.3, "engine_idle_fraction": 0.2}
-TIMINGS: dict[str, tuple[str, dict[str, float]]] = {
-    "environment slow": ("limited by the environment", {"data_wait_s": 0.45, "engine_idle_fraction": 0.8}),
-    "engine slow": ("limited by the engine", {"data_wait_s": 0.4, "engine_idle_fraction": 0.03}),
-    "trainer slow": ("limited by training", {"data_wait_s": 0.01, "engine_idle_fraction": 0.7}),
+TIMINGS = {
+    "environment slow": {"data_wait_s": 0.45, "engine_idle_fraction": 0.8},
+    "engine slow": {"data_wait_s": 0.4, "engine_idle_fraction": 0.03},
+    "trainer slow": {"data_wait_s": 0.01, "engine_idle_fraction": 0.7},
 }
 REFUSED = (
     "[vllm_server] refused {count} requests to /generate (400): top_p=0.9: changes the logprobs. Send top_p=1 "
@@ -112,53 +112,31 @@ def stack_of_children() -> Iterator[Stack]:
                 stack.close()
 
 
-def plant(name: str, stack: Stack) -> tuple[str, ...]:
-    """Plant a situation; words of the sentence that is right."""
+def plant(name: str, stack: Stack) -> None:
+    """Plant a situation."""
     if name in TIMINGS:
-        words, timing = TIMINGS[name]
-        stack.timing |= timing
-        return (words,)
-    if name == "requests refused":
+        stack.timing |= TIMINGS[name]
+    elif name == "requests refused":
         stack.say("vllm-1", REFUSED.format(count=1) + "\n" + REFUSED.format(count=331))
-        return ("refuses the requests",)
-    if name == "hub unreachable":
+    elif name == "hub unreachable":
         stack.say("math", HUB)
-        return ("hub cannot be reached",)
-    if name == "disk nearly full":
-        free = os.statvfs(stack.folder)
-        with (stack.folder / "filler").open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, free.f_bavail * free.f_frsize - 4_000_000)
-        return ("disk is nearly full",)
-    if name == "one engine of three dead":
-        rows = asyncio.run(_status(stack.run.root))
+    elif name == "disk nearly full":
+        fill(stack.folder)
+    elif name == ENGINE_DEAD:
+        rows = asyncio.run(ControlClient(stack.run.root).status()).components
         psutil.Process(next(row.pid for row in rows if row.name == "vllm-2")).kill()
-        return ("2 of 3 engines",)
-    if name == "lag at its bound":
+    elif name == LAG:
         stack.step_fields = {"left_out": {"older than --max-policy-lag 1": 64}, "sequences": 64}
-        return ("policy lag at its bound",)
-    if name == "all groups flat":
+    elif name == "all groups flat":
         stack.step_fields = {"reward_std": 0.0}
-        return ("rewards are the same", "are flat")
-    return ("healthy",)
-
-
-async def _status(root: Path) -> list[Any]:
-    from atropos_tui.supervisor.client import ControlClient
-
-    return list((await ControlClient(root).status()).components)
-
-
-NAMES = (
-    *TIMINGS, "all groups flat", "requests refused", "hub unreachable", "disk nearly full", "one engine of three dead",
-    "lag at its bound", "healthy",
-)  # fmt: skip
 
 
 def rows() -> Iterator[Row]:
     """Each in a run of its own."""
-    for name in NAMES:
+    for name, words in WORDS.items():
         with stack_of_children() as stack:
-            seconds, line = stack.watch.until(plant(name, stack), PATIENCE_S)
+            plant(name, stack)
+            seconds, line = stack.watch.until(words, PATIENCE_S)
             yield name, seconds, line
 
 

@@ -27,9 +27,9 @@ from unittest import mock
 
 import torch
 
-from atropos_common.model_math import LOGITS_AT_ONCE, Dimensions, step_flops
-from benchmarks.shapes import SHAPES, model_config
-from benchmarks.trainer_step import MIXES, PEAK_FLOPS, Ours, make_batch, sizes
+from atropos_common.model_math import LOGITS_AT_ONCE
+from benchmarks.shapes import SHAPES
+from benchmarks.trainer_step import MIXES, PEAK_FLOPS, Ours, flops_of, make_batch
 from trainer_core.policy import attention, logprobs
 from trainer_core.rollouts.batch import Rollout
 
@@ -196,9 +196,7 @@ def measure(
     """One variant: median seconds, MFU, phases, peak."""
     cuda = torch.cuda.is_available()
     batch = make_batch(shape, mix)
-    generated = sum(label >= 0 for group in batch for mask in group["masks"] for label in mask)
-    flops = step_flops(Dimensions.of(model_config(shape).to_dict()), sizes(batch), generated)
-    phases = Phases(cuda)
+    flops, phases = flops_of(shape, batch), Phases(cuda)
     with contextlib.ExitStack() as stack:
         said = stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         for patch in patches:

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from atropos_common.model_math import Dimensions, step_flops
-from benchmarks.shapes import SHAPES, model_config
+from benchmarks.shapes import SHAPES, build, model_config
 from trainer_core.config import TrainingConfig
 from trainer_core.objective.registry import Objective
 from trainer_core.optim import Stepper, for_device
@@ -73,15 +73,6 @@ MIXES = {
 }
 
 
-def build(shape: str, device: torch.device, attention: str) -> torch.nn.Module:
-    from transformers import AutoModelForCausalLM
-
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    torch.manual_seed(0)
-    with device:
-        return AutoModelForCausalLM.from_config(model_config(shape), dtype=dtype, attn_implementation=attention)
-
-
 def make_batch(shape: str, mix: str, *, groups: int | None = None, prompt: int | None = None) -> list[dict[str, Any]]:
     """Groups as run-api returns them: scores of +-1, rollout logprobs of an almost uniform policy."""
     dice = np.random.default_rng(1)
@@ -111,6 +102,12 @@ def make_batch(shape: str, mix: str, *, groups: int | None = None, prompt: int |
 
 def sizes(batch: list[dict[str, Any]]) -> list[int]:
     return [len(tokens) for group in batch for tokens in group["tokens"]]
+
+
+def flops_of(shape: str, batch: list[dict[str, Any]]) -> float:
+    """Floating point operations of a step on this batch."""
+    generated = sum(label >= 0 for group in batch for mask in group["masks"] for label in mask)
+    return float(step_flops(Dimensions.of(model_config(shape).to_dict()), sizes(batch), generated))
 
 
 class Ours:
@@ -246,8 +243,7 @@ def check_gradient(shape: str, device: torch.device) -> dict[str, float]:
 def compare(options: argparse.Namespace, mix: str, device: torch.device) -> dict[str, Any]:
     """Peer and ours on one batch of this mix."""
     batch = make_batch(options.shape, mix)
-    generated = sum(label >= 0 for group in batch for mask in group["masks"] for label in mask)
-    flops = step_flops(Dimensions.of(model_config(options.shape).to_dict()), sizes(batch), generated)
+    flops = flops_of(options.shape, batch)
     cores = {} if options.threads is None else {"torch_threads": options.threads}
     runs: dict[str, Callable[[], Ours | Peer]] = {
         f"peer, micro-batch {n}": partial(Peer, options.shape, device, n, len(sizes(batch))) for n in options.peer

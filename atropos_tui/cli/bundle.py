@@ -213,7 +213,10 @@ def _listing(root: int) -> Iterator[str]:
     for folder, folders, files, descriptor in os.fwalk(".", dir_fd=root):
         folders.sort()
         for name in sorted(files):
-            info = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
+            try:
+                info = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
+            except OSError:
+                continue  # of a run that goes on: it has gone since it was listed
             kind = " (link)" if stat.S_ISLNK(info.st_mode) else ""
             yield f"{info.st_size:>15,}  {folder[2:] + '/' if folder != '.' else ''}{name}{kind}"
 
@@ -251,7 +254,8 @@ def _environment_secrets(entry: runs.RunEntry) -> Iterator[str]:
 def _env_folders(entry: runs.RunEntry) -> set[Path]:
     """Folders whose `.env` the run may have read: of its profile, and where it was called."""
     words = entry.info.get("command")
-    named = [word for word in words if isinstance(word, str) and word.endswith(".toml")] if words else []
+    words = words if isinstance(words, list) else []
+    named = [word for word in words if isinstance(word, str) and word.endswith(".toml")]
     if isinstance(profile := entry.info.get("profile"), str):
         named.append(profile)
     root = entry.dir.root

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from atropos_common.files import is_private
+from atropos_common.files import is_own, is_private
 from atropos_common.run_dir import ENV_CONTROL_SOCKET, ENV_RUN_DIR, ENV_RUN_ID, RunDir
 from atropos_tui.cli import runs, show
 from atropos_tui.errors import Exit, Problem, UserError
@@ -111,7 +111,7 @@ def _confirmed(question: str) -> bool:
     if not sys.stdin.isatty():
         problem = Problem("there is no terminal to ask", "look with --dry-run, then say --yes")
         raise UserError("not confirmed", [problem])
-    return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+    return show.confirmed(question)
 
 
 def _clean_run(run: DeadRun) -> int:
@@ -209,7 +209,7 @@ def with_processes(but: Collection[str] = ()) -> list[DeadRun]:
     so its cost does not grow with the number of runs."""
     found: dict[str, dict[str, str]] = {}
     for pid in procfs.scan():
-        env = procfs.environ(pid) if _owner(pid) == os.getuid() else {}
+        env = procfs.environ(pid) if is_own(Path(f"/proc/{pid}")) else {}
         if env.get(ENV_RUN_ID, "") not in {"", *but} and env.get(ENV_RUN_DIR):
             found[env[ENV_RUN_ID]] = env
     unsupervised = {id_: env for id_, env in found.items() if not listens(env.get(ENV_CONTROL_SOCKET, ""))}
@@ -292,10 +292,3 @@ def _is_stale(path: Path) -> bool:
         return time.time() - path.lstat().st_ctime > SETTLED_S and path.is_socket() and not listens(str(path))
     except OSError:
         return False
-
-
-def _owner(pid: int) -> int:
-    try:
-        return Path(f"/proc/{pid}").stat().st_uid
-    except OSError:
-        return -1

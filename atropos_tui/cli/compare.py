@@ -100,7 +100,7 @@ async def compare(options: argparse.Namespace) -> int:
         board.say(f"  {line}")
     code = await Comparison(entries, board, sequential=options.sequential).run()
     tell(entries, board, as_json=options.json)
-    lay_over([Path(entry.spec.run_dir) for entry in entries if entry.progress is not None], base, board)
+    lay_over(started(entries), base, board)
     return code
 
 
@@ -354,6 +354,11 @@ def start(entry: ComparedStack) -> None:
     spawn_supervisor(run, entry.spec)
 
 
+def started(entries: Sequence[ComparedStack]) -> list[Path]:
+    """The run directories of those that were started."""
+    return [entry.root for entry in entries if entry.progress is not None]
+
+
 def lay_over(roots: Sequence[Path], base: Path, board: Board) -> None:
     """The curves of all that trained on the same axes, as a page beside the runs."""
     trained = [run for run in read_runs(roots) if run.state.step]
@@ -368,13 +373,12 @@ def lay_over(roots: Sequence[Path], base: Path, board: Board) -> None:
 
 def tell(entries: Sequence[ComparedStack], board: Board, *, as_json: bool) -> None:
     """The table of what ran, then how the others ended."""
-    figures = benchmark_runs([entry.root for entry in entries if entry.progress is not None])
+    figures = benchmark_runs(started(entries))
     if as_json:
         print(benchmarks_json(figures))
     elif figures:
-        apart = settings_table(read_runs([Path(entry.spec.run_dir) for entry in entries if entry.progress is not None]))
         print(f"\n{render_benchmarks(figures)}\n")
-        if apart:
+        if apart := settings_table(read_runs(started(entries))):
             print(f"{text_table(apart)}\n")
     tell_failures(entries, board)
 

@@ -62,7 +62,9 @@ def values(prefix: str, action: argparse.Action, parser: argparse.ArgumentParser
         elif kind == "COMPONENT":
             offered |= _components(parsed["parsed_args"])
         elif kind == "KIND":
-            offered |= dict.fromkeys(_kinds(), "")
+            from atropos_tui.cli.inspect import event_kinds
+
+            offered |= dict.fromkeys(event_kinds(), "")
         elif kind == "KEY=VALUE":
             offered |= _keys()
         elif kind == "PROFILE":
@@ -84,12 +86,6 @@ def _components(options: argparse.Namespace) -> dict[str, str]:
     except UserError:
         return {}
     return {name: role for name, role in names.items() if PLAIN.fullmatch(name)}
-
-
-def _kinds() -> list[str]:
-    from atropos_tui.cli.inspect import event_kinds
-
-    return event_kinds()
 
 
 def _keys() -> dict[str, str]:

@@ -43,43 +43,42 @@ def not_live(run_dir: Path) -> UserError:
     )
 
 
-async def act(options: argparse.Namespace) -> int:
+def act(options: argparse.Namespace) -> int:
     """`start`, `stop`, `restart`, `kill`: show the blast radius, ask where it is wide, and follow it to its end."""
     action: Action = options.action
     entry = runs.acted_on(options)
-    run_dir = entry.dir.root
     slurm.go_there(entry.dir)
-    socket = ControlClient(run_dir)
     try:
-        recipe = await socket.recipe(action, options.component)
+        recipe = asyncio.run(ControlClient(entry.dir.root).recipe(action, options.component))
         if options.dry_run:
             print(show.recipe_text(recipe))
             return Exit.DONE
-        if not options.yes and action != "start" and sys.stdin.isatty():
-            answer = await asyncio.to_thread(input, f"{show.recipe_text(recipe)}\ngo on? [y/N] ")
-            if answer.strip().lower() not in ("y", "yes"):
-                return Exit.DONE
-        accepted = await socket.command(CommandRequest(action=action, component=options.component))
-        return await _follow(socket, accepted.command_id)
+        asks = not options.yes and action != "start" and sys.stdin.isatty()
+        # Asked while no event loop runs: it would keep ^C from ending the question.
+        if asks and not show.confirmed(f"{show.recipe_text(recipe)}\ngo on?"):
+            return Exit.DONE
+        return asyncio.run(_carry_out(entry.dir.root, CommandRequest(action=action, component=options.component)))
     except Refused as refused:
         raise _refused(refused, options.component, entry) from None
     except NoSupervisor:
-        raise not_live(run_dir) from None
+        raise not_live(entry.dir.root) from None
+
+
+async def _carry_out(run_dir: Path, request: CommandRequest) -> int:
+    socket = ControlClient(run_dir)
+    accepted = await socket.command(request)
+    while True:
+        status = await socket.command_status(accepted.command_id)
+        if status.status in ("done", "failed"):
+            print(f"{status.action} {status.component or ''}: {status.status}  {one_line(status.detail)}".rstrip())
+            return Exit.DONE if status.status == "done" else Exit.COMPONENT_FAILED
+        await asyncio.sleep(POLL_S)
 
 
 def _refused(refused: Refused, named: str, entry: runs.RunEntry) -> UserError:
     known = runs.component_names(entry)
     meant = did_you_mean(named, known) if named not in known else ""
     return UserError(f"refused: {refused.error}", [Problem(meant + refused.fix)] if meant or refused.fix else [])
-
-
-async def _follow(socket: ControlClient, command_id: str) -> int:
-    while True:
-        status = await socket.command_status(command_id)
-        if status.status in ("done", "failed"):
-            print(f"{status.action} {status.component or ''}: {status.status}  {one_line(status.detail)}".rstrip())
-            return Exit.DONE if status.status == "done" else Exit.COMPONENT_FAILED
-        await asyncio.sleep(POLL_S)
 
 
 async def bring_down(run_dir: Path, timeout_s: float | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import re
 import shutil
 import sys
 import time
@@ -19,7 +20,7 @@ from atropos_common.run_dir import RunDir
 from atropos_tui.cli import runs, show, slurm
 from atropos_tui.cli.logs import compiled
 from atropos_tui.errors import Exit, Problem, UserError
-from atropos_tui.monitor.format import counted
+from atropos_tui.monitor.format import counted, number, one_line
 from atropos_tui.monitor.run_files import RunInfo, component_rows, read_info, status_from_files
 from atropos_tui.profile.errors import did_you_mean
 from atropos_tui.supervisor.client import ControlClient, NoSupervisor, StreamLost
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
     from atropos_tui.monitor.why import Picture
 
 RUNS_SHOWN = 20
+LOOK_S = 1.0
+"""Between two looks of `ps -f`."""
+STEP_S = 10.0
+"""It tells a step no more often."""
 
 
 async def status_of(entry: runs.RunEntry) -> RunStatus:
@@ -93,32 +98,64 @@ async def ps(options: argparse.Namespace) -> int:
         print(show.ascii_json((await status_of(entry)).model_dump_json(indent=2)))
         return Exit.DONE
     if options.follow:
-        from atropos_tui.cli.text_mode import follow
-
         await follow(entry)
         return Exit.DONE
-    status, said = await judged(entry)
-    print(show.painted(show.ps_table(status, show.inked(said.line, said.tone))))
+    picture, said = await _picture(entry, [])
+    print(show.painted(show.ps_table(picture.status, show.inked(said.line, said.tone))))
     return Exit.DONE
 
 
-async def judged(entry: runs.RunEntry) -> tuple[RunStatus, Verdict]:
-    """How a run stands at this moment, and the one sentence about it."""
+class NewLines:
+    """What is new of a run since the last look, as plain text: for screen readers, slow lines and log files."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, str] = {}
+        self._said = ""
+        self._step = 0
+        self._step_at = float("-inf")
+
+    def lines(self, status: RunStatus, info: RunInfo, state: RunState, said: Verdict, now: float) -> Iterator[str]:
+        """Components that moved, the sentence if more than its numbers is another one, the newest step."""
+        for row in status.components:
+            if self._states.get(row.name, row.state) != row.state:
+                yield f"{row.name} is {row.state.value}" + (f": {one_line(row.reason)}" if row.reason else "")
+            self._states[row.name] = row.state
+        words = re.sub(r"[\d.,:]+", "", said.what)
+        if self._said and words != self._said:
+            yield f"{said.severity}: {said.text}"
+        self._said = words
+        if state.step != self._step and now - self._step_at >= STEP_S:
+            self._step, self._step_at = state.step, now
+            of = f" of {info.training_steps}" if info.training_steps else ""
+            yield f"step {state.step}{of}, reward {number(state.metric('reward_mean').last)}"
+
+
+async def follow(entry: runs.RunEntry) -> None:
+    """`ps -f`: the table, then a line for each change until the run is over. Nothing is ever drawn over."""
+    from atropos_tui.monitor.run_files import load_run
+    from atropos_tui.monitor.timeline import clock
     from atropos_tui.monitor.verdict import verdict
 
-    info, state, status = await _all_of(entry)
-    return status, verdict(status, info, state, time.time())
-
-
-async def _all_of(entry: runs.RunEntry) -> tuple[RunInfo, RunState, RunStatus]:
-    """What the files tell, and the supervisor's word on how it stands."""
-    from atropos_tui.monitor.run_files import load_run
-
-    info, state, _ = load_run(entry.dir.root)
-    try:
-        return info, state, await ControlClient(entry.dir.root).status()
-    except NoSupervisor:
-        return info, state, await asyncio.to_thread(status_without_socket, entry, info, state)
+    info, state, feed = load_run(entry.dir.root)
+    changes, begun = NewLines(), False
+    while True:
+        state = feed.catch_up(state)
+        try:
+            status = await ControlClient(entry.dir.root).status()
+        except NoSupervisor:
+            status = status_from_files(entry.dir, info, state)
+        now = time.time()
+        said = verdict(status, info, state, now)
+        news = list(changes.lines(status, info, state, said, now))
+        if not begun:
+            print(show.ps_table(status, said.line), flush=True)
+            begun = True
+        else:
+            for line in news:
+                print(f"{clock(now)}  {line}", flush=True)
+        if status.phase is Phase.ENDED:
+            return
+        await asyncio.sleep(LOOK_S)
 
 
 async def why(options: argparse.Namespace) -> int:
@@ -169,11 +206,20 @@ def _ideas(paragraph: list[str]) -> list[str]:
 
 
 async def _picture(entry: runs.RunEntry, names: list[str]) -> tuple[Picture, Verdict]:
-    """The run at this moment, with all that its records tell."""
+    """The run at this moment, with all that its files and its supervisor tell, and the one sentence about it.
+
+    Raises:
+        UserError: one of `names` is not part of the run.
+    """
+    from atropos_tui.monitor.run_files import load_run
     from atropos_tui.monitor.verdict import verdict
     from atropos_tui.monitor.why import Picture
 
-    info, state, status = await _all_of(entry)
+    info, state, _ = load_run(entry.dir.root)
+    try:
+        status = await ControlClient(entry.dir.root).status()
+    except NoSupervisor:
+        status = await asyncio.to_thread(status_without_socket, entry, info, state)
     now = time.time()
     picture = Picture(status, info, state, now)
     if unknown := [name for name in names if name not in picture.rows]:

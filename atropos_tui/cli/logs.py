@@ -159,7 +159,7 @@ def _attempt(text: str | None) -> int | Literal["all"] | None:
 def _count(options: argparse.Namespace) -> float:
     if options.lines is None:
         return LINES if options.since is None else math.inf
-    return float(max(options.lines, 0))
+    return float(options.lines)
 
 
 def compiled(pattern: str | None) -> Pattern | None:
@@ -181,7 +181,7 @@ def moment(text: str, now: datetime) -> float:
         UserError: it is none of these.
     """
     if match := re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text):
-        return now.timestamp() - float(match[1]) * UNITS[match[2]]
+        return max(0.0, now.timestamp() - float(match[1]) * UNITS[match[2]])
     try:
         if re.fullmatch(r"\d\d?:\d\d(:\d\d)?", text):
             clock = datetime.strptime(text, "%H:%M:%S" if text.count(":") == 2 else "%H:%M").time()

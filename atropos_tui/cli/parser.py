@@ -75,14 +75,11 @@ def _speed(text: str) -> float:
 def _profile_arguments(parser: argparse.ArgumentParser, *, or_resume: bool = False) -> None:
     text = "a path, or the name of a shipped profile" + ("; with --resume the run's own" if or_resume else "")
     parser.add_argument("profile", metavar="PROFILE", nargs="?" if or_resume else None, help=text)
-    parser.add_argument(
-        "--set",
-        metavar="KEY=VALUE",
-        dest="sets",
-        action="append",
-        default=[],
-        help="override a key, e.g. trainer.lr=1e-4",
-    )
+    _sets(parser, "override a key, e.g. trainer.lr=1e-4")
+
+
+def _sets(parser: argparse.ArgumentParser, text: str) -> None:
+    parser.add_argument("--set", metavar="KEY=VALUE", dest="sets", action="append", default=[], help=text)
 
 
 ELSEWHERE = "user@host or user@host:RUN for one on another machine, over ssh"
@@ -230,12 +227,8 @@ def _compare(commands) -> None:  # type: ignore[no-untyped-def]
         "profiles", metavar="PROFILE", nargs="+", help="two or more, paths or names; one may be given twice"
     )
     text = "override a key of all; LABEL:KEY=VALUE of one (labels: demo, demo-2, ...)"
-    compare.add_argument("--set", metavar="KEY=VALUE", dest="sets", action="append", default=[], help=text)
-    compare.add_argument("--steps", metavar="N", type=int, help="optimizer steps of each")
+    _several(compare, text, "runs/compare-TIME")
     compare.add_argument("--sequential", action="store_true", help="one after another (default: side by side)")
-    compare.add_argument("--json", action="store_true", help="figures as JSON; progress goes to stderr")
-    where = "where their run directories go (default: runs/compare-TIME)"
-    compare.add_argument("--run-dir", metavar="DIR", type=Path, help=where)
 
 
 def _sweep(commands) -> None:  # type: ignore[no-untyped-def]
@@ -243,15 +236,20 @@ def _sweep(commands) -> None:  # type: ignore[no-untyped-def]
     sweep = _command(commands, "sweep", "sweep:sweep", text)
     sweep.add_argument("profile", metavar="PROFILE", nargs="?", help="a path, or the name of a shipped profile")
     text = "a key and its values, such as trainer.lr=1e-5,1e-6 or seed=0..3; several make a grid"
-    sweep.add_argument("--set", metavar="KEY=VALUE", dest="sets", action="append", default=[], help=text)
-    sweep.add_argument("--steps", metavar="N", type=int, help="optimizer steps of each")
+    _several(sweep, text, "runs/sweep-NAME-TIME")
     text = "so many at a time, as far as the GPUs allow (default 1: one after another)"
     sweep.add_argument("--parallel", metavar="N", type=_count, default=1, help=text)
-    sweep.add_argument("--json", action="store_true", help="figures as JSON; progress goes to stderr")
-    where = "where their run directories go (default: runs/sweep-NAME-TIME)"
-    sweep.add_argument("--run-dir", metavar="DIR", type=Path, help=where)
     text = "go on with a sweep: what is done is not run again"
     sweep.add_argument("--resume", metavar="DIR", type=Path, help=text)
+
+
+def _several(parser: argparse.ArgumentParser, sets: str, where: str) -> None:
+    """What is said of several stacks alike: their settings, steps and place, and how it is told."""
+    _sets(parser, sets)
+    parser.add_argument("--steps", metavar="N", type=int, help="optimizer steps of each")
+    parser.add_argument("--json", action="store_true", help="figures as JSON; progress goes to stderr")
+    text = f"where their run directories go (default: {where})"
+    parser.add_argument("--run-dir", metavar="DIR", type=Path, help=text)
 
 
 def _caring(commands) -> None:  # type: ignore[no-untyped-def]

@@ -23,6 +23,7 @@ COMMANDS = (
 )  # fmt: skip
 """Those that show a run, or act on it through its supervisor; what writes a file writes it where the run is."""
 _PLACE = re.compile(r"([A-Za-z0-9_][\w.+-]*@[A-Za-z0-9][\w.-]*)(?::(.*))?")
+_RUN_DIR = "--run-dir="
 _WITH_TEXT = ("--grep",)
 """Options whose value may look like a place."""
 _NO_CONNECTION, _NOT_THERE = 255, 127
@@ -37,9 +38,14 @@ def place_in(words: Sequence[str]) -> tuple[str, list[str]] | None:
     for at, word in enumerate(words[1:], 1):
         if words[at - 1] in _WITH_TEXT:
             continue
-        if (found := _PLACE.fullmatch(word)) and not Path(word).exists():
-            run = [found[2]] if found[2] else []
-            return found[1], [*words[:at], *run, *words[at + 1 :]]
+        place = word.removeprefix(_RUN_DIR)
+        if (found := _PLACE.fullmatch(place)) and not Path(place).exists():
+            before = list(words[:at])
+            if found[2]:
+                before.append(word.removesuffix(place) + found[2])
+            elif before[-1] == "--run-dir":  # which would take the next word
+                before.pop()
+            return found[1], [*before, *words[at + 1 :]]
     return None
 
 
@@ -91,10 +97,9 @@ def _pass_on(stream: IO[bytes], last: deque[str]) -> None:
 
 
 def _why(host: str, lines: Sequence[str]) -> Problem:
-    from atropos_tui.diagnoses.node_rules import LAUNCHER_RULES
+    from atropos_tui.cli.doctor.node_line import launcher_said
 
-    for rule in LAUNCHER_RULES:
-        for line in reversed(lines):
-            if any(pattern.match(line) for pattern in rule.patterns):
-                return Problem(rule.title, str(rule.fix).replace("HOST", host))
+    if known := launcher_said(lines, host):
+        title, fix, _ = known
+        return Problem(title, fix)
     return Problem(lines[-1] if lines else "ssh said nothing", f"ssh -v {host} true shows where it stops")

