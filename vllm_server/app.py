@@ -344,7 +344,7 @@ async def build(config: ServerConfig, args: Namespace, engine: Any, address: str
     keeper = await record_routing(bridge, args) if args.records_routing else None
     engine.generate = record(engine.generate, bridge.completions, bridge.history, keeper)
     names = args.served_model_name or [args.model]
-    adapters = lora.Adapters(bridge, app.state.openai_serving_models, config.run_dir)
+    adapters = lora.ServedAdapters(bridge, app.state.openai_serving_models, config.run_dir)
     generator = Generator(
         engine, history=bridge.history, spans=bridge.spans, completions=bridge.completions, model_names=names,
         adapters=adapters,

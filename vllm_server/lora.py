@@ -34,7 +34,7 @@ Shapes = dict[str, tuple[int, int]]
 """Linear module -> (out features, in features)."""
 
 
-class Adapters:
+class ServedAdapters:
     """The adapter that answers now, and those that still finish what they began."""
 
     def __init__(self, bridge: WeightBridge, models: Any, root: Path | None) -> None:
@@ -151,7 +151,7 @@ class Adapters:
             await self._bridge.engine.remove_lora(request.lora_int_id)
 
 
-def make_router(adapters: Adapters) -> APIRouter:
+def make_router(adapters: ServedAdapters) -> APIRouter:
     """The three routes."""
     router = APIRouter()
 

@@ -320,6 +320,7 @@ def test_the_door(server: Server) -> None:
 
 
 def test_leases(server: Server) -> None:
+    server.post("/bridge/resume", {"weight_version": 6})
     server.post("/bridge/pause", {"lease_s": 2})
     paused = time.monotonic()
     assert server.get("/health_generate").json()["paused"] is True

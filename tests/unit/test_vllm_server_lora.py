@@ -19,7 +19,7 @@ from vllm_server import compat, lora
 from vllm_server.auth import GenerationHold
 from vllm_server.bridge import NotDone, WeightBridge
 from vllm_server.config import ServerConfig
-from vllm_server.lora import Adapters, make_router, misfit
+from vllm_server.lora import ServedAdapters, make_router, misfit
 
 SHAPES = {"model.layers.0.self_attn.q_proj": (8, 4), "model.layers.0.self_attn.v_proj": (4, 4)}
 
@@ -62,14 +62,14 @@ class Models:
 
 
 @pytest.fixture
-def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Adapters, Models, LoraEngine, WeightBridge]:
+def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[ServedAdapters, Models, LoraEngine, WeightBridge]:
     monkeypatch.setattr(lora, "linear_shapes", lambda _: SHAPES)
     monkeypatch.setattr(compat, "load_adapter_request", lambda n, p: SimpleNamespace(lora_name=n, lora_path=p))
     engine, models = LoraEngine(), Models()
     config = ServerConfig.from_env({"LOGDIR": str(tmp_path / "bridge")})
     config.bridge_dir.mkdir()
     bridge = WeightBridge(engine, config=config, gate=GenerationHold(held=True), model="base", vllm_version="0")
-    return Adapters(bridge, models, tmp_path), models, engine, bridge
+    return ServedAdapters(bridge, models, tmp_path), models, engine, bridge
 
 
 def adapter(folder: Path, rank: int = 2, **tensors: tuple[int, int]) -> str:
@@ -204,7 +204,7 @@ async def test_the_routes_and_a_server_without_lora(parts: Any, tmp_path: Path) 
         assert (await http.post("/lora/load", json={**body, "weight_version": -1})).status_code == 422
         assert (await http.post("/lora/unload")).json()["name"] is None
         bridge.engine.vllm_config = SimpleNamespace(lora_config=None)
-        plain = Adapters(bridge, Models(), None)
+        plain = ServedAdapters(bridge, Models(), None)
         app.router.routes.clear()
         app.include_router(make_router(plain))
         answer = await http.post("/lora/load", json=body)

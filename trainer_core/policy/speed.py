@@ -111,7 +111,7 @@ def use_memory(device: torch.device) -> None:
     works: what passes of other lengths leave behind cannot be used otherwise, an eighth of an H200 with 8B parameters.
     """
     if device.type == "cuda" and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")  # type: ignore[no-untyped-call]
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")  # type: ignore[attr-defined]
 
 
 def compiled_on_cuda(function: Function) -> Function:
