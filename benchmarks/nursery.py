@@ -4,8 +4,8 @@
 
 Each line on stdin is a request {"call": "module:function", "args": [...], "env": {...}, "cwd": DIR, "stdin": FILE,
 "log": FILE}; the answer is the pid of a process that ends with what the function returns for `args`, in a session of
-its own. All die with this process; how one ended is written to LOG.exit. On a CPU neither torch nor vLLM starts a
-thread when it is imported.
+its own. Or it is {"modules": [...]}, further ones to import. All processes die with this one; how one ended is written
+to LOG.exit. On a CPU neither torch nor vLLM starts a thread when it is imported.
 """
 
 from __future__ import annotations
@@ -31,18 +31,25 @@ VLLM = "vllm_server.app"
 
 
 def main(modules: list[str]) -> None:
-    for module in modules:
-        importlib.import_module(module)
-    gc.freeze()  # what was imported stays: no child looks through it for garbage, which would copy its pages
-    answer({"ready": True})
+    _import(modules)
     for line in sys.stdin:
         request = json.loads(line)
+        if "modules" in request:
+            _import(request["modules"])
+            continue
         pid = os.fork()
         if pid:
             threading.Thread(target=_reap, args=[pid, Path(request["log"] + ".exit")], daemon=True).start()
             answer({"pid": pid})
             continue
         _run(request)
+
+
+def _import(modules: list[str]) -> None:
+    for module in modules:
+        importlib.import_module(module)
+    gc.freeze()  # what was imported stays: no child looks through it for garbage, which would copy its pages
+    answer({"ready": True})
 
 
 def _run(request: dict[str, Any]) -> None:

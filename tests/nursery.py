@@ -1,6 +1,6 @@
 """Processes of the tests that start at once: forked from one that has imported already what takes them long.
 
-Each test process has one for as many sets of modules as can be, and it ends with that.
+Each test process has one for all sets of modules that have some in common, and it ends with that.
 """
 
 from __future__ import annotations
@@ -30,9 +30,13 @@ _started: dict[tuple[str, ...], Child] = {}
 
 def nursery(*modules: str) -> Child:
     """It has imported `modules`, and perhaps more."""
-    for imported, there in _started.items():
-        if set(modules) <= set(imported):
-            return there
+    for imported, there in list(_started.items()):
+        if more := set(modules) - set(imported):
+            if len(more) == len(modules):
+                continue
+            there.ask({"modules": [each for each in modules if each in more]}, START_S)
+            _started[(*imported, *more)] = _started.pop(imported)
+        return there
     folder = tempfile.TemporaryDirectory(prefix="atropos-nursery-")
     place = Path(folder.name)
     made = Child(place, ["-m", "benchmarks.nursery", *modules], environment(place, None, {}))

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from tests.cluster.ssh_nodes import SshNodes
     from tests.unit.trainer_stand_ins import Engine
 
+LAYERS = 2
+"""Of the tiny model."""
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_parser() -> Iterator[None]:
@@ -53,13 +56,30 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshNodes]:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a tiny Qwen3 with random weights."""
+    """The folder of a tiny Qwen3 with random weights: the demo's with two of its layers, since a layer is what most
+    of a step takes."""
+    import torch
+
+    from atropos_envs.tiny_model import build_tiny_model, save_model
+
+    torch.set_num_threads(1)
+    model = build_tiny_model()
+    model.model.layers = model.model.layers[:LAYERS]
+    model.config.num_hidden_layers, model.config.layer_types = LAYERS, model.config.layer_types[:LAYERS]
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    save_model(model, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def demo_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with all layers of the demo's."""
     import torch
 
     from atropos_envs.tiny_model import make_tiny_model
 
     torch.set_num_threads(1)
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "demo")
 
 
 @pytest.fixture

@@ -98,7 +98,7 @@ class Trainer:
 
     def rows(self, step: int) -> list[PackedRow]:
         """This rank's rows: of an odd number, so that one rank has an empty one."""
-        rollouts = rollouts_of(13, seed=step)
+        rollouts = rollouts_of(8, seed=step)
         for flat in rollouts[:3]:
             flat.advantages[:] = 0.0
         if self.routers is not None:
@@ -156,23 +156,34 @@ def apart(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
     return max(float((a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-30)) for a, b in pairs)
 
 
+def taken(trainer: Trainer, number: int) -> tuple[StepOutcome, list[torch.Tensor], list[torch.Tensor]]:
+    """A step, its gradient and the weights after it, both whole."""
+    outcome = trainer.step(number)
+    return outcome, trainer.gradients, trainer.weights()
+
+
 def one_case(folder: Path, world: World, model: str, settings: dict[str, Any]) -> dict[str, float]:
-    many, one = Trainer(folder, model, world, **settings), Trainer(folder, model, ALONE, **settings)
+    """On rank 0 alone, which has seen all that the others have: what the same case is on one rank."""
+    many = Trainer(folder, model, world, **settings)
     assert any(isinstance(p, DTensor) for p in many.model.parameters())
+    of_all = [taken(many, number) for number in (1, 2)]
+    if world.rank:
+        return {}
+    one = Trainer(folder, model, ALONE, **settings)
     whole = sum(p.nbytes for p in one.model.get_input_embeddings().parameters())
     assert gathered_bytes(many.model) > 2 * whole and gathered_bytes(one.model) == 0
-    mine, theirs = many.step(1), one.step(1)
+    first, second = zip(of_all, [taken(one, number) for number in (1, 2)], strict=True)
+    (mine, *mine_then), (theirs, *theirs_then) = first
     found = {"loss": abs(mine.loss - theirs.loss) / abs(theirs.loss)}
-    found["gradient"] = apart(many.gradients, one.gradients)
-    found["weights"] = apart(many.weights(), one.weights())
-    mine, theirs = many.step(2), one.step(2)
+    found["gradient"], found["weights"] = map(apart, mine_then, theirs_then)
+    (mine, _, mine_later), (theirs, _, theirs_later) = second
     found["norm"] = abs(mine.grad_norm - theirs.grad_norm) / theirs.grad_norm
     # A KL is half a squared difference of logprobs: its root is what rounds as they do.
     roots = [math.sqrt(outcome.ref_kl or 1.0) for outcome in (mine, theirs)]
     pairs = ((mine.entropy, theirs.entropy), (mine.ratio_max, theirs.ratio_max), (mine.tokens, theirs.tokens),
              (mine.diffs.abs_max, theirs.diffs.abs_max), (roots[0], roots[1]))  # fmt: skip
     found["rest"] = max(abs(a - b) / abs(b) for a, b in pairs)
-    found["later"] = apart(many.weights(), one.weights())
+    found["later"] = apart(mine_later, theirs_later)
     found["proof"] = abs(many.proved - one.proved)
     return found
 
@@ -183,25 +194,34 @@ RESUMED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def one_resume(folder: Path, world: World, name: str) -> dict[str, float]:
-    """Two ranks, then one, then two again; each goes on from what the ones before have written."""
+    """Two ranks, then one (rank 0), then two again; each goes on from what the ones before have written."""
     model, settings = RESUMED[name]
     many = Trainer(folder, model, world, **settings)
     many.step(1)
     first = many.save(folder / f"{name} 2", 1)
-    one = Trainer(folder, model, ALONE, resume=first, **settings)
-    found = {"written": apart(many.weights(), one.weights())}
-    if not many.config.trains_adapters:
+    one = None if world.rank else Trainer(folder, model, ALONE, resume=first, **settings)
+    found: dict[str, float] = {}
+
+    def compare(words: str, trainer: Trainer) -> None:
+        weights = trainer.weights()
+        if one is not None:
+            found[words] = apart(weights, one.weights())
+
+    compare("written", many)
+    if one is not None and not one.config.trains_adapters:
         served = load_model(first, compute_dtype(many.model), CPU)
         found["served"] = apart([p.detach() for p in served.parameters()], [p.detach() for p in one.model.parameters()])
     many.step(2)
-    one.step(2)
-    found["to one"] = apart(many.weights(), one.weights())
-    second = world.share(lambda: one.save(folder / f"{name} 1", 2))
+    if one is not None:
+        one.step(2)
+    compare("to one", many)
+    second = world.share(lambda: one and one.save(folder / f"{name} 1", 2))
     again = Trainer(folder, model, world, resume=second, **settings)
-    found["read"] = apart(again.weights(), one.weights())
+    compare("read", again)
     again.step(3)
-    one.step(3)
-    found["to two"] = apart(again.weights(), one.weights())
+    if one is not None:
+        one.step(3)
+    compare("to two", again)
     third = again.save(folder / f"{name} 2", 3)
     same = Trainer(folder, model, world, resume=third, **settings)
     again.step(4)

@@ -66,7 +66,7 @@ def test_adapters_over_a_layer_that_is_computed_anew(name: str, compiled: bool) 
     use_checkpointing(model, "on", tokens=0, optimizer="adamw", device=CPU)
     if compiled:
         compile_layers(model)
-    short, long = 256, 512
+    short, long = 128, 256
     counted = _peak(model, long) - _peak(model, short)
     planned = [activations(model, tokens, compiled=compiled, anew=2) for tokens in (short, long)]
     assert planned[1]._again > planned[1].head, "there is next to no head here"

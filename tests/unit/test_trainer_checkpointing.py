@@ -23,6 +23,12 @@ from trainer_core.step import accumulate
 CPU = torch.device("cpu")
 
 
+@pytest.fixture(scope="module")
+def base(demo_base: Path) -> Path:
+    """Some of its layers are computed anew, and some are not."""
+    return demo_base
+
+
 def _switch(model: torch.nn.Module, mode: str, device: torch.device = CPU) -> int:
     return use_checkpointing(model, mode, tokens=16384, optimizer="adamw", device=device)
 

@@ -43,8 +43,8 @@ LIMIT_S = 10.0
 
 
 @pytest.fixture
-def folder(base: Path, tmp_path: Path) -> Path:
-    (tmp_path / "tiny").symlink_to(base)
+def folder(demo_base: Path, tmp_path: Path) -> Path:
+    (tmp_path / "tiny").symlink_to(demo_base)
     return tmp_path
 
 

@@ -65,11 +65,11 @@ def test_every_parameter_is_a_view(engine: Engine, base: Path) -> None:
         torch.testing.assert_close(model.get_parameter(name), value, atol=0, rtol=0)
     for (name, ours), (_, theirs) in zip(model.named_buffers(), original.named_buffers(), strict=True):
         torch.testing.assert_close(ours, theirs, atol=0, rtol=0, msg=name)
-    qkv = tensors["model.layers.2.self_attn.qkv_proj.weight"]
-    k_proj = model.get_parameter("model.layers.2.self_attn.k_proj.weight")
+    qkv = tensors["model.layers.1.self_attn.qkv_proj.weight"]
+    k_proj = model.get_parameter("model.layers.1.self_attn.k_proj.weight")
     with torch.no_grad():
         k_proj[0, 0] = 77.0
-    assert qkv[128, 0] == 77.0 == engine.tensors["model.layers.2.self_attn.qkv_proj.weight"][128, 0]
+    assert qkv[128, 0] == 77.0 == engine.tensors["model.layers.1.self_attn.qkv_proj.weight"][128, 0]
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
@@ -243,7 +243,7 @@ def test_a_whole_run(
     rollout = next(r for r in records if r.kind == "rollout")
     assert re.fullmatch(r"\d\+2=", rollout.prompt) and rollout.env == "even"
     for line in (
-        "✓ inference_logprobs found in batch (sample len: 7)", "BENCHMARK SUMMARY (shared_vllm)", "Mapped 46/46 params",
+        "✓ inference_logprobs found in batch (sample len: 7)", "BENCHMARK SUMMARY (shared_vllm)", "Mapped 24/24 params",
         "Starting from the base model", "step 12/12",
     ):  # fmt: skip
         assert line in out, line
