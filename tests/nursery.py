@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from benchmarks.children import Child, environment
 from benchmarks.nursery import VLLM, ForkedProcess
@@ -22,7 +25,7 @@ TRAINER = (
 )  # fmt: skip
 SERVER = (VLLM, *TRAINER)
 """Of an inference server; whoever tests one has trainers as well."""
-SUPERVISOR = ("atropos_tui.supervisor.runner", "atropos_tui.supervisor.__main__")
+SUPERVISOR = ("tests.warm_supervisor",)
 
 
 _started: dict[tuple[str, ...], Child] = {}
@@ -61,8 +64,14 @@ def supervisor(stack_json: str, folder: Path) -> ForkedProcess:
     return forked(SUPERVISOR, "tests.nursery:be_supervisor", [], folder / "said", stdin=folder / "stdin")
 
 
-def be_supervisor(_: list[str]) -> int:
-    """In the new process."""
+def be_supervisor(_: list[str]) -> NoReturn:
+    """In the new process. It ends as an interpreter does, but what was imported is not taken apart: that would copy it
+    all."""
     from atropos_tui.supervisor.__main__ import main
 
-    return main()
+    code = main()
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

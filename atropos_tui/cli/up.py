@@ -226,6 +226,21 @@ def spawn_supervisor(run: RunDir, stack: StackSpec) -> None:
     run.result_json.unlink(missing_ok=True)
     if not ports.has_supervisor(run):  # nobody listens where a supervisor was killed with its guard
         run.control_sock.unlink(missing_ok=True)
+    process = _start_supervisor(run, stack)
+    deadline = time.monotonic() + SUPERVISOR_START_S
+    while not (run.control_sock.exists() and _runs_by(process.pid, run)):
+        if process.poll() is not None and run.result_json.exists():
+            return
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.terminate()
+            code = Exit.USAGE if process.wait() == Exit.USAGE else Exit.FAULT
+            tail = run.supervisor_log.read_text(errors="replace").splitlines()[-5:]
+            raise UserError("the supervisor did not start", [Problem(line) for line in tail], code)
+        time.sleep(0.02)
+
+
+def _start_supervisor(run: RunDir, stack: StackSpec) -> subprocess.Popen[bytes]:
+    """Its output in the run's supervisor.log."""
     descriptor = os.open(run.supervisor_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     with os.fdopen(descriptor, "ab") as log:
         process = subprocess.Popen(
@@ -238,16 +253,7 @@ def spawn_supervisor(run: RunDir, stack: StackSpec) -> None:
     assert process.stdin is not None
     process.stdin.write(json.dumps(stack.model_dump(mode="json")).encode())
     process.stdin.close()
-    deadline = time.monotonic() + SUPERVISOR_START_S
-    while not (run.control_sock.exists() and _runs_by(process.pid, run)):
-        if process.poll() is not None and run.result_json.exists():
-            return
-        if process.poll() is not None or time.monotonic() > deadline:
-            process.terminate()
-            code = Exit.USAGE if process.wait() == Exit.USAGE else Exit.FAULT
-            tail = run.supervisor_log.read_text(errors="replace").splitlines()[-5:]
-            raise UserError("the supervisor did not start", [Problem(line) for line in tail], code)
-        time.sleep(0.02)
+    return process
 
 
 def _runs_by(pid: int, run: RunDir) -> bool:

@@ -73,12 +73,12 @@ async def pids_in(path: Path, timeout_s: float = 10.0) -> list[int]:
     raise AssertionError(f"{path} was not written")
 
 
-async def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> float:
-    """Seconds until `condition` held."""
+async def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0, every_s: float = 0.005) -> float:
+    """Seconds until `condition` held, which is asked each `every_s`."""
     began = time.monotonic()
     while not condition():
         assert time.monotonic() - began < timeout_s, "it did not happen in time"
-        await asyncio.sleep(0.005)
+        await asyncio.sleep(every_s)
     return time.monotonic() - began
 
 

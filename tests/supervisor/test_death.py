@@ -309,13 +309,14 @@ def guard_of(supervisor: int) -> int:
     return 0
 
 
-def test_bad_input_on_stdin_is_exit_2_without_a_traceback() -> None:
+def test_bad_input_on_stdin_is_exit_2_without_a_traceback(tmp_path: Path) -> None:
+    given, said = tmp_path / "given", tmp_path / "said"
     for text in (b"", b"{}", b"\xff\x00", b'{"run_id": 1}'):
-        done = subprocess.run(
-            [sys.executable, "-m", "atropos_tui.supervisor"], input=text, capture_output=True, timeout=20
-        )
-        assert done.returncode == 2
-        assert b"Traceback" not in done.stderr
+        given.write_bytes(text)
+        done = nursery.forked(nursery.SUPERVISOR, "tests.nursery:be_supervisor", [], said, stdin=given)
+        assert done.wait(20) == 2
+        assert b"atropos_tui.supervisor: " in said.read_bytes()
+        assert b"Traceback" not in said.read_bytes()
 
 
 async def test_a_component_that_goes_while_its_processes_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,8 @@ Victim = Literal["supervisor", "leader", "grandchild"]
 VICTIMS: tuple[Victim, ...] = ("supervisor", "leader", "grandchild")
 ENDS = ("down", "term", "impatient", "kill")
 AT_ONCE = 4
+LOOK_S = 0.04
+"""Between two looks: each costs a walk through the process table, here or in the supervisor."""
 PAIR = "import os, time; pid = os.fork(); pid and print('up', flush=True); time.sleep(600)"
 QUICK = RestartPolicy(policy="always", backoff_s=0.02, max_backoff_s=0.05, max_restarts=100)
 ALIVE = (State.STARTING, State.HEALTHY, State.UNHEALTHY, State.STOPPING)
@@ -99,7 +101,7 @@ async def until(client: ControlClient, condition, timeout_s: float = 20.0) -> di
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             while not condition(rows := await look(client)):
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(LOOK_S)
             return rows
     raise AssertionError(f"it did not happen: {[(row.name, row.state, row.reason) for row in rows.values()]}")
 
@@ -117,7 +119,7 @@ async def kill(case: Case, supervisor: Background, rows: dict[str, ComponentStat
     name = "x" if case.state in ALIVE else "other"
     leader = rows[name].pid
     assert leader is not None
-    await wait_until(lambda: child_of(leader) != 0)
+    await wait_until(lambda: child_of(leader) != 0, every_s=LOOK_S)
     os.kill(leader if case.victim == "leader" else child_of(leader), signal.SIGKILL)
     return name
 
@@ -160,7 +162,7 @@ async def end(case: Case, supervisor: Background, client: ControlClient) -> int:
 
 async def nothing_left(supervisor: Background) -> None:
     """No process of the run is there any more; the guard of a killed supervisor gets three seconds."""
-    await wait_until(lambda: not supervisor.left(), 3)
+    await wait_until(lambda: not supervisor.left(), 3, every_s=LOOK_S)
 
 
 async def run_case(folder: Path, case: Case) -> None:

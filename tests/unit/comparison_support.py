@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 
+import pytest
+
+from atropos_common.run_dir import RunDir
+from atropos_tui.cli import up
+from atropos_tui.profile.spec import StackSpec
+from benchmarks.nursery import ForkedProcess
+from tests import nursery
+
+# A stack has two of them, and `http.server` alone would be most of what each costs.
 SERVER = """
-import http.server, json, os, pathlib, sys
+import _thread, os, socket, sys
 port = int(sys.argv[sys.argv.index("--port") + 1])
 if "LOGDIR" in os.environ:
-    folder = pathlib.Path(os.environ["LOGDIR"])
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "vllm_bridge_config.json").write_text("{}")
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(b"{}")
-    do_POST = do_GET
-    def log_message(self, *_):
-        pass
-http.server.ThreadingHTTPServer.allow_reuse_port = os.environ.get("ATROPOS_HELD_PORT") == str(port)
-http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+    os.makedirs(os.environ["LOGDIR"], exist_ok=True)
+    with open(os.path.join(os.environ["LOGDIR"], "vllm_bridge_config.json"), "w") as file:
+        file.write("{}")
+def answer(connection):
+    with connection:
+        connection.recv(1 << 16)
+        connection.sendall(b"HTTP/1.0 200 OK" + bytes([13, 10]) * 2 + b"{}")
+held = os.environ.get("ATROPOS_HELD_PORT") == str(port)
+server = socket.create_server(("127.0.0.1", port), backlog=64, reuse_port=held)
+while True:
+    _thread.start_new_thread(answer, (server.accept()[0],))
 """
 
 TRAINER = """
@@ -62,6 +70,16 @@ PROGRAMS = {
     "atropos_api/__main__.py": SERVER,
     "env.py": "import time\ntime.sleep(600)\n",
 }
+
+
+def fork_supervisors(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Commands that run in this process have their supervisors forked, for to start one is most of what such a run
+    costs; a command in a process of its own starts them as ever."""
+
+    def start(run: RunDir, stack: StackSpec) -> ForkedProcess:
+        return nursery.supervisor(stack.model_dump_json(), Path(tempfile.mkdtemp(prefix="supervisor-", dir=folder)))
+
+    monkeypatch.setattr(up, "_start_supervisor", start)
 
 
 def write_profile(folder: Path, name: str, *, gpus: list[int] | None = None, ports: tuple[int, int]) -> Path:

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +26,8 @@ from atropos_tui.errors import Exit
 from atropos_tui.profile.spec import ComponentSpec, LogCheck, Probe, Probes, StackSpec
 from atropos_tui.supervisor import client, procfs, tracker
 from atropos_tui.supervisor.store import ProcessTable
+from benchmarks.nursery import ForkedProcess
+from tests import nursery
 from tests.strangers import needs_another_user
 from tests.unit.cli_places import own_places  # noqa: F401
 
@@ -86,7 +89,7 @@ def wait_until(condition: Callable[[], Any]) -> None:
 
 
 @contextlib.contextmanager
-def supervised(run: RunDir, run_id: str, file: Path, *, survive: bool = False) -> Iterator[subprocess.Popen[bytes]]:
+def supervised(run: RunDir, run_id: str, file: Path, *, survive: bool = False) -> Iterator[ForkedProcess]:
     """A real supervisor over one component, which starts a child in a session of its own; its pid goes to `file`."""
     part = ComponentSpec(
         name="x",
@@ -94,10 +97,7 @@ def supervised(run: RunDir, run_id: str, file: Path, *, survive: bool = False) -
         probes=Probes(readiness=Probe(checks=[LogCheck(pattern="up")], interval_s=0.05)),
     )
     stack = StackSpec(run_id=run_id, name="n", mode="none", run_dir=str(run.root), components=[part], survive=survive)
-    process = subprocess.Popen([sys.executable, "-m", "atropos_tui.supervisor"], stdin=subprocess.PIPE)
-    assert process.stdin is not None
-    process.stdin.write(stack.model_dump_json().encode())
-    process.stdin.close()
+    process = nursery.supervisor(stack.model_dump_json(), Path(tempfile.mkdtemp(prefix="supervisor-")))
     try:
         wait_until(lambda: file.exists() and file.read_text())
         yield process
@@ -108,7 +108,7 @@ def supervised(run: RunDir, run_id: str, file: Path, *, survive: bool = False) -
         tracker.reap_leftovers(run_id, ProcessTable.load(run.journal_json))
 
 
-def crash(supervisor: subprocess.Popen[bytes]) -> None:
+def crash(supervisor: ForkedProcess) -> None:
     """Kill the supervisor and its guard, so that nobody sweeps."""
     (guard,) = [
         row.pid

@@ -24,7 +24,7 @@ from atropos_tui.monitor.run_files import read_json
 from atropos_tui.profile.preflight import separate
 from atropos_tui.profile.sections import Profile, load_profile
 from atropos_tui.supervisor import tracker
-from tests.unit.comparison_support import write_profile
+from tests.unit.comparison_support import fork_supervisors, write_profile
 from tests.unit.test_cli_json import check
 
 
@@ -34,6 +34,7 @@ def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("ATROPOS_")]:
         monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
+    fork_supervisors(monkeypatch, tmp_path)
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """The doors of servers that other machines reach: what a stranger on another machine gets, and who has the run's key.
 
 The attack comes over a cable from a machine of its own (`two_machines`); it succeeds on a server without its door.
+How an environment brings the key: `test_envs_door.py`.
 """
 
 from __future__ import annotations
@@ -19,8 +20,7 @@ import httpx
 import pytest
 from starlette.applications import Starlette
 
-from atropos_api.door import Settings
-from atropos_common.http import allowed_hosts, door_key, door_keys, opens
+from atropos_common.http import door_key, door_keys, opens
 from atropos_common.run_dir import ENV_DOOR_KEY, ENV_TOKEN, RunDir
 from atropos_tui.profile.spec import ComponentSpec, HttpCheck, MetricsPolicy, Probe, Probes
 from tests.unit import two_machines
@@ -170,68 +170,6 @@ async def test_figures_for_prometheus_ask_for_the_key(tmp_path: Path) -> None:
 
 
 # Environments, ours and those of strangers
-
-
-def test_the_key_is_in_an_address_only_where_a_request_is_made_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
-
-    from atropos_envs.hosted import with_door_key
-
-    monkeypatch.setenv("ATROPOS_ENGINE_URLS", f"http://{OWN}:9001/v1")
-    config = BaseEnvConfig(rollout_server_url=f"http://{OWN}:8000")
-    own = APIServerConfig(base_url=f"http://{OWN}:9001/v1", model_name="m", api_key="local")
-    judge = APIServerConfig(base_url="https://judge.example/v1", model_name="m", api_key="theirs")
-    keyed, servers = with_door_key(config, [own, judge], KEY)
-    assert f"{keyed.rollout_server_url}/info" == f"http://atropos:{KEY}@{OWN}:8000/info"
-    assert [server.api_key for server in servers] == [KEY, "theirs"]
-    for shown in (
-        str(keyed.rollout_server_url),
-        json.dumps(keyed.model_dump(mode="json")),
-        keyed.model_dump_json(),
-        repr(keyed),
-    ):
-        assert KEY not in shown and OWN in shown
-    assert with_door_key(config, [own], "") == (config, [own])
-
-
-@pytest.mark.parametrize("has_key", [True, False])
-async def test_an_environment_gets_through_the_door(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_key: bool
-) -> None:
-    """Each call that atroposlib makes of run-api, on the real one."""
-    import aiohttp
-
-    from atropos_envs import EnvFault
-    from atropos_envs.arithmetic_server import ArithmeticEnv
-    from atropos_envs.tiny_model import make_tiny_model
-    from tests.unit.envs_support import make_env, run_api
-
-    make_tiny_model(tmp_path / "model")
-    door = Settings(frozenset(), allowed_hosts("127.0.0.1"), 1 << 20, TOKEN, frozenset({KEY}))
-    if has_key:
-        monkeypatch.setenv(ENV_DOOR_KEY, KEY)
-    async with run_api(door=door) as url:
-        async with aiohttp.ClientSession(headers=BEARER) as trainer:
-            registration = {
-                "wandb_group": "", "wandb_project": "", "batch_size": 8, "max_token_len": 64, "checkpoint_dir": "",
-                "save_checkpoint_interval": 1, "starting_step": 0, "num_steps": 10,
-            }  # fmt: skip
-            await trainer.post(f"{url}/register", json=registration)
-            await trainer.get(f"{url}/batch")
-        env: Any = make_env(ArithmeticEnv, tmp_path, f"{url}/v1", rollout_server_url=url)
-        if not has_key:
-            with pytest.raises(EnvFault, match="refused the registration"):
-                await env.register_env()
-            return
-        await env.register_env()
-        env.items = iter(())
-        await env.get_server_info()
-        await env.get_status()
-        await env._send_scored_data_to_api({name: part[:4] for name, part in GROUP.items() if part})
-        await env.get_status()
-        assert env.status_dict["queue_size"] == 1
-        await env._registration.disconnect()
-        await env._registration.close()
 
 
 def test_the_trainer_and_the_supervisor_bring_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
