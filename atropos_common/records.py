@@ -359,6 +359,10 @@ class BenchmarkRecord(TrainerRecord):
     tokens_per_s: Number
 
 
+OF_EACH_STEP = (StepRecord, AlignmentRecord, TimingRecord, MemoryRecord, RolloutRecord)
+"""Kinds that tell where an attempt begins. A sync or checkpoint may carry the step that was resumed from."""
+
+
 class EvalRecord(Record):
     """Held-out accuracy, written by an environment to its own `eval.NAME.jsonl`."""
 

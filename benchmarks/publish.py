@@ -40,8 +40,8 @@ def rank(argv: list[str]) -> None:
     from atropos_common.bridge import LoadWeightsRequest
     from trainer_core.config import TrainingConfig
     from trainer_core.policy.sharding import compute_dtype, local, weights
+    from trainer_core.rank_group import join
     from trainer_core.weight_sync.base import Start, SyncReport, make_sync
-    from trainer_core.world import join
 
     model, folder, device_type, dtype, steps, *urls = argv
     cuda = device_type == "cuda"

@@ -41,11 +41,11 @@ from trainer_core.policy.kernel_choice import use_attention
 from trainer_core.policy.load import empty_model
 from trainer_core.policy.sharding import load_for, shard, weights
 from trainer_core.policy.speed import compile_layers, compiles, use_checkpointing, use_memory
-from trainer_core.ranks import World
+from trainer_core.rank_group import join
 from trainer_core.rollouts.batch import Rollout
 from trainer_core.rollouts.packing import PackedRow, deal, hand, pack
 from trainer_core.step import StepOutcome, accumulate
-from trainer_core.world import join
+from trainer_core.world import World
 
 LIMIT_S = 600.0
 SEQUENCE = 2048

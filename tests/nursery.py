@@ -20,7 +20,7 @@ from benchmarks.nursery import VLLM, ForkedProcess
 START_S = 240.0
 TRAINER = (
     "pytest", "transformers.models.qwen3.modeling_qwen3", "transformers.models.auto.modeling_auto", "trainer_core.loop",
-    "trainer_core.launch", "trainer_core.policy.sharding", "trainer_core.policy.lora", "trainer_core.world",
+    "trainer_core.launch", "trainer_core.policy.sharding", "trainer_core.policy.lora", "trainer_core.rank_group",
     "torch.distributed.fsdp",
 )  # fmt: skip
 SERVER = (VLLM, *TRAINER)

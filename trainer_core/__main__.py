@@ -26,7 +26,8 @@ from atropos_common.manifest import ManifestError
 from atropos_common.run_dir import RunDir
 from trainer_core.config import TrainingConfig, flag, validate
 from trainer_core.errors import RankGone, Stopped, TrainerError, UsageError
-from trainer_core.ranks import GONE_CODE, on_every_rank, own_rank, rank_count, restore_master, write_code
+from trainer_core.ranks import GONE_CODE, own_rank, rank_count, restore_master, write_code
+from trainer_core.world import on_every_rank
 
 if TYPE_CHECKING:
     from trainer_core.checkpoint import StartingPoint

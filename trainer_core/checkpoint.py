@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     import torch
 
     from trainer_core.optim import Stepper
-    from trainer_core.ranks import World
+    from trainer_core.world import World
 
 T = TypeVar("T")
 
@@ -202,7 +202,7 @@ def save(
         OSError: it cannot be written, or not read back; nothing is left of it.
     """
     from trainer_core.policy.sharding import weights
-    from trainer_core.ranks import ALONE
+    from trainer_core.world import ALONE
 
     world = world or ALONE
     began = time.perf_counter()
@@ -328,7 +328,7 @@ def save_final(
     if not config.lora_merged_export:
         return write(model, "final_model")
     from trainer_core.policy.lora import merged_model
-    from trainer_core.ranks import ALONE
+    from trainer_core.world import ALONE
 
     adapter = write(model, "final_adapter")
     merged = (world or ALONE).first(lambda: merged_model(model, config, adapter.path))

@@ -69,9 +69,10 @@ Duration = Annotated[
 
 
 WeightBridgeMode = Literal["none", "shared_vllm", "lora_only", "lora_restart"]
+"""The flag's values; a new mode is named here."""
 Mode = Literal[WeightBridgeMode, "broadcast"]
-AttentionKernel = Literal["auto", "flash_attention_2", "flash_attention_4"]
 """The stack's names of the modes: `shared_vllm` with `use_shared_memory` is `broadcast`."""
+AttentionKernel = Literal["auto", "flash_attention_2", "flash_attention_4"]
 
 
 class TrainingConfig(BaseModel):

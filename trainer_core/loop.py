@@ -4,8 +4,8 @@
     train(TrainingConfig(model_name="...", weight_bridge_mode="shared_vllm"))
     train(TrainingConfig(model_name="..."), rollouts="rollouts.jsonl", loss_fn=..., callbacks=[...])
 
-With several ranks (`world.py`) each goes through the same steps. Rank 0 alone speaks to others: to run-api, servers,
-files, trackers, callbacks; whoever runs the model does so on all of them.
+With several ranks (`rank_group.py`) each goes through the same steps. Rank 0 alone speaks to others: to run-api,
+servers, files, trackers, callbacks; whoever runs the model does so on all of them.
 
 Each step: wait for one batch, gradient over all of it (or over one minibatch after another), compare with the server at
 the same weights, write and publish the new version, report, now and then a checkpoint.
@@ -65,7 +65,8 @@ from trainer_core.policy.speed import (
     use_memory,
 )
 from trainer_core.probe import LogprobProbe, explain
-from trainer_core.ranks import ALONE, SEEN_S, World, speaks_for_node
+from trainer_core.rank_group import join
+from trainer_core.ranks import SEEN_S, speaks_for_node
 from trainer_core.report import (
     BenchmarkTotals,
     MfuMeter,
@@ -88,7 +89,7 @@ from trainer_core.server.client import IdleMeter
 from trainer_core.step import StepOutcome, accumulate
 from trainer_core.telemetry import Trackers, open_telemetry
 from trainer_core.weight_sync.base import Start, SyncReport, make_sync
-from trainer_core.world import join
+from trainer_core.world import ALONE, World
 
 OUT_OF_MEMORY = """{error}
 The trainer does not fit into the GPU's memory. Ways out, the cheapest first:

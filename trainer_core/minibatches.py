@@ -23,10 +23,10 @@ from trainer_core.objective.registry import Objective
 from trainer_core.policy.logprobs import row_logprobs
 from trainer_core.policy.reference import Reference
 from trainer_core.policy.speed import in_threads
-from trainer_core.ranks import ALONE, World
 from trainer_core.rollouts.batch import Rollout
 from trainer_core.rollouts.packing import PackedRow, deal, hand, pack, packing_order
 from trainer_core.step import StepOutcome
+from trainer_core.world import ALONE, World
 
 
 class Minibatches:

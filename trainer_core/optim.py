@@ -35,7 +35,7 @@ from trainer_core.offload import SMALL, HostMemory
 from trainer_core.policy.sharding import compute_dtype, local, rows_of, scatter
 from trainer_core.policy.speed import compiled_on_cuda
 from trainer_core.policy.tensor_parallel import parallel_of
-from trainer_core.ranks import ALONE, World
+from trainer_core.world import ALONE, World
 
 CPU_PACK_TOKENS = 2048
 """Tokens of a forward pass on a CPU: larger rows leave its caches and gain nothing."""

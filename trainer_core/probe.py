@@ -27,11 +27,11 @@ from trainer_core.config import TrainingConfig
 from trainer_core.errors import EngineError, EngineGone
 from trainer_core.objective.alignment import Alignment, DiffSums, ProbeDiffs, diff_sums
 from trainer_core.policy.logprobs import completions_logprobs, head_scores, head_type, predicting_states
-from trainer_core.ranks import ALONE, World
 from trainer_core.rollouts.asking import RoutingAsker
 from trainer_core.rollouts.batch import Batch, Rollout
 from trainer_core.rollouts.packing import PackedRow, pack
 from trainer_core.server.client import GeneratedTokens, ServerClient
+from trainer_core.world import ALONE, World
 
 LEFT = 0.3
 """A cause accounts for a difference of which at most this share is left under it."""

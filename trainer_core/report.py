@@ -30,12 +30,12 @@ from trainer_core.config import TrainingConfig
 from trainer_core.objective.alignment import Alignment, ProbeDiffs
 from trainer_core.policy.load import dimensions
 from trainer_core.policy.speed import layers_reached
-from trainer_core.ranks import World
 from trainer_core.rollouts.batch import Batch, Rollout
 from trainer_core.rollouts.source import Lags
 from trainer_core.step import StepOutcome
 from trainer_core.telemetry import Telemetry
 from trainer_core.weight_sync.base import SyncReport
+from trainer_core.world import World
 
 TEXT_LIMIT = 4000
 """Characters of a prompt or completion that go into the stream."""

@@ -31,7 +31,7 @@ from trainer_core.durable import why_full
 from trainer_core.errors import DiskFull
 from trainer_core.optim import Stepper
 from trainer_core.policy.sharding import weights
-from trainer_core.ranks import World
+from trainer_core.world import World
 
 WRITTEN, FAILED = ".written-by-{}", ".failed-by-{}"
 """Files that a rank leaves when it is done. The second may fail too, as on a full disk; `finish` hears of it anyhow."""
@@ -200,7 +200,7 @@ class BackgroundSave:
         self._saved = checkpoint.Saved(self._target, time.perf_counter() - self._began, size)
 
     def _written(self, rank: int) -> bool:
-        """Wait for another rank; false where it failed. One that dies ends this process too (`world.py`)."""
+        """Wait for another rank; false where it failed. One that dies ends this process too (`rank_group.py`)."""
         written, failed = self._mark(WRITTEN, rank), self._mark(FAILED, rank)
         while not self._given_up:
             here = set(self._aside.iterdir())  # on a network file system it may be remembered that a name was missing

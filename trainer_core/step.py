@@ -27,8 +27,8 @@ from trainer_core.policy.logprobs import TokenScores, row_logprobs, row_scores
 from trainer_core.policy.reference import Reference
 from trainer_core.policy.sharding import anywhere
 from trainer_core.policy.speed import ThreadGradients, in_threads
-from trainer_core.ranks import ALONE, World
 from trainer_core.rollouts.packing import PackedRow
+from trainer_core.world import ALONE, World
 
 
 @dataclass(frozen=True)

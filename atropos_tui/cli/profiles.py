@@ -19,8 +19,8 @@ from atropos_tui.profile.checks import check_commands, check_graph, check_notes,
 from atropos_tui.profile.errors import did_you_mean, in_words, printable, refused
 from atropos_tui.profile.fit import advice, settle, split_gpus, split_text
 from atropos_tui.profile.hardware import EXAMPLES, Hardware, named_machine
+from atropos_tui.profile.machines import lacking
 from atropos_tui.profile.memory import Inventory, as_data, as_lines, site_budget, take_inventory
-from atropos_tui.profile.places import lacking
 from atropos_tui.profile.plan import redacted, stack_of
 from atropos_tui.profile.preflight import lacks, machines_of, mismatches, preflight, unfit
 from atropos_tui.profile.sections import Profile, load_profile, profile_schema

@@ -1,6 +1,6 @@
 """What is wrong, how we know, and the way out: rules over exits, log lines, telemetry and waiting.
 
-Rules are data and small pure functions; `RULES` has them all. `engine.Watcher` feeds them while the run goes,
+Rules are data and small pure functions; `RULES` has them all. `watcher.Watcher` feeds them while the run goes,
 `diagnose` explains an end. One name may speak over several things: over a log line, and over a number.
 """
 

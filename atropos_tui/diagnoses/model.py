@@ -1,7 +1,7 @@
 """What every rule is made of: `Rule` and `Diagnosis`, the rules over log lines, and how often one may speak.
 
-The rules themselves stand in `log_rules`, `metric_rules`, `stall_rules` and `exit_rules`; `OWN_RULES`, at the end of
-this file, are those that the supervisor names where it finds the trouble itself.
+The rules themselves stand in the files `*_rules.py`; `OWN_RULES`, at the end of this file, are those that the
+supervisor names where it finds the trouble itself.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from atropos_common.records import (
+    OF_EACH_STEP,
     SCHEMA_VERSION,
     AlignmentRecord,
     BenchmarkRecord,
@@ -65,8 +66,6 @@ and those of steps that tell of it."""
 MOST_CURVES = 400
 """Names beyond these are dropped: a stream may hold ever new ones."""
 
-_MARKS_A_STEP = (StepRecord, AlignmentRecord, TimingRecord, MemoryRecord, RolloutRecord)
-"""Kinds that tell where an attempt begins. A sync or checkpoint may carry the step that was resumed from."""
 
 ROLLOUTS_KEPT = 1000
 STEPS_KEPT = 10
@@ -152,7 +151,7 @@ class RunState:
     def _apply_trainer(self, record: TrainerRecord) -> None:
         if record.rank != 0 or record.step > MOST_STEPS:
             return
-        if record.attempt not in self.attempt_steps and isinstance(record, _MARKS_A_STEP):
+        if record.attempt not in self.attempt_steps and isinstance(record, OF_EACH_STEP):
             self._begin_attempt(record)
         if len(self.attempt_steps) > 1 and self._superseded(record):
             return

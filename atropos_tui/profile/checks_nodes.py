@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from atropos_common.transfer import is_loopback, is_wildcard
 from atropos_tui.errors import Problem
 from atropos_tui.profile.errors import counted, did_you_mean
+from atropos_tui.profile.machines import foreseen
 from atropos_tui.profile.memory import VLLM_FRACTION
-from atropos_tui.profile.places import foreseen
 from atropos_tui.profile.seats import Seat, host_names
 from atropos_tui.profile.sections import Profile
 from atropos_tui.profile.site import trainer_ranks, trainer_seats, traits_of

@@ -35,9 +35,9 @@ from atropos_tui.profile.errors import counted
 from atropos_tui.profile.fit import nearest
 from atropos_tui.profile.hardware import Hardware
 from atropos_tui.profile.load import CACHE
+from atropos_tui.profile.machines import Hosts, allocated, hosts_of
 from atropos_tui.profile.memory import Inventory
 from atropos_tui.profile.models import Model, is_hub_id
-from atropos_tui.profile.places import Hosts, allocated, hosts_of
 from atropos_tui.profile.plan import config_file, is_ours, resolve_path
 from atropos_tui.profile.sections import EngineSection, EnvSection, Profile
 from atropos_tui.profile.site import (

@@ -319,7 +319,8 @@ class EnvSection(ComponentOptions):
 
 
 class EngineSection(ComponentOptions):
-    """A vLLM server, or several that are alike."""
+    """A vLLM server, or several that are alike. What it makes of a key is in `plan`, and that its flag may then not
+    stand in `args` besides in `checks.DERIVED_FLAGS`."""
 
     name: Name = "vllm"
     """Its name in logs, commands and `depends_on`; of several NAME-0, NAME-1 and so on."""

@@ -32,8 +32,8 @@ from atropos_common.control import (
 from atropos_common.records import CommandRecord
 from atropos_common.run_dir import RunDir
 from atropos_tui.diagnoses import Diagnosis, describe_exit
-from atropos_tui.diagnoses.engine import Watcher
 from atropos_tui.diagnoses.model import CANNOT_START
+from atropos_tui.diagnoses.watcher import Watcher
 from atropos_tui.errors import Exit
 from atropos_tui.profile.recipes import recipe
 from atropos_tui.supervisor import procfs

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from atropos_tui.profile.places import prefix_of
+from atropos_tui.profile.machines import prefix_of
 from atropos_tui.profile.sections import ClusterSection
 from atropos_tui.profile.spec import Node
 from tests.cluster.slurm_nodes import SlurmNodes

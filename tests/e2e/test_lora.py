@@ -198,7 +198,11 @@ def test_an_adapter_that_does_not_fit(server: Server, tmp_path: Path, alone: Non
     higher = load_model(server.model, torch.float32, CPU)
     add_adapter(higher, config(server.model, tmp_path, lora_r=32))
     write_adapter(higher, tmp_path / "higher")
-    for name, says in (("smaller", "the model's layer needs"), ("higher", "rank 32 is greater"), ("none", "is not a folder")):
+    for name, says in (
+        ("smaller", "the model's layer needs"),
+        ("higher", "rank 32 is greater"),
+        ("none", "is not a folder"),
+    ):
         with pytest.raises(EngineError, match=says):
             engine.load_adapter(str(tmp_path / name), 9)
     with pytest.raises(UsageError, match="--lora-r 32 is above the server's --max-lora-rank 16"):

@@ -15,9 +15,9 @@ import pytest
 
 from atropos_common.control import Role
 from atropos_tui.diagnoses import Diagnosis, Evidence, Names, diagnose
-from atropos_tui.diagnoses.engine import HEAD, REST, LogScanner
 from atropos_tui.diagnoses.log_rules import LOG_RULES
 from atropos_tui.diagnoses.model import QUIET_S
+from atropos_tui.diagnoses.watcher import HEAD, REST, LogScanner
 from tests.supervisor.harness import part
 
 LOGS = Path(__file__).parent / "logs"

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from atropos_common.records import ALIGNMENT_CAUSES, EvalRecord, Record, RolloutRecord, parse_line
+from atropos_common.records import ALIGNMENT_CAUSES, EvalRecord, Record, RolloutRecord, SyncRecord, parse_line
 from atropos_tui.diagnoses import Diagnosis
-from atropos_tui.diagnoses.engine import MetricWatch
-from atropos_tui.diagnoses.metric_rules import METRIC_RULES
+from atropos_tui.diagnoses.metric_rules import METRIC_RULES, MetricRule
 from atropos_tui.diagnoses.model import QUIET_S
+from atropos_tui.diagnoses.watcher import MetricWatch
 
 CLEAN = Path(__file__).parent / "logs/clean"
 RUN = [parse_line(line) for line in (CLEAN / "telemetry.jsonl").read_text().splitlines()]
@@ -210,6 +210,12 @@ def test_only_rank_0_and_known_kinds_count() -> None:
         record.model_copy(update={"rank": 1}) for record in changed("step", fixed(loss=-11.0)) if record.kind == "step"
     ]
     assert said([*other, Record(kind="new"), parse_line('{"kind": "state", "old": "a", "new": "b"}')]) == []
+
+
+def test_a_rule_may_be_over_records_of_any_kind() -> None:
+    rule = MetricRule("slow", "publishes are slow", "wait", (SyncRecord,), lambda syncs: f"{syncs[-1].seconds} s")
+    sync = SyncRecord(time=1e9, step=1, mode="broadcast", weight_version=1, seconds=9)
+    assert [found.evidence for found in said([sync], MetricWatch(0.0, (rule,)))] == ["9.0 s"]
 
 
 def test_two_environments_are_judged_apart() -> None:

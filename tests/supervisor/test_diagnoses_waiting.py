@@ -15,7 +15,6 @@ import httpx
 import pytest
 
 from atropos_common.control import Role, State
-from atropos_tui.diagnoses.engine import Watcher, ask_api
 from atropos_tui.diagnoses.stall_rules import (
     ApiView,
     Part,
@@ -26,6 +25,7 @@ from atropos_tui.diagnoses.stall_rules import (
     stalled_s,
     starting_roles,
 )
+from atropos_tui.diagnoses.watcher import Watcher, ask_api
 from atropos_tui.profile.spec import ComponentSpec, StackSpec
 
 BEGAN = 1e9

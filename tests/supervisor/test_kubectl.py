@@ -12,7 +12,7 @@ import pytest
 
 from atropos_common.control import State
 from atropos_tui.cli.doctor.nodes import Target, examine
-from atropos_tui.profile.places import prefix_of
+from atropos_tui.profile.machines import prefix_of
 from atropos_tui.profile.sections import ClusterSection
 from atropos_tui.profile.spec import Node, Place
 from tests.supervisor.harness import part, python

@@ -13,8 +13,7 @@ import pytest
 from atropos_common.control import Role, State
 from atropos_common.records import DiagnosisRecord
 from atropos_common.run_dir import ENV_ENGINE_URLS
-from atropos_tui.diagnoses import engine as diagnoses_engine
-from atropos_tui.diagnoses import stall_rules
+from atropos_tui.diagnoses import stall_rules, watcher
 from atropos_tui.diagnoses.model import Diagnosis
 from atropos_tui.diagnoses.stall_rules import LASTS_S, Part, RefusalWatch, RunSnapshot, asked_engines, no_batches
 from atropos_tui.profile.spec import StackSpec
@@ -176,7 +175,7 @@ def diagnoses(run: Running) -> list[DiagnosisRecord]:
 
 async def test_it_is_told_within_fifteen_seconds(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the supervisor's own pace. A stall is told soon here, so that it would be told instead."""
-    assert diagnoses_engine.LOOK_S == 1.0 and server.FIRST_GAP_S == 5.0
+    assert watcher.LOOK_S == 1.0 and server.FIRST_GAP_S == 5.0
     monkeypatch.setattr(stall_rules, "STALL_S", 9.0)
     async with launch(*stack_of(10)) as run:
         await run.until("vllm", State.HEALTHY)
@@ -192,7 +191,7 @@ async def test_it_is_told_within_fifteen_seconds(launch: Launch, monkeypatch: py
 
 
 async def test_a_few_refusals_among_many_answers_are_not_told(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diagnoses_engine, "LOOK_S", 0.05)
+    monkeypatch.setattr(watcher, "LOOK_S", 0.05)
     async with launch(*stack_of(3)) as run:
         await run.until("vllm", State.HEALTHY)
         log = run.run.log("vllm", 1)

@@ -13,7 +13,7 @@ import pytest
 
 from atropos_common.control import CommandRequest, Role
 from atropos_common.records import DiagnosisRecord
-from atropos_tui.diagnoses import engine, model, stall_rules
+from atropos_tui.diagnoses import model, stall_rules, watcher
 from atropos_tui.profile.spec import FileCheck, LogCheck, Probe, Probes, StopPolicy
 from atropos_tui.supervisor.component import stuck
 from tests.supervisor.harness import NEVER, QUICK, SLEEP, Running, part, python, ready, wait_until
@@ -36,7 +36,7 @@ Launch = Callable[..., Any]
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look twenty times a second, so that tests need not wait."""
-    monkeypatch.setattr(engine, "LOOK_S", 0.05)
+    monkeypatch.setattr(watcher, "LOOK_S", 0.05)
 
 
 def diagnoses(running: Running) -> list[DiagnosisRecord]:
@@ -95,7 +95,7 @@ async def test_telemetry_is_judged_while_it_is_written(launch: Launch) -> None:
 
 
 async def test_what_was_written_in_the_last_moment_is_judged(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "LOOK_S", 1e6)
+    monkeypatch.setattr(watcher, "LOOK_S", 1e6)
     code = RECORD + f"\nprint({OOM!r})"
     trainer = part("train", python(code, 0, step(1, loss="NaN")), role=Role.TRAINER, ends_run=True)
     async with launch(trainer) as running:
@@ -183,7 +183,7 @@ async def test_a_ghost_is_laid_by_a_new_run_api(launch: Launch, monkeypatch: pyt
 
 
 async def test_what_went_away_and_comes_back_is_told_again(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "DISK_S", 0.0)
+    monkeypatch.setattr(watcher, "DISK_S", 0.0)
     monkeypatch.setattr(model, "QUIET_S", 0.3)
     monkeypatch.setattr(stall_rules, "NEVER_LOW_SHARE", 1.0)
     async with launch(part("x")) as running:
@@ -211,7 +211,7 @@ async def test_a_fault_of_the_watcher_is_told_once_and_the_run_goes_on(
     def broken(*_: object) -> list[Any]:
         raise ValueError("a bug")
 
-    monkeypatch.setattr(engine.Watcher, "_work", broken)
+    monkeypatch.setattr(watcher.Watcher, "_work", broken)
     async with launch(part("train", python(SAY, 0.5), role=Role.TRAINER, ends_run=True)) as running:
         assert await running.end() == 0
         assert rules(running) == [("train", "watcher_fault")]

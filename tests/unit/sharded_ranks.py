@@ -30,13 +30,13 @@ from trainer_core.policy.reference import Reference
 from trainer_core.policy.routing import replay_in
 from trainer_core.policy.sharding import compute_dtype, load_for, shard
 from trainer_core.policy.speed import compile_layers, compiles, gathered_bytes, use_checkpointing
-from trainer_core.ranks import ALONE, World
+from trainer_core.rank_group import join
 from trainer_core.rollouts.asking import RouterShape
 from trainer_core.rollouts.batch import Rollout
 from trainer_core.rollouts.packing import PackedRow, empty_row, pack
 from trainer_core.saving import BackgroundSave
 from trainer_core.step import StepOutcome, accumulate
-from trainer_core.world import join
+from trainer_core.world import ALONE, World
 
 CPU = torch.device("cpu")
 BF16 = {"dtype": "bfloat16"}

@@ -28,10 +28,10 @@ from trainer_core.policy.load import attach_views, copy_weights, decoder_layers,
 from trainer_core.policy.logprobs import row_logprobs, row_scores, whole_row
 from trainer_core.policy.proof import prove
 from trainer_core.policy.tensor_parallel import TensorParallel
-from trainer_core.ranks import World
+from trainer_core.rank_group import join
 from trainer_core.rollouts.packing import pack
 from trainer_core.step import accumulate
-from trainer_core.world import join
+from trainer_core.world import World
 
 BACKEND = aot_autograd(fw_compiler=lambda graph, _: graph.forward)
 PADDING = 64

@@ -12,12 +12,12 @@ from atropos_common.run_dir import ENV_NODE_ADDRESS, ENV_TRAINER_HOSTS
 from atropos_tui.profile import ports
 from atropos_tui.profile.checks import check_profile
 from atropos_tui.profile.hardware import Hardware
-from atropos_tui.profile.places import Hosts
+from atropos_tui.profile.machines import Hosts
 from atropos_tui.profile.plan import make_site, stack_of
 from atropos_tui.profile.preflight import lacks
 from atropos_tui.profile.sections import Profile, parse_profile
 from atropos_tui.profile.spec import ComponentSpec, LogCheck
-from tests.unit.test_places import HEAD, RUN_DIR, SSH, flag, parts, problems, where
+from tests.unit.test_machines import HEAD, RUN_DIR, SSH, flag, parts, problems, where
 from vllm_server import part
 from vllm_server.__main__ import main
 from vllm_server.config import ConfigError, prepare_network

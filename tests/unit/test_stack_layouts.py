@@ -52,7 +52,7 @@ PLANNED = (
     | {f"{env}-{x}" for env in ("gsm8k", "math-zero") for x in RUNS}
 )
 SPREAD = {"demo-cluster", "gsm8k-cluster"}
-"""Over several machines: `test_places.py` has what is their own."""
+"""Over several machines: `test_machines.py` has what is their own."""
 EXTENDING = sorted(name for name in PLANNED if name.startswith(("gsm8k-", "math-zero-")))
 RUN_DIR = Path("/runs/r")
 

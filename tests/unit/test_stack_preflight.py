@@ -27,7 +27,7 @@ from tests.unit.test_stack_plan import profile, site
 from trainer_core.errors import UsageError
 from trainer_core.policy.load import load_config
 from trainer_core.policy.sharding import load_for
-from trainer_core.ranks import World
+from trainer_core.world import World
 
 GIB = 1024**3
 LLAMA = {

@@ -28,7 +28,6 @@ from tests.unit.test_stack_plan import profile
 from tests.unit.transfer_stand_in import Fault, Receiver
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import EngineError, EngineGone, UsageError
-from trainer_core.ranks import World
 from trainer_core.rollouts.source import LagMeter
 from trainer_core.server.client import ServerClient
 from trainer_core.weight_sync.base import Start, SyncReport
@@ -36,6 +35,7 @@ from trainer_core.weight_sync.broadcast import Broadcast, require_nodes
 from trainer_core.weight_sync.collectives import meeting_point
 from trainer_core.weight_sync.orders import Follower, Order, Orders
 from trainer_core.weight_sync.outgoing import into_one_piece
+from trainer_core.world import World
 from vllm_server.weights.copy_recorder import named_views
 
 Make = Callable[..., Broadcast]

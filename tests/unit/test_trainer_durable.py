@@ -23,8 +23,8 @@ from trainer_core.durable import PART_BYTES, checksums, damage, seal
 from trainer_core.errors import DiskFull, UsageError
 from trainer_core.loop import train
 from trainer_core.optim import Stepper
-from trainer_core.ranks import ALONE
 from trainer_core.saving import BackgroundSave, Saver
+from trainer_core.world import ALONE
 
 
 @pytest.fixture

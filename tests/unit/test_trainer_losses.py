@@ -19,10 +19,10 @@ from trainer_core.objective.registry import OBJECTIVES, Counts, Objective, count
 from trainer_core.optim import Stepper
 from trainer_core.policy.load import load_model
 from trainer_core.policy.logprobs import row_logprobs
-from trainer_core.ranks import ALONE
 from trainer_core.rollouts.batch import Rollout
 from trainer_core.rollouts.packing import PackedRow, pack
 from trainer_core.step import StepOutcome, accumulate
+from trainer_core.world import ALONE
 
 CPU = torch.device("cpu")
 ALL = sorted(OBJECTIVES)

@@ -24,11 +24,11 @@ from trainer_core.policy.load import load_model
 from trainer_core.policy.logprobs import LastWord, chunked_scores, row_logprobs, row_scores, whole_row
 from trainer_core.policy.proof import prove
 from trainer_core.probe import _Scored
-from trainer_core.ranks import ALONE
 from trainer_core.report import MfuMeter
 from trainer_core.rollouts.batch import Rollout
 from trainer_core.rollouts.packing import pack
 from trainer_core.step import accumulate
+from trainer_core.world import ALONE
 
 TRAINED = [name for name in ZOO if name not in ("Llama 4", "Nemotron")]
 SEQUENCES = [torch.arange(3, 33) * 7 % 120, torch.arange(3, 20) * 11 % 120]

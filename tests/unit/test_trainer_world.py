@@ -12,11 +12,12 @@ import pytest
 import torch
 import torch.distributed
 
-import trainer_core.world
+import trainer_core.rank_group
 from tests.unit.ranks import run_ranks
 from trainer_core.errors import EngineGone, RankGone, TrainerError, UsageError
-from trainer_core.ranks import ALONE, GONE_CODE, World, meeting_place
-from trainer_core.world import join
+from trainer_core.rank_group import join
+from trainer_core.ranks import GONE_CODE, meeting_place
+from trainer_core.world import ALONE, World
 
 LIMIT_S = 10.0
 """In this time all know that a rank has ended."""
@@ -115,7 +116,7 @@ def dies_while_a_group_forms(folder: Path, before: str) -> int:
 
     if os.environ["RANK"] == "1":
         owner, name = {
-            "the control group": (trainer_core.world, "Gloo"),
+            "the control group": (trainer_core.rank_group, "Gloo"),
             "the model's group": (torch.distributed, "init_process_group"),
             "a group of some": (torch.distributed, "new_group"),
         }[before]

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from trainer_core.objective.registry import Counts
-from trainer_core.ranks import World
 from trainer_core.rollouts.batch import Rollout
+from trainer_core.world import World
 
 
 def rollouts_of(count: int = 12, *, seed: int = 0, longest: int = 20, spread: float = 3.0) -> list[Rollout]:

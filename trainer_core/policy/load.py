@@ -26,7 +26,7 @@ from trainer_core.errors import UsageError
 from trainer_core.policy.attention import register
 from trainer_core.policy.checkpoint_layout import Spot, checkpoint_layout
 from trainer_core.policy.tensor_parallel import parallel_of
-from trainer_core.ranks import ALONE, World
+from trainer_core.world import ALONE, World
 
 SAME_MODEL = (
     "architectures", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",

@@ -16,8 +16,8 @@ from trainer_core.policy.lora import adapters_off
 from trainer_core.policy.routing import replay_in
 from trainer_core.policy.sharding import anywhere, compute_dtype, load_for, shard
 from trainer_core.policy.speed import in_threads
-from trainer_core.ranks import ALONE, World
 from trainer_core.rollouts.packing import PackedRow
+from trainer_core.world import ALONE, World
 
 
 class Reference:

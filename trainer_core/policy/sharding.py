@@ -33,7 +33,7 @@ from trainer_core.errors import UsageError
 from trainer_core.policy.checkpoint_layout import checkpoint_tensors
 from trainer_core.policy.load import decoder_layers, empty_model, load_config, load_model
 from trainer_core.policy.tensor_parallel import parallel_of
-from trainer_core.ranks import World
+from trainer_core.world import World
 
 T = TypeVar("T")
 

@@ -27,7 +27,7 @@ from trainer_core.config import TrainingConfig
 from trainer_core.offload import SavedStates
 from trainer_core.policy.load import decoder_layers, dimensions
 from trainer_core.policy.sharding import compute_dtype, local
-from trainer_core.ranks import ALONE, World
+from trainer_core.world import ALONE, World
 
 SMALL_MODEL = 50_000_000
 """Parameters below which rows side by side are faster than threads within an operation."""

@@ -24,9 +24,9 @@ from atropos_common.run_dir import RunDir
 from trainer_core.config import Mode, TrainingConfig
 from trainer_core.durable import why_full
 from trainer_core.errors import EngineGone, Stopped, TrainerError
-from trainer_core.ranks import ALONE, World
 from trainer_core.server.client import ServerClient
 from trainer_core.server.lifecycle import Lifecycle, supervised, wait_for_server
+from trainer_core.world import ALONE, World
 
 if TYPE_CHECKING:
     import torch

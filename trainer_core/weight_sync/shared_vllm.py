@@ -39,9 +39,9 @@ from trainer_core.policy.load import (
 )  # fmt: skip
 from trainer_core.policy.logprobs import sequence_logprobs
 from trainer_core.policy.tensor_parallel import TensorParallel, own_part, parallel_of
-from trainer_core.ranks import ALONE, World
 from trainer_core.server.client import ServerClient
 from trainer_core.weight_sync.base import Phases, Start, WeightSync
+from trainer_core.world import ALONE, World
 
 T = TypeVar("T")
 

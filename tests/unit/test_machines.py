@@ -13,7 +13,7 @@ from atropos_tui.cli.main import run
 from atropos_tui.profile import memory
 from atropos_tui.profile.checks import check_profile
 from atropos_tui.profile.hardware import named_machine
-from atropos_tui.profile.places import Hosts, expand_hosts, hosts_of, lacking
+from atropos_tui.profile.machines import Hosts, expand_hosts, hosts_of, lacking
 from atropos_tui.profile.plan import build_stack, stack_of
 from atropos_tui.profile.preflight import is_this_machine, machines_of, unfit
 from atropos_tui.profile.sections import Profile, parse_profile

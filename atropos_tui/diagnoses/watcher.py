@@ -27,12 +27,10 @@ import httpx
 from atropos_common.control import Role
 from atropos_common.record_tail import RecordTail
 from atropos_common.records import (
-    AlignmentRecord,
+    OF_EACH_STEP,
     EnvCountsRecord,
     EvalRecord,
-    MemoryRecord,
     Record,
-    RolloutRecord,
     StepRecord,
     TimingRecord,
     TrainerRecord,
@@ -110,8 +108,6 @@ HEARD = ("refusals", "stock refusals", "openai refusals")
 NOTED: dict[Role, bytes] = {Role.ENGINE: b"[vllm_server] refused "}
 """Lines that are kept as they are, for rules about other components."""
 PACE_STEPS = 20
-MARKS_A_STEP = (StepRecord, AlignmentRecord, TimingRecord, MemoryRecord, RolloutRecord)
-"""Kinds that are judged. Others may carry the step that an attempt resumed from."""
 
 
 @dataclass
@@ -333,11 +329,9 @@ class MetricWatch:
         return []
 
     def _feed_trainer(self, record: TrainerRecord) -> list[Diagnosis]:
-        if record.rank != 0 or not isinstance(record, MARKS_A_STEP):
-            return []
-        if record.attempt < self.attempt:
+        if record.rank != 0 or record.attempt < self.attempt:
             return []  # a late line of an attempt that is over
-        if record.attempt > self.attempt:
+        if record.attempt > self.attempt and isinstance(record, OF_EACH_STEP):
             self._begin_attempt(record)
         if isinstance(record, StepRecord):
             self.step, self.step_at = record.step, record.time
