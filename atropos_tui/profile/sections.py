@@ -319,9 +319,9 @@ class EnvSection(ComponentOptions):
 
 
 class EngineSection(ComponentOptions):
-    """A vLLM server, or several that are alike. What it makes of a key is in `plan`, and that its flag may then not
-    stand in `args` besides in `checks.DERIVED_FLAGS`."""
+    """A vLLM server, or several that are alike."""
 
+    # `plan` makes flags of these; a flag that may then not stand in `args` besides is in `checks.DERIVED_FLAGS`.
     name: Name = "vllm"
     """Its name in logs, commands and `depends_on`; of several NAME-0, NAME-1 and so on."""
     port: Port = 9001
