@@ -243,8 +243,9 @@ def test_a_trainer_killed_while_it_writes(server: Server, tmp_path: Path) -> Non
 def test_one_unmapped_tensor_is_stale_weights(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same to see from outside: a graph of the server that computes with a copy of one tensor."""
     train_on_copies(monkeypatch, lambda name: name == "model.layers.1.mlp.gate_up_proj.weight", server, tmp_path)
-    found = stopped_for("stale weights", server, tmp_path)
-    assert "only in part" in found.cause and found.probe_diff_abs_mean > 0.03
+    # The first difference is to count: a policy that becomes sure of itself shows none any more.
+    found = stopped_for("stale weights", server, tmp_path, alignment_mismatch=0.02)
+    assert "only in part" in found.cause and found.probe_diff_abs_mean > 0.02
 
 
 @pytest.mark.slow
