@@ -9,6 +9,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +46,10 @@ def _save(model: torch.nn.Module, stepper: Stepper, settings: TrainingConfig, st
     return checkpoint.save_step(model, settings, stepper, step=step, version=step).path
 
 
-def _save_for_ever(model: torch.nn.Module, settings: TrainingConfig, first: int) -> None:
+def _save_for_ever(model: torch.nn.Module, settings: TrainingConfig, first: int, begun: Event) -> None:
     torch.set_num_threads(1)
     stepper = Stepper(model, settings)
+    begun.set()
     for step in range(first, first + 1000):
         if settings.checkpoint_in_background:
             _in_background(model, stepper, settings, step).finish()
@@ -109,14 +111,14 @@ def test_killed_at_any_moment_the_last_good_one_stays(base: Path, tmp_path: Path
     began = time.monotonic()
     _save(model, Stepper(model, settings), settings, 1)
     took = time.monotonic() - began  # longer on a busy machine
-    moments = random.Random(0)
+    moments, fork = random.Random(0), multiprocessing.get_context("fork")
     reached = 1
     for number in range(kills):
         again = number % 2 == 1  # the present one is written anew
-        process = multiprocessing.get_context("fork").Process(
-            target=_save_for_ever, args=(model, settings, reached if again else reached + 1)
-        )
+        begun = fork.Event()
+        process = fork.Process(target=_save_for_ever, args=(model, settings, reached if again else reached + 1, begun))
         process.start()
+        assert begun.wait(30)
         time.sleep(moments.uniform(0.1, 4.0) * took)
         process.kill()
         process.join()
