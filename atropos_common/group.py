@@ -245,9 +245,13 @@ def gpu_of(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
+LINE = 900
+"""Characters: the end of our own errors is the way out."""
+
+
 def first_line(error: BaseException) -> str:
     """Of what an error says, without the C++ stack below it of torch; its kind where it says nothing."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:LINE]
 
 
 class NcclError(RuntimeError):

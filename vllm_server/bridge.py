@@ -67,11 +67,10 @@ async def answered(action: Coroutine[Any, Any, Any]) -> Any:
     """The answer of an action on the engine, or why it was refused or failed."""
     try:
         return await action
-    except ValueError as error:
-        status = error.status if isinstance(error, NotDone) else NotDone.status
-        if status != NotDone.status:
-            logger.warning("%s", error)
-        return error_response(status, str(error))
+    except NotDone as error:
+        if error.status != NotDone.status:
+            logger.warning("%s", error, exc_info=error.__cause__)
+        return error_response(error.status, str(error))
     except Exception as error:
         logger.exception("the engine did not follow")
         return error_response(503, f"{type(error).__name__}: {error}")
@@ -173,7 +172,10 @@ class WeightBridge:
         """As `pause`; the caller holds the lock."""
         was_paused = self.state.paused
         lease: dict[str, Any] = {"lease_s": request.lease_s, "dirty": request.dirty, "holder": request.holder}
-        self.state.pause(**lease, now=time.monotonic())
+        try:
+            self.state.pause(**lease, now=time.monotonic())
+        except ValueError as error:
+            raise NotDone(str(error)) from None
         self._arm_lease(request.lease_s + request.wait_s)  # already now, should the engine refuse
         if not was_paused:
             await self._stop_generating(request)

@@ -113,7 +113,11 @@ class ServedAdapters:
         if self._config is None:
             raise NotDone("this server was started without --enable-lora: in a profile, mode = lora_only sets it")
         folder = folder_of_run(path, self._root, "adapters")
-        if not (folder / ADAPTER_CONFIG).is_file():
+        try:
+            there = (folder / ADAPTER_CONFIG).is_file()
+        except OSError as error:  # a folder that may not be looked into
+            raise NotDone(f"{path}: {error.strerror}") from None
+        if not there:
             raise NotDone(f"{path} holds no {ADAPTER_CONFIG}: not an adapter of peft")
         return folder
 

@@ -59,7 +59,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "structured_outputs": (None,),
     "response_format": (None, {"type": "text"}),
     "tool_choice": (None, "none", "auto"),  # a call that must come is written under a grammar
-    "thinking_token_budget": (None, -1),
+    "thinking_token_budget": (None, -1.0),  # no int, so not sent in its place: -1 differs between releases
     "watermarking": (None, False),
     "use_beam_search": (None, False),
 }

@@ -15,7 +15,7 @@ from fastapi import FastAPI, Request
 from atropos_common.bridge import SAMPLING_HEADER, SPLIT_HEADER
 from vllm_server.generate import RequestError, parse_body, under_policy
 from vllm_server.plugin import scale_raw_logprobs
-from vllm_server.refusals import PlainSampling, instead, leaks, names_of, served_defaults
+from vllm_server.refusals import PlainSampling, instead, leaks, names_of, served_defaults, without
 
 LEAKING: list[dict[str, Any]] = [
     {"top_p": 0.9},
@@ -181,3 +181,10 @@ def test_raw_logprobs_are_those_of_each_request_s_temperature() -> None:
     mixed, greedy = SimpleNamespace(temperature=torch.tensor([0.5, 0.0])), SimpleNamespace(temperature=None)
     torch.testing.assert_close(sampler(logits, sampling_metadata=mixed), wanted)
     torch.testing.assert_close(sampler(logits, greedy), logits.log_softmax(-1))
+
+
+def test_a_thinking_budget_is_taken_away_and_never_replaced() -> None:
+    """-1, which does nothing today, has meant no thinking at all in other releases."""
+    assert without(["thinking_token_budget", "top_k"]) == {"thinking_token_budget": None, "top_k": 0}
+    assert instead(leaks({"thinking_token_budget": 5})) == "Leave out thinking_token_budget"
+    assert not leaks({"thinking_token_budget": -1})

@@ -181,7 +181,8 @@ class Reloader:
             if failed := next((rank["failed"] for rank in found if "failed" in rank), None):
                 raise RuntimeError(failed)
         except Exception as error:
-            what = f"no end after {request.lease_s:g} s" if isinstance(error, TimeoutError) else str(error)
+            late = f"no end after {request.lease_s:g} s"
+            what = late if isinstance(error, TimeoutError) else str(error) or repr(error)
             fault = f"the load of {folder} broke off, so weights are mixed: {' '.join(what.split())[:300]}"
             self.bridge.fail(fault)
             raise BrokenLoad(fault) from error
