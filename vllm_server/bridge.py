@@ -126,6 +126,8 @@ class WeightBridge:
         self.not_in_place: str | None = None
         """Why new weights must not be written over those in memory, in a server that takes new ones."""
         self.sleeping = False
+        self._stopped = False
+        """Whether it is certain that the engine makes no token: it was told to pause, and not yet to go on."""
         self.load_obstacle: str | None = None
         """Why weights of a folder cannot be written over those in memory; null when they can."""
         self.started_from: str | None = None
@@ -170,15 +172,15 @@ class WeightBridge:
 
     async def freeze(self, request: PauseRequest) -> None:
         """As `pause`; the caller holds the lock."""
-        was_paused = self.state.paused
         lease: dict[str, Any] = {"lease_s": request.lease_s, "dirty": request.dirty, "holder": request.holder}
         try:
             self.state.pause(**lease, now=time.monotonic())
         except ValueError as error:
             raise NotDone(str(error)) from None
         self._arm_lease(request.lease_s + request.wait_s)  # already now, should the engine refuse
-        if not was_paused:
+        if not self._stopped:
             await self._stop_generating(request)
+            self._stopped = True
             self.state.pause(**lease, now=time.monotonic())
         self._arm_lease(request.lease_s)
 
@@ -234,11 +236,16 @@ class WeightBridge:
     async def declare(self, version: int) -> None:
         """What answers from here on is `version`: end pause, hold and fault. The caller holds the lock."""
         self.history.change(version, time.monotonic())
-        await self.engine.resume_generation()
+        await self._go_on()
         self.state.resume(version)
         self._disarm_lease()
         self.gate.release()
         self.stamp()
+
+    async def _go_on(self) -> None:
+        """Let the engine make tokens. Where that fails it may do so all the same, and the next pause stops it again."""
+        self._stopped = False
+        await self.engine.resume_generation()
 
     async def reset_prefix_cache(self) -> None:
         """Forget every cached key and value; frozen requests are computed anew from their tokens."""
@@ -307,7 +314,7 @@ class WeightBridge:
                 logger.warning("the pause's lease is over and no weights were touched: resuming by itself")
                 try:
                     await self.reset_prefix_cache()
-                    await self.engine.resume_generation()
+                    await self._go_on()
                 except Exception as error:
                     self.fail(f"the pause's lease is over, and the engine did not go on: {error}")
             elif expiry == "fault":

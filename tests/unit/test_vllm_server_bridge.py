@@ -31,6 +31,7 @@ class RecordingEngine:
         self.calls: list[str] = []
         self.resets = True
         self.pauses = True
+        self.resumes = True
         self.drained = asyncio.Event()
         """Nothing is in flight any more."""
 
@@ -45,6 +46,8 @@ class RecordingEngine:
 
     async def resume_generation(self) -> None:
         self.calls.append("resume")
+        if not self.resumes:
+            raise RuntimeError("one of the engines did not answer")
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         self.calls.append(f"reset:{reset_running_requests}")
@@ -135,6 +138,21 @@ async def test_an_engine_that_does_not_pause_is_not_paused_for_ever(config: Serv
     assert bridge.state.paused
     await asyncio.sleep(0.3)
     assert not bridge.state.paused and engine.calls[-1] == "resume"
+
+
+async def test_an_engine_that_may_have_gone_on_is_stopped_again(config: ServerConfig) -> None:
+    """Weights would be written while it makes tokens."""
+    bridge, engine = make(config)
+    await bridge.pause(PauseRequest())
+    engine.resumes = False
+    with pytest.raises(RuntimeError, match="did not answer"):
+        await bridge.resume(ResumeRequest(weight_version=1))
+    assert bridge.state.paused and bridge.state.weight_version is None
+    engine.resumes = True
+    await bridge.pause(PauseRequest())
+    assert engine.calls == ["pause:keep", "reset:True", "resume", "pause:keep"]
+    info = await bridge.resume(ResumeRequest(weight_version=1))
+    assert not info.paused and info.weight_version == 1
 
 
 async def test_a_lease_that_ends_without_a_resume_of_the_engine_is_a_fault(config: ServerConfig) -> None:
