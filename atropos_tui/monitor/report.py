@@ -46,7 +46,7 @@ from atropos_tui.monitor.overlay import (
 )
 from atropos_tui.monitor.reading import Along
 from atropos_tui.monitor.report_charts import PageChart, PageCurve, charts, draw, system_charts
-from atropos_tui.monitor.rollout_groups import RolloutGroup, groups, question, shared_beginning
+from atropos_tui.monitor.rollout_groups import RolloutGroup, groups, known_rewards, question, shared_beginning
 from atropos_tui.monitor.run_files import RunInfo, is_crashed, load_run, read_json
 from atropos_tui.monitor.series import Series, mean
 from atropos_tui.monitor.state import COMMANDS_KEPT, DIAGNOSES_KEPT, TRANSITIONS_KEPT, RunState
@@ -305,13 +305,13 @@ def _rollouts(state: RunState) -> list[dict[str, Any]]:
 def _group(group: RolloutGroup, shared: int) -> dict[str, Any]:
     asked = masked_line(question(group.prompt)[shared:])
     cut = "…" if len(asked) > QUESTION_CHARS else ""
-    best_first = sorted(group.rollouts, key=lambda one: one.reward, reverse=True)
+    best_first = sorted(group.rollouts, key=lambda one: (not math.isnan(one.reward), one.reward), reverse=True)
     return {
         "step": group.step,
         "env": masked_line(group.env),
         "question": f"{'…' if shared else ''}{asked[:QUESTION_CHARS]}{cut}",
         "rewards": _spread(group),
-        "dots": _dots([one.reward for one in group.rollouts]),
+        "dots": _dots(known_rewards(group.rollouts)),
         "prompt": _block(group.prompt, TEXT_CHARS),
         "samples": [_sample(one) for one in best_first],
     }
@@ -319,11 +319,10 @@ def _group(group: RolloutGroup, shared: int) -> dict[str, Any]:
 
 def _spread(group: RolloutGroup) -> str:
     """How the rewards of a group differ, in words: what it teaches."""
-    rewards = [one.reward for one in group.rollouts]
-    known = [reward for reward in rewards if math.isfinite(reward)]
+    known, made = known_rewards(group.rollouts), len(group.rollouts)
     whole = group.rollouts[0].group_size
-    size = counted(len(rewards), "completion") + (f" of {whole}" if whole and whole > len(rewards) else "")
-    if lost := len(rewards) - len(known):
+    size = counted(made, "completion") + (f" of {whole}" if whole and whole > made else "")
+    if lost := made - len(known):
         size += f", {lost} without a finite reward"
     if not known:
         return size
@@ -333,9 +332,8 @@ def _spread(group: RolloutGroup) -> str:
     return f"{size}, rewards from {low} to {high}, mean {number(mean(known))} ± {number(pstdev(known))}"
 
 
-def _dots(rewards: Sequence[float]) -> list[float]:
-    """Where each finite reward lies between the lowest and the highest, in percent; nothing where all are one."""
-    known = [reward for reward in rewards if math.isfinite(reward)]
+def _dots(known: Sequence[float]) -> list[float]:
+    """Where each reward lies between the lowest and the highest, in percent; nothing where all are one."""
     low, high = min(known, default=0.0), max(known, default=0.0)
     return [100 * (reward - low) / (high - low) for reward in known] if math.isfinite(high - low) and high > low else []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -81,6 +82,11 @@ def shared_beginning(questions: Iterable[str]) -> int:
     common = first[: next((at for at, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))]
     common = common[: len(common) - len(common.split(" ")[-1])]  # whole words
     return len(common) if len(common) >= SHARED else 0
+
+
+def known_rewards(rollouts: Iterable[RolloutRecord]) -> list[float]:
+    """The finite ones: no other has a place between the lowest and the highest."""
+    return [one.reward for one in rollouts if math.isfinite(one.reward)]
 
 
 Only = Literal["all", "worse", "flat"]

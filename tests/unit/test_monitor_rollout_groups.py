@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from atropos_tui.monitor.rollout_groups import (
     diff,
     earlier_twin,
     groups,
+    known_rewards,
     question,
     shared_beginning,
 )
@@ -226,3 +228,9 @@ def test_a_folder_that_cannot_be_listed_has_no_neighbours(tmp_path: Path, monkey
 
     monkeypatch.setattr(Path, "iterdir", refused)
     assert other_runs(tmp_path / "mine") == []
+
+
+def test_a_reward_that_is_no_number_has_no_place_among_others() -> None:
+    rewards = [math.nan, 0.0, math.inf, 1.0]
+    rollouts = [RolloutRecord(step=1, prompt="", completion="", reward=reward, advantage=0.0) for reward in rewards]
+    assert known_rewards(rollouts) == [0.0, 1.0]

@@ -29,6 +29,7 @@ from atropos_tui.monitor.rollout_groups import (
     diff,
     earlier_twin,
     groups,
+    known_rewards,
     question,
     shared_beginning,
 )
@@ -243,7 +244,7 @@ class Rollouts(Listing[RolloutRow]):
 def spread(rollouts: Sequence[RolloutRecord]) -> str:
     """The rewards of a group, a cell each, from its lowest to its highest."""
     rewards = [one.reward for one in rollouts[:MOST_SPREAD]]
-    known = [reward for reward in rewards if math.isfinite(reward)]
+    known = known_rewards(rollouts[:MOST_SPREAD])
     low, high = min(known, default=0.0), max(known, default=0.0)
     return sparkline([(reward - low) / (high - low) if high > low else 0.5 for reward in rewards], len(rewards))
 
@@ -288,9 +289,9 @@ class RolloutDetail(VerticalScroll):
             ("tokens", number(rollout.tokens, 0)),
         ]
         if len(group) > 1:
-            rewards = [one.reward for one in group]
+            known = known_rewards(group) or [math.nan]
             of = f", {len(group)} of {rollout.group_size}" if (rollout.group_size or 0) > len(group) else ""
-            figures.append(("group", f"{number(min(rewards), 2)} {spread(group)} {number(max(rewards), 2)}{of}"))
+            figures.append(("group", f"{number(min(known), 2)} {spread(group)} {number(max(known), 2)}{of}"))
         for name, value in figures:
             text.append(f"{name} ", label).append(f"{value}   ")
         for name in ("completion", "prompt"):
