@@ -105,6 +105,7 @@ class Trainer:
             rollouts = [_routed(rollout, self.routers, i) for i, rollout in enumerate(rollouts)]
         rows = pack(rollouts, 40)
         rows = rows if len(rows) % 2 else rows[:-1]
+        assert len(rows) >= 3, "or all but one rank would have an empty one alone"
         dealt = self.world.dealt
         mine = rows[dealt.rank :: dealt.size]
         return mine + [empty_row()] * (-(-len(rows) // dealt.size) - len(mine))
