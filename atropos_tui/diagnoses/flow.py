@@ -8,20 +8,16 @@ the time without a request, `vllm_server/auth.py`), and gives a `Flow` for each 
 from __future__ import annotations
 
 import math
-import os
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import median_low
 
-import httpx
-
 from atropos_common.bridge import METRIC_IDLE_S, METRIC_REQUESTS, METRIC_SLOTS
 from atropos_common.control import Role, State
-from atropos_common.http import LIMITS, certificates, door_headers
 from atropos_common.records import EnvCountsRecord, TimingRecord
+from atropos_tui.diagnoses.questions import asking, fetch_page
 from atropos_tui.diagnoses.stall_rules import FLAT, RUNS, Flow, Part, asked_engines
 from atropos_tui.profile.spec import ComponentSpec, StackSpec
 
@@ -39,10 +35,6 @@ COUNTS_S = 30.0
 ASK_S = 1.5
 """An engine is asked no more often."""
 ANSWER_S = 2.0
-PATIENCE_S = 10.0
-"""So long an answer may take as a whole, however it drips: a program of the user's may be there."""
-MOST_BYTES = 64 * 1024 * 1024
-"""A longer answer is none."""
 RUNNING, TOKENS = "vllm:num_requests_running", "vllm:generation_tokens_total"
 READ = (METRIC_IDLE_S, METRIC_REQUESTS, METRIC_SLOTS, RUNNING, TOKENS)
 
@@ -56,43 +48,6 @@ class EngineLook:
 
     def __getitem__(self, name: str) -> float:
         return self.figures.get(name, 0.0)
-
-
-def asking(url: str, timeout_s: float) -> httpx.Client:
-    """For questions to servers of the run: no proxy, and with its key where other machines reach them.
-
-    Args:
-        url: what addresses are relative to; empty where each is given in full.
-    """
-    return httpx.Client(
-        base_url=url, timeout=timeout_s, limits=LIMITS, trust_env=False, follow_redirects=True,
-        headers=door_headers(os.environ), verify=certificates(url or "http:"),
-    )  # fmt: skip
-
-
-def fetch(http: httpx.Client, url: str) -> bytes:
-    """What a server answers to GET `url`.
-
-    Raises:
-        httpx.HTTPError: none answers, or with another status than 200, or its answer does not end.
-    """
-    give_up, parts, size = time.monotonic() + PATIENCE_S, list[bytes](), 0
-    with http.stream("GET", url) as answer:
-        answer.raise_for_status()
-        for part in answer.iter_bytes():
-            parts.append(part)
-            size += len(part)
-            if size > MOST_BYTES or time.monotonic() > give_up:
-                raise httpx.ReadTimeout(f"no end after {size:,} bytes")
-    return b"".join(parts)
-
-
-def fetch_page(http: httpx.Client, url: str) -> str | None:
-    """The same as text, decoded with replacement; None where there is none to be had."""
-    try:
-        return fetch(http, url).decode(errors="replace")
-    except (httpx.HTTPError, OSError):
-        return None
 
 
 def read_figures(text: str, names: Collection[str]) -> dict[str, list[float]]:

@@ -166,7 +166,7 @@ class LogRule(Rule):
 class RateLimit:
     """Whether one rule may speak: once when its finding begins, again only after it was gone for a while.
 
-    Times are seconds of any one clock.
+    Times are seconds of any one clock; where it was set back by more than the pause, the pause is over.
     """
 
     episodes: int = 0
@@ -180,7 +180,7 @@ class RateLimit:
         if self.active:
             return False
         self.active = True
-        if now - self._spoke_at < QUIET_S * 2.0 ** max(self.episodes - 1, 0):
+        if abs(now - self._spoke_at) < QUIET_S * 2.0 ** max(self.episodes - 1, 0):
             return False
         self.episodes += 1
         self._spoke_at = now

@@ -36,7 +36,7 @@ from atropos_common.records import (
     TrainerRecord,
 )
 from atropos_common.run_dir import RunDir
-from atropos_tui.diagnoses.flow import FlowWatch, asking, fetch
+from atropos_tui.diagnoses.flow import FlowWatch
 from atropos_tui.diagnoses.flow_rules import FLOW_RULES, FlowRule, explain
 from atropos_tui.diagnoses.log_rules import LOG_RULES
 from atropos_tui.diagnoses.metric_rules import METRIC_RULES, MetricRule, alert_rules
@@ -54,6 +54,7 @@ from atropos_tui.diagnoses.model import (
     plain,
     shortened,
 )
+from atropos_tui.diagnoses.questions import asking, fetch
 from atropos_tui.diagnoses.stall_rules import (
     RUNS,
     STALL_RULES,
@@ -434,14 +435,15 @@ class Watcher:
     # In the thread.
 
     def _work(self, now: float, seen: list[tuple[Part, Printed | None]]) -> list[tuple[str, Diagnosis]]:
+        clock = time.monotonic()  # what a scanner waits for has nothing to do with the time of day
         run = RunSnapshot(now, tuple(part for part, _ in seen), self._names)
         starting = starting_roles(run)
         said = [(run.trainer, found) for found in self._read_records()]
         for part, printed in seen:
             if printed is not None:
                 scanner = printed.scanner
-                found_here = scanner.scan(printed.pieces, now, starting)
-                found_here += scanner.close(now) if printed.over else []
+                found_here = scanner.scan(printed.pieces, clock, starting)
+                found_here += scanner.close(clock) if printed.over else []
                 said += [(part.name, found) for found in found_here if not printed.asked_to_go]
                 self._count(part, scanner, now)
         self._look_for_registrations(run.parts, now)
@@ -569,4 +571,5 @@ def ask_api(url: str) -> ApiView:
             group = len(json.loads(fetch(http, "/latest_example")).get("tokens") or []) if queue else 0
             return ApiView(int(info.get("batch_size", -1)), queue, group, int(status.get("current_step") or 0))
     except (httpx.HTTPError, ValueError, AttributeError, TypeError) as error:
-        return ApiView(problem=f"{url}: {str(error) or type(error).__name__}")
+        words = str(error).partition("\n")[0] or type(error).__name__  # httpx adds where to read of a status
+        return ApiView(problem=f"{url}: {words}")

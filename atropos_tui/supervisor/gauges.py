@@ -20,7 +20,8 @@ from atropos_common.bridge import METRIC_VERSION
 from atropos_common.control import ComponentStatus, Role, RunStatus
 from atropos_common.files import cut_torn_line, write_private
 from atropos_common.records import ComponentUse, EngineGauges, EnvFlow, GaugesRecord, HostUse
-from atropos_tui.diagnoses.flow import asking, fetch_page, read_figures
+from atropos_tui.diagnoses.flow import read_figures
+from atropos_tui.diagnoses.questions import asking, fetch_page
 from atropos_tui.diagnoses.stall_rules import RUNS, Flow
 from atropos_tui.supervisor import procfs
 
@@ -30,6 +31,8 @@ MOST_BYTES = 2_000_000
 DENSE = 720
 """An hour."""
 ANSWER_S = 1.0
+MOST_ANSWER_BYTES = 4_000_000
+"""A longer answer is no metrics page."""
 _GAUGES = {
     "vllm:num_requests_running": "running",
     "vllm:num_requests_waiting": "waiting",
@@ -96,7 +99,10 @@ class GaugeReader:
         if not routes:
             return []
         with ThreadPoolExecutor(len(routes), thread_name_prefix="gauges") as pool:
-            return list(pool.map(lambda route: fetch_page(self._http, self._urls[route[0].name] + route[1]), routes))
+            return list(pool.map(lambda route: self._page(self._urls[route[0].name] + route[1]), routes))
+
+    def _page(self, url: str) -> str | None:
+        return fetch_page(self._http, url, MOST_ANSWER_BYTES)
 
 
 def _disk(folder: Path) -> dict[str, int]:

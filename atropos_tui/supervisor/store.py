@@ -105,10 +105,14 @@ def _seq_of(line: bytes) -> int:
     return int(found.group(1)) if found else -1
 
 
-class Kept(BaseModel):
-    """A file of the run directory that is replaced as a whole, or a part of one."""
+class Entry(BaseModel):
+    """A part of a file of the run directory; what a later version has besides is left out."""
 
     model_config = ConfigDict(extra="ignore", defer_build=True)
+
+
+class Kept(Entry):
+    """A file of the run directory that is replaced as a whole."""
 
     def write(self, path: Path) -> None:
         """Replace `path` atomically. A disk that refuses leaves the old file: the run goes on, and ends, without."""
@@ -116,7 +120,7 @@ class Kept(BaseModel):
             write_private(path, self.model_dump_json(indent=1))
 
 
-class FarEntry(Kept, frozen=True):
+class FarEntry(Entry, frozen=True):
     """A component on another node, and how that node is reached."""
 
     name: str
@@ -138,7 +142,7 @@ class FarEntry(Kept, frozen=True):
     """Of SLURM's job, whose end is that of all that was started in it."""
 
 
-class ProcessEntry(Kept, frozen=True):
+class ProcessEntry(Entry, frozen=True):
     """One process that the supervisor started. `create_time` counts seconds after the boot named by `boot_id`."""
 
     pid: int

@@ -16,7 +16,7 @@ from atropos_common.bridge import METRIC_IDLE_S, METRIC_REQUESTS, METRIC_SLOTS
 from atropos_common.control import Role, State
 from atropos_common.records import EnvCountsRecord, TimingRecord
 from atropos_common.run_dir import ENV_ENGINE_URLS
-from atropos_tui.diagnoses import flow as flow_module
+from atropos_tui.diagnoses import questions
 from atropos_tui.diagnoses.flow import FlowWatch, parse_look
 from atropos_tui.diagnoses.flow_rules import explain
 from atropos_tui.diagnoses.stall_rules import FLAT, Flow, Part, RunSnapshot, no_batches
@@ -129,7 +129,7 @@ def test_a_page_of_another_server_is_no_look() -> None:
 
 def test_a_page_without_an_end_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program of the user's on the engine's port: it says a line now and then, and never that it is done."""
-    monkeypatch.setattr(flow_module, "PATIENCE_S", 0.2, raising=False)
+    monkeypatch.setattr(questions, "PATIENCE_S", 0.2)
     over = threading.Event()
 
     class Endless(http.server.BaseHTTPRequestHandler):

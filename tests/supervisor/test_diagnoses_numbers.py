@@ -11,7 +11,7 @@ import pytest
 from atropos_common.records import ALIGNMENT_CAUSES, EvalRecord, Record, RolloutRecord, SyncRecord, parse_line
 from atropos_tui.diagnoses import Diagnosis
 from atropos_tui.diagnoses.metric_rules import METRIC_RULES, MetricRule
-from atropos_tui.diagnoses.model import QUIET_S
+from atropos_tui.diagnoses.model import QUIET_S, RateLimit
 from atropos_tui.diagnoses.watcher import MetricWatch
 
 CLEAN = Path(__file__).parent / "logs/clean"
@@ -175,6 +175,15 @@ def test_what_comes_back_later_is_told_again_and_not_before() -> None:
     assert feed(bad[:2], 1e6 + 300) == [], "recovered, but told only minutes ago"
     assert feed(good[:6], 1e6 + 400) == []
     assert feed(bad[:2], 1e6 + 400 + QUIET_S) == [1]
+
+
+def test_a_clock_that_is_set_back_mutes_no_rule() -> None:
+    limit = RateLimit()
+    assert limit.raised(1e6)
+    limit.lowered()
+    assert not limit.raised(1e6 - 60), "told a minute ago, by whatever clock"
+    limit.lowered()
+    assert limit.raised(1e6 - 3600)
 
 
 def test_a_later_attempt_begins_anew() -> None:

@@ -28,7 +28,7 @@ from typing import Any
 
 from atropos_common.parent_death import become
 from atropos_tui.supervisor import procfs
-from atropos_tui.supervisor.launchers.line import Line, LineClosedError, is_own
+from atropos_tui.supervisor.launchers.line import Line, LineClosedError, is_own_peer
 from atropos_tui.supervisor.logs import MOST_LEFT, SAY_AGAIN_S, LogFile, read_some, widen
 
 GREETING_S = 2.0
@@ -201,7 +201,7 @@ def _start(job: dict[str, Any], writing: int) -> int:
 def accept(listener: socket.socket) -> Line | None:
     """The line to the next caller; None if it is another user, to whom nothing is said."""
     caller, _ = listener.accept()
-    if is_own(caller):
+    if is_own_peer(caller):
         descriptor = caller.detach()
         return Line(descriptor, descriptor)
     caller.close()

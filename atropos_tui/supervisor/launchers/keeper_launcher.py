@@ -32,7 +32,7 @@ from atropos_tui.profile.spec import ComponentSpec, StackError, StackSpec
 from atropos_tui.supervisor import bare, procfs
 from atropos_tui.supervisor.launch import Launch, prepare
 from atropos_tui.supervisor.launchers.launcher import Inherited, Launcher, Living, OnExit, OnProblem, entry_of
-from atropos_tui.supervisor.launchers.line import Frame, Line, is_own
+from atropos_tui.supervisor.launchers.line import Frame, Line, is_own_peer
 from atropos_tui.supervisor.logs import FULL, TAIL_BYTES, LogDrain
 from atropos_tui.supervisor.process import LaunchError, Local, remove_files
 from atropos_tui.supervisor.store import ProcessEntry, ProcessTable
@@ -242,7 +242,7 @@ def _connect(address: str) -> Line:
     try:
         line.settimeout(GREETING_S)
         line.connect(f"\0{address}")
-        if not is_own(line):
+        if not is_own_peer(line):
             raise KeeperError("the keeper's address belongs to another user")
     except OSError as error:
         line.close()

@@ -25,7 +25,7 @@ def head(kind: str, payload: bytes = b"") -> bytes:
     return f"{kind} {len(payload)}\n".encode()
 
 
-def is_own(connection: socket.socket) -> bool:
+def is_own_peer(connection: socket.socket) -> bool:
     """Whether a process of this user is at the other end of a Unix socket."""
     _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return bool(uid == os.getuid())
