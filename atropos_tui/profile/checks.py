@@ -26,6 +26,7 @@ from atropos_tui.profile.site import (
     env_engines,
     fed_engines,
     fed_sections,
+    longest_sequence,
     meeting_address,
     trainer_gpus,
     trainer_ranks,
@@ -528,10 +529,8 @@ def _other_gpus(profile: Profile) -> Iterator[Problem]:
 
 
 def _lengths(profile: Profile, settings: TrainingConfig) -> Iterator[Problem]:
-    longest = profile.vllm[0].max_model_len
-    if longest is None:
-        return
-    if "seq_len" in settings.model_fields_set and settings.seq_len > longest:
+    longest = longest_sequence(profile)
+    if longest is not None and "seq_len" in settings.model_fields_set and settings.seq_len > longest:
         yield Problem(
             f"sequences of {settings.seq_len} tokens cannot come from an engine with max_model_len = {longest}",
             f"set trainer.seq_len = {longest}, or raise vllm.max_model_len",
@@ -539,10 +538,11 @@ def _lengths(profile: Profile, settings: TrainingConfig) -> Iterator[Problem]:
         )
     for index, env in enumerate(profile.env):
         wanted = env.args.get("env.max_token_length")
-        if isinstance(wanted, int) and wanted > longest:
+        shortest = min((one.max_model_len for one in env_engines(profile, env) if one.max_model_len), default=None)
+        if isinstance(wanted, int) and shortest is not None and wanted > shortest:
             yield Problem(
-                f"asks for sequences of {wanted} tokens, and an engine with max_model_len = {longest} refuses them",
-                f"set it to {longest}, or raise vllm.max_model_len",
+                f"asks for sequences of {wanted} tokens, and an engine with max_model_len = {shortest} refuses them",
+                f"set it to {shortest}, or raise vllm.max_model_len",
                 key=f"env.{index}.args.env.max_token_length",
             )
 

@@ -21,7 +21,7 @@ from atropos_tui.profile.hardware import Hardware
 from atropos_tui.profile.memory import Budget, Inventory
 from atropos_tui.profile.models import Model
 from atropos_tui.profile.sections import MOST_RANKS, EngineSection, Profile
-from atropos_tui.profile.site import Site, trainer_ranks, training_config, traits_of
+from atropos_tui.profile.site import Site, longest_sequence, trainer_ranks, training_config, traits_of
 from trainer_core.config import TrainingConfig, sharding_contradictions
 
 SLACK = 0.03
@@ -233,7 +233,7 @@ def _offloads(settings: TrainingConfig) -> list[Option]:
 
 def _passes(profile: Profile, settings: TrainingConfig) -> list[Option]:
     """Shorter rows, down to the longest sequence."""
-    longest = min(settings.seq_len, profile.vllm[0].max_model_len or settings.seq_len)
+    longest = min(settings.seq_len, longest_sequence(profile) or settings.seq_len)
     tokens = memory.tokens_per_pass(settings, longest)
     options: list[Option] = []
     while tokens > max(longest, FEWEST_TOKENS):

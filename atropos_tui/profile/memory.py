@@ -28,7 +28,15 @@ from atropos_tui.profile.models import LAYER, Model, Shapes, read_model
 from atropos_tui.profile.plan import LORA_SLOTS, MOST_SEQUENCES, resolve_path
 from atropos_tui.profile.seats import Seat
 from atropos_tui.profile.sections import EngineSection, Profile
-from atropos_tui.profile.site import Site, engine_model, fed_engines, trainer_seats, training_config, traits_of
+from atropos_tui.profile.site import (
+    Site,
+    engine_model,
+    fed_engines,
+    longest_sequence,
+    trainer_seats,
+    training_config,
+    traits_of,
+)
 from trainer_core.config import TrainingConfig
 
 HOST = "host"
@@ -412,7 +420,7 @@ class _Builder:
         # A gradient goes down to the lowest layer that is trained, or to the embedding.
         all_layers, everything = dimensions.layers, len(trained) == len(model.shapes)
         reached = None if everything else all_layers - min(layers, default=all_layers)
-        tokens = tokens_per_pass(settings, self.profile.vllm[0].max_model_len, ranks)
+        tokens = tokens_per_pass(settings, longest_sequence(self.profile), ranks)
         width, adapters = dtype_bytes(settings.dtype, model), Adapters.of(trained, all_layers)
         return lambda anew: model_math.activation_bytes(
             dimensions, tokens, width=width, on_gpu=on_gpu, layers=reached, largest=largest,

@@ -247,6 +247,14 @@ def fed_sections(profile: Profile) -> dict[int, EngineSection]:
     return {index: part for index, part in enumerate(others) if part.model is None} | {0: profile.vllm[0]}
 
 
+def longest_sequence(profile: Profile) -> int | None:
+    """Tokens of the longest sequence that an engine which the trainer feeds makes; None where one leaves that to its
+    model."""
+    lengths = [section.max_model_len for section in fed_sections(profile).values()]
+    stated = [length for length in lengths if length is not None]
+    return max(stated) if len(stated) == len(lengths) else None
+
+
 def fed_engines(profile: Profile) -> list[EngineSection]:
     """The engines that the trainer feeds: in a mode that feeds one, the first."""
     if not traits_of(profile).feeds_all:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 import time
@@ -162,6 +163,11 @@ def test_a_real_run_api_is_asked(run_api: str) -> None:
     assert view == ApiView(12, 3, 8, 5)
     found = no_batches(replace(STILL, api=view))
     assert found is not None and "groups of 8 never add up to a batch of 12" in found.evidence
+    spoilt = json.dumps({**group, "scores": [float("nan"), 0.0] * 4})
+    with httpx.Client(base_url=run_api, trust_env=False, headers={"Content-Type": "application/json"}) as http:
+        assert http.post("/scored_data", content=spoilt).status_code == 200
+        assert http.get("/latest_example").status_code == 500
+    assert ask_api(run_api) == ApiView(12, 4, 0, 5), "a group that run-api cannot send spoils no other answer"
 
 
 class Seen:

@@ -219,6 +219,13 @@ REPLAY: dict[str, Any] = {"trainer": {"routing_replay": True}}
 ONE_COPY = LORA | {"trainer": {"single_copy": True}}
 
 
+def lengths(first: int, second: int | None, seq_len: int | None = None, **of_second: Any) -> dict[str, Any]:
+    """Two engines in a mode that feeds both, and an environment that asks for 2,000 tokens where the rows allow it."""
+    rows = {"seq_len": seq_len} if seq_len else env(**{"env.max_token_length": 2000})
+    both = [{"name": "a", "max_model_len": first}, {"name": "b", "port": 9101, "max_model_len": second, **of_second}]
+    return {"mode": "none", "vllm": both} | ({"trainer": SEVERAL | rows} if seq_len else rows)
+
+
 def engines(**changes: Any) -> dict[str, Any]:
     return {"vllm": [TWO_ENGINES[0], TWO_ENGINES[1] | changes]}
 
@@ -304,6 +311,8 @@ def program(*command: str, **variables: str) -> dict[str, Any]:
          "cannot come from an engine with max_model_len = 1024", "trainer.seq_len = 1024"),
         ({"vllm": {"max_model_len": 1024}} | env(**{"env.max_token_length": 1025}), "env.0.args.env.max_token_length",
          "refuses them", "set it to 1024"),
+        (lengths(4096, 1024), "env.0.args.env.max_token_length", "max_model_len = 1024 refuses", "set it to 1024"),
+        (lengths(512, 1024, seq_len=2048), "trainer.seq_len", "with max_model_len = 1024", "trainer.seq_len = 1024"),
         # Adapters
         (LORA | {"vllm": {"args": {"max-lora-rank": 8}}}, "vllm.0.args.max-lora-rank", "rank 16", "set it to 16"),
         (LORA | {"vllm": {"args": {"max-lora-rank": 24}}}, "vllm.0.args.max-lora-rank", "no rank 24", "16, 32"),
@@ -352,6 +361,9 @@ def test_flags_of_each_engine_that_is_fed_are_judged_once(
         {"vllm": {"dtype": "bfloat16", "args": {"load-format": "safetensors", "enforce-eager": True}}},
         {"vllm": {"max_model_len": 64}},
         {"vllm": {"max_model_len": 64}, "trainer": SEVERAL | {"seq_len": 64}},
+        lengths(512, 2048, seq_len=2048),
+        lengths(2048, None, seq_len=4096),
+        lengths(2048, 64, model="/judge"),
         {"vllm": [{"name": "a", "port": 1, "gpus": [0], "gpu_memory_utilization": 0.4},
                   {"name": "b", "port": 2, "gpus": [0, 1], "tensor_parallel": 2, "gpu_memory_utilization": 0.4,
                    "model": "/judge", "args": {"quantization": "fp8"}}]},

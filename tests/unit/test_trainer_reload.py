@@ -62,6 +62,7 @@ class LoadingEngine(Engine):
         if path != "/bridge/load":
             return super().answer(path, body)
         self.loads.append((body["weight_version"], body["at_restart"]))
+        self.loaded_from = Path(body["path"])
         self.on_load()
         if self.dead:
             raise ConnectionAbortedError("died")
@@ -150,6 +151,16 @@ def nudge(model: torch.nn.Module, by: float = 0.5) -> Callable[[], None]:
 
 def folders(sync: Reload) -> list[str]:
     return sorted(path.name.split("-")[0] for path in sync._folder.iterdir()) if sync._folder.exists() else []
+
+
+def test_a_folder_behind_a_link_is_named_as_it_was_given(make: Any, engine: LoadingEngine, tmp_path: Path) -> None:
+    """A node may reach that disk under the link's name alone."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "shared").symlink_to(tmp_path / "disk")
+    sync = make(save_path=str(tmp_path / "shared"), vllm_restart_interval=1)
+    model = sync.attach(Start())
+    sync.publish(1, nudge(model))
+    assert engine.loads == [(1, False)] and engine.loaded_from.is_relative_to(tmp_path / "shared")
 
 
 def test_every_third_step_is_loaded_and_the_folder_before_goes(make: Any, engine: LoadingEngine) -> None:

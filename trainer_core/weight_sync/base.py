@@ -295,7 +295,8 @@ class WrittenWeights(SeparateWeights):
         """
         super().__init__(config, device, stop)
         run = RunDir.from_env()
-        self._folder = ((run.bridge if run else Path(config.save_path)) / what).resolve()
+        # Links stay as they are: a node may reach the same disk by another way.
+        self._folder = ((run.bridge if run else Path(config.save_path)) / what).absolute()
         self._tag = secrets.token_hex(3)
         """Of this attempt: a server may still read, or start from, what an earlier one wrote that came as far."""
 

@@ -26,6 +26,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
+from atropos_common.engine_release import version_of
 from atropos_tui import __version__
 from atropos_tui.cli.answers import Check, Doctor, Verdict
 from atropos_tui.cli.doctor import machine
@@ -183,14 +184,6 @@ def software() -> Iterator[Check]:
     for name in engines:
         yield from _requirements_of_engine(name)
     yield from _companions(version_of("torch"), {name: version_of(name) for name in COMPANIONS})
-
-
-def version_of(package: str) -> str | None:
-    """Its installed version, from its metadata."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def torch_cuda() -> str | None:

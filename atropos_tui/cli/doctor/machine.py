@@ -87,14 +87,15 @@ def leftovers() -> Iterator[Check]:
         else:
             said = ", ".join(part for part in (run.count_text, f"{len(run.files)} files", run.group) if part)
             yield warn(f"run {run.run_id}", f"its supervisor is gone and left {said}", "atropos-tui clean")
-    for run in cleanup.strangers():
+    strangers = cleanup.strangers()
+    for run in strangers:
         said = f"{run.count_text} without supervisor; their run is not in the list of runs ({run.root})"
         yield warn(f"run {run.run_id}", said, f"atropos-tui clean --run-dir {run.run_id}")
     stale = cleanup.stale_sockets()
     yield judge(
         "stale sockets", f"{len(stale)} that nobody listens on" if stale else "none", bool(stale), "atropos-tui clean"
     )
-    if not found:
+    if not found and not strangers:
         yield ok("leftovers of dead runs", "none")
 
 
