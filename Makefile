@@ -65,6 +65,7 @@ test-computing:
 	nice -n 5 $(PYTEST) $(MARKS) --numprocesses 2 $(MODEL_TESTS) tests/e2e
 
 test-all: MARKS := -m "not gpu and not cluster"
+test-all: export ATROPOS_TESTS_THOROUGH := 1
 test-all: test docs dist  ## the same with the tests marked slow, the site of the docs, and the packages
 
 test-cluster: install cluster-tools  ## the stack over SLURM, ssh and Ray: three nodes on this host
@@ -103,7 +104,7 @@ dist: install $(TOOLS)/.installed  ## build wheel and source archive into dist/,
 	$(TOOLS)/bin/twine check --strict dist/*
 	$(PYTHON) -m venv $(VENV)-empty
 	$(VENV)-empty/bin/pip install --quiet "$$(ls dist/*.whl)[report,mcp]"
-	ATROPOS_EMPTY_PYTHON="$(CURDIR)/$(VENV)-empty/bin/python" $(PYTEST) -n0 tests/unit/test_wheel.py
+	ATROPOS_EMPTY_PYTHON="$(CURDIR)/$(VENV)-empty/bin/python" $(PYTEST) -m slow -n0 tests/unit/test_wheel.py
 
 COMPILE := uv pip compile --universal --python-version 3.11 --no-annotate --no-header
 requirements:  ## resolve requirements/*.in into the pinned *.txt (needs uv)

@@ -101,7 +101,8 @@ def assert_follows(server: Server, sync: WeightSync, model: torch.nn.Module, fir
         assert plain.gap(before) > 100 * EXACT, "the change must show, or this test sees nothing"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
 def test_single_copy(name: str, serving: Any, tmp_path: Path) -> None:
     server = serving(name)
     assert "kinds of layers compute from the weights in place" in server.log.read_text()

@@ -20,16 +20,16 @@ Start = Callable[..., LiveStack]
 STEPS = 60
 
 
-def assert_learned(stack: LiveStack) -> None:
-    """Sampled reward and greedy held-out accuracy both rose clearly."""
+def assert_learned(stack: LiveStack, rise: float = 0.3) -> None:
+    """Sampled reward and greedy held-out accuracy both rose by so much; over the whole demo, to what it promises."""
     rewards = [step.reward_mean for step in stack.steps()]
     first, last = mean(rewards[:5]), mean(rewards[-5:])
     # benchmarks/demo.py holds several seeds to 0.88; one run of 5 x 128 samples has a standard error of 0.012.
-    assert last >= 0.86, f"reward of the last 5 steps: {last:.3f}"
-    assert last >= first + 0.3, f"reward {first:.3f} -> {last:.3f}"
+    assert last >= 0.86 or len(rewards) < STEPS, f"reward of the last 5 steps: {last:.3f}"
+    assert last >= first + rise, f"reward {first:.3f} -> {last:.3f}"
     held_out = [record.accuracy for record in stack.evals() if record.split == "held_out"]
     assert len(held_out) >= 2, "no held-out accuracy was measured"
-    assert held_out[-1] >= held_out[0] + 0.3, f"held-out accuracy {held_out[0]:.2f} -> {held_out[-1]:.2f}"
+    assert held_out[-1] >= held_out[0] + rise, f"held-out accuracy {held_out[0]:.2f} -> {held_out[-1]:.2f}"
 
 
 def assert_aligned(stack: LiveStack, *killed_at: int) -> None:
@@ -57,10 +57,11 @@ def assert_gates_held(stack: LiveStack) -> None:
     assert stack.telemetry("step")[0].time > when["vllm", "healthy"]
 
 
-def test_demo_learns_and_leaves_nothing(cockpit: Callable[[int], Cockpit]) -> None:
+@pytest.mark.parametrize(("steps", "rise"), [(24, 0.25), pytest.param(STEPS, 0.3, marks=pytest.mark.slow)])
+def test_demo_learns_and_leaves_nothing(cockpit: Callable[[int], Cockpit], steps: int, rise: float) -> None:
     """On a terminal, from nothing, and through a SIGKILL of its server, which costs no step."""
     with preparing():
-        live = cockpit(STEPS)
+        live = cockpit(steps)
         live.terminal.shows(lambda _: "✔ completed" in live.row("warm-start"), 400)
     live.until_step(3)
     assert all("● healthy" in live.row(name) for name in COMPONENTS[1:]), live.terminal.cells.text
@@ -71,8 +72,8 @@ def test_demo_learns_and_leaves_nothing(cockpit: Callable[[int], Cockpit]) -> No
     assert live.terminal.ends() == 0
     run = live.files
     live.nothing_was_lost(attempts=2)
-    assert [step.step for step in run.steps()] == list(range(1, STEPS + 1))
-    assert_learned(run)
+    assert [step.step for step in run.steps()] == list(range(1, steps + 1))
+    assert_learned(run, rise)
     assert_aligned(run, killed_at)
     assert_gates_held(run)
     # Whose weights made what came in the step at which the server was killed, nobody knows.

@@ -188,6 +188,7 @@ def test_swaps_under_load(server: Server, tmp_path: Path, alone: None) -> None:
     trainer.sync.close()
 
 
+@pytest.mark.slow
 def test_an_adapter_that_does_not_fit(server: Server, tmp_path: Path, alone: None) -> None:
     """Refused in words, and the one before goes on serving."""
     trainer = Trainer(LoraSwap, config(server.model, tmp_path, server.url))

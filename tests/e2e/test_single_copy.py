@@ -137,7 +137,13 @@ def _digests(answer: dict[str, Any]) -> list[str]:
     return digests(answer)
 
 
-@pytest.mark.parametrize(("in_flight", "versions"), [("keep", [20, 21]), ("wait", [20, 20]), ("recompute", [21, 21])])
+@pytest.mark.parametrize(
+    ("in_flight", "versions"),
+    [
+        ("keep", [20, 21]),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("wait", [20, 20]), ("recompute", [21, 21]))),
+    ],
+)
 def test_a_publish_and_completions_in_flight(server: Server, in_flight: InFlight, versions: list[int]) -> None:
     engine = ServerClient(server.url, TOKEN)
     for _ in range(8):

@@ -69,13 +69,12 @@ def test_nothing_planted_stays_aligned(clean: Server, tmp_path: Path) -> None:
     assert "Graph capturing finished" in clean.log.read_text(), "CUDA graphs were on"
 
 
-@pytest.mark.parametrize(
-    ("part", "words"), [("model.layers.1.mlp.gate_up_proj.weight", "only in part"), ("", "stands still")]
-)
+@pytest.mark.parametrize(("part", "words"), [("mlp.gate_up_proj.weight", "only in part"), ("", "stands still")])
 def test_tensors_that_the_server_does_not_see(
     clean: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str, words: str
 ) -> None:
-    """One tensor, as of a graph that computes with a copy of it; then all of them."""
+    """One tensor of each layer, as of graphs that compute with copies of them; then all tensors. One tensor alone is
+    for the test on a CPU: here rounding hides what it does, in a run that comes to rest early."""
     train_on_copies(monkeypatch, lambda name: part in name, clean, tmp_path, **HERE)
     found = stopped_for("stale weights", clean, tmp_path, **HERE)
     print(f"\nstep {found.step}: {found.cause}")

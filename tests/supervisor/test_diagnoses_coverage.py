@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -60,11 +61,13 @@ SHOWN_BY_TITLE = {
 }
 
 
+@cache
 def texts() -> dict[str, str]:
     found = [path for path in HERE.glob("test_*.py") if path != Path(__file__)]
     return {path.name: path.read_text() for path in (*found, HERE.parent / "unit/test_envs_runner.py")}
 
 
+@cache
 def functions() -> set[str]:
     trees = (ast.parse(text) for text in texts().values())
     return {

@@ -50,6 +50,7 @@ async def test_no_other_user_gets_the_port_of_an_engine_that_is_killed(launch: A
     assert as_another_user(lambda: squat(free_port, 2.0)) != [], "with the run it is free again"
 
 
+@pytest.mark.slow
 @needs_another_user
 async def test_no_other_user_gets_the_port_of_run_api(launch: Any, free_port: int, tmp_path: Path) -> None:
     """The very component of a plan; without its port held, the stranger has it after the first kill."""

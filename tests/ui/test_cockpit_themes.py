@@ -141,10 +141,15 @@ async def test_in_the_terminal_s_own_colours_no_ground_hides_a_curve(tmp_path: P
     [
         (b"\x1b]11;rgb:ffff/ffff/ffff\x1b\\\x1b[?62;22c", "light"),
         (b"\x1b]11;rgb:1010/1414/1a1a\x07\x1b[?62;22c", "dark"),
-        (b"\x1b]11;rgb:fd/f6/e3\x1b\\\x1b[?1;2c", "light"),
         (b"\x1b[?1;2c", None),
-        (b"\x1b]11;rgb:zz/f6/e3\x1b\\", None),
-        (b"", None),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (
+                (b"\x1b]11;rgb:fd/f6/e3\x1b\\\x1b[?1;2c", "light"),
+                (b"\x1b]11;rgb:zz/f6/e3\x1b\\", None),
+                (b"", None),
+            )
+        ),
     ],
 )
 def test_a_terminal_is_asked_for_its_ground(answer: bytes, ground: str | None) -> None:

@@ -13,6 +13,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from tests.nursery import TRAINER, forked
 
 
@@ -24,6 +26,13 @@ class Ended:
     output: str
     at: float
     """`time.monotonic()` when it was seen."""
+
+
+def selected(request: pytest.FixtureRequest, argument: str) -> list[str]:
+    """The values of a parameter in the tests of the module that are run, for a fixture that makes them all at once."""
+    items = [item for item in request.session.items if getattr(item, "module", None) is request.module]
+    calls = [item.callspec.params for item in items if hasattr(item, "callspec")]
+    return list(dict.fromkeys(str(params[argument]) for params in calls if argument in params))
 
 
 def be_rank(words: list[str]) -> None:

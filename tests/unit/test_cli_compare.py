@@ -242,7 +242,7 @@ def test_one_after_another_as_json(tmp_path: Path, ports: tuple[int, int], capsy
     assert "not empty" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("sequential", [False, True])
+@pytest.mark.parametrize("sequential", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_an_interrupt_stops_every_stack(tmp_path: Path, ports: tuple[int, int], sequential: bool) -> None:
     path = write_profile(tmp_path, "p", ports=ports)
     base = tmp_path / "compared"

@@ -190,6 +190,7 @@ def swept(path: Path, base: Path) -> subprocess.Popen[str]:
     return process
 
 
+@pytest.mark.slow
 def test_runs_of_a_sweep_that_was_killed_go_on_and_are_followed_first(
     tmp_path: Path, path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

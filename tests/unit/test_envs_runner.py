@@ -87,6 +87,7 @@ def test_torch_is_left_out_where_nothing_can_want_it(tmp_path: Path, code: str, 
     assert needs_no_torch(tmp_path / "e.py") is light and not needs_no_torch(tmp_path / "none.py")
 
 
+@pytest.mark.slow
 def test_a_program_without_torch_begins_without_it(tmp_path: Path) -> None:
     """And ends as every file that defines no environment."""
     (tmp_path / "e.py").write_text(

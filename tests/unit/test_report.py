@@ -320,7 +320,14 @@ def test_torn_foreign_newer_and_endless_lines_are_counted_not_fatal(tmp_path: Pa
     parsed(page_of(run))
 
 
-@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", 1e308, -1e308, 0.0, 5e-324])
+@pytest.mark.parametrize(
+    "value",
+    [
+        "NaN",
+        -1e308,
+        *(pytest.param(value, marks=pytest.mark.slow) for value in ("Infinity", "-Infinity", 1e308, 0.0, 5e-324)),
+    ],
+)
 def test_any_figure_can_be_drawn(tmp_path: Path, value: object) -> None:
     run = make_run(tmp_path / "run", steps=0)
     lines = []
@@ -363,6 +370,7 @@ def test_steps_and_times_beyond_any_clock_do_not_stop_it(tmp_path: Path) -> None
     assert "far away" in text_of(parsed(page_of(run)))
 
 
+@pytest.mark.slow
 def test_fifty_thousand_records_keep_their_spikes_on_a_small_page(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=0)
     rng = random.Random(3)

@@ -134,6 +134,7 @@ def test_published_models_are_counted_exactly(config: dict[str, Any], parameters
     assert model(config).parameters == parameters
 
 
+@pytest.mark.slow
 def test_any_architecture_is_counted_by_transformers_in_another_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -57,7 +57,8 @@ def _equal(found: list[list[torch.Tensor]], model: torch.nn.Module) -> None:
         assert all(torch.equal(one, other) for one, other in zip(plain, again, strict=True))
 
 
-@pytest.mark.parametrize("hooks", ["inside", pytest.param("outside", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("hooks", ["inside", "outside"])
 def test_routers_that_take_the_engines_choice_are_one_graph_too(hooks: str) -> None:
     """A graph for each layer would be one for eight of them, and the layers above uncompiled. Layers of a model that
     ranks share are compiled without their own hooks."""

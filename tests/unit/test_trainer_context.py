@@ -13,7 +13,7 @@ import pytest
 
 from atropos_common.model_math import why_not_shared, why_not_spread
 from benchmarks.model_zoo import ZOO, save
-from tests.unit.ranks import run_ranks
+from tests.unit.ranks import run_ranks, selected
 from tests.unit.sharded_ranks import SHARED
 from tests.unit.test_trainer_sharded import equal
 from trainer_core.config import TrainingConfig, sharding_contradictions
@@ -36,11 +36,14 @@ def steps(folder: Path, *cases: str, size: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return steps(tmp_path_factory.mktemp("shared"), size=2)
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return steps(tmp_path_factory.mktemp("shared"), *selected(request, "case"), size=2)
 
 
-@pytest.mark.parametrize("case", SHARED)
+SLOW = ("one key for all heads", "latent", "routing replayed", "sequences")
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in SHARED])
 def test_two_ranks_that_share_rows_step_as_one(found: dict[str, Any], case: str) -> None:
     """Rows of uneven length, of several sequences and of one that both ranks have a part of."""
     equal(found.get(case))

@@ -101,7 +101,7 @@ def test_a_full_disk_in_the_background_leaves_nothing_and_is_said(base: Path, tm
 
 
 @pytest.mark.parametrize("kills", [16, pytest.param(40, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("background", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_killed_at_any_moment_the_last_good_one_stays(base: Path, tmp_path: Path, background: bool, kills: int) -> None:
     """Also where a checkpoint is written again under its own name, and one alone is kept."""
     settings = _settings(base, tmp_path / "out", keep_checkpoints=1, resume="auto", checkpoint_in_background=background)

@@ -211,7 +211,7 @@ class Stamping(AddingEngine):
         return web.json_response(answer)
 
 
-@pytest.mark.parametrize("most", [1, 2, 3])
+@pytest.mark.parametrize("most", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 async def test_lag_stays_within_max_batches_offpolicy(make: envs.Make, quick: None, api: str, most: int) -> None:
     """A real environment, an engine that stamps its version, and a trainer that is slower, then faster than both."""
     client = await asyncio.to_thread(_opened, api, 32)

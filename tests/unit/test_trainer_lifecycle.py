@@ -247,6 +247,7 @@ def test_a_server_that_runs_already_is_used_with_the_token_and_left_alone(
         other.wait()
 
 
+@pytest.mark.slow
 @needs_another_user
 def test_no_other_user_gets_the_port_between_two_servers(made: Any) -> None:
     lifecycle = made()

@@ -127,7 +127,7 @@ def straight(base: Path, tmp_path: Path) -> dict[str, torch.Tensor]:
 DEATHS = ["before it has read the adapter", "after it has taken it, answer lost", *ANSWERS]
 
 
-@pytest.mark.parametrize("death", DEATHS)
+@pytest.mark.parametrize("death", [*DEATHS[:2], *(pytest.param(death, marks=pytest.mark.slow) for death in DEATHS[2:])])
 def test_a_server_that_dies_at_the_swap_costs_no_step(
     base: Path, tmp_path: Path, straight: dict[str, torch.Tensor], death: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -97,8 +97,14 @@ def _plain(
     return told, model
 
 
-@pytest.mark.parametrize(("parts", "epochs"), [(1, 1), (2, 2), (1, 3)])
-@pytest.mark.parametrize("kind", ["rollout", "proximal", "recomputed"])
+@pytest.mark.parametrize(
+    ("kind", "parts", "epochs"),
+    [
+        pytest.param(kind, *parts, marks=[pytest.mark.slow] * (at not in (own, 1)))
+        for own, kind in enumerate(("rollout", "proximal", "recomputed"))
+        for at, parts in enumerate(((1, 1), (2, 2), (1, 3)))
+    ],
+)
 def test_against_a_plain_implementation(base: Path, tmp_path: Path, parts: int, epochs: int, kind: str) -> None:
     """Whatever the ratio is against: the rollouts, the policy at batch start, or that in place of missing logprobs."""
     batches = _batches(**({"inference_logprobs": None} if kind == "recomputed" else {}))

@@ -99,7 +99,9 @@ def test_two_nodes_train_what_one_rank_does(folder: Path) -> None:
         assert (second[name] - tensor).abs().max() <= 1e-5 * float(tensor.abs().max()), name
 
 
-@pytest.mark.parametrize("how", ["rank killed", pytest.param("stopped", marks=pytest.mark.slow), "stopped there"])
+@pytest.mark.parametrize(
+    "how", ["rank killed", *(pytest.param(how, marks=pytest.mark.slow) for how in ("stopped", "stopped there"))]
+)
 def test_an_end_on_one_node_is_one_of_all(folder: Path, how: str) -> None:
     lines = [{"batch": [group_of(2 * i), group_of(2 * i + 1)]} for i in range(STEPS)] * 500
     rollouts = write_lines(folder / "rollouts.jsonl", lines)

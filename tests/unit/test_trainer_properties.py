@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.thorough import examples
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import MissingLogprobs
 from trainer_core.objective.loss import Sequences
@@ -179,7 +180,7 @@ def _finite_gradient(name: str, row: Any) -> None:
     assert not logprobs.grad[row.advantages == 0].any(), "no advantage, no gradient"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.lists(groups(), min_size=0, max_size=4), st.booleans(), st.booleans())
 def test_well_formed_batches_train_or_are_counted(raw: list[dict[str, Any]], drop: bool, mask: bool) -> None:
     batch = _read(raw, drop_flat=drop, max_completion=4, overlong_buffer=2, overlong_mask=mask)
@@ -194,7 +195,7 @@ def test_well_formed_batches_train_or_are_counted(raw: list[dict[str, Any]], dro
         assert not any(rollout.advantages.any() for rollout in batch.rollouts)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(broken(), st.booleans(), st.booleans())
 def test_broken_groups_are_left_out_and_the_rest_trains(raw: list[Any], std: bool, long: bool) -> None:
     more: dict[str, Any] = {"max_completion": 4, "overlong_buffer": 2, "overlong_mask": True} if long else {}
@@ -205,7 +206,7 @@ def test_broken_groups_are_left_out_and_the_rest_trains(raw: list[Any], std: boo
     assert all(text.isprintable() for text in (*batch.examples.values(), *batch.left_out, *batch.remarks))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(broken())
 def test_only_a_first_batch_without_any_logprobs_is_refused(raw: list[Any]) -> None:
     settled = _read(raw)
@@ -217,7 +218,7 @@ def test_only_a_first_batch_without_any_logprobs_is_refused(raw: list[Any]) -> N
     assert batch.left_out == settled.left_out and len(batch.rollouts) == len(settled.rollouts)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(groups(), st.lists(garbage, max_size=4))
 def test_a_good_group_trains_beside_whatever_comes_with_it(good: dict[str, Any], others: list[Any]) -> None:
     alone, beside = _read([good]), _read([*others, good])

@@ -50,7 +50,7 @@ def trained(_: Path, *flags: str) -> int:
     return main(list(flags))
 
 
-@pytest.mark.parametrize("shared", [1, 2])
+@pytest.mark.parametrize("shared", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_two_ranks_train_what_one_does(folder: Path, shared: int) -> None:
     """Every part of the objective that runs a model, two minibatches twice, and an end by the end of the rollouts; with
     rows of their own, and sharing each."""

@@ -61,7 +61,7 @@ def test_a_model_that_is_computed_wrong_is_not_trained(
 
 OTHERS = (
     *({"objective": name} for name in ("grpo", "dr_grpo", "dapo", "cispo")),
-    {"objective": "grpo", "ratio_base": "proximal"},
+    *({"objective": name, "ratio_base": "proximal"} for name in ("grpo", "cispo")),
 )
 """Slow: each one's loss and gradient are proved in test_trainer_losses.py, and the demo learns by grpo."""
 
@@ -70,7 +70,6 @@ OTHERS = (
     "fields",
     [
         {"objective": "gspo"},
-        {"objective": "cispo", "ratio_base": "proximal"},
         *(pytest.param(fields, marks=pytest.mark.slow) for fields in OTHERS),
     ],
     ids=lambda fields: "-".join(fields.values()),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from atropos_common.manifest import TensorView
-from tests.unit.ranks import run_ranks
+from tests.unit.ranks import run_ranks, selected
 from tests.unit.tensor_parallel_ranks import CONFIGS, served, whole_model
 from trainer_core.errors import UsageError
 from trainer_core.policy.load import attach_views, empty_model
@@ -19,16 +19,22 @@ from trainer_core.policy.tensor_parallel import TensorParallel
 def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What each rank found."""
     folder, size = tmp_path_factory.mktemp("ranks"), request.param
-    ended = run_ranks("tests.unit.tensor_parallel_ranks:everything", folder, size=size, limit_s=150.0)
+    ended = run_ranks(
+        "tests.unit.tensor_parallel_ranks:everything", folder, *selected(request, "model"), size=size, limit_s=150.0
+    )
     assert [rank.code for rank in ended] == [0] * size, "\n".join(rank.output[-3000:] for rank in ended)
     return [json.loads((folder / f"answer.{rank}").read_text()) for rank in range(size)]
 
 
-def test_parts_compute_what_the_whole_does(answers: list[Any]) -> None:
+SLOW = ("tied", "biases")
+
+
+@pytest.mark.parametrize("model", [pytest.param(each, marks=[pytest.mark.slow] * (each in SLOW)) for each in CONFIGS])
+def test_parts_compute_what_the_whole_does(answers: list[Any], model: str) -> None:
     for rank in answers:
-        for name, gaps in rank["models"].items():
-            print(f"{name}: " + ", ".join(f"{what} {gap:.1g}" for what, gap in gaps.items()))
-            assert max(gaps.values()) < 2e-6, name
+        gaps = rank["models"][model]
+        print(f"{model}: " + ", ".join(f"{what} {gap:.1g}" for what, gap in gaps.items()))
+        assert max(gaps.values()) < 2e-6
 
 
 def test_copies_of_a_weight_stay_equal_bit_for_bit(answers: list[Any]) -> None:

@@ -103,6 +103,7 @@ def test_completions_come_as_tables_and_the_last_ones_at_the_end() -> None:
     assert [row.step for row in backend.tables[1]] == [TABLE_ROWS + 1, TABLE_ROWS + 2]
 
 
+@pytest.mark.slow
 def test_two_attempts_are_one_run_of_wandb(tmp_path: Path) -> None:
     """In processes of their own: the client starts a service."""
     pytest.importorskip("wandb", reason="wandb is not installed")

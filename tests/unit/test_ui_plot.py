@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from rich.style import Style
 
 from atropos_tui.ui.plot import Axes, Curve, Ink, Line, nice_step, plot, tick_label, y_ticks
+from tests.thorough import examples
 
 INK = Ink(*(Style() for _ in range(4)))
 
@@ -71,7 +72,7 @@ def test_scattered_points_are_not_joined() -> None:
 number = st.floats(allow_nan=True, allow_infinity=True, width=32)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.lists(number, max_size=60), st.integers(0, 60), st.integers(0, 20), st.booleans())
 def test_any_values_fit_any_size(values: list[float], width: int, height: int, log: bool) -> None:
     lines = draw(values, width, height, log=log)
@@ -83,7 +84,7 @@ any_float = st.floats() | st.sampled_from([5e-324, 1e-300, 1e300, 1.7e308, -1.7e
 any_step = st.integers() | st.floats() | st.sampled_from([-(10**400), -(2**53), 2**53, 10**300, 10**400])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     st.lists(st.tuples(any_step, any_float), max_size=40),
     st.sampled_from([None, 0, 60, 2**53]),

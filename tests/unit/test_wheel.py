@@ -103,6 +103,7 @@ def call(python: Path, *words: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_one_version_and_nothing_that_does_not_belong(built: tuple[Path, Path]) -> None:
     wheel, source = built
     with zipfile.ZipFile(wheel) as archive:
@@ -116,6 +117,7 @@ def test_one_version_and_nothing_that_does_not_belong(built: tuple[Path, Path]) 
     assert not any(name.startswith(("runs/", ".venv", "dist/", "models/")) for name in files)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 def test_a_copied_run_is_read_without_torch(python: Path, tmp_path: Path) -> None:
     missing = f"import importlib.util as u; print([name for name in {HEAVY} if u.find_spec(name)])"
