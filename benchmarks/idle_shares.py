@@ -148,7 +148,8 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="atropos-idle-") as temporary:
         found = measure(options, Path(temporary))
-    print(json.dumps(found) if options.json else "\n".join(f"{key:<28}{value}" for key, value in found.items()))
+        text = json.dumps(found) if options.json else "\n".join(f"{key:<28}{value}" for key, value in found.items())
+        print(text, flush=True)  # removing the model takes its time
     return 0
 
 

@@ -196,7 +196,7 @@ def main() -> int:
         finally:
             for child in reversed(bench.children):
                 child.close()
-    print(json.dumps(found) if options.json else show(found))
+        print(json.dumps(found) if options.json else show(found), flush=True)  # removing the models takes its time
     return 0 if all(found["exact"]) and not found["left_out"] else 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from typing import Any
 
@@ -77,7 +78,8 @@ NEARLY: dict[str, st.SearchStrategy[Any]] = {
 """What one entry of a field may be, right or almost."""
 EXTRA = ("advantages", "overrides", "generation_params", "group_overrides", "env_id", "images")
 KEY = st.text(max_size=3)
-garbage = st.recursive(st.sampled_from(JUNK), lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEY, inner))
+nested = st.recursive(st.sampled_from(JUNK), lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEY, inner))
+garbage = nested.map(copy.deepcopy)  # what is drawn is spoilt further, and the next one would get it so
 
 
 def _spoil_an_entry(draw: st.DrawFn, group: dict[str, Any]) -> None:
