@@ -408,6 +408,8 @@ class Watcher:
         self._api_attempt = 0
         self._api: ApiView | None = None
         self._asked_at = self._disk_at = self._listed_at = float("-inf")
+        self._ahead: dict[float, float] = {}
+        """Moments that a clock which was set back has yet to reach -> when that was seen."""
         self._disk: tuple[int, int] | tuple[None, None] = (None, None)
 
     async def watch(self) -> None:
@@ -436,7 +438,7 @@ class Watcher:
 
     def _work(self, now: float, seen: list[tuple[Part, Printed | None]]) -> list[tuple[str, Diagnosis]]:
         clock = time.monotonic()  # what a scanner waits for has nothing to do with the time of day
-        run = RunSnapshot(now, tuple(part for part, _ in seen), self._names)
+        run = RunSnapshot(now, tuple(self._placed(part, now) for part, _ in seen), self._names)
         starting = starting_roles(run)
         said = [(run.trainer, found) for found in self._read_records()]
         for part, printed in seen:
@@ -454,6 +456,13 @@ class Watcher:
             for part in run.parts:
                 said += self._speak(rule, part.name, stalls.get(part.name), now, rule.each_attempt * part.attempt)
         return said
+
+    def _past(self, at: float, now: float) -> float:
+        """`at`, unless it lies ahead: the clock was set back since, and it counts from when that was seen."""
+        return self._ahead.setdefault(at, now) if at > now else self._ahead.get(at, at)
+
+    def _placed(self, part: Part, now: float) -> Part:
+        return replace(part, since=self._past(part.since, now), started_at=self._past(part.started_at, now))
 
     def _read_records(self) -> list[Diagnosis]:
         said: list[Diagnosis] = []
@@ -497,7 +506,7 @@ class Watcher:
         run = replace(
             bare,
             step=metrics.step,
-            step_at=metrics.step_at,
+            step_at=None if metrics.step_at is None else self._past(metrics.step_at, bare.now),
             pace_s=metrics.pace_s,
             counts=dict(self._since_step),
             ghosts=max(0, came - self._counts["disconnections"] - live),

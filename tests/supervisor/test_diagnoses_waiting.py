@@ -184,6 +184,19 @@ class Seen:
         self.reached.append((stage, attempt))
 
 
+def test_a_stall_is_seen_although_the_clock_was_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an hour, a minute after the last step: not an hour later."""
+    told: list[str] = []
+    monkeypatch.setattr(Seen, "diagnose", lambda _, found, attempt: told.append(found.title), raising=False)
+    specs = [ComponentSpec(name=part.name, role=part.role, command=["x"]) for part in PARTS]
+    stack = StackSpec(run_id="r", name="r", mode="none", run_dir=str(tmp_path), components=specs)
+    watcher = Watcher(stack, {part.name: Seen(part) for part in PARTS})  # type: ignore[arg-type]
+    for after, expected in ((60.0, 0), (61.0 - 3600, 0), (200.0 - 3600, 0), (300.0 - 3600, 1)):
+        monkeypatch.setattr("atropos_tui.diagnoses.watcher.time.time", lambda after=after: BEGAN + after)
+        asyncio.run(watcher.look())
+        assert len([title for title in told if title.startswith("no batches")]) == expected, (after, told)
+
+
 def test_an_environment_of_ones_own_is_registered_when_run_api_says_so(run_api: str, tmp_path: Path) -> None:
     """A program started by `command` need not print what ours do; a registration of an earlier life is none."""
     registration = {
