@@ -57,7 +57,7 @@ def assert_gates_held(stack: LiveStack) -> None:
     assert stack.telemetry("step")[0].time > when["vllm", "healthy"]
 
 
-@pytest.mark.parametrize(("steps", "rise"), [(24, 0.25), pytest.param(STEPS, 0.3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("steps", "rise"), [(32, 0.25), pytest.param(STEPS, 0.3, marks=pytest.mark.slow)])
 def test_demo_learns_and_leaves_nothing(cockpit: Callable[[int], Cockpit], steps: int, rise: float) -> None:
     """On a terminal, from nothing, and through a SIGKILL of its server, which costs no step."""
     with preparing():
