@@ -10,6 +10,7 @@ to LOG.exit. On a CPU neither torch nor vLLM starts a thread when it is imported
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import json
@@ -111,7 +112,8 @@ class ForkedProcess:
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it has ended since, as `subprocess.Popen` has it
+                os.kill(self.pid, number)
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)
