@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import os
 import shutil
@@ -107,4 +108,5 @@ def _check_here(program: str, cwd: str | None, path: str | None, name: str) -> N
 
 def scratch_name(token: str, name: str, attempt: int) -> str:
     """The folder in which that attempt keeps its temporary files: short, for sockets in it, and not to be guessed."""
-    return procfs.SCRATCH + hashlib.blake2b(f"{token} {name} {attempt}".encode(), digest_size=8).hexdigest()
+    digest = hashlib.blake2b(f"{token} {name} {attempt}".encode(), digest_size=8).digest()
+    return procfs.SCRATCH + base64.urlsafe_b64encode(digest).decode().rstrip("=")

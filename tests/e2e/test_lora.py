@@ -277,7 +277,8 @@ def test_adapters_over_the_one_copy(sharing: Server, tmp_path: Path, alone: None
 
 def own_servers() -> set[psutil.Process]:
     """vLLM servers that this process has started, those of fixtures among them."""
-    return {child for child in psutil.Process().children() if "vllm_server" in " ".join(child.cmdline())}
+    living = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    return {child for child in living if "vllm_server" in " ".join(child.cmdline())}
 
 
 @pytest.mark.slow
