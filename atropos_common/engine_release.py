@@ -1,5 +1,5 @@
-"""The installed vLLM, told from its metadata since importing it takes seconds, and which models this release does not
-serve as they train. Torch-free.
+"""What is installed, told from packages' metadata since importing vLLM takes seconds, and which models its release does
+not serve as they train. Torch-free.
 
 The faults here are vLLM's own, found by comparing logprobs with transformers' and then by reading both: each names the
 release that mended it.

@@ -1,13 +1,22 @@
-"""How much of what is endless is tried: properties, and values that are replaced one after the other.
+"""How much of what is endless is tried: cases side by side, properties, values that are replaced one after the other.
 
-`make test` tries a share; `make test-all` sets `ATROPOS_TESTS_THOROUGH` and tries all.
+`make test` tries a share; `make test-all` also runs what is marked slow, sets `ATROPOS_TESTS_THOROUGH`, and tries all.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
 
 THOROUGH = bool(os.environ.get("ATROPOS_TESTS_THOROUGH"))
+
+
+def left_out(cases: Iterable[str], slow: Collection[str]) -> list[Any]:
+    """`cases` for `parametrize`, of which `make test` leaves out those that are `slow`."""
+    return [pytest.param(case, marks=[pytest.mark.slow] * (case in slow)) for case in cases]
 
 
 def examples(count: int) -> int:

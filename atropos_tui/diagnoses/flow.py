@@ -90,7 +90,7 @@ class _Env:
     asks_since: float | None = None
     """When they got another."""
 
-    def end_at(self, now: float) -> None:
+    def cap(self, now: float) -> None:
         """Nothing was later than `now`, unless a clock was set back."""
         self.registered_at = None if self.registered_at is None else min(self.registered_at, now)
         self.asks_since = None if self.asks_since is None else min(self.asks_since, now)
@@ -183,11 +183,11 @@ class FlowWatch:
         """By environment that runs, where its engine is known."""
         trainer = next((part for part in parts if part.role is Role.TRAINER and part.state is State.HEALTHY), None)
         flows, span = {}, self._span(trainer, now)
-        self._paused_at = min(self._paused_at, now)
+        self._paused_at = min(self._paused_at, now)  # as `_Env.cap`
         for part in parts:
             if part.role is Role.ENV and part.state in RUNS:
                 env = self._env(part)
-                env.end_at(now)
+                env.cap(now)
                 flow = self._counted(part, env, now)
                 looks = self._of_engines(env, parts)
                 settled = max((each.since for each in parts if each.role is not Role.ENV), default=now)

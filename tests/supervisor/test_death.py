@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from atropos_tui.errors import Exit, UserError
 from atropos_tui.profile.spec import ComponentSpec, StackSpec
 from atropos_tui.supervisor import procfs, tracker
 from atropos_tui.supervisor.client import ControlClient, NoSupervisor
+from atropos_tui.supervisor.launch import scratch_name
 from atropos_tui.supervisor.launchers.launcher import Host
 from atropos_tui.supervisor.store import ProcessTable, RunResult
 from atropos_tui.supervisor.supervisor import SWEEP_S
@@ -367,3 +369,10 @@ async def test_a_socket_that_was_moved_is_no_end(tmp_path: Path) -> None:
         sock.with_name("away").rename(sock)
         await control.bring_down(supervisor.run.root, 10)
         assert control.not_live(supervisor.run.root).exit_code == Exit.NO_RUN
+
+
+def test_vllms_sockets_fit_below_a_temporary_folder_of_42_characters() -> None:
+    """It names them by a UUID, and a socket's path has 107 at most."""
+    name = scratch_name("a" * 40, "vllm", 12)
+    assert len(f"/{'t' * 41}/{name}/{uuid.uuid4()}") == 107
+    assert name != scratch_name("a" * 40, "vllm", 13) and "/" not in name

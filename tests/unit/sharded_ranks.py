@@ -323,22 +323,21 @@ SHARED: dict[str, tuple[str, dict[str, Any]]] = {
 """Of rows that two ranks share."""
 
 
-def shared_rows(folder: Path, *only: str) -> int:
-    """`SHARED`, each beside the same on one rank."""
+def shared_rows(folder: Path, *names: str) -> int:
+    """Those of `SHARED`, each beside the same on one rank."""
     world = join(CPU, 60.0)
     world.split(2)
     assert world.context is not None and world.dealt.size == world.size // 2
-    work = {name: partial(one_case, folder, world, *case) for name, case in SHARED.items() if name in (only or SHARED)}
-    return _all(folder, world, work)
+    return _all(folder, world, {name: partial(one_case, folder, world, *SHARED[name]) for name in names})
 
 
-def all_cases(folder: Path, *only: str) -> int:
+def all_cases(folder: Path, *names: str) -> int:
+    """Those of `CASES`, `COMPILED`, `RESUMED` (as `resume NAME`), and `broken disk`."""
     world = join(CPU, 60.0)
     work = {name: partial(one_case, folder, world, *case) for name, case in (CASES | COMPILED).items()}
     work |= {f"resume {name}": partial(one_resume, folder, world, name) for name in RESUMED}
     work["broken disk"] = partial(broken_disk, folder, world)
-    wanted = only or [*CASES, *map("resume {}".format, RESUMED), "broken disk"]
-    return _all(folder, world, {name: do for name, do in work.items() if name in wanted})
+    return _all(folder, world, {name: work[name] for name in names})
 
 
 def _all(folder: Path, world: World, work: dict[str, Callable[[], dict[str, float]]]) -> int:

@@ -13,6 +13,7 @@ import pytest
 
 from atropos_common.model_math import why_not_shared, why_not_spread
 from benchmarks.model_zoo import ZOO, save
+from tests.thorough import left_out
 from tests.unit.ranks import run_ranks, selected
 from tests.unit.sharded_ranks import SHARED
 from tests.unit.test_trainer_sharded import equal
@@ -43,7 +44,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 SLOW = ("one key for all heads", "latent", "routing replayed", "sequences")
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in SHARED])
+@pytest.mark.parametrize("case", left_out(SHARED, SLOW))
 def test_two_ranks_that_share_rows_step_as_one(found: dict[str, Any], case: str) -> None:
     """Rows of uneven length, of several sequences and of one that both ranks have a part of."""
     equal(found.get(case))

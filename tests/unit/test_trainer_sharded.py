@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.thorough import left_out
 from tests.unit.ranks import run_ranks, selected
 from tests.unit.sharded_ranks import CASES, RESUMED
 from trainer_core.config import TrainingConfig, sharding_contradictions
@@ -54,7 +55,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return answers
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES])
+@pytest.mark.parametrize("case", left_out(CASES, SLOW))
 def test_two_ranks_step_as_one(found: dict[str, Any], case: str) -> None:
     """With rows of uneven length, one of them empty, and rows without any advantage. With stochastic rounding as well:
     an element's random bits depend on its place in the whole parameter, not on the rank that has it."""

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from atropos_common.manifest import TensorView
+from tests.thorough import left_out
 from tests.unit.ranks import run_ranks, selected
 from tests.unit.tensor_parallel_ranks import CONFIGS, served, whole_model
 from trainer_core.errors import UsageError
@@ -29,7 +30,7 @@ def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 SLOW = ("tied", "biases")
 
 
-@pytest.mark.parametrize("model", [pytest.param(each, marks=[pytest.mark.slow] * (each in SLOW)) for each in CONFIGS])
+@pytest.mark.parametrize("model", left_out(CONFIGS, SLOW))
 def test_parts_compute_what_the_whole_does(answers: list[Any], model: str) -> None:
     for rank in answers:
         gaps = rank["models"][model]
