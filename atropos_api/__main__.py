@@ -13,7 +13,7 @@ from atropos_api.batches import Batches, add_listing
 from atropos_api.door import ENV_MAX_BODY, ENV_UIDS, Door, Settings
 from atropos_common import ports
 from atropos_common.bridge import TOKEN_HEADER
-from atropos_common.peer import few_strangers
+from atropos_common.connections import ConnectionLimits
 from atropos_common.run_dir import ENV_ALLOWED_HOSTS, ENV_TOKEN
 
 NOT_STARTED = 3
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     print(f"run-api serves on http://{asked.host}:{asked.port}", flush=True)
     # The door goes by the caller's true address: no header may name another. No route is a WebSocket.
     served = Door(Batches(app, app.state), settings)
-    counted = few_strangers(settings.uids) if settings.uids is not None else "auto"
+    counted = ConnectionLimits(settings.uids).protocol() if settings.uids is not None else "auto"
     server = uvicorn.Server(uvicorn.Config(served, http=counted, proxy_headers=False, ws="none"))
     with contextlib.suppress(KeyboardInterrupt):
         server.run(sockets=[listener])

@@ -10,15 +10,16 @@ from __future__ import annotations
 import hmac
 import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from atropos_common import peer
 from atropos_common.body import BodyError, GoneError, read_body
 from atropos_common.bridge import TOKEN_HEADER
+from atropos_common.connections import Connection, connection_of
 from atropos_common.http import allowed_hosts, door_keys, host_refusal, hosts_in, key_refusal, opens
 from atropos_common.run_dir import ENV_ALLOWED_HOSTS, ENV_TOKEN
 
@@ -85,20 +86,28 @@ class Door:
 
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self._app, self._settings = app, settings
-        self._uid = peer.way()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)  # begin and end of the server
             return
-        refused = self._stranger(scope) or self._misaddressed(scope)
+        connection = connection_of(scope)
+        with connection.request() if connection else nullcontext():
+            await self._request(connection, scope, receive, send)
+
+    async def _request(self, connection: Connection | None, scope: Scope, receive: Receive, send: Send) -> None:
+        keyed = opens(Headers(scope=scope).get("authorization"), self._settings.keys)
+        if connection and keyed:
+            connection.prove()
+        refused = (None if keyed else self._foreign(connection, scope)) or self._misaddressed(scope)
         if refused:
             # What it still sends is of no interest.
             headers = {"Connection": "close"}
             await JSONResponse({"error": refused[1]}, refused[0], headers)(scope, receive, send)
             return
         try:
-            scope, receive = await read_body(scope, receive, self._settings.max_body)
+            timeout_s = connection.body_timeout_s if connection else None
+            scope, receive = await read_body(scope, receive, self._settings.max_body, timeout_s=timeout_s)
         except BodyError as error:
             fix = f": send fewer groups at a time, or raise {ENV_MAX_BODY} (under [api.env] of the profile)"
             reason = f"{error}{fix if error.status == 413 else ''}"
@@ -108,25 +117,20 @@ class Door:
         else:
             await self._app(scope, receive, send)
 
-    def _stranger(self, scope: Scope) -> tuple[int, str] | None:
-        """Why the process at the other end may not call."""
-        allowed, keys = self._settings.uids, self._settings.keys
-        if allowed is None or opens(Headers(scope=scope).get("authorization"), keys):
+    def _foreign(self, connection: Connection | None, scope: Scope) -> tuple[int, str] | None:
+        """Why the process at the other end may not call; None where it may."""
+        keys = self._settings.keys
+        if self._settings.uids is None or (connection and connection.own) or (keys and scope["path"] == HEALTH):
             return None
-        if keys and scope["path"] == HEALTH:
-            return None
-        try:
-            uid = self._uid(scope["client"], scope["server"])
-        except (peer.UnknownPeerError, TypeError):  # TypeError: no address
-            if keys:
-                return key_refusal("run-api")
-            return 403, (
-                "run-api serves processes of its own user on this machine, and the system does not say whose this "
-                f"connection is; {ENV_UIDS}=any lets everyone in"
-            )
-        if uid in allowed:
-            return None
-        return 403, f"run-api serves its own user; user {uid} may call with {ENV_UIDS}={uid} in run-api's environment"
+        if connection and (uid := connection.uid) is not None:
+            may_call = f"user {uid} may call with {ENV_UIDS}={uid} in run-api's environment"
+            return 403, f"run-api serves its own user; {may_call}"
+        if keys:
+            return key_refusal("run-api")
+        return 403, (
+            "run-api serves processes of its own user on this machine, and the system does not say whose this "
+            f"connection is; {ENV_UIDS}=any lets everyone in"
+        )
 
     def _misaddressed(self, scope: Scope) -> tuple[int, str] | None:
         """Why a request is none of a stack's."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import zlib
 from collections.abc import Iterator
 
@@ -52,15 +53,18 @@ class Room:
         self._taken -= size
 
 
-async def read_body(scope: Scope, receive: Receive, limit: int, room: Room | None = None) -> tuple[Scope, Receive]:
+async def read_body(
+    scope: Scope, receive: Receive, limit: int, room: Room | None = None, timeout_s: float | None = None
+) -> tuple[Scope, Receive]:
     """Take the whole body in; the request without its packing.
 
     Args:
         limit: bytes that the body may have, as it was sent and unpacked; as sent at most `UNTOLD` without a length.
         room: where it stands until it is whole.
+        timeout_s: seconds in which the whole body has to arrive; None: no limit.
 
     Raises:
-        BodyError: it is larger, there is no room for it, or it is not the gzip that it says it is.
+        BodyError: it is larger or slower, there is no room for it, or it is not the gzip that it says it is.
         GoneError: nobody is there any more.
     """
     headers = Headers(scope=scope)
@@ -71,7 +75,11 @@ async def read_body(scope: Scope, receive: Receive, limit: int, room: Room | Non
         return scope, receive
     packed = "gzip" in headers.get("content-encoding", "").lower()
     sent = limit if length else min(limit, UNTOLD)
-    pieces = await _collect(receive, sent, Gunzip(limit) if packed else None, room or Room(2 * limit))
+    try:
+        async with asyncio.timeout(timeout_s):
+            pieces = await _collect(receive, sent, Gunzip(limit) if packed else None, room or Room(2 * limit))
+    except TimeoutError:
+        raise BodyError(408, f"the body did not arrive within {timeout_s:.0f} s") from None
     if packed:
         scope = {**scope, "headers": list(scope["headers"])}
         changed = MutableHeaders(scope=scope)

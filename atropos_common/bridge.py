@@ -30,6 +30,8 @@ SPLIT_HEADER = "X-Atropos-Split"
 SAMPLING_HEADER = "X-Atropos-Sampling"
 """Of an answer: names of the sampling options that were left out of the request."""
 ENV_SAMPLING = "ATROPOS_SAMPLING"
+ENV_OPEN_GENERATION = "ATROPOS_OPEN_GENERATION"
+"""1: other users of this machine may ask a server for completions without a key."""
 SamplingPolicy = Literal["plain", "as_asked", "refuse"]
 """What a server does with sampling options of rollouts that would leak into the importance ratio. plain: it leaves them
 out. as_asked: it takes them, and returns the logprobs of the whole distribution. refuse: 400."""

@@ -66,7 +66,12 @@ def door_headers(env: Mapping[str, str]) -> dict[str, str]:
 
 def door_keys(bound: str, token: str) -> frozenset[str]:
     """What opens a server bound to `bound`; empty where only this machine reaches it, or there is no token."""
-    return frozenset() if not token or is_loopback(bound) else frozenset({token, door_key(token)})
+    return frozenset() if not token or is_loopback(bound) else run_keys(token)
+
+
+def run_keys(token: str) -> frozenset[str]:
+    """What a request may carry to prove that it belongs to the run of `token`."""
+    return frozenset({token, door_key(token)})
 
 
 def opens(authorization: str | None, keys: Collection[str]) -> bool:
@@ -110,14 +115,19 @@ def hosts_in(env: Mapping[str, str], name: str) -> frozenset[str]:
     return frozenset(host.strip().lower() for host in env.get(name, "").split(",") if host.strip())
 
 
-def origin_refusal(header: str | None, hosts: frozenset[str]) -> tuple[int, str] | None:
-    """HTTP status and reason where a web page of another site asks; null for our own pages and for programs."""
-    if header is None or host_name(header.partition("://")[2]) in hosts:
+def page_refusal(headers: Mapping[str, str], hosts: frozenset[str]) -> tuple[int, str] | None:
+    """HTTP status and reason where a web page of another site asks; None for our own pages and for programs.
+
+    `Origin` names the site of a script's request. A tag such as `<img>` sends none, but the browser adds
+    `Sec-Fetch-Site` to it.
+    """
+    if (origin := headers.get("origin")) is not None and host_name(origin.partition("://")[2]) not in hosts:
+        page = f"the page {origin!r}"
+    elif (site := headers.get("sec-fetch-site", "none")) not in ("same-origin", "none"):
+        page = f"a page (Sec-Fetch-Site: {site})"
+    else:
         return None
-    return (
-        403,
-        f"the page {header!r} is of another site, which may ask nothing here (further names: {ENV_ALLOWED_HOSTS})",
-    )
+    return 403, f"{page} of another site may ask nothing here (further names: {ENV_ALLOWED_HOSTS})"
 
 
 def host_refusal(header: str | None, hosts: frozenset[str]) -> tuple[int, str] | None:

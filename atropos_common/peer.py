@@ -1,4 +1,4 @@
-"""Whose process is at the other end of a connection on this machine, and how few of other users a server keeps.
+"""The user whose process holds the other end of a connection on this machine.
 
 The kernel tells by `sock_diag` about one socket in some microseconds. Where that is not there (no module for it, a
 sandbox), `/proc/net/tcp` tells the same, but it lists every connection of the machine: 3 ms at the least, 30 ms at
@@ -7,24 +7,19 @@ three thousand connections.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import ipaddress
 import os
 import socket
 import struct
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
-from typing import Any
 
 Address = tuple[str, int]
 IP = IPv4Address | IPv6Address
 
-MOST_OF_STRANGERS = 64
-"""Connections of other users that a server keeps at a time. Each takes a descriptor and asks for nothing: who holds
-them all keeps the run's own processes out."""
 PROC_NET = Path("/proc/self/net")
 LISTENING = 10
 """State of a socket that is nobody's other end."""
@@ -120,36 +115,3 @@ def _shown(ip: IP, port: int, mapped: bool) -> bytes:
     packed = b"\0" * 10 + b"\xff\xff" + ip.packed if mapped and ip.version == 4 else ip.packed
     words = (int.from_bytes(packed[at : at + 4], sys.byteorder) for at in range(0, len(packed), 4))
     return b"%s:%04X" % (b"".join(b"%08X" % word for word in words), port)
-
-
-def few_strangers(ours: Collection[int] | None = None) -> type[asyncio.Protocol]:
-    """uvicorn's own protocol; beyond `MOST_OF_STRANGERS` at a time, a connection of another user is closed at once.
-
-    Args:
-        ours: whose connections are not counted, by uid; null: this user's and root's.
-    """
-    from uvicorn.protocols.http.auto import AutoHTTPProtocol
-
-    known = {os.geteuid(), 0} if ours is None else ours
-    uid_of, strangers = way(), set[asyncio.Protocol]()
-
-    class FewStrangers(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-        client: Any
-        server: Any
-
-        def connection_made(self, transport: asyncio.Transport) -> None:
-            super().connection_made(transport)
-            try:
-                strange = uid_of(self.client, self.server) not in known
-            except (UnknownPeerError, OSError, TypeError):
-                strange = False  # of another machine, who needs a key; or there is no address (TypeError)
-            if strange and len(strangers) >= MOST_OF_STRANGERS:
-                transport.abort()
-            elif strange:
-                strangers.add(self)
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            strangers.discard(self)
-            super().connection_lost(exc)
-
-    return FewStrangers

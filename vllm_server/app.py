@@ -25,8 +25,9 @@ from prometheus_client import REGISTRY
 from atropos_common import ports
 from atropos_common.bridge import ENV_SAMPLING, ROUTING_FLAG
 from atropos_common.files import write_private
-from atropos_common.http import allowed_hosts, door_keys
+from atropos_common.http import allowed_hosts, run_keys
 from atropos_common.manifest import Manifest, ManifestError, Shard, left_out, read_manifest, write_manifest
+from atropos_common.transfer import is_loopback
 from vllm_server import bridge as bridge_routes
 from vllm_server import compat, generate, lora, part, plugin, refusals
 from vllm_server.auth import Access, GenerationHold, LoadMetrics
@@ -271,7 +272,7 @@ async def serve(config: ServerConfig, args: Namespace, *, waits: bool = False) -
         if not args.uds:  # let callers in; nobody else binds the port from here on
             with _taking_the_port(args):
                 ports.listen(place.sock)
-        shutdown = await compat.serve_http(app, place.sock, args)
+        shutdown = await compat.serve_http(app, place.sock, args, limited=not app.state.atropos_door.for_everyone)
         # A dying engine's process may run for a while yet: only that nobody asked for this end is certain by now.
         told = door.ending
     try:
@@ -372,12 +373,14 @@ async def build(config: ServerConfig, args: Namespace, engine: Any, address: str
         app.include_router(broadcast.make_router(broadcast.Transfers(bridge)))
     app.state.atropos_sampling_policy = config.sampling
     app.state.atropos_sampling = refusals.served_defaults(engine.model_config)
-    # Whoever starts a server by hand and names no token has nobody to give a key to.
-    keys = door_keys(args.host or "", "" if config.token_generated else config.token)
+    public = not is_loopback(args.host or "")
     app.state.atropos_door = Access(
         config.token, allowed_hosts(args.host, config.allowed_hosts), gate, instance_id=config.instance_id,
         engine_died=lambda: bool(engine.errored), signals=(signal.SIGTERM, signal.SIGINT), load=bridge.load,
-        keys=keys,
+        keys=run_keys(config.token), public=public,
+        open=config.open_generation and not public,
+        # A server that was started by hand at a public address, without a token, has no one to share a key with.
+        for_everyone=public and config.token_generated,
     )  # fmt: skip
     slots = engine.vllm_config.scheduler_config.max_num_seqs
     REGISTRY.register(LoadMetrics(bridge.load, slots, lambda: bridge.state.weight_version))

@@ -1,4 +1,4 @@
-"""The door of the server, before any route: Host header, token on control routes, the hold on generation, and a count.
+"""The auth middleware of the server: Host header, key and token, limits of bodies, the hold on generation, a count.
 
 Closed by default: a path not known to be harmless needs the token, so a route that a later vLLM adds is a control route
 until someone here says otherwise.
@@ -29,6 +29,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from atropos_common.body import BodyError, GoneError, Room, read_body, replayed
 from atropos_common.bridge import (
+    ENV_OPEN_GENERATION,
     GONE_STATUS,
     INSTANCE_HEADER,
     METRIC_IDLE_S,
@@ -37,7 +38,8 @@ from atropos_common.bridge import (
     METRIC_VERSION,
     TOKEN_HEADER,
 )
-from atropos_common.http import host_refusal, key_refusal, opens, origin_refusal
+from atropos_common.connections import Connection, connection_of
+from atropos_common.http import host_refusal, key_refusal, opens, page_refusal
 from vllm_server.versions import BridgeState
 
 if TYPE_CHECKING:
@@ -47,6 +49,8 @@ MAX_BODY = 32 * 1024 * 1024
 """Bytes of a request: a prompt of a million tokens has 7 MB as JSON."""
 MAX_HELD = 8 * MAX_BODY
 """Bytes of all requests together that wait for the first weights."""
+MAX_FOREIGN = 2 * MAX_BODY
+"""Bytes of all request bodies together that arrive over connections of other users and machines."""
 
 Kind = Literal["open", "generation", "control"]
 
@@ -58,6 +62,8 @@ _OPEN = frozenset(
 )  # fmt: skip
 _HEALTH = frozenset({"/health", "/health_generate", "/ping", "/version"})
 """Asked by the supervisor, who sends no key to a port that nobody may have yet."""
+_COSTLY = frozenset({"/health_generate", "/tokenize", "/detokenize"})
+"""Open routes that take the engine's or the API server's time, as generation does."""
 _GENERATION = frozenset(
     {
         "/generate", "/invocations", "/inference/v1/generate", "/generative_scoring", "/pooling", "/classify", "/score",
@@ -175,11 +181,25 @@ class Access:
     held_bytes: int = 0
     """Of the bodies that wait now."""
     room: Room = field(default_factory=lambda: Room(MAX_HELD))
+    foreign_room: Room = field(default_factory=lambda: Room(MAX_FOREIGN))
+    """For bodies over connections that are not the run's own, so that those leave its own bodies their room."""
     signals: tuple[signal.Signals, ...] = ()
     """Those that tell this process to end, until they are watched."""
     load: ServerLoad = field(default_factory=ServerLoad)
     keys: frozenset[str] = frozenset()
-    """Asked for by all but the health routes where other machines reach this server; empty where none does."""
+    """What a request over a connection of another user or machine has to carry."""
+    public: bool = False
+    """Other machines reach this server: all but the health routes ask for a key, not generation alone."""
+    open: bool = False
+    """Other users of this machine need no key."""
+    for_everyone: bool = False
+    """Nobody needs a key."""
+
+    def needs_key(self, kind: Kind, path: str) -> bool:
+        """Whether `path` asks a connection of another user or machine for a key."""
+        if self.public:
+            return path not in _HEALTH and not self.for_everyone
+        return (kind == "generation" or path in _COSTLY) and not self.open
 
     def gone(self) -> str | None:
         """Why no engine answers here any more; null while one does."""
@@ -217,25 +237,25 @@ class AuthMiddleware:
             door.watch_signals()
             await self.app(scope, receive, send)
             return
+        connection = connection_of(scope)
+        with connection.request() if connection else nullcontext():
+            await self._request(door, connection, scope, receive, send)
+
+    async def _request(
+        self, door: Access, connection: Connection | None, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         headers = Headers(scope=scope)
-        path = route_path(scope)
-        kind = path_kind(path)
-        misnamed = host_refusal(headers.get("host"), door.hosts) or origin_refusal(headers.get("origin"), door.hosts)
-        refusal = error_response(*misnamed) if misnamed else None
+        kind = path_kind(route_path(scope))
         trusted = _has_token(headers, door.token)
-        if refusal is None and kind == "control" and not trusted:
-            refusal = error_response(
-                403, f"{path} is a control route (or unknown): send the run's token in the header {TOKEN_HEADER}"
-            )
-        if refusal is None and door.keys and path not in _HEALTH and not trusted:
-            refusal = None if opens(headers.get("authorization"), door.keys) else error_response(*key_refusal("vLLM"))
-        if refusal is None and kind != "open":
-            refusal = _check_server(headers, door)
-        if refusal is None and door.gate.refusal and (path == "/health" or (kind == "generation" and not trusted)):
-            refusal = error_response(503, door.gate.refusal)
+        if connection and (trusted or opens(headers.get("authorization"), door.keys)):
+            connection.prove()
+        refusal = _refusal(door, scope, headers, kind, trusted=trusted)
         if refusal is None and scope["type"] == "http":
+            own = trusted or (connection is not None and connection.own)
+            room = None if trusted else door.room if own else door.foreign_room
+            timeout_s = connection.body_timeout_s if connection else None
             try:
-                scope, receive = await read_body(scope, receive, MAX_BODY, None if trusted else door.room)
+                scope, receive = await read_body(scope, receive, MAX_BODY, room, timeout_s)
             except GoneError:
                 return
             except BodyError as error:
@@ -304,6 +324,36 @@ class AuthMiddleware:
                 raise
             if answered == "no":
                 await error_response(GONE_STATUS, gone)(scope, receive, send)
+
+
+def _refusal(door: Access, scope: Scope, headers: Headers, kind: Kind, *, trusted: bool) -> JSONResponse | None:
+    """Why a request is refused before its body is read; None where it is not."""
+    path = route_path(scope)
+    if misnamed := host_refusal(headers.get("host"), door.hosts) or page_refusal(headers, door.hosts):
+        return error_response(*misnamed)
+    if kind == "control" and not trusted:
+        return error_response(
+            403, f"{path} is a control route (or unknown): send the run's token in the header {TOKEN_HEADER}"
+        )
+    if not trusted and door.needs_key(kind, path) and not _is_own(door, scope, headers):
+        return error_response(*(key_refusal("vLLM") if door.public else (401, OTHER_USER)))
+    if kind != "open" and (wrong_server := _check_server(headers, door)):
+        return wrong_server
+    if door.gate.refusal and (path == "/health" or (kind == "generation" and not trusted)):
+        return error_response(503, door.gate.refusal)
+    return None
+
+
+OTHER_USER = (
+    "this engine answers processes of its own user. Send the run's key as `Authorization: Bearer KEY`, or let other "
+    f"users in: [vllm] open = true in the profile, or {ENV_OPEN_GENERATION}=1 in the server's environment"
+)
+
+
+def _is_own(door: Access, scope: Scope, headers: Headers) -> bool:
+    """Whether the connection is of this user, or the request carries a key."""
+    connection = connection_of(scope)
+    return (connection is not None and connection.own) or opens(headers.get("authorization"), door.keys)
 
 
 def _check_server(headers: Headers, door: Access) -> JSONResponse | None:

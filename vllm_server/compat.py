@@ -166,14 +166,20 @@ def starting(what: str) -> Iterator[None]:
         raise EngineStartError(f"{what} did not start: {reason} (its log lines are above)") from error
 
 
-async def serve_http(app: Any, sock: Any, args: Namespace) -> Awaitable[None]:
-    """Serve `app` on `sock` as vLLM's own server would, until SIGTERM; await the result after the engine's end."""
+async def serve_http(app: Any, sock: Any, args: Namespace, *, limited: bool) -> Awaitable[None]:
+    """Serve `app` on `sock` as vLLM's own server would, until SIGTERM; await the result after the engine's end.
+
+    Args:
+        limited: apply `ConnectionLimits`, which also tell the app whose connection a request came over.
+    """
     from vllm import envs
 
-    from atropos_common.peer import few_strangers
+    from atropos_common.connections import ConnectionLimits
 
     # Requests whose engine is gone never end: without a limit the server would wait for them until it is killed.
-    options: dict[str, Any] = {"timeout_graceful_shutdown": CONNECTIONS_CLOSE_S, "http": few_strangers()}
+    options: dict[str, Any] = {"timeout_graceful_shutdown": CONNECTIONS_CLOSE_S}
+    if limited:
+        options["http"] = ConnectionLimits().protocol()
     log_config = _find("get_uvicorn_log_config")(args)
     if log_config is not None:
         options["log_config"] = log_config

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
 
-from atropos_common.bridge import ENV_SAMPLING, SamplingPolicy
+from atropos_common.bridge import ENV_OPEN_GENERATION, ENV_SAMPLING, SamplingPolicy
 from atropos_common.files import scratch_below
 from atropos_common.http import hosts_in
 from atropos_common.node import NoSuchAddress, address_here, interface_of
@@ -98,6 +98,8 @@ class ServerConfig:
     trainer_hosts: frozenset[str] = field(default_factory=frozenset)
     """Where a trainer that broadcasts weights may be met, besides the loopback."""
     sampling: SamplingPolicy = "plain"
+    open_generation: bool = False
+    """Let other users of this machine ask for completions without a key."""
     eager_because: str | None = None
     """Why an earlier start in this process gave up CUDA graphs."""
 
@@ -174,6 +176,7 @@ class ServerConfig:
             allowed_hosts=hosts_in(env, ENV_ALLOWED_HOSTS),
             trainer_hosts=hosts_in(env, ENV_TRAINER_HOSTS) | hosts_in(env, "MASTER_ADDR"),
             sampling=_sampling(env),
+            open_generation=_flag(env, ENV_OPEN_GENERATION),
             eager_because=env.get(ENV_EAGER_BECAUSE) or None,
         )
 

@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from atropos_common.bridge import ENV_SAMPLING, ROUTING_FLAG, few_graph_sizes, server_rank
+from atropos_common.bridge import ENV_OPEN_GENERATION, ENV_SAMPLING, ROUTING_FLAG, few_graph_sizes, server_rank
 from atropos_common.control import Role
 from atropos_common.run_dir import (
     ENV_API_URL,
@@ -266,6 +266,8 @@ def _engine(
     environment = {"LOGDIR": str(site.run.engine_bridge(section.name))} | _gpus(section.gpus)
     if section.sampling != "plain":
         environment[ENV_SAMPLING] = section.sampling
+    if section.open:
+        environment[ENV_OPEN_GENERATION] = "1"
     checks: list[Any] = [HttpCheck(url=f"{url}/health_generate")]
     clears: list[str] = []
     if fed:

@@ -346,6 +346,8 @@ class EngineSection(ComponentOptions):
     sampling: SamplingPolicy = "plain"
     """Options of rollouts that the ratio cannot follow (top-p, top-k, min-p, penalties). plain: left out, said and
     counted. as_asked: taken, with logprobs of the whole distribution. refuse: such requests fail."""
+    open: bool = False
+    """Let other users of this machine ask for completions without the run's key."""
     args: dict[str, Scalar] = Field(default_factory=dict)
     """Any flag of vLLM, without the dashes; `true` is a bare flag."""
 

@@ -11,6 +11,7 @@ import asyncio
 import os
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TypeVar
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -22,8 +23,9 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
+from atropos_common.connections import Connection, connection_of
 from atropos_common.control import Phase, RunStatus, State
-from atropos_common.http import allowed_hosts, door_keys, host_refusal, hosts_in, key_refusal, opens, origin_refusal
+from atropos_common.http import allowed_hosts, door_keys, host_refusal, hosts_in, key_refusal, opens, page_refusal
 from atropos_common.record_tail import RecordTail
 from atropos_common.records import (
     AlignmentRecord,
@@ -242,10 +244,17 @@ def metrics_app(
     newest, reading = Newest(run), asyncio.Lock()
 
     async def scrape(request: Request) -> Response:
+        connection = connection_of(request.scope)
+        with connection.request() if connection else nullcontext():
+            return await answer(request, connection)
+
+    async def answer(request: Request, connection: Connection | None) -> Response:
         sent = request.headers
-        refusal = host_refusal(sent.get("host"), hosts) or origin_refusal(sent.get("origin"), hosts)
+        refusal = host_refusal(sent.get("host"), hosts) or page_refusal(sent, hosts)
         if refusal is None and keys and not opens(sent.get("authorization"), keys):
             refusal = key_refusal("[metrics]")
+        elif refusal is None and keys and connection:
+            connection.prove()
         if refusal:
             return PlainTextResponse(f"{refusal[1]}\n", refusal[0])
         now = await status()

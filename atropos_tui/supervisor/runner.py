@@ -29,10 +29,10 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from atropos_common.body import BodyError, read_body
+from atropos_common.connections import ConnectionLimits
 from atropos_common.control import CommandRequest, Phase, Snapshot, State, WaitResult
 from atropos_common.files import is_private
 from atropos_common.http import door_key
-from atropos_common.peer import few_strangers
 from atropos_common.records import DiagnosisRecord
 from atropos_common.run_dir import ENV_DOOR_KEY, ENV_TOKEN, RunDir
 from atropos_tui.errors import Exit
@@ -425,7 +425,7 @@ class ApiServer:
     def __init__(self, app: Starlette, listening: socket.socket) -> None:
         config = uvicorn.Config(
             app,
-            http=few_strangers(),
+            http=ConnectionLimits().protocol(),
             log_config=None,
             log_level="critical",
             access_log=False,

@@ -23,7 +23,7 @@ import pytest
 from starlette.types import Message, Scope
 
 from atropos_api.door import Settings
-from atropos_common import peer
+from atropos_common import connections, peer
 from atropos_common.body import BodyError, Gunzip, read_body
 from atropos_common.bridge import TOKEN_HEADER
 from atropos_tui.profile.plan import build_stack
@@ -298,7 +298,7 @@ def test_another_user_cannot_hold_every_connection(api: tuple[int, subprocess.Po
     def hold() -> int:
         held = [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(400)]
         give_up = time.monotonic() + 10
-        while len(held) > peer.MOST_OF_STRANGERS and time.monotonic() < give_up:
+        while len(held) > connections.PER_PEER and time.monotonic() < give_up:
             closed, _, _ = select.select(held, [], [], 0.1)
             held = [each for each in held if each not in closed]
         return len(held)
@@ -306,4 +306,4 @@ def test_another_user_cannot_hold_every_connection(api: tuple[int, subprocess.Po
     with stranger(hold) as there:
         while there.waits():
             assert call(port, "GET", "/info")[0] == 200
-        assert 1 <= there.said() <= peer.MOST_OF_STRANGERS
+        assert 1 <= there.said() <= connections.PER_PEER

@@ -124,7 +124,8 @@ def vllm(keys: frozenset[str], held: bool = False) -> httpx.AsyncClient:
     from vllm_server.auth import GenerationHold
 
     app: Starlette = app_behind_the_door(GenerationHold(held=held), OWN)
-    app.state.atropos_door.keys = keys
+    door = app.state.atropos_door
+    door.keys, door.public, door.for_everyone = keys, True, not keys
     transport = httpx.ASGITransport(app=app, client=(OTHER, 4711))
     return httpx.AsyncClient(transport=transport, base_url=f"http://{OWN}:9001")
 

@@ -21,14 +21,28 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from atropos_common.bridge import INSTANCE_HEADER, TOKEN_HEADER
-from atropos_common.http import allowed_hosts, host_name
+from atropos_common.connections import SCOPE_KEY, Connection, ConnectionLimits
+from atropos_common.http import allowed_hosts, door_key, host_name, run_keys
 from atropos_tui.profile.ports import free_port
+from tests.strangers import needs_another_user, stranger
 from vllm_server import auth
 from vllm_server.auth import ENDING, ENGINE_DIED, Access, AuthMiddleware, GenerationHold, path_kind
 
 TOKEN = "0123456789abcdef"
+
+
+def over(app: ASGIApp, *, own: bool) -> ASGIApp:
+    """`app` as requests reach it over a connection of this user, or of another one."""
+
+    async def served(scope: Scope, receive: Receive, send: Send) -> None:
+        connection = Connection(ConnectionLimits(), "127.0.0.1", os.geteuid() if own else 65534, lambda: None, own=own)
+        await app({**scope, "state": {SCOPE_KEY: connection}}, receive, send)
+        connection.end()
+
+    return served
 
 
 async def echo(request: Request) -> JSONResponse:
@@ -51,7 +65,8 @@ def client(
 ) -> tuple[httpx.AsyncClient, GenerationHold]:
     gate = GenerationHold(held=held)
     app = app_behind_the_door(gate, host, hold_timeout_s)
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://127.0.0.1:9001"), gate
+    transport = httpx.ASGITransport(app=over(app, own=True))
+    return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:9001"), gate
 
 
 @pytest.mark.parametrize(
@@ -143,6 +158,36 @@ async def test_a_web_page_of_another_site_cannot_generate(origin: str) -> None:
     assert (await http.post("/generate", headers={"Origin": "http://localhost:9001"})).status_code == 200
 
 
+@pytest.mark.parametrize("site", ["cross-site", "same-site"])
+async def test_a_tag_of_another_page_cannot_generate(site: str) -> None:
+    """`<img src=...>` sends no Origin; each request was a real generation."""
+    http, _ = client()
+    answer = await http.get("/health_generate", headers={"Sec-Fetch-Site": site})
+    assert answer.status_code == 403 and "another site" in answer.json()["error"]
+    for own in ("none", "same-origin"):
+        assert (await http.get("/docs", headers={"Sec-Fetch-Site": own})).status_code == 200
+
+
+GENERATING = ["/generate", "/v1/completions", "/invocations", "/inference/v1/generate", "/tokenize", "/health_generate"]
+
+
+@pytest.mark.parametrize("path", GENERATING)
+async def test_another_user_needs_the_key_for_what_takes_the_engines_time(path: str) -> None:
+    app = app_behind_the_door()
+    door = app.state.atropos_door
+    door.keys = run_keys(TOKEN)
+    transport = httpx.ASGITransport(app=over(app, own=False))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:9001") as http:
+        refused = await http.post(path)
+        assert refused.status_code == 401 and "[vllm] open = true" in refused.json()["error"]
+        assert (await http.post(path, headers={"Authorization": "Bearer x"})).status_code == 401
+        assert (await http.post(path, headers={"Authorization": f"Bearer {door_key(TOKEN)}"})).status_code == 200
+        for free in ("/health", "/metrics", "/v1/models"):
+            assert (await http.get(free)).status_code == 200
+        door.open = True
+        assert (await http.post(path)).status_code == 200
+
+
 async def test_a_body_has_a_limit_counted_where_it_does_not_say_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auth, "MAX_BODY", 1000)
     http, _ = client()
@@ -173,13 +218,49 @@ async def test_what_is_held_has_a_limit_over_all_requests(monkeypatch: pytest.Mo
     assert [len((await task).json()["body"]) for task in waiting] == [1000, 1000]
 
 
+SERVE = """
+import uvicorn
+from atropos_common.connections import ConnectionLimits
+from tests.unit.test_vllm_server_auth import app_behind_the_door
+app = app_behind_the_door()
+app.state.atropos_door.open = True
+uvicorn.run(app, port={port}, log_level="error", http=ConnectionLimits().protocol())
+"""
+
+
+@needs_another_user
+def test_large_bodies_of_another_user_leave_the_runs_own_their_room() -> None:
+    """Twenty bodies of 31 MB, each sent but for its last byte, shared one limit with the environments' prompts."""
+    size, port = 31 * 2**20, free_port()
+    head = "POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: {}\r\n\r\n"
+
+    def flood() -> int:
+        senders = [_connected(port) for _ in range(12)]
+        for sender in senders:
+            with contextlib.suppress(OSError):  # refused while it sends
+                sender.sendall(head.format(size).encode() + b" " * (size - 1))
+        os.write(filled, b".")
+        time.sleep(60)
+        return len(senders)
+
+    waiting, filled = os.pipe()
+    with subprocess.Popen([sys.executable, "-c", SERVE.format(port=port)]) as server:
+        try:
+            _connected(port).close()
+            with stranger(flood, keep=filled):
+                assert select.select([waiting], [], [], 60)[0]
+                own = _connected(port)
+                own.sendall(head.format(size).encode() + b"x" * size)
+                assert own.recv(100).startswith(b"HTTP/1.1 200")
+            assert psutil.Process(server.pid).memory_info().rss < auth.MAX_FOREIGN + 350 * 2**20
+        finally:
+            server.kill()
+
+
 def test_half_a_gigabyte_is_refused_at_once_and_never_held() -> None:
     """Over a real socket: 413 before the body has come, by a server that does not grow."""
     body, port = 500 * 2**20, free_port()
-    code = (
-        "import uvicorn; from tests.unit.test_vllm_server_auth import app_behind_the_door as app\n"
-        f"uvicorn.run(app(), port={port}, log_level='error')"
-    )
+    code = SERVE.format(port=port)
     with subprocess.Popen([sys.executable, "-c", code]) as server:
         try:
             peer = _connected(port)
@@ -197,10 +278,7 @@ def test_half_a_gigabyte_is_refused_at_once_and_never_held() -> None:
 def test_many_bodies_that_never_end_take_no_more_than_their_room() -> None:
     """Each below the limit, and sent but for its last byte; who sends little, or has the token, is answered."""
     size, port = 31 * 2**20, free_port()
-    code = (
-        "import uvicorn; from tests.unit.test_vllm_server_auth import app_behind_the_door as app\n"
-        f"uvicorn.run(app(), port={port}, log_level='error')"
-    )
+    code = SERVE.format(port=port)
     head = "POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: {}\r\n{}\r\n"
     with subprocess.Popen([sys.executable, "-c", code]) as server, contextlib.ExitStack() as peers:
         try:
@@ -255,7 +333,7 @@ async def test_a_client_that_leaves_during_the_hold_never_reaches_the_engine() -
         sent.append(message)
 
     app = Starlette()
-    app.state.atropos_door = Access(TOKEN, allowed_hosts(None), GenerationHold(held=True), 5.0)
+    app.state.atropos_door = Access(TOKEN, allowed_hosts(None), GenerationHold(held=True), 5.0, open=True)
     scope = {
         "type": "http", "app": app, "path": "/generate", "method": "POST", "headers": [(b"host", b"localhost")],
     }  # fmt: skip
