@@ -25,19 +25,28 @@ class Exit(IntEnum):
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong: the file, the key in it, the reason, and the way out."""
+    """One thing that is wrong: the file, the key in it, the reason, and the fix."""
 
     reason: str
     fix: str = ""
     file: str = ""
     key: str = ""
+    line: int | None = None
+    """Of the key in `file`, counted from 1."""
+
+    @property
+    def place(self) -> str:
+        """File, line and key, as editors and terminals link to it."""
+        file = f"{self.file}:{self.line}" if self.file and self.line else self.file
+        return ": ".join(part for part in (file, self.key) if part)
+
+    @property
+    def what(self) -> str:
+        """Where it is and the reason, in one line."""
+        return f"{self.place}: {self.reason}" if self.place else self.reason
 
     def __str__(self) -> str:
-        place = ": ".join(part for part in (self.file, self.key) if part)
-        lines = [f"{place}: {self.reason}" if place else self.reason]
-        if self.fix:
-            lines.append(f"    fix: {self.fix}")
-        return "\n".join(lines)
+        return f"{self.what}\n    fix: {self.fix}" if self.fix else self.what
 
 
 @dataclass
@@ -49,7 +58,12 @@ class UserError(Exception):
     exit_code: Exit = Exit.USAGE
 
     def __str__(self) -> str:
-        return "\n".join([self.title, *(f"  {problem}" for problem in self.problems)])
+        lines = [self.title]
+        for problem, following in zip(self.problems, [*self.problems[1:], None], strict=True):
+            lines.append(f"  {problem.what}")
+            if problem.fix and not (following and following.fix == problem.fix):  # one fix of several stands once
+                lines.append(f"    fix: {problem.fix}")
+        return "\n".join(lines)
 
 
 class Elsewhere(Exception):

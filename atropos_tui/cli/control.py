@@ -9,8 +9,9 @@ import gc
 import os
 import shlex
 import sys
+import time
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from atropos_common.control import Action, CommandRequest
 from atropos_common.run_dir import RunDir
@@ -20,13 +21,16 @@ from atropos_tui.monitor.format import one_line
 from atropos_tui.profile.errors import did_you_mean
 from atropos_tui.supervisor.client import ControlClient, NoSupervisor, Refused
 
+if TYPE_CHECKING:
+    from atropos_tui.supervisor.store import RunResult
+
 POLL_S = 0.1
 
 
 def not_live(run_dir: Path) -> UserError:
     """Why nobody can act on this run: it has ended, or its supervisor lost the file by which it is reached."""
     from atropos_tui.monitor.run_files import living_supervisor
-    from atropos_tui.supervisor.store import ProcessTable
+    from atropos_tui.supervisor.store import ProcessTable, RunResult
 
     run = RunDir(run_dir)
     pid = living_supervisor(ProcessTable.load(run.journal_json))
@@ -36,11 +40,18 @@ def not_live(run_dir: Path) -> UserError:
             f"kill {pid} ends the run as `down` does; atropos-tui up --resume {shlex.quote(str(run_dir))} goes on then",
         )
         return UserError(f"the supervisor of {run_dir.name} cannot be reached", [problem], Exit.TIMEOUT)
-    return UserError(
-        f"{run_dir.name} is not running",
-        [Problem("no supervisor answers on its socket", "`atropos-tui runs` lists the runs; `up` starts one")],
-        Exit.NO_RUN,
-    )
+    return UserError(f"{run_dir.name} is not running", [_end_of(run, RunResult.load(run.result_json))], Exit.NO_RUN)
+
+
+def _end_of(run: RunDir, result: RunResult | None) -> Problem:
+    """When and how a run ended, and the command that continues it."""
+    fix = f"atropos-tui up --resume {shlex.quote(str(run.root))} continues it; atropos-tui runs lists all runs"
+    if result is None:
+        return Problem("its supervisor is gone and recorded no end", fix)
+    ended = time.localtime(result.ended_at)
+    today = ended[:3] == time.localtime()[:3]
+    when = time.strftime("at %H:%M" if today else "on %Y-%m-%d at %H:%M", ended)
+    return Problem(f"it ended {when} with exit code {result.exit_code}: {result.reason}", fix)
 
 
 def act(options: argparse.Namespace) -> int:

@@ -31,7 +31,12 @@ def run(argv: Sequence[str]) -> int:
     if not argv[0].startswith("-") and argv[0] not in (known := command_names(parser)):
         _say(_no_command(argv[0], known))
         return int(Exit.USAGE)
-    options = parser.parse_args(argv)
+    options, unknown = parser.parse_known_args(argv)
+    if mistake := _misplaced_set(argv, getattr(options, "sets", []), unknown):
+        _say(mistake)
+        return int(Exit.USAGE)
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     module, _, name = options.handler.partition(":")
     try:
         if any("@" in word for word in argv):
@@ -82,6 +87,21 @@ def _no_command(word: str, known: Collection[str]) -> UserError:
     else:
         fix = f"{did_you_mean(word, known)}atropos-tui --help lists the commands"
     return UserError(f"no command {word!r}", [Problem(fix)])
+
+
+def _misplaced_set(argv: Sequence[str], sets: Sequence[str], unknown: Sequence[str]) -> UserError | None:
+    """The mistake where `--set` is followed by several assignments, or by a key and its value as two words."""
+    given = [*argv]
+    for item in sets:
+        words = given[given.index("--set") + 2 :] if "--set" in given else []
+        given = words
+        if "=" not in item and words and not words[0].startswith("-"):
+            problem = Problem(f'"{item}" and "{words[0]}" are two words', f"write --set {item}={words[0]}", key="--set")
+            return UserError("invalid --set", [problem])
+    if several := [word for word in unknown if "=" in word and not word.startswith("-")] if sets else []:
+        fix = f"write {' '.join(f'--set {word}' for word in several)}"
+        return UserError("invalid --set", [Problem("--set takes one KEY=VALUE", fix, key="--set")])
+    return None
 
 
 def _report_fault(argv: Sequence[str], run_dir: Path | None) -> int:

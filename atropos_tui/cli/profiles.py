@@ -74,7 +74,7 @@ def checked(
             raise _refused([*wrong, *lacks(site, stack, inventory.machine), *unfit(site, inventory)], profile)
         if machine and (missing := preflight(site, stack, inventory)):
             problems = [placed(problem, profile) for problem in missing]
-            raise refused(problems, "the profile is sound, but this machine cannot start it")
+            raise refused(problems, "the profile is valid, but cannot start on this machine")
         return Checked(site, stack, inventory, "; ".join(filter(None, [divided, chosen])))
 
 

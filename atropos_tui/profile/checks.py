@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import gcd, lcm
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -96,8 +97,8 @@ def placed(problem: Problem, profile: Profile) -> Problem:
     if first in SECTION_LISTS and rest and rest[0].isdecimal():
         path = (first, int(rest[0]), *rest[1:])
         key = key_text(path, {first: [{"name": part.name} for part in getattr(profile, first)]})
-    file = profile.origins.of(path)
-    return Problem(printable(problem.reason, MAX_REASON), printable(problem.fix, MAX_REASON), file, key)
+    reason, fix = printable(problem.reason, MAX_REASON), printable(problem.fix, MAX_REASON)
+    return profile.origins.problem(reason, fix, path, key)
 
 
 def check_graph(profile: Profile, stack: StackSpec) -> list[Problem]:
@@ -364,20 +365,29 @@ def _server_types(profile: Profile) -> Iterator[Problem]:
 def _groups(profile: Profile, settings: TrainingConfig) -> Iterator[Problem]:
     """run-api fills a batch only when it is a multiple of every environment's group size."""
     total = settings.sequences_per_step
+    sizes = [size for env in profile.env if isinstance(size := env.args.get("env.group_size", 1), int)]
     for index, env in enumerate(profile.env):
         size = env.args.get("env.group_size", 1)
         assert isinstance(size, int)  # its own validator
         if total % size:
-            wanted = -(-total // size) * size
-            steps = wanted // settings.batch_size if wanted % settings.batch_size == 0 else None
-            change = f"trainer.gradient_accumulation_steps = {steps}" if steps else f"trainer.batch_size = {size}"
+            batch = f"batch_size {settings.batch_size}"
+            if (each := settings.gradient_accumulation_steps) > 1:
+                batch = f"{batch} x gradient_accumulation_steps {each} = {total}"
             yield Problem(
-                f"batch_size {settings.batch_size} x gradient_accumulation_steps "
-                f"{settings.gradient_accumulation_steps} = {total} sequences is no multiple of {env.name}'s group "
-                f"size {size}: run-api would never fill a batch",
-                f"set {change}, or another env.group_size",
+                f"{batch} is not a multiple of {env.name}'s group size {size}, so run-api could never fill a batch",
+                f"set {batches_that_fill(settings, sizes)}, or another env.group_size",
                 key=f"env.{index}.args.env.group_size",
             )
+
+
+def batches_that_fill(settings: TrainingConfig, sizes: Sequence[int]) -> str:
+    """The nearest smaller and larger setting with which groups of all `sizes` fill a batch, as text of a fix."""
+    key, value, other = "batch_size", settings.batch_size, settings.gradient_accumulation_steps
+    if other > 1:
+        key, value, other = "gradient_accumulation_steps", other, value
+    multiple = lcm(*sizes) // gcd(lcm(*sizes), other)
+    below = value // multiple * multiple
+    return f"trainer.{key} = {' or '.join(str(each) for each in (below, below + multiple) if each)}"
 
 
 def _recorded(settings: TrainingConfig) -> Iterator[Problem]:

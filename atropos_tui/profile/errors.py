@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import tomllib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -114,19 +115,43 @@ OTHER_NAMES = {"learning_rate": "lr", "max_steps": "training_steps", "steps": "t
 """What other trainers call a key."""
 
 
-def did_you_mean(word: str, known: Collection[str]) -> str:
-    """ "did you mean NEAREST? ", or nothing."""
+FLAGS_OF = {"env": "the environment", "vllm": "vLLM"}
+"""Sections with a table `args`, and whose flags stand there."""
+
+
+def did_you_mean(word: str, known: Collection[str], most: int = 1) -> str:
+    """ "did you mean NEAREST? ", up to `most` of them, or nothing."""
     if (meant := OTHER_NAMES.get(word)) in known:
         return f"did you mean {meant}? "
-    near = difflib.get_close_matches(word[:100], known, n=1)
-    return f"did you mean {near[0]}? " if near else ""
+    near = nearest_names(word, known, most)
+    return f"did you mean {' or '.join(near)}? " if near else ""
+
+
+def nearest_names(word: str, known: Collection[str], most: int = 1) -> list[str]:
+    """The names of `known` that are written almost like `word`, the nearest first."""
+    return difflib.get_close_matches(word[:100], known, n=most)
+
+
+def _in_other_tables(path: KeyPath, schema: Schema) -> str:
+    """ "did you mean trainer.lr? " for a key that stands in the wrong table; nothing where no table knows it."""
+    word = str(path[-1])
+    names = {word, OTHER_NAMES.get(word, word)}
+    found = [
+        f"{table}.{name}"
+        for table in schema["properties"]
+        if (table,) != path[:-1]
+        for form in forms_at(schema, (table, 0) if table in SECTION_LISTS else (table,), {})
+        for name in sorted(names & form.get("properties", {}).keys())
+    ]
+    found += sorted(names & schema["properties"].keys()) if len(path) > 1 else []
+    return f"did you mean {' or '.join(dict.fromkeys(found))}? " if found else ""
 
 
 def problems_of(
     errors: Iterable[Any],
     data: dict[str, Any],
     schema: Schema,
-    file_of: Callable[[KeyPath], str],
+    problem: Callable[[str, str, KeyPath, str], Problem],
     below: KeyPath = (),
 ) -> list[Problem]:
     """Every error as one problem a key, in the order of pydantic.
@@ -134,7 +159,7 @@ def problems_of(
     Args:
         errors: of a ValidationError.
         data: the whole profile as it was read.
-        file_of: the file in which a key stands.
+        problem: makes a problem of reason, fix, path and key, with the key's file and line.
         below: the table that was validated, when it was not the whole profile.
     """
     items: dict[KeyPath, dict[str, Any]] = {}
@@ -144,7 +169,7 @@ def problems_of(
         items.setdefault(path, dict(item))
     deeper = {path[:length] for path in items for length in range(1, len(path))}
     return [
-        Problem(reason, fix, file_of(path), key_text(path, data) + suffix)
+        problem(reason, fix, path, key_text(path, data) + suffix)
         for path, item in items.items()
         if path not in deeper  # a list that fitted as a list and failed in an entry
         for reason, fix, suffix in _explained(path, item, data, schema)
@@ -189,8 +214,7 @@ def _explained(path: KeyPath, item: dict[str, Any], data: Any, schema: Schema) -
         yield context["reason"], context["fix"], f".{context['at']}" if context["at"] else ""
     elif kind == "extra_forbidden":
         known = sorted({key for form in forms_at(schema, path[:-1], data) for key in form.get("properties", ())})
-        near = did_you_mean(str(path[-1]), known).strip()
-        yield "unknown key", near or f"remove it; known here: {', '.join(known[:MAX_CHOICES])}", ""
+        yield "unknown key", _fix_of_unknown_key(path, known, schema), ""
     elif kind == "value_error":
         for line in str(item["msg"]).removeprefix("Value error, ").splitlines():
             # The trainer speaks of flags, the profile has keys.
@@ -198,6 +222,18 @@ def _explained(path: KeyPath, item: dict[str, Any], data: Any, schema: Schema) -
             yield printable(reason), fix or "change one of the keys that this names", ""
     else:
         yield (*_reason_and_fix(path, item, data, schema), "")
+
+
+def _fix_of_unknown_key(path: KeyPath, known: list[str], schema: Schema) -> str:
+    word, section = str(path[-1]), path[0]
+    near = did_you_mean(word, known)
+    elsewhere = "" if section == "env" else _in_other_tables(path, schema)
+    if meant := elsewhere or near:
+        return meant.strip()
+    if section in FLAGS_OF and section not in path[1:]:
+        flag = f"env.{word}" if section == "env" else word
+        return f"a flag of {FLAGS_OF[str(section)]} goes below [{section}.args]: {printable(flag, MAX_SHOWN)} = ..."
+    return f"remove it; known here: {', '.join(known[:MAX_CHOICES])}"
 
 
 def _reason_and_fix(path: KeyPath, item: dict[str, Any], data: Any, schema: Schema) -> tuple[str, str]:
@@ -222,10 +258,26 @@ def _reason_and_fix(path: KeyPath, item: dict[str, Any], data: Any, schema: Sche
         names = [name for name in value if isinstance(name, str)] if isinstance(value, list) else []
         entries = ", ".join(f'{printable(name, 40)} = "healthy"' for name in names[:5] or ["api"])
         return f"{reason} {got}", f"write it as a table: depends_on = {{ {entries} }}"
+    if bare := _unquoted(value, forms):
+        return f"{reason} {got}", f"write it without quotes: {bare}"
     fix = phrases(forms, schema)
     if any("pattern" in form for form in forms) and description:
         fix += f": {_first_sentence(description)}"
     return f"{reason} {got}", f"give {fix}"
+
+
+def _unquoted(value: Any, forms: list[Schema]) -> str:
+    """The text of a number or boolean that stands in quotes where one without them is wanted; else nothing."""
+    if not isinstance(value, str) or len(value) > MAX_SHOWN:
+        return ""
+    try:
+        bare = tomllib.loads(f"v = {value}").get("v")
+    except ValueError:
+        return ""
+    kind = {bool: "boolean", int: "integer", float: "number"}.get(type(bare), "")
+    wanted = {form.get("type") for form in forms}
+    fits = kind in wanted or (kind == "integer" and "number" in wanted)
+    return value.strip() if fits else ""
 
 
 def _reason(kind: str) -> str:

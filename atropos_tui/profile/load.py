@@ -9,6 +9,7 @@ remembers which file each key comes from, so that a problem names the place wher
 
 from __future__ import annotations
 
+import itertools
 import os
 import tomllib
 from collections.abc import Sequence
@@ -19,13 +20,19 @@ from typing import Any
 import platformdirs
 
 from atropos_tui.errors import Problem, UserError
-from atropos_tui.profile.errors import did_you_mean, printable, value_text
+from atropos_tui.profile.errors import did_you_mean, nearest_names, printable, value_text
 from atropos_tui.profile.schema import SECTION_LISTS, KeyPath
+from atropos_tui.profile.toml_lines import key_lines, line_of, why_not_toml
 
 MAX_PROFILE_BYTES = 1024 * 1024
 """A larger file is no profile, but a model given in its place."""
 SET = "--set"
 """What a problem names in the place of a file."""
+EXAMPLES = ("demo", "gsm8k", "math-zero")
+MOST_NEAREST = 3
+"""Profiles that are named in the place of one that does not exist."""
+MOST_FILES = 1000
+"""Files of a folder among which a similar name is looked for."""
 CACHE = "ATROPOS_CACHE"
 """Where prepared models are kept between runs; override it in the environment."""
 
@@ -41,6 +48,9 @@ class Origins:
 
     main: str = field(default="", compare=False)
     places: dict[KeyPath, str] = field(default_factory=dict, compare=False)
+    texts: dict[str, str] = field(default_factory=dict, compare=False)
+    """The text of each file, for the line numbers of problems."""
+    _lines: dict[str, dict[KeyPath, int]] = field(default_factory=dict, compare=False)
 
     def of(self, path: Sequence[str | int]) -> str:
         """The place of a key, else of the nearest table around it, else the profile itself.
@@ -53,6 +63,13 @@ class Origins:
             if (place := self.places.get(here) or self.places.get(single)) is not None:
                 return place
         return self.main
+
+    def problem(self, reason: str, fix: str, path: Sequence[str | int], key: str) -> Problem:
+        """A problem at the key `path`, with the file and line of that key."""
+        file = self.of(path)
+        if file not in self._lines:
+            self._lines[file] = key_lines(self.texts.get(file, ""))
+        return Problem(reason, fix, file, key, line_of(self._lines[file], tuple(path)))
 
     def note(self, path: KeyPath, value: Any, place: str, old: Any = None) -> None:
         """`value` at `path`, with everything below it, now comes from `place`, and no longer from where `old` did."""
@@ -101,7 +118,7 @@ def find_profile(name_or_path: str) -> Path:
     Raises:
         UserError: there is neither.
     """
-    path = Path(name_or_path)
+    path = expand_home(name_or_path)
     if _is_file(path):
         return path
     shipped = shipped_profiles()
@@ -117,12 +134,33 @@ def _is_file(path: Path) -> bool:
     return os.path.isfile(path)  # noqa: PTH113
 
 
+def expand_home(text: str) -> Path:
+    """`text` as a path, with a leading `~` replaced; as a function of os.path it never raises."""
+    return Path(os.path.expanduser(text))  # noqa: PTH111
+
+
 def _not_found(path: Path, name: str) -> tuple[str, str]:
     """Reason and fix for a profile that is no file."""
-    shipped = shipped_profiles()
-    reason = "is a directory" if os.path.isdir(path) else "no such profile"  # noqa: PTH112
-    meant = did_you_mean(Path(name).stem, shipped)
-    return reason, f"{meant}or give a path" if meant else f"give a path, or one of: {', '.join(shipped)}"
+    if os.path.isdir(path):  # noqa: PTH112
+        return "is a directory", _files_there(path, "") or "give the profile's file, such as mine.toml"
+    looks_like_path = os.sep in name or name.endswith(".toml")
+    if looks_like_path and (near := _files_there(path.parent, path.name)):
+        return "no such profile", near
+    meant = did_you_mean(Path(name).stem, shipped_profiles(), MOST_NEAREST)
+    shipped = f"the name of a shipped profile, such as {', '.join(EXAMPLES)}"
+    return "no such profile", f"{meant}or give a path" if meant else f"give a path, or {shipped}"
+
+
+def _files_there(folder: Path, name: str) -> str:
+    """A fix that names profiles of a folder: those nearest to `name`, or the first ones for an empty name."""
+    try:
+        files = sorted(each.stem for each in itertools.islice(folder.glob("*.toml"), MOST_FILES))
+    except (OSError, ValueError):
+        return ""
+    if name:
+        near = nearest_names(Path(name).stem, files, MOST_NEAREST)
+        return f"did you mean {printable(' or '.join(str(folder / f'{each}.toml') for each in near))}?" if near else ""
+    return f"name a file in it: {printable(', '.join(f'{each}.toml' for each in files[:MOST_NEAREST]))}" if files else ""
 
 
 def file_text(path: Path) -> str:
@@ -136,25 +174,34 @@ def read_toml(path: Path) -> dict[str, Any]:
     Raises:
         UserError: it cannot be read, is larger than `MAX_PROFILE_BYTES`, or is not TOML.
     """
+    return _tables(_text_of(path), file_text(path))
+
+
+def _text_of(path: Path) -> str:
     file = file_text(path)
     try:
         with path.open("rb") as stream:
             content = stream.read(MAX_PROFILE_BYTES + 1)
         if len(content) > MAX_PROFILE_BYTES:
             raise _invalid("larger than 1 MiB: not a profile", "check that this is the file you meant", file)
-        # Editors on Windows begin files with a byte order mark.
-        return tomllib.loads(content.decode("utf-8-sig"))
+        return content.decode("utf-8-sig")  # editors on Windows begin files with a byte order mark
     except UnicodeDecodeError as error:
         raise _invalid(f"not UTF-8 text (byte {error.start})", "save it as UTF-8", file) from None
-    except ValueError as error:  # TOMLDecodeError, and numbers of thousands of digits
-        raise _invalid(f"not TOML: {printable(str(error))}", "correct the syntax at that place", file) from None
     except OSError as error:
         problem = Problem(str(error.strerror), "make it a readable file", file=file)
         raise UserError("unreadable profile", [problem]) from None
 
 
-def _invalid(reason: str, fix: str, file: str, key: str = "") -> UserError:
-    return UserError("invalid profile", [Problem(reason, fix, file, key)])
+def _tables(text: str, file: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except ValueError as error:  # TOMLDecodeError, and numbers of thousands of digits
+        reason, fix, line = why_not_toml(text, error)
+        raise _invalid(printable(reason), printable(fix), file, line=line) from None
+
+
+def _invalid(reason: str, fix: str, file: str, key: str = "", line: int | None = None) -> UserError:
+    return UserError("invalid profile", [Problem(reason, fix, file, key, line)])
 
 
 def read_merged(path: Path) -> tuple[dict[str, Any], Origins]:
@@ -163,16 +210,20 @@ def read_merged(path: Path) -> tuple[dict[str, Any], Origins]:
     Raises:
         UserError: a file cannot be read, or the chain is circular or broken.
     """
-    chain = [path]
-    layers = [read_toml(path)]
-    while (wanted := layers[-1].pop("extends", None)) is not None:
-        chain.append(_extended(wanted, chain))
-        layers.append(read_toml(chain[-1]))
     origins = Origins(file_text(path))
+    chain: list[Path] = []
+    layers: list[dict[str, Any]] = []
+    wanted: Any = path
+    while wanted is not None:
+        chain.append(_extended(wanted, chain) if chain else path)
+        file = file_text(chain[-1])
+        origins.texts[file] = _text_of(chain[-1])
+        layers.append(_tables(origins.texts[file], file))
+        wanted = layers[-1].pop("extends", None)
     merged: dict[str, Any] = {}
-    for file, layer in zip(reversed(chain), reversed(layers), strict=True):
+    for source, layer in zip(reversed(chain), reversed(layers), strict=True):
         _nest_flags(layer)
-        _merge(merged, layer, origins, file_text(file), ())
+        _merge(merged, layer, origins, file_text(source), ())
     return merged, origins
 
 

@@ -205,7 +205,7 @@ def _spec(site: Site, options: ComponentOptions, **derived: Any) -> ComponentSpe
         if getattr(options, name) is not None:
             derived[name] = getattr(options, name)
     if options.cwd is not None:
-        derived["cwd"] = site.text(options.cwd)
+        derived["cwd"] = site.path(options.cwd)
     derived["env"] = derived.get("env", {}) | {key: site.text(value) for key, value in options.env.items()}
     return ComponentSpec(**derived)
 
@@ -222,7 +222,7 @@ def _prepare(site: Site, section: PrepareSection, before: list[str]) -> Componen
         command=_program(site.texts(section.command)),
         env={key: site.text(value) for key, value in section.env.items()},
         depends_on=dict.fromkeys(before, "completed"),
-        creates=site.text(section.creates) if section.creates else None,
+        creates=site.path(section.creates) if section.creates else None,
         restart=RestartPolicy(policy="never"),
         start_timeout_s=24 * 3600,
         place=site.place(node_of(site.profile, None)),
@@ -419,7 +419,7 @@ def _environment(site: Site, section: EnvSection, after: list[str], settings: Tr
         command = site.texts(section.command)
     else:
         program = _environment_program(section, site)
-        config = ["--config", str(config_file(site.text(section.config)))] if section.config else []
+        config = ["--config", str(config_file(site.path(section.config)))] if section.config else []
         command = [*program, "serve", *config, *site.texts(_flags(flags, explicit_booleans=True))]
     derives_workers = HOST in command and not WORKER_FLAGS & section.args.keys()
     return _spec(
@@ -451,7 +451,7 @@ def sequences_in_flight(site: Site, env: EnvSection) -> int:
 def _environment_program(section: EnvSection, site: Site) -> list[str]:
     """Environments of ours are programs of the stack; any other of atroposlib's is hosted by one. What does not mention
     atroposlib at all, not even in a file beside it that it imports, runs as it is."""
-    target = site.text(section.module or section.script or "")
+    target = site.text(section.module) if section.module else site.path(section.script or "")
     path = target.partition(":")[0]  # FILE.py:ClassName
     files = (
         [Path(folder) / f"{path.replace('.', '/')}.py" for folder in ("", *sys.path)]

@@ -31,6 +31,7 @@ from atropos_common.run_dir import (
 )
 from atropos_tui.errors import Problem
 from atropos_tui.profile import memory, ports
+from atropos_tui.profile.checks import batches_that_fill
 from atropos_tui.profile.errors import counted
 from atropos_tui.profile.fit import nearest
 from atropos_tui.profile.hardware import Hardware
@@ -105,7 +106,7 @@ def unfit(site: Site, inventory: Inventory) -> list[Problem]:
 def _places(site: Site) -> Iterator[Problem]:
     """Where a preparation cannot put what it creates, such as the demo's model in the cache."""
     for step in site.profile.prepare:
-        made = Path(site.text(step.creates or ""))
+        made = Path(site.path(step.creates or ""))
         there = next((folder for folder in (made, *made.parents) if folder.exists()), made)
         if step.creates and there != made and not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
             fix = f"set {CACHE} to a folder of yours" if CACHE in step.creates else "name a place that you may write to"
@@ -133,7 +134,8 @@ def _launches(site: Site, stack: StackSpec) -> Iterator[Problem]:
                     yield Problem(f"environment variable {name} is not set", fix, key=place)
         cwd = expand(component.cwd or ".", known)
         if not references(cwd) and not Path(cwd).is_dir():
-            yield Problem(f"working directory {cwd} does not exist", "create it, or change cwd", key=f"{section}.cwd")
+            fix = _in_braces(cwd) or "create it, or change cwd"
+            yield Problem(f"working directory {cwd} does not exist", fix, key=f"{section}.cwd")
 
 
 def machines_of(profile: Profile) -> Hosts:
@@ -262,12 +264,12 @@ def _environment_program(site: Site, env: EnvSection, key: str) -> Iterator[Prob
         fix = "check the name, or use `script` with a path"
         yield Problem(f"no module {env.module!r}", fix, key=f"{key}.module")
     for name, value in (("script", (env.script or "").partition(":")[0]), ("config", env.config)):
-        text = site.text(value or "")
+        text = site.path(value or "")
         if not text or references(text):
             continue
         path = config_file(text) if name == "config" else resolve_path(text)
         if not path.is_file():
-            fix = f"relative paths start where atropos-tui is started, here in {Path.cwd()}"
+            fix = _in_braces(text) or f"relative paths are resolved from the current directory, {Path.cwd()}"
             yield Problem(f"no such file: {text}", fix, key=f"{key}.{name}")
         elif name == "config":
             yield from _environment_config(site, env, path, f"{key}.config")
@@ -303,12 +305,13 @@ def _environment_config(site: Site, env: EnvSection, path: Path, key: str) -> It
             key=key,
         )
     size = (data.get("env") or {}).get("group_size")
-    total = training_config(site).sequences_per_step
+    settings = training_config(site)
+    total = settings.sequences_per_step
     ours = site.profile.trainer.command is None
     if ours and isinstance(size, int) and size > 0 and "env.group_size" not in env.args and total % size:
         yield Problem(
-            f"{path} sets group_size {size}, and {total} sequences of one step are no multiple of it",
-            "set trainer.batch_size x trainer.gradient_accumulation_steps to a multiple, or env.group_size under args",
+            f"{path} sets group_size {size}, and the {total} sequences of a step are not a multiple of it",
+            f"set {batches_that_fill(settings, [size])}, or env.group_size below [env.args]",
             key=key,
         )
 
@@ -350,18 +353,27 @@ def _python_path(site: Site, variables: Mapping[str, str]) -> list[str]:
     return [folder for folder in site.text(variables.get("PYTHONPATH", "")).split(os.pathsep) if folder]
 
 
+_BARE_VARIABLE = re.compile(r"\$([A-Za-z_]\w*)")
+
+
+def _in_braces(path: str) -> str:
+    """A fix for a path with `$NAME`, which is not replaced; nothing for any other."""
+    braced = _BARE_VARIABLE.sub(r"${\1}", path)
+    return f"put the variable in braces: {braced}" if braced != path else ""
+
+
 def _models(site: Site) -> Iterator[Problem]:
-    made = {site.text(step.creates) for step in site.profile.prepare if step.creates}
+    made = {site.path(step.creates) for step in site.profile.prepare if step.creates}
     named: set[str] = set()
     for index, engine in enumerate(site.profile.vllm):
         model = engine_model(site, engine)
-        if model in made or model in named or is_hub_id(model):
-            continue
+        if model in made or model in named or is_hub_id(model) or references(model):
+            continue  # a variable without a value is a problem of its own
         named.add(model)
         key = f"vllm.{index}.model" if engine.model else "model"
         folder = resolve_path(model)
         if not folder.is_dir():
-            fix = "give a directory with config.json, or a hub id"
+            fix = _in_braces(model) or "give a directory with config.json, or a hub id"
             yield Problem(f"no such model directory: {model}", fix, key=key)
         elif not (folder / "config.json").is_file():
             fix = "point at the folder that `save_pretrained` wrote"

@@ -676,16 +676,16 @@ def parse_profile(data: dict[str, Any], file: str, origins: Origins | None = Non
     """
     origins = origins or Origins(file)
     problems = [
-        Problem(reason, fix, origins.of(path), key_text(path, data)) for path, reason, fix in _unusable_texts(data)
+        origins.problem(reason, fix, path, key_text(path, data)) for path, reason, fix in _unusable_texts(data)
     ]
     profile: Profile | None = None
     try:
         profile = Profile.model_validate(data, strict=True)
     except ValidationError as error:
-        problems += problems_of(error.errors(include_url=False), data, profile_schema(), origins.of)
+        problems += problems_of(error.errors(include_url=False), data, profile_schema(), origins.problem)
     problems += _trainer_problems(data, origins)
     if problems or profile is None:
-        raise refused(problems, "invalid profile (mend this first, cross-checks come after)")
+        raise refused(problems, "invalid profile (fix these first; more checks follow)")
     profile._origins = origins
     return profile
 
@@ -713,7 +713,7 @@ def _trainer_problems(data: dict[str, Any], origins: Origins) -> list[Problem]:
     if not isinstance(section, dict):
         return []
     problems = [
-        Problem("is derived from the rest", f"set {source} instead", origins.of(("trainer", key)), f"trainer.{key}")
+        origins.problem("is derived from the rest", f"set {source} instead", ("trainer", key), f"trainer.{key}")
         for key, source in DERIVED_TRAINER_KEYS.items()
         if section.get(key) is not None
     ]
@@ -732,5 +732,5 @@ def _trainer_problems(data: dict[str, Any], origins: Origins) -> list[Problem]:
                 for item in error.errors(include_url=False)
                 if (bool(item["loc"]) and item["loc"][0] not in words) == is_strict
             ]
-            problems += problems_of(errors, data, profile_schema(), origins.of, ("trainer",))
+            problems += problems_of(errors, data, profile_schema(), origins.problem, ("trainer",))
     return problems

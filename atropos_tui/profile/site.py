@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from atropos_common.ports import LOOPBACK
 from atropos_common.run_dir import ENV_API_URL, ENV_ENGINE_URLS, ENV_MODEL, RunDir
 from atropos_common.transfer import meeting_place
-from atropos_tui.profile.load import CACHE, cache_dir
+from atropos_tui.profile.load import CACHE, cache_dir, expand_home
 from atropos_tui.profile.machines import Hosts, foreseen, place_of
 from atropos_tui.profile.seats import Seat, left_over
 from atropos_tui.profile.sections import MODE_SETTINGS, EngineSection, EnvSection, Mode, Profile
@@ -88,11 +88,15 @@ class Site:
     @property
     def model(self) -> str:
         """The stack's model, with the variables that are known while planning put in."""
-        return self.text(self.profile.model)
+        return self.path(self.profile.model)
 
     def text(self, value: str) -> str:
         """`value` with the variables put in that are known while planning."""
         return expand(value, self.variables)
+
+    def path(self, value: str) -> str:
+        """`text` of a path or hub id, with a leading `~` replaced by the home directory."""
+        return str(expand_home(text)) if (text := self.text(value)).startswith("~") else text
 
     def texts(self, values: list[str]) -> list[str]:
         """The same for each of several."""
@@ -269,7 +273,7 @@ def engine_urls(site: Site) -> str:
 
 def engine_model(site: Site, section: EngineSection) -> str:
     """The model that an engine serves."""
-    return site.text(section.model) if section.model else site.model
+    return site.path(section.model) if section.model else site.model
 
 
 def env_engines(profile: Profile, section: EnvSection) -> list[EngineSection]:

@@ -179,7 +179,7 @@ def test_contradictions_are_told_once_the_keys_are_right(folder: Path) -> None:
     data["trainer"] |= {"lr": "x", "batch_size": 10}
     data["component"]["one"] = {"command": ["true"], "depends_on": ["extra"]}
     text = assert_refused(["validate"], write(folder, data))
-    assert told(text) == {"trainer.lr", "component.one.depends_on"} and "cross-checks come after" in text
+    assert told(text) == {"trainer.lr", "component.one.depends_on"} and "more checks follow" in text
     assert 'depends_on = { extra = "healthy" }' in text
     data["trainer"]["lr"] = 1e-4
     data["component"]["one"]["depends_on"] = {"extra": "healthy"}

@@ -508,7 +508,7 @@ def test_validate_tells_the_machine_from_the_profile(
     monkeypatch.setattr(memory, "read_machine", lambda: Hardware((), 400 * GIB))
     sets = ("--set", in_folder(tmp_path, QWEN3_1_7B))
     code, said = ask(["validate"], "gsm8k", *sets)
-    assert code == 2 and "the profile is sound, but this machine cannot start it" in said
+    assert code == 2 and "the profile is valid, but cannot start on this machine" in said
     code, said = ask(["validate"], "gsm8k", *sets, "--set", "vllm.max_model_len=99999")
     assert code == 2 and "cannot start this profile" in said and "made for 40960 tokens" in said
     assert run(["validate", "gsm8k", *sets, "--gpus", "1xH100"]) == 0

@@ -247,9 +247,9 @@ def program(*command: str, **variables: str) -> dict[str, Any]:
         ({"trainer": SEVERAL | {"num_inference_nodes": 2}}, "trainer.num_inference_nodes", "feeds 1 of", "leave"),
         # Sizes
         ({"trainer": {"batch_size": 12, "gradient_accumulation_steps": 1}}, "env.0.args.env.group_size",
-         "no multiple of", "trainer.batch_size = 8"),
+         "is not a multiple of", "trainer.batch_size = 8 or 16"),
         ({"trainer": {"batch_size": 2, "gradient_accumulation_steps": 5}}, "env.0.args.env.group_size",
-         "= 10 sequences", "trainer.gradient_accumulation_steps = 8"),
+         "steps 5 = 10 is not", "trainer.gradient_accumulation_steps = 4 or 8"),
         ({"env": [{"name": "a", "module": "json", "args": {"env.group_size": 8}},
                   {"name": "b", "module": "json", "args": {"env.group_size": 3}}]},
          "env.1.args.env.group_size", "b's group size 3", "env.group_size"),

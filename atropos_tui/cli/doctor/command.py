@@ -148,8 +148,7 @@ def _preflight(name: str) -> Iterator[Check]:
         stack = checked(profile, file, planned_site(profile), machine=True).stack
     except UserError as error:
         for problem in error.problems:
-            place = ": ".join(part for part in (problem.file, problem.key) if part)
-            yield fail(place or f"profile {name}", problem.reason, problem.fix)
+            yield fail(problem.place or f"profile {name}", problem.reason, problem.fix)
         if not error.problems:
             yield fail(f"profile {name}", error.title, "")
     else:

@@ -163,8 +163,15 @@ def _swap() -> Check:
 
 
 def _cores() -> Check:
-    usable, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
-    said = f"{usable} of {os.cpu_count()} usable, load {load:.1f}"
+    return cores(len(os.sched_getaffinity(0)), os.cpu_count() or 1, os.getloadavg()[0])
+
+
+def cores(usable: int, present: int, load: float) -> Check:
+    """Judge how many processor cores there are, and how busy: `load` is the mean of one minute."""
+    said = f"{usable} of {present} usable, load {load:.1f}"
+    if load > present:
+        fix = "end other programs (`top` shows them), or expect slow starts and false timings"
+        return warn("cores", f"{said}: other programs use them", fix)
     fix = "start-up takes minutes on one core; raise start_timeout_s of [vllm], or give the container more cores"
     return judge("cores", said, usable < 2, fix)
 
