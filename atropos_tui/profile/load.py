@@ -160,7 +160,9 @@ def _files_there(folder: Path, name: str) -> str:
     if name:
         near = nearest_names(Path(name).stem, files, MOST_NEAREST)
         return f"did you mean {printable(' or '.join(str(folder / f'{each}.toml') for each in near))}?" if near else ""
-    return f"name a file in it: {printable(', '.join(f'{each}.toml' for each in files[:MOST_NEAREST]))}" if files else ""
+    return (
+        f"name a file in it: {printable(', '.join(f'{each}.toml' for each in files[:MOST_NEAREST]))}" if files else ""
+    )
 
 
 def file_text(path: Path) -> str:

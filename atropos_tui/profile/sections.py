@@ -675,9 +675,7 @@ def parse_profile(data: dict[str, Any], file: str, origins: Origins | None = Non
         UserError: with every problem.
     """
     origins = origins or Origins(file)
-    problems = [
-        origins.problem(reason, fix, path, key_text(path, data)) for path, reason, fix in _unusable_texts(data)
-    ]
+    problems = [origins.problem(reason, fix, path, key_text(path, data)) for path, reason, fix in _unusable_texts(data)]
     profile: Profile | None = None
     try:
         profile = Profile.model_validate(data, strict=True)

@@ -100,7 +100,9 @@ def assert_readable(text: str) -> None:
     reasons = [line for line in lines if not line.startswith("    fix: ")]
     fixes = [line for line in lines if line.startswith("    fix: ") and len(line) > 12]
     # Problems with the same fix stand above it.
-    assert len(reasons) >= len(fixes) and lines[-1] in fixes and all(re.match(r"  \S", line) for line in reasons), text[:2000]
+    assert len(reasons) >= len(fixes) and lines[-1] in fixes and all(re.match(r"  \S", line) for line in reasons), text[
+        :2000
+    ]
     assert all(line.isprintable() and len(line) < 2000 for line in lines), "a value forges or floods the report"
 
 
