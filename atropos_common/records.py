@@ -385,11 +385,15 @@ class EnvCountsRecord(Record):
     env: str
     policy_step: Whole | None = None
     sent: int
-    """Groups that run-api took."""
+    """Groups that run-api accepted."""
     left_out: dict[str, int] = {}
-    """Groups that were made and not sent, by reason."""
+    """Groups that run-api does not have, by reason (`group_reasons.py`)."""
+    examples: dict[str, str] = {}
+    """Newest words about a reason: which field run-api refused, which type JSON cannot hold."""
     failures: dict[str, int] = {}
     """Groups that were not made, by reason."""
+    evaluation_failures: dict[str, int] = {}
+    """Evaluations that failed since the last one that did not, by reason."""
     adjusted: dict[str, int] = {}
     """Requests of which the engine left a sampling option out, by the option."""
 

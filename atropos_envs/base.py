@@ -25,7 +25,7 @@ from atropos_common.files import read_regular, write_private
 from atropos_common.run_dir import RunDir
 from atropos_envs import Dismissed, EnvFault
 from atropos_envs.engine_client import EngineClient, EngineRefused, EngineUnavailable, Generation
-from atropos_envs.evaluation import Graded, is_news
+from atropos_envs.evaluation import Graded
 from atropos_envs.hosted import Hosted
 
 log = logging.getLogger(__name__)
@@ -97,8 +97,8 @@ class StackEnv(Hosted):
         """Answer one question greedily; with `wait=False` raise EngineUnavailable rather than wait."""
         raise NotImplementedError
 
-    async def rollout(self, item: Any) -> dict[str, Any] | None:
-        """One scored group (a ScoredDataGroup), or None to drop it."""
+    async def rollout(self, item: Any) -> dict[str, Any]:
+        """Return one scored group (a ScoredDataGroup). Flat ones are counted and replaced by others."""
         raise NotImplementedError
 
     # What it may use
@@ -151,7 +151,7 @@ class StackEnv(Hosted):
 
     # Rollouts
 
-    async def _make_groups(self, item: Any) -> tuple[dict[str, Any] | None, list[Any]]:
+    async def _make_groups(self, item: Any) -> tuple[dict[str, Any], list[Any]]:
         await self._may_roll.wait()
         return await self.rollout(item), []
 
@@ -198,7 +198,7 @@ class StackEnv(Hosted):
         finally:
             self._may_roll.set()
 
-    async def evaluate(self, *args: Any, wait: bool = True, **kwargs: Any) -> None:
+    async def _evaluation(self, *args: Any, wait: bool = True, **kwargs: Any) -> None:
         """Answer every split's questions greedily and append one record for each split."""
         async with self._evaluating:
             step = await self._registration.current_step() if self._serving else None
@@ -261,7 +261,6 @@ def configure_logging() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
     for name in ("atroposlib", "atroposlib.envs.base", "httpx", "httpx2", "openai", "datasets", "urllib3"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    logging.getLogger("atroposlib.envs.base").addFilter(is_news)
 
 
 def one_off_defaults(arguments: Sequence[str]) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import re
 import time
@@ -16,9 +15,11 @@ from typing import Any, TypeVar
 import numpy as np
 from openai import APIStatusError
 
+from atropos_common.group_reasons import in_words
 from atropos_common.record_tail import next_seq
 from atropos_common.records import EnvCountsRecord, EnvMetricsRecord, EvalRecord, Record
 from atropos_common.run_dir import ENV_COMPONENT, ENV_RUN_ID, RunDir
+from atropos_envs.groups import why_left_out
 
 log = logging.getLogger(__name__)
 
@@ -28,11 +29,6 @@ _SHARE = re.compile(r"correct|accuracy|(^|[_/])acc([_/]|$)|pass@|success|solve",
 
 
 LONGEST_REASON = 160
-FLAT = "all scores equal"
-SURPLUS = "surplus: begun for groups that might come out flat"
-NOT_FINITE = "a score that is not a finite number"
-COUNTED = ("Scores are the same in a group", "Group structure invalid", "Token length is too long in a group")
-"""How BaseEnv's warnings about such groups begin: one line each, which the counts make needless."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +99,8 @@ class EvalLog:
         self._write(
             EnvCountsRecord(
                 env=self._env, policy_step=step, sent=tally.sent, left_out=dict(tally.left_out),
-                failures=dict(tally.failures), adjusted=dict(adjusted),
+                examples=dict(tally.examples), failures=dict(tally.failures),
+                evaluation_failures=dict(tally.evaluation_failures), adjusted=dict(adjusted),
             )
         )  # fmt: skip
 
@@ -117,70 +114,90 @@ class EvalLog:
         return stamped
 
 
-def is_news(record: logging.LogRecord) -> bool:
-    """Whether a line of atroposlib's says more than the counts do."""
-    return not str(record.msg).startswith(COUNTED)
-
-
 class Tally:
     """Counts since the start."""
 
     def __init__(self) -> None:
         self.sent = 0
-        """Groups that run-api took."""
+        """Groups that run-api accepted."""
         self.left_out: Counter[str] = Counter()
-        """Groups that were made and not sent, by reason."""
+        """Groups that run-api does not have, by reason (`atropos_common/group_reasons.py`)."""
+        self.examples: dict[str, str] = {}
+        """Newest words about a reason: which field run-api refused, which type JSON cannot hold."""
         self.failures: Counter[str] = Counter()
         """Groups that were not made, by reason."""
+        self.evaluation_failures: Counter[str] = Counter()
+        """Evaluations that failed since the last one that did not, by reason."""
+        self.urgent = False
+        """A reason was counted for the first time: it is to be written at once."""
         self._scores: list[float] = []
-        self._told = (0, 0, 0)
+        self._kinds: set[tuple[str, str]] = set()
+        self._told = self._now
 
     def failed(self, error: BaseException) -> None:
-        """A rollout raised; the first of a kind is logged with the place where it came from."""
-        reason = reason_of(error)
-        if reason not in self.failures:
-            log.warning("a rollout failed: %s", reason, exc_info=None if _is_answer(error) else error)
-        self.failures[reason] += 1
+        """Count a rollout that raised; log the first of a kind with the place where it came from."""
+        self._raised("a rollout failed", error, self.failures)
+
+    def evaluated(self, error: BaseException | None) -> None:
+        """Count an evaluation: `error` is what it raised, None where it did not."""
+        if error is None:
+            self.evaluation_failures.clear()
+        else:
+            self._raised("an evaluation failed", error, self.evaluation_failures)
 
     def group(self, group: Any, config: Any, max_token_len: int) -> str | None:
-        """Count a group that is made; the reason why it is not sent, None for one that goes out."""
+        """Count a converted group that is made; return the reason why it is not sent, None for one that goes out."""
         reason = why_left_out(group, config, max_token_len)
         if reason is None:
-            self._scores += [float(score) for score in group["scores"]]
+            self._scores += group["scores"]
         else:
-            self.left_out[reason] += 1
+            self.leave_out(reason)
         return reason
 
+    def leave_out(self, reason: str, words: str = "", kind: str = "") -> None:
+        """Count a group that run-api does not have.
+
+        Args:
+            reason: one of `atropos_common/group_reasons.py`.
+            words: what is wrong with this one; logged once for each `kind`.
+            kind: what `words` are about.
+        """
+        self.left_out[reason] += 1
+        if not words:
+            return
+        self.examples[reason] = words
+        if (reason, kind or words) not in self._kinds:
+            self._kinds.add((reason, kind or words))
+            self.urgent = True
+            log.warning("a group is left out (%s): %s. More of the kind are counted", in_words(reason), words)
+
     def news(self) -> bool:
-        """Something was counted since the last line."""
-        return self._told != (self.sent, self.left_out.total(), self.failures.total())
+        """Return whether something was counted since the last line."""
+        return self._told != self._now
 
     def line(self) -> str:
-        """Progress in one line."""
-        self._told = (self.sent, self.left_out.total(), self.failures.total())
+        """Return the progress in one line."""
+        self._told, self.urgent = self._now, False
         parts = [f"{self.sent} groups sent"]
         if self._scores:
             parts.append(f"mean score {sum(self._scores) / len(self._scores):.3f} over the last {len(self._scores)}")
             self._scores = []
-        parts += [f"{count} left out ({reason})" for reason, count in self.left_out.most_common()]
+        parts += [f"{count} left out ({in_words(reason)})" for reason, count in self.left_out.most_common()]
         parts += [f"{count} failed ({reason})" for reason, count in self.failures.most_common(3)]
+        parts += [f"{count} evaluations failed ({reason})" for reason, count in self.evaluation_failures.most_common(1)]
         return ", ".join(parts)
 
+    @property
+    def _now(self) -> tuple[int, ...]:
+        counts = (self.left_out, self.failures, self.evaluation_failures)
+        return (self.sent, *(each.total() for each in counts))
 
-def why_left_out(group: Any, config: Any, max_token_len: int) -> str | None:
-    """BaseEnv's rules for what it does not send, and one of ours; None for a group that goes out."""
-    if not isinstance(group, dict):
-        return "no group"
-    if not all(isinstance(score, (int, float)) and math.isfinite(score) for score in group.get("scores", [])):
-        return NOT_FINITE
-    overrides = group.get("group_overrides") or {}
-    if len(group.get("tokens", [])) != overrides.get("group_size", config.group_size):
-        return "another number of completions than group_size"
-    if config.ensure_scores_are_not_same and len(set(group["scores"])) == 1:
-        return FLAT
-    if max_token_len > 0 and any(len(tokens) >= max_token_len for tokens in group["tokens"]):
-        return f"a sequence of {max_token_len} tokens or more"
-    return None
+    def _raised(self, what: str, error: BaseException, counts: Counter[str]) -> None:
+        reason = reason_of(error)
+        if reason not in counts:
+            log.warning("%s: %s", what, reason, exc_info=None if _is_answer(error) else error)
+            self.urgent = True
+        counts[reason] += 1
 
 
 def reason_of(error: BaseException) -> str:

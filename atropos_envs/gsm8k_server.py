@@ -64,7 +64,7 @@ class Gsm8kEnv(MathEnv):
         answer = await managed.chat_completion(messages=_messages(row), **sampling)
         return [(choice.message.content or "", choice.finish_reason) for choice in answer.choices]
 
-    def score(self, right: list[bool], group: list[Completion]) -> list[float] | None:
+    def score(self, right: list[bool], group: list[Completion]) -> list[float]:
         return group_scores(right, [each.tokens for each in group], self.config.max_token_length)
 
 

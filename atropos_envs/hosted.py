@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 import logging
 import os
 import signal
@@ -26,11 +25,13 @@ from atroposlib.envs.base import APIServerConfig, BaseEnv, EvalHandlingEnum
 from atroposlib.envs.server_handling.server_baseline import ServerBaseline
 from tenacity import RetryError
 
+from atropos_common.group_reasons import FLAT, NONE, REFUSED, SURPLUS, UNANSWERED, UNSENDABLE
 from atropos_common.http import DOOR_USER
 from atropos_common.run_dir import ENV_DOOR_KEY, ENV_ENGINE_URLS, ENV_REFILL, ENV_SEQUENCES
 from atropos_envs import Dismissed, EnvFault
 from atropos_envs.engine_client import EngineClient, EngineRefused, addresses, begin_group
-from atropos_envs.evaluation import FLAT, NOT_FINITE, SURPLUS, EvalLog, Tally, component_name, eval_path
+from atropos_envs.evaluation import EvalLog, Tally, component_name, eval_path
+from atropos_envs.groups import Unsendable, convert, encoded
 from atropos_envs.places import Places, Slot
 from atropos_envs.registration import Registration
 
@@ -45,6 +46,7 @@ LOOK_S = 0.02
 """Between two looks whether the trainer took a batch, where the queue is full."""
 LOOK_FOR_S = 1.0
 """So long; then the manager's rounds of 0.1 s do."""
+LEAST_WEIGHT = 1e-6
 _slot: ContextVar[Slot | None] = ContextVar("slot", default=None)
 """The group that the present task makes."""
 
@@ -136,7 +138,7 @@ class Hosted(BaseEnv):  # type: ignore[misc]
             if not self._stopping:
                 raise
         except (RetryError, aiohttp.ClientError) as error:
-            self._fault = self._fault or EnvFault(self._registration.gone(error))
+            self._fault = self._fault or EnvFault(self._registration.lost(error))
         finally:
             watcher.cancel()
             await self._leave()
@@ -146,60 +148,98 @@ class Hosted(BaseEnv):  # type: ignore[misc]
     # Rollouts
 
     async def collect_trajectories(self, item: Any) -> tuple[Any, list[Any]]:
-        """Their groups; a failure costs one group and is counted by its reason, a hopeless server ends the program."""
+        """Return the environment's groups. A failure costs one group and is counted by its reason, and so is None; a
+        server that refuses every request ends the program."""
         try:
-            return await self._make_groups(item)
+            groups, items = await self._make_groups(item)
         except EngineRefused as error:
             if not self._serving:
                 raise
             if error.fatal:
                 self._give_up(EnvFault(str(error), exit_code=2))
             self.tally.failed(error)
+            return None, []
         except Exception as error:
             if not self._serving:
                 raise
             self.tally.failed(error)
-        return None, []
+            return None, []
+        if not groups and not items:  # with further items it is a step on the way to a group
+            self.tally.leave_out(NONE, "collect_trajectories returned no group")
+        return groups, items
 
     async def _make_groups(self, item: Any) -> tuple[Any, list[Any]]:
         return await super().collect_trajectories(item)  # type: ignore[no-any-return]
 
-    async def handle_send_to_api(self, scored_data: Any, item: Any = None, *args: Any, **kwargs: Any) -> None:
-        """BaseEnv leaves out groups that are flat, of another size or too long; here they are counted as well. A score
-        that is no finite number goes out to nobody: JSON cannot hold it, and run-api would lose the batch with it."""
-        groups = scored_data if isinstance(scored_data, list) else [scored_data]
-        for group in groups:
-            self._sign(group)
-        reasons = [self.tally.group(group, self.config, self.max_token_len) for group in groups]
-        if not await self._has_place(reasons, item):
-            return
-        sendable = [group for group, reason in zip(groups, reasons, strict=True) if reason != NOT_FINITE]
-        if isinstance(scored_data, list):
-            await super().handle_send_to_api(sendable, item, *args, **kwargs)
-        elif sendable:
-            await super().handle_send_to_api(scored_data, item, *args, **kwargs)
+    async def postprocess_histories(self, trajectories: Any) -> Any:
+        """Return the environment's own result; count a failure, and None."""
+        try:
+            groups = await super().postprocess_histories(trajectories)
+        except Exception as error:
+            if not self._serving:
+                raise
+            self.tally.failed(error)
+            return None
+        if groups is None:
+            self.tally.leave_out(NONE, "postprocess_histories returned no group")
+        return groups
 
-    def _sign(self, group: Any) -> None:
+    async def handle_send_to_api(self, scored_data: Any, item: Any = None, *args: Any, **kwargs: Any) -> None:
+        """Count what is left out, and give the other groups to BaseEnv, as plain numbers."""
+        several = isinstance(scored_data, list)
+        made = [(group, self._judge(group)) for group in (scored_data if several else [scored_data])]
+        if not await self._has_place([reason for _, reason in made], item):
+            return
+        if sendable := [group for group, reason in made if reason is None]:
+            await super().handle_send_to_api(sendable if several else sendable[0], item, *args, **kwargs)
+
+    def _judge(self, group: Any) -> str | None:
+        """Convert a group in place and count it; return the reason why it is not sent, None for one that goes out."""
+        try:
+            if isinstance(group, dict):
+                self._sign(group)
+                convert(group)
+            return self.tally.group(group, self.config, self.max_token_len)
+        except Unsendable as error:
+            self.tally.leave_out(UNSENDABLE, str(error), str(error).partition("[")[0])
+            return UNSENDABLE
+
+    def _sign(self, group: dict[str, Any]) -> None:
         """Say whose group it is: the trainer counts by it."""
-        if isinstance(group, dict) and isinstance(params := group.get("generation_params") or {}, dict):
+        if isinstance(params := group.get("generation_params") or {}, dict):
             group["generation_params"] = {"env": self.component} | params
 
     async def _send_scored_data_to_api(self, scored_data: Any) -> None:
-        count = len(scored_data) if isinstance(scored_data, list) else 1
-        self._coming += count
-        try:
-            await super()._send_scored_data_to_api(scored_data)
-        finally:
-            self._coming -= count
-        self.tally.sent += count
-        if self.places is not None:
-            self._drop(self.places.sent(_slot.get(), count))
+        """Send each group by itself: run-api refuses a list as a whole for one group that is malformed. BaseEnv's own
+        also takes a refusal for success, and its gzip takes nine times as long as JSON."""
+        for group in scored_data if isinstance(scored_data, list) else [scored_data]:
+            group["env_id"] = self._registration.env_id
+            self._coming += 1
+            try:
+                accepted = await self._send(group)
+            finally:
+                self._coming -= 1
+            slot = _slot.get()
+            if accepted:
+                self.tally.sent += 1
+                if self.places is not None:
+                    self._drop(self.places.sent(slot, 1))
+            elif slot is not None:
+                slot.made = False  # the next one begins in the manager's rounds, as after a failure
 
-    def _post_json_with_compression(self, session: Any, url: str, payload: Any, **_: Any) -> Any:
-        """BaseEnv's, on a kept connection and without its gzip: that takes half a second for 8 x 8,192 tokens, nine
-        times what JSON takes, in which nothing else goes on."""
-        headers = {"Content-Type": "application/json"}
-        return self._registration.http().post(url, data=json.dumps(payload).encode(), headers=headers)
+    async def _send(self, group: dict[str, Any]) -> bool:
+        """Return whether run-api accepted `group`; count it where it did not."""
+        try:
+            refused = await self._registration.send(encoded(group))
+        except Unsendable as error:
+            self.tally.leave_out(UNSENDABLE, str(error))
+        except (aiohttp.ClientError, TimeoutError) as error:
+            self.tally.leave_out(UNANSWERED, type(error).__name__)
+        else:
+            if refused is None:
+                return True
+            self.tally.leave_out(REFUSED, refused.words, refused.kind)
+        return False
 
     # Which of them, and how many at a time
 
@@ -306,10 +346,26 @@ class Hosted(BaseEnv):  # type: ignore[misc]
     async def env_step_checks(self) -> None:
         """BaseEnv's cadence of evaluations, and a line of progress."""
         await super().env_step_checks()
-        if time.monotonic() - self._summary_at > SUMMARY_S and self.tally.news():
+        if self.tally.urgent or (time.monotonic() - self._summary_at > SUMMARY_S and self.tally.news()):
             log.info("step %d: %s", self.curr_step, self.tally.line())
             self.eval_log.counted(self.tally, self._adjusted(), self.curr_step)
             self._summary_at = time.monotonic()
+
+    async def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the environment's own evaluation; a failure is counted by its reason."""
+        try:
+            result = await self._evaluation(*args, **kwargs)
+        except Exception as error:
+            if not self._serving:
+                raise
+            self.tally.evaluated(error)
+            return None
+        self.tally.evaluated(None)
+        return result
+
+    async def _evaluation(self, *args: Any, **kwargs: Any) -> Any:
+        own = super().evaluate
+        return None if getattr(own, "__isabstractmethod__", False) else await own(*args, **kwargs)
 
     def _evaluate_soon(self) -> None:
         """Beside the rollouts, unless an evaluation is under way."""
@@ -343,7 +399,8 @@ class Hosted(BaseEnv):  # type: ignore[misc]
         answer = await self._registration.register(
             max_token_length=self.config.max_token_length,
             desired_name=self.config.wandb_name,
-            weight=self.config.inference_weight,
+            # run-api divides by the sum of all weights; -1 is atroposlib's word for "no share asked for".
+            weight=max(self.config.inference_weight, LEAST_WEIGHT),
             min_batch_allocation=self.config.min_batch_allocation,
             group_size=self.config.group_size,
         )

@@ -159,8 +159,8 @@ def is_right(completion: str, gold: list[Any]) -> bool:
     return bool(verify(gold, parse_answer(completion.rpartition(THINK_END)[2]), timeout_seconds=PATIENCE_S))
 
 
-def group_scores(right: Sequence[bool], lengths: Sequence[int], longest: int) -> list[float] | None:
-    """Scores of one group, or None when all are equal and nothing can be learned from them.
+def group_scores(right: Sequence[bool], lengths: Sequence[int], longest: int) -> list[float]:
+    """Return the scores of one group.
 
     A mixed group gets +1 and -1. Where all are right, brevity decides: up to half of `longest` costs nothing, from
     there the score falls linearly to 0 at `longest`.
@@ -171,10 +171,8 @@ def group_scores(right: Sequence[bool], lengths: Sequence[int], longest: int) ->
         longest: tokens that a sequence may have.
     """
     if right and all(right):
-        scores = [_brevity(length, longest) for length in lengths]
-    else:
-        scores = [RIGHT if each else WRONG for each in right]
-    return scores if len(set(scores)) > 1 else None
+        return [_brevity(length, longest) for length in lengths]
+    return [RIGHT if each else WRONG for each in right]
 
 
 def _brevity(length: int, longest: int) -> float:
@@ -240,8 +238,8 @@ class MathEnv(StackEnv):
         """`group_size` completions of one problem, each with its finish reason, by atroposlib's managed server."""
         raise NotImplementedError
 
-    def score(self, right: list[bool], group: list[Completion]) -> list[float] | None:
-        """A score for each completion; None when nothing can be learned from them."""
+    def score(self, right: list[bool], group: list[Completion]) -> list[float]:
+        """Return a score for each completion."""
         raise NotImplementedError
 
     # What it gets
@@ -254,11 +252,15 @@ class MathEnv(StackEnv):
             split: rng.sample(rows, min(self.config.eval_size, len(rows))) for split, rows in self.test_rows().items()
         }
 
-    async def rollout(self, item: MathProblem) -> dict[str, Any] | None:
-        """One scored group; None without a readable answer in the data set or with equal scores."""
+    async def rollout(self, item: MathProblem) -> dict[str, Any]:
+        """Return one scored group.
+
+        Raises:
+            ValueError: the answer in the data set cannot be read.
+        """
         gold = self.gold(item)
         if not gold:
-            return None
+            raise ValueError("an answer in the data set cannot be read")
         sampling = self._sampling(item) | {"temperature": self.config.temperature}
         async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
             texts = await self.complete(managed, item, sampling | {"n": self.config.group_size})
@@ -268,8 +270,6 @@ class MathEnv(StackEnv):
             for (text, reason), node in zip(texts, nodes, strict=True)
         ]
         scores = self.score([self.right(each, gold) for each in group], group)
-        if scores is None:
-            return None
         return self.scored_group(nodes, scores, sampling) | {"overrides": [self.override(each) for each in group]}
 
     def right(self, completion: Completion, gold: list[Any]) -> bool:

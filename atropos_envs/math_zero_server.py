@@ -85,8 +85,8 @@ class MathZeroEnv(MathEnv):
         """Only what stands in a box counts, and only from a completion that ended by itself."""
         return not completion.truncated and BOX in completion.text and super().right(completion, gold)
 
-    def score(self, right: list[bool], group: list[Completion]) -> list[float] | None:
-        return [RIGHT if each else WRONG for each in right] if len(set(right)) > 1 else None
+    def score(self, right: list[bool], group: list[Completion]) -> list[float]:
+        return [RIGHT if each else WRONG for each in right]
 
     def override(self, completion: Completion) -> dict[str, Any]:
         return {"set_advantage_to_zero": True} if completion.truncated and self.config.mask_truncated else {}

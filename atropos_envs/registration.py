@@ -11,6 +11,7 @@ import json
 import logging
 import os
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,34 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.25
 ANSWER_S = aiohttp.ClientTimeout(total=5)
+TRIES, AGAIN_S = 3, 1.0
+"""Tries to send a group, and seconds between them, while run-api answers with 5xx or not at all."""
+LONGEST_WORDS = 200
 KEPT_S = 2.0
 """uvicorn closes a connection that was idle for five seconds."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An answer of run-api that a group is not accepted."""
+
+    words: str
+    """Its own, with the status."""
+    kind: str
+    """The status and the field, without its index."""
+
+
+def refusal(status: int, text: str) -> Refusal:
+    """Read an answer: FastAPI's list of wrong fields, the `error` of our own front, or any text."""
+    with suppress(ValueError, LookupError, TypeError):
+        answer = json.loads(text)
+        if "error" in answer:
+            return Refusal(f"{status}: {answer['error']}", str(status))
+        first = answer["detail"][0]
+        at = [str(part) for part in first["loc"] if part != "body"]
+        field = next((part for part in at if not part.isdecimal()), "")
+        return Refusal(f"{status}: {'.'.join(at)}: {first['msg']}", f"{status} {field} {first['msg']}")
+    return Refusal(f"{status}: {text.strip()[:LONGEST_WORDS] or 'no words'}", str(status))
 
 
 class Registration:
@@ -38,10 +65,36 @@ class Registration:
         self._session: aiohttp.ClientSession | None = None
         self.env_id: int | None = None
 
-    def gone(self, error: BaseException) -> str:
-        """What to say when run-api stopped answering."""
+    def lost(self, error: BaseException) -> str:
+        """Return what to say when run-api does not answer, or answers with an error."""
         cause = error.last_attempt.exception() if hasattr(error, "last_attempt") else error
+        if isinstance(cause, aiohttp.ClientResponseError):
+            path = cause.request_info.url.path
+            return (
+                f"run-api at {self._url} answers {path} with {cause.status} ({cause.message}); its log says why "
+                "(atropos-tui logs api -n 50)"
+            )
         return f"run-api at {self._url} is gone ({type(cause).__name__}); restart it, then this environment"
+
+    async def send(self, body: bytes) -> Refusal | None:
+        """`POST /scored_data` a group, as JSON; return how run-api refused it, None where it accepted it.
+
+        Raises:
+            aiohttp.ClientError, TimeoutError: it did not answer in `TRIES` tries.
+        """
+        headers = {"Content-Type": "application/json", **door_headers(os.environ)}
+        for left in reversed(range(TRIES)):
+            try:
+                async with self.http().post(f"{self._url}/scored_data", data=body, headers=headers) as response:
+                    if response.status < 400:
+                        return None
+                    if response.status < 500 or not left:
+                        return refusal(response.status, await response.text())
+            except (aiohttp.ClientError, TimeoutError):
+                if not left:
+                    raise
+            await asyncio.sleep(AGAIN_S)
+        raise AssertionError("the last try returns or raises")
 
     async def register(self, **fields: Any) -> dict[str, Any]:
         """`POST /register-env` until it succeeds: run-api takes no environment before the trainer's first `GET /batch`.

@@ -28,6 +28,7 @@ from typing import Any
 
 import aiohttp
 
+from atropos_common.group_reasons import FLAT
 from atropos_common.http import AFTER_HEADER, BATCH_HEADER
 from benchmarks.chat_model import SPECIAL, TEMPLATE
 from benchmarks.children import Process, free_ports
@@ -229,7 +230,7 @@ async def _measured(
         await asyncio.sleep(0.2)
     sent = after["sent"] - before["sent"]
     left_out = {reason: count - before["left_out"].get(reason, 0) for reason, count in after["left_out"].items()}
-    equal, made = left_out.get("all scores equal", 0), sent + sum(left_out.values())
+    equal, made = left_out.get(FLAT, 0), sent + sum(left_out.values())
     per_s = 1 / (after["time"] - before["time"])
     return Rate(
         name, flat, equal / made, sent * per_s, made * per_s, (made - sent - equal) / made, lasted / steps * 1e3,

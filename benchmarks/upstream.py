@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from atropos_common.group_reasons import in_words
 from atropos_common.records import EnvCountsRecord, RecordError, StateRecord, parse_line
 from atropos_common.run_dir import RunDir
 from benchmarks.chat_model import CONTEXT, make_chat_model
@@ -248,7 +249,7 @@ def take_turn(attempt: Try, run: RunDir, stack: subprocess.Popen[bytes]) -> None
     reason = ""
     if not trained:
         reason = why(log) if not started or _ended(run, name) else _silence(log)
-        reason = f"every group: {max(bad, key=lambda each: bad[each])}" if started and bad else reason
+        reason = f"every group: {in_words(max(bad, key=lambda each: bad[each]))}" if started and bad else reason
     attempt.row |= {
         "outcome": "trained" if trained else "started" if started else "failed", "reason": reason,
         "steps": min(steps, STEPS) if counts.sent else 0, "groups": counts.sent, "left_out": dict(counts.left_out),
@@ -371,7 +372,7 @@ def _notes(row: dict[str, Any]) -> str:
     parts = [f"`{name} = {json.dumps(value)}`" for name, value in row["set"].items()]
     parts += [f"data: {name}" for name in row["data"]]
     parts += [f"{name} left out of {count} requests" for name, count in row["adjusted"].items()]
-    parts += [f"{count} groups left out ({reason})" for reason, count in row["left_out"].items()]
+    parts += [f"{count} groups left out ({in_words(reason)})" for reason, count in row["left_out"].items()]
     parts += [f"{count} failed ({reason})" for reason, count in row["failures"].items()]
     return _cell("; ".join(parts))
 

@@ -16,9 +16,10 @@ from statistics import median_low
 
 from atropos_common.bridge import METRIC_IDLE_S, METRIC_REQUESTS, METRIC_SLOTS
 from atropos_common.control import Role, State
+from atropos_common.group_reasons import FLAT
 from atropos_common.records import EnvCountsRecord, TimingRecord
 from atropos_tui.diagnoses.questions import asking, fetch_page
-from atropos_tui.diagnoses.stall_rules import FLAT, RUNS, Flow, Part, asked_engines
+from atropos_tui.diagnoses.stall_rules import RUNS, Flow, Part, asked_engines
 from atropos_tui.profile.spec import ComponentSpec, StackSpec
 
 WINDOW_S = 12.0
@@ -234,6 +235,8 @@ class FlowWatch:
             counts=new is not None or env.hosted,
             sent=(new.sent if new else 0) - (old.sent if old else 0),
             left_out=_grown(new.left_out if new else {}, old.left_out if old else {}),
+            examples=new.examples if new else {},
+            evaluation_failures=Counter(new.evaluation_failures if new else {}),
             failures=_grown(new.failures if new else {}, old.failures if old else {}),
         )
 

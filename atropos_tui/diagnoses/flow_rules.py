@@ -8,9 +8,21 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
+from atropos_common.group_reasons import (
+    FLAT,
+    GROUP_SIZE,
+    NONE,
+    NOT_FINITE,
+    REFUSED,
+    SURPLUS,
+    TOO_LONG,
+    UNANSWERED,
+    UNSENDABLE,
+    in_words,
+)
 from atropos_tui.diagnoses.metric_rules import GROUPS_ALL_FLAT, LOOK_AT_ROLLOUTS, NEARLY_ALL
 from atropos_tui.diagnoses.model import Diagnosis, Rule, shortened
-from atropos_tui.diagnoses.stall_rules import FLAT, Flow, RunSnapshot
+from atropos_tui.diagnoses.stall_rules import Flow, RunSnapshot
 
 MANY = 8
 """Groups, or failures; fewer may be chance."""
@@ -22,6 +34,16 @@ MUCH_FLAT = 0.3
 """Share of an environment's groups with equal scores, from which on it is worth a word."""
 REFUSALS = ("EngineRefused", "BadRequestError", "ClientResponseError")
 """Errors of requests that the engine refuses, which it explains itself (`rollouts_refused`)."""
+
+LEFT_OUT_FIXES = {
+    NONE: "return the group with its scores instead of None, in collect_trajectories: flat groups are counted "
+    "and replaced by others. Where it is None for another reason, print that reason there",
+    GROUP_SIZE: "make as many completions for each group as env.group_size says, or set it under [env.args]",
+    TOO_LONG: "set env.max_token_length under [env.args] below [trainer] seq_len",
+    NOT_FINITE: "correct its scores: NaN and infinities cannot be trained on",
+    UNANSWERED: "atropos-tui why api; atropos-tui restart api",
+}
+"""The way out for each reason."""
 
 Said = tuple[str, str, str] | None
 """Title, evidence and fix."""
@@ -37,16 +59,39 @@ def all_flat(env: str, flow: Flow) -> Said:
     )
 
 
+def refused(env: str, flow: Flow) -> Said:
+    reasons = [(reason, flow.left_out[reason]) for reason in (REFUSED, UNSENDABLE) if flow.left_out[reason]]
+    if not reasons:
+        return None
+    words = "; ".join(f"{count} times {in_words(why)} ({flow.examples.get(why, '')})" for why, count in reasons)
+    return (
+        f"groups of {env} do not reach run-api",
+        f"of the newest {flow.made} groups {words}",
+        f"correct the named field in the program of {env}: docs/environments.md lists what each field of a group holds",
+    )
+
+
 def left_out(env: str, flow: Flow) -> Said:
-    others = flow.left_out - Counter({FLAT: flow.flat})
+    others = flow.left_out - Counter({FLAT: flow.flat, SURPLUS: flow.left_out[SURPLUS]})
     if flow.made < MANY or flow.made - flow.sent < NEARLY_ALL * flow.made or not others:
         return None
-    reasons = ", ".join(f"{count} times {reason}" for reason, count in flow.left_out.most_common(3))
+    reasons = ", ".join(f"{count} times {in_words(reason)}" for reason, count in flow.left_out.most_common(3))
     return (
         f"the groups of {env} are left out",
         f"{flow.made - flow.sent} of the newest {flow.made}: {reasons} ({flow.counted_s:.0f} s)",
-        "what the reason names, in its program or under [env.args]: env.group_size, or env.max_token_length below "
-        "[trainer] seq_len; scores have to be finite numbers",
+        LEFT_OUT_FIXES.get(others.most_common(1)[0][0], "correct what the reason names, in its program"),
+    )
+
+
+def evaluations_fail(env: str, flow: Flow) -> Said:
+    if not flow.evaluation_failures:
+        return None
+    reason, count = flow.evaluation_failures.most_common(1)[0]
+    return (
+        f"the evaluations of {env} fail",
+        f"{flow.evaluation_failures.total()} failed since the last one that did not; {count} times {reason}",
+        f"correct evaluate() in its program; its place stands in the log: atropos-tui logs {env} --grep 'an evaluation "
+        "failed'",
     )
 
 
@@ -131,8 +176,10 @@ def explain(flows: Mapping[str, Flow], refused: Collection[str]) -> dict[str, Di
 
 FLOW_RULES = (
     FlowRule("rollouts_fail", "the rollouts of an environment fail", failing),
+    FlowRule("groups_refused", "groups of an environment do not reach run-api", refused),
     FlowRule("groups_left_out", "the groups of an environment are left out", left_out),
     FlowRule(GROUPS_ALL_FLAT, "the groups of an environment are flat", all_flat),
+    FlowRule("evaluations_fail", "the evaluations of an environment fail", evaluations_fail),
     FlowRule("environment_silent", "an environment is registered but sends nothing", silent),
     FlowRule("environment_bound", "an environment is the bottleneck", bottleneck),
 )

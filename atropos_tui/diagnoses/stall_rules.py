@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from atropos_common.control import Role, State
+from atropos_common.group_reasons import FLAT
 from atropos_common.run_dir import ENV_ENGINE_URLS
 from atropos_tui.diagnoses.model import USUAL, Diagnosis, Names, Rule, shortened
 from atropos_tui.profile.spec import ComponentSpec, StackSpec
@@ -27,9 +28,6 @@ SLOW_START_ANY_S = 60.0
 LOW_BYTES = 200_000_000
 NEVER_LOW_SHARE = 0.02
 """A disk that is small as a whole is low only below this share."""
-FLAT = "all scores equal"
-"""The reason that `atropos_envs/evaluation.py` gives for a group of equal scores."""
-
 ENOUGH = 5
 """Refusals; fewer may be an accident."""
 SHARE = 0.5
@@ -115,8 +113,12 @@ class Flow:
     """Over which they are counted."""
     sent: int = 0
     left_out: Counter[str] = field(default_factory=Counter)
-    """Groups that were made and not sent, by reason."""
+    """Groups that run-api does not have, by reason."""
+    examples: Mapping[str, str] = field(default_factory=dict)
+    """Newest words about a reason."""
     failures: Counter[str] = field(default_factory=Counter)
+    evaluation_failures: Counter[str] = field(default_factory=Counter)
+    """Since the last evaluation that did not fail."""
     seconds: float | None = None
     """Over which the rest was measured; None while it is too short, or nobody tells."""
     waiting: float = 0.0

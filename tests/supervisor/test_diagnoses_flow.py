@@ -14,12 +14,13 @@ import pytest
 
 from atropos_common.bridge import METRIC_IDLE_S, METRIC_REQUESTS, METRIC_SLOTS
 from atropos_common.control import Role, State
+from atropos_common.group_reasons import FLAT, GROUP_SIZE, NONE, REFUSED, UNSENDABLE
 from atropos_common.records import EnvCountsRecord, TimingRecord
 from atropos_common.run_dir import ENV_ENGINE_URLS
 from atropos_tui.diagnoses import questions
 from atropos_tui.diagnoses.flow import FlowWatch, parse_look
 from atropos_tui.diagnoses.flow_rules import explain
-from atropos_tui.diagnoses.stall_rules import FLAT, Flow, Part, RunSnapshot, no_batches
+from atropos_tui.diagnoses.stall_rules import Flow, Part, RunSnapshot, no_batches
 from atropos_tui.profile.spec import ComponentSpec, StackSpec
 
 BEGAN = 1e9
@@ -34,7 +35,7 @@ def flow(sent: int = 0, flat: int = 0, failures: int = 0, **fields: Any) -> Flow
 
 
 WAITS = {"seconds": 12.0, "waiting": 0.9, "idle": 0.8, "running": 2.5, "slots": 128.0, "tokens_per_s": 300.0}
-SHORT = Counter({"another number of completions than group_size": 9})
+SHORT = Counter({GROUP_SIZE: 9})
 
 
 @pytest.mark.parametrize(
@@ -43,6 +44,22 @@ SHORT = Counter({"another number of completions than group_size": 9})
         ("groups_all_flat", flow(1, 19), "19 of the newest 20 groups have one score"),
         ("groups_all_flat", flow(0, 8, **WAITS), "8 of the newest 8"),
         ("groups_left_out", flow(0, 1, out=SHORT), "9 times another number of completions than group_size"),
+        ("groups_left_out", flow(out=Counter({NONE: 8})), "8 times the environment returned None in its place"),
+        (
+            "groups_refused",
+            flow(9, 0, out=Counter({REFUSED: 1}), examples={REFUSED: "422: advantages.0: Input should be a list"}),
+            "1 times run-api refused it (422: advantages.0: Input should be a list)",
+        ),
+        (
+            "groups_refused",
+            flow(out=Counter({UNSENDABLE: 3}), examples={UNSENDABLE: "scores[0] is a str"}),
+            "of the newest 3 groups 3 times JSON cannot hold it (scores[0] is a str)",
+        ),
+        (
+            "evaluations_fail",
+            flow(9, evaluation_failures=Counter({"ZeroDivisionError": 2})),
+            "2 times ZeroDivisionError",
+        ),
         ("rollouts_fail", flow(1, 0, 20), "20 times KeyError: 'answer'"),
         ("environment_silent", flow(registered_s=21.0, watches_engine=True), "21 s after its registration"),
         ("environment_bound", flow(6, 4, **WAITS), "waited 90% of the time and vllm had no request 80% of it"),

@@ -41,7 +41,7 @@ FIELDS: dict[str, dict[str, Any]] = {
         "syncs": 0, "total_sync_s": 0.0, "avg_data_wait_s": 0.1, "total_data_wait_s": 0.1, "tokens_per_s": 1.0,
     },
     "eval": {"env": "arithmetic", "accuracy": 0.5, "correct": 1, "questions": 2},
-    "env_counts": {"env": "arithmetic", "sent": 3, "left_out": {"all scores equal": 2}, "failures": {"KeyError": 1}},
+    "env_counts": {"env": "arithmetic", "sent": 3, "left_out": {"flat": 2}, "failures": {"KeyError": 1}},
     "env_metrics": {"env": "arithmetic", "metrics": {"train/percent_correct": 0.5}},
     "gauges": {"engines": {"vllm": {"running": 4.0}}, "queue": 2},
 }  # fmt: skip

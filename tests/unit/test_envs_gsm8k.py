@@ -53,7 +53,6 @@ async def test_a_group_is_scored_and_templated(folder: Path, monkeypatch: pytest
         group = await env.rollout(ROWS[2])
         await env._close_servers()
     assert prompts[0] == f"<system>{SYSTEM_PROMPT}<user>What is 3 plus 3?<assistant>"
-    assert group is not None
     assert group["scores"] == [1.0, -1.0, -1.0, -1.0]
     assert group["tokens"][1] == encode(prompts[0])[:-1] + encode("six")
     assert group["masks"][1] == [-100] * len(prompts[0]) + encode("six")
@@ -62,7 +61,7 @@ async def test_a_group_is_scored_and_templated(folder: Path, monkeypatch: pytest
     assert group["generation_params"]["max_tokens"] + len(prompts[0]) < 2048, "no sequence may reach the limit"
 
 
-async def test_where_all_are_right_brevity_decides_and_equal_groups_are_dropped(folder: Path) -> None:
+async def test_where_all_are_right_brevity_decides_and_flat_groups_are_counted(folder: Path) -> None:
     lengths = [10, 400, 10, 10]
 
     def right(prompt: list[int], body: dict[str, Any], index: int) -> list[int]:
@@ -72,11 +71,12 @@ async def test_where_all_are_right_brevity_decides_and_equal_groups_are_dropped(
         env = make(folder, url, max_token_length=len(SYSTEM_PROMPT) + 500)
         await env.setup()
         group = await env.rollout(ROWS[0])
-        assert group is not None
         assert group["scores"][0] == group["scores"][2] == group["scores"][3] > group["scores"][1]
         lengths[1] = 10
-        assert await env.rollout(ROWS[0]) is None
-        assert await env.rollout({"question": "?", "answer": "no mark"}) is None
+        await env.handle_send_to_api(await env.rollout(ROWS[0]))
+        assert env.tally.left_out == {"flat": 1}, "a group of equal scores is counted, by its reason"
+        with pytest.raises(ValueError, match="cannot be read"):
+            await env.rollout({"question": "?", "answer": "no mark"})
         await env._close_servers()
 
 

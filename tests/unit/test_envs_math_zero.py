@@ -65,7 +65,6 @@ async def test_the_prompt_is_plain_text_and_answers_are_compared_as_mathematics(
     assert prompt == PROMPT.format(question=ROWS[0]["question"]) and prompt.endswith("Solution:")
     assert body["stop"] == MathZeroEnv.stop and body["temperature"] == 1.0
     assert body["max_tokens"] + len(prompt) < 4096, "no sequence may reach the limit"
-    assert group is not None
     assert group["scores"] == [1.0, 1.0, -1.0, -1.0]
     assert group["overrides"] == [{}, {}, {}, {}]
     assert group["masks"][2] == [-100] * len(prompt) + encode(" \\boxed{4}")
@@ -87,15 +86,17 @@ async def test_a_truncated_completion_is_wrong_and_not_trained_on(folder: Path) 
 
 
 @pytest.mark.parametrize("texts", [["", "", ""], ["\\boxed{0.25}", "\\boxed{1/4}"], ["1/4", "the answer is $1/4$"]])
-async def test_a_group_of_equal_scores_is_dropped(folder: Path, texts: list[str]) -> None:
-    assert await one_group(folder, [encode(text) for text in texts]) is None
+async def test_a_group_of_equal_scores_is_a_flat_one(folder: Path, texts: list[str]) -> None:
+    group = await one_group(folder, [encode(text) for text in texts])
+    assert len(set(group["scores"])) == 1
 
 
 async def test_an_answer_that_cannot_be_read_is_dropped_before_anything_is_asked(folder: Path) -> None:
     engine = Engine()
     async with engine.running() as url:
         env = make(folder, url)
-        assert await env.rollout(MathProblem(question="?", answer="")) is None
+        with pytest.raises(ValueError, match="cannot be read"):
+            await env.rollout(MathProblem(question="?", answer=""))
     assert engine.bodies == []
 
 

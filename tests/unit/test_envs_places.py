@@ -16,8 +16,8 @@ import pytest
 from atroposlib.envs import base as atropos_base
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, EvalHandlingEnum
 
+from atropos_common.group_reasons import FLAT, SURPLUS
 from atropos_common.http import AFTER_HEADER, BATCH_HEADER
-from atropos_envs.evaluation import FLAT, SURPLUS
 from atropos_envs.hosted import hosted
 from atropos_envs.places import Places, Slot, enough
 from atropos_envs.tiny_model import make_tokenizer

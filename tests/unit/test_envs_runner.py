@@ -170,8 +170,7 @@ def test_groups_and_failures_are_counted_by_reason(tmp_path: Path) -> None:
     ):  # fmt: skip
         tally.group(group, config, 8)
     assert dict(tally.left_out) == {
-        "all scores equal": 1, "another number of completions than group_size": 1, "no group": 1,
-        "a sequence of 8 tokens or more": 1, "a score that is not a finite number": 1,
+        "flat": 1, "group_size": 1, "none": 1, "too_long": 1, "not_finite": 1,
     }  # fmt: skip
     for error in (KeyError("answer"), KeyError("answer"), ValueError("x" * 500)):
         tally.failed(error)
