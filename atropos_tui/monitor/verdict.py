@@ -46,7 +46,8 @@ MOST_WORDS = 160
 
 FIRST = (
     "disk_full", "disk_low", "node_lost", "engine_dead", "dataset_unreachable", "rollouts_refused", "api_unreachable",
-    "engine_unreachable", "non_finite", "alignment_mismatch", "rollouts_fail", "groups_left_out", "groups_all_flat",
+    "engine_unreachable", "non_finite", "alignment_mismatch", "rollouts_fail", "groups_refused", "groups_left_out",
+    "groups_all_flat",
 )  # fmt: skip
 """Rules whose diagnoses come before others, the gravest first; of the rest the newest."""
 RATES = ("environment_bound", "slow_progress")
