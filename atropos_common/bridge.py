@@ -197,7 +197,7 @@ class KnownLogprobs(BridgeMessage):
     """What the engine computed when it made a completion."""
 
     logprobs: list[float]
-    """In nats, at `temperature`, one for each token asked for."""
+    """In nats, at `temperature`, one for each token asked for. Fewer where the last tokens are not the engine's."""
     temperature: float
     oldest_version: int
     """Of the weights that made it."""

@@ -38,6 +38,8 @@ MOST_OF_LOGPROBS = 32_000_000
 """Bytes: 4 million generated tokens."""
 MOST_OF_EXPERTS = 2 << 30
 """Bytes: with 48 layers and 8 of 128 experts a token takes 384."""
+MOST_SURPLUS = 8
+"""Tokens behind a completion that may be a chat template's: an end of turn, a newline."""
 OVERHEAD = 512
 """Bytes that a completion takes beside that."""
 FINISHED = 256
@@ -82,12 +84,27 @@ class _Store:
             self.bytes -= sum(one.bytes for one in oldest)
             self.dropped += len(oldest)
 
-    def _latest(self, prompt: str, token_ids: Sequence[int]) -> _Completion | None:
-        """The latest of the prompt with this digest that begins with `token_ids`: an environment may have cut the end
-        off, and of two equal ones the later is taken."""
+    def _latest(self, prompt: str, token_ids: Sequence[int], surplus: int = 0) -> _Completion | None:
+        """Return the latest completion of the prompt with this digest that begins with `token_ids`: an environment may
+        have cut the end off, and of two equal ones the later is taken.
+
+        Args:
+            surplus: without one, return the longest completion that `token_ids` begin with and exceed by at most this
+                many: a chat template puts tokens behind the engine's last one.
+        """
         wanted = array("i", token_ids)
-        known = reversed(self._by_prompt.get(prompt, []))
-        return next((one for one in known if one.token_ids[: len(wanted)] == wanted), None)
+        known = self._by_prompt.get(prompt, [])
+        if (
+            whole := next((one for one in reversed(known) if one.token_ids[: len(wanted)] == wanted), None)
+        ) is not None:
+            return whole
+        begins = [
+            one
+            for one in known
+            if len(wanted) - surplus <= len(one.token_ids) < len(wanted)
+            and one.token_ids == wanted[: len(one.token_ids)]
+        ]
+        return max(reversed(begins), key=lambda one: len(one.token_ids), default=None)
 
 
 class CompletionStore(_Store):
@@ -108,8 +125,11 @@ class CompletionStore(_Store):
         self._keep(prompt, token_ids, (values, heat, oldest_version), values.itemsize * len(values))
 
     def look_up(self, prompt: str, token_ids: Sequence[int]) -> KnownLogprobs | None:
-        """Of the latest completion of the prompt with this digest that begins with `token_ids`; None: there is none."""
-        if (found := self._latest(prompt, token_ids)) is None:
+        """Return the logprobs of `token_ids` behind the prompt with this digest; None where no completion has them.
+
+        Tokens that a chat template put behind the completion have none: the answer is shorter by them.
+        """
+        if (found := self._latest(prompt, token_ids, MOST_SURPLUS)) is None:
             return None
         logprobs, temperature, version = found.known
         return KnownLogprobs(

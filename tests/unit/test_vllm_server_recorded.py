@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from atropos_common.bridge import MOST_COMPLETIONS, KnownLogprobs, prompt_digest
+from tests.unit.envs_support import encode, text_tokenizer
 from trainer_core.errors import EngineError, EngineGone
 from trainer_core.rollouts.asking import MissingAsker
 from trainer_core.rollouts.batch import Batch, read_batch
@@ -34,7 +35,60 @@ def test_a_completion_is_found_by_its_prompt_and_how_it_begins() -> None:
     )
     latest = _found(store, [7])
     assert latest is not None and latest.logprobs == [-0.25], "of two alike the later one"
-    assert _found(store, [7, 8, 9, 3]) is None and _found(store, [8]) is None and _found(store, [7], [5]) is None
+    assert _found(store, [8]) is None and _found(store, [7], [5]) is None
+
+
+def test_what_a_chat_template_puts_behind_a_completion_hides_nothing() -> None:
+    """ChatML ends a turn with a newline behind the engine's last token."""
+    store = CompletionStore()
+    store.remember(PROMPT, [7, 2], [-0.5, -1.0], temperature=1.0, oldest_version=3)
+    store.remember(PROMPT, [7, 2, 4, 2], [-0.5, -1.0, -2.0, -3.0], temperature=1.0, oldest_version=4)
+    found = _found(store, [7, 2, 9])
+    assert found is not None and found.logprobs == [-0.5, -1.0] and found.oldest_version == 3
+    found = _found(store, [7, 2, 4, 2, 9])
+    assert found is not None and found.logprobs == [-0.5, -1.0, -2.0, -3.0], "the longest"
+    assert _found(store, [7, 3, 9]) is None, "the engine made another one"
+    assert _found(store, [7, 2, *range(20, 29)]) is None, "nine tokens are no template's end"
+
+
+def test_the_newline_of_a_chatml_template_costs_no_logprobs_and_is_not_trained() -> None:
+    """From the template to the batch: the tokens are those that atroposlib's `tokenize_for_trainer` makes."""
+    from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
+
+    tokenizer = text_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>\n{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    question, answer = {"role": "user", "content": "2+2"}, {"role": "assistant", "content": "four"}
+    prompt = tokenizer.apply_chat_template([question], add_generation_prompt=True, return_dict=False)
+    engine = encode("four")
+    made = tokenize_for_trainer(_TokenIds(tokenizer), [question, answer])
+    asked = [token for token in made["masks"] if token != -100]
+    assert asked == [*engine, *encode("\n")[:-1]], "the template's newline is behind the engine's end token"
+
+    store = CompletionStore()
+    store.remember(prompt, engine, [-0.5] * 5, temperature=1.0, oldest_version=3)
+    group = {"tokens": [made["tokens"]] * 2, "masks": [made["masks"]] * 2, "scores": [0, 1]}
+    batch = read_batch([group], seq_len=99, recompute=True)
+    MissingAsker([lambda p, c: [store.look_up(*one) for one in zip(p, c, strict=True)]]).fill(batch)
+    assert batch.logprobs_from == {"engine": 2}
+    for rollout in batch.rollouts:
+        assert rollout.complete and rollout.trained.sum() == 5 and not rollout.trained[-1]
+        assert rollout.logprobs[rollout.trained].tolist() == [-0.5] * 5 and rollout.oldest_version == 3
+
+
+class _TokenIds:
+    """A tokenizer whose chat template gives token ids, as with the transformers for which atroposlib is written."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def apply_chat_template(self, *args: Any, **kwargs: Any) -> Any:
+        return self._tokenizer.apply_chat_template(*args, **{"return_dict": False} | kwargs)
 
 
 def test_the_oldest_prompts_go_first() -> None:

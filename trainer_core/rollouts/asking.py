@@ -127,12 +127,18 @@ class MissingAsker:
             return ask(*_named(sequences, part))
 
         def take(gap: _Turn, known: KnownLogprobs) -> bool:
-            """Fill the gap; not where its rollout has logprobs of another temperature: one rollout has one."""
+            """Fill the gap, unless its rollout has logprobs of another temperature: one rollout has one.
+
+            Tokens of the gap that the engine did not make are not trained: the policy never chose them. The newline
+            that a ChatML template puts behind the end of a turn is the usual one.
+            """
             rollout = rollouts[gap.sequence]
             own = rollout.logprobs[rollout.trained]
             if np.isfinite(own).any() and known.temperature != rollout.temperature:
                 return False
-            rollout.logprobs[gap.start : gap.end] = known.logprobs
+            end = gap.start + len(known.logprobs)
+            rollout.logprobs[gap.start : end] = known.logprobs
+            rollout.trained[end : gap.end] = False
             before = known.oldest_version if rollout.oldest_version is None else rollout.oldest_version
             oldest = min(known.oldest_version, before)
             rollouts[gap.sequence] = replace(rollout, temperature=known.temperature, oldest_version=oldest)
