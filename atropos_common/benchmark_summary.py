@@ -37,7 +37,9 @@ def summary_sections(figures: Any, *, no_memory: str = NO_DATA) -> list[Section]
                 ("Total data fetch time", seconds_text(figures.total_data_wait_s)),
                 ("Trainer waiting", share_text(waiting_share(figures))),
                 ("Engine idle", share_text(figures.engine_idle_fraction)),
+                ("Engine capacity used", share_text(figures.engine_capacity_used)),
                 ("Tokens per second", whole_text(figures.tokens_per_s)),
+                ("Accepted tokens/s", whole_text(figures.accepted_tokens_per_s)),
             ],
         ),
         (

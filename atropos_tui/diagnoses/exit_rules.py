@@ -19,6 +19,12 @@ from atropos_tui.profile.spec import ComponentSpec
 RANK_SIGKILL = re.compile(r"error: rank \d+ was killed by SIGKILL")
 
 
+UNKNOWN_FLAGS = re.compile(r"unrecognized arguments: (.+)")
+WRONG_FLAG = re.compile(r"error: argument (-.+)")
+LONGEST_FLAG = 100
+"""Characters of a refused flag and the reason that a title holds."""
+
+
 @dataclass(frozen=True)
 class Evidence:
     """What is known about an end: `exit_code` is negative for a signal, `lines` are the last of the log."""
@@ -69,6 +75,20 @@ def not_executable(found: Evidence) -> tuple[str, str, str] | None:
     evidence = hit[1] if hit else f"exit code {found.exit_code}: {found.spec.command[0]}"
     fix = "install the program, or correct the command in the profile"
     return f"the command of {found.spec.name} cannot be run", evidence, fix
+
+
+def refused_arguments(found: Evidence) -> tuple[str, str, str] | None:
+    """Exit code 2 with a message of argparse or pydantic; the title names the flags that it names."""
+    hit = (
+        found.last(r"error: .+|usage: .+|unrecognized arguments.+|ValidationError.*") if found.exit_code == 2 else None
+    )
+    if hit is None:
+        return None
+    unknown, wrong = UNKNOWN_FLAGS.search(hit[1]), WRONG_FLAG.search(hit[1])
+    flags = " ".join(word for word in unknown[1].split() if word.startswith("-")) if unknown else ""
+    named = flags or (shortened(wrong[1], LONGEST_FLAG) if wrong else "")
+    title = f"{found.spec.name} refused its arguments" + (f": {named}" if named else "")
+    return title, hit[1], "correct its section of the profile"
 
 
 def killed_by_signal(found: Evidence) -> tuple[str, str, str] | None:
@@ -131,13 +151,7 @@ BY_EXIT = (
         r"|Incorrect path_or_model_id|HFValidationError|does not appear to have a file named"
         r"|--model\S* .*(?:no such directory|no model there|no config\.json)",
     ),
-    ExitRule(
-        "bad_usage",
-        "{name} refused its arguments",
-        "correct its section of the profile",
-        r"error: .+|usage: .+|unrecognized arguments.+|ValidationError.*",
-        codes=(2,),
-    ),
+    ExitRule("bad_usage", "a component refused its arguments", judge=refused_arguments),
     ExitRule(
         "rank_killed",
         "rank {0} of {name} was killed by {1}",

@@ -31,7 +31,7 @@ from atropos_tui.monitor.format import (
 )
 from atropos_tui.monitor.run_files import RunFeed, RunInfo, exit_code, load_run, names_of, read_info, read_json
 from atropos_tui.monitor.series import Series, mean
-from atropos_tui.monitor.state import COUNTED_S, IDLE_S, TOKENS, RunState
+from atropos_tui.monitor.state import ACCEPTED, CAPACITY_S, COUNTED_S, IDLE_S, RATED_S, TOKENS, RunState
 
 SETTLED = (State.COMPLETED, State.STOPPED, State.FAILED)
 ILL = (State.UNHEALTHY, State.BACKOFF, State.STOPPING, State.FAILED)
@@ -57,6 +57,8 @@ class Pace:
     """Share of the steps in which the trainer waited for rollouts."""
     engine_idle: float | None
     """Share of the time in which the engines had nothing to answer."""
+    engine_capacity: float | None
+    """Share of the engines' capacity in use; None while that is not known."""
     tokens_per_s: float | None
     steps_per_hour: float | None
     eta_s: float | None
@@ -83,6 +85,7 @@ def pace(state: RunState, training_steps: int | None, window: int = WINDOW) -> P
         parts=parts,
         waiting=min(1.0, parts["wait"] / step_s) if parts["wait"] is not None and step_s else None,
         engine_idle=_idle_share(state, count),
+        engine_capacity=_capacity_share(state, count),
         tokens_per_s=tokens_per_second(state, count),
         steps_per_hour=3600 / basis if basis else None,
         eta_s=None if left is None or basis is None else left * basis,
@@ -111,6 +114,11 @@ def _idle_share(state: RunState, count: int) -> float | None:
     return _ratio(state.sums[IDLE_S], state.sums[COUNTED_S], count)
 
 
+def _capacity_share(state: RunState, count: int) -> float | None:
+    """Capacity of the engines in use over the newest `count` steps by their seconds; None where no step tells."""
+    return _ratio(state.sums[CAPACITY_S], state.sums[RATED_S], count)
+
+
 def _ratio(part: Series, whole: Series, count: int | None) -> float | None:
     count = whole.count if count is None else count
     total = whole.newest(count).total
@@ -137,6 +145,10 @@ class RunBenchmark:
     total_data_wait_s: float | None
     engine_idle_fraction: float | None
     """Share of the time in which the engines had nothing to answer."""
+    engine_capacity_used: float | None
+    """Share of the engines' capacity in use, over the steps in which it was known."""
+    accepted_tokens_per_s: float | None
+    """Generated tokens that were trained on."""
     peak_bytes: int | None
     avg_bytes: int | None
     peak_rss_bytes: int | None
@@ -204,6 +216,8 @@ def _computed(state: RunState) -> dict[str, float | int | None]:
         "avg_data_wait_s": wait.mean,
         "total_data_wait_s": _total(wait),
         "engine_idle_fraction": _idle_share(state, step.count),
+        "engine_capacity_used": _capacity_share(state, step.count),
+        "accepted_tokens_per_s": _ratio(state.sums[ACCEPTED], step, None),
         "peak_bytes": _whole(state.metric("peak_bytes").highest),
         "avg_bytes": _whole(state.metric("allocated_bytes").mean),
         "tokens_per_s": tokens_per_second(state),
@@ -328,7 +342,9 @@ _ROWS = (
     ("Total data fetch", "total_data_wait_s", summary.seconds_text),
     ("Trainer waiting", "waiting_share", summary.share_text),
     ("Engine idle", "engine_idle_fraction", summary.share_text),
+    ("Engine capacity used", "engine_capacity_used", summary.share_text),
     ("Tokens/s", "tokens_per_s", summary.whole_text),
+    ("Accepted tokens/s", "accepted_tokens_per_s", summary.whole_text),
     ("Peak GPU memory", "peak_bytes", summary.gigabytes_text),
     ("Avg GPU memory", "avg_bytes", summary.gigabytes_text),
     ("Peak trainer RSS", "peak_rss_bytes", summary.gigabytes_text),

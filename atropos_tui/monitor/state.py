@@ -63,6 +63,9 @@ USEFUL_GROUPS = "useful_groups"
 TOKENS, IDLE_S, COUNTED_S = "tokens", "idle_s", "counted_s"
 """What can be summed over steps, where a record holds a rate or a share: tokens, seconds in which the engines idled,
 and those of steps that tell of it."""
+ACCEPTED, CAPACITY_S, RATED_S = "accepted", "capacity_s", "rated_s"
+"""Sums in the same way: accepted tokens, seconds of the engines' capacity in use, seconds of steps that tell of it."""
+SUMS = (TOKENS, IDLE_S, COUNTED_S, ACCEPTED, CAPACITY_S, RATED_S)
 MOST_CURVES = 400
 """Names beyond these are dropped: a stream may hold ever new ones."""
 
@@ -99,7 +102,7 @@ class RunState:
     """Of the newest step; null where the trainer has one rank."""
     rollouts: deque[RolloutRecord] = field(default_factory=lambda: deque(maxlen=ROLLOUTS_KEPT))
     checkpoints: deque[CheckpointRecord] = field(default_factory=lambda: deque(maxlen=CHECKPOINTS_KEPT))
-    sums: dict[str, Series] = field(default_factory=lambda: {name: Series() for name in (TOKENS, IDLE_S, COUNTED_S)})
+    sums: dict[str, Series] = field(default_factory=lambda: {name: Series() for name in SUMS})
     """Of each step what adds up to figures of the whole run."""
     syncs: Series = field(default_factory=Series)
     """Seconds of every publish, over weight versions."""
@@ -205,6 +208,11 @@ class RunState:
         if record.engine_idle_fraction is not None:
             self.sums[IDLE_S].put(step, real(record.engine_idle_fraction) * seconds, time)
             self.sums[COUNTED_S].put(step, seconds, time)
+        if record.accepted_tokens_per_s is not None:
+            self.sums[ACCEPTED].put(step, real(record.accepted_tokens_per_s) * seconds, time)
+        if record.engine_capacity_used is not None:
+            self.sums[CAPACITY_S].put(step, real(record.engine_capacity_used) * seconds, time)
+            self.sums[RATED_S].put(step, seconds, time)
 
     def _put_unnamed(self, record: TrainerRecord, more: dict[str, Any]) -> None:
         """Numbers in fields that this version has no name for, and what is made of them."""

@@ -13,34 +13,20 @@ from dataclasses import dataclass
 from typing import Literal
 
 from atropos_common.control import ComponentStatus, Phase, Role, RunStatus, State
-from atropos_common.records import DiagnosisRecord, EnvFlow
-from atropos_tui.diagnoses.flow_rules import BOTH_WAIT, MUCH_FLAT
+from atropos_common.records import DiagnosisRecord
 from atropos_tui.monitor.bench import pace
 from atropos_tui.monitor.format import Tone, counted, duration, number, one_line
-from atropos_tui.monitor.run_files import RunInfo, flag, start_seconds
+from atropos_tui.monitor.limits import STEPS, WAITS, Run, limit, rates
+from atropos_tui.monitor.restarting import restart, resuming
+from atropos_tui.monitor.run_files import RunInfo, start_seconds
 from atropos_tui.monitor.series import mean
 from atropos_tui.monitor.state import RunState
 from atropos_tui.monitor.why import doing, next_stage, open_diagnoses, overdue
 
 Severity = Literal["alarm", "warning", "advice", "healthy", "coming", "over"]
 
-WAITS = 0.5
-"""Share of the time without a batch from which on the trainer is not what limits the run."""
-HARDLY_WAITS = 0.25
-IDLES = 0.3
-"""Share of the time without a request from which on the engine could do more."""
-FEW_IN_FLIGHT = 0.1
-"""Of the sequences that the engine computes at a time."""
-HAS_ROOM = 0.6
-"""Of them, below which a busy engine makes more tokens a second by computing more at a time."""
 LEFT_OUT = 0.05
 """Share of sequences that are too old, from which on it is worth a word."""
-LEFT_BEHIND = 2
-"""Steps that the trainer makes of what an environment sent before its end."""
-FRESH_S = 20.0
-"""Older rates say nothing of now."""
-STEPS = 5
-"""Over so many of the newest steps rates are taken where the supervisor recorded none."""
 MOST_WORDS = 160
 """Of a fix: the whole of it stands in the diagnosis."""
 
@@ -52,10 +38,6 @@ FIRST = (
 """Rules whose diagnoses come before others, the gravest first; of the rest the newest."""
 RATES = ("environment_bound", "slow_progress")
 """Rules about what limits a run that trains: the sentence says it from the rates of now."""
-
-OWN_GPUS = "more [vllm] gpus with tensor_parallel, or mode broadcast with GPUs"
-MORE_ENGINE = {"shared_vllm": f"{OWN_GPUS} for more engines", "lora_restart": "mode lora_only with more engines"}
-"""By mode, where the trainer feeds one engine alone."""
 
 GLYPHS: dict[Severity, str] = {
     "alarm": "✖", "warning": "▲", "advice": "◆", "healthy": "●", "coming": "◔", "over": "■",
@@ -102,13 +84,8 @@ def verdict(status: RunStatus, info: RunInfo, state: RunState, now: float) -> Ve
 
 
 @dataclass(frozen=True)
-class Known:
+class Known(Run):
     """Everything that the sentence is made of."""
-
-    status: RunStatus
-    info: RunInfo
-    state: RunState
-    now: float
 
     @property
     def standing(self) -> list[DiagnosisRecord]:
@@ -119,11 +96,6 @@ class Known:
 
     def of(self, role: Role) -> list[ComponentStatus]:
         return [row for row in self.status.components if row.role is role]
-
-    def option(self, role: Role, name: str) -> str:
-        """A flag of the first component of a role; empty where it is not given."""
-        found = (flag(list(item.command), name) for item in self.info.components if item.role is role)
-        return next(filter(None, found), "")
 
 
 # The end.
@@ -138,8 +110,10 @@ def _over(known: Known) -> Verdict | None:
         return None
     if status.exit_code == 0:
         return Verdict("over", f"done: {_achieved(known)}")
-    wrong = next(iter(known.standing), None)
-    also, do = (f"; {one_line(wrong.title)}", _first_words(wrong.fix)) if wrong else ("", "")
+    failed = [row.name for row in status.components if row.state is State.FAILED]
+    wrong = min(known.standing, key=lambda found: found.component not in failed, default=None)
+    is_new = wrong is not None and wrong.component not in failed  # the reason of the end tells a failed one's
+    also, do = (f"; {one_line(wrong.title)}" if is_new else "", _first_words(wrong.fix)) if wrong else ("", "")
     if status.exit_code == 130:
         return Verdict("over", f"stopped by hand: {_achieved(known)}{also}", do)
     end = "crashed" if status.exit_code is None else f"failed with code {status.exit_code}"
@@ -168,7 +142,15 @@ def _achieved(known: Known) -> str:
 
 def _ill(known: Known) -> Verdict | None:
     """Components that are down, with why."""
-    rows = [row for row in known.status.components if row.state in (State.FAILED, State.BACKOFF, State.UNHEALTHY)]
+    again = restart(known)
+    back = {each.row.name for each in again.outages} if again else set()
+    rows = [
+        row
+        for row in known.status.components
+        if row.state in (State.FAILED, State.BACKOFF, State.UNHEALTHY)
+        and row.name not in back
+        and not (again and row.state is State.UNHEALTHY and (row.since or 0.0) >= again.since)
+    ]
     if not rows:
         return None
     row = min(rows, key=lambda row: (State.FAILED, State.BACKOFF, State.UNHEALTHY).index(row.state))
@@ -223,15 +205,27 @@ def _stopped(known: Known) -> Verdict | None:
     return Verdict("warning", what, f"atropos-tui start {rows[0].name}")
 
 
-def _starts_again(known: Known) -> Verdict | None:
-    """Every environment has been started anew and is not known to run-api yet, so nothing comes for now."""
-    rows = [row for row in known.of(Role.ENV) if next_stage(row) is not None and row.started_at is not None]
-    since = max((row.started_at or 0.0 for row in rows), default=0.0)
-    if not rows or len(rows) < len(known.of(Role.ENV)) or not known.state.step:
+def _restarts(known: Known) -> Verdict | None:
+    """Components that start again: what went down first, why, and how long it took the last time."""
+    found = restart(known)
+    if found is None:
         return None
-    if sum(step.time > since for step in known.state.newest_steps) > LEFT_BEHIND:
-        return None  # it sends all the same
-    return Verdict("coming", f"{rows[0].name} has started again: it {doing(rows[0])} · {duration(known.now - since)}")
+    do = _first_words(found.cause.fix) if found.cause else ""
+    if not do and found.is_slow(known.now):
+        do = f"atropos-tui why {found.outages[0].row.name}"
+    is_crash = found.outages[0].command is None
+    return Verdict("warning" if is_crash else "coming", found.words(known.now), do, found.cause)
+
+
+def _restarts_in_time(known: Known) -> Verdict | None:
+    found = restart(known)
+    return None if found is None or found.is_slow(known.now) else _restarts(known)
+
+
+def _resumes(known: Known) -> Verdict | None:
+    """Trainer or environments are up again, and no step has come yet."""
+    words = resuming(known)
+    return Verdict("coming", words) if words else None
 
 
 def _late(known: Known) -> Verdict | None:
@@ -277,34 +271,7 @@ def starting_words(row: ComponentStatus, info: RunInfo, state: RunState, now: fl
     return f"{row.name} {doing(row)} · {duration(now - (row.since or now))}{last}"
 
 
-# What limits a run that trains.
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Who waits for whom, in shares of the newest seconds."""
-
-    waiting: float
-    """The trainer, for a batch."""
-    idle: float
-    """The engine, for a request."""
-    env: str = ""
-    flow: EnvFlow | None = None
-    """Of the environment that makes least."""
-
-
-def rates(state: RunState, now: float) -> Rates | None:
-    """As the supervisor measured them, else of the newest steps; None where nobody knows."""
-    last = state.gauges.last
-    if last and now - last.time <= FRESH_S:
-        known = [(env, flow) for env, flow in last.flows.items() if flow.waiting is not None and flow.idle is not None]
-        if known:
-            env, flow = max(known, key=lambda item: item[1].idle or 0.0)
-            return Rates(flow.waiting or 0.0, flow.idle or 0.0, env, flow)
-    speed = pace(state, None, window=STEPS)
-    if speed.waiting is None or speed.engine_idle is None:
-        return None
-    return Rates(speed.waiting, speed.engine_idle)
+# A run that trains.
 
 
 def _too_old(known: Known) -> Verdict | None:
@@ -326,85 +293,8 @@ def _too_old(known: Known) -> Verdict | None:
 
 
 def _limited(known: Known) -> Verdict | None:
-    found = rates(known.state, known.now)
-    if found is None:
-        return None
-    few = found.flow and found.flow.slots and (found.flow.running or 0.0) < FEW_IN_FLIGHT * found.flow.slots
-    if found.waiting + found.idle - 1.0 >= BOTH_WAIT or (found.waiting >= WAITS and few):
-        return _by_environment(found)
-    if found.idle < IDLES:
-        return _by_engine(known, found) if found.waiting >= WAITS else None
-    return _by_training(known, found) if found.waiting < HARDLY_WAITS else _by_turns(known, found)
-
-
-def _by_environment(found: Rates) -> Verdict:
-    flow, who = found.flow, f"the environment {found.env}" if found.env else "the environment"
-    waits = f"the trainer waits {found.waiting:.0%} of the time, the engine idles {found.idle:.0%}"
-    workers = f" (now {flow.workers})" if flow and flow.workers else ""
-    do = f"raise env.max_num_workers{workers}, or make its scoring faster"
-    if flow and flow.made and flow.counted_s:
-        per_s = flow.made / flow.counted_s
-        could = f" of {per_s / (1.0 - found.idle):.2g} possible" if 0.05 <= found.idle < 0.99 else ""
-        waits = f"{per_s:.2g}{could} groups/s; {waits}"
-        if flow.flat > MUCH_FLAT * flow.made:
-            do += f"; {flow.flat / flow.made:.0%} of its groups are flat and teach nothing"
-    return Verdict("advice", f"limited by {who}: {waits}", do)
-
-
-def _by_engine(known: Known, found: Rates) -> Verdict:
-    names = [found.flow.engine] if found.flow else [row.name for row in known.of(Role.ENGINE)]
-    full, do = "", ["shorter env.max_token_length", MORE_ENGINE.get(known.status.mode, "more engines")]
-    if found.flow and found.flow.slots:
-        running, slots = found.flow.running or 0.0, found.flow.slots
-        full = f" with {running:.0f} of {slots:.0f} possible sequences"
-        if running < HAS_ROOM * slots:
-            bound = known.option(Role.ENV, "--env.max_batches_offpolicy") or "1"
-            do.insert(0, f"more at a time by env.max_batches_offpolicy above {bound} (policy lag grows with it)")
-    if any("--enforce-eager" in part.command for part in known.info.components if part.role is Role.ENGINE):
-        do.append("no enforce-eager")
-    return Verdict(
-        "advice",
-        f"limited by the engine {', '.join(names)}: busy {1.0 - found.idle:.0%} of the time{full}, while the trainer "
-        f"waits {found.waiting:.0%}",
-        f"{', '.join(do[:-1])}, or {do[-1]}",
-    )
-
-
-def _by_training(known: Known, found: Rates) -> Verdict:
-    speed = pace(known.state, None, window=STEPS)
-    part = max(_SLOW, key=lambda name: speed.parts.get(name) or 0.0)
-    what, do = _SLOW[part]
-    do = _SLOW_IN.get((part, known.status.mode), do)
-    share = (speed.parts.get(part) or 0.0) / speed.step_s if speed.step_s else 0.0
-    lag, bound = known.state.metric("policy_lag_max").last, known.option(Role.ENV, "--env.max_batches_offpolicy")
-    full = f", lag {number(lag, 0)} of {bound}" if bound and lag is not None else ""
-    idle = f"the engine idles {found.idle:.0%}"
-    return Verdict("advice", f"limited by {what}: {idle}; {part} is {share:.0%} of a step{full}", do)
-
-
-def _by_turns(known: Known, found: Rates) -> Verdict:
-    bound = known.option(Role.ENV, "--env.max_batches_offpolicy") or "1"
-    return Verdict(
-        "advice",
-        f"trainer and engine take turns: the trainer waits {found.waiting:.0%}, the engine idles {found.idle:.0%}",
-        f"they overlap with env.max_batches_offpolicy above {bound}, at a policy lag as much higher",
-    )
-
-
-_SLOW = {
-    "train": ("training", "more [trainer] gpus, a shorter seq_len, fewer epochs"),
-    "sync": ("publishing weights", "broadcast or shared_vllm publish faster; or raise [trainer] vllm_restart_interval"),
-    "checkpoint": ("checkpoints", "raise [trainer] checkpoint_interval"),
-}
-"""Part of a step, in words, and what makes it shorter."""
-_KEEP = '[trainer] in_flight = "keep" does not wait for completions'
-_SLOW_IN = {
-    ("train", "shared_vllm"): f"{OWN_GPUS} for the trainer, a shorter seq_len, fewer epochs",
-    ("sync", "shared_vllm"): _KEEP,
-    ("sync", "broadcast"): f"{_KEEP}; adapters (lora_only) are smaller",
-    ("sync", "lora_only"): "a smaller [trainer] lora_r",
-}
-"""By mode, where it is something else: in single copy trainer and engine have the same GPUs, one engine's."""
+    found = limit(known)
+    return Verdict("advice", found.what, found.do) if found else None
 
 
 def _healthy(known: Known) -> Verdict:
@@ -414,11 +304,12 @@ def _healthy(known: Known) -> Verdict:
     if speed.eta_s is not None and state.step:
         words.append(f"ETA {duration(speed.eta_s)}")
     if found:
-        words.append(f"the trainer waits {found.waiting:.0%}, the engine idles {found.idle:.0%}")
+        words.append(f"the trainer waits {found.waiting:.0%}, {found.engine_words}")
     return Verdict("healthy", ", ".join(words))
 
 
 LOOKS: tuple[Callable[[Known], Verdict | None], ...] = (
-    _over, _ill, _diagnosed, _stopped, _starts_again, _late, _coming, _too_old, _limited, _healthy,
+    _over, _ill, _restarts_in_time, _diagnosed, _restarts, _stopped, _resumes, _late, _coming, _too_old, _limited,
+    _healthy,
 )  # fmt: skip
 """The first that has something to say."""

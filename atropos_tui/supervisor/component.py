@@ -197,7 +197,8 @@ class Component:
         self.exited_at: float | None = None
         """When its main process ended; others of its set, or its GPU memory, may take longer."""
         self.exit_code: int | None = None
-        self.diagnosis = ""
+        self.found: Diagnosis | None = None
+        """The newest diagnosis since it was last healthy."""
         """What was said last since it was well."""
         self._said: list[tuple[int, str, int]] = []
         """Attempt, rule and episode of what was diagnosed last, oldest first."""
@@ -266,7 +267,7 @@ class Component:
         if new in (State.HEALTHY, State.COMPLETED, State.FAILED):
             self._command_id = None
         if new in (State.HEALTHY, State.COMPLETED):
-            self.diagnosis = ""
+            self.found = None
 
     def diagnose(self, found: Diagnosis, attempt: int | None = None, *, ending: bool = False) -> None:
         """Publish what is known about a failure.
@@ -275,7 +276,7 @@ class Component:
             attempt: of a rule that watches: it is not said twice in that attempt.
             ending: what explains an end is said again only when something else was said last.
         """
-        self.diagnosis = f"{found.title}: {found.fix}"
+        self.found = found
         said = (self.attempt if attempt is None else attempt, found.rule, found.episode)
         recent = self._said[-1:] if ending else self._said if attempt is not None else []
         if found.rule and said in recent:
@@ -343,7 +344,7 @@ class Component:
             ],
             exit_code=self.exit_code,
             reason=f"{self.reason}; waiting for {self._draining}" if self._draining else self.reason,
-            diagnosis=self.diagnosis,
+            diagnosis=f"{self.found.title}: {self.found.fix}" if self.found else "",
         )
 
     def _waits_for(self, probe: ProbeResult | None) -> str:
@@ -723,9 +724,11 @@ class Component:
 
     def back_off(self, delay: float, reason: str) -> None:
         """It crashed, and is started again after `delay` seconds."""
-        self._command_id = None
+        if self.outcome != "killed":
+            self._command_id = None
         self._retry_at = time.time() + delay
         self._move(State.BACKOFF, f"{reason}; again in {delay:.1f} s", self.exit_code)
+        self._command_id = None
 
 
 def stuck(who: str) -> Diagnosis:

@@ -473,8 +473,11 @@ class Supervisor:
     def _fail(self, component: Component, code: int, reason: str) -> None:
         lines = component.log.tail(RESULT_LINES) if component.log else []
         component.rest(State.FAILED, reason)
-        said = f"{component.name}: {reason}" + (f" ({component.diagnosis})" if component.diagnosis else "")
-        self._end_run(RunResult(exit_code=code, reason=said, component=component.name, last_lines=lines))
+        name, found = component.name, component.found
+        said = f"{found.title} ({reason})" if found and found.title not in reason else reason
+        if not said.startswith(f"{name} "):
+            said = f"{name}: {said}"
+        self._end_run(RunResult(exit_code=code, reason=said, component=name, last_lines=lines))
 
     def _end_run(self, result: RunResult, operation: Operation | None = None) -> None:
         """Begin the end; whoever came first decides how it is told."""

@@ -27,6 +27,8 @@ HUB = "OSError: nobody/nothing is not a local folder and is not a valid model id
 FOLDER = "FileNotFoundError: [Errno 2] No such file or directory: '/models/x/config.json'"
 HFPATH = "huggingface_hub.errors.HFValidationError: Repo id must be in the form 'repo_name': '/models/none'"
 FORGOT = 'RuntimeError: run-api: {"error": "Trainer not registered"}'
+NO_FLAG = "vllm_server: error: unrecognized arguments: --no-such-flag 3 --other"
+BAD_FLAG = "atropos-trainer: error: argument --lr: invalid float value: 'fast'"
 USAGE = ["usage: x [-h]", "x: error: unrecognized arguments: --nope"]
 GLOO = "RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:40312"
 RANK_KILLED = "error: rank 1 was killed by SIGKILL"
@@ -79,6 +81,8 @@ RAISED = [
         ([HFPATH], 1, "model was not found", HFPATH, "`model` in the profile", "model_missing"),
         ([FORGOT], 1, "forgotten the trainer", FORGOT, "atropos-tui restart api)", "trainer_not_registered"),
         (USAGE, 2, "refused its arguments", USAGE[-1], "profile", "bad_usage"),
+        ([NO_FLAG], 2, "x refused its arguments: --no-such-flag --other", NO_FLAG, "profile", "bad_usage"),
+        ([BAD_FLAG], 2, "x refused its arguments: --lr: invalid float", BAD_FLAG, "profile", "bad_usage"),
         (["atropos: command not found: vllm"], 127, "cannot be run", "command not found", "install", "not_executable"),
         (["last words"], -9, "killed by SIGKILL", "last words", "out-of-memory", "killed"),
         (["saved"], 143, "killed by SIGTERM", "saved", "someone sent that signal", "killed"),

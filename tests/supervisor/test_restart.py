@@ -168,6 +168,9 @@ async def test_kill_counts_as_a_crash_and_takes_the_whole_set(launch: Any, tmp_p
         await running.until("deaf", State.HEALTHY, attempt=2)
         row = (await running.client.status()).components[0]
         assert row.restarts == 1
+        moves = [(move.new, move.command_id) for move in running.states("deaf")]
+        assert ("backoff", accepted.command_id) in moves, "records tell a kill by hand from a crash"
+        assert moves[-2:] == [("starting", None), ("healthy", None)], "what follows is the supervisor's own"
 
 
 @pytest.mark.launchers("direct", "keeper", "remote")

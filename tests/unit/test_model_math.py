@@ -182,5 +182,5 @@ def test_the_summary_shows_whatever_a_record_holds() -> None:
     assert "    Avg step time:         NaN\n" in text and "    Total step time:       ∞\n" in text
     assert "    Avg sync time:         0.0123s (x2 syncs)\n" in text and "    Tokens per second:     1,234\n" in text
     assert "    Peak GPU memory:       ∞\n" in text and "    Avg GPU memory:        n/a (CPU)\n" in text
-    assert text.count("no data") == 1 and "    Engine idle:           no data\n" in text
+    assert text.count("no data") == 3 and "    Engine capacity used:  no data\n" in text
     assert "    Trainer waiting:       0%\n" in text and max(map(len, text.splitlines())) <= 70

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from atropos_common.control import ComponentStatus, Phase, Role, RunStatus, StageStatus, State
 from atropos_common.records import (
+    CommandRecord,
     DiagnosisRecord,
     EnvFlow,
     EvalRecord,
@@ -27,10 +29,11 @@ INFO = RunInfo(
     training_steps=60,
     components=[
         PlannedComponent("math", Role.ENV, command=("python", "--env.max_batches_offpolicy", "1")),
-        PlannedComponent("vllm", Role.ENGINE, command=("python", "--enforce-eager")),
+        PlannedComponent("vllm", Role.ENGINE, gpus=(0,), command=("python", "--enforce-eager")),
     ],
     last_start_s={"vllm": 41.0},
 )
+ON_CPU = replace(INFO, components=[replace(each, gpus=()) for each in INFO.components])
 
 
 def row(name: str, state: State = State.HEALTHY, role: Role | None = None, **fields: Any) -> ComponentStatus:
@@ -57,7 +60,13 @@ def flow(waiting: float, idle: float, made: int = 60, **fields: Any) -> GaugesRe
     return GaugesRecord(time=NOW - 3, flows={"math": found})
 
 
-def said(*records: Record, rows: list[ComponentStatus] | None = None, steps: bool = True, **fields: Any) -> Verdict:
+def said(
+    *records: Record,
+    rows: list[ComponentStatus] | None = None,
+    steps: bool = True,
+    info: RunInfo = INFO,
+    **fields: Any,
+) -> Verdict:
     state = RunState()
     for seq, record in enumerate([*(STEPS if steps else []), *records]):
         state.apply(record.model_copy(update={"seq": seq}))
@@ -67,7 +76,7 @@ def said(*records: Record, rows: list[ComponentStatus] | None = None, steps: boo
         run_id="r", name="r", run_dir="", started_at=NOW - 300, components=[*every, *changed.values()],
         **{"phase": Phase.RUNNING, "mode": "none"} | fields,
     )  # fmt: skip
-    return verdict(status, INFO, state, NOW)
+    return verdict(status, info, state, NOW)
 
 
 def diagnosed(rule: str, component: str, title: str, fix: str, evidence: str = "") -> DiagnosisRecord:
@@ -109,8 +118,7 @@ SITUATIONS: dict[str, tuple[Severity, str, Verdict]] = {
     ),
     "trainer slow": (
         "advice",
-        "limited by training: the engine idles 62%; train is 60% of a step, lag 1 of 1; more [trainer] gpus, a shorter "
-        "seq_len, fewer epochs",
+        "limited by training: train is 60% of a step, lag 1 of 1; the engine idles 62%; more [trainer] gpus",
         said(flow(0.05, 0.62)),
     ),
     "all groups flat": ("alarm", "the groups of math are flat: nothing is learnt from them; easier ones", said(FLAT)),
@@ -172,14 +180,14 @@ def test_few_requests_in_flight_are_the_environment_s_limit_however_busy_the_eng
 
 def test_an_engine_that_has_room_is_told_to_take_more_at_a_time() -> None:
     assert said(flow(0.71, 0.03, running=46.0)).do.startswith(
-        "more at a time by env.max_batches_offpolicy above 1 (policy lag grows with it), shorter env.max_token_length"
+        "more at a time: env.max_batches_offpolicy above 1 (policy lag grows with it), shorter env.max_token_length"
     )
     assert "at a time" not in said(flow(0.71, 0.03, running=100.0)).do
 
 
 def test_trainer_and_engine_that_take_turns_are_told_how_to_overlap() -> None:
     assert said(flow(0.5, 0.5)).do == (
-        "they overlap with env.max_batches_offpolicy above 1, at a policy lag as much higher"
+        "raise env.max_batches_offpolicy above 1 to overlap them (policy lag rises with it)"
     )
 
 
@@ -236,7 +244,9 @@ def test_rates_of_the_steps_stand_in_where_the_supervisor_recorded_none() -> Non
         record.model_copy(update={"engine_idle_fraction": 0.7}) if isinstance(record, TimingRecord) else record
         for record in STEPS
     ]
-    assert said(*idle, steps=False).what.startswith("limited by training: the engine idles 70%")
+    assert said(*idle, steps=False).what.startswith(
+        "limited by training: train is 60% of a step, lag 1 of 1; the engine idles 70%"
+    )
 
 
 def test_an_environment_that_starts_again_is_named_before_anything_is_overdue() -> None:
@@ -312,3 +322,139 @@ def test_a_slow_publish_is_advised_on_by_its_mode() -> None:
     assert not any(
         "broadcast" in found.do or "interval" in found.do for mode, found in advice.items() if mode != "none"
     )
+
+
+@pytest.mark.parametrize("mode", ["shared_vllm", "broadcast", "none", "lora_only"])
+def test_a_run_without_gpus_gets_no_advice_about_gpus(mode: str) -> None:
+    for rates in (flow(0.71, 0.03), flow(0.05, 0.62), flow(0.9, 0.8), flow(0.5, 0.5)):
+        text = said(rates, mode=mode, info=ON_CPU).text
+        assert not any(word in text for word in ("gpu", "GPU", "tensor_parallel", "enforce-eager", "seq_len")), text
+    assert said(flow(0.05, 0.62), mode=mode, info=ON_CPU).do == "", "nothing can be done"
+
+
+def test_an_engine_that_idles_in_single_copy_is_said_to_share_its_gpus() -> None:
+    found = said(flow(0.05, 0.62), mode="shared_vllm")
+    assert found.what.endswith("the engine idles 62%, which shares its GPUs with the trainer")
+    assert "shares" not in said(flow(0.05, 0.62), mode="shared_vllm", info=ON_CPU).what
+
+
+def test_epochs_are_advised_on_where_there_are_several() -> None:
+    trainer = PlannedComponent("trainer", Role.TRAINER, command=("python", "--epochs", "3"))
+    several = replace(ON_CPU, components=[*ON_CPU.components, trainer])
+    assert said(flow(0.05, 0.62), info=several).do == "fewer [trainer] epochs"
+
+
+COUNTED = {"max_workers": 48, "queue_slots": 16, "free_slots": 0.1, "group_size": 8, "waiting_for_slot": 0.0}
+"""An environment whose queue has 16 slots for 48 workers."""
+
+
+def test_queue_slots_that_are_the_limit_are_named_and_not_the_workers() -> None:
+    """GSM8K on one H100: 384 sequences allowed, 40 of 1,024 running, the engine never without a request."""
+    found = said(
+        flow(0.79, 0.02, running=40.0, slots=1024.0, busy_workers=5.5, capacity_used=0.35, **COUNTED),
+        mode="shared_vllm",
+    )
+    assert found.what == (
+        "limited by the queue slots of math, 16 groups (on average 6 of 48 workers are busy): 2 groups/s; the trainer "
+        "waits 79% of the time, engine capacity used 35%"
+    )
+    assert found.do == (
+        "raise env.max_batches_offpolicy above 1 (policy lag grows with it); more env.max_num_workers change nothing"
+    )
+
+
+def test_workers_that_are_all_busy_are_named_with_their_number() -> None:
+    counted = COUNTED | {"max_workers": 4, "free_slots": 12.0}
+    found = said(flow(0.79, 0.02, running=30.0, slots=1024.0, busy_workers=4.0, capacity_used=0.3, **counted))
+    assert found.what.startswith("limited by the environment math: 2 groups/s")
+    assert found.do == "raise env.max_num_workers (now 4), or make its scoring faster"
+    both = counted | {"max_workers": 16, "free_slots": 0.0}
+    found = said(flow(0.79, 0.02, running=120.0, slots=1024.0, busy_workers=16.0, capacity_used=0.3, **both))
+    assert "env.max_num_workers (now 16) together with env.max_batches_offpolicy (now 1)" in found.do
+
+
+def test_an_environment_that_scores_most_of_the_time_is_told_to_score_faster() -> None:
+    counted = COUNTED | {"max_workers": 16, "free_slots": 0.0}
+    found = said(flow(0.9, 0.8, running=6.4, busy_workers=16.0, **counted))
+    assert found.what.endswith("95% of its sequences are outside the engine (scoring, tools)")
+    assert found.do.startswith("make its scoring faster, or raise env.max_num_workers (now 16)")
+
+
+def test_an_engine_whose_capacity_is_used_is_the_limit_with_few_of_its_slots_taken() -> None:
+    found = said(flow(0.79, 0.02, running=60.0, slots=1024.0, busy_workers=5.5, capacity_used=0.85, **COUNTED))
+    assert found.what == (
+        "limited by the engine vllm: 85% used with 60 of 1024 possible sequences, while the trainer waits 79%"
+    )
+
+
+def moved(name: str, old: str, new: str, ago: float, **fields: Any) -> StateRecord:
+    return StateRecord(time=NOW - ago, component=name, role=ROLES[name], old=old, new=new, **fields)
+
+
+def commanded(action: str, component: str, ago: float, initiator: str = "user") -> CommandRecord:
+    return CommandRecord(
+        time=NOW - ago, command_id="c1", action=action, component=component, status="done", initiator=initiator
+    )
+
+
+EARLIER = [
+    moved("vllm", "pending", "starting", 100), moved("vllm", "starting", "healthy", 88),
+    moved("trainer", "pending", "starting", 90), moved("trainer", "starting", "healthy", 75),
+]  # fmt: skip
+KILLED = [
+    *EARLIER, commanded("kill", "vllm", 10), moved("vllm", "healthy", "backoff", 10, command_id="c1"),
+    moved("trainer", "healthy", "stopping", 10), moved("vllm", "backoff", "starting", 8),
+]  # fmt: skip
+COMING = [row("vllm", State.STARTING, since=NOW - 8), row("trainer", State.STARTING, since=NOW - 7)]
+
+
+def test_components_that_restart_are_named_before_rates_and_before_a_late_step() -> None:
+    words = "vllm and trainer are restarting (killed by hand 10 s ago; last time 15 s)"
+    found = said(flow(0.05, 0.62), *KILLED, rows=COMING)
+    assert (found.severity, found.text) == ("coming", words)
+    silent = [each.model_copy(update={"time": each.time - 60}) for each in STEPS]
+    assert said(*silent, *KILLED, steps=False, rows=COMING).text == words, "a late step"
+    backs_off = [row("vllm", State.BACKOFF, retry_at=NOW + 1), row("trainer", State.STOPPING)]
+    assert said(*KILLED[:-1], rows=backs_off).text == words, "while it backs off"
+    unreached = diagnosed("api_unreachable", "trainer", "trainer does not reach run-api", "wait")
+    assert said(*KILLED, unreached, rows=COMING).text == words, "what follows from the restart"
+    away = row("math", State.UNHEALTHY, since=NOW - 5, probe_detail="no answer")
+    assert said(*KILLED, rows=[*COMING, away]).text == words
+
+
+def test_a_restart_by_a_crash_names_the_crash() -> None:
+    crash = [
+        *EARLIER, diagnosed("oom", "vllm", "out of GPU memory", "lower it").model_copy(update={"time": NOW - 10}),
+        moved("vllm", "healthy", "backoff", 10), moved("vllm", "backoff", "starting", 8),
+    ]  # fmt: skip
+    found = said(*crash, rows=COMING[:1])
+    assert found.text == "vllm is restarting (vllm crashed 10 s ago: out of GPU memory; last time 12 s); lower it"
+    assert said(*crash[:-1], rows=[row("vllm", State.BACKOFF, retry_at=NOW + 1)]).severity == "alarm"
+
+
+def test_a_restart_that_takes_long_gives_way_to_what_is_wrong() -> None:
+    long_ago = [each.model_copy(update={"time": each.time - 200}) for each in KILLED]
+    rows = [row("vllm", State.STARTING, since=NOW - 208)]
+    assert said(*long_ago, rows=rows).text.endswith("; atropos-tui why vllm")
+    assert said(*long_ago, DISK, rows=rows).what.startswith("the run's disk")
+
+
+def test_who_asked_for_a_restart_is_named() -> None:
+    moves = [moved("vllm", "healthy", "stopping", 5, command_id="c1")]
+    rows = [row("vllm", State.STOPPING)]
+    asked = said(commanded("restart", "vllm", 5, "trainer"), *moves, rows=rows)
+    assert asked.text == "vllm is restarting (restarted by the trainer 5.0 s ago; last time 41 s)"
+    stopped = said(commanded("stop", "vllm", 5), *moves, rows=rows)
+    assert "restarting" not in stopped.text, "it is not coming back"
+    first = said(*EARLIER[:1], rows=[row("vllm", State.STARTING, since=NOW - 100)], phase=Phase.STARTING)
+    assert "restarting" not in first.text, "that is the run's own start"
+
+
+def test_a_failure_is_said_once() -> None:
+    reason = "vllm refused its arguments: --no-such-flag (exit code 2; wrong usage, not retried)"
+    fix = "correct its section of the profile"
+    usage = diagnosed("bad_usage", "vllm", "vllm refused its arguments: --no-such-flag", fix)
+    ended: dict[str, Any] = {"phase": Phase.ENDED, "exit_code": 3, "reason": reason}
+    found = said(usage, rows=[row("vllm", State.FAILED, reason=reason)], steps=False, **ended)
+    assert found.text == f"failed with code 3: {reason}; {fix}"
+    assert said(usage, DISK, rows=[row("vllm", State.FAILED)], steps=False, **ended).text == found.text, "its own fix"
