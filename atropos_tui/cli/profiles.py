@@ -66,7 +66,11 @@ def checked(
         problems += check_graph(profile, stack)
         if problems:
             inventory = take_inventory(site, named)
-            raise _refused([*problems, *(preflight(site, stack, inventory) if machine else [])], profile)
+            more = preflight(site, stack, inventory) if machine else unfit(site, inventory) if named else []
+            absent = {
+                problem.key for problem in more if problem.key.endswith(".gpus")
+            }  # their number follows from these
+            raise _refused([*(each for each in problems if each.key not in absent), *more], profile)
         inventory = take_inventory(site, named)
         site, chosen = settle(site, inventory, resumed=resumed)
         stack = stack_of(site)

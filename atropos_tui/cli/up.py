@@ -44,9 +44,9 @@ from atropos_tui.profile.preflight import machines_of
 from atropos_tui.profile.redact import hide_command, hide_tree
 from atropos_tui.profile.schema import SECTION_LISTS, KeyPath
 from atropos_tui.profile.sections import Profile, load_profile
-from atropos_tui.profile.site import make_site
+from atropos_tui.profile.site import Site, make_site, training_config
 from atropos_tui.profile.spec import StackError, StackSpec
-from atropos_tui.supervisor.store import ProcessTable
+from atropos_tui.supervisor.store import ProcessTable, RunResult
 
 MAX_SHOWN = 120
 """Characters of a path in a message about it, and of a value in the list of changes."""
@@ -74,6 +74,8 @@ def up(options: argparse.Namespace) -> int:
     queued = slurm.wanted(profile) and not in_job
     site = make_site(profile, root, run_id=run_id, dotenv=dotenv, hosts=machines_of(profile))
     ready = checked(profile, file, site, machine=not queued, resumed=options.resume is not None)
+    if options.resume is not None:
+        _refuse_finished(RunDir(root), ready.site)
     if ready.site.profile != profile:
         print(ready.chosen)
     profile, stack = ready.site.profile, ready.stack
@@ -105,6 +107,18 @@ def up(options: argparse.Namespace) -> int:
         return _headless(run, stack, goes_on=profile.cluster is not None and profile.cluster.requeue)
     spawn_supervisor(run, stack)
     return open_screen(run)
+
+
+def _refuse_finished(run: RunDir, site: Site) -> None:
+    """Refuse to resume a run that ended well and has all its optimizer steps: it would load everything for nothing."""
+    result, done = RunResult.load(run.result_json), last_figures(run).step or 0
+    if result is None or result.exit_code != Exit.DONE or site.profile.trainer.command is not None:
+        return
+    wanted = training_config(site).training_steps
+    if done >= wanted:
+        fix = f"raise trainer.training_steps, such as --set trainer.training_steps={done + wanted}"
+        problem = Problem(f"already at {done} of {wanted} steps", fix, key="trainer.training_steps")
+        raise UserError("that run is finished", [problem])
 
 
 def _check_secrets(profile: Profile) -> None:

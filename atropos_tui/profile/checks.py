@@ -224,12 +224,23 @@ def _trainer_gpus(profile: Profile) -> Iterator[Problem]:
         if profile.trainer.gpus:  # else they are the engine's, which says it
             reason = f"a GPU is named twice in {gpus}"
             yield Problem(reason, "name each once: a rank has one of its own", key="trainer.gpus")
+    elif traits_of(profile).shares_memory:
+        yield from _single_copy_ranks(profile, gpus, ranks)
     elif gpus and ranks != len(gpus):
-        reason = f"{ranks} ranks, and {len(gpus)} GPUs: each rank has one of its own"
+        reason = f"{counted(ranks, 'rank')} and {counted(len(gpus), 'GPU')}: each rank needs one GPU"
         yield Problem(reason, f"set it to {len(gpus)}, or leave it out", key="trainer.processes")
-    elif traits_of(profile).shares_memory and ranks != (workers := profile.vllm[0].tensor_parallel):
-        reason = f"{ranks} ranks, and in single copy each lives in the memory of one worker of the engine, which has"
-        yield Problem(f"{reason} {workers}", f"set it to {workers}, or leave it out", key="trainer.processes")
+
+
+def _single_copy_ranks(profile: Profile, gpus: list[int], ranks: int) -> Iterator[Problem]:
+    """Ranks that do not match the engine's workers, where `trainer.processes` is the cause. Where the GPUs do not match
+    either, `_gpu_lists` and `_single_copy_place` name the key to change, and the ranks follow from it."""
+    workers = profile.vllm[0].tensor_parallel
+    same_gpus = profile.is_spread or profile.trainer.gpus in ([], profile.vllm[0].gpus)
+    if ranks != workers and same_gpus and len(gpus) in (0, workers):
+        given = "" if profile.trainer.processes else " (it is not set, which means 1)"
+        reason = f"{counted(ranks, 'rank')}{given} for {counted(workers, 'worker')} of the engine: in single copy each"
+        fix = f"set it to {workers}" + (", or leave it out" if gpus or workers == 1 else "")
+        yield Problem(f"{reason} rank shares the memory of one worker", fix, key="trainer.processes")
 
 
 def _fed(profile: Profile) -> Iterator[Problem]:
@@ -470,7 +481,11 @@ def _single_copy_place(profile: Profile) -> Iterator[Problem]:
             key="vllm.0.tensor_parallel",
         )
     if trainer.gpus and trainer.gpus != engine.gpus:
-        fix = f"set trainer.gpus = {engine.gpus}" if engine.gpus else f"set vllm.gpus = {trainer.gpus}"
+        fix = f"set trainer.gpus = {engine.gpus}"
+        if not engine.gpus:
+            count = len(trainer.gpus)
+            workers = f" and vllm.tensor_parallel = {count}" if count != engine.gpus_needed else ""
+            fix = f"set vllm.gpus = {trainer.gpus}{workers}"
         where = f"GPU {engine.gpus}" if engine.gpus else "no GPU by name"
         yield Problem(
             f"single copy needs trainer and engine on the same GPUs, and the engine has {where}",

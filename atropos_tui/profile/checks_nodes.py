@@ -179,10 +179,11 @@ def _trainer_seats(profile: Profile) -> Iterator[Problem]:
         return
     ranks, gpus = trainer_ranks(profile), sum(len(seat.gpus) for seat in seats)
     if gpus and ranks != gpus:
-        reason = f"{ranks} ranks, and {gpus} GPUs on {len(seats)} machines: each rank has one of its own"
+        counts = f"{counted(gpus, 'GPU')} on {counted(len(seats), 'machine')}"
+        reason = f"{counted(ranks, 'rank')} and {counts}: each rank needs one GPU"
         yield Problem(reason, f"set it to {gpus}, or leave it out", key="trainer.processes")
     elif ranks % len(seats):
-        reason = f"{ranks} ranks cannot be divided evenly among {len(seats)} machines"
+        reason = f"{counted(ranks, 'rank')} cannot be divided evenly among {len(seats)} machines"
         yield Problem(reason, f"set it to a multiple of {len(seats)}, or leave it out", key="trainer.processes")
 
 

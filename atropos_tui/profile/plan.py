@@ -58,6 +58,7 @@ from atropos_tui.profile.source import is_hostable
 from atropos_tui.profile.spec import (
     REGISTERED,
     ComponentSpec,
+    ExecCheck,
     FileCheck,
     HttpCheck,
     LogCheck,
@@ -168,7 +169,7 @@ def stack_of(site: Site) -> StackSpec:
         run_dir=str(site.run.root),
         components=[_with_python(part) for part in stack],
         logs=profile.logs,
-        notify=profile.notify,
+        notify=profile.notify.model_copy(update={"command": _program(profile.notify.command)}),
         metrics=profile.metrics,
         alerts=list(profile.alert),
         survive=profile.survive,
@@ -196,11 +197,12 @@ def _spec(site: Site, options: ComponentOptions, **derived: Any) -> ComponentSpe
     """Derived values, overridden by what the profile says."""
     probes: Probes = derived.pop("probes", Probes())
     chosen = {name: getattr(options, name) for name in ("startup", "readiness", "liveness")}
-    derived["probes"] = probes.model_copy(update={name: probe for name, probe in chosen.items() if probe is not None})
+    said = {name: _runnable(probe) for name, probe in chosen.items() if probe is not None}
+    derived["probes"] = probes.model_copy(update=said)
     for name in ("restart", "stop"):
         if (policy := getattr(options, name)) is not None:
-            said = {field: getattr(policy, field) for field in policy.model_fields_set}
-            derived[name] = derived[name].model_copy(update=said) if name in derived else policy
+            given = {field: getattr(policy, field) for field in policy.model_fields_set}
+            derived[name] = derived[name].model_copy(update=given) if name in derived else policy
     for name in ("start_timeout_s", "depends_on"):
         if getattr(options, name) is not None:
             derived[name] = getattr(options, name)
@@ -239,7 +241,7 @@ def _api(site: Site, section: ApiSection, after: list[str]) -> ComponentSpec:
         section,
         name="api",
         role=Role.API,
-        command=site.texts(section.command) if section.command else command,
+        command=_program(site.texts(section.command)) if section.command else command,
         depends_on=dict.fromkeys(after, "completed"),
         probes=Probes(
             readiness=Probe(checks=answers, interval_s=0.25),
@@ -416,7 +418,7 @@ def _environment(site: Site, section: EnvSection, after: list[str], settings: Tr
         flags["env.seed"] = site.profile.seed
     flags |= section.args
     if section.command:
-        command = site.texts(section.command)
+        command = _program(site.texts(section.command))
     else:
         program = _environment_program(section, site)
         config = ["--config", str(config_file(site.path(section.config)))] if section.config else []
@@ -582,12 +584,22 @@ def _gpus(gpus: list[int]) -> dict[str, str]:
 
 
 def _program(command: list[str]) -> list[str]:
-    """`python` means the interpreter that runs us, so that a profile works without an activated environment."""
-    if command[0] not in ("python", "python3"):
+    """`command` with `python` replaced by the interpreter that runs atropos-tui, as docs/profiles.md says of every
+    `command`: a profile then works without an activated environment, and all components have the same packages."""
+    if command[:1] not in (["python"], ["python3"]):
         return command
     if command[1:2] == ["-m"] and len(command) > 2:
         return [*_module(command[2]), *command[3:]]
     return [PYTHON, *command[1:]]
+
+
+def _runnable(probe: Probe) -> Probe:
+    """`probe` with the commands of its `exec` checks as `_program` makes them."""
+    checks = [
+        check.model_copy(update={"command": _program(check.command)}) if isinstance(check, ExecCheck) else check
+        for check in probe.checks
+    ]
+    return probe.model_copy(update={"checks": checks})
 
 
 def _module(name: str) -> list[str]:

@@ -86,7 +86,7 @@ def lacks(site: Site, stack: StackSpec, machine: Hardware) -> list[Problem]:
         *_nodes(site),
         *_taken_ports(site),
         *_packages(site, training_config(site), machine),
-        *_programs(site),
+        *_programs(site, stack),
         *_loss_function(site),
         *_models(site),
         *_launches(site, stack),
@@ -246,17 +246,20 @@ def _packages(site: Site, settings: TrainingConfig, machine: Hardware) -> Iterat
         )
 
 
-def _programs(site: Site) -> list[Problem]:
-    problems: list[Problem] = []
+def _programs(site: Site, stack: StackSpec) -> Iterator[Problem]:
     for index, env in enumerate(site.profile.env):
-        problems += _environment_program(site, env, f"env.{index}")
-    for name, part in site.profile.component.items():
-        program = site.text(part.command[0])
-        if program not in ("python", "python3") and shutil.which(program) is None:
-            problems.append(
-                Problem(f"no such program: {program}", "install it or give its path", key=f"component.{name}.command")
-            )
-    return problems
+        yield from _environment_program(site, env, f"env.{index}")
+    for number, component in enumerate(stack.components):
+        program = component.command[0]
+        made_before = bool(site.profile.prepare) and number > 0 and os.sep in program
+        if (component.place and component.place.prefix) or references(program) or made_before:
+            continue
+        # A path is relative to the component's working directory, as the process is started there.
+        folder, path = component.cwd or ".", component.env.get("PATH", os.environ.get("PATH"))
+        found = os.path.join(folder, program) if os.sep in program else program  # noqa: PTH118
+        if not references(f"{folder}{path}") and shutil.which(found, path=path) is None:
+            key = f"{site.profile.section_of(component.name)}.command"
+            yield Problem(f"no such program: {program}", "install it or give its path", key=key)
 
 
 def _environment_program(site: Site, env: EnvSection, key: str) -> Iterator[Problem]:

@@ -425,7 +425,7 @@ class PrepareSection(Section):
     name: Name = "prepare"
     """Its name in logs and commands."""
     command: Argv
-    """Program and arguments; `python` is the interpreter that runs atropos-tui."""
+    """Program and arguments."""
     creates: str | None = None
     """Skipped when this path exists."""
     env: dict[EnvName, str] = Field(default_factory=dict)
@@ -438,7 +438,7 @@ class ExtraSection(ComponentOptions):
     role: Annotated[Role, BeforeValidator(lambda v: Role(v) if v in list(Role) else v)] = Role.OTHER
     """What it is for: decides who restarts with whom."""
     command: Argv
-    """Program and arguments; `python` is the interpreter that runs atropos-tui."""
+    """Program and arguments."""
     port: Port | None = None
     """The port it listens on: checked to be free, and shown."""
 

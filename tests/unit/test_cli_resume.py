@@ -17,6 +17,7 @@ from atropos_tui.errors import Exit, UserError
 from atropos_tui.profile.plan import build_stack
 from atropos_tui.profile.ports import free_port
 from atropos_tui.profile.sections import Profile, load_profile, shipped_profiles
+from atropos_tui.supervisor.store import RunResult
 
 RICH = {
     "name": "rich", "model": "/models/ü\n\t\"'x", "seed": 3,
@@ -132,6 +133,29 @@ def test_resume_of_a_run_with_a_hidden_secret(tmp_path: Path, capfd: pytest.Capt
     assert main.run(["up", "--resume", "run", "--headless"]) == Exit.USAGE
     error = capfd.readouterr().err
     assert "vllm.args.api-key: was a secret" in error and "${NAME}" in error and "up PROFILE --resume RUN" in error
+
+
+def test_a_finished_run_is_not_resumed_for_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    profile = failing_profile(tmp_path, training_steps=60)
+    up = ["up", str(profile), "--headless"]
+    assert main.run([*up, "--run-dir", "run"]) == Exit.COMPONENT_FAILED
+    run = RunDir(Path("run"))
+    step = {"v": 1, "run_id": "r", "time": 1.0, "seq": 1, "kind": "step", "attempt": 1, "rank": 0, "step": 60, "lr": 0}
+    step |= dict.fromkeys(("loss", "reward_mean", "reward_std", "grad_norm", "ratio_mean", "clip_fraction"), 0)
+    step |= {"tokens": 1, "sequences": 1, "weight_version": 60}
+    run.telemetry_jsonl.write_text(json.dumps(step, separators=(",", ":")) + "\n")
+    done = RunResult(exit_code=0, reason="done").model_dump_json()
+    run.result_json.write_text(done)
+    logs = sorted(run.root.rglob("*"))
+    capfd.readouterr()
+    for more in ([], ["--set", "trainer.training_steps=30"]):
+        assert main.run([*up, "--resume", "run", *more]) == Exit.USAGE
+        said = capfd.readouterr().err
+        assert f"already at 60 of {60 if not more else 30} steps" in said and "raise trainer.training_steps" in said
+    assert run.result_json.read_text() == done and sorted(run.root.rglob("*")) == logs, "nothing is started or written"
+    assert main.run([*up, "--resume", "run", "--set", "trainer.training_steps=61"]) == Exit.COMPONENT_FAILED
+    run.result_json.write_text(RunResult(exit_code=130, reason="stopped").model_dump_json())
+    assert main.run([*up, "--resume", "run"]) == Exit.COMPONENT_FAILED, "it may still have to write its final model"
 
 
 def test_no_profile_and_nothing_to_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -279,7 +279,7 @@ LARGE = {"name": "n", "count": 2, "gpus": 2, "hosts": ["a", "b"]}
             "vllm.0.gpus", "trainer and engine share GPU 0 of train",
         ),
         (
-            {"trainer": {"node": "train", "processes": 3, "batch_size": 16}}, "trainer.processes", "3 ranks, and 4",
+            {"trainer": {"node": "train", "processes": 3, "batch_size": 16}}, "trainer.processes", "3 ranks and 4 GPUs",
         ),
         (
             {"mode": "shared_vllm", "vllm": {"node": "infer"}}, "trainer.node", "engine on the same machine",

@@ -188,3 +188,11 @@ def test_a_run_that_ended_is_told_with_its_end(tmp_path: Path) -> None:
 
 def test_cores_that_others_use_are_a_warning() -> None:
     assert machine.cores(2, 2, 10.1).verdict == "warn" and machine.cores(2, 2, 1.9).verdict == "ok"
+
+
+def test_a_machine_that_is_named_lacks_gpus_beside_other_problems(capsys: pytest.CaptureFixture[str]) -> None:
+    sets = ["--set", "vllm.gpus=[0, 1]", "--set", "trainer.lr=1", "--set", "api.port=9001"]
+    assert main.run(["validate", "gsm8k", "--gpus", "1xH100", *sets]) == Exit.USAGE
+    said = capsys.readouterr().err
+    assert "GPU 1 does not exist: that machine has GPU 0" in said and "is also api.port" in said
+    assert said.count(": vllm.gpus: ") == 1 and "trainer.processes" not in said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
@@ -242,8 +243,9 @@ def program(*command: str, **variables: str) -> dict[str, Any]:
     ("changes", "key", "reason", "fix"),
     [
         ({"trainer": SEVERAL | {"gpus": [0, 0]}}, "trainer.gpus", "named twice", "a rank has one of its own"),
-        ({"trainer": SEVERAL | {"gpus": [2, 3], "processes": 3}}, "trainer.processes", "3 ranks, and 2 GPUs", "to 2"),
-        ({"trainer": {"processes": 2}}, "trainer.processes", "in the memory of one worker", "set it to 1"),
+        ({"mode": "broadcast", "vllm": {"gpus": [0]}, "trainer": SEVERAL | {"gpus": [2, 3], "processes": 3}},
+         "trainer.processes", "3 ranks and 2 GPUs", "to 2, or leave"),
+        ({"trainer": {"processes": 2}}, "trainer.processes", "2 ranks for 1 worker", "set it to 1, or leave it out"),
         ({"trainer": SEVERAL | {"num_inference_nodes": 2}}, "trainer.num_inference_nodes", "feeds 1 of", "leave"),
         # Sizes
         ({"trainer": {"batch_size": 12, "gradient_accumulation_steps": 1}}, "env.0.args.env.group_size",
@@ -374,6 +376,39 @@ def test_flags_of_each_engine_that_is_fed_are_judged_once(
 )  # fmt: skip
 def test_what_fits_is_left_alone(changes: dict[str, Any]) -> None:
     assert check_profile(site(profile(**changes))) == []
+
+
+@pytest.mark.parametrize("gpus", [[], [0], [0, 1], [0, 1, 2, 3]])
+@pytest.mark.parametrize("processes", [None, 1, 2, 4])
+@pytest.mark.parametrize("parallel", [1, 2, 4])
+@pytest.mark.parametrize("own", [[], [0], [0, 1]])
+@pytest.mark.parametrize("leave_out", [False, True])
+def test_fixes_about_gpus_and_ranks_lead_to_a_profile_that_is_valid(
+    gpus: list[int], processes: int | None, parallel: int, own: list[int], leave_out: bool
+) -> None:
+    """Following the first fix again and again ends, whichever alternative is taken."""
+    values: dict[str, Any] = {"vllm.gpus": gpus, "vllm.tensor_parallel": parallel, "trainer.gpus": own}
+    values["trainer.processes"] = processes
+    for _ in range(4):
+        sections: dict[str, dict[str, Any]] = {"vllm": {}, "trainer": SEVERAL | {"batch_size": 64}}
+        for key, value in values.items():
+            section, _, name = key.partition(".")
+            sections[section] = sections[section] | ({} if value is None else {name: value})
+        found = check_profile(site(profile(**sections)))
+        if not found:
+            return
+        key, fix = found[0].key.replace("vllm.0.", "vllm."), found[0].fix
+        if leave_out and "leave it out" in fix:
+            values[key] = None
+        elif assignments := re.findall(r"([a-z.]+\.[a-z_]+) = (\[[\d, ]*\]|\d+)", fix):
+            values |= {name: json.loads(value) for name, value in assignments}
+        elif number := re.match(r"set it to (\d+)", fix):
+            values[key] = int(number[1])
+        elif names := re.match(r"name (\d+)", fix):
+            values[key] = list(range(int(names[1])))
+        else:
+            raise AssertionError(f"no value in {fix!r}")
+    raise AssertionError(f"still {found}")
 
 
 def test_a_batch_that_never_fills_is_told_once() -> None:
@@ -575,6 +610,26 @@ def test_impossible_orders_are_found(trainer: dict[str, Any], expected: str) -> 
 
 def test_stopping_the_engine_says_what_is_lost() -> None:
     assert "trainer cannot go on without it" in recipe(stack(profile()), "stop", "vllm").note
+
+
+def test_python_is_one_interpreter_in_every_command() -> None:
+    command = ["python", "-m", "json.tool"]
+    probe = {"checks": [{"kind": "exec", "command": command}]}
+    chosen = profile(
+        mode="none",
+        api={"command": command, "readiness": probe},
+        env={"command": command},
+        trainer={"command": command},
+        prepare={"command": command},
+        component={"x": {"command": ["python3", "x.py"]}},
+        notify={"command": command},
+    )
+    made = stack(chosen)
+    first = {part.name: part.command[0] for part in made.components}
+    assert set(first.values()) == {sys.executable} and len(first) == 6
+    assert made.component("api").command == [sys.executable, "-m", "json.tool"]
+    assert made.component("api").probes.readiness.checks[0].command[0] == sys.executable  # type: ignore[union-attr]
+    assert made.notify.command[0] == sys.executable
 
 
 def test_demo_has_no_contradiction() -> None:

@@ -79,6 +79,8 @@ def test_a_taken_port_names_its_process(changes: Any, key: str, flag: str) -> No
         ({"env": {"script": "/no/such.py"}}, "env.0.script", "no such file"),
         ({"env": {"module": "json", "config": "/no/such.yaml"}}, "env.0.config", "no such file"),
         ({"component": {"x": {"command": ["no-such-program-x"]}}}, "component.x.command", "no such program"),
+        ({"env": {"command": ["no-such-program-x"]}}, "env.0.command", "no such program"),
+        ({"api": {"command": ["./no-such-program-x"]}}, "api.command", "no such program"),
         ({"trainer": {"loss": "no_such_module_x:f"}}, "trainer.loss", "no module 'no_such_module_x'"),
         ({"trainer": {"loss": "tests.unit.my_losses:nothing"}}, "trainer.loss", "my_losses.py has no function"),
     ],
