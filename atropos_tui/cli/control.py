@@ -111,7 +111,8 @@ async def down(options: argparse.Namespace) -> int:
     entry = runs.acted_on(options)
     if slurm.take_back(entry.dir, entry.run_id):
         return Exit.DONE
-    slurm.go_there(entry.dir)
+    if (code := slurm.stop_there(entry.dir, options.timeout)) is not None:
+        return code
     if not entry.is_live:
         raise not_live(entry.dir.root)
     await bring_down(entry.dir.root, options.timeout)

@@ -60,6 +60,8 @@ def status_without_socket(entry: runs.RunEntry, info: RunInfo, state: RunState) 
     try:
         job = slurm.elsewhere(entry.dir)
     except UserError as error:
+        if entry.dir.result_json.exists():
+            return status_from_files(entry.dir, info, state)
         return _unheard(entry, info, state, Phase.RUNNING, f"{error.title}: {error.problems[0].reason}")
     if job is None:
         return status_from_files(entry.dir, info, state)

@@ -25,6 +25,7 @@ from atropos_tui.errors import Elsewhere, Exit, Problem, UserError
 
 if TYPE_CHECKING:
     from atropos_tui.profile.sections import ClusterSection, NodeSection, Profile
+    from atropos_tui.supervisor.store import RunResult
 
 LEAD_S = 300
 """So long before the time limit a run is told to save and stop; of a short limit a quarter."""
@@ -121,16 +122,15 @@ def number(run: RunDir) -> str:
 def elsewhere(run: RunDir) -> Job | None:
     """The job in which a run goes on, or waits to, on another machine than this one; None where it does not.
 
-    All commands have it from here. A run that was stopped may be queued again; one that ended otherwise is not.
+    All commands have it from here. A run that was stopped may be queued again, but not after `down`; one that ended
+    otherwise is not.
 
     Raises:
         UserError: SLURM does not answer, so nobody knows.
     """
     if not (job_id := number(run)):
         return None
-    from atropos_tui.monitor.run_files import exit_code
-
-    if exit_code(run) not in (None, Exit.INTERRUPTED):
+    if (result := _result(run)) and (result.exit_code != Exit.INTERRUPTED or result.ended_by == "command"):
         return None
     job = find_job(job_id)
     return None if job is None or job.is_here else job
@@ -141,8 +141,14 @@ def runs_elsewhere(run: RunDir) -> bool:
     try:
         job = elsewhere(run)
     except UserError:
-        return True  # for all that is known
+        return _result(run) is None  # without a result it runs, for all that is known
     return job is not None and job.runs
+
+
+def _result(run: RunDir) -> RunResult | None:
+    from atropos_tui.supervisor.store import RunResult  # costs most commands nothing
+
+    return RunResult.load(run.result_json)
 
 
 def go_there(run: RunDir) -> None:
@@ -158,6 +164,26 @@ def go_there(run: RunDir) -> None:
     if job.runs:
         raise Elsewhere(job.prefix(terminal=sys.stdin.isatty() and sys.stdout.isatty()))
     raise UserError(f"{run.root.name} does not run now", [Problem(*waits(job))], Exit.NO_RUN)
+
+
+def stop_there(run: RunDir, timeout_s: float | None) -> int | None:
+    """Give `down` on the node of the run's supervisor; its exit code, or None where the run is not in another place.
+
+    Raises:
+        UserError: the job waits for its nodes; or the run's time limit was faster, and the job is queued again.
+    """
+    try:
+        go_there(run)
+    except Elsewhere as there:
+        there.words = ["down", str(run.root), *([] if timeout_s is None else [f"--timeout={timeout_s:g}"])]
+        code = there.run([])
+    else:
+        return None
+    job = job_of(run) if code else None
+    if job is None or job.runs:
+        return code
+    problem = Problem(waits(job)[0], f"give it again: atropos-tui down {shlex.quote(str(run.root))}")
+    raise UserError("the time limit came first, and the job is queued again", [problem], Exit.TIMEOUT)
 
 
 def ask_there(job: Job, *words: str) -> str:
@@ -249,28 +275,6 @@ def enter(*, headless: bool) -> None:
 def note_job(run: RunDir) -> None:
     """Write down which job the run is in."""
     write_private(run.slurm_job, os.environ[JOB_ID] + "\n")
-
-
-class TimeLimit:
-    """While entered, SIGUSR1 means that the job's time is almost up: the supervisor is told to stop, which saves."""
-
-    def __init__(self) -> None:
-        self.reached = False
-
-    def __enter__(self) -> TimeLimit:
-        if in_job():
-            signal.signal(signal.SIGUSR1, self._arrived)
-        return self
-
-    def _arrived(self, *_: object) -> None:
-        if not self.reached:
-            self.reached = True
-            print("the job's time is almost up: the run saves and stops", flush=True)
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    def __exit__(self, *_: object) -> None:
-        if in_job():
-            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def go_on_later(run: RunDir, steps: int) -> None:

@@ -216,15 +216,15 @@ def _headless(run: RunDir, stack: StackSpec, *, goes_on: bool) -> int:
         with Printer() as printer:
             lines = StepLines(run, read_info(run).training_steps, printer.say)
             before = last_figures(run).step or 0
-            with slurm.TimeLimit() as limit:
-                code = asyncio.run(
-                    lines.beside(run_stack(stack, on_event=lambda record: printer.say(show.event_line(record))))
-                )
+            code = asyncio.run(
+                lines.beside(run_stack(stack, on_event=lambda record: printer.say(show.event_line(record))))
+            )
     except (StackError, RunInUseError, SocketError) as error:
         raise UserError("the stack cannot be run", [Problem(str(error))]) from None
     with parting(code):
         tell_end(run, code)
-        if limit.reached and goes_on and code == Exit.INTERRUPTED:
+        result = RunResult.load(run.result_json)
+        if goes_on and result and result.ended_by == "time_limit":
             slurm.go_on_later(run, (last_figures(run).step or 0) - before)
         sys.stdout.flush()
     return code

@@ -42,7 +42,7 @@ from atropos_tui.supervisor.client import socket_path
 from atropos_tui.supervisor.guard import Guard
 from atropos_tui.supervisor.launchers.keeper_launcher import Estate, KeeperLauncher, claim
 from atropos_tui.supervisor.launchers.launcher import DirectLauncher, Host, Launcher
-from atropos_tui.supervisor.launchers.remote_launcher import RemoteLauncher, sweep_nodes
+from atropos_tui.supervisor.launchers.remote_launcher import RemoteLauncher, sweep_nodes, turn_of_job
 from atropos_tui.supervisor.logs import last_lines
 from atropos_tui.supervisor.notify import Notifier
 from atropos_tui.supervisor.process import become_subreaper
@@ -66,8 +66,8 @@ LARGEST_COMMAND = 1 << 20
 async def run_stack(stack: StackSpec, *, on_event: OnEvent | None = None) -> int:
     """Run `stack` in this process; its exit code (0, 1, 3, 4, 130).
 
-    SIGTERM and SIGINT stop the stack, a second one kills it. Must run in the main thread. `on_event` is called with
-    every record after it was journaled, in order.
+    SIGTERM and SIGINT stop the stack, a second one kills it; in a job of SLURM SIGUSR1 stops it, too. Must run in the
+    main thread. `on_event` is called with every record after it was journaled, in order.
 
     Raises:
         StackError: the stack cannot be run as written.
@@ -200,6 +200,7 @@ class _Signals:
     def __init__(self) -> None:
         self._supervisor: Supervisor | None = None
         self._early: list[str] = []
+        self._numbers = (*SIGNALS, signal.SIGUSR1) if turn_of_job() else SIGNALS
 
     def attach(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
@@ -214,14 +215,16 @@ class _Signals:
 
     def __enter__(self) -> _Signals:
         loop = asyncio.get_running_loop()
-        for number in SIGNALS:
+        for number in self._numbers:
             loop.add_signal_handler(number, self._arrived, signal.Signals(number).name)
         return self
 
     def __exit__(self, *_: object) -> None:
         loop = asyncio.get_running_loop()
-        for number in SIGNALS:
+        for number in self._numbers:
             loop.remove_signal_handler(number)
+        if signal.SIGUSR1 in self._numbers:
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it comes on time, although the run is over
 
 
 def _fault(supervisor: Supervisor, guard: Guard) -> int:

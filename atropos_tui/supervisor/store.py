@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -210,6 +210,8 @@ class RunResult(Kept):
     """The component that decided it."""
     last_lines: list[str] = Field(default_factory=list)
     """The end of its log."""
+    ended_by: Literal["", "command", "signal", "time_limit"] = ""
+    """Origin of an end that was asked for: `down`, SIGTERM or SIGINT, or SLURM's signal before its time limit."""
     ended_at: float = Field(default_factory=time.time)
 
     @classmethod

@@ -48,6 +48,8 @@ KEPT_OPERATIONS = 200
 RESULT_LINES = 40
 SWEEP_S = 5.0
 """How often adopted zombies are collected and new sessions of members are told to the guard."""
+TIME_LIMIT = signal.SIGUSR1.name
+"""Signal that SLURM sends some minutes before the time limit of a job."""
 STRAYS_S = 10.0
 """So long strays are killed again and again at the end; then they are named, and the result is written."""
 
@@ -179,8 +181,11 @@ class Supervisor:
         return await answer
 
     def interrupt(self, name: str) -> None:
-        """A signal arrived: stop the stack; the second time, kill it."""
-        self.post(self._interrupted, name)
+        """A signal arrived: stop the stack; the second time, kill it. SIGUSR1 only announces SLURM's time limit."""
+        if name == TIME_LIMIT:
+            self.post(self._out_of_time)
+        else:
+            self.post(self._interrupted, name)
 
     def recipe_for(self, request: CommandRequest) -> Recipe:
         """What `request` would do.
@@ -484,6 +489,8 @@ class Supervisor:
         if self.phase is Phase.STOPPING:
             if operation:
                 self._begin(operation)
+            if self.result and self.result.ended_by == "time_limit" and result.ended_by in ("command", "signal"):
+                self.result, self.reason = result, result.reason  # else the job would be queued again
             return
         self.result = result
         self.host.end()
@@ -514,7 +521,8 @@ class Supervisor:
         operation.status = "running"
         self._make_way(operation)
         if request.action == "down":
-            self._end_run(RunResult(exit_code=Exit.INTERRUPTED, reason="stopped by command"), operation)
+            by_hand = RunResult(exit_code=Exit.INTERRUPTED, reason="stopped by command", ended_by="command")
+            self._end_run(by_hand, operation)
             if request.timeout_s is not None:
                 self._loop.call_later(request.timeout_s, self._do, self._hurry)
         else:
@@ -574,7 +582,19 @@ class Supervisor:
         if self._interrupts > 1:
             self._hurry()
         else:
-            self._end_run(RunResult(exit_code=Exit.INTERRUPTED, reason=f"interrupted by {name}"))
+            reason = f"interrupted by {name}"
+            self._end_run(RunResult(exit_code=Exit.INTERRUPTED, reason=reason, ended_by="signal"))
+
+    def _out_of_time(self) -> None:
+        """The time limit of the job is near: save and stop, unless the run is being stopped already."""
+        if self.phase is Phase.STOPPING:
+            return
+        plan = recipe(self.stack, "down", None)
+        operation = Operation(new_id(), CommandRequest(action="down"), plan, stop=list(plan.stop), status="running")
+        said = "the job's time is almost up: the run saves and stops"
+        self._record(operation.request, operation.id, "accepted", said)
+        result = RunResult(exit_code=Exit.INTERRUPTED, reason="the job's time limit", ended_by="time_limit")
+        self._end_run(result, operation)
 
     def _hurry(self) -> None:
         for component in self.components.values():

@@ -221,3 +221,26 @@ def test_a_run_that_has_ended_is_not_asked_about(
     assert inspect.run_row(handed_in).state == f"ended {code}"
     assert asyncio.run(inspect.status_of(handed_in)).exit_code == code
     assert not (tmp_path / "asked").exists()
+
+
+def test_a_down_that_loses_the_race_with_the_time_limit_says_so(
+    handed_in: RunEntry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ended with 143 and SLURM's word about a cancelled step, and the job ran again."""
+    gone = tmp_path / "gone"
+    squeue(tmp_path, monkeypatch, f"[ -e {gone} ] && echo '7|PENDING|n/a|BeginTime' || echo '7|RUNNING|n1|None'")
+    (tmp_path / "bin/srun").write_text(f"#!/bin/sh\ntouch {gone}\nexit 143\n")
+    (tmp_path / "bin/srun").chmod(0o755)
+    assert run(["down", str(handed_in.dir.root)]) == 4
+    said = capsys.readouterr().err
+    assert "the job is queued again" in said and "give it again: atropos-tui down" in said
+
+
+@pytest.mark.parametrize("ended_by", ["command", "signal"])
+def test_a_run_that_was_stopped_is_not_live_where_slurm_does_not_answer(
+    handed_in: RunEntry, ended_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handed_in.dir.result_json.write_text(json.dumps({"exit_code": 130, "reason": "stopped", "ended_by": ended_by}))
+    squeue(tmp_path, monkeypatch, "echo 'Unable to contact slurm controller' >&2; exit 1")
+    assert inspect.run_row(handed_in).state == "ended 130"
+    assert asyncio.run(inspect.status_of(handed_in)).phase is Phase.ENDED
