@@ -192,13 +192,17 @@ def open_screen(run: RunDir, *, read_only: bool = False) -> int:
         raise UserError("no terminal", [Problem("the screen needs one", "use ps, logs and events instead")])
     gc.disable()  # importing makes no garbage; the screen turns it on when it has read all
     os.environ["PYDANTIC_DISABLE_PLUGINS"] = "__all__"  # they are looked for in the metadata of every package
+    from atropos_tui.ui import faults
     from atropos_tui.ui.app import run_cockpit
 
     choice = run_cockpit(run.root, read_only=read_only)
-    if choice in ("detach", "failed"):
-        why = "detached" if choice == "detach" else "the screen failed, which is a fault of ours"
-        _say_if_heard(f"{why}; the run goes on: {one_line(str(run.root))}\n  atropos-tui attach · ps · down")
-        return Exit.DONE if choice == "detach" else Exit.FAULT
+    if choice == "failed":
+        is_over = runs.read_result(run) is not None
+        _say_if_heard(faults.crash_line(run.root, command="attach", is_over=is_over))
+        return Exit.FAULT
+    if choice == "detach":
+        _say_if_heard(f"detached; the run goes on: {one_line(str(run.root))}\n  atropos-tui attach · ps · down")
+        return Exit.DONE
     # The screen has said `down`, or has seen the end; either way the supervisor may need a moment to finish.
     asyncio.run(bring_down(run.root, timeout_s=None))
     return tell_end(run)

@@ -110,9 +110,12 @@ def replay(options: argparse.Namespace) -> int:
         if (at := recording.time_of(options.at)) is None:
             raise UserError("no such step", [Problem(f"--at {options.at}", "the run has no step so late")])
         show.clock.seek(at)
+    from atropos_tui.ui import faults
     from atropos_tui.ui.replay import run_replay
 
-    run_replay(show)
+    if run_replay(show) == "failed":
+        print(faults.crash_line(entry.dir.root, command="replay", is_over=True), file=sys.stderr)
+        return Exit.FAULT
     return Exit.DONE
 
 

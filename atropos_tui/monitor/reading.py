@@ -65,15 +65,19 @@ class Looking:
 
 
 class Ruler:
-    """Where a step of a run lies on an axis."""
+    """Where a step of a run lies on an axis, as of the moment at which the ruler was made.
+
+    It copies what it reads from `state`: series that are placed by it may have grown since, or lost their end to a
+    restart. Later steps lie at its end.
+    """
 
     def __init__(self, state: RunState, along: Along) -> None:
         self._along = along
-        tokens = state.metric("tokens")
-        self._steps, self._sums = tokens.steps, list(_sums(tokens)) if along is Along.TOKENS else []
+        tokens = state.metric("tokens") if along is Along.TOKENS else Series()
+        self._steps, self._sums = tokens.steps[:], list(_sums(tokens))
         times = state.metric("step_s")
         took = times.values[0] if len(times) and math.isfinite(times.values[0]) else 0.0
-        self._start = times.times[0] - took if len(times) else 0.0
+        self._start = times.times[0] - took if len(times) else math.inf  # before the first step all lies at 0
 
     def place(self, series: Series) -> Sequence[float]:
         """The places of the points of `series`."""

@@ -281,7 +281,7 @@ class CockpitApp(CommandApp):
         for widget in widgets:
             lacks = curves or (self.loaded and widget not in self._current)
             if isinstance(widget, Panel) and (lacks or not widget.follows_records):
-                widget.show(view)
+                widget.present(view)
                 self._current.add(widget)
 
     def on_resize(self) -> None:

@@ -20,6 +20,7 @@ from atropos_common.control import Action, CommandRequest, ComponentStatus
 from atropos_common.records import CommandRecord
 from atropos_tui.monitor.format import one_line
 from atropos_tui.supervisor.client import Refused
+from atropos_tui.ui import faults
 from atropos_tui.ui.dialogs import ConfirmDialog, QuitDialog
 from atropos_tui.ui.feed import Feed
 from atropos_tui.ui.widgets.bars import CommandBar
@@ -51,6 +52,12 @@ class CommandApp(App[Outcome]):
         self._seen_commands: set[str] = set()
         self._is_asking = self._asks_to_leave = False
         """A question, or what comes before and after it, is under way: impatient keys ask no second one."""
+
+    def _fatal_error(self) -> None:
+        """End after an unhandled error. Textual's own method prints a traceback with all local variables: for a long
+        run that takes minutes, in which no key works."""
+        faults.record(self._exception or RuntimeError("unknown"), "the screen")
+        self._close_messages_no_wait()
 
     @property
     def main(self) -> Screen[object] | None:

@@ -17,6 +17,7 @@ from atropos_tui.monitor.format import duration
 from atropos_tui.monitor.replay import Replay, ReplayClock
 from atropos_tui.monitor.timeline import clock as time_of_day
 from atropos_tui.ui.app import CockpitApp, dressed
+from atropos_tui.ui.commands import Outcome
 from atropos_tui.ui.feed import Feed
 from atropos_tui.ui.plot import progress_bar
 from atropos_tui.ui.terminal import Bell, run_app
@@ -140,6 +141,6 @@ class ReplayApp(CockpitApp):
         self.exit("detach")
 
 
-def run_replay(replay: Replay) -> None:
+def run_replay(replay: Replay) -> Outcome:
     """Show the screen until it is left."""
-    run_app(dressed(ReplayApp(replay)))
+    return run_app(dressed(ReplayApp(replay)))

@@ -20,6 +20,7 @@ from atropos_common.control import ComponentStatus, Role
 from atropos_common.run_dir import RunDir
 from atropos_tui.profile.spec import ComponentSpec, LogCheck, Probe, Probes, RestartPolicy, StackSpec, StopPolicy
 from atropos_tui.supervisor.client import ControlClient
+from atropos_tui.ui import faults
 from atropos_tui.ui.app import CockpitApp, Outcome
 from atropos_tui.ui.feed import Control
 from atropos_tui.ui.widgets.components import Components
@@ -72,6 +73,14 @@ def own_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test reads, or changes, what its user has chosen for the charts, or sees that user's runs."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+@pytest.fixture(autouse=True)
+def no_failed_panel() -> Iterator[None]:
+    """Fail where a panel hid an error of its own; a test that provokes one forgets it with `faults.forget()`."""
+    faults.forget()
+    yield
+    assert not faults.recorded()
 
 
 Supervise = Callable[[StackSpec], RunDir]

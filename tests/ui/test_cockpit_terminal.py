@@ -50,14 +50,25 @@ def test_a_terminal_that_vanishes_takes_the_screen_along(terminal: Terminal) -> 
     terminal.process.wait(LEAVE_S + 3)  # else it would read the end of its input for ever, with a whole core
 
 
-def test_a_fault_of_the_screen_is_no_detaching(tmp_path: Path) -> None:
-    fault = SCRIPT.replace(
-        "import sys; ", "import sys; from atropos_tui.ui import app; app.CockpitApp._refresh_panels = lambda s: 1 / 0; "
+def test_a_crash_of_the_screen_is_one_line_and_its_traceback_is_in_a_file(tmp_path: Path) -> None:
+    fault = (
+        "import sys; from pathlib import Path; from atropos_common.run_dir import RunDir; "
+        "from atropos_tui.cli.control import open_screen; from atropos_tui.ui import app\n"
+        "def broken(self):\n    rollouts_of_users = 'secret'; 1 / 0\n"
+        "app.CockpitApp._refresh_panels = broken\n"
+        "sys.exit(open_screen(RunDir(Path(sys.argv[1]))))"
     )
-    started = Terminal([sys.executable, "-c", fault, str(make_run(tmp_path / "run").root)])
+    run = make_run(tmp_path / "run").root
+    started = Terminal([sys.executable, "-c", fault, str(run)])
     try:
-        started.until(lambda seen: b"LEFT:failed" in seen)
-        assert b"ZeroDivisionError" in started.seen and ALTERNATE_OFF in started.seen
+        assert started.ends() == 1
+        after = started.seen.rpartition(ALTERNATE_OFF)[2].decode()
+        said = re.sub(r"\x1b\[[0-9;?<>=]*[a-zA-Z]", "", after).strip()
+        report = tmp_path / "state" / "atropos-tui" / "screen-error.txt"
+        assert said == f"the screen failed, the run goes on: atropos-tui attach {run} (traceback: {report})"
+        assert "ZeroDivisionError" in report.read_text()
+        assert "secret" not in report.read_text() and b"secret" not in started.seen, "no local variables"
+        assert report.stat().st_mode & 0o077 == 0
     finally:
         started.close()
 

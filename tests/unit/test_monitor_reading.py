@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 
 from atropos_common.records import CheckpointRecord, DiagnosisRecord, EnvMetricsRecord, EvalRecord, StepRecord
 from atropos_tui.monitor.reading import Along, Lens, Ruler, marks, sensible_range, smooth, smoothed, value_at
-from atropos_tui.monitor.series import Series
+from atropos_tui.monitor.series import MOST_POINTS, Series
 from atropos_tui.monitor.state import MOST_CURVES, USEFUL_GROUPS, RunState
+from tests.ui.run_maker import T0
 from tests.unit.test_monitor_state import fed, steps
 
 
@@ -48,6 +50,42 @@ def test_steps_lie_where_the_axis_says() -> None:
     assert Ruler(state, Along.TOKENS).step_at(800.0, series) == 2
     assert list(Ruler(state, Along.TOKENS).part(series, 700.0, 1200.0).steps) == [2, 3]
     assert list(Ruler(state, Along.MINUTES).part(series, minutes[1], minutes[2]).steps) == [2, 3]
+
+
+def _more(state: RunState) -> None:
+    for record in steps(range(9, 30)):
+        state.apply(record)
+
+
+def _restart(state: RunState) -> None:
+    for record in steps(range(3, 5), attempt=2):
+        state.apply(record)
+
+
+def _merge(state: RunState) -> None:
+    for name in ("reward_mean", "tokens", "step_s"):
+        for step in range(9, MOST_POINTS + 50):
+            state.series[name].put(step, 1.0, T0 + 31 + 0.33 * step)
+
+
+@pytest.mark.parametrize("along", list(Along))
+@pytest.mark.parametrize("begun", [0, 8])
+@pytest.mark.parametrize("change", [_more, _restart, _merge])
+def test_a_ruler_places_series_that_have_changed_since_it_was_made(
+    along: Along, begun: int, change: Callable[[RunState], None]
+) -> None:
+    """The screen keeps a ruler while records arrive. With tokens, each new step was an IndexError."""
+    state = fed(*steps(range(1, begun + 1)))
+    for name in ("reward_mean", "tokens", "step_s"):
+        state.series.setdefault(name, Series())
+    ruler = Ruler(state, along)
+    change(state)
+    for name in state.names():
+        series = state.metric(name)
+        places = list(ruler.place(series))
+        assert len(places) == len(series) and places == sorted(places)
+        assert len(ruler.part(series, 0.0, places[-1])) <= len(series)
+        ruler.step_at(places[-1], series)
 
 
 def test_a_window_of_the_newest_moves_along() -> None:

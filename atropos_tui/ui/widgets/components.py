@@ -125,6 +125,11 @@ class Components(DataTable[Text], Panel):
         else:
             self._rebuild()
 
+    def recover(self) -> None:
+        if self.failure:
+            self._built = [], []  # perhaps in part: build it again
+        super().recover()
+
     def select(self, component: str) -> None:
         """Move the cursor on the screen's own account."""
         names = [row.name for row in self.statuses]

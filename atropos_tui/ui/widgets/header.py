@@ -140,7 +140,10 @@ class Notices(TextPanel):
         super().show(view)
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
-        return max(1, len(self._said(self.view, width))) if self.view else 1
+        if self.view and not self.failure:
+            with self.guard():
+                return max(1, len(self._said(self.view, width)))
+        return 1
 
     def lines(self, view: View, width: int, height: int) -> list[Text]:
         return self._said(view, width)

@@ -21,7 +21,7 @@ from atropos_tui.monitor.log_buffer import LEVELS, Kind, Level, LogBuffer, LogEn
 from atropos_tui.monitor.patterns import Pattern
 from atropos_tui.monitor.timeline import clock
 from atropos_tui.ui.theme import ink, title
-from atropos_tui.ui.widgets.panel import after
+from atropos_tui.ui.widgets.panel import Guarded, after
 
 LINES_KEPT = 20_000
 REPAINT_S = 0.1
@@ -32,7 +32,7 @@ TIME_CELLS = 9
 _LEVEL_WORDS = {"all": "", "warning": "warnings and errors", "error": "errors only", "most": "without answered polls"}
 
 
-class LogView(ScrollView, can_focus=True):
+class LogView(ScrollView, Guarded, can_focus=True):
     """Lines of what is followed. Follows the end until scrolled away from it; `f` or End follows again."""
 
     DEFAULT_CLASSES = "panel"
@@ -123,11 +123,13 @@ class LogView(ScrollView, can_focus=True):
         if not self.screen.is_active and now - self._painted < BENEATH_S:
             return
         self._stale, self._painted = False, now
-        self._arrange()
-        if self.following:
-            self.scroll_end(animate=False, immediate=True, x_axis=False, force=True)
-        self._retitle()
-        self.refresh()
+        self.recover()
+        with self.guard():
+            self._arrange()
+            if self.following:
+                self.scroll_end(animate=False, immediate=True, x_axis=False, force=True)
+            self._retitle()
+            self.refresh()
 
     def _arrange(self) -> None:
         """Fit rows and sizes to what is shown now."""

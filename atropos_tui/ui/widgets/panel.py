@@ -1,24 +1,30 @@
-"""What every panel is: a widget that is given a `View` to draw, in styles of its own by name.
+"""What every panel is: a widget that is given a `View` to draw, in styles of its own by name. Its errors stay in it.
 
 A panel is two places: its file here, with its CSS, and one row of `ui.views.VIEWS`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from textwrap import wrap
 from typing import ClassVar, TypeVar
 
+from rich.segment import Segment
 from rich.style import Style
 from rich.text import Text
+from textual import events
 from textual.app import RenderResult
 from textual.content import Content
-from textual.geometry import Region
+from textual.geometry import Region, Size
+from textual.strip import Strip
 from textual.widget import Widget
 
 from atropos_common.control import ComponentStatus, Phase, RunStatus
 from atropos_tui.monitor.bench import RunBenchmark
+from atropos_tui.monitor.format import one_line
 from atropos_tui.monitor.gauges import GaugeHistory
 from atropos_tui.monitor.overlay import RunCurves, Setting, by_setting
 from atropos_tui.monitor.reading import MARKS, Lens, Looking, Mark, Ruler, marks
@@ -26,6 +32,7 @@ from atropos_tui.monitor.run_files import RunInfo
 from atropos_tui.monitor.series import Series
 from atropos_tui.monitor.state import RunState
 from atropos_tui.monitor.verdict import Verdict, verdict
+from atropos_tui.ui import faults
 from atropos_tui.ui.theme import ink
 
 Choice = TypeVar("Choice")
@@ -38,7 +45,11 @@ def after(now: Choice, choices: Sequence[Choice]) -> Choice:
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """The run as the screen knows it now. Each is a new one to draw, though it holds the same growing state."""
+    """The run as the screen knows it now.
+
+    `state` is shared and grows on: a panel may draw a view again after later records. Whatever is derived from the
+    state and kept (`ruler`, `marks`) copies what it needs, so that no index into a copy meets a newer series.
+    """
 
     info: RunInfo
     state: RunState
@@ -121,7 +132,63 @@ class View:
         return self.ruler.step_at(self.lens.cursor, self.state.metric("step_s"))
 
 
-class Panel(Widget):
+class Guarded(Widget):
+    """A widget that keeps its errors to itself: it shows the reason in one line, and the rest of the screen goes on."""
+
+    failure: str = ""
+    """Why it cannot be drawn; empty while it can be."""
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """Turn an error of the block into this widget's `failure`; the traceback goes to a file."""
+        try:
+            yield
+        except Exception as error:
+            faults.record(error, type(self).__name__)
+            self._fail(one_line(f"cannot be drawn: {type(error).__name__}: {error}"))
+
+    def _fail(self, reason: str) -> None:
+        if self.failure:
+            return
+        self.failure = reason
+        self.render_line = self._failure_line  # type: ignore[method-assign]
+        self._hide_children(True)
+
+    def recover(self) -> None:
+        """Try to draw again."""
+        if self.failure:
+            self.failure = ""
+            del self.render_line
+            self._hide_children(False)
+
+    def _hide_children(self, hidden: bool) -> None:
+        for child in self.children:
+            child.display = not hidden
+        self.refresh(layout=True)
+
+    def _failure_line(self, y: int) -> Strip:
+        width, style = self.scrollable_content_region.width, self.rich_style
+        lines = wrap(self.failure, max(width, 1))
+        words = [Segment(lines[y], ink(self.app, "bad"))] if y < len(lines) else []
+        return Strip(words).crop_extend(0, width, style).apply_style(style)
+
+    async def on_event(self, event: events.Event) -> None:
+        with self.guard():
+            await super().on_event(event)
+
+    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
+        if not self.failure:
+            with self.guard():
+                return super().get_content_height(container, viewport, width)
+        return 1
+
+    def render_lines(self, crop: Region) -> list[Strip]:
+        with self.guard():
+            return super().render_lines(crop)
+        return super().render_lines(crop)  # by `_failure_line`
+
+
+class Panel(Guarded):
     """A widget that draws a `View`. Framed panels have the class `panel`, whose look is in `app.tcss`."""
 
     DEFAULT_CLASSES = "panel"
@@ -134,6 +201,12 @@ class Panel(Widget):
     def show(self, view: View) -> None:
         """Take the newest."""
         raise NotImplementedError
+
+    def present(self, view: View) -> None:
+        """Show `view`, or why that failed."""
+        self.recover()
+        with self.guard():
+            self.show(view)
 
     def entitle(self, words: Content) -> None:
         """Set the title in the frame, which paints the whole panel anew, where it is another one."""

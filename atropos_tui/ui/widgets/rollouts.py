@@ -36,7 +36,7 @@ from atropos_tui.monitor.rollout_groups import (
 from atropos_tui.ui.plot import sparkline
 from atropos_tui.ui.theme import ink, title
 from atropos_tui.ui.widgets.listing import Listing
-from atropos_tui.ui.widgets.panel import View, after
+from atropos_tui.ui.widgets.panel import Guarded, View, after
 
 MOST_SPREAD = 16
 """Rewards of a group that are shown."""
@@ -249,7 +249,7 @@ def spread(rollouts: Sequence[RolloutRecord]) -> str:
     return sparkline([(reward - low) / (high - low) if high > low else 0.5 for reward in rewards], len(rewards))
 
 
-class RolloutDetail(VerticalScroll):
+class RolloutDetail(VerticalScroll, Guarded):
     """One completion in full, or what changed between two: told by the list, not by a `View`."""
 
     DEFAULT_CLASSES = "panel"
@@ -271,6 +271,11 @@ class RolloutDetail(VerticalScroll):
 
     def tell(self, message: Rollouts.Pointed) -> None:
         """Show what the list points at."""
+        self.recover()
+        with self.guard():
+            self._tell(message)
+
+    def _tell(self, message: Rollouts.Pointed) -> None:
         rollout = message.rollout
         about = f"step {rollout.step} · {one_line(rollout.env)}" if rollout else "no data"
         self.border_title = title("Rollout", (about, "quiet"), (message.words, "accent"))
