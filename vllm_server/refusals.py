@@ -32,6 +32,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from atropos_common.body import replayed
 from atropos_common.bridge import SAMPLING_HEADER, SPLIT_HEADER
+from atropos_common.connections import connection_of
 from vllm_server.auth import error_response, path_kind, route_path
 
 logger = logging.getLogger(__name__)
@@ -312,7 +313,7 @@ class Refusals:
                 await self.app(scope, receive, send)
             finally:
                 self.log.close()
-        elif scope["type"] == "http" and scope["method"] == "POST" and path_kind(route_path(scope)) == "generation":
+        elif _generates(scope) and _is_of_the_run(scope):
             await self._watch(scope, receive, send)
         else:
             await self.app(scope, receive, send)
@@ -335,6 +336,16 @@ class Refusals:
             if status:
                 self.log.note(route_path(scope), status, reason_of(bytes(body)))
             self.log.ended += 1
+
+
+def _generates(scope: Scope) -> bool:
+    return scope["type"] == "http" and scope["method"] == "POST" and path_kind(route_path(scope)) == "generation"
+
+
+def _is_of_the_run(scope: Scope) -> bool:
+    """Whether the run's own user sent the request: a diagnosis blames an environment for what this log counts."""
+    connection = connection_of(scope)
+    return connection is None or connection.own
 
 
 def reason_of(body: bytes) -> str:

@@ -51,7 +51,7 @@ async def _through_the_door() -> None:
         return JSONResponse({})
 
     app = Starlette(routes=[Route("/{rest:path}", answer, methods=["POST"])], middleware=[Middleware(AuthMiddleware)])
-    door = app.state.atropos_door = Access("secret", allowed_hosts("127.0.0.1"), GenerationHold(held=True))
+    door = app.state.atropos_door = Access("secret", allowed_hosts("127.0.0.1"), GenerationHold(held=True), open=True)
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:9001") as http:
         held = asyncio.ensure_future(http.post("/generate"))

@@ -16,6 +16,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from atropos_common.http import allowed_hosts
+from tests.unit.test_vllm_server_auth import over
 from vllm_server import refusals
 from vllm_server.auth import Access, AuthMiddleware, GenerationHold, error_response
 from vllm_server.generate import RequestError, parse_body, under_policy
@@ -28,7 +29,7 @@ def app(sampling: str = "refuse") -> FastAPI:
     for middleware in (PlainSampling, AuthMiddleware, Refusals):
         served.add_middleware(middleware)
     served.state.atropos_sampling_policy = sampling
-    served.state.atropos_door = Access("secret", allowed_hosts("127.0.0.1"), GenerationHold(held=False))
+    served.state.atropos_door = Access("secret", allowed_hosts("127.0.0.1"), GenerationHold(held=False), open=True)
 
     @served.post("/generate")
     async def generate(request: Request) -> Any:
@@ -165,6 +166,16 @@ async def test_strangers_can_neither_fill_the_log_nor_forge_lines(caplog: pytest
     for line in told:
         assert line.isprintable() and len(line) < REASON_CHARACTERS + 120
     assert r"\x1b[2Jforged \u202e" in told[0] and " ... " in told[0]
+
+
+async def test_another_user_makes_no_line_that_a_diagnosis_would_blame_on_an_environment(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    served = app()
+    transport: Any = httpx.ASGITransport(app=over(served, own=False))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:9001") as http:
+        assert (await http.post("/v1/chat/completions", json={"say": "no such model"})).status_code == 400
+    assert said(caplog) == []
 
 
 def _layers(served: FastAPI) -> list[Any]:
