@@ -21,7 +21,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import re
 import struct
 import time
 from bisect import bisect_right
@@ -30,6 +29,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from atropos_common.files import open_regular
+from atropos_tui.supervisor.log_watch import LineWatch
 
 CHUNK = 256 * 1024
 """Bytes read from a component's pipe at once."""
@@ -41,8 +41,6 @@ SAY_AGAIN_S = 60.0
 """A disk at its limit takes some output and refuses some: not each time is told."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 TAIL_BYTES = 64 * 1024
-LONGEST_LINE = 64 * 1024
-"""A log probe looks at most at so many bytes of one line."""
 RATE = 20.0
 """Entries a second."""
 RESERVE = 50.0
@@ -62,8 +60,7 @@ class LogDrain:
         self.file = file
         self._fd = -1 if descriptor is None else descriptor
         self._tail = bytearray()
-        self._watches: dict[str, tuple[re.Pattern[bytes], list[bool]]] = {}
-        self._partial = b""
+        self._lines = LineWatch()
         self._on_problem = on_problem
         self.scanner: Callable[[bytes], None] | None = None
         """Gets every chunk; must only keep it."""
@@ -78,15 +75,11 @@ class LogDrain:
 
     def watch(self, pattern: str) -> None:
         """Look for `pattern` in every line from now on (and in the tail kept so far)."""
-        if pattern not in self._watches:
-            compiled = re.compile(pattern.encode())
-            seen = any(compiled.search(line) for line in bytes(self._tail).splitlines())
-            self._watches[pattern] = (compiled, [seen])
-            self._partial = bytes(self._tail).rpartition(b"\n")[2][:LONGEST_LINE]
+        self._lines.watch(pattern, bytes(self._tail))
 
     def seen(self, pattern: str) -> bool:
         """Whether a line matched since `watch(pattern)`."""
-        return pattern in self._watches and self._watches[pattern][1][0]
+        return self._lines.seen(pattern)
 
     def tail(self, count: int = 40) -> list[str]:
         """The last lines, decoded with replacement."""
@@ -103,9 +96,7 @@ class LogDrain:
     def take(self, data: bytes) -> None:
         """What the component printed next."""
         self.note(data)
-        waiting = [entry for entry in self._watches.values() if not entry[1][0]]
-        if waiting:
-            self._look(waiting, data)
+        self._lines.take(data)
 
     def note(self, data: bytes) -> None:
         """What stands in the log besides: it is explained like all else, but no pattern of the component's own waits
@@ -124,12 +115,6 @@ class LogDrain:
         if self._on_problem and self.file:
             self._said = time.monotonic(), self.file.lost_bytes
             self._on_problem(f"{problem}; {self.file.lost_bytes:,} bytes of output are lost so far")
-
-    def _look(self, waiting: list[tuple[re.Pattern[bytes], list[bool]]], data: bytes) -> None:
-        *lines, self._partial = (self._partial + data).split(b"\n")
-        self._partial = self._partial[:LONGEST_LINE]
-        for pattern, seen in waiting:
-            seen[0] = any(pattern.search(line[:LONGEST_LINE]) for line in lines)
 
     def _close_pipe(self) -> None:
         if self._fd >= 0:

@@ -480,11 +480,10 @@ class ResumedDrain(LogDrain):
         del self._tail[:-TAIL_BYTES]
 
     def watch(self, pattern: str) -> None:
-        if pattern in self._watches:
-            return
         super().watch(pattern)
-        compiled, seen = self._watches[pattern]
-        seen[0] = seen[0] or pattern in self._seen_before or any(_matches(path, compiled) for path in self._parts)
+        compiled = re.compile(pattern.encode())
+        if pattern in self._seen_before or any(_matches(path, compiled) for path in self._parts):
+            self._lines.note_seen(pattern)
 
 
 def _last_bytes(path: Path, count: int) -> bytes:
