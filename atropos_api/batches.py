@@ -5,8 +5,9 @@ forgets what it hands out before it is sent. So `max_batches_offpolicy` of an en
 does not bound the policy lag (3 gave 5 and 6), and a batch that is not received is lost. Its answer goes through
 FastAPI's encoder, the standard library's JSON and gzip: 6 s for 64 sequences of 8,192 tokens.
 
-This stands in front of that one route. State is atroposlib's (`app.state`: a list of groups, `queue`), and which groups
-make up a batch is decided by its own functions; every other request goes through to it.
+This stands in front of that one route. State is atroposlib's (`app.state`: a list of groups, `queue`). Of several
+environments each gives its share (`shares.py`), and `/share` tells each how many groups that are; with one environment,
+or with `min_batch_allocation`, atroposlib's own functions decide. Every other request goes through to it.
 
 A trainer that names the batch it had last (`AFTER_HEADER`) is handed the next one ahead of time: it stays in the queue,
 where environments count it, until the trainer asks for the one after it. Without that header a batch is taken for good.
@@ -23,13 +24,15 @@ from uuid import uuid4
 
 import msgspec
 from fastapi import FastAPI
-from starlette.datastructures import Headers
-from starlette.responses import Response
+from starlette.datastructures import Headers, QueryParams
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from atropos_api.shares import Shares
 from atropos_common.http import AFTER_HEADER, BATCH_HEADER
 
 PATH = "/batch"
+SHARE_PATH = "/share"
 HOLD_S = 0.5
 """So long an answer waits for a batch."""
 LOOK_S = 0.01
@@ -55,11 +58,14 @@ class Batches:
         """
         self._app, self._state = app, state
         self._kept: HandedOut | None = None
+        self._shares = Shares()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] == PATH and scope["method"] == "GET":
             answer = await self._answer(Headers(scope=scope).get(AFTER_HEADER))
             await answer(scope, receive, send)
+        elif scope["type"] == "http" and scope["path"] == SHARE_PATH and scope["method"] == "GET":
+            await self._share(QueryParams(scope["query_string"]))(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
@@ -79,6 +85,30 @@ class Batches:
                     return Response(b'{"batch":null}', media_type="application/json")
                 await asyncio.sleep(LOOK_S)
 
+    def _share(self, asked: QueryParams) -> Response:
+        """Answer how many groups environment `env_id` may have in the queue, for `ahead` batches, and how many it has;
+        `{}` where it has the queue to itself."""
+        try:
+            number, ahead = int(asked["env_id"]), int(asked["ahead"])
+        except (KeyError, ValueError):
+            return JSONResponse({"error": "env_id and ahead must be whole numbers"}, 422)
+        state, kept = self._state, self._kept.groups if self._kept else []
+        queue, size, envs = getattr(state, "queue", []), getattr(state, "batchsize", 0), getattr(state, "envs", [])
+        found = None
+        if _by_weight(envs):
+            barren = asked.get("barren") == "1"
+            found = self._shares.places(number, queue, kept, size, ahead, envs, barren=barren)
+        return JSONResponse({} if found is None else {"places": found.places, "queued": found.queued})
+
+    def _form(self) -> list[Group] | None:
+        """Return the groups of the next batch; None where there is none yet."""
+        queue, size, envs = self._state.queue, self._state.batchsize, getattr(self._state, "envs", [])
+        if _by_weight(envs) and self._shares.several(queue, envs):
+            groups = self._shares.form(queue, size, envs)
+            if groups != []:
+                return groups
+        return form_batch(queue, size, envs)
+
     def _next(self, after: str | None) -> HandedOut | None:
         """The batch behind the one named `after`, which is let go; the same again for who did not get it."""
         state = self._state
@@ -86,7 +116,7 @@ class Batches:
             self._kept = None  # /reset_data
         if self._kept and self._kept.name == after:
             self._let_go()
-        if not self._kept and (groups := form_batch(state.queue, state.batchsize, getattr(state, "envs", []))):
+        if not self._kept and (groups := self._form()):
             self._kept = HandedOut(uuid4().hex, groups)
         found = self._kept
         if found and after is None:
@@ -99,6 +129,11 @@ class Batches:
         self._state.queue = [group for group in self._state.queue if id(group) not in gone]
         self._state.status_dict["step"] += 1
         self._kept = None
+
+
+def _by_weight(envs: list[dict[str, Any]]) -> bool:
+    """Return whether weights decide, and not atroposlib's own `min_batch_allocation`."""
+    return all(env.get("min_batch_allocation") is None for env in envs if env["connected"])
 
 
 def form_batch(queue: list[Group], size: int, envs: list[dict[str, Any]]) -> list[Group] | None:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 from openai import APIStatusError
 
-from atropos_common.group_reasons import in_words
+from atropos_common.group_reasons import SURPLUS, in_words
 from atropos_common.record_tail import next_seq
 from atropos_common.records import EnvCountsRecord, EnvMetricsRecord, EvalRecord, Record
 from atropos_common.run_dir import ENV_COMPONENT, ENV_RUN_ID, RunDir
@@ -29,6 +29,8 @@ _SHARE = re.compile(r"correct|accuracy|(^|[_/])acc([_/]|$)|pass@|success|solve",
 
 
 LONGEST_REASON = 160
+MANY_IN_VAIN = 32
+"""Groups that failed or were left out, one after the other, before other environments may have our share."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,8 @@ class Tally:
         self.urgent = False
         """A reason was counted for the first time: it is to be written at once."""
         self._scores: list[float] = []
+        self._barren_since = 0
+        """Groups that were made in vain or failed when run-api accepted one last."""
         self._kinds: set[tuple[str, str]] = set()
         self._told = self._now
 
@@ -170,6 +174,20 @@ class Tally:
             self._kinds.add((reason, kind or words))
             self.urgent = True
             log.warning("a group is left out (%s): %s. More of the kind are counted", in_words(reason), words)
+
+    def accepted(self) -> None:
+        """Count a group that run-api accepted."""
+        self.sent += 1
+        self._barren_since = self._in_vain
+
+    @property
+    def barren(self) -> bool:
+        """Whether of the newest `MANY_IN_VAIN` groups none could be sent."""
+        return self._in_vain - self._barren_since >= MANY_IN_VAIN
+
+    @property
+    def _in_vain(self) -> int:
+        return self.left_out.total() - self.left_out[SURPLUS] + self.failures.total()
 
     def news(self) -> bool:
         """Return whether something was counted since the last line."""

@@ -221,7 +221,7 @@ class Hosted(BaseEnv):  # type: ignore[misc]
                 self._coming -= 1
             slot = _slot.get()
             if accepted:
-                self.tally.sent += 1
+                self.tally.accepted()
                 if self.places is not None:
                     self._drop(self.places.sent(slot, 1))
             elif slot is not None:
@@ -324,24 +324,28 @@ class Hosted(BaseEnv):  # type: ignore[misc]
         """run-api's view, with groups counted that it received while it answered.
 
         Without them BaseEnv would start rollouts for places already taken, some would wait in the queue for one batch
-        more, and the policy lag would exceed `max_batches_offpolicy`.
+        more, and the policy lag would exceed `max_batches_offpolicy`. Beside other environments each has places of its
+        own, by its share, so that BaseEnv ends no rollout because others filled the queue.
         """
         sent_before = self.tally.sent
         await super().get_status()
-        status = self.status_dict
-        others = status["queue_size"] - status.get("self_queue_size", 0)
+        status, all_places = self.status_dict, self._all_places()
+        own = None
+        if self.config.min_batch_allocation is None and self.config.max_batches_offpolicy > 0:
+            own = await self._registration.places(self.config.max_batches_offpolicy, self.tally.barren)
+        alone = status["queue_size"] <= status.get("self_queue_size", 0)
+        places, queued = own or (all_places, status["queue_size"])
         came = self.tally.sent - sent_before
         if self.places is not None:
             late = self.places.looked(
-                queued=status["queue_size"], came=came, coming=self._coming, places=self._all_places(),
+                queued=queued, came=came, coming=self._coming, places=places,
                 ahead=self.config.max_batches_offpolicy, step=status["current_step"],
             )  # fmt: skip
             self._drop(late)
-        status["queue_size"] += came
-        if others <= 0 and self.config.batch_size > 0:
+        status["queue_size"] = all_places - (places - queued - came)
+        if (own or alone) and self.config.batch_size > 0:
             # Our own rollouts in flight have their place already; BaseEnv must not cancel them.
-            places = self.config.max_batches_offpolicy * self.config.batch_size // self.config.group_size
-            status["queue_size"] = max(0, min(status["queue_size"], places - len(self.workers)))
+            status["queue_size"] = max(0, min(status["queue_size"], all_places - len(self.workers)))
 
     async def env_step_checks(self) -> None:
         """BaseEnv's cadence of evaluations, and a line of progress."""

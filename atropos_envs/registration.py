@@ -64,6 +64,7 @@ class Registration:
         self._memory: Path | None = run.bridge / f"env.{component}.json" if run is not None else None
         self._session: aiohttp.ClientSession | None = None
         self.env_id: int | None = None
+        self._knows_shares = True
 
     def lost(self, error: BaseException) -> str:
         """Return what to say when run-api does not answer, or answers with an error."""
@@ -126,6 +127,24 @@ class Registration:
         with suppress(aiohttp.ClientError, TimeoutError):
             return int((await self._call("GET", "/status"))["current_step"])
         return None
+
+    async def places(self, ahead: int, barren: bool) -> tuple[int, int] | None:
+        """Return how many groups of ours may be in the queue for `ahead` batches, and how many are; None where we have
+        it to ourselves, or run-api knows no shares.
+
+        Args:
+            barren: nothing of what we make can be sent.
+        """
+        if not self._knows_shares:
+            return None
+        try:
+            answer = await self._call("GET", f"/share?env_id={self.env_id}&ahead={ahead}&barren={barren:d}")
+        except aiohttp.ClientResponseError as error:
+            self._knows_shares = error.status != 404
+            return None
+        except (aiohttp.ClientError, TimeoutError):
+            return None
+        return (answer["places"], answer["queued"]) if answer else None
 
     async def disconnect(self) -> None:
         """Give our place back, as far as run-api still answers."""
