@@ -284,7 +284,7 @@ class EnvSection(ComponentOptions):
     config: str | None = Field(None, min_length=1)
     """A YAML file, passed as `--config`."""
     weight: float | None = Field(None, gt=0)
-    """Share of every batch beside other environments (default: 1). Batches wait for it, so a slow one is not starved."""
+    """Share of every batch beside other environments (default: 1). Batches wait for a slow one."""
     engine: Name | None = None
     """Name of the [[vllm]] that generates its rollouts; default: the first, which the trainer feeds."""
     refill: bool = True
