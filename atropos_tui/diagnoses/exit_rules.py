@@ -16,6 +16,10 @@ from atropos_tui.diagnoses.model import ANSI, USUAL, Diagnosis, LogMatch, LogPat
 from atropos_tui.diagnoses.roots import is_passing, root_error
 from atropos_tui.profile.spec import ComponentSpec
 
+USAGE = r"^(?:[\w ./-]+: )?error: .+|^usage: .+|unrecognized arguments.+|ValidationError.*"
+"""Messages of argparse, click and pydantic, whatever their case."""
+OWN_USAGE = r"^(?:vllm_server|SmolLM2): .+|^\S+ \S+ ERROR atropos_envs\S* .+"
+"""Messages of our own programs, which end with 2 for what another start does not change."""
 RANK_SIGKILL = re.compile(r"error: rank \d+ was killed by SIGKILL")
 
 
@@ -79,16 +83,19 @@ def not_executable(found: Evidence) -> tuple[str, str, str] | None:
 
 def refused_arguments(found: Evidence) -> tuple[str, str, str] | None:
     """Exit code 2 with a message of argparse or pydantic; the title names the flags that it names."""
-    hit = (
-        found.last(r"error: .+|usage: .+|unrecognized arguments.+|ValidationError.*") if found.exit_code == 2 else None
-    )
-    if hit is None:
+    if found.exit_code != 2 or (hit := found.last(USAGE)) is None:
         return None
     unknown, wrong = UNKNOWN_FLAGS.search(hit[1]), WRONG_FLAG.search(hit[1])
     flags = " ".join(word for word in unknown[1].split() if word.startswith("-")) if unknown else ""
     named = flags or (shortened(wrong[1], LONGEST_FLAG) if wrong else "")
     title = f"{found.spec.name} refused its arguments" + (f": {named}" if named else "")
     return title, hit[1], "correct its section of the profile"
+
+
+def is_wrong_usage(found: Evidence) -> bool:
+    """Whether a program ended with code 2 since it cannot use its arguments: make and others end so after any error."""
+    hit = found.last(f"{USAGE}|{OWN_USAGE}") if found.exit_code == 2 else None
+    return hit is not None and not is_passing(hit[1])
 
 
 def killed_by_signal(found: Evidence) -> tuple[str, str, str] | None:

@@ -6,6 +6,7 @@ failed holds the reason.
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Iterator, Sequence
 
@@ -69,14 +70,35 @@ PASSING_WORDS = re.compile(
     r"|cannot allocate|no space left",
     re.IGNORECASE,
 )
-"""What another process, or the machine, holds or has not done yet, in errors that no rule knows."""
+"""Words for what another process holds or the machine has not done yet, in errors that no rule knows."""
+PASSING_ERRNO = frozenset(
+    number
+    for name in (
+        "EAGAIN", "EALREADY", "EBUSY", "ECOMM", "ECONNABORTED", "ECONNREFUSED", "ECONNRESET", "EDEADLK", "EDQUOT",
+        "EADDRINUSE", "EADDRNOTAVAIL", "EHOSTDOWN", "EHOSTUNREACH", "EINTR", "EIO", "EMFILE", "ENETDOWN", "ENETRESET",
+        "ENETUNREACH", "ENFILE", "ENOBUFS", "ENOLCK", "ENOLINK", "ENOMEM", "ENONET", "ENOSPC", "ENOTCONN", "EPIPE",
+        "EPROTO", "EREMOTEIO", "ESHUTDOWN", "ESTALE", "ETIMEDOUT", "ETXTBSY",
+    )
+    if (number := getattr(errno, name, None)) is not None
+)  # fmt: skip
+"""Errors of a network, of a network disk, and of a machine that is out of something."""
+_ERRNO = re.compile(r"\[Errno (\d+)\]|\(os error (\d+)\)")
+_NETWORK_ERROR = re.compile(
+    r"^(?:\w+\.)*(?:SSL(?!Cert)\w*Error|IncompleteRead|(?:Chunked|Content)\w*Error|\w*ProtocolError|Remote\w*Error"
+    r"|RemoteDisconnected|Client(?:Payload|OS)Error|ServerDisconnectedError|MaxRetryError|ProxyError|gaierror"
+    r"|URLError|(?:HfHub)?HTTPError|(?:Read|Write|Pool)(?:Error|Timeout)|NVMLError_(?:Unknown|GpuIsLost|Timeout"
+    r"|ResetRequired|DriverNotLoaded))\b(?!.*CERTIFICATE_VERIFY_FAILED)"
+)
+"""Exceptions of clients of HTTP and TLS, and of a driver that does not answer."""
 _VARIES = re.compile(r"0x[0-9a-fA-F]+|\b(?=\w*\d)[0-9a-f]+\b|\btmp\w+|\d+")
 """Addresses, ids, times, ports and pids."""
 
 
 def is_passing(line: str) -> bool:
-    """Whether another start may find it otherwise, by the words of its error line."""
-    return bool(VANISHED.search(line) or PASSING_WORDS.search(line))
+    """Return whether another start may succeed, by error number, exception or words of its error line."""
+    number = next((int(found[1] or found[2]) for found in _ERRNO.finditer(line)), None)
+    known = number in PASSING_ERRNO or _NETWORK_ERROR.search(line)
+    return bool(known or VANISHED.search(line) or PASSING_WORDS.search(line))
 
 
 def same_words(one: str, other: str) -> bool:

@@ -22,7 +22,7 @@ from typing import Any, Literal, Protocol
 from atropos_common.control import ComponentStatus, Role, StageStatus, State
 from atropos_common.records import ProbeRecord, StageRecord, StateRecord
 from atropos_tui.diagnoses import Diagnosis, Evidence, describe_exit, diagnose, model, node_lost, port_taken
-from atropos_tui.diagnoses.exit_rules import lasting_error
+from atropos_tui.diagnoses.exit_rules import is_wrong_usage, lasting_error
 from atropos_tui.diagnoses.model import shortened
 from atropos_tui.diagnoses.roots import same_words
 from atropos_tui.diagnoses.stall_rules import Part
@@ -50,6 +50,8 @@ TRANSITIONS: dict[State, frozenset[State]] = {
 """From each state, where a component may go next."""
 HEALTHY_RESET_S = 60.0
 """After so long in health the backoff begins anew."""
+ALIKE_S = 10.0
+"""Minimum seconds between two equal failures of a start before they are final: a network disk may be back by then."""
 REASON_ROOM = 300
 """Characters of an error line in the reason of a state."""
 PROVEN_S = 5.0
@@ -99,6 +101,8 @@ class Restarts:
         """When the present attempt became healthy."""
         self.start_error = ""
         """The error line of the start that failed last, if another start would fail in the same way."""
+        self._error_since = 0.0
+        """Monotonic time of the first of the failures in a row that have these words."""
         self._crashes: deque[float] = deque()
         self._streak = 0
 
@@ -106,17 +110,18 @@ class Restarts:
         """Crashes within the policy's window."""
         return sum(time.monotonic() - crash <= self._policy.window_s for crash in self._crashes)
 
-    def delay(self, exit_code: int | None, error: str) -> tuple[float | None, str]:
+    def delay(self, error: str, *, usage: bool = False) -> tuple[float | None, str]:
         """Seconds from this crash to the next start; or None, and why there is none.
 
         Args:
             error: the error line of a start that would fail in the same way again; "" for any other crash.
+            usage: it refused its arguments.
         """
         now = time.monotonic()
         if self.healthy_at is not None and now - self.healthy_at > HEALTHY_RESET_S:
             self._streak = 0
-        hopeless = "wrong usage, not retried" if exit_code == 2 and not self.proven else ""
-        if self._fails_alike(error):
+        hopeless = "wrong usage, not retried" if usage and not self.proven else ""
+        if self._fails_alike(error, now):
             hopeless = f"the start failed twice in the same words, not tried again: {shortened(error, REASON_ROOM)}"
         if hopeless:
             return None, hopeless
@@ -129,10 +134,14 @@ class Restarts:
         self.count += 1
         return delay, ""
 
-    def _fails_alike(self, error: str) -> bool:
-        """A start has failed with this error line (none: in a way that may pass); whether the last one did so, too."""
+    def _fails_alike(self, error: str, now: float) -> bool:
+        """Note that a start failed with this error line ("": in a way that may pass). Return whether starts have failed
+        in these words for `ALIKE_S`."""
         last, self.start_error = self.start_error, "" if self.came_up else error
-        return same_words(self.start_error, last)
+        alike = same_words(self.start_error, last)
+        if not alike:
+            self._error_since = now
+        return alike and now - self._error_since >= ALIKE_S
 
 
 def next_delay(policy: RestartPolicy, crashes: deque[float], streak: int, now: float) -> float | None:
@@ -161,6 +170,8 @@ class Ended:
     diagnosis: Diagnosis | None = None
     error: str = ""
     """The error line of its log, where another start would fail in the same way."""
+    usage: bool = False
+    """It refused its arguments."""
     lost: str = ""
     """How its node was lost, if that is why it ended."""
 
@@ -646,8 +657,8 @@ class Component:
         if look:
             await look
             await self._gpu_memory_back(attempt)
-        diagnosis, error = await self._explain(child, self.log)
-        post(self._gone, attempt, killed, diagnosis, error)
+        diagnosis, error, usage = await self._explain(child, self.log)
+        post(self._gone, attempt, killed, diagnosis, error, usage)
 
     async def _gpu_memory_back(self, attempt: int) -> None:
         gpus, shared = self._host.gpus, self._host.shares_with(self.name)
@@ -661,16 +672,18 @@ class Component:
         if found:
             self._owner.post(self.diagnose, found)
 
-    async def _explain(self, child: Leader, log: LogDrain) -> tuple[Diagnosis | None, str]:
-        """Why it ended by itself, and its error line, where another start would fail in the same way."""
+    async def _explain(self, child: Leader, log: LogDrain) -> tuple[Diagnosis | None, str, bool]:
+        """Return why it ended by itself, its error line where another start would fail in the same way, and whether it
+        refused its arguments."""
         if child.lost:
-            return node_lost(child.lost), ""
+            return node_lost(child.lost), "", False
         if not child.exit_code or self.outcome:
-            return None, ""
+            return None, "", False
         lines = log.tail(LOOKED_BACK)
         found = Evidence(self.spec, child.exit_code, lines[-EVIDENCE:], self._host.names, tuple(lines[:-EVIDENCE]))
         diagnosis = await asyncio.to_thread(diagnose, found)
-        return diagnosis, lasting_error(diagnosis.rule, lines) if child.exit_code > 0 else ""
+        error = lasting_error(diagnosis.rule, lines) if child.exit_code > 0 else ""
+        return diagnosis, error, is_wrong_usage(found)
 
     def _left_over(self, attempt: int, count: int) -> None:
         """It ended by itself and left so many others, which are being ended."""
@@ -691,7 +704,7 @@ class Component:
         self._draining = memory
         self._store.notify()
 
-    def _gone(self, attempt: int, killed: int, diagnosis: Diagnosis | None, error: str) -> None:
+    def _gone(self, attempt: int, killed: int, diagnosis: Diagnosis | None, error: str, usage: bool) -> None:
         """No process of its set is left, and its GPU memory is back."""
         if not self._is_present(attempt):
             return
@@ -710,7 +723,7 @@ class Component:
             lived_s = (self.exited_at or time.time()) - (self.started_at or 0.0)
             self._restarts.proven |= lived_s > PROVEN_S
             self._restarts.came_up |= lived_s > (SILENT_START_S if self.spec.stages else PROVEN_S)
-        self._owner.on_gone(self, Ended(self.outcome, child.exit_code, killed, diagnosis, error, child.lost))
+        self._owner.on_gone(self, Ended(self.outcome, child.exit_code, killed, diagnosis, error, usage, child.lost))
 
     # What follows from an end, as the supervisor decides.
 
@@ -718,9 +731,9 @@ class Component:
         """It is down: COMPLETED, STOPPED or FAILED."""
         self._move(state, reason, self.exit_code)
 
-    def delay_after_crash(self, error: str) -> tuple[float | None, str]:
+    def delay_after_crash(self, error: str, *, usage: bool) -> tuple[float | None, str]:
         """Seconds until it is started again, which is counted; or None, and why it is not (`Restarts.delay`)."""
-        return self._restarts.delay(self.exit_code, error)
+        return self._restarts.delay(error, usage=usage)
 
     def back_off(self, delay: float, reason: str) -> None:
         """It crashed, and is started again after `delay` seconds."""

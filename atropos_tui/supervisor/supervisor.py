@@ -459,7 +459,7 @@ class Supervisor:
     def _crash(self, component: Component, reason: str, ended: Ended) -> None:
         if ended.diagnosis:
             component.diagnose(ended.diagnosis, ending=True)
-        delay, why_not = component.delay_after_crash(ended.error)
+        delay, why_not = component.delay_after_crash(ended.error, usage=ended.usage)
         if delay is None:
             self._fail(component, Exit.COMPONENT_FAILED, f"{reason}; {why_not}")
             return

@@ -112,6 +112,18 @@ async def test_wrong_usage_is_not_retried(launch: Any) -> None:
 
 
 @pytest.mark.launchers("direct")
+@pytest.mark.parametrize(
+    "said", ["curl: (7) Failed to connect: Connection refused\nmake: *** [Makefile:2: all] Error 2", "error: timed out"]
+)
+async def test_exit_2_without_words_of_wrong_usage_is_a_crash(said: str, launch: Any) -> None:
+    """make ends with 2 whatever failed."""
+    make = part("make", python(f"print({said!r}); raise SystemExit(2)"), restart=QUICK)
+    async with launch(make) as running:
+        assert await running.end() == 3
+        assert running.path("make").count("starting") == 3
+
+
+@pytest.mark.launchers("direct")
 async def test_exit_2_of_what_was_healthy_is_a_crash(launch: Any) -> None:
     code = "import time; print('up',flush=True); time.sleep(1); raise SystemExit(2)"
     async with launch(part("late", python(code), probes=ready(), restart=QUICK)) as running:

@@ -10,8 +10,9 @@ import pytest
 from atropos_common.control import CommandRequest, Role, State
 from atropos_tui.diagnoses import RULES
 from atropos_tui.diagnoses.exit_rules import PASSING_RULES, lasting_error
-from atropos_tui.diagnoses.roots import same_words
+from atropos_tui.diagnoses.roots import is_passing, same_words
 from atropos_tui.profile.spec import LogCheck, RestartPolicy, Stage
+from atropos_tui.supervisor import component
 from tests.supervisor.harness import QUICK, part, python, ready
 
 LOG = Path(__file__).parent / "logs/engine_start.log"
@@ -19,6 +20,12 @@ HEADS = "AssertionError: num_heads (7) is not divisible by num_kv_heads (2)"
 RAISES = "import os, time, sys\nraise ValueError(f'{os.getpid()} at {time.time()}: %s')"
 """The words of an error, among numbers that differ each time."""
 SAYS = "import os, sys\nprint(sys.argv[1]); sys.exit(int(sys.argv[2]))"
+
+
+@pytest.fixture
+def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal failures are final however soon they come: starts in tests take milliseconds."""
+    monkeypatch.setattr(component, "ALIKE_S", 0.0)
 
 
 def raises(words: str) -> list[str]:
@@ -32,6 +39,7 @@ async def starts_of(launch: Any, command: list[str], **fields: Any) -> tuple[int
         return running.path("x").count("starting"), running.result().reason
 
 
+@pytest.mark.usefixtures("no_patience")
 async def test_the_same_words_twice_are_final(launch: Any) -> None:
     starts, reason = await starts_of(launch, raises("the config has no heads"))
     assert starts == 2
@@ -39,6 +47,7 @@ async def test_the_same_words_twice_are_final(launch: Any) -> None:
     assert "the config has no heads" in reason
 
 
+@pytest.mark.usefixtures("no_patience")
 async def test_an_engine_that_cannot_start_is_started_twice(launch: Any) -> None:
     """With the real lines of one, whose pids and times differ."""
     code = (
@@ -56,6 +65,7 @@ async def test_an_engine_that_cannot_start_is_started_twice(launch: Any) -> None
 COUNTS = "import os\nraise ValueError('abc'[int(os.environ['ATROPOS_ATTEMPT']) - 1])"
 
 
+@pytest.mark.usefixtures("no_patience")
 @pytest.mark.parametrize(
     "command",
     [
@@ -65,15 +75,59 @@ COUNTS = "import os\nraise ValueError('abc'[int(os.environ['ATROPOS_ATTEMPT']) -
         raises("Free memory on device cuda:0 (39/139 GiB) on startup is less than desired"),
         raises("run-api at http://127.0.0.1:8000 is not reachable"),
         raises("Temporary failure in name resolution"),
+        python("raise OSError(116, 'Stale file handle', '/nfs/config.json')"),
+        python("raise OSError(5, 'Input/output error', '/nfs/config.json')"),
+        python("import ssl\nraise ssl.SSLEOFError(8, 'EOF occurred in violation of protocol (_ssl.c:1016)')"),
+        python("import http.client\nraise http.client.IncompleteRead(b'1024', 4096)"),
+        python("class NVMLError_Unknown(Exception): pass\nraise NVMLError_Unknown('Unknown Error')"),
         python("import os\nprint('ValueError: no', flush=True); os.kill(os.getpid(), 9)"),
         python("raise SystemExit(1)"),
         python(SAYS, "the last words of a program, which are no error", 1),
     ],
-    ids=["other words", "port", "gpu", "free gpu", "run-api", "network", "killed", "nothing said", "no error line"],
+    ids=[
+        "other words",
+        "port",
+        "gpu",
+        "free gpu",
+        "run-api",
+        "network",
+        "stale",
+        "io",
+        "tls",
+        "cut",
+        "nvml",
+        "killed",
+        "nothing said",
+        "no error line",
+    ],
 )
 async def test_what_may_pass_is_tried_again(launch: Any, command: list[str]) -> None:
     starts, reason = await starts_of(launch, command)
     assert starts == 3 and "gave up after 2 restarts" in reason
+
+
+async def test_equal_failures_within_seconds_are_tried_again(launch: Any) -> None:
+    """A hub's error page (`json.decoder.JSONDecodeError: Expecting value`) was final after three seconds."""
+    starts, reason = await starts_of(launch, python("import json\njson.loads('<html>')"))
+    assert starts == 3 and "gave up after 2 restarts" in reason
+
+
+@pytest.mark.parametrize(
+    ("words", "passing"),
+    [
+        ("OSError: [Errno 2] No such file or directory: '/models/x'", False),
+        ("PermissionError: [Errno 13] Permission denied: '/models/x'", False),
+        ("requests.exceptions.SSLError: [SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed", False),
+        ("ValueError: num_heads", False),
+        ("Error: No such file (os error 2)", False),
+        ("Error: Transport endpoint (os error 107)", True),
+        ("requests.exceptions.ChunkedEncodingError: Response ended prematurely", True),
+        ("httpx.RemoteProtocolError: peer closed without a complete body", True),
+        ("huggingface_hub.errors.HfHubHTTPError: 520 Server Error", True),
+    ],
+)
+def test_errors_by_number_and_by_name(words: str, passing: bool) -> None:
+    assert is_passing(words) is passing
 
 
 async def test_what_was_up_once_is_tried_again(launch: Any) -> None:
@@ -90,6 +144,7 @@ async def test_who_was_up_once_can_start_so_what_keeps_it_from_it_may_pass(launc
     assert (await starts_of(launch, python(once), probes=ready()))[0] == 3
 
 
+@pytest.mark.usefixtures("no_patience")
 @pytest.mark.parametrize(("said", "starts"), [("up", 3), ("not yet", 2)])
 async def test_a_component_without_probes_is_past_its_start_at_its_first_stage(
     launch: Any, said: str, starts: int
