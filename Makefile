@@ -79,7 +79,11 @@ cluster-tools: install
 	  || { echo "slurm-wlm, munge and openssh-server are needed: apt-get install them, as root"; exit 1; }
 	@$(BIN)/python -c "import ray" 2>/dev/null || $(BIN)/python -m pip install --quiet "ray>=2.50"
 
-check: install  ## lint, types, import contracts
+# Paths whose text follows the rules of language; every other path still has to be rewritten.
+READABLE := tools
+
+check: install  ## lint, types, import contracts, language
+	$(BIN)/python -m tools.readability --lint $(READABLE)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

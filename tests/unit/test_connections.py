@@ -154,7 +154,7 @@ async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pat
 
 
 async def closes(reader: asyncio.StreamReader, within_s: float) -> bool:
-    """Whether the server ends the connection in time."""
+    """Return True if the server ends the connection in time."""
     try:
         return not await asyncio.wait_for(reader.read(), within_s)
     except TimeoutError:

@@ -1,0 +1,1 @@
+"""Programs for people who work on this project; nothing of it is installed."""
