@@ -9,12 +9,17 @@
     GET  /wait?for=X&timeout=S       -> WaitResult (for: ready, done, a component's name)
 
 The trainer uses the same socket to ask for a new engine (`initiator="trainer"`).
+A request may name the run that it means (`RUN_ID_HEADER`); the supervisor of any other run answers 421.
 """
 
 from enum import StrEnum
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
+
+RUN_ID_HEADER = "atropos-run-id"
+OTHER_RUN = 421
+"""HTTP status for a request that names another run."""
 
 
 class State(StrEnum):

@@ -6,6 +6,7 @@ Every path has one writer. `RunDir` only computes paths; `create` makes the fold
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import re
 from dataclasses import dataclass
@@ -115,6 +116,11 @@ class RunDir:
         """The run directory that the supervisor named, or None when this program runs alone."""
         value = os.environ.get(ENV_RUN_DIR)
         return cls(Path(value)) if value else None
+
+    @property
+    def socket_name(self) -> str:
+        """File name of this run's control socket: a digest of the run directory's real path."""
+        return hashlib.blake2b(os.fsencode(self.root.resolve()), digest_size=10).hexdigest() + ".sock"
 
     def create(self) -> None:
         """Make the directory and its folders, private to the user.

@@ -27,7 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
     name = worker["workerid"] if worker else f"at-{secrets.token_hex(4)}"
     folder, environment = scratch_below(os.environ, name)
     folder.mkdir(mode=0o700)
-    os.environ.update(environment)
+    os.environ.update(environment | {"XDG_STATE_HOME": str(folder / "state")})
     tempfile.tempdir = None  # of the environment before
     atexit.register(_remove, folder, os.getpid())  # the last: what tests have registered ends processes
 

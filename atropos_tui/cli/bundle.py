@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import tomli_w
 
@@ -135,6 +136,8 @@ def _add_file(packed: Bundle, root: int, name: str) -> None:
 
 
 def _by_kind(scrubber: Scrubber, name: str) -> Callable[[str], str]:
+    if name == "journal.json":
+        return lambda text: scrubber.json_line(_without_identity(text)) + "\n"
     if name.endswith(".jsonl"):
         return lambda text: "".join(scrubber.json_line(line) + "\n" for line in text.rstrip("\n").split("\n"))
     if name.endswith(".json"):
@@ -142,6 +145,23 @@ def _by_kind(scrubber: Scrubber, name: str) -> Callable[[str], str]:
     if name.endswith(".toml"):
         return lambda text: _toml(scrubber, text)
     return scrubber.text
+
+
+def _without_identity(text: str) -> str:
+    """`journal.json` without what would make it act on this machine: boot ids, commands that reach nodes, its seal."""
+
+    def kept(value: Any, key: str = "") -> Any:
+        if isinstance(value, list):
+            return [kept(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        left_out = {"boot_id", "mac"} | ({"command"} if key == "far" else set())
+        return {name: kept(item, name) for name, item in value.items() if name not in left_out}
+
+    try:
+        return json.dumps(kept(json.loads(text)))
+    except (ValueError, RecursionError):
+        return ""
 
 
 def _toml(scrubber: Scrubber, text: str) -> str:
@@ -236,7 +256,7 @@ def _scrubber(entry: runs.RunEntry) -> Scrubber:
 def _environment_secrets(entry: runs.RunEntry) -> Iterator[str]:
     """Values of secret variables; of `.env` files everything but what is plainly harmless: they hold secrets."""
     table = ProcessTable.load(entry.dir.journal_json)
-    processes = tracker.find_leftovers(str(entry.info.get("run_id", "")), table)
+    processes = tracker.find_leftovers(str(entry.info.get("run_id", "")), table)  # of any folder: for their secrets
     sources = [dict(os.environ), *(dict(procfs.environ(process.pid)) for process in processes)]
     files = [_dotenv(folder / ".env") for folder in _env_folders(entry)]
     secret_names = {ENV_TOKEN, *_names_in_secrets(entry.dir)}

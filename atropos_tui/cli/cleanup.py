@@ -5,25 +5,27 @@
 Live runs are never touched, nothing is chosen by name or port, and run directories stay. Processes that were kept on
 purpose (`survive = true`) are ended only when their run is named or each is confirmed.
 
-A run counts as dead only when nobody listens on its socket, nobody holds the lock of its journal (a guard that is
-still sweeping does) and the supervisor that its journal names is not alive.
+A run counts as dead only when no sign of a supervisor is left (`supervisor.liveness.left_by`) and the lock of its
+journal is free. Processes that were
+started in another run directory are never touched, whatever id they bear: a copied run directory has the id of its
+original.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import os
+import shlex
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from atropos_common.files import is_own, is_private
-from atropos_common.run_dir import ENV_CONTROL_SOCKET, ENV_RUN_DIR, ENV_RUN_ID, RunDir
+from atropos_common.run_dir import ENV_RUN_DIR, ENV_RUN_ID, RunDir
 from atropos_tui.cli import runs, show
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.monitor.format import counted, one_line
@@ -31,6 +33,7 @@ from atropos_tui.monitor.run_files import read_json
 from atropos_tui.profile.ports import listens
 from atropos_tui.supervisor import client, procfs, tracker
 from atropos_tui.supervisor.launchers.remote_launcher import far_ends, sweep_nodes
+from atropos_tui.supervisor.liveness import holding, left_by
 from atropos_tui.supervisor.process import remove_files
 from atropos_tui.supervisor.store import FarEntry, ProcessTable
 from atropos_tui.supervisor.tracker import Leftover
@@ -55,7 +58,7 @@ def clean(options: argparse.Namespace) -> int:
     if not named and (unknown := strangers()):
         print("processes of runs that are not in the list of runs; name one to end them:")
         for run in unknown:
-            print(f"  atropos-tui clean --run-dir {run.run_id}   ({run.count_text}; {run.root})", flush=True)
+            print(f"  atropos-tui clean --run-dir {run.root}   ({run.count_text} of {run.run_id})", flush=True)
     if options.dry_run:
         return Exit.DONE
     if (chosen or sockets) and not options.yes and not _confirmed("end and remove these?"):
@@ -102,7 +105,9 @@ def _contents(run: DeadRun) -> list[str]:
         ("  process ", str(p.pid), p.component or "?", one_line(p.command)[:COMMAND_COLUMNS]) for p in run.processes
     ]
     lines = show.table(rows, right=(1,)).split("\n") if rows else []
-    lines += [f"  elsewhere  {far.name} on node {far.node} ({far.host})" for far in run.elsewhere]
+    for far in run.elsewhere:
+        lines.append(f"  elsewhere  {far.name} on node {far.node} ({far.host}), ended there by")
+        lines.append(f"             {one_line(shlex.join(far.command))}")
     lines += [f"  file     {path}" for path in run.files]
     return [*lines, f"  cgroup   {run.group}"] if run.group else lines
 
@@ -119,20 +124,20 @@ def _clean_run(run: DeadRun) -> int:
     if mine := procfs.ancestors() & {process.pid for process in run.processes}:
         fix = "run it from another terminal"
         raise UserError(f"this shell is a process of {run.run_id}", [Problem(f"pid {min(mine)}", fix)])
-    with holding(RunDir(run.root)) as free:
+    with holding(RunDir(run.root).supervisor_jsonl) as free:
         if not free:
             print(f"{run.run_id}: a supervisor has begun there meanwhile; not touched")
             return Exit.DONE
         shared = {path for process in run.processes for path in procfs.mapped_by(process.pid)}
         shared |= {str(path) for path in run.files if path.parent == SHARED_MEMORY}
         if run.processes or run.group:
-            tracker.reap_leftovers(run.run_id, run.table)
+            tracker.reap_leftovers(run.run_id, run.table, root=run.root)
         unreached = sweep_nodes(run.table)
         if run.elsewhere and not unreached and run.table:  # there is nothing to be looked for any more
             run.table.model_copy(update={"components": {}}).write(RunDir(run.root).journal_json)
         procfs.remove_unused(shared)
         remove_files([path for path in run.files if path.parent != SHARED_MEMORY])
-    left = {process.pid: process for process in tracker.find_leftovers(run.run_id, run.table)}
+    left = {process.pid: process for process in tracker.find_leftovers(run.run_id, run.table, run.root)}
     for process in run.processes:
         if process.pid not in left:
             print(f"ended    {process.pid} {process.component}".rstrip())
@@ -183,10 +188,11 @@ def find_dead(root: Path, info: dict[str, Any]) -> DeadRun | None:
     """What the run in `root` left; None when it lives. `info` is its run.json."""
     run = RunDir(root)
     table = ProcessTable.load(run.journal_json)
-    if runs.RunEntry(run, info).is_live or _is_held(run) or (table and tracker.supervisor_alive(table)):
-        return None
     run_id = table.run_id if table else str(info.get("run_id", ""))
-    found = DeadRun(run_id, root, table, tracker.find_leftovers(run_id, table) if run_id else [])
+    left = None if runs.RunEntry(run, info).is_live else left_by(run, run_id, table)
+    if left is None or _is_locked(run):
+        return None
+    found = DeadRun(run_id, root, table, left)
     found.files = [*_clearable_files(run, table), *_socket_files(run)]
     found.group = table.group if table and procfs.is_group_of(table.group, run_id) else ""
     return found
@@ -201,19 +207,19 @@ def all_dead() -> list[DeadRun]:
 def strangers() -> list[DeadRun]:
     """Processes of this user that carry a run's marker, but whose run is not in the list of runs (its folder was
     deleted, or it was started with another state folder) and has no supervisor."""
-    return with_processes({str(entry.info.get("run_id")) for entry in runs.all_runs()})
+    return with_processes({entry.dir.root for entry in runs.all_runs()})
 
 
-def with_processes(but: Collection[str] = ()) -> list[DeadRun]:
-    """Dead runs, other than those with an id in `but`, that left processes of this user; one look at the process table,
-    so its cost does not grow with the number of runs."""
-    found: dict[str, dict[str, str]] = {}
+def with_processes(but: Collection[Path] = ()) -> list[DeadRun]:
+    """Dead runs that left processes of this user, except those in the run directories `but`; one look at the process
+    table, so its cost does not grow with the number of runs."""
+    found: set[tuple[str, str]] = set()
     for pid in procfs.scan():
         env = procfs.environ(pid) if is_own(Path(f"/proc/{pid}")) else {}
-        if env.get(ENV_RUN_ID, "") not in {"", *but} and env.get(ENV_RUN_DIR):
-            found[env[ENV_RUN_ID]] = env
-    unsupervised = {id_: env for id_, env in found.items() if not listens(env.get(ENV_CONTROL_SOCKET, ""))}
-    dead = (find_dead(Path(env[ENV_RUN_DIR]), {"run_id": id_}) for id_, env in unsupervised.items())
+        if env.get(ENV_RUN_ID) and env.get(ENV_RUN_DIR):
+            found.add((env[ENV_RUN_ID], os.path.realpath(env[ENV_RUN_DIR])))
+    excluded = {os.path.realpath(root) for root in but}
+    dead = (find_dead(Path(root), {"run_id": id_}) for id_, root in sorted(found) if root not in excluded)
     return [run for run in dead if run is not None and run.processes]
 
 
@@ -235,42 +241,26 @@ def stale_sockets() -> list[Path]:
     return [path for path in candidates if _is_stale(path)]
 
 
-@contextlib.contextmanager
-def holding(run: RunDir) -> Iterator[bool]:
-    """Keep every supervisor out of this run directory meanwhile; False when one is there."""
-    try:
-        descriptor = os.open(run.supervisor_jsonl, os.O_RDWR | os.O_CLOEXEC)  # NFS locks no other
-    except OSError:
-        yield True  # no journal, or no folder any more: nobody can hold it
-        return
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        yield False
-    else:
-        yield True
-    finally:
-        os.close(descriptor)
-
-
-def _is_held(run: RunDir) -> bool:
-    with holding(run) as free:
+def _is_locked(run: RunDir) -> bool:
+    """Whether a supervisor holds the lock of the journal, or the guard of a killed one that still ends processes."""
+    with holding(run.supervisor_jsonl) as free:
         return not free
 
 
 def _clearable_files(run: RunDir, table: ProcessTable | None) -> list[Path]:
-    """What must not outlive its component, by plan and journal, as far as it lies in the run or in shared memory."""
+    """Files that must not outlive their component: those in the run directory by plan and journal, those in shared
+    memory and temporary folders by the journal alone. A plan may have come with a recording."""
     parts = read_json(run.plan_json).get("components")
     planned = [part.get("clears") or [] for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
-    noted = [entry.clears for entry in table.components.values()] if table else []
-    named = [path for paths in (*planned, *noted) for path in paths]
+    noted = {name for entry in table.components.values() for name in entry.clears} if table else set()
+    named = [name for paths in (*planned, sorted(noted)) for name in paths if isinstance(name, str)]
     found = []
-    for path in (Path(name) for name in dict.fromkeys(named) if isinstance(name, str)):
+    for path in map(Path, dict.fromkeys(named)):
         if not path.is_absolute() or ".." in path.parts:
             continue
         there = path.parent.resolve()  # a recording's folder may be a link to one of yours
-        ours = there.is_relative_to(run.root.resolve()) or path.parent == SHARED_MEMORY
-        scratch = path.name.startswith(procfs.SCRATCH) and is_private(path)
+        ours = there.is_relative_to(run.root.resolve()) or (path.parent == SHARED_MEMORY and str(path) in noted)
+        scratch = path.name.startswith(procfs.SCRATCH) and str(path) in noted and is_private(path)
         if scratch or (ours and path.is_file() and not path.is_symlink()):
             found.append(path)
     return found

@@ -46,6 +46,7 @@ from atropos_tui.profile.schema import SECTION_LISTS, KeyPath
 from atropos_tui.profile.sections import Profile, load_profile
 from atropos_tui.profile.site import Site, make_site, training_config
 from atropos_tui.profile.spec import StackError, StackSpec
+from atropos_tui.supervisor.liveness import run_elsewhere
 from atropos_tui.supervisor.store import ProcessTable, RunResult
 
 MAX_SHOWN = 120
@@ -67,7 +68,7 @@ def up(options: argparse.Namespace) -> int:
     profile, file = load_profile(_profile_name(options), options.sets)
     dotenv = read_env_files(_first_profile(options) or file)
     root, run_id = _choose_run(options, profile)
-    if left := left_text(with_processes(but={run_id})):
+    if left := left_text(with_processes(but={root})):
         print(left, file=sys.stderr)
     if in_job := slurm.wanted(profile) and slurm.in_job():
         slurm.enter(headless=options.headless)
@@ -173,6 +174,10 @@ def _choose_run(options: argparse.Namespace, profile: Profile) -> tuple[Path, st
         entry = runs.pick_own(options.resume)
         if entry.is_live:
             raise UserError("that run is live", [Problem(str(entry.dir.root), "atropos-tui attach")])
+        if original := run_elsewhere(entry.dir, entry.run_id):
+            fix = f"resume the copy when that run has ended, or stop it first: atropos-tui down {original}"
+            problem = Problem(f"{entry.dir.root} is a copy; {entry.run_id} runs in {original}", fix)
+            raise UserError("that run is live in another directory", [problem])
         slurm.check_not_queued(entry.dir)
         return entry.dir.root, entry.run_id or runs.new_run_id(profile.name)
     run_id = runs.new_run_id(profile.name)

@@ -24,6 +24,7 @@ from atropos_tui.monitor.format import counted, one_line, real
 from atropos_tui.monitor.series import MOST_STEPS
 from atropos_tui.monitor.state import ROLLOUTS_KEPT, RunState
 from atropos_tui.supervisor import tracker
+from atropos_tui.supervisor.liveness import left_by, run_elsewhere
 from atropos_tui.supervisor.store import ProcessTable
 from atropos_tui.supervisor.tracker import Leftover
 
@@ -308,11 +309,12 @@ def is_crashed(status: RunStatus) -> bool:
 def without_result(run: RunDir, status: RunStatus) -> RunStatus:
     """`status`, last heard of in the journal, set right by the process table."""
     table = ProcessTable.load(run.journal_json)
-    if pid := living_supervisor(table):
-        reason = f"its supervisor (pid {pid}) does not answer"
-        return status.model_copy(update={"phase": Phase.RUNNING, "supervisor_pid": pid, "reason": reason})
     run_id = table.run_id if table else status.run_id
-    found = tracker.find_leftovers(run_id, table) if run_id else []
+    found = left_by(run, run_id, table)
+    if found is None:
+        pid = living_supervisor(table)
+        reason = f"its supervisor{f' (pid {pid})' if pid else ''} does not answer"
+        return status.model_copy(update={"phase": Phase.RUNNING, "supervisor_pid": pid, "reason": reason})
     mains = {name: entry.pid for name, entry in table.components.items()} if table else {}
     keepers = {entry.keeper_pid for entry in table.components.values()} if table else set()
     rows = [
@@ -320,7 +322,9 @@ def without_result(run: RunDir, status: RunStatus) -> RunStatus:
         for row in status.components
     ]
     reason = GONE
-    if kept := [row.name for row in rows if any(one.adoptable and one.component == row.name for one in found)]:
+    if original := run_elsewhere(run, run_id):
+        reason = f"this folder is a copy: {run_id} runs in {original}"
+    elif kept := [row.name for row in rows if any(one.adoptable and one.component == row.name for one in found)]:
         reason += f"; {', '.join(kept)} kept: atropos-tui up --resume {run.root} adopts them"
     elif found:
         reason += f"; {counted(len(found), 'process')} left: atropos-tui clean ends what its guard does not"

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from atropos_common.files import is_private
 from atropos_common.ports import LOOPBACK, bind, is_held
 from atropos_common.run_dir import ENV_COMPONENT, ENV_CONTROL_SOCKET, ENV_RUN_DIR, ENV_RUN_ID, RunDir
 
@@ -39,12 +40,24 @@ def listens(address: str) -> bool:
     return True
 
 
-def has_supervisor(run: RunDir) -> bool:
-    """Whether somebody on this machine listens on the run's socket; a killed supervisor leaves only the file."""
+def own_socket(run: RunDir) -> str | None:
+    """Path of this run's control socket; `None` if `control.sock` leads to any other socket.
+
+    A recording or a copied run directory brings a link to the socket of another run. The name of a socket depends on
+    the run directory, so such a link never passes.
+    """
     try:
-        return listens(os.readlink(run.control_sock))  # noqa: PTH115 — its own path may be too long to connect to
+        target = os.readlink(run.control_sock)  # noqa: PTH115 — the link's own path may be too long to connect to
     except OSError:
-        return False
+        return None
+    is_its_own = os.path.basename(target) == run.socket_name and is_private(Path(target).parent)  # noqa: PTH119
+    return target if is_its_own else None
+
+
+def has_supervisor(run: RunDir) -> bool:
+    """Whether a process of this machine listens on the run's socket; a killed supervisor leaves only the file."""
+    address = own_socket(run)
+    return address is not None and listens(address)
 
 
 def is_free(port: int, *, held: bool = False) -> bool:

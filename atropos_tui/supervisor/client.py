@@ -10,7 +10,7 @@ accepted = await client.command(CommandRequest(action="restart", component="vllm
 from __future__ import annotations
 
 import asyncio
-import hashlib
+import json
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -22,6 +22,8 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from atropos_common.control import (
+    OTHER_RUN,
+    RUN_ID_HEADER,
     Accepted,
     Action,
     CommandRequest,
@@ -32,11 +34,12 @@ from atropos_common.control import (
     Snapshot,
     WaitResult,
 )
-from atropos_common.files import is_private
+from atropos_common.files import is_private, read_regular
 from atropos_common.http import LIMITS, certificates
 from atropos_common.records import Record, parse_line
-from atropos_common.run_dir import LONGEST_SOCKET, RunDir
+from atropos_common.run_dir import LONGEST_SOCKET, RunDir, is_safe_name
 from atropos_tui.errors import Exit, Problem, UserError
+from atropos_tui.profile.ports import own_socket
 
 Answer = TypeVar("Answer", bound=BaseModel)
 
@@ -61,6 +64,14 @@ class NotAnswering(UserError, TimeoutError):
         super().__init__(
             f"the supervisor of {run_dir.name} does not answer", [Problem(reason, fix or busy)], Exit.TIMEOUT
         )
+
+
+class OtherRun(UserError, ConnectionError):
+    """The supervisor on the run directory's socket runs another run than run.json names."""
+
+    def __init__(self, run_dir: Path, reason: str) -> None:
+        fix = f"{run_dir} was replaced under a living run: put its run.json back, or end that supervisor by its pid"
+        super().__init__("the supervisor there is of another run", [Problem(reason, fix)], Exit.NO_RUN)
 
 
 class StreamLost(Exception):
@@ -122,7 +133,7 @@ class ControlClient:
                 "GET", "/events", params=params, timeout=httpx.Timeout(ANSWER_S, read=None)
             ) as answer:
                 if answer.status_code != 200:
-                    raise _refused(answer.status_code, await answer.aread())
+                    raise _failure(self.run_dir.root, answer.status_code, await answer.aread())
                 first = True
                 async for line in answer.aiter_lines():
                     yield Snapshot.model_validate_json(line) if first else parse_line(line)
@@ -187,7 +198,7 @@ class ControlClient:
                     raise self._silent(error, command=method != "GET") from error
             await asyncio.sleep(PAUSE_S)
         if answer.status_code >= 400:
-            raise _refused(answer.status_code, answer.content)
+            raise _failure(self.run_dir.root, answer.status_code, answer.content)
         return answer
 
     def _connection(self) -> httpx.AsyncClient:
@@ -199,11 +210,24 @@ class ControlClient:
             raise self._nobody() from None
         if owner != os.getuid():
             raise NoSupervisor(f"the supervisor of {self.run_dir.root} is user {owner}'s: only he may speak to it")
+        if own_socket(self.run_dir) != target:
+            raise NoSupervisor(f"{self.run_dir.control_sock} leads to the socket of another run: {target}")
         if self._http is None or target != self._target:
             self._target = target
             transport = httpx.AsyncHTTPTransport(uds=target, limits=LIMITS, verify=certificates("http:"))
-            self._http = httpx.AsyncClient(transport=transport, base_url="http://supervisor", trust_env=False)
+            self._http = httpx.AsyncClient(
+                transport=transport, base_url="http://supervisor", trust_env=False, headers=self._expected()
+            )
         return self._http
+
+    def _expected(self) -> dict[str, str]:
+        """The run id of run.json, which the supervisor compares with its own before it acts."""
+        try:
+            meta = json.loads(read_regular(self.run_dir.run_json))
+            run_id = meta.get("run_id")
+        except (OSError, ValueError, RecursionError, AttributeError):
+            return {}
+        return {RUN_ID_HEADER: run_id} if isinstance(run_id, str) and is_safe_name(run_id) else {}
 
     def _nobody(self) -> NoSupervisor:
         return NoSupervisor(f"no supervisor runs in {self.run_dir.root}")
@@ -214,11 +238,13 @@ class ControlClient:
         return NotAnswering(self.run_dir.root, f"{reason} ({type(error).__name__})", fix)
 
 
-def _refused(status: int, content: bytes) -> Refused:
+def _failure(run_dir: Path, status: int, content: bytes) -> Refused | OtherRun:
     try:
         refusal = Refusal.model_validate_json(content)
     except ValidationError:
         refusal = Refusal(error=f"the supervisor answered {status}")
+    if status == OTHER_RUN:
+        return OtherRun(run_dir, refusal.error)
     return Refused(refusal.error, refusal.fix, status)
 
 
@@ -249,5 +275,4 @@ def socket_folder() -> Path:
 
 def socket_path(run: RunDir) -> Path:
     """Where the socket of this run lies: under 108 bytes, whatever the run directory is called."""
-    digest = hashlib.blake2b(os.fsencode(run.root.resolve()), digest_size=10).hexdigest()
-    return socket_folder() / f"{digest}.sock"
+    return socket_folder() / run.socket_name

@@ -20,7 +20,7 @@ import time
 
 TYPE_CHECKING = False  # `typing` costs as much
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
 TICKS_PER_SECOND: int = os.sysconf("SC_CLK_TCK")
 SPAWNED: set[int] = set()
@@ -224,7 +224,12 @@ def with_descendants(table: dict[int, Proc], seeds: set[int], children: dict[int
 
 
 def run_members(
-    run_id: str, sessions: dict[int, int], exclude: set[int], group: str = "", known_until: int | None = None
+    run_id: str,
+    sessions: dict[int, int],
+    exclude: set[int],
+    group: str = "",
+    known_until: int | None = None,
+    counts: Callable[[int], bool] | None = None,
 ) -> list[Proc]:
     """Live processes of the run.
 
@@ -235,6 +240,7 @@ def run_members(
         group: the run's control group, if it has one.
         known_until: when `sessions` was written down, in ticks; None: it is of now. The number of a session whose
             leader is gone may be a stranger's since then.
+        counts: whether a process with the run's id in its environment counts, by its pid; `None`: each does.
     """
     table = scan()
     led = {sid for sid, ticks in sessions.items() if sid in table and table[sid].ticks == ticks}
@@ -245,7 +251,10 @@ def run_members(
         ids = {row.session, row.pgrp}
         return bool(ids & led or (ids & leaderless and (known_until is None or row.ticks <= known_until)))
 
-    seeds = grouped(table, group) | {row.pid for row in table.values() if in_session(row) or marked(row.pid, marker)}
+    def is_marked(pid: int) -> bool:
+        return marked(pid, marker) and (counts is None or counts(pid))
+
+    seeds = grouped(table, group) | {row.pid for row in table.values() if in_session(row) or is_marked(row.pid)}
     found = with_descendants(table, seeds - exclude) - exclude
     return [table[pid] for pid in found if pid in table and table[pid].alive]
 

@@ -24,13 +24,25 @@ from pathlib import Path
 import uvicorn
 from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from atropos_common.body import BodyError, read_body
 from atropos_common.connections import ConnectionLimits
-from atropos_common.control import CommandRequest, Phase, Snapshot, State, WaitResult
+from atropos_common.control import (
+    OTHER_RUN,
+    RUN_ID_HEADER,
+    CommandRequest,
+    Phase,
+    Refusal,
+    Snapshot,
+    State,
+    WaitResult,
+)
 from atropos_common.files import is_private
 from atropos_common.http import door_key
 from atropos_common.records import DiagnosisRecord
@@ -264,6 +276,7 @@ class Routes:
                 Route("/wait", self.wait),
             ],
             exception_handlers={RefusedError: refused},
+            middleware=[Middleware(OnlyThisRun, run_id=self._supervisor.stack.run_id)],
         )
 
     async def status(self, _: Request) -> Response:
@@ -335,6 +348,20 @@ class Routes:
             known = ", ".join(["ready", "done", *self._supervisor.components])
             raise RefusedError(404, f"nothing called {target!r} to wait for", f"one of: {known}")
         return answer(await wait_for(self._supervisor, target, timeout))
+
+
+class OnlyThisRun:
+    """Refuse a request whose header names another run: its client read the run.json of another run directory."""
+
+    def __init__(self, app: ASGIApp, run_id: str) -> None:
+        self._app, self._run_id = app, run_id
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        meant = Headers(scope=scope).get(RUN_ID_HEADER, self._run_id)
+        app: ASGIApp = self._app
+        if meant != self._run_id:
+            app = answer(Refusal(error=f"this is the supervisor of {self._run_id}, not of {meant}"), OTHER_RUN)
+        await app(scope, receive, send)
 
 
 def answer(message: BaseModel, status: int = 200) -> Response:

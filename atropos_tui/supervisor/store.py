@@ -27,6 +27,7 @@ from atropos_common.files import is_own, read_regular, write_private
 from atropos_common.record_tail import next_seq
 from atropos_common.records import ComponentRecord, Record
 from atropos_tui.profile.spec import StackSpec
+from atropos_tui.supervisor.seal import is_sealed, mac_of
 
 AnyRecord = TypeVar("AnyRecord", bound=Record)
 OnEvent = Callable[[Record], object]
@@ -187,18 +188,26 @@ class ProcessTable(Kept):
     written_at: float = Field(0.0, exclude=True)
     """Of a table that was read: when its file was written, in Unix seconds."""
 
+    def write(self, path: Path) -> None:
+        content = self.model_dump(mode="json")
+        sealed = content | {"mac": mac_of(path.parent, content)}
+        with contextlib.suppress(OSError):
+            write_private(path, json.dumps(sealed, indent=1))
+
     @classmethod
     def load(cls, path: Path) -> ProcessTable | None:
-        """The table in `path`; None when there is none, it cannot be read, or others could have written it: processes
-        are ended by what stands there."""
+        """Read the table in `path`. `None` if it is missing, unreadable or not sealed by this installation for this
+        run directory: `clean` and `up --resume` end processes and run commands that the table names."""
         if not (is_own(path) and is_own(path.parent)):
             return None
         try:
-            table = cls.model_validate(json.loads(read_regular(path)))
+            content = json.loads(read_regular(path))
+            mac = content.pop("mac", None)
+            table = cls.model_validate(content)
             table.written_at = path.stat().st_mtime
-        except (OSError, ValueError, RecursionError):
+        except (OSError, ValueError, AttributeError, TypeError, RecursionError):
             return None
-        return table
+        return table if is_sealed(path.parent, content, mac) else None
 
 
 class RunResult(Kept):

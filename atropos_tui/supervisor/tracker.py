@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atropos_common.run_dir import ENV_COMPONENT, ENV_RUN_ID
+from atropos_common.run_dir import ENV_COMPONENT, ENV_RUN_DIR, ENV_RUN_ID
 from atropos_tui.supervisor import procfs
 
 if TYPE_CHECKING:  # its validation is not for the far end of a launcher
@@ -202,12 +202,14 @@ class Leftover:
     """Its component has a keeper: `up --resume` goes on with it."""
 
 
-def find_leftovers(run_id: str, table: ProcessTable | None = None) -> list[Leftover]:
+def find_leftovers(run_id: str, table: ProcessTable | None = None, root: Path | None = None) -> list[Leftover]:
     """Live processes of run `run_id`, but for the caller.
 
     Args:
         table: the run's `journal.json`, which finds those that cleaned their environment but not their session or
             control group.
+        root: only processes that were started in this run directory; `None`: in any. A copied run directory bears the
+            id of the run that it was copied from.
     """
     boot = procfs.boot_id()
     entries = {name: entry for name, entry in (table.components if table else {}).items() if entry.boot_id == boot}
@@ -219,11 +221,18 @@ def find_leftovers(run_id: str, table: ProcessTable | None = None) -> list[Lefto
             keepers[entry.keeper_pid] = name
     found = []
     known_until = procfs.ticks_at(table.written_at + SAME_MOMENT_S) if table and table.written_at else None
-    for row in procfs.run_members(run_id, sessions, {os.getpid()}, _group(run_id, table), known_until):
+    counts = None if root is None else (lambda pid: is_at(root, procfs.environ(pid)))
+    for row in procfs.run_members(run_id, sessions, {os.getpid()}, _group(run_id, table), known_until, counts):
         name = keepers.get(row.pid) or procfs.environ(row.pid).get(ENV_COMPONENT, "")
         command = f"keeper of {name}" if row.pid in keepers else _command(row.pid)
         found.append(Leftover(row.pid, row.ticks, name, command, name in keepers.values()))
     return found
+
+
+def is_at(root: Path, env: Mapping[str, str]) -> bool:
+    """Whether the process with this environment was started in the run directory `root`, or in one that is gone."""
+    there = env.get(ENV_RUN_DIR, "")
+    return not os.path.isdir(there) or os.path.realpath(there) == os.path.realpath(root)  # noqa: PTH112
 
 
 def supervisor_alive(table: ProcessTable) -> bool:
@@ -233,11 +242,16 @@ def supervisor_alive(table: ProcessTable) -> bool:
 
 
 def reap_leftovers(
-    run_id: str, table: ProcessTable | None = None, *, spared: Callable[[], set[int]] | None = None
+    run_id: str,
+    table: ProcessTable | None = None,
+    *,
+    root: Path | None = None,
+    spared: Callable[[], set[int]] | None = None,
 ) -> list[Leftover]:
     """Kill what `find_leftovers` finds until nothing is found, and remove the control groups; blocks up to `REAP_S`.
 
     Args:
+        root: as in `find_leftovers`.
         spared: asked after every look: pids that shall live.
 
     Returns:
@@ -245,7 +259,7 @@ def reap_leftovers(
     """
 
     def look() -> list[Leftover]:
-        found = find_leftovers(run_id, table)
+        found = find_leftovers(run_id, table, root)
         spare = spared() if spared and found else set()
         return [one for one in found if one.pid not in spare]
 

@@ -25,6 +25,7 @@ from atropos_tui.cli import cleanup, main, runs
 from atropos_tui.errors import Exit
 from atropos_tui.profile.spec import ComponentSpec, LogCheck, Probe, Probes, StackSpec
 from atropos_tui.supervisor import client, procfs, tracker
+from atropos_tui.supervisor.liveness import holding
 from atropos_tui.supervisor.store import ProcessTable
 from benchmarks.nursery import ForkedProcess
 from tests import nursery
@@ -171,11 +172,11 @@ def test_a_supervisor_without_socket_or_lock_still_counts(tmp_path: Path, plant:
     assert main.run(["clean", "--yes"]) == 0 and orphan.poll() is None
     ProcessTable(run_id=run_id).write(run.journal_json)
     run.supervisor_jsonl.touch()
-    with cleanup.holding(run) as held:
+    with holding(run.supervisor_jsonl) as held:
         assert held and cleanup.find_dead(run.root, {}) is None
         assert main.run(["clean", "--yes"]) == 0 and orphan.poll() is None
     with socket.socket(socket.AF_UNIX) as listening:
-        address = Path(os.environ["XDG_RUNTIME_DIR"]) / "s"
+        address = client.socket_path(run)
         listening.bind(str(address))
         listening.listen()
         run.control_sock.symlink_to(address)
@@ -188,7 +189,10 @@ def test_files_go_with_the_run_but_only_its_own(
 ) -> None:
     weights = Path("/dev/shm") / f"atropos-test-{os.getpid()}"
     foreign = tmp_path / "precious"
-    run, _ = make_run(tmp_path, clears=[str(weights), str(tmp_path / "runs"), str(foreign)])
+    run, run_id = make_run(tmp_path, clears=[str(tmp_path / "runs"), str(foreign)])
+    entry = {"pid": 2**22 + 1, "create_time": 0.0, "ticks": 1, "pgid": 2**22 + 1, "boot_id": procfs.boot_id()}
+    noted = {"x": entry | {"clears": [str(weights), str(foreign)]}}
+    ProcessTable.model_validate({"run_id": run_id, "components": noted}).write(run.journal_json)
     manifest = run.bridge / "vllm_bridge_config.json"
     plan = json.loads(run.plan_json.read_text())
     plan["components"][0]["clears"] += [str(manifest), f"{run.root}/../../precious"]
@@ -343,7 +347,7 @@ def test_up_says_in_one_line_that_dead_runs_left_processes(
     assert main.run(wrong) == Exit.USAGE
     notes = [line for line in capsys.readouterr().err.splitlines() if "atropos-tui clean" in line]
     assert notes == ["note: 2 processes of 1 dead run still here: atropos-tui clean shows and ends what is left"]
-    assert cleanup.with_processes(but={run_id}) == [], "a run that is resumed takes care of its own"
+    assert cleanup.with_processes(but={run.root}) == [], "a run that is resumed takes care of its own"
 
 
 @pytest.mark.parametrize(("answer", "ended"), [("n\n", False), ("\n", False), ("\x04", False), ("y\n", True)])
@@ -379,7 +383,7 @@ def test_processes_of_an_unknown_run_are_named_and_ended_by_its_name_alone(
     shutil.rmtree(run.root)
     assert runs.all_runs() == []
     assert main.run(["clean", "--yes"]) == 0
-    assert f"clean --run-dir {run_id}" in capsys.readouterr().out and orphan.poll() is None
+    assert f"clean --run-dir {run.root}" in capsys.readouterr().out and orphan.poll() is None
     assert main.run(["clean", "--yes", "--run-dir", run_id]) == 0
     assert orphan.wait(5) == -signal.SIGKILL
     assert main.run(["clean", "--yes", "--run-dir", run_id]) == Exit.NO_RUN

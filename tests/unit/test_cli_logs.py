@@ -38,9 +38,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 def listener(run: RunDir) -> Iterator[socket.socket]:
     """Somebody who listens on the run's socket, so that it is live until closed."""
     with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as server:
-        server.bind(f"{folder}/s")
+        server.bind(f"{folder}/{run.socket_name}")
         server.listen(128)
-        run.control_sock.symlink_to(f"{folder}/s")
+        run.control_sock.symlink_to(f"{folder}/{run.socket_name}")
         yield server
 
 

@@ -13,6 +13,7 @@ import pytest
 from atropos_common.run_dir import RunDir
 from atropos_tui.cli import main
 from atropos_tui.errors import Exit
+from atropos_tui.supervisor.client import socket_path
 from tests.unit.cli_places import own_places  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("own_places")
@@ -83,14 +84,11 @@ def test_a_beginning_of_several_is_refused_with_their_names(two_runs: None, caps
 def test_of_one_name_the_live_run_is_meant(two_runs: None, capsys: pytest.CaptureFixture[str]) -> None:
     listening = []
     for run_id in ("math-1-aa", "math-2-cc"):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.chdir(Path("runs") / run_id)
-            listening.append(socket.socket(socket.AF_UNIX))
-            listening[-1].bind("own.sock")
+        run = RunDir(Path("runs") / run_id)
+        listening.append(socket.socket(socket.AF_UNIX))
+        listening[-1].bind(str(socket_path(run)))
         listening[-1].listen()
-        target = Path("runs").resolve() / run_id / "own.sock"
-        link = RunDir(Path("runs") / run_id).control_sock
-        link.symlink_to(Path("/proc/self/cwd") / target.relative_to(Path.cwd()))
+        run.control_sock.symlink_to(socket_path(run))
         if run_id == "math-1-aa":
             assert main.run(["logs", "math"]) == 0
             assert "a line of math-1-aa" in capsys.readouterr().out

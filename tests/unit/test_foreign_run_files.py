@@ -19,9 +19,6 @@ from atropos_common.run_dir import RunDir
 from atropos_tui.cli import main, runs
 from atropos_tui.monitor import report
 from atropos_tui.monitor.run_files import RunFeed, load_run, status_from_files
-from atropos_tui.supervisor import procfs
-from atropos_tui.supervisor.launchers.remote_launcher import far_ends
-from atropos_tui.supervisor.store import ProcessTable
 from tests.ui.run_maker import make_run, write_records
 
 pytestmark = pytest.mark.timeout(20)
@@ -198,17 +195,3 @@ def test_a_recording_s_folder_that_leads_elsewhere_is_not_cleared(run: RunDir, t
     (run.root / "left.json").touch()
     assert main.run(["clean", "--yes", str(run.root)]) == 0
     assert (tmp_path / "diary/mine.txt").exists() and not (run.root / "left.json").exists()
-
-
-def test_a_recording_s_journal_has_no_command_run(run: RunDir, tmp_path: Path) -> None:
-    """It names other nodes, and what reaches them; a boot of this machine it cannot name."""
-    far = {"name": "vllm", "node": "n", "host": "h", "command": ["touch", str(tmp_path / "ran")]}
-    entry = {"pid": 2**22 + 1, "create_time": 0, "ticks": 1, "pgid": 1, "boot_id": "another", "far": far}
-    run.journal_json.write_text(json.dumps({"run_id": "demo-test", "components": {"vllm": entry}}))
-    run.journal_json.chmod(0o600)
-    assert main.run(["clean", "--yes", str(run.root)]) == 0
-    assert not (tmp_path / "ran").exists()
-    assert far_ends(ProcessTable.load(run.journal_json)) == []
-    entry["boot_id"] = procfs.boot_id()
-    run.journal_json.write_text(json.dumps({"run_id": "demo-test", "components": {"vllm": entry}}))
-    assert [each.name for each in far_ends(ProcessTable.load(run.journal_json))] == ["vllm"]

@@ -90,7 +90,7 @@ def leftovers() -> Iterator[Check]:
     strangers = cleanup.strangers()
     for run in strangers:
         said = f"{run.count_text} without supervisor; their run is not in the list of runs ({run.root})"
-        yield warn(f"run {run.run_id}", said, f"atropos-tui clean --run-dir {run.run_id}")
+        yield warn(f"run {run.run_id}", said, f"atropos-tui clean --run-dir {run.root}")
     stale = cleanup.stale_sockets()
     yield judge(
         "stale sockets", f"{len(stale)} that nobody listens on" if stale else "none", bool(stale), "atropos-tui clean"

@@ -1,0 +1,72 @@
+"""Proof that this installation wrote a file of a run directory: a MAC with a key from the user's state folder.
+
+The MAC covers the content and the real path of the run directory. A recording from elsewhere does not pass, and
+neither does a copy of a run directory of this machine. Without a key (no state folder can be written) nothing passes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import stat
+from pathlib import Path
+from typing import Any
+
+from atropos_common.files import read_regular, write_private
+from atropos_common.run_dir import registry
+
+KEY_BYTES = 32
+
+
+def mac_of(root: Path, content: dict[str, Any]) -> str:
+    """MAC of `content` for the run directory `root`, in hexadecimal; empty without a key. Makes the key if needed."""
+    key = _key() or _new_key()
+    return _mac(key, root, content) if key else ""
+
+
+def is_sealed(root: Path, content: dict[str, Any], mac: object) -> bool:
+    """Whether `mac` is what `mac_of` gives for this content and run directory."""
+    key = _key()
+    return bool(key and isinstance(mac, str) and hmac.compare_digest(_mac(key, root, content), mac))
+
+
+def _mac(key: bytes, root: Path, content: dict[str, Any]) -> str:
+    text = json.dumps([os.path.realpath(root), content], sort_keys=True, separators=(",", ":"))
+    return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
+
+
+def _key_file() -> Path:
+    return registry().parent / "seal.key"
+
+
+def _key() -> bytes | None:
+    """The key; `None` if there is none, or if another user may read or write it."""
+    path = _key_file()
+    try:
+        info = path.lstat()
+        is_private = stat.S_ISREG(info.st_mode) and info.st_uid == os.getuid() and not info.st_mode & 0o077
+        key = bytes.fromhex(read_regular(path)) if is_private else b""
+    except (OSError, ValueError):
+        return None
+    return key if len(key) == KEY_BYTES else None
+
+
+def _new_key() -> bytes | None:
+    """Make a key, in the place of an unusable one; of two processes that do so at the same time the first one wins."""
+    path = _key_file()
+    aside = path.with_name(f".{path.name}.new.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_private(aside, secrets.token_bytes(KEY_BYTES).hex())
+        with contextlib.suppress(FileExistsError):
+            path.hardlink_to(aside)
+        if _key() is None:
+            aside.replace(path)
+        aside.unlink(missing_ok=True)
+    except OSError:
+        return None
+    return _key()

@@ -1,0 +1,215 @@
+"""Attacks by a run directory that came from elsewhere, or that is a copy: no command acts on its words."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from atropos_common.run_dir import RunDir, registry
+from atropos_tui.cli import cleanup, main, runs
+from atropos_tui.cli.doctor import machine
+from atropos_tui.errors import Exit
+from atropos_tui.supervisor import procfs
+from atropos_tui.supervisor.store import ProcessTable
+from tests.unit.cli_places import own_places  # noqa: F401
+from tests.unit.test_cli_clean import crash, lives, make_run, supervised
+
+pytestmark = pytest.mark.usefixtures("own_places")
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Iterator[tuple[RunDir, str, int]]:
+    """A live run outside `./runs`: its directory, its id and the pid of a process of its component."""
+    original, run_id = make_run(tmp_path / "elsewhere")
+    with supervised(original, run_id, tmp_path / "pid") as supervisor:
+        yield original, run_id, int((tmp_path / "pid").read_text())
+        assert supervisor.poll() is None
+
+
+def copy_of(original: RunDir, *names: str) -> RunDir:
+    """A run directory below `./runs` with these files of `original`."""
+    copy = RunDir(Path("runs/backup").absolute())
+    copy.create()
+    for name in names:
+        shutil.copy2(original.root / name, copy.root / name, follow_symlinks=False)
+    return copy
+
+
+@pytest.mark.parametrize("names", [["run.json"], ["run.json", "journal.json", "plan.json", "supervisor.jsonl"]])
+def test_a_copy_of_a_live_run_ends_no_process_of_it(
+    live: tuple[RunDir, str, int], names: list[str], capsys: Captured
+) -> None:
+    original, run_id, pid = live
+    copy = copy_of(original, *names)
+    assert [check.name for check in machine.leftovers() if check.name.startswith("run ")] == []
+    assert main.run(["clean", "--yes"]) == 0
+    assert main.run(["clean", "--yes", str(copy.root)]) == 0
+    assert "ended" not in capsys.readouterr().out and lives(pid)
+    for command in (["ps", str(copy.root)], ["why", "--run-dir", str(copy.root)]):
+        assert main.run(command) == 0
+        said = capsys.readouterr().out
+        assert "atropos-tui clean" not in said
+        assert f"this folder is a copy: {run_id} runs in {original.root}" in said
+    assert main.run(["runs"]) == 0
+    assert "left: atropos-tui clean" not in capsys.readouterr().out
+    assert main.run(["up", "demo", "--resume", str(copy.root)]) == Exit.USAGE
+    assert f"runs in {original.root}" in capsys.readouterr().err
+    assert lives(pid)
+
+
+def test_a_live_run_without_socket_link_and_journal_is_not_called_dead(
+    live: tuple[RunDir, str, int], capsys: Captured
+) -> None:
+    original, _, pid = live
+    for path in (original.control_sock, original.supervisor_jsonl, original.journal_json):
+        path.unlink()
+    assert main.run(["ps", str(original.root)]) == 0
+    said = capsys.readouterr().out
+    assert "its supervisor does not answer" in said and "atropos-tui clean" not in said
+    assert main.run(["clean", "--yes", str(original.root)]) == Exit.USAGE
+    assert main.run(["clean", "--yes"]) == 0
+    assert lives(pid)
+
+
+def test_what_the_original_left_is_not_ended_in_the_name_of_a_copy(tmp_path: Path, capsys: Captured) -> None:
+    original, run_id = make_run(tmp_path / "elsewhere")
+    with supervised(original, run_id, tmp_path / "pid") as supervisor:
+        pid = int((tmp_path / "pid").read_text())
+        copy = copy_of(original, "run.json", "journal.json")
+        crash(supervisor)
+        assert main.run(["clean", "--yes", str(copy.root)]) == 0 and lives(pid)
+        assert main.run(["clean", "--yes"]) == 0 and lives(pid)
+        assert f"atropos-tui clean --run-dir {original.root}" in capsys.readouterr().out
+        assert main.run(["clean", "--yes", str(original.root)]) == 0 and not lives(pid)
+
+
+def test_a_plan_that_came_with_a_recording_removes_nothing_outside_of_it(tmp_path: Path) -> None:
+    scratch = tmp_path / f"{procfs.SCRATCH}mine"
+    scratch.mkdir(mode=0o700)
+    weights = Path("/dev/shm") / f"atropos-test-{os.getpid()}"
+    weights.touch()
+    run, _ = make_run(tmp_path, clears=[str(scratch), str(weights)])
+    run.journal_json.unlink()
+    try:
+        assert main.run(["clean", "--yes", str(run.root)]) == 0
+        assert scratch.exists() and weights.exists()
+    finally:
+        weights.unlink()
+
+
+def recorded_journal(run: RunDir, run_id: str, ran: Path) -> dict[str, object]:
+    """A journal that names this boot, and a command that reaches another node."""
+    far = {"name": "trainer", "node": "n1", "host": "h", "command": ["touch", str(ran)]}
+    entry = {"pid": 2**22 + 1, "create_time": 0, "ticks": 1, "pgid": 2**22 + 1, "boot_id": procfs.boot_id(), "far": far}
+    table: dict[str, object] = {"run_id": run_id, "components": {"trainer": entry}}
+    run.journal_json.write_text(json.dumps(table))
+    run.journal_json.chmod(0o600)
+    return table
+
+
+def test_a_command_in_the_journal_of_a_recording_never_runs(tmp_path: Path, capsys: Captured) -> None:
+    run, run_id = make_run(tmp_path)
+    ran = tmp_path / "ran"
+    recorded_journal(run, run_id, ran)
+    assert ProcessTable.load(run.journal_json) is None
+    assert main.run(["clean", "--yes", str(run.root)]) == 0
+    assert main.run(["clean", "--yes"]) == 0
+    assert not ran.exists() and "elsewhere" not in capsys.readouterr().out
+
+
+def test_a_sealed_journal_is_believed_only_as_written_and_where_written(tmp_path: Path, capsys: Captured) -> None:
+    run, run_id = make_run(tmp_path)
+    table = ProcessTable.model_validate(recorded_journal(run, run_id, tmp_path / "ran"))
+    table.write(run.journal_json)
+    assert ProcessTable.load(run.journal_json) is not None
+    assert main.run(["clean", "--dry-run", str(run.root)]) == 0
+    said = capsys.readouterr().out
+    assert "trainer on node n1" in said and f"touch {tmp_path / 'ran'}" in said, "the command that would run"
+    sealed = run.journal_json.read_text()
+    run.journal_json.write_text(sealed.replace("touch", "false"))
+    assert ProcessTable.load(run.journal_json) is None, "changed"
+    copy = copy_of(run)
+    copy.journal_json.write_text(sealed)
+    assert ProcessTable.load(copy.journal_json) is None, "another run directory"
+    run.journal_json.write_text(sealed)
+    assert ProcessTable.load(run.journal_json) is not None
+    key = registry().parent / "seal.key"
+    assert key.stat().st_mode & 0o777 == 0o600
+    key.chmod(0o644)
+    assert ProcessTable.load(run.journal_json) is None, "others may have read the key"
+    table.write(run.journal_json)
+    assert ProcessTable.load(run.journal_json) is not None and key.stat().st_mode & 0o777 == 0o600, "a new key"
+    key.unlink()
+    assert ProcessTable.load(run.journal_json) is None, "another installation"
+
+
+def test_no_journal_is_believed_where_no_key_can_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    run, _ = make_run(tmp_path)
+    assert json.loads(run.journal_json.read_text())["mac"] == ""
+    assert ProcessTable.load(run.journal_json) is None
+
+
+def test_a_bundle_names_no_boot_and_no_command_of_a_node(tmp_path: Path) -> None:
+    run, run_id = make_run(tmp_path)
+    ProcessTable.model_validate(recorded_journal(run, run_id, tmp_path / "ran")).write(run.journal_json)
+    assert main.run(["bundle", str(run.root), "-o", "all.tar.gz"]) == 0
+    with tarfile.open("all.tar.gz") as tar:
+        texts = {Path(member.name).name: tar.extractfile(member) for member in tar}
+        contents = {name: file.read().decode() for name, file in texts.items() if file}
+    journal = json.loads(contents["journal.json"])
+    assert journal["components"]["trainer"]["far"]["node"] == "n1" and "mac" not in journal
+    for name, text in contents.items():
+        assert procfs.boot_id() not in text and str(tmp_path / "ran") not in text, name
+
+
+def test_a_socket_link_to_another_run_reaches_nobody(live: tuple[RunDir, str, int], capsys: Captured) -> None:
+    original, _, pid = live
+    recording, _ = make_run(Path.cwd())
+    recording.control_sock.symlink_to(original.control_sock.readlink())
+    assert not runs.RunEntry(recording, {}).is_live
+    assert main.run(["down", str(recording.root)]) == Exit.NO_RUN
+    assert main.run(["restart", "x", "--yes", "--run-dir", str(recording.root)]) == Exit.NO_RUN
+    capsys.readouterr()
+    assert main.run(["ps", str(recording.root), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["phase"] == "ended"
+    assert main.run(["bundle", str(recording.root), "-o", "all.tar.gz"]) == 0
+    with tarfile.open("all.tar.gz") as tar:
+        assert not [name for name in tar.getnames() if name.endswith("status.json")]
+    assert main.run(["clean", "--yes", str(recording.root)]) == 0
+    assert not recording.control_sock.is_symlink()
+    assert lives(pid) and original.control_sock.readlink().is_socket()
+
+
+def test_a_supervisor_takes_no_command_for_another_run(live: tuple[RunDir, str, int], capsys: Captured) -> None:
+    """A run directory was replaced under a living supervisor: path and socket are the same, the run is not."""
+    original, _, pid = live
+    meta = json.loads(original.run_json.read_text())
+    original.run_json.write_text(json.dumps(meta | {"run_id": "another-run"}))
+    for words in (["down"], ["restart", "x", "--yes", "--run-dir"]):
+        assert main.run([*words, str(original.root)]) != 0
+    original.run_json.write_text(json.dumps(meta))
+    capsys.readouterr()
+    assert main.run(["ps", str(original.root), "--json"]) == 0
+    status = json.loads(capsys.readouterr().out)
+    assert (status["phase"], status["components"][0]["attempt"]) == ("running", 1) and lives(pid)
+
+
+def test_somebody_who_listens_under_another_name_is_no_supervisor(tmp_path: Path) -> None:
+    run, _ = make_run(tmp_path)
+    folder = tmp_path / "sockets"
+    folder.mkdir(mode=0o700)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(folder / "other.sock"))
+        server.listen()
+        run.control_sock.symlink_to(folder / "other.sock")
+        assert cleanup.find_dead(run.root, {}) is not None
