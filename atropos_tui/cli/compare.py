@@ -29,6 +29,7 @@ from atropos_tui.cli.profiles import checked, read_env_files
 from atropos_tui.cli.report import overlay
 from atropos_tui.cli.up import spawn_supervisor, write_run_files
 from atropos_tui.errors import Exit, Problem, UserError
+from atropos_tui.gate import write_own
 from atropos_tui.monitor.bench import Progress, benchmark_runs, benchmarks_json, render_benchmarks
 from atropos_tui.monitor.format import plain_text, text_table
 from atropos_tui.monitor.overlay import read_runs, settings_table
@@ -230,7 +231,7 @@ class Board:
 
     def _print(self, text: str) -> None:
         with contextlib.suppress(BrokenPipeError):  # nobody reads any more; the stacks go on
-            print(text, end="", file=self._to, flush=True)
+            write_own(self._to, text)
 
 
 class Comparison:

@@ -184,7 +184,8 @@ def _ask(question: InitQuestion, given: Given) -> str:
     default = question.default(given)
     if not question.asked(given):
         return default
-    return input(f"{question.text} [{default or 'none'}]: ").strip() or default
+    print(f"{question.text} [{default or 'none'}]: ", end="", flush=True)  # a prompt of `input` would pass the gate
+    return input().strip() or default
 
 
 def _answer(question: InitQuestion, text: str, given: Given) -> Given:

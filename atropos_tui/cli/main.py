@@ -17,10 +17,16 @@ from pathlib import Path
 from atropos_tui import __version__
 from atropos_tui.cli.parser import build_parser, command_names
 from atropos_tui.errors import Elsewhere, Exit, Problem, UserError
+from atropos_tui.gate import gated
 
 
 def run(argv: Sequence[str]) -> int:
     """Run one command and return its exit code; never raises but for the SystemExit of argparse and argcomplete."""
+    with gated():
+        return _run(argv)
+
+
+def _run(argv: Sequence[str]) -> int:
     parser = build_parser()
     if "_ARGCOMPLETE" in os.environ:  # a shell asks what may stand here
         from atropos_tui.cli.completion import answer
@@ -106,14 +112,13 @@ def _misplaced_set(argv: Sequence[str], sets: Sequence[str], unknown: Sequence[s
 
 def _report_fault(argv: Sequence[str], run_dir: Path | None) -> int:
     """Write what a developer needs beside the run (else to a private temporary file) and say where. Never raises."""
-    from atropos_tui.monitor.format import plain_text
     from atropos_tui.profile.redact import hide_command
 
     versions = f"atropos-tui {__version__}, Python {platform.python_version()}, {platform.platform()}"
     report = f"{versions}\narguments: {hide_command(argv)}\n\n{traceback.format_exc()}"
-    last = plain_text(traceback.format_exc(limit=0).strip().splitlines()[-1])
+    last = traceback.format_exc(limit=0).strip().splitlines()[-1]
     try:
-        where = f"The report is in {plain_text(str(_write_report(report, run_dir)))}"
+        where = f"The report is in {_write_report(report, run_dir)}"
     except OSError as error:  # a full disk, say: the report must not be lost to it
         where = f"It cannot be written to a file ({error.strerror}), so here it is:\n{report}"
     print(f"atropos-tui: a fault of ours: {last}\n  {where}; please file it as an issue.", file=sys.stderr)
@@ -143,7 +148,4 @@ def _write_report(report: str, run_dir: Path | None) -> Path:
 
 
 def _say(error: UserError) -> None:
-    """Problems may quote other programs: a command line, a line of a log."""
-    from atropos_tui.monitor.format import plain_text
-
-    print("\n".join(plain_text(line) for line in f"atropos-tui: {error}".split("\n")), file=sys.stderr)
+    print(f"atropos-tui: {error}", file=sys.stderr)

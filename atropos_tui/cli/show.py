@@ -156,7 +156,8 @@ def _ps_row(component: ComponentStatus, now: float, *, with_gpu: bool) -> tuple[
 def confirmed(question: str) -> bool:
     """Ask on the terminal; whoever ends the input says no."""
     try:
-        return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+        print(f"{question} [y/N] ", end="", flush=True)  # a prompt of `input` would pass the gate unseen
+        return input().strip().lower() in ("y", "yes")
     except EOFError:
         print()
         return False

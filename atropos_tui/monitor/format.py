@@ -1,40 +1,18 @@
-"""Text that is safe and short enough to show: foreign output made plain, and figures in a few characters.
-
-Programs and models may print anything. `plain_text` keeps what can be read and drops what a terminal would obey:
-escape sequences (CSI, OSC with clipboard writes, DCS and the like), control characters, bidirectional overrides.
-Half a surrogate pair, which neither a terminal nor a file can be given, becomes a question mark.
-"""
+"""Text that is short enough to show: lines, tables, and figures in a few characters."""
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from atropos_common.control import State
+from atropos_tui.gate import MAX_COLUMNS as MAX_COLUMNS
+from atropos_tui.gate import one_line as one_line
+from atropos_tui.gate import plain_lines as plain_lines
+from atropos_tui.gate import plain_text as plain_text
 from atropos_tui.profile.errors import counted as counted
 from atropos_tui.profile.redact import mask
-
-MAX_COLUMNS = 4096
-"""A longer line is cut for display; its file has the rest."""
-
-_ESCAPES = re.compile(
-    r"""
-    (?:\x1b\[|\x9b) [0-?]* [ -/]* [@-~]?                     # CSI: colours, cursor
-  | (?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])                     # OSC, DCS, SOS, PM, APC ...
-        [^\x07\x1b\x9c]* (?:\x07|\x1b\\|\x9c)?               # ... to their end, or to the end of the line
-  | \x1b [ -/]* [0-~]?                                       # two-character sequences
-    """,
-    re.VERBOSE,
-)
-_CONTROL = re.compile(
-    "[\x00-\x08\x0a-\x1f\x7f-\x9f\xad\u0600-\u0605\u061c\u06dd\u070f\u0890\u0891\u08e2\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f"
-    "\ufeff\ufff9-\ufffb\U000110bd\U000110cd\U00013430-\U0001343f\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0001"
-    "\U000e0020-\U000e007f]"
-)
-"""Controls, and what Unicode calls format characters (category Cf): they change how others are read."""
-_HALVES = re.compile("[\ud800-\udfff]")
 
 Tone = Literal["good", "busy", "warn", "bad", "dim"]
 _LOOKS: dict[State, tuple[str, Tone]] = {
@@ -64,27 +42,6 @@ def real(value: float) -> float:
         return float(value)
     except OverflowError:
         return math.inf if value > 0 else -math.inf
-
-
-def plain_text(line: str) -> str:
-    """One line of foreign output as text to show: after its last carriage return, tabs expanded, controls gone."""
-    if len(line) > 4 * MAX_COLUMNS:
-        line = line[: 4 * MAX_COLUMNS]
-    if not line.isprintable():
-        line = _ESCAPES.sub("", line)
-        line = line.rstrip("\r").rpartition("\r")[2]
-        line = _HALVES.sub("?", _CONTROL.sub("", line.expandtabs(8)))
-    return line if len(line) <= MAX_COLUMNS else line[: MAX_COLUMNS - 1] + "…"
-
-
-def one_line(text: str) -> str:
-    """Text of several lines as one: line breaks are shown as `⏎`, the rest is made plain."""
-    return plain_text(text[: 4 * MAX_COLUMNS].replace("\r\n", "\n").replace("\n", "⏎"))
-
-
-def plain_lines(text: str) -> str:
-    """Text of several lines, each made plain by itself: what one of them does not end never hides the next."""
-    return "\n".join(map(plain_text, text.split("\n")))
 
 
 def masked_line(text: str) -> str:

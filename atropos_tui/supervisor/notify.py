@@ -26,6 +26,7 @@ from atropos_common.records import DiagnosisRecord, Record
 from atropos_common.run_dir import ENV_TOKEN
 from atropos_tui.diagnoses.metric_rules import ALERT
 from atropos_tui.errors import Exit
+from atropos_tui.gate import write_own
 from atropos_tui.profile.redact import REDACTED, mask
 from atropos_tui.profile.spec import NotifyPolicy, StackSpec
 from atropos_tui.supervisor.launch import resolve
@@ -234,8 +235,7 @@ class Notifier:
             return
         if self._policy.bell and sys.stderr.isatty():
             with contextlib.suppress(OSError):
-                sys.stderr.write("\a")
-                sys.stderr.flush()
+                write_own(sys.stderr, "\a")
         body = payload(self._stack, event, reason, component, code)
         ways = [post(self._url, body)] if self._url is not None else []
         ways += [run_command(self._policy.command, body)] if self._policy.command else []

@@ -6,18 +6,23 @@ is the help, made from them, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal, TypeVar
 
+from rich.cells import cell_len
+from rich.segment import Segment
 from textual.app import App, SystemCommand
 from textual.binding import Binding
+from textual.color import Color
 from textual.dom import DOMNode
+from textual.filter import LineFilter
 from textual.screen import Screen
 from textual.widget import Widget
 
 from atropos_common.control import Action, CommandRequest, ComponentStatus
 from atropos_common.records import CommandRecord
+from atropos_tui.gate import harmless
 from atropos_tui.monitor.format import one_line
 from atropos_tui.supervisor.client import Refused
 from atropos_tui.ui import faults
@@ -32,6 +37,20 @@ Outcome = Literal["detach", "stop", "ended", "failed"]
 Kind = TypeVar("Kind", bound=Widget)
 
 
+class OnlyPlainText(LineFilter):
+    """Drop whatever a terminal would obey from the text of every line that any widget draws."""
+
+    def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
+        if all(text.isprintable() for text, _, _ in segments):
+            return segments
+        return [segment if segment.control else _plain_segment(segment) for segment in segments]
+
+
+def _plain_segment(segment: Segment) -> Segment:
+    text = harmless(segment.text).replace("\n", " ").replace("\t", " ")
+    return Segment(text + " " * (cell_len(segment.text) - cell_len(text)), segment.style)
+
+
 class CommandApp(App[Outcome]):
     """An app over one run whose keys act on the component under the cursor."""
 
@@ -39,6 +58,7 @@ class CommandApp(App[Outcome]):
 
     def __init__(self) -> None:
         super().__init__()
+        self._only_plain_text = OnlyPlainText()
         self.is_over = False
         """The run has ended, or nobody owns it any more."""
         self.gone = ""
@@ -58,6 +78,9 @@ class CommandApp(App[Outcome]):
         run that takes minutes, in which no key works."""
         faults.record(self._exception or RuntimeError("unknown"), "the screen")
         self._close_messages_no_wait()
+
+    def get_line_filters(self) -> Sequence[LineFilter]:
+        return [*super().get_line_filters(), self._only_plain_text]
 
     @property
     def main(self) -> Screen[object] | None:

@@ -14,6 +14,7 @@ import pytest
 
 from atropos_common.control import CommandRequest, Role, State
 from atropos_common.records import CommandRecord, ComponentRecord, DiagnosisRecord, ProbeRecord, StateRecord
+from atropos_common.run_dir import RunDir
 from atropos_tui.errors import Exit, UserError
 from atropos_tui.profile.spec import HttpCheck, Probe, Probes
 from atropos_tui.supervisor import client as client_module
@@ -36,8 +37,9 @@ async def listener(run: Path, *, hang: bool) -> AsyncIterator[list[bytes]]:
         writer.close()
 
     with tempfile.TemporaryDirectory() as folder:
-        server = await asyncio.start_unix_server(serve, f"{folder}/s")
-        (run / "control.sock").symlink_to(f"{folder}/s")
+        address = f"{folder}/{RunDir(run).socket_name}"
+        server = await asyncio.start_unix_server(serve, address)
+        (run / "control.sock").symlink_to(address)
         try:
             yield requests
         finally:

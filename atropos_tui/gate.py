@@ -1,0 +1,112 @@
+"""The one place through which text reaches a terminal, and the rules for what passes.
+
+Programs, models and files of other people may print anything. `plain_text` keeps what can be read and drops what a
+terminal would obey: escape sequences (CSI, OSC with clipboard writes, DCS and the like), control characters,
+bidirectional overrides. Half a surrogate pair becomes a question mark: neither a terminal nor a file takes one.
+
+`gated()` puts a `Gate` before standard output and standard error of a command; the screen filters each line that it
+draws by `harmless`. So no caller has to think of it. Our own colours (`OWN_STYLES`) pass; other control sequences of
+our own go through `write_own`.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO, cast
+
+MAX_COLUMNS = 4096
+"""A longer line is cut for display; its file has the rest."""
+COLOURS = ("2", "31", "32", "33", "34", "35", "36", "96")
+"""SGR codes that our commands print: dim, and seven colours of the terminal's own palette."""
+OWN_STYLES = frozenset({"\x1b[0m", *(f"\x1b[{code}m" for code in COLOURS)})
+
+_ESCAPES = re.compile(
+    r"""
+    (?:\x1b\[|\x9b) [0-?]* [ -/]* [@-~]?                     # CSI: colours, cursor
+  | (?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])                     # OSC, DCS, SOS, PM, APC ...
+        [^\x07\x1b\x9c\n]* (?:\x07|\x1b\\|\x9c)?             # ... to their end, or to the end of the line
+  | \x1b [ -/]* [0-~]?                                       # two-character sequences
+    """,
+    re.VERBOSE,
+)
+_FORMATS = (
+    "\x7f-\x9f\xad\u0600-\u0605\u061c\u06dd\u070f\u0890\u0891\u08e2\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f"
+    "\ufeff\ufff9-\ufffb\U000110bd\U000110cd\U00013430-\U0001343f\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0001"
+    "\U000e0020-\U000e007f"
+)
+"""C1, and what Unicode calls format characters (category Cf): they change how other characters are read."""
+_CONTROL = re.compile(f"[\x00-\x08\x0a-\x1f{_FORMATS}]")
+_CONTROL_BUT_LINES = re.compile(f"[\x00-\x08\x0b-\x1a\x1c-\x1f{_FORMATS}]")
+"""Without tab, line feed and ESC: the pattern of escape sequences deals with ESC."""
+_HALVES = re.compile("[\ud800-\udfff]")
+
+
+def plain_text(line: str) -> str:
+    """One line of foreign output as text to show: after its last carriage return, tabs expanded, controls gone."""
+    if len(line) > 4 * MAX_COLUMNS:
+        line = line[: 4 * MAX_COLUMNS]
+    if not line.isprintable():
+        line = _ESCAPES.sub("", line)
+        line = line.rstrip("\r").rpartition("\r")[2]
+        line = _HALVES.sub("?", _CONTROL.sub("", line.expandtabs(8)))
+    return line if len(line) <= MAX_COLUMNS else line[: MAX_COLUMNS - 1] + "…"
+
+
+def one_line(text: str) -> str:
+    """Text of several lines as one: line breaks are shown as `⏎`, the rest is made plain."""
+    return plain_text(text[: 4 * MAX_COLUMNS].replace("\r\n", "\n").replace("\n", "⏎"))
+
+
+def plain_lines(text: str) -> str:
+    """Text of several lines, each made plain by itself: what one of them does not end never hides the next."""
+    return "\n".join(map(plain_text, text.split("\n")))
+
+
+def harmless(text: str) -> str:
+    """`text` with its line breaks, tabs and our own colours, and without anything else that a terminal obeys."""
+    if text.isprintable():
+        return text
+    text = _ESCAPES.sub(lambda found: found[0] if found[0] in OWN_STYLES else "", text)
+    return _HALVES.sub("?", _CONTROL_BUT_LINES.sub("", text))
+
+
+class Gate:
+    """A text stream that passes on `harmless` text; in everything else the stream behind it.
+
+    Only `user@host:run` writes bytes past it: a screen that is drawn on another machine.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self.behind = stream
+
+    def write(self, text: str) -> int:
+        self.behind.write(harmless(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.behind, name)
+
+
+@contextmanager
+def gated() -> Iterator[None]:
+    """While entered, all that is printed passes a `Gate`."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (cast(TextIO, Gate(stream) if stream else stream) for stream in before)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+def write_own(stream: TextIO, text: str) -> None:
+    """Write past the gate: `text` holds control sequences of our own, and nothing that was not made plain."""
+    target = stream.behind if isinstance(stream, Gate) else stream
+    target.write(text)
+    target.flush()
