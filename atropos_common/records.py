@@ -51,6 +51,10 @@ Name = Annotated[str, AfterValidator(_as_name)]
 """A word of ours, such as a component or a state: printable ASCII of at most 64 characters, whatever was written."""
 
 
+Severity = Literal["alarm", "warning", "advice"]
+"""Of a diagnosis: training is wrong or stands still; something is broken; nothing is broken, and it can be better."""
+
+
 class Record(BaseModel):
     """Fields of every line. Subclasses add the fields of their kind."""
 
@@ -127,11 +131,15 @@ class CommandRecord(ComponentRecord):
 
 
 class DiagnosisRecord(ComponentRecord):
-    """What went wrong, how we know, and the way out."""
+    """A detected problem with its evidence and fix, or (`over`) its end."""
 
     kind: Literal["diagnosis"] = "diagnosis"
     rule: str = ""
     """Stable name of the rule that spoke, such as `alignment_mismatch`; empty when none did."""
+    severity: Severity | Literal[""] = ""
+    """Empty in recordings of versions that did not write it."""
+    over: bool = False
+    """The diagnosis with the same component, rule and title is over; `evidence` says why."""
     title: str
     evidence: str = ""
     fix: str = ""

@@ -59,7 +59,7 @@ class Why(Answer):
     """What it waits for, or how it ended."""
     components: list[ComponentWhy]
     diagnoses: list[DiagnosisRecord]
-    """Of a live run those that hold now, newest first; of an ended one all."""
+    """Those that are open, the gravest first; after the end all, with `over` on those that have ended."""
 
 
 class LogRow(Answer):

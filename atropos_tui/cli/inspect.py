@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from atropos_common.control import Phase, RunStatus
 from atropos_common.files import open_regular
 from atropos_common.record_tail import whole_lines
-from atropos_common.records import RECORD_TYPES, ComponentRecord, Record, RecordError, parse_line
+from atropos_common.records import RECORD_TYPES, ComponentRecord, DiagnosisRecord, Record, RecordError, parse_line
 from atropos_common.run_dir import RunDir
 from atropos_tui.cli import runs, show, slurm
 from atropos_tui.cli.logs import compiled
@@ -183,7 +183,6 @@ async def why_answer(entry: runs.RunEntry, names: list[str]) -> Why:
         UserError: one of them is not part of the run.
     """
     from atropos_tui.cli.answers import ComponentWhy, Why
-    from atropos_tui.monitor.why import open_diagnoses
 
     picture, said = await _picture(entry, names)
     status, state = picture.status, picture.state
@@ -197,8 +196,18 @@ async def why_answer(entry: runs.RunEntry, names: list[str]) -> Why:
             ComponentWhy(name=name, state=picture.rows[name].state, says=_ideas(picture.lines(name)))
             for name in names or picture.rows
         ],
-        diagnoses=list(state.diagnoses) if status.phase is Phase.ENDED else open_diagnoses(state, status),
+        diagnoses=_diagnoses(state, status),
     )
+
+
+def _diagnoses(state: RunState, status: RunStatus) -> list[DiagnosisRecord]:
+    """The open diagnoses of a run, the gravest first; of one that has ended all, with `over` where it holds."""
+    from atropos_tui.monitor.why import open_diagnoses
+
+    standing = open_diagnoses(state, status)
+    if status.phase is not Phase.ENDED:
+        return standing
+    return [each if each in standing else each.model_copy(update={"over": True}) for each in state.diagnoses]
 
 
 def _ideas(paragraph: list[str]) -> list[str]:

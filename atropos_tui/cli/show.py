@@ -100,6 +100,8 @@ def event_line(record: Record) -> str:
             return (
                 f"{clock}  command        {record.action}{target}: {record.status}  {one_line(record.detail)}".rstrip()
             )
+        case DiagnosisRecord(over=True):
+            return f"{clock}  {record.component or '':<14} over: {one_line(record.title)} ({one_line(record.evidence)})"
         case DiagnosisRecord():
             return (
                 f"{clock}  {record.component or '':<14} {one_line(record.title)}\n"

@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from atropos_tui.diagnoses.log_rules import LOG_RULES
-from atropos_tui.diagnoses.model import ANSI, USUAL, Diagnosis, LogMatch, LogPattern, Names, Rule, shortened
+from atropos_tui.diagnoses.model import ANSI, USUAL, Diagnosis, Layer, LogMatch, LogPattern, Names, Rule, shortened
 from atropos_tui.diagnoses.roots import is_passing, root_error
 from atropos_tui.profile.spec import ComponentSpec
 
@@ -59,17 +59,18 @@ class ExitRule(Rule):
     """Exit codes that it is about; none: all."""
     judge: Callable[[Evidence], tuple[str, str, str] | None] | None = None
     """Title, evidence and fix where it recognises the case; replaces all of that."""
+    layer: Layer = field(default=Layer.PROCESS, kw_only=True)
 
     def explain(self, found: Evidence) -> Diagnosis | None:
         """The diagnosis of an end, where this rule recognises it."""
         if self.judge is not None:
             said = self.judge(found)
-            return Diagnosis(*said, self.name) if said else None
+            return self.stamp(Diagnosis(*said)) if said else None
         hit = found.last(self.pattern)
         if hit is None or (self.codes and found.exit_code not in self.codes):
             return None
         title, fix = (found.names.fill(text, *hit[0].groups(), name=found.spec.name) for text in (self.title, self.fix))
-        return Diagnosis(title, hit[1], fix, self.name)
+        return self.diagnosis(hit[1], fix, title)
 
 
 def not_executable(found: Evidence) -> tuple[str, str, str] | None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from atropos_common.group_reasons import (
     FLAT,
@@ -21,8 +21,8 @@ from atropos_common.group_reasons import (
     in_words,
 )
 from atropos_tui.diagnoses.metric_rules import GROUPS_ALL_FLAT, LOOK_AT_ROLLOUTS, NEARLY_ALL
-from atropos_tui.diagnoses.model import Diagnosis, Rule, shortened
-from atropos_tui.diagnoses.stall_rules import Flow, RunSnapshot
+from atropos_tui.diagnoses.model import Diagnosis, Ends, Layer, Rule, shortened
+from atropos_tui.diagnoses.stall_rules import Flow, Part, RunSnapshot
 
 MANY = 8
 """Groups, or failures; fewer may be chance."""
@@ -156,7 +156,18 @@ class FlowRule(Rule):
     """A rule over one environment."""
 
     judge: Callable[[str, Flow], Said]
+    opposite: Callable[[Flow], bool]
+    """Whether the flow shows the opposite: few groups, from which `judge` concludes nothing, may do so."""
+    end: str
+    """Why a diagnosis is over then, for the record."""
     each_attempt = True
+    ends: Ends = field(default=Ends.LOOK, kw_only=True)
+    layer: Layer = field(default=Layer.ROLLOUTS, kw_only=True)
+
+    def refuted(self, run: RunSnapshot, part: Part) -> bool:
+        """Whether the environment's present flow shows the opposite."""
+        flow = run.flows.get(part.name)
+        return flow is not None and self.opposite(flow)
 
     def look(self, run: RunSnapshot) -> dict[str, Diagnosis | None]:
         """What it says, by environment."""
@@ -167,20 +178,68 @@ def explain(flows: Mapping[str, Flow], refused: Collection[str]) -> dict[str, Di
     """What the first rule that speaks of an environment says; nothing of those whose requests are refused."""
     found = {}
     for env, flow in flows.items():
-        said = ((rule.name, rule.judge(env, flow)) for rule in FLOW_RULES if env not in refused)
-        name, words = next(((name, words) for name, words in said if words is not None), ("", None))
-        if words is not None:
-            found[env] = Diagnosis(words[0], shortened(words[1]), words[2], name)
+        said = ((rule, rule.judge(env, flow)) for rule in FLOW_RULES if env not in refused)
+        spoke = next(((rule, words) for rule, words in said if words is not None), None)
+        if spoke is not None:
+            rule, (title, evidence, fix) = spoke
+            found[env] = rule.diagnosis(shortened(evidence), fix, title)
     return found
 
 
 FLOW_RULES = (
-    FlowRule("rollouts_fail", "the rollouts of an environment fail", failing),
-    FlowRule("groups_refused", "groups of an environment do not reach run-api", refused),
-    FlowRule("groups_left_out", "the groups of an environment are left out", left_out),
-    FlowRule(GROUPS_ALL_FLAT, "the groups of an environment are flat", all_flat),
-    FlowRule("evaluations_fail", "the evaluations of an environment fail", evaluations_fail),
-    FlowRule("environment_silent", "an environment is registered but sends nothing", silent),
-    FlowRule("environment_bound", "an environment is the bottleneck", bottleneck),
+    FlowRule(
+        "rollouts_fail",
+        "the rollouts of an environment fail",
+        failing,
+        lambda flow: flow.made > (1 - NEARLY_ALL) * (flow.made + flow.failures.total()),
+        "its rollouts succeed again",
+        severity="alarm",
+    ),
+    FlowRule(
+        "groups_refused",
+        "groups of an environment do not reach run-api",
+        refused,
+        lambda flow: flow.sent > 0 and not any(flow.left_out[reason] for reason in (REFUSED, UNSENDABLE)),
+        "run-api takes its groups",
+        severity="alarm",
+    ),
+    FlowRule(
+        "groups_left_out",
+        "the groups of an environment are left out",
+        left_out,
+        lambda flow: flow.sent > (1 - NEARLY_ALL) * flow.made,
+        "its groups are sent again",
+        severity="alarm",
+    ),
+    FlowRule(
+        GROUPS_ALL_FLAT,
+        "the groups of an environment are flat",
+        all_flat,
+        lambda flow: flow.made > 0 and flow.flat < NEARLY_ALL * flow.made,
+        "its groups differ in score again",
+        severity="alarm",
+    ),
+    FlowRule(
+        "evaluations_fail",
+        "the evaluations of an environment fail",
+        evaluations_fail,
+        lambda flow: not flow.evaluation_failures,
+        "an evaluation has succeeded since",
+    ),
+    FlowRule(
+        "environment_silent",
+        "an environment is registered but sends nothing",
+        silent,
+        lambda flow: flow.asked_s is not None or flow.made > 0 or flow.failures.total() > 0,
+        "it sends requests",
+    ),
+    FlowRule(
+        "environment_bound",
+        "an environment is the bottleneck",
+        bottleneck,
+        lambda flow: flow.seconds is not None,
+        "trainer and engine no longer wait for it at the same time",
+        severity="advice",
+    ),
 )
 """The more certain first."""

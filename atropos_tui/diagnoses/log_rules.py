@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from atropos_common.control import Role
-from atropos_tui.diagnoses.model import Diagnosis, LogMatch, LogPattern, LogRule
+from atropos_tui.diagnoses.model import Diagnosis, Ends, Layer, LogMatch, LogPattern, LogRule
 from atropos_tui.diagnoses.node_rules import LAUNCHER_RULES, NODE_SILENT
 from atropos_tui.diagnoses.roots import VANISHED, root_error
 from atropos_tui.profile import ports
@@ -28,6 +28,8 @@ FEWER_BYTES: dict[Role | None, str] = {
     None: "free GPU memory: nvidia-smi shows who holds it; atropos-tui clean ends what an earlier run left",
 }
 ASKS = (Role.TRAINER, Role.ENV)
+REPEATED_S = 75.0
+"""`LogRule.quiet_s` for warnings that the trainer repeats at most once a minute."""
 ALIGNMENT_FIX = (
     "a `cause` in the evidence names it. Else: was {engine} restarted behind the trainer's back? atropos-tui "
     "restart {engine} brings both to the same weights. Other sampling than plain temperature (top-p, top-k, min-p)? "
@@ -89,6 +91,7 @@ LOG_RULES: tuple[LogRule, ...] = (
         ),
         tell=_port_in_use,
         passing=True,
+        layer=Layer.MACHINE,
     ),
     LogRule(
         "kv_cache_too_small",
@@ -100,6 +103,7 @@ LOG_RULES: tuple[LogRule, ...] = (
             LogPattern("cache is needed, which is larger than the available"),
         ),
         roles=(Role.ENGINE,),
+        layer=Layer.MACHINE,
     ),
     LogRule(
         "out_of_memory",
@@ -112,6 +116,7 @@ LOG_RULES: tuple[LogRule, ...] = (
             LogPattern("Free memory on device", r"Free memory on device.*is less than"),
         ),
         passing=True,
+        layer=Layer.MACHINE,
     ),
     LogRule(
         "forked_cuda",
@@ -119,6 +124,7 @@ LOG_RULES: tuple[LogRule, ...] = (
         'start workers by spawn: VLLM_WORKER_MULTIPROC_METHOD = "spawn" under [vllm.env], or keep CUDA out of '
         "the parent (VLLM_USE_V1=0, the older advice, is gone from vLLM)",
         (LogPattern("Cannot re-initialize CUDA in forked subprocess"),),
+        layer=Layer.PROCESS,
     ),
     LogRule(
         "daemonic_processes",
@@ -126,6 +132,7 @@ LOG_RULES: tuple[LogRule, ...] = (
         "python -m vllm_server does not do that: leave out `command` under [vllm]; in a program of your own, start "
         "workers with daemon=False, or as threads",
         (LogPattern("daemonic processes are not allowed to have children"),),
+        layer=Layer.PROCESS,
     ),
     LogRule(
         "flexible_argument_parser",
@@ -136,6 +143,7 @@ LOG_RULES: tuple[LogRule, ...] = (
             LogPattern("FlexibleArgumentParser", r"cannot import name 'FlexibleArgumentParser'"),
             LogPattern("No module named 'vllm.", r"No module named '(vllm\.[\w.]+)'"),
         ),
+        layer=Layer.PROCESS,
     ),
     LogRule(
         "triton_blackwell",
@@ -150,6 +158,7 @@ LOG_RULES: tuple[LogRule, ...] = (
             LogPattern("is not compatible with the current PyTorch installation", r"with CUDA capability (sm_1\d\d)"),
             LogPattern("Triton compilation", r"Triton compilation (?:error|failed)"),
         ),
+        layer=Layer.PROCESS,
     ),
     LogRule(
         "eager_fallback",
@@ -163,6 +172,8 @@ LOG_RULES: tuple[LogRule, ...] = (
         ),
         roles=(Role.ENGINE,),
         at_exit=False,
+        severity="advice",
+        ends=Ends.ATTEMPT,
     ),
     LogRule(
         "gpu_unusable",
@@ -177,6 +188,7 @@ LOG_RULES: tuple[LogRule, ...] = (
             LogPattern("torch sees no GPU here"),
             LogPattern("Torch not compiled with CUDA enabled"),
         ),
+        layer=Layer.MACHINE,
     ),
     LogRule(
         "shm_full",
@@ -192,6 +204,7 @@ LOG_RULES: tuple[LogRule, ...] = (
             LogPattern("creating shared memory segment", r"Error while creating shared memory segment /dev/shm"),
         ),
         passing=True,
+        layer=Layer.MACHINE,
     ),
     LogRule(
         "disk_full",
@@ -204,6 +217,8 @@ LOG_RULES: tuple[LogRule, ...] = (
         ),
         unless=("shm_full",),
         passing=True,
+        severity="alarm",
+        layer=Layer.MACHINE,
     ),
     LogRule(
         "checkpoint_damaged",
@@ -221,6 +236,7 @@ LOG_RULES: tuple[LogRule, ...] = (
         # vLLM warns at every start that a low limit "can cause" this error, and quotes it.
         (LogPattern("Too many open files", r"^(?!.*can cause).*Too many open files"),),
         passing=True,
+        layer=Layer.MACHINE,
     ),
     LogRule(
         "gloo_stuck",
@@ -240,6 +256,7 @@ LOG_RULES: tuple[LogRule, ...] = (
         ),
         roles=(Role.ENGINE, Role.TRAINER),
         passing=True,
+        layer=Layer.LINK,
     ),
     LogRule(
         "broadcast_broke",
@@ -250,16 +267,7 @@ LOG_RULES: tuple[LogRule, ...] = (
         (LogPattern("the broadcast broke", r"the broadcast broke \(phase (?!rendezvous)\w+\): (.*)"),),
         roles=(Role.TRAINER,),
         passing=True,
-    ),
-    LogRule(
-        "engine_left_out",
-        "the run goes on without one of its engines",
-        "it gets the weights of now, and rollouts again, as soon as it answers; one that crashed is restarted by "
-        "itself. If it does not come back, restart it: atropos-tui restart ENGINE",
-        (LogPattern("is left out of the broadcast", r"\[WARNING\] (\S+ is left out of the broadcast: .*)"),),
-        roles=(Role.TRAINER,),
-        at_exit=False,
-        passing=True,
+        layer=Layer.LINK,
     ),
     LogRule(
         "nccl_failed",
@@ -279,6 +287,7 @@ LOG_RULES: tuple[LogRule, ...] = (
         ),
         roles=(Role.ENGINE, Role.TRAINER),
         passing=True,
+        layer=Layer.LINK,
     ),
     LogRule(
         "no_logprobs",
@@ -306,6 +315,7 @@ LOG_RULES: tuple[LogRule, ...] = (
             LogPattern("404, message=", r"404, message=.*/generate"),
         ),
         roles=(Role.ENGINE, Role.ENV, Role.TRAINER),
+        layer=Layer.LINK,
     ),
     LogRule(
         "logprobs_positive",
@@ -328,6 +338,7 @@ LOG_RULES: tuple[LogRule, ...] = (
             LogPattern("refused the registration (422"),
         ),
         roles=(Role.API, *ASKS),
+        layer=Layer.LINK,
     ),
     LogRule(
         "lora_not_enabled",
@@ -428,6 +439,8 @@ LOG_RULES: tuple[LogRule, ...] = (
             LogPattern("Cannot access gated repo"),
         ),
         passing=True,
+        severity="alarm",
+        layer=Layer.LINK,
     ),
     LogRule(
         "wandb_failed",
@@ -441,6 +454,8 @@ LOG_RULES: tuple[LogRule, ...] = (
             LogPattern("Error initializing wandb"),
             LogPattern("wandb: ERROR"),
         ),
+        severity="advice",
+        ends=Ends.ATTEMPT,
     ),
     LogRule(
         "lost_gradients",
@@ -459,6 +474,7 @@ LOG_RULES: tuple[LogRule, ...] = (
         "clip_eps at 0.2",
         (LogPattern("the model answers with NaN"), LogPattern("UPDATE SKIPPED (gradient not finite)", patience_s=5)),
         roles=(Role.ENGINE, Role.TRAINER),
+        severity="alarm",
     ),
     LogRule(
         "trainer_not_registered",
@@ -467,6 +483,7 @@ LOG_RULES: tuple[LogRule, ...] = (
         # Our trainer registers again by itself, and says so in the same line.
         (LogPattern("Trainer not registered", r"Trainer not registered(?!.*Registering again)"),),
         passing=True,
+        layer=Layer.LINK,
     ),
     LogRule(
         "other_trainer_registered",
@@ -476,6 +493,7 @@ LOG_RULES: tuple[LogRule, ...] = (
         (LogPattern("holds another trainer's registration"),),
         roles=(Role.TRAINER,),
         at_exit=False,
+        layer=Layer.LINK,
     ),
     LogRule(
         "api_unreachable",
@@ -504,6 +522,8 @@ LOG_RULES: tuple[LogRule, ...] = (
         ),
         roles=ASKS,
         passing=True,
+        severity="alarm",
+        layer=Layer.LINK,
     ),
     LogRule(
         "engine_unreachable",
@@ -532,6 +552,8 @@ LOG_RULES: tuple[LogRule, ...] = (
         ),
         roles=ASKS,
         passing=True,
+        severity="alarm",
+        layer=Layer.LINK,
     ),
     LogRule(
         "env_not_registered",
@@ -549,6 +571,7 @@ LOG_RULES: tuple[LogRule, ...] = (
         ),
         roles=(Role.ENV,),
         passing=True,
+        layer=Layer.LINK,
     ),
     LogRule(
         "health_timeout",
@@ -561,6 +584,7 @@ LOG_RULES: tuple[LogRule, ...] = (
             LogPattern("vLLM failed to start after"),
         ),
         passing=True,
+        layer=Layer.PROCESS,
     ),
     LogRule(
         "api_reloaded",
@@ -572,6 +596,8 @@ LOG_RULES: tuple[LogRule, ...] = (
             LogPattern("Started reloader process"),
         ),
         roles=(Role.API,),
+        severity="advice",
+        ends=Ends.ATTEMPT,
     ),
     LogRule(
         "rollouts_left_out",
@@ -587,6 +613,8 @@ LOG_RULES: tuple[LogRule, ...] = (
         ),
         roles=(Role.TRAINER,),
         at_exit=False,
+        quiet_s=REPEATED_S,
+        layer=Layer.ROLLOUTS,
     ),
     LogRule(
         "worker_timeout",
@@ -596,6 +624,7 @@ LOG_RULES: tuple[LogRule, ...] = (
         (LogPattern("has timed out after", r"Worker \S+ has timed out after (\d+)"),),
         roles=(Role.ENV,),
         at_exit=False,
+        layer=Layer.ROLLOUTS,
     ),
     LogRule(
         "use_cache_with_checkpointing",
@@ -610,6 +639,8 @@ LOG_RULES: tuple[LogRule, ...] = (
         ),
         roles=(Role.TRAINER,),
         at_exit=False,
+        severity="advice",
+        ends=Ends.ATTEMPT,
     ),
     LogRule(
         "alignment_mismatch",
@@ -619,6 +650,8 @@ LOG_RULES: tuple[LogRule, ...] = (
         (LogPattern("MISMATCH", r"LogProb Alignment: \[?MISMATCH|\[MISMATCH!\]", patience_s=5),),
         roles=(Role.TRAINER,),
         at_exit=False,
+        severity="alarm",
+        event="mismatch",
     ),
     LogRule(
         "out_of_host_memory",
@@ -631,6 +664,7 @@ LOG_RULES: tuple[LogRule, ...] = (
             LogPattern("MemoryError", r"^(?:numpy\.\S*)?MemoryError\b"),
         ),
         passing=True,
+        layer=Layer.MACHINE,
     ),
     LogRule(
         "engine_dead",
@@ -646,6 +680,8 @@ LOG_RULES: tuple[LogRule, ...] = (
         unless=("kv_cache_too_small", "out_of_memory", "out_of_host_memory", "shm_full", "gpu_unusable"),
         tell=_engine_dead,
         settle_s=2.0,
+        severity="alarm",
+        layer=Layer.PROCESS,
     ),
     LogRule(
         "sampling_adjusted",
@@ -655,6 +691,8 @@ LOG_RULES: tuple[LogRule, ...] = (
         (LogPattern("left out: changes the distribution", r"adjusted \d+ requests? to \S+: (.+?) left out: changes"),),
         roles=(Role.ENGINE,),
         at_exit=False,
+        severity="advice",
+        ends=Ends.ATTEMPT,
     ),
     LogRule(
         "logprobs_recomputed",
@@ -664,6 +702,8 @@ LOG_RULES: tuple[LogRule, ...] = (
         (LogPattern("sequences came without inference_logprobs"),),
         roles=(Role.TRAINER,),
         at_exit=False,
+        severity="advice",
+        quiet_s=REPEATED_S,
     ),
     *LAUNCHER_RULES,
     NODE_SILENT,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean, median_low, pstdev
 from typing import Any
 
@@ -35,10 +35,11 @@ from atropos_common.records import (
     Record,
     RolloutRecord,
     StepRecord,
+    SyncRecord,
     TimingRecord,
 )
 from atropos_tui.diagnoses.log_rules import ALIGNMENT_FIX, GRADIENT_FIX, NO_LOGPROBS_FIX
-from atropos_tui.diagnoses.model import Rule
+from atropos_tui.diagnoses.model import Ends, Layer, Rule
 from atropos_tui.profile.spec import AlertSpec
 
 LOSS = -10.0
@@ -71,7 +72,7 @@ LOOK_AT_ROLLOUTS = (
 )
 """What to do about groups of equal scores."""
 
-ALERT = Rule("alert", "a metric is where the profile's [[alert]] does not want it")
+ALERT = Rule("alert", "a metric is where the profile's [[alert]] does not want it", ends=Ends.RECORDS, event="alert")
 SLOPE_STEPS = 5
 """A slope is taken over no fewer steps."""
 BASE_STEPS = 50
@@ -95,6 +96,7 @@ class MetricRule(Rule):
     judge: Judge
     window: int = IN_A_ROW
     good: int = 5
+    ends: Ends = field(default=Ends.RECORDS, kw_only=True)
 
 
 def reward_collapsed(steps: Sequence[StepRecord]) -> str | None:
@@ -311,6 +313,11 @@ def _mismatch_by(cause: str) -> Judge:
     return in_a_row(bad, 1)
 
 
+def engines_left_out(record: SyncRecord) -> str | None:
+    """The engines that this publish did not reach, each with the reason."""
+    return "; ".join(f"{url}: {why}" for url, why in record.left_out.items()) or None
+
+
 STEPS, ALIGNMENTS, TIMINGS = (StepRecord,), (AlignmentRecord,), (TimingRecord,)
 CAUSE_FIXES = {
     STALE_WEIGHTS: (
@@ -359,9 +366,18 @@ METRIC_RULES: tuple[MetricRule, ...] = (
         (StepRecord, AlignmentRecord, TimingRecord),
         in_a_row(not_finite, 1),
         good=15,
+        severity="alarm",
     ),
     *(
-        MetricRule("alignment_mismatch", f"alignment MISMATCH: {cause}", fix, ALIGNMENTS, _mismatch_by(cause))
+        MetricRule(
+            "alignment_mismatch",
+            f"alignment MISMATCH: {cause}",
+            fix,
+            ALIGNMENTS,
+            _mismatch_by(cause),
+            severity="alarm",
+            event="mismatch",
+        )
         for cause, fix in CAUSE_FIXES.items()
     ),
     MetricRule(
@@ -370,6 +386,8 @@ METRIC_RULES: tuple[MetricRule, ...] = (
         ALIGNMENT_FIX,
         ALIGNMENTS,
         _mismatch_by(""),
+        severity="alarm",
+        event="mismatch",
     ),
     MetricRule(
         "alignment_drift",
@@ -418,6 +436,8 @@ METRIC_RULES: tuple[MetricRule, ...] = (
         LOOK_AT_ROLLOUTS + ". env.ensure_scores_are_not_same = true keeps flat ones from the trainer",
         STEPS,
         in_a_row(groups_flat),
+        severity="alarm",
+        layer=Layer.ROLLOUTS,
     ),
     MetricRule(
         "reward_constant",
@@ -465,6 +485,16 @@ METRIC_RULES: tuple[MetricRule, ...] = (
         window=2 * BLOCK,
     ),
     MetricRule(
+        "engine_left_out",
+        "the run goes on without one of its engines",
+        "it gets the weights of now, and rollouts again, as soon as it answers; one that crashed is restarted by "
+        "itself. If it does not come back, restart it: atropos-tui restart ENGINE",
+        (SyncRecord,),
+        in_a_row(engines_left_out, 1),
+        good=1,
+        layer=Layer.LINK,
+    ),
+    MetricRule(
         "slow_progress",
         "optimizer steps have become slow",
         "waiting for data: more rollouts at once (env.max_num_workers_per_node under [env.args]), CUDA graphs "
@@ -473,6 +503,7 @@ METRIC_RULES: tuple[MetricRule, ...] = (
         TIMINGS,
         slow,
         window=REMEMBERED,
+        severity="advice",
     ),
 )
 
@@ -493,7 +524,7 @@ def _rule(alert: AlertSpec, words: str, judge: Judge) -> MetricRule:
     )
     window = max(alert.for_steps, SLOPE_STEPS) + BASE_STEPS
     kinds = (METRIC_KINDS.get(alert.metric, EvalRecord),)
-    return MetricRule(ALERT.name, f"alert: {alert.metric} {words}", fix, kinds, judge, window)
+    return MetricRule(ALERT.name, f"alert: {alert.metric} {words}", fix, kinds, judge, window, event=ALERT.event)
 
 
 def _conditions(alert: AlertSpec) -> list[tuple[str, Judge]]:

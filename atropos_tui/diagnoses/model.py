@@ -1,6 +1,6 @@
-"""What every rule is made of: `Rule` and `Diagnosis`, the rules over log lines, and how often one may speak.
+"""The parts of every rule: `Rule` with its severity and its end, `Diagnosis`, log rules, and `Finding`.
 
-The rules themselves stand in the files `*_rules.py`; `OWN_RULES`, at the end of this file, are those that the
+The rules themselves are in the files `*_rules.py`; `OWN_RULES`, at the end of this file, are those that the
 supervisor names where it finds the trouble itself.
 """
 
@@ -8,44 +8,83 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import IntEnum, StrEnum
 from functools import cached_property
+from typing import Literal
 
 from atropos_common.control import Role
-from atropos_common.records import DiagnosisRecord
+from atropos_common.records import DiagnosisRecord, Severity
 from atropos_tui.profile.spec import ComponentSpec, StackSpec
 
 QUIET_S = 600.0
-"""So long a finding must have been gone before it is a new one; twice as long after each time that it was told."""
+"""Limit of the time, in seconds, that a finding which comes and goes must be gone before its diagnosis is over."""
+WORK_S = 20.0
+"""Seconds that a component works without the line of a log rule before the diagnosis is over."""
 LONGEST_EVIDENCE = 600
 ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 LONGEST_LINE = 8 * 1024
 """A rule looks at most at so many characters around its anchor."""
 
 
+class Ends(StrEnum):
+    """When a diagnosis is over. Each is also over when its component completes, or when the run ends with code 0."""
+
+    ATTEMPT = "attempt"
+    """The component's next healthy attempt: crashes, failed starts, and facts of a whole attempt."""
+    WORK = "work"
+    """A line that clears it; else the component is healthy and works for `WORK_S` without the line (`LogScanner`)."""
+    RECORDS = "records"
+    """`MetricRule.good` records in a row without evidence (`MetricWatch`), or the next healthy attempt."""
+    LOOK = "look"
+    """The rule looks at the whole run and no longer finds it (`Watcher`)."""
+    RUN = "run"
+    """The end of the run, or of the supervisor that found it."""
+
+
+class Layer(IntEnum):
+    """How deep the cause lies: of two diagnoses of one severity the deeper one explains the other."""
+
+    MACHINE = 0
+    PROCESS = 1
+    LINK = 2
+    TRAINING = 3
+    ROLLOUTS = 4
+
+
 @dataclass(frozen=True)
 class Diagnosis:
-    """What went wrong, how we know, and the way out.
-
-    `rule` is the name of its `Rule`; `episode` counts how often the same rule spoke in one attempt.
-    """
+    """A detected problem: what went wrong, its evidence, and the way out. `Rule.diagnosis` makes one."""
 
     title: str
     evidence: str
     fix: str
     rule: str = ""
-    episode: int = 0
+    severity: Severity = "warning"
+    ends: Ends = Ends.ATTEMPT
+    over: bool = False
+    """The end of the diagnosis with this rule and title; `evidence` then says why it is over."""
+
+    def ended(self, why: str) -> Diagnosis:
+        """The end of this diagnosis."""
+        return replace(self, evidence=why, fix="", over=True)
 
     def record(self, component: str | None = None) -> DiagnosisRecord:
-        """What the journal says of it; without a component it is about the run."""
+        """The journal's record of it; without a component it is about the run."""
         return DiagnosisRecord(
-            component=component, rule=self.rule, title=self.title, evidence=self.evidence, fix=self.fix
+            component=component,
+            rule=self.rule,
+            severity=self.severity,
+            over=self.over,
+            title=self.title,
+            evidence=self.evidence,
+            fix=self.fix,
         )
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Something that can be wrong: the stable name of its diagnoses, and what they are about.
+    """Something that can be wrong: the stable name of its diagnoses, their severity, and when they are over.
 
     `docs/troubleshooting.md` has an entry for each, under that name.
     """
@@ -54,10 +93,21 @@ class Rule:
     title: str
     passing: bool = field(default=False, kw_only=True)
     """Another process, or the machine, holds or has not done something yet: the next start may find it otherwise."""
+    severity: Severity = field(default="warning", kw_only=True)
+    ends: Ends = field(default=Ends.ATTEMPT, kw_only=True)
+    layer: Layer = field(default=Layer.TRAINING, kw_only=True)
+    shows_evidence: bool = field(default=False, kw_only=True)
+    """The sentence about the run adds the evidence, since the title alone does not say enough."""
+    event: Literal["", "mismatch", "alert"] = field(default="", kw_only=True)
+    """The event of `[notify]` that a diagnosis of this rule is."""
 
     def diagnosis(self, evidence: str, fix: str, title: str = "") -> Diagnosis:
-        """What this rule says now; `title` where more is known than the rule's own."""
-        return Diagnosis(title or self.title, evidence, fix, self.name)
+        """A diagnosis of this rule; `title` where more is known than the rule's own."""
+        return self.stamp(Diagnosis(title or self.title, evidence, fix))
+
+    def stamp(self, found: Diagnosis) -> Diagnosis:
+        """`found` as a diagnosis of this rule."""
+        return replace(found, rule=self.name, severity=self.severity, ends=self.ends)
 
 
 @dataclass(frozen=True)
@@ -125,6 +175,10 @@ class LogPattern:
     def regex(self) -> re.Pattern[str]:
         return re.compile(self.pattern or re.escape(self.anchor))
 
+    def ending(self, text: bytes, at: int) -> bytes:
+        """The text of `cleared_by` that begins at `at`."""
+        return next(end for end in self.ends if text.startswith(end, at))
+
     def match(self, line: str) -> re.Match[str] | None:
         """The match in a line that is free of colours."""
         return self.regex.search(line) if self.anchor in line else None
@@ -148,47 +202,58 @@ class LogRule(Rule):
     tell: Callable[[LogMatch], Diagnosis] | None = None
     settle_s: float = 0.0
     """So long a program goes on telling why after such a line: only then is it explained."""
+    ends: Ends = field(default=Ends.WORK, kw_only=True)
+    quiet_s: float | None = field(default=None, kw_only=True)
+    """Instead of `WORK_S`, where the program repeats the line less often than that."""
 
     def concerns(self, role: Role) -> bool:
         return not self.roles or role in self.roles
 
-    def explain(self, match: LogMatch, episode: int = 0) -> Diagnosis:
+    def explain(self, match: LogMatch) -> Diagnosis:
         """The diagnosis of a match."""
         if self.tell is not None:
             said = self.tell(match)
         else:
             fix = self.fix if isinstance(self.fix, str) else self.fix.get(match.spec.role) or self.fix[None]
             said = Diagnosis(match.fill(self.title), match.line, match.fill(fix))
-        return Diagnosis(said.title, shortened(said.evidence), said.fix, self.name, episode)
+        return self.stamp(replace(said, evidence=shortened(said.evidence)))
 
 
 @dataclass
-class RateLimit:
-    """Whether one rule may speak: once when its finding begins, again only after it was gone for a while.
+class Finding:
+    """One finding through time: its diagnosis is open while the evidence comes.
 
-    Times are seconds of any one clock; where it was set back by more than the pause, the pause is over.
+    A finding that comes back opens a new diagnosis at once. Its end then takes twice as long as the time before, so
+    that one which comes and goes is recorded less and less often. Times are seconds of any one clock.
     """
 
-    episodes: int = 0
-    active: bool = False
+    open: Diagnosis | None = None
     seen_at: float = float("-inf")
-    _spoke_at: float = float("-inf")
+    times: int = 0
+    """Diagnoses that it has opened."""
 
-    def raised(self, now: float) -> bool:
-        """The finding is there; whether to say so."""
+    def raised(self, now: float, found: Callable[[], Diagnosis]) -> list[Diagnosis]:
+        """The evidence is there: the new diagnosis, or nothing while one is open."""
         self.seen_at = now
-        if self.active:
-            return False
-        self.active = True
-        if abs(now - self._spoke_at) < QUIET_S * 2.0 ** max(self.episodes - 1, 0):
-            return False
-        self.episodes += 1
-        self._spoke_at = now
-        return True
+        if self.open is not None:
+            return []
+        self.open = found()
+        self.times += 1
+        return [self.open]
 
-    def lowered(self) -> None:
-        """The finding is gone."""
-        self.active = False
+    def is_gone(self, now: float, after_s: float) -> bool:
+        """Whether the evidence of the open diagnosis has been gone for long enough; a clock set back counts as that."""
+        return self.open is not None and abs(now - self.seen_at) >= min(QUIET_S, after_s * self.slower)
+
+    @property
+    def slower(self) -> int:
+        """Factor on the time to the end, by how often it has come back."""
+        return 1 << min(max(self.times - 1, 0), 16)
+
+    def closed(self, why: str) -> list[Diagnosis]:
+        """The end of the open diagnosis, if there is one."""
+        found, self.open = self.open, None
+        return [found.ended(why)] if found else []
 
 
 def shortened(text: str, limit: int = LONGEST_EVIDENCE) -> str:
@@ -202,15 +267,17 @@ def plain(line: bytes) -> str:
     return ANSI.sub("", line[:LONGEST_LINE].decode(errors="replace")).strip()
 
 
-HEALTH_TIMEOUT = Rule("health_timeout", "vLLM did not become healthy in time", passing=True)
-NOT_READY = Rule("not_ready", "a component did not become ready")
-NOT_ANSWERING = Rule("not_answering", "a component runs but does not answer")
-CANNOT_START = Rule("cannot_start", "a component cannot be started as written")
-LOG_UNWRITABLE = Rule("log_unwritable", "the log cannot be written")
-STALE_FILE = Rule("stale_file", "a stale file cannot be removed")
-GPU_MEMORY_HELD = Rule("gpu_memory_held", "GPU memory of a component was not given back")
-UNKILLABLE = Rule("unkillable", "a process cannot be killed")
-WATCHER_FAULT = Rule("watcher_fault", "the diagnosing itself failed")
+HEALTH_TIMEOUT = Rule("health_timeout", "vLLM did not become healthy in time", passing=True, layer=Layer.PROCESS)
+NOT_READY = Rule("not_ready", "a component did not become ready", layer=Layer.PROCESS)
+NOT_ANSWERING = Rule("not_answering", "a component runs but does not answer", layer=Layer.PROCESS)
+CANNOT_START = Rule("cannot_start", "a component cannot be started as written", layer=Layer.PROCESS)
+LOG_UNWRITABLE = Rule("log_unwritable", "the log cannot be written", layer=Layer.MACHINE)
+STALE_FILE = Rule("stale_file", "a stale file cannot be removed", layer=Layer.MACHINE)
+GPU_MEMORY_HELD = Rule("gpu_memory_held", "GPU memory of a component was not given back", layer=Layer.MACHINE)
+UNKILLABLE = Rule("unkillable", "a process cannot be killed", layer=Layer.MACHINE)
+WATCHER_FAULT = Rule("watcher_fault", "the diagnosing itself failed", ends=Ends.LOOK)
+NOT_NOTIFIED = Rule("not_notified", "a notification was not delivered", severity="advice", ends=Ends.RUN)
+NO_METRICS = Rule("no_metrics", "no metrics are served", severity="advice", ends=Ends.RUN)
 OWN_RULES = (
     HEALTH_TIMEOUT,
     NOT_READY,
@@ -221,4 +288,7 @@ OWN_RULES = (
     GPU_MEMORY_HELD,
     UNKILLABLE,
     WATCHER_FAULT,
+    NOT_NOTIFIED,
+    NO_METRICS,
 )
+"""Rules without a watcher: the supervisor finds the trouble itself and says so."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from atropos_tui.diagnoses.model import Diagnosis, LogPattern, LogRule, Rule, shortened
+from atropos_tui.diagnoses.model import Diagnosis, Layer, LogPattern, LogRule, Rule, shortened
 
 LAUNCHER_RULES: tuple[LogRule, ...] = (
     LogRule(
@@ -22,6 +22,7 @@ LAUNCHER_RULES: tuple[LogRule, ...] = (
             LogPattern("Host key verification failed"),
             LogPattern("host key is known for", r"No \S+ host key is known for"),
         ),
+        layer=Layer.LINK,
     ),
     LogRule(
         "ssh_denied",
@@ -32,6 +33,7 @@ LAUNCHER_RULES: tuple[LogRule, ...] = (
             LogPattern("Permission denied (", r"Permission denied \((?:publickey|password|keyboard|gssapi|hostbased)"),
             LogPattern("Too many authentication failures"),
         ),
+        layer=Layer.LINK,
     ),
     LogRule(
         "ssh_unreachable",
@@ -45,6 +47,7 @@ LAUNCHER_RULES: tuple[LogRule, ...] = (
             LogPattern("Timeout, server", r"Timeout, server \S+ not responding"),
         ),
         passing=True,
+        layer=Layer.LINK,
     ),
     LogRule(
         "srun_refused",
@@ -57,6 +60,7 @@ LAUNCHER_RULES: tuple[LogRule, ...] = (
             LogPattern("Requested node configuration is not available"),
         ),
         passing=True,
+        layer=Layer.LINK,
     ),
     LogRule(
         "kubectl_refused",
@@ -68,6 +72,7 @@ LAUNCHER_RULES: tuple[LogRule, ...] = (
             LogPattern("The connection to the server", r"The connection to the server \S+ was refused"),
         ),
         passing=True,
+        layer=Layer.LINK,
     ),
 )
 
@@ -79,8 +84,11 @@ NODE_SILENT = LogRule(
     "does it do: ssh NODE uptime, sinfo -R",
     (LogPattern("atropos: node ", r"^atropos: node (.+ \(.+\)) has (?:not answered|said nothing) for"),),
     at_exit=False,
+    layer=Layer.MACHINE,
 )
-NODE_LOST = Rule("node_lost", "a node was lost, or could not be reached", passing=True)
+NODE_LOST = Rule(
+    "node_lost", "a node was lost, or could not be reached", passing=True, severity="alarm", layer=Layer.MACHINE
+)
 _WAYS_OUT = (
     (
         r"job/step already completing|job .* (expired|revoked)|cancelled at|due to time limit",
@@ -123,4 +131,4 @@ def node_lost(words: str) -> Diagnosis:
         if known
         else "its log ends with what the launcher printed; ssh NODE, sinfo -R and dmesg there say more"
     )
-    return Diagnosis(f"{where} was lost, or could not be reached", shortened(how), str(fix), NODE_LOST.name)
+    return NODE_LOST.diagnosis(shortened(how), str(fix), f"{where} was lost, or could not be reached")

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from atropos_common.control import Role, State
 from atropos_common.group_reasons import FLAT
 from atropos_common.run_dir import ENV_ENGINE_URLS
-from atropos_tui.diagnoses.model import USUAL, Diagnosis, Names, Rule, shortened
+from atropos_tui.diagnoses.model import USUAL, Diagnosis, Ends, Layer, Names, Rule, shortened
 from atropos_tui.profile.spec import ComponentSpec, StackSpec
 
 STALL_S = 180.0
@@ -36,6 +36,8 @@ LASTS_S = 320.0
 """An engine that goes on refusing says so at least every 300 s."""
 KEPT = 40
 """Lines of one reason."""
+SOME = 3
+"""Accepted groups (or steps, where nobody counts groups) which show that requests are no longer refused."""
 SAID = re.compile(r"(refused (\d+) requests? to (\S+) \((\d+)\): (.*) \[of (\d+) since [\d:]+\])$")
 RUNS = (State.HEALTHY, State.UNHEALTHY)
 
@@ -156,6 +158,8 @@ class RunSnapshot:
     """Environments that run-api still counts although they are gone."""
     refused: Mapping[str, Diagnosis] = field(default_factory=dict)
     """Environments whose requests the engine refuses, which is said of them."""
+    accepted: Collection[str] = ()
+    """Environments whose groups came since their engine last refused anything."""
     flows: Mapping[str, Flow] = field(default_factory=dict)
     """By environment."""
     explained: Mapping[str, Diagnosis] = field(default_factory=dict)
@@ -179,8 +183,13 @@ class StallRule(Rule):
     """A rule over a whole run at one moment; `look` says what it finds, by component."""
 
     look: Callable[[RunSnapshot], Mapping[str, Diagnosis | None]]
+    refuted: Callable[[RunSnapshot, Part], bool]
+    """Whether a component shows the opposite: only then is a diagnosis over that `look` no longer finds."""
+    end: str
+    """Why it is over then, for the record."""
     each_attempt: bool = False
-    """It is said anew in each attempt."""
+    """Each attempt opens a diagnosis of its own."""
+    ends: Ends = field(default=Ends.LOOK, kw_only=True)
 
 
 def starting_roles(run: RunSnapshot) -> frozenset[Role]:
@@ -368,6 +377,9 @@ class RefusalWatch:
         self._attempts: dict[str, int] = {}
         self._rows: dict[str, dict[tuple[str, ...], list[_Row]]] = {}
         self._heard: Counter[tuple[str, int]] = Counter()
+        self._accepted: dict[str, int | None] = {}
+        """Groups of each environment since its engine's newest refusal; None before the first count after it, which
+        may tell of groups from before."""
 
     def feed(self, engine: str, attempt: int, lines: Iterable[str], now: float) -> None:
         """What `engine` has said since the last call."""
@@ -382,6 +394,17 @@ class RefusalWatch:
                 rows.clear()  # it was forgotten, and begins anew
             rows.append(_Row(now, text, status, reason, int(count), int(seen)))
             del rows[:-KEPT]
+            self._accepted |= {env: None for env, engines in self._asks.items() if engine in engines}
+
+    def accepted(self, env: str, count: int) -> None:
+        """run-api took `count` more groups of `env`."""
+        if env in self._accepted:
+            before = self._accepted[env]
+            self._accepted[env] = 0 if before is None else before + count
+
+    def working(self) -> frozenset[str]:
+        """Environments whose groups came since their engine last refused anything."""
+        return frozenset(env for env, count in self._accepted.items() if count is not None and count >= SOME)
 
     def hear(self, env: str, attempt: int, count: int) -> None:
         """The log of `env` tells of `count` more refusals."""
@@ -392,7 +415,8 @@ class RefusalWatch:
 
         Where several ask one engine, those are meant whose own log tells of refusals, and all where none does.
         """
-        running = [part for part in parts if part.role is Role.ENV and part.state in RUNS]
+        works = self.working()
+        running = [p for p in parts if p.role is Role.ENV and p.state in RUNS and p.name not in works]
         engines = {part.name for part in parts if part.role is Role.ENGINE and part.state in RUNS}
         found: dict[str, Diagnosis] = {}
         for env in running:
@@ -447,17 +471,54 @@ def _diagnosis(env: str, engine: str, row: _Row) -> Diagnosis:
     said, fix = next((match, fix) for pattern, fix in FIXES if (match := pattern.search(row.reason)))
     words = [f"{group[0].lower()}{group[1:]}" for group in said.groups()]
     title = f"{engine} refuses the requests of {env} ({row.status})"
-    return Diagnosis(title, shortened(row.text), fix.format(*words, env=env, engine=engine), REFUSED.name)
+    return REFUSED.diagnosis(shortened(row.text), fix.format(*words, env=env, engine=engine), title)
+
+
+def is_training(run: RunSnapshot) -> bool:
+    """Whether the newest optimizer step is not older than a stall."""
+    return run.step_at is not None and run.now - run.step_at <= max(STALL_S, STALL_STEPS * run.pace_s)
+
+
+def has_room(run: RunSnapshot) -> bool:
+    """Whether the disk of the run directory is known not to be nearly full."""
+    return run.free_bytes is not None and not is_low(run.free_bytes, run.disk_bytes)
 
 
 REFUSED = StallRule(
-    "rollouts_refused", "an engine refuses the requests of an environment", lambda run: run.refused, each_attempt=True
+    "rollouts_refused",
+    "an engine refuses the requests of an environment",
+    lambda run: run.refused,
+    lambda run, part: part.name in run.accepted,
+    "its groups come again",
+    each_attempt=True,
+    severity="alarm",
+    layer=Layer.LINK,
+    shows_evidence=True,
 )
-NO_BATCHES = StallRule("no_batches", "no batches: the trainer stands still", lambda run: {run.trainer: no_batches(run)})
-DISK_LOW = StallRule("disk_low", "the run's disk is nearly full", lambda run: {run.trainer: disk_low(run)})
+NO_BATCHES = StallRule(
+    "no_batches",
+    "no batches: the trainer stands still",
+    lambda run: {run.trainer: no_batches(run)},
+    lambda run, part: is_training(run),
+    "optimizer steps come again",
+    layer=Layer.ROLLOUTS,
+)
+DISK_LOW = StallRule(
+    "disk_low",
+    "the run's disk is nearly full",
+    lambda run: {run.trainer: disk_low(run)},
+    lambda run, part: has_room(run),
+    "there is room again",
+    severity="alarm",
+    layer=Layer.MACHINE,
+    shows_evidence=True,
+)
 SLOW_START = StallRule(
     "slow_start",
     "a component takes unusually long to start",
     lambda run: {part.name: slow_start(part, run.now) for part in run.parts},
+    lambda run, part: part.state is State.HEALTHY,
+    "it is healthy",
+    layer=Layer.PROCESS,
 )
 STALL_RULES = (REFUSED, NO_BATCHES, DISK_LOW, SLOW_START)

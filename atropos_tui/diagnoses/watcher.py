@@ -24,7 +24,7 @@ from typing import Protocol
 
 import httpx
 
-from atropos_common.control import Role
+from atropos_common.control import Role, State
 from atropos_common.record_tail import RecordTail
 from atropos_common.records import (
     OF_EACH_STEP,
@@ -42,15 +42,15 @@ from atropos_tui.diagnoses.log_rules import LOG_RULES
 from atropos_tui.diagnoses.metric_rules import METRIC_RULES, MetricRule, alert_rules
 from atropos_tui.diagnoses.model import (
     LONGEST_LINE,
-    QUIET_S,
     WATCHER_FAULT,
+    WORK_S,
     Diagnosis,
+    Ends,
+    Finding,
     LogMatch,
     LogPattern,
     LogRule,
     Names,
-    RateLimit,
-    Rule,
     plain,
     shortened,
 )
@@ -109,6 +109,31 @@ HEARD = ("refusals", "stock refusals", "openai refusals")
 NOTED: dict[Role, bytes] = {Role.ENGINE: b"[vllm_server] refused "}
 """Lines that are kept as they are, for rules about other components."""
 PACE_STEPS = 20
+NORMAL = 3
+"""Optimizer steps, or groups of an environment that run-api accepted, which show that a component works again."""
+GONE_S = 8.0
+"""Seconds for which a look at the whole run no longer finds something before its diagnosis is over."""
+SLOWEST = 8
+"""Limit of the factor on `MetricRule.good` for a number that goes wrong again and again."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Proof that a component works, for the end of what its log told."""
+
+    healthy: bool = False
+    steps: Sequence[float] | None = None
+    """Times of its newest steps or groups, at most `NORMAL`, on the clock of `LogScanner.scan`; None for a component
+    whose work is not counted."""
+
+    def since(self, at: float, *, counted: bool) -> bool:
+        """Whether it has worked normally since `at`; with `counted` health alone does not show that."""
+        if not self.healthy or (counted and self.steps is None):
+            return False
+        return self.steps is None or (len(self.steps) == NORMAL and self.steps[0] > at)
+
+
+UNKNOWN = Work()
 
 
 @dataclass
@@ -138,7 +163,9 @@ class LogScanner:
             (rule, pattern) for rule in LOG_RULES if rule.concerns(spec.role) for pattern in rule.patterns
         ]
         self._counted = COUNTED.get(spec.role, {})
-        self._limits: dict[str, RateLimit] = {}
+        self._findings: dict[str, Finding] = {}
+        """By rule, for each that has spoken in this attempt."""
+        self._was_healthy = False
         self._open: dict[LogPattern, _Open] = {}
         self._settling: dict[str, tuple[LogRule, _Open]] = {}
         self._recent: bytearray | None = bytearray() if any(rule.settle_s for rule, _ in self._patterns) else None
@@ -163,12 +190,15 @@ class LogScanner:
         self._head, self._room, self._rest = [], HEAD, bytearray()
         return [head + rest] if whole else [head, rest]
 
-    def scan(self, pieces: list[bytes], now: float, starting: Collection[Role] = ()) -> list[Diagnosis]:
-        """What is to be said about `pieces` and about what was seen before.
+    def scan(
+        self, pieces: list[bytes], now: float, starting: Collection[Role] = (), work: Work = UNKNOWN
+    ) -> list[Diagnosis]:
+        """Diagnoses, and ends of diagnoses, from `pieces` and from what was seen before.
 
         Args:
             now: seconds of any one clock.
             starting: roles of which a component is starting; who waits for them is right to wait.
+            work: what is known of the component's health and work.
         """
         said: list[Diagnosis] = []
         for piece in pieces[:-1]:  # a gap follows, so nothing that comes completes its last line
@@ -181,7 +211,9 @@ class LogScanner:
                 cut = len(text)
             said += self._look(text[:cut], now)
             self._carry = text[cut:]
-        return said + self._settled(now) + self._impatient(now, starting)
+        said += self._settled(now) + self._impatient(now, starting) + self._ended(now, work)
+        self._was_healthy = work.healthy
+        return said
 
     def close(self, now: float) -> list[Diagnosis]:
         """The attempt is over: its last line may lack its newline, and it waits for nothing any more."""
@@ -199,7 +231,7 @@ class LogScanner:
             if len(text) > MUCH:
                 time.sleep(0)
             if pattern.patience_s > 0:
-                self._wait(rule, pattern, text, now)
+                said += self._wait(rule, pattern, text, now)
             elif (found := self._find(pattern, text, 0, self._most(rule))) is not None:
                 if rule.settle_s:
                     self._settling.setdefault(rule.name, (rule, _Open(now, found)))
@@ -212,14 +244,35 @@ class LogScanner:
             self.noted = [*self.noted, *_lines_with(text, wanted, 0, LINES)][-LINES:]
         return said
 
-    def _wait(self, rule: LogRule, pattern: LogPattern, text: bytes, now: float) -> None:
+    def _wait(self, rule: LogRule, pattern: LogPattern, text: bytes, now: float) -> list[Diagnosis]:
+        said: list[Diagnosis] = []
         cleared = max((text.rfind(end) for end in pattern.ends), default=-1)
         if cleared >= 0:
             self._open.pop(pattern, None)
-            if (limit := self._limits.get(rule.name)) is not None:
-                limit.lowered()
+            if (finding := self._findings.get(rule.name)) is not None:
+                said = finding.closed(next(_lines_with(text, pattern.ending(text, cleared), cleared, 1)))
         if pattern not in self._open and (found := self._find(pattern, text, cleared + 1, LINES)) is not None:
             self._open[pattern] = _Open(now, found)
+        return said
+
+    def _ended(self, now: float, work: Work) -> list[Diagnosis]:
+        """Ends of diagnoses whose lines came no more while the component came up, or has worked since."""
+        said: list[Diagnosis] = []
+        if not work.healthy:
+            return said
+        for rule in {rule.name: rule for rule, _ in self._patterns if rule.name in self._findings}.values():
+            finding = self._findings[rule.name]
+            if rule.ends is not Ends.WORK or finding.open is None:
+                continue
+            waits = any(pattern.ends for pattern in rule.patterns)
+            quiet = finding.is_gone(now, WORK_S if rule.quiet_s is None else rule.quiet_s)
+            if not self._was_healthy and now > finding.seen_at:
+                said += finding.closed(f"{self.spec.name} became healthy")
+            elif quiet and work.since(finding.seen_at, counted=waits):
+                said += finding.closed(
+                    f"{self.spec.name} works, and has not printed it for {now - finding.seen_at:.0f} s"
+                )
+        return said
 
     def _find(self, pattern: LogPattern, text: bytes, begin: int, most: int) -> LogMatch | None:
         """The first line of `text` from `begin` on that is such a pattern, of at most `most` that hold its anchor."""
@@ -229,8 +282,8 @@ class LogScanner:
         return None
 
     def _most(self, rule: LogRule) -> int:
-        limit = self._limits.get(rule.name)
-        return 1 if limit is not None and limit.active else LINES
+        finding = self._findings.get(rule.name)
+        return 1 if finding is not None and finding.open is not None else LINES
 
     def _settled(self, now: float) -> list[Diagnosis]:
         """What is to be said of patterns after which the program has told all that it had to tell."""
@@ -256,12 +309,9 @@ class LogScanner:
         return said
 
     def _say(self, rule: LogRule, found: LogMatch, now: float) -> list[Diagnosis]:
-        if any(self._limits[name].active for name in rule.unless if name in self._limits):
+        if any(self._findings[name].open for name in rule.unless if name in self._findings):
             return []
-        limit = self._limits.setdefault(rule.name, RateLimit())
-        if limit.active and now - limit.seen_at > QUIET_S:
-            limit.lowered()
-        return [rule.explain(found, limit.episodes - 1)] if limit.raised(now) else []
+        return self._findings.setdefault(rule.name, Finding()).raised(now, lambda: rule.explain(found))
 
 
 def _lines_with(text: bytes, needle: bytes, begin: int, most: int) -> Iterator[str]:
@@ -278,31 +328,30 @@ def _lines_with(text: bytes, needle: bytes, begin: int, most: int) -> Iterator[s
 
 
 class _Track:
-    """One rule over one series: its window, its limit, and how long all has been well."""
+    """One rule over one series: its window, its finding, and how many records without evidence came last."""
 
     def __init__(self, rule: MetricRule) -> None:
         self.rule = rule
         self.records: deque[Record] = deque(maxlen=rule.window)
-        self.limit = RateLimit()
+        self.finding = Finding()
         self._good = 0
 
-    def put(self, record: Record) -> Diagnosis | None:
+    def put(self, record: Record) -> list[Diagnosis]:
         self.records.append(record)
         evidence = self.rule.judge(list(self.records))
-        if evidence is None:
-            self._good += 1
-            if self._good >= self.rule.good:
-                self.limit.lowered()
-            return None
-        self._good = 0
-        if not self.limit.raised(record.time):
-            return None
-        rule = self.rule
-        return Diagnosis(rule.title, shortened(evidence), rule.fix, rule.name, self.limit.episodes - 1)
+        if evidence is not None:
+            self._good = 0
+            rule = self.rule
+            return self.finding.raised(record.time, lambda: rule.diagnosis(shortened(evidence), rule.fix))
+        self._good += 1
+        if self._good < self.rule.good * min(self.finding.slower, SLOWEST):
+            return []
+        step = getattr(record, "step", 0)
+        return self.finding.closed(f"{self._good} records without it" + (f", up to step {step}" if step else ""))
 
 
 class MetricWatch:
-    """What the numbers say. Each rule speaks once while its trouble lasts, in each attempt of the trainer."""
+    """Rules over the trainer's records: each opens one diagnosis while its trouble lasts, in each attempt."""
 
     def __init__(self, since: float, rules: Sequence[MetricRule] = METRIC_RULES) -> None:
         """`since`: Unix seconds; older records (of a run that is resumed) are known, but not spoken of."""
@@ -322,7 +371,7 @@ class MetricWatch:
         return max(self._pace, default=0.0)
 
     def feed(self, record: Record) -> list[Diagnosis]:
-        """What is to be said now that `record` has come."""
+        """Diagnoses, and ends of diagnoses, now that `record` has come."""
         if isinstance(record, TrainerRecord):
             return self._feed_trainer(record)
         if isinstance(record, EvalRecord):
@@ -346,16 +395,20 @@ class MetricWatch:
         for track in self._tracks.values():
             kept = [old for old in track.records if not isinstance(old, TrainerRecord) or old.step < record.step]
             track.records = deque(kept, maxlen=track.rule.window)
-            track.limit = RateLimit()
+            track.finding = Finding()
+
+    def is_open(self, rule: str) -> bool:
+        """Whether the numbers say now what `rule` is about."""
+        return any(track.rule.name == rule and track.finding.open for track in self._tracks.values())
 
     def _judge(self, record: Record, series: Hashable) -> list[Diagnosis]:
-        said = []
+        said: list[Diagnosis] = []
         for rule in self._rules:
             if isinstance(record, rule.kinds):
                 key = (rule.name, rule.title, rule.kinds, series)
                 found = self._tracks.setdefault(key, _Track(rule)).put(record)
-                if found is not None and record.time >= self._since:
-                    said.append(found)
+                if record.time >= self._since:
+                    said += found
         return said
 
 
@@ -394,9 +447,14 @@ class Watcher:
         self._metrics = MetricWatch(time.time(), (*METRIC_RULES, *alert_rules(stack.alerts)))
         self._tails: dict[Path, RecordTail] = {}
         self._looking = asyncio.Lock()
-        self._limits: dict[tuple[str, str, str, int], RateLimit] = {}
-        """By rule, component, title (what has another is another cause) and attempt, where each is told anew."""
-        self._episodes: Counter[str] = Counter()
+        self._findings: dict[tuple[str, str, str, int], Finding] = {}
+        """By rule, component, title (another title is another cause) and, where each opens its own, attempt."""
+        self._work_done: dict[str, deque[float]] = {}
+        """Times of the newest accepted groups by environment, and of the newest steps under an empty name, on the
+        monotonic clock."""
+        self._sent: dict[str, int] = {}
+        """Groups of each environment that counts them."""
+        self._fault: Diagnosis | None = None
         self._counts: Counter[str] = Counter()
         self._since_step: Counter[str] = Counter()
         self._refusals = RefusalWatch(stack)
@@ -419,9 +477,16 @@ class Watcher:
             try:
                 # Shielded: what a look has read is not read again, so its end must come even when we are cancelled.
                 await asyncio.shield(asyncio.ensure_future(self.look()))
+                if self._fault is not None:
+                    self._tell_of_fault(self._fault.ended("it works again"))
+                    self._fault = None
             except Exception as error:
                 fix = "the run goes on, its diagnoses may be missing; please report it with the run's supervisor.jsonl"
-                next(iter(self._components.values())).diagnose(WATCHER_FAULT.diagnosis(repr(error), fix), 0)
+                self._fault = WATCHER_FAULT.diagnosis(repr(error), fix)
+                self._tell_of_fault(self._fault)
+
+    def _tell_of_fault(self, found: Diagnosis) -> None:
+        next(iter(self._components.values())).diagnose(found, 0)
 
     async def look(self) -> None:
         """One look at everything; what is found is told."""
@@ -440,13 +505,13 @@ class Watcher:
         clock = time.monotonic()  # what a scanner waits for has nothing to do with the time of day
         run = RunSnapshot(now, tuple(self._placed(part, now) for part, _ in seen), self._names)
         starting = starting_roles(run)
-        said = [(run.trainer, found) for found in self._read_records()]
+        said = [(run.trainer, found) for found in self._read_records(clock)]
         for part, printed in seen:
             if printed is not None:
                 scanner = printed.scanner
-                found_here = scanner.scan(printed.pieces, clock, starting)
+                found_here = scanner.scan(printed.pieces, clock, starting, self._work_of(part))
                 found_here += scanner.close(clock) if printed.over else []
-                said += [(part.name, found) for found in found_here if not printed.asked_to_go]
+                said += [(part.name, found) for found in found_here if self._is_told(part, printed, found)]
                 self._count(part, scanner, now)
         self._look_for_registrations(run.parts, now)
         run = self._completed(run)
@@ -454,8 +519,28 @@ class Watcher:
         for rule in rules:
             stalls = rule.look(run)
             for part in run.parts:
-                said += self._speak(rule, part.name, stalls.get(part.name), now, rule.each_attempt * part.attempt)
+                said += self._speak(rule, part, stalls.get(part.name), run, clock)
         return said
+
+    def _is_told(self, part: Part, printed: Printed, found: Diagnosis) -> bool:
+        """Whether a finding in a log is news: not while the component is stopped on purpose, nor where the trainer's
+        numbers say the same."""
+        if printed.asked_to_go:
+            return False
+        return found.over or part.role is not Role.TRAINER or not self._metrics.is_open(found.rule)
+
+    def _work_of(self, part: Part) -> Work:
+        """Health and newest work of a component, for the ends of what its log told."""
+        steps: Sequence[float] | None = None
+        if part.role in (Role.TRAINER, Role.ENV):
+            steps = self._work_done.get(part.name, self._work_done.get("", ()))
+        return Work(part.state is State.HEALTHY, steps)
+
+    def _works(self, name: str, count: int, clock: float) -> None:
+        """`count` more steps (of the trainer, whose name here is empty) or accepted groups (of environment `name`)."""
+        self._work_done.setdefault(name, deque(maxlen=NORMAL)).extend([clock] * min(count, NORMAL))
+        for env in [name] if name else set(self._flows.environments) - set(self._sent):
+            self._refusals.accepted(env, count)
 
     def _past(self, at: float, now: float) -> float:
         """`at`, unless it lies ahead: the clock was set back since, and it counts from when that was seen."""
@@ -464,17 +549,23 @@ class Watcher:
     def _placed(self, part: Part, now: float) -> Part:
         return replace(part, since=self._past(part.since, now), started_at=self._past(part.started_at, now))
 
-    def _read_records(self) -> list[Diagnosis]:
+    def _read_records(self, clock: float) -> list[Diagnosis]:
         said: list[Diagnosis] = []
         step = self._metrics.step_at
+        steps = 0
         for path in (self._run.telemetry_jsonl, *sorted(self._run.root.glob("eval.*.jsonl"))):
             tail = self._tails.setdefault(path, RecordTail(path))
             for record in tail.rest():
                 said += self._metrics.feed(record)
+                steps += isinstance(record, StepRecord) and record.rank == 0
                 if isinstance(record, EnvCountsRecord):
                     self._flows.count(record)
+                    before, self._sent[record.env] = self._sent.get(record.env, 0), record.sent
+                    self._works(record.env, record.sent - before if record.sent >= before else record.sent, clock)
                 elif isinstance(record, TimingRecord) and record.rank == 0:
                     self._flows.step(record)
+        if steps:
+            self._works("", steps, clock)
         if self._metrics.step_at != step:
             self._since_step.clear()
         return said
@@ -513,6 +604,7 @@ class Watcher:
             free_bytes=free,
             disk_bytes=size,
             refused=refused,
+            accepted=self._refusals.working(),
             flows=flows,
             explained=explain(flows, refused),
         )
@@ -547,18 +639,24 @@ class Watcher:
         return self._disk
 
     def _speak(
-        self, rule: Rule, name: str, found: Diagnosis | None, now: float, attempt: int
+        self, rule: StallRule | FlowRule, part: Part, found: Diagnosis | None, run: RunSnapshot, clock: float
     ) -> list[tuple[str, Diagnosis]]:
-        """`found`, if it is new; with `attempt` it is new in each."""
-        cause = found.title if found else "", attempt
-        for key, limit in self._limits.items():
-            if key[:2] == (rule.name, name) and key[2:] != cause:
-                limit.lowered()
-        if found is None or not self._limits.setdefault((rule.name, name, *cause), RateLimit()).raised(now):
-            return []
-        episode = self._episodes[rule.name]
-        self._episodes[rule.name] += 1
-        return [(name, replace(found, episode=episode))]
+        """The diagnosis `found` if it is new, and the ends of those that it replaces or that no longer hold."""
+        said: list[Diagnosis] = []
+        cause = found.title if found else "", part.attempt if rule.each_attempt else 0
+        for key, finding in self._findings.items():
+            if key[:2] != (rule.name, part.name) or finding.open is None:
+                continue
+            if found is not None:
+                said += finding.closed(f"now: {found.title}") if key[2:] != cause else []
+            elif not rule.refuted(run, part):
+                finding.seen_at = clock
+            elif finding.is_gone(clock, GONE_S):
+                said += finding.closed(rule.end)
+        if found is not None:
+            finding = self._findings.setdefault((rule.name, part.name, *cause), Finding())
+            said += finding.raised(clock, lambda: rule.stamp(found))
+        return [(part.name, each) for each in said]
 
 
 def registrations(url: str) -> list[tuple[str, float]]:

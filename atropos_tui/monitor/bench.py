@@ -19,6 +19,7 @@ from typing import Any
 from atropos_common import benchmark_summary as summary
 from atropos_common.control import State
 from atropos_common.run_dir import RunDir
+from atropos_tui.diagnoses import gravest_first, severity_of
 from atropos_tui.monitor.format import (
     bytes_text,
     counted,
@@ -386,8 +387,8 @@ class Progress:
         ill = [f"{name} {state}" for name, state in self.components.items() if state in ILL]
         if self._state.step:
             return ", ".join(ill) or "training"
-        if self._state.diagnoses:
-            return one_line(self._state.diagnoses[-1].title)
+        if wrong := [found for found in gravest_first(self._state.standing.values()) if severity_of(found) != "advice"]:
+            return one_line(wrong[0].title)
         planned = [part.name for part in self._info.components] if self._info else []
         waiting = [name for name in planned if self.components.get(name) not in (*SETTLED, State.HEALTHY)]
         return f"starting {', '.join(waiting)}" if waiting else "waiting for the first batch"

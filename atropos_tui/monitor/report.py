@@ -24,6 +24,7 @@ from atropos_common.files import read_regular
 from atropos_common.records import SCHEMA_VERSION, DiagnosisRecord, RolloutRecord
 from atropos_common.run_dir import LATEST_TIME, RunDir
 from atropos_tui import __version__
+from atropos_tui.diagnoses import severity_of
 from atropos_tui.monitor.bench import benchmark_state, origin, summary_sections, tokens_per_second
 from atropos_tui.monitor.charts import CHARTS, WRITERS, ChartSpec, CurveSpec
 from atropos_tui.monitor.format import counted, duration, glyph_and_word, masked_line, number, plain_text, real
@@ -51,7 +52,8 @@ from atropos_tui.monitor.run_files import RunInfo, is_crashed, load_run, read_js
 from atropos_tui.monitor.series import Series, mean
 from atropos_tui.monitor.state import COMMANDS_KEPT, DIAGNOSES_KEPT, TRANSITIONS_KEPT, RunState
 from atropos_tui.monitor.timeline import timeline
-from atropos_tui.monitor.verdict import verdict
+from atropos_tui.monitor.verdict import GLYPHS, verdict
+from atropos_tui.monitor.why import open_diagnoses
 from atropos_tui.profile.redact import mask
 from trainer_core.config import TrainingConfig
 
@@ -100,7 +102,7 @@ def render_report(run: RunDir, status: RunStatus, now: float) -> str:
         system=[(chart, _picture(chart, f"system{at}")) for at, chart in enumerate(system_charts(state))],
         lanes=lanes(state, end),
         span=_span(state, end),
-        diagnoses=[_diagnosis(record) for record in state.diagnoses],
+        diagnoses=[_diagnosis(record, state, status) for record in state.diagnoses],
         timeline=timeline(state),
         components=[_component(row) for row in status.components],
         sections=summary_sections(figures),
@@ -256,9 +258,17 @@ def lanes(state: RunState, end: float) -> list[Lane]:
     return list(found.values())
 
 
-def _diagnosis(record: DiagnosisRecord) -> dict[str, str]:
+def _diagnosis(record: DiagnosisRecord, state: RunState, status: RunStatus) -> dict[str, str]:
+    over_at = state.over_at(record)
     texts = {key: masked_line(getattr(record, key)) for key in ("title", "evidence", "fix")}
-    return texts | {"time": _clock(record.time), "component": masked_line(record.component or "")}
+    over = "" if over_at is None else _clock(over_at)
+    return texts | {
+        "time": _clock(record.time),
+        "component": masked_line(record.component or ""),
+        "glyph": GLYPHS[severity_of(record)],
+        "open": "open" if record in open_diagnoses(state, status) else "",
+        "over": over,
+    }
 
 
 def _component(row: Any) -> dict[str, str]:

@@ -20,6 +20,7 @@ from atropos_common.files import read_regular
 from atropos_common.record_tail import CHUNK_BYTES, RecordTail, nth_from_end
 from atropos_common.records import Record, StateRecord
 from atropos_common.run_dir import LATEST_TIME, RunDir
+from atropos_tui.diagnoses import severity_of
 from atropos_tui.monitor.format import counted, one_line, real
 from atropos_tui.monitor.series import MOST_STEPS
 from atropos_tui.monitor.state import ROLLOUTS_KEPT, RunState
@@ -167,9 +168,9 @@ def component_rows(info: RunInfo, state: RunState) -> list[ComponentStatus]:
     for record in state.transitions:
         if record.component and _member(State, record.new) is not None:
             rows[record.component] = _moved(rows.get(record.component), record)
-    for diagnosis in state.diagnoses:
-        if diagnosis.component in rows:
-            rows[diagnosis.component] = rows[diagnosis.component].model_copy(update={"diagnosis": diagnosis.title})
+    for found in state.standing.values():
+        if found.component in rows and severity_of(found) != "advice":
+            rows[found.component] = rows[found.component].model_copy(update={"diagnosis": found.title})
     return list(rows.values())
 
 

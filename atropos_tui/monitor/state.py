@@ -10,6 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from atropos_common.control import State
 from atropos_common.records import (
     OF_EACH_STEP,
     SCHEMA_VERSION,
@@ -110,6 +111,11 @@ class RunState:
     """Whole, with the engines that it left out."""
     transitions: deque[StateRecord] = field(default_factory=lambda: deque(maxlen=TRANSITIONS_KEPT))
     diagnoses: deque[DiagnosisRecord] = field(default_factory=lambda: deque(maxlen=DIAGNOSES_KEPT))
+    """Every diagnosis as it was opened, oldest first; `over_at` tells which are over."""
+    standing: dict[tuple[str | None, str, str], DiagnosisRecord] = field(default_factory=dict)
+    """Those that are not over, by component, rule and title."""
+    _over_at: dict[int, float] = field(default_factory=dict)
+    """End of each diagnosis by the `seq` of its opening, in Unix seconds."""
     stages: dict[str, list[StageRecord]] = field(default_factory=dict)
     """What each component reached in its newest attempt, oldest first."""
     commands: dict[str, CommandRecord] = field(default_factory=dict)
@@ -150,6 +156,28 @@ class RunState:
     def open_commands(self) -> list[CommandRecord]:
         """Commands that were accepted and are not over."""
         return [record for record in self.commands.values() if record.status in ("accepted", "running")]
+
+    def over_at(self, found: DiagnosisRecord) -> float | None:
+        """When a diagnosis was over, in Unix seconds; None while it is open."""
+        return self._over_at.get(found.seq)
+
+    def _apply_diagnosis(self, record: DiagnosisRecord) -> None:
+        key = record.component, record.rule, record.title
+        if (before := self.standing.pop(key, None)) is not None:
+            self._over_at[before.seq] = record.time
+        if record.over:
+            return
+        self.diagnoses.append(record)
+        self.standing[key] = record
+        if len(self.standing) > DIAGNOSES_KEPT:
+            del self.standing[next(iter(self.standing))]
+
+    def _end_of_older(self, move: StateRecord) -> None:
+        """End diagnoses of a version that wrote no ends: by the health or completion of their component."""
+        if move.new in (State.HEALTHY, State.COMPLETED):
+            for key, found in list(self.standing.items()):
+                if found.component == move.component and not found.severity:
+                    self._over_at[self.standing.pop(key).seq] = move.time
 
     def _apply_trainer(self, record: TrainerRecord) -> None:
         if record.rank != 0 or record.step > MOST_STEPS:
@@ -272,8 +300,9 @@ class RunState:
         self.supervisor_seq = record.seq
         if isinstance(record, StateRecord):
             self.transitions.append(record)
+            self._end_of_older(record)
         elif isinstance(record, DiagnosisRecord):
-            self.diagnoses.append(record)
+            self._apply_diagnosis(record)
         elif isinstance(record, StageRecord) and record.component:
             earlier = self.stages.get(record.component, [])
             same = [old for old in earlier if old.attempt == record.attempt and old.stage != record.stage]

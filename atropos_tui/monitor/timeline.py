@@ -38,7 +38,7 @@ def timeline(state: RunState) -> list[Event]:
     """Every event, oldest first. Records of one source are in order already; a clock set back shows as it was."""
     sources = (
         (_moved(record) for record in state.transitions),
-        (diagnosed(record) for record in state.diagnoses),
+        (diagnosed(record, state.over_at(record)) for record in state.diagnoses),
         (_commanded(record) for record in state.commands.values()),
         (_saved(record) for record in state.checkpoints),
     )
@@ -64,9 +64,10 @@ def _moved(record: StateRecord) -> Event:
     )
 
 
-def diagnosed(record: DiagnosisRecord) -> Event:
-    """A diagnosis as it stands in the timeline."""
-    parts = [("evidence", record.evidence), ("fix", record.fix), ("rule", record.rule)]
+def diagnosed(record: DiagnosisRecord, over_at: float | None = None) -> Event:
+    """A diagnosis as it stands in the timeline; `over_at`: its end, in Unix seconds."""
+    over = "" if over_at is None else f"at {clock(over_at)}"
+    parts = [("evidence", record.evidence), ("fix", record.fix), ("rule", record.rule), ("over", over)]
     detail = "\n".join(f"{name}: {plain_lines(text)}" for name, text in parts if text)
     return Event(record.time, one_line(record.component or ""), "▲ diagnosis", one_line(record.title), "warn", detail)
 

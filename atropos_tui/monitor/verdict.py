@@ -14,6 +14,7 @@ from typing import Literal
 
 from atropos_common.control import ComponentStatus, Phase, Role, RunStatus, State
 from atropos_common.records import DiagnosisRecord
+from atropos_tui.diagnoses import rule_of, severity_of
 from atropos_tui.monitor.bench import pace
 from atropos_tui.monitor.format import Tone, counted, duration, number, one_line
 from atropos_tui.monitor.limits import STEPS, WAITS, Run, limit, rates
@@ -30,14 +31,6 @@ LEFT_OUT = 0.05
 MOST_WORDS = 160
 """Of a fix: the whole of it stands in the diagnosis."""
 
-FIRST = (
-    "disk_full", "disk_low", "node_lost", "engine_dead", "dataset_unreachable", "rollouts_refused", "api_unreachable",
-    "engine_unreachable", "non_finite", "alignment_mismatch", "rollouts_fail", "groups_refused", "groups_left_out",
-    "groups_all_flat",
-)  # fmt: skip
-"""Rules whose diagnoses come before others, the gravest first; of the rest the newest."""
-RATES = ("environment_bound", "slow_progress")
-"""Rules about what limits a run that trains: the sentence says it from the rates of now."""
 
 GLYPHS: dict[Severity, str] = {
     "alarm": "✖", "warning": "▲", "advice": "◆", "healthy": "●", "coming": "◔", "over": "■",
@@ -89,10 +82,9 @@ class Known(Run):
 
     @property
     def standing(self) -> list[DiagnosisRecord]:
-        """Diagnoses that hold, the gravest first."""
-        ranks = {rule: at for at, rule in enumerate(FIRST)}
-        found = [each for each in open_diagnoses(self.state, self.status) if each.rule not in RATES]
-        return sorted(found, key=lambda each: ranks.get(each.rule, len(FIRST)))
+        """Open diagnoses that are more than advice, the gravest first."""
+        found = open_diagnoses(self.state, self.status)
+        return [each for each in found if severity_of(each) != "advice"]
 
     def of(self, role: Role) -> list[ComponentStatus]:
         return [row for row in self.status.components if row.role is role]
@@ -179,14 +171,10 @@ def _diagnosed(known: Known) -> Verdict | None:
     found = next(iter(known.standing), None)
     if found is None:
         return None
-    severity: Severity = "alarm" if found.rule in FIRST else "warning"
     title = one_line(found.title)
-    evidence = one_line(found.evidence) if found.rule in _TELLING else ""
-    return Verdict(severity, f"{title}: {evidence}" if evidence else title, _first_words(found.fix), found)
-
-
-_TELLING = ("disk_low", "rollouts_refused")
-"""Rules of which the title alone does not tell enough."""
+    evidence = one_line(found.evidence) if rule_of(found).shows_evidence else ""
+    what = f"{title}: {evidence}" if evidence else title
+    return Verdict(severity_of(found), what, _first_words(found.fix), found)
 
 
 def _first_words(fix: str) -> str:

@@ -9,35 +9,21 @@ import textwrap
 from collections.abc import Sequence
 
 from atropos_common.control import ComponentStatus, Phase, Role, RunStatus, StageStatus, State
-from atropos_common.records import DiagnosisRecord, StepRecord
-from atropos_tui.diagnoses.metric_rules import ALERT, METRIC_RULES
-from atropos_tui.diagnoses.stall_rules import DISK_LOW, REFUSED, is_low
+from atropos_common.records import DiagnosisRecord
+from atropos_tui.diagnoses import gravest_first
 from atropos_tui.monitor.bench import pace
 from atropos_tui.monitor.format import counted, duration, glyph_and_word, one_line
 from atropos_tui.monitor.run_files import PlannedComponent, RunInfo, is_crashed
-from atropos_tui.monitor.state import STEPS_KEPT, RunState
+from atropos_tui.monitor.state import RunState
 from atropos_tui.monitor.timeline import clock
 
 SILENT_S, SILENT_STEPS = 10.0, 10
 """A trainer that is silent for both this many seconds and this many usual steps is waiting for something. The
 supervisor waits longer before it says so in a diagnosis: that is written down, and names a cause."""
 
-_ENDED_BY_A_STEP = ("no_batches", "environment_silent", "groups_left_out", "rollouts_fail")
-"""Rules that say only that no step comes."""
-_ENDED_BY_A_SYNC = ("engine_left_out", "broadcast_broke")
-"""Rules that are over when weights have reached every engine again."""
-ENOUGH_WORK = 0.5
-"""A trainer that waits for less of a step is not held up by its environments."""
-_WELL = (State.HEALTHY, State.COMPLETED)
-SOME_STEPS = 3
-"""After so many the requests of an environment are answered again."""
-ALERT_S = 300.0
-"""So long an alert stands on top while steps come."""
-OF_STEPS = [rule for rule in METRIC_RULES if rule.kinds == (StepRecord,) and rule.window <= STEPS_KEPT]
-"""Rules that are over when newer steps say so."""
 PIDS_SHOWN = 8
 DIAGNOSES_SHOWN = 5
-"""Of each component, after the end."""
+"""Limit of the diagnoses of each component."""
 
 
 class Picture:
@@ -51,7 +37,7 @@ class Picture:
         self._plan = {item.name: item for item in info.components}
         self._now = now
         self._ended = status.phase is Phase.ENDED
-        self._open = {found.component: found for found in open_diagnoses(state, status)}
+        self._open = open_diagnoses(state, status)
 
     def lines(self, component: str | None = None, columns: int | None = None) -> list[str]:
         """The whole picture, or the paragraph of one component; wrapped to `columns`, if given.
@@ -211,15 +197,21 @@ class Picture:
         return lines
 
     def _diagnosis(self, row: ComponentStatus) -> list[str]:
-        """The newest diagnosis if it still holds; after the end every one that was made, each once."""
+        """Diagnoses that are open, the gravest first; after the end every one that was made, each once."""
         if not self._ended:
-            return _told(self._open[row.name], "") if row.name in self._open else []
+            found = [each for each in self._open if each.component == row.name][:DIAGNOSES_SHOWN]
+            return [line for each in found for line in _told(each, "")]
         own = {(found.rule, found.title): found for found in self.state.diagnoses if found.component == row.name}
         latest = sorted(own.values(), key=lambda found: found.time)[-DIAGNOSES_SHOWN:]
-        lines = [line for found in latest for line in _told(found, f" at {clock(found.time)}")]
+        lines = [line for found in latest for line in _told(found, self._when(found))]
         if more := len(own) - len(latest):
             lines.append(f"and {more} before: atropos-tui events --kind diagnosis --component {row.name}")
         return lines
+
+    def _when(self, found: DiagnosisRecord) -> str:
+        """The time of a diagnosis, and of its end where it has ended."""
+        over = self.state.over_at(found)
+        return f" at {clock(found.time)}" + (f", over at {clock(over)}" if over is not None else "")
 
     def _limit(self, row: ComponentStatus) -> str:
         plan: PlannedComponent | None = self._plan.get(row.name)
@@ -306,42 +298,7 @@ def overdue(state: RunState, status: RunStatus, now: float) -> str:
 
 
 def open_diagnoses(state: RunState, status: RunStatus) -> list[DiagnosisRecord]:
-    """The newest diagnosis of each component that is not over, newest first.
-
-    It is over when the component has become healthy or completed since: being stopped is no cure. One about missing
-    steps is over with the next step, one about alignment with the next verdict that is well, and one about an engine
-    that got no weights with the next publish that leaves none out.
-    """
-    moves = [(move.component, move.time) for move in state.transitions if move.new in _WELL]
-    well = dict([*moves, *((row.name, row.since or 0.0) for row in status.components if row.state in _WELL)])
-    newest = {
-        found.component: found
-        for found in state.diagnoses
-        if found.component and found.time >= well.get(found.component, 0.0) and not _is_past(found, state)
-    }
-    return sorted(newest.values(), key=lambda found: found.time, reverse=True)
-
-
-def _is_past(found: DiagnosisRecord, state: RunState) -> bool:
-    """Whether what the trainer wrote since contradicts it."""
-    stepped = (times := state.metric("loss").times) and times[-1] > found.time
-    after = [step for step in state.newest_steps if step.time > found.time]
-    if found.rule == REFUSED.name:
-        return len(after) >= SOME_STEPS
-    if found.rule == DISK_LOW.name:
-        last = state.gauges.last
-        return last is not None and last.time > found.time and not is_low(last.disk_free_bytes, last.disk_bytes)
-    if found.rule == ALERT.name:
-        return bool(after) and after[-1].time - found.time > ALERT_S
-    if judged := [rule for rule in OF_STEPS if rule.name == found.rule and found.role != Role.ENV]:
-        return len(after) >= judged[0].good and all(rule.judge(after) is None for rule in judged)
-    if found.rule in _ENDED_BY_A_STEP or (found.rule == "groups_all_flat" and found.role == Role.ENV):
-        return bool(stepped)
-    if found.rule == "environment_bound":
-        waiting = pace(state, None, window=1).waiting
-        return bool(stepped) and waiting is not None and waiting < ENOUGH_WORK
-    if found.rule in _ENDED_BY_A_SYNC:
-        return (sync := state.newest_sync) is not None and sync.time > found.time and not sync.left_out
-    if found.rule.startswith("alignment") and state.alignment:
-        return state.alignment.verdict == "ok" and state.alignment.time > found.time
-    return False
+    """Diagnoses that are opened and not over, the gravest first; none of a run that ended well."""
+    if status.phase is Phase.ENDED and status.exit_code == 0:
+        return []
+    return gravest_first(state.standing.values())

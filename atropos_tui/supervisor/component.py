@@ -66,7 +66,6 @@ EVIDENCE = 200
 """Lines of a log in which rules look for what explains an end."""
 LOOKED_BACK = 1000
 """Lines in which the cause of that may lie: vLLM's tracebacks are long, and each of its processes prints one."""
-SAID_KEPT = 100
 SIGNALS = {name: getattr(signal, f"SIG{name}") for name in ("TERM", "INT", "HUP", "QUIT", "KILL")}
 
 Outcome = Literal["", "stopped", "crash", "killed", "timeout"]
@@ -208,11 +207,6 @@ class Component:
         self.exited_at: float | None = None
         """When its main process ended; others of its set, or its GPU memory, may take longer."""
         self.exit_code: int | None = None
-        self.found: Diagnosis | None = None
-        """The newest diagnosis since it was last healthy."""
-        """What was said last since it was well."""
-        self._said: list[tuple[int, str, int]] = []
-        """Attempt, rule and episode of what was diagnosed last, oldest first."""
         self._command_id: str | None = None
         """The command that its next transitions belong to."""
 
@@ -277,23 +271,21 @@ class Component:
         )
         if new in (State.HEALTHY, State.COMPLETED, State.FAILED):
             self._command_id = None
-        if new in (State.HEALTHY, State.COMPLETED):
-            self.found = None
 
-    def diagnose(self, found: Diagnosis, attempt: int | None = None, *, ending: bool = False) -> None:
-        """Publish what is known about a failure.
+    def diagnose(self, found: Diagnosis, attempt: int | None = None, **how: bool) -> None:
+        """Publish a diagnosis, or the end of one (`Ledger.add`).
 
         Args:
-            attempt: of a rule that watches: it is not said twice in that attempt.
-            ending: what explains an end is said again only when something else was said last.
+            attempt: that the finding belongs to, the present one by default.
+            how: `ending`, `again`.
         """
-        self.found = found
-        said = (self.attempt if attempt is None else attempt, found.rule, found.episode)
-        recent = self._said[-1:] if ending else self._said if attempt is not None else []
-        if found.rule and said in recent:
-            return
-        self._said = [*self._said[-SAID_KEPT:], said]
-        self._store.emit(found.record(self.name))
+        self._store.diagnoses.add(self.name, found, self.attempt if attempt is None else attempt, **how)
+
+    @property
+    def found(self) -> Diagnosis | None:
+        """The newest open diagnosis that is more than advice."""
+        found = [each for each in self._store.diagnoses.of(self.name) if each.severity != "advice"]
+        return found[-1] if found else None
 
     def newest_probe(self) -> ProbeResult | None:
         """The round that matters now: readiness once it runs, else startup or liveness."""
@@ -436,7 +428,9 @@ class Component:
 
     def _disk_trouble(self, problem: str) -> None:
         fix = "free disk space; the run goes on, and lost log output is counted"
-        self._owner.post(self.diagnose, model.LOG_UNWRITABLE.diagnosis(problem, fix))
+        found = model.LOG_UNWRITABLE.diagnosis(problem, fix)
+        over = found.ended("it can be written again")
+        self._owner.post(lambda: self.diagnose(found if problem else over, again=True))
 
     def _begin(self, living: Living) -> None:
         """A new attempt: nothing of the last one counts any more."""

@@ -39,6 +39,8 @@ PIPE_BYTES = 1024 * 1024
 F_SETPIPE_SZ = 1031
 SAY_AGAIN_S = 60.0
 """A disk at its limit takes some output and refuses some: not each time is told."""
+RECOVERED_S = 10.0
+"""Seconds without a refused write after which a disk counts as recovered."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 TAIL_BYTES = 64 * 1024
 RATE = 20.0
@@ -66,6 +68,8 @@ class LogDrain:
         """Gets every chunk; must only keep it."""
         self._said = (-SAY_AGAIN_S, 0)
         """When a problem was last told, and how much was lost by then."""
+        self._failed_at: float | None = None
+        """When the disk last refused output, until it has recovered."""
         import asyncio  # not for every keeper
 
         self._loop = asyncio.get_running_loop()
@@ -105,11 +109,22 @@ class LogDrain:
             problem = self.file.write(data)
             if problem and time.monotonic() - self._said[0] >= SAY_AGAIN_S:
                 self._tell(problem)
+            self._note_recovery(bool(problem))
         self._tail += data[-TAIL_BYTES:]
         if len(self._tail) > 2 * TAIL_BYTES:
             del self._tail[:-TAIL_BYTES]
         if self.scanner:
             self.scanner(data)
+
+    def _note_recovery(self, failed: bool) -> None:
+        """Report an empty problem once the disk has taken everything for `RECOVERED_S`."""
+        now = time.monotonic()
+        if failed:
+            self._failed_at = now
+        elif self._failed_at is not None and now - self._failed_at >= RECOVERED_S:
+            self._failed_at = None
+            if self._on_problem:
+                self._on_problem("")
 
     def _tell(self, problem: str) -> None:
         if self._on_problem and self.file:

@@ -24,7 +24,8 @@ import httpx
 
 from atropos_common.records import DiagnosisRecord, Record
 from atropos_common.run_dir import ENV_TOKEN
-from atropos_tui.diagnoses.metric_rules import ALERT
+from atropos_tui.diagnoses import rule_of
+from atropos_tui.diagnoses.model import NOT_NOTIFIED
 from atropos_tui.errors import Exit
 from atropos_tui.gate import write_own
 from atropos_tui.profile.redact import REDACTED, mask
@@ -35,7 +36,6 @@ from atropos_tui.supervisor.store import RunResult, Store, SubscriberDroppedErro
 
 Event = Literal["failed", "mismatch", "alert", "done", "test"]
 """What is posted, and what the bell of a screen rings for."""
-MISMATCH = "alignment_mismatch"
 TRY_S = 5.0
 """One try takes at most so long, however the other side drips its answer."""
 COMMAND_S = 10.0
@@ -54,14 +54,9 @@ MOST_TEXT = 1500
 logging.getLogger("httpx").setLevel(logging.WARNING)  # at INFO it would log the address
 
 
-def is_mismatch(record: Record) -> TypeGuard[DiagnosisRecord]:
-    """Whether `record` diagnoses that trainer and engine disagree about the same weights."""
-    return isinstance(record, DiagnosisRecord) and record.rule == MISMATCH
-
-
-def is_alert(record: Record) -> TypeGuard[DiagnosisRecord]:
-    """Whether `record` says that a metric has left the bounds of the profile's [[alert]]."""
-    return isinstance(record, DiagnosisRecord) and record.rule == ALERT.name
+def is_event(record: Record, event: Event) -> TypeGuard[DiagnosisRecord]:
+    """Whether `record` opens a diagnosis that is this event."""
+    return isinstance(record, DiagnosisRecord) and not record.over and rule_of(record).event == event
 
 
 def event_of_exit(code: int | None) -> Event | None:
@@ -207,9 +202,9 @@ class Notifier:
         while True:
             try:
                 async for record in self._store.hub.subscribe():
-                    if is_mismatch(record):
+                    if is_event(record, "mismatch"):
                         self._on_mismatch(record)
-                    elif is_alert(record):
+                    elif is_event(record, "alert"):
                         self._notify("alert", f"{record.title}: {record.evidence}", record.component, None)
                     self._look_at_the_end()
                 return
@@ -257,7 +252,7 @@ class Notifier:
         self._diagnose(f"the notification {event!r} was not delivered", evidence, fix)
 
     def _diagnose(self, title: str, evidence: str, fix: str) -> None:
-        self._store.emit(DiagnosisRecord(title=title, evidence=evidence, fix=fix))
+        self._store.diagnoses.add(None, NOT_NOTIFIED.diagnosis(evidence, fix, title))
 
     async def close(self, result: RunResult | None) -> None:
         """The run is over: tell how, wait a little for what is under way, and let go of the rest."""

@@ -45,8 +45,8 @@ from atropos_common.control import (
 )
 from atropos_common.files import is_private
 from atropos_common.http import door_key
-from atropos_common.records import DiagnosisRecord
 from atropos_common.run_dir import ENV_DOOR_KEY, ENV_TOKEN, RunDir
+from atropos_tui.diagnoses.model import NO_METRICS
 from atropos_tui.errors import Exit
 from atropos_tui.profile.spec import StackSpec, check_stack
 from atropos_tui.supervisor import procfs
@@ -93,6 +93,7 @@ async def run_stack(stack: StackSpec, *, on_event: OnEvent | None = None) -> int
     with _Signals() as signals, contextlib.closing(await _journal(run, stack.run_id)) as journal:
         check_stack(stack)
         store = Store(stack, journal, on_event)
+        store.diagnoses.restore(list(journal.diagnoses()))
         become_subreaper()
         estate = await asyncio.to_thread(claim, stack, run)
         for name, found in (await asyncio.to_thread(sweep_nodes, ProcessTable.load(run.journal_json))).items():
@@ -166,7 +167,7 @@ async def _serve_metrics(supervisor: Supervisor, run: RunDir, token: str) -> Api
     except OSError as error:
         evidence = f"{policy.host}:{policy.port}: {error.strerror or error}"
         fix = "free that port, or give [metrics] another, and start the run again with up --resume"
-        supervisor.store.emit(DiagnosisRecord(title="no metrics are served", evidence=evidence, fix=fix))
+        supervisor.store.diagnoses.add(None, NO_METRICS.diagnosis(evidence, fix))
         return None
     server = ApiServer(metrics_app(run, policy, token, supervisor.measured), listening)
     await server.started()

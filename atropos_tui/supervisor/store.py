@@ -25,7 +25,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from atropos_common.files import is_own, read_regular, write_private
 from atropos_common.record_tail import next_seq
-from atropos_common.records import ComponentRecord, Record
+from atropos_common.records import ComponentRecord, DiagnosisRecord, Record, RecordError, StateRecord, parse_line
+from atropos_tui.diagnoses.ledger import Ledger
 from atropos_tui.profile.spec import StackSpec
 from atropos_tui.supervisor.seal import is_sealed, mac_of
 
@@ -92,6 +93,15 @@ class Journal:
             for line in file:
                 if after < _seq_of(line) <= upto:
                     yield line.decode()
+
+    def diagnoses(self) -> Iterator[DiagnosisRecord]:
+        """Every diagnosis and every end of one in the file."""
+        with self.path.open("rb") as file:
+            for line in file:
+                if b'"diagnosis"' in line:
+                    with contextlib.suppress(RecordError):
+                        if isinstance(record := parse_line(line), DiagnosisRecord):
+                            yield record
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -327,6 +337,7 @@ class Store:
         self._nodes = {spec.name: spec.place.node for spec in stack.components if spec.place}
         self._on_event = on_event
         self._changed = asyncio.Event()
+        self.diagnoses = Ledger(self.emit)
 
     def emit(self, record: Record) -> None:
         """Stamp a component's record with its role and this node, journal it, then tell everyone."""
@@ -339,6 +350,8 @@ class Store:
         if self._on_event:
             with contextlib.suppress(Exception):  # a listener's fault must not stop the run
                 self._on_event(stamped)
+        if isinstance(record, StateRecord):
+            self.diagnoses.moved(record)
         self.notify()
 
     def notify(self) -> None:

@@ -248,6 +248,8 @@ class Supervisor:
         await self._end_strays()
         with contextlib.suppress(Exception):  # a fault of the diagnosing must not hide how the run ended
             await self._watcher.look()
+        if self.result.exit_code == Exit.DONE:
+            self.store.diagnoses.end_all("the run ended well")
         self.result.ended_at = time.time()
         self.result.write(self.run_dir.result_json)
         self.ended(self.result)
@@ -308,7 +310,7 @@ class Supervisor:
         tracker = self.host.tracker
         while rows := await asyncio.to_thread(tracker.strays, self._began):
             if time.monotonic() > give_up:
-                self.store.emit(stuck(describe(rows)).record())
+                self.store.diagnoses.add(None, stuck(describe(rows)))
                 break
             for row in rows:
                 procfs.send(row, signal.SIGKILL)

@@ -29,7 +29,7 @@ from atropos_common.records import Record
 from atropos_common.run_dir import RunDir
 from atropos_tui.monitor.run_files import read_json
 from atropos_tui.profile.spec import NotifyPolicy
-from atropos_tui.supervisor.notify import event_of_exit, is_alert, is_mismatch
+from atropos_tui.supervisor.notify import event_of_exit, is_event
 from atropos_tui.ui.commands import CommandApp, Outcome
 
 Ground = Literal["dark", "light"]
@@ -180,8 +180,8 @@ class Bell:
     def at_records(self, records: Iterable[Record], now: float) -> bool:
         """Whether one of these records is to be rung for."""
         news = [record for record in records if record.time > now - NEWS_S]
-        return (self._wants("mismatch") and any(map(is_mismatch, news))) or (
-            self._wants("alert") and any(map(is_alert, news))
+        return any(
+            self._wants(event) and any(is_event(record, event) for record in news) for event in ("mismatch", "alert")
         )
 
     def at_status(self, status: RunStatus | None) -> bool:

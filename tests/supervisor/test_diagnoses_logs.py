@@ -16,8 +16,8 @@ import pytest
 from atropos_common.control import Role
 from atropos_tui.diagnoses import Diagnosis, Evidence, Names, diagnose
 from atropos_tui.diagnoses.log_rules import LOG_RULES
-from atropos_tui.diagnoses.model import QUIET_S
-from atropos_tui.diagnoses.watcher import HEAD, REST, LogScanner
+from atropos_tui.diagnoses.model import WORK_S
+from atropos_tui.diagnoses.watcher import HEAD, REST, LogScanner, Work
 from tests.supervisor.harness import part
 
 LOGS = Path(__file__).parent / "logs"
@@ -128,11 +128,6 @@ WORDS = [
         "(0.03 GiB KV cache is needed, which is larger than the available KV cache memory (0",
     ),
     (TRAINER, "broadcast_broke", BROKE),
-    (
-        TRAINER,
-        "engine_left_out",
-        "[WARNING] http://127.0.0.1:9002 is left out of the broadcast: it has not answered for 5 s",
-    ),
     (TRAINER, "nccl_failed", BACKEND),  # hkproj/pytorch-transformer-distributed#1
     (TRAINER, "checkpoint_damaged", "[WARNING] passed over: --resume /r/step_6: model.safetensors has 7 bytes, and 9"),
     (TRAINER, "shm_full", SHM),  # nianticlabs/simplerecon#3
@@ -302,23 +297,31 @@ def test_one_endless_line_is_seen_and_forgotten() -> None:
     assert len(looks._carry) <= 10_000
 
 
-def test_it_speaks_once_while_it_lasts_and_again_after_a_quiet_time() -> None:
+def test_it_speaks_once_while_it_lasts_and_comes_to_its_end_later_each_time() -> None:
+    looks, said = scanner(ENV), []
+
+    def at(now: float, text: str = "") -> list[bool]:
+        looks.feed(text.encode())
+        found = looks.scan(looks.take(), now, (), Work(True, (now - 2, now - 1, now - 0.5)))
+        said.extend(found)
+        return [each.over for each in found]
+
+    at(0.0)
+    assert [over for now in range(1, 600, 10) for over in at(now, CUT_OFF + "\n")] == [False]
+    assert at(600.0) == []
+    assert at(591 + WORK_S + 3) == [True], "it works, and has not printed it since"
+    assert at(1000.0, CUT_OFF + "\n") == [False], "it holds now"
+    assert at(1000 + WORK_S + 3) == []
+    assert at(1000 + 2 * WORK_S + 3) == [True]
+    assert [found.title for found in said] == [said[0].title] * 4, "an end names what it ends"
+
+
+@pytest.mark.parametrize("work", [Work(False, (95.0, 96.0, 97.0)), Work(True, (95.0, 96.0)), Work(True, ())])
+def test_what_does_not_work_again_keeps_its_diagnosis(work: Work) -> None:
     looks = scanner(ENV)
-    said: list[Diagnosis] = []
-
-    def at(now: float) -> None:
-        looks.feed(CUT_OFF.encode() + b"\n")
-        said.extend(looks.scan(looks.take(), now))
-
-    for now in range(0, 5000, 60):
-        at(now)
-    assert [found.episode for found in said] == [0]
-    at(5000 + QUIET_S)
-    at(5001 + QUIET_S)
-    assert [found.episode for found in said] == [0, 1]
-    for flap in range(1, 200):  # each a little more than a quiet time apart
-        at(10_000 + flap * (QUIET_S + 1))
-    assert 3 <= len(said) <= 10, "what comes and goes is told less and less often"
+    looks.feed(CUT_OFF.encode() + b"\n")
+    assert len(looks.scan(looks.take(), 1.0, (), Work(True, ()))) == 1
+    assert looks.scan([], 100.0, (), work) == []
 
 
 WAITS = b"WARNING waiting for the inference server at http://127.0.0.1:9001 (Cannot connect)\n"
@@ -327,7 +330,7 @@ CAME = b"INFO inference server at http://127.0.0.1:9001 answers after 36.8 s\n"
 
 def fed(looks: LogScanner, text: bytes, now: float, *starting: Role) -> list[str]:
     looks.feed(text)
-    return [found.rule for found in looks.scan(looks.take(), now, starting)]
+    return [found.rule for found in looks.scan(looks.take(), now, starting) if not found.over]
 
 
 def test_waiting_is_trouble_only_when_it_lasts_and_nobody_is_starting() -> None:

@@ -11,7 +11,7 @@ import pytest
 from atropos_common.records import ALIGNMENT_CAUSES, EvalRecord, Record, RolloutRecord, SyncRecord, parse_line
 from atropos_tui.diagnoses import Diagnosis
 from atropos_tui.diagnoses.metric_rules import METRIC_RULES, MetricRule
-from atropos_tui.diagnoses.model import QUIET_S, RateLimit
+from atropos_tui.diagnoses.model import Finding
 from atropos_tui.diagnoses.watcher import MetricWatch
 
 CLEAN = Path(__file__).parent / "logs/clean"
@@ -32,8 +32,9 @@ def changed(kind: str, change: Change, first: int = 1, last: int = 10_000) -> li
 
 
 def said(records: list[Record], watch: MetricWatch | None = None) -> list[Diagnosis]:
+    """Diagnoses that the records open."""
     watch = watch or MetricWatch(0.0)
-    return [found for record in records for found in watch.feed(record)]
+    return [found for record in records for found in watch.feed(record) if not found.over]
 
 
 def fixed(**values: Any) -> Change:
@@ -42,6 +43,21 @@ def fixed(**values: Any) -> Change:
 
 LOOP = "The answer is to add. " * 30
 CASES: list[tuple[str, list[Record], str]] = [
+    (
+        "engine_left_out",
+        [
+            SyncRecord(
+                step=number,
+                time=RUN[-1].time + number,
+                mode="broadcast",
+                weight_version=number,
+                seconds=0.1,
+                left_out={"http://127.0.0.1:9002": "it has not answered for 5 s"} if number in (3, 4) else {},
+            )
+            for number in range(1, 7)
+        ],
+        "http://127.0.0.1:9002: it has not answered for 5 s",
+    ),
     ("ratio_out_of_range", changed("step", fixed(ratio_mean=1.31), 20, 30), "step 22: ratio_mean 1.31"),
     ("ratio_out_of_range", changed("step", fixed(ratio_mean=0.62), 20, 30), "step 20: ratio_mean 0.62"),
     ("clip_fraction_high", changed("step", fixed(clip_fraction=0.3), 20, 30), "clip_fraction 30.0%"),
@@ -88,7 +104,7 @@ def test_one_number_that_is_wrong_is_told_once(rule: str, records: list[Record],
     found = said(records)
     assert [one.rule for one in found] in ([rule], [rule, rule])  # accuracy of two splits
     assert evidence in found[0].evidence
-    assert found[0].title and found[0].fix and found[0].episode == 0
+    assert found[0].title and found[0].fix
 
 
 FIXES = {
@@ -160,30 +176,27 @@ def test_one_odd_step_is_noise() -> None:
     assert said(changed("step", fixed(reward_mean=0.0), 20, 24)) == []
 
 
-def test_what_comes_back_later_is_told_again_and_not_before() -> None:
+def test_a_number_that_goes_wrong_again_is_told_at_once_and_is_over_later_each_time() -> None:
     bad = [record for record in changed("step", fixed(loss=-11.0)) if record.kind == "step"]
     good = [record for record in RUN if record.kind == "step"]
     watch = MetricWatch(0.0)
 
-    def feed(records: list[Record], at: float) -> list[int]:
-        moved = [record.model_copy(update={"time": at + index}) for index, record in enumerate(records)]
-        return [found.episode for found in said(moved, watch)]
+    def feed(records: list[Record]) -> list[bool]:
+        return [found.over for record in records for found in watch.feed(record)]
 
-    assert feed(bad[:9], 1e6) == [0]
-    assert feed(good[:4] + bad[:2], 1e6 + 100) == [], "four good steps are no recovery"
-    assert feed(good[:6], 1e6 + 200) == []
-    assert feed(bad[:2], 1e6 + 300) == [], "recovered, but told only minutes ago"
-    assert feed(good[:6], 1e6 + 400) == []
-    assert feed(bad[:2], 1e6 + 400 + QUIET_S) == [1]
+    assert feed(bad[:9]) == [False]
+    assert feed(good[:4] + bad[:2]) == [], "four good steps are no recovery"
+    assert feed(good[:5]) == [True]
+    assert feed(bad[:2]) == [False], "it holds now, whatever was said a minute ago"
+    assert feed(good[:9]) == []
+    assert feed(good[:1]) == [True], "twice as many good steps"
 
 
-def test_a_clock_that_is_set_back_mutes_no_rule() -> None:
-    limit = RateLimit()
-    assert limit.raised(1e6)
-    limit.lowered()
-    assert not limit.raised(1e6 - 60), "told a minute ago, by whatever clock"
-    limit.lowered()
-    assert limit.raised(1e6 - 3600)
+def test_a_clock_that_is_set_back_keeps_no_diagnosis_open() -> None:
+    finding = Finding()
+    assert finding.raised(1e6, lambda: Diagnosis("x", "", ""))
+    assert not finding.is_gone(1e6 + 5, 20.0)
+    assert finding.is_gone(1e6 - 3600, 20.0)
 
 
 def test_a_later_attempt_begins_anew() -> None:
@@ -204,7 +217,7 @@ def test_a_later_attempt_begins_anew() -> None:
         for record in changed("step", fixed(ratio_mean=2.0), 41)
         if getattr(record, "step", 0) > 40
     ]
-    assert [found.episode for found in said(third, watch)] == [0]
+    assert [found.rule for found in said(third, watch)] == ["ratio_out_of_range"]
 
 
 def test_a_resumed_run_does_not_tell_of_long_ago() -> None:

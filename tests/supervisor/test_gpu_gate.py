@@ -123,7 +123,7 @@ def gap(running: Running, earlier: str, later: str, attempt: int | None = None) 
 
 
 def diagnoses(running: Running) -> list[DiagnosisRecord]:
-    return [record for record in running.records if isinstance(record, DiagnosisRecord)]
+    return [each for each in running.records if isinstance(each, DiagnosisRecord) and not each.over]
 
 
 async def test_stopped_means_that_the_memory_is_back(launch: Any, driver: FakeDriver) -> None:

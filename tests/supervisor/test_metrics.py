@@ -150,7 +150,7 @@ async def test_a_port_that_is_taken_costs_the_figures_and_not_the_run(launch: An
             assert await asyncio.wait_for(running.task, 20) == 0
             lines = running.run.supervisor_jsonl.read_bytes().splitlines()
             said = [record for record in map(parse_line, lines) if isinstance(record, DiagnosisRecord)]
-            assert [record.title for record in said] == ["no metrics are served"]
+            assert [(record.rule, record.over) for record in said] == [("no_metrics", False), ("no_metrics", True)]
 
 
 def test_off_it_costs_not_even_an_import() -> None:

@@ -238,12 +238,18 @@ async def test_an_address_that_cannot_be_used_is_said_at_the_start(tmp_path: Pat
     running, code, _ = await run_to_its_end(stack)
     first = running.records[0]
     assert isinstance(first, DiagnosisRecord) and evidence in first.evidence and first.fix
+    assert (first.rule, first.severity, first.component) == ("not_notified", "advice", None)
     assert code == 3
 
 
 def mismatch() -> DiagnosisRecord:
     return DiagnosisRecord.model_validate(
-        {"component": "trainer", "title": "LogProb Alignment: MISMATCH", "evidence": "0.9", "rule": notify.MISMATCH}
+        {
+            "component": "trainer",
+            "title": "LogProb Alignment: MISMATCH",
+            "evidence": "0.9",
+            "rule": "alignment_mismatch",
+        }
     )
 
 

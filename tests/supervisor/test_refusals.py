@@ -170,7 +170,7 @@ def stack_of(share: int) -> list[Any]:
 
 
 def diagnoses(run: Running) -> list[DiagnosisRecord]:
-    return [record for record in run.records if isinstance(record, DiagnosisRecord)]
+    return [each for each in run.records if isinstance(each, DiagnosisRecord) and not each.over]
 
 
 async def test_it_is_told_within_fifteen_seconds(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -210,23 +210,17 @@ def test_what_is_recovered_is_no_alarm() -> None:
     assert said(HUB, well, flow(0.2, 0.1), rows=[row("math", since=NOW)]).severity == "healthy"
 
 
-def test_what_has_passed_since_is_no_trouble_any_more() -> None:
-    """Each stands on top until newer records contradict it, without the component having been started anew."""
-    constant = diagnosed("reward_constant", "trainer", "all rewards are the same: nothing is learnt", "harder ones")
-    earlier = [each.model_copy(update={"time": NOW - 10}) for each in (constant, DISK, REFUSED)]
-    plenty = flow(0.2, 0.1).model_copy(update={"disk_free_bytes": 10**10, "disk_bytes": 10**11})
-    full = flow(0.2, 0.1).model_copy(update={"disk_free_bytes": 10**7, "disk_bytes": 10**11})
-    assert said(*earlier, plenty).severity == "healthy"
-    assert said(*earlier, full).what.startswith("the run's disk is nearly full")
-    still = [record for number in range(28, 38) for record in step(number, reward_std=0.0)]
-    before = [record for number in range(1, 28) for record in step(number)]
-    assert said(*before, *still, *earlier, plenty, steps=False).what.startswith("all rewards are the same")
+def test_what_is_over_is_no_trouble_any_more() -> None:
+    over = [each.model_copy(update={"over": True, "fix": ""}) for each in (DISK, REFUSED)]
+    assert said(DISK, REFUSED, flow(0.2, 0.1)).what.startswith("the run's disk")
+    assert said(DISK, REFUSED, over[0], flow(0.2, 0.1)).diagnosis is not None
+    assert said(DISK, REFUSED, *over, flow(0.2, 0.1)).severity == "healthy"
 
 
-def test_an_alert_stands_for_some_minutes() -> None:
-    alert = diagnosed("alert", "trainer", "alert: loss is above 3", "look")
-    assert said(alert.model_copy(update={"time": NOW - 200}), flow(0.2, 0.1)).severity == "warning"
-    assert said(alert.model_copy(update={"time": NOW - 400}), flow(0.2, 0.1)).severity == "healthy"
+def test_advice_hides_neither_health_nor_limits() -> None:
+    graphs = diagnosed("eager_fallback", "vllm", "Qwen: no CUDA graphs", "nothing is wrong")
+    assert said(graphs, flow(0.2, 0.1)).severity == "healthy"
+    assert said(graphs, flow(0.9, 0.8)).what.startswith("limited by the environment")
 
 
 def test_a_bound_environment_is_told_by_the_rates_of_now_and_not_by_an_old_diagnosis() -> None:

@@ -17,11 +17,11 @@ from atropos_common.control import (
     StageStatus,
     State,
 )
-from atropos_common.records import DiagnosisRecord, Record, StateRecord, SyncRecord, TimingRecord
+from atropos_common.records import DiagnosisRecord, Record, StateRecord
 from atropos_tui.cli import show
 from atropos_tui.monitor.run_files import PlannedComponent, RunInfo
 from atropos_tui.monitor.state import RunState
-from atropos_tui.monitor.why import Picture
+from atropos_tui.monitor.why import Picture, open_diagnoses
 from tests.ui.run_maker import step_records
 
 NOW = 1000.0
@@ -50,6 +50,10 @@ def steps(last_at: float) -> list[Record]:
     """A trainer that did 73 steps, one a second, the last one at `last_at`."""
     rng = random.Random(0)
     return [record for step in range(1, 74) for record in step_records(step, rng, time=last_at - 73 + step)]
+
+
+def status_of(phase: Phase, code: int | None) -> RunStatus:
+    return RunStatus(run_id="d", name="d", mode="none", run_dir="/r", phase=phase, started_at=0.0, exit_code=code)
 
 
 def lines(
@@ -158,13 +162,17 @@ def test_a_diagnosis_is_told_while_it_is_about_what_is_now() -> None:
     assert paragraph(failed, "vllm") == [
         "exit code 1", "diagnosis: GPU memory is exhausted", "evidence: OOM", "fix: less"
     ]  # fmt: skip
-    healed = lines(row("vllm", State.HEALTHY, age=2), records=[said])
+    over = said.model_copy(update={"time": NOW - 2, "over": True, "fix": ""})
+    healed = lines(row("vllm", State.HEALTHY, age=20), records=[said, over])
     assert paragraph(healed, "vllm") == [""]
-    lives = lines(row("vllm", State.HEALTHY, age=20), records=[said])
+    again = said.model_copy(update={"time": NOW - 1})
+    lives = lines(row("vllm", State.HEALTHY, age=20), records=[said, over, again])
     assert "fix: less" in paragraph(lives, "vllm")
 
 
-def test_stopping_is_no_cure_but_being_well_again_is() -> None:
+def test_in_an_old_recording_health_ends_a_diagnosis_and_stopping_does_not() -> None:
+    """Versions before wrote neither severity nor ends."""
+
     def moved(name: str, new: State, at: float) -> StateRecord:
         return StateRecord(component=name, role=ROLES[name], old="pending", new=new, attempt=1, time=at)
 
@@ -174,47 +182,37 @@ def test_stopping_is_no_cure_but_being_well_again_is() -> None:
     assert "fix: less" in paragraph(lines(again, records=[before, said]), "vllm")
     after = moved("vllm", State.HEALTHY, NOW - 7)
     assert "fix: less" not in paragraph(lines(again, records=[before, said, after]), "vllm")
+    new = said.model_copy(update={"severity": "warning"})
+    assert "fix: less" in paragraph(lines(again, records=[before, new, after]), "vllm"), "its end is a record"
 
 
-def test_a_diagnosis_about_missing_steps_is_over_with_the_next_step() -> None:
-    said = DiagnosisRecord(component="trainer", rule="no_batches", title="no batches: slow", time=NOW - 9)
-    waits = row("trainer", State.HEALTHY, age=500)
-    for last_step, holds in ((NOW - 12, True), (NOW - 2, False)):
-        found = paragraph(lines(waits, phase=Phase.RUNNING, records=[*steps(last_step), said]), "trainer")
-        assert ("diagnosis: no batches: slow" in found) is holds
+def test_every_open_diagnosis_of_a_component_is_told_the_gravest_first() -> None:
+    said = [
+        DiagnosisRecord(component="trainer", rule=rule, severity=severity, title=rule, time=NOW - age)
+        for rule, severity, age in [
+            ("logprobs_recomputed", "advice", 3),
+            ("reward_constant", "warning", 5),
+            ("alignment_mismatch", "alarm", 20),
+            ("disk_low", "alarm", 30),
+        ]
+    ]
+    found = paragraph(lines(row("trainer", State.HEALTHY), records=said), "trainer")
+    assert found == [
+        "diagnosis: disk_low",
+        "diagnosis: alignment_mismatch",
+        "diagnosis: reward_constant",
+        "diagnosis: logprobs_recomputed",
+    ]
 
 
-@pytest.mark.parametrize("rule", ["engine_left_out", "broadcast_broke"])
-def test_a_diagnosis_about_a_broadcast_is_over_when_weights_reach_every_engine(rule: str) -> None:
-    said = DiagnosisRecord(component="trainer", rule=rule, title="one is away", time=NOW - 9)
-    away = {"http://localhost:9001": "does not answer"}
-    for age, left_out, holds in ((12, {}, True), (5, away, True), (5, {}, False)):
-        sync = SyncRecord(
-            attempt=1, step=3, time=NOW - age, mode="broadcast", weight_version=3, seconds=1, left_out=left_out
-        )
-        found = paragraph(lines(row("trainer", State.HEALTHY, age=500), records=[said, sync]), "trainer")
-        assert ("diagnosis: one is away" in found) is holds
-
-
-@pytest.mark.parametrize(
-    ("rule", "component", "wait_s", "holds"),
-    [
-        ("environment_silent", "env", 0.9, False),
-        ("groups_all_flat", "env", 0.9, False),  # a step has come: some group was not
-        ("groups_all_flat", "trainer", 0.9, False),  # of batches that are trained: the newest ones are not flat
-        ("environment_bound", "env", 0.9, True),  # steps come, and wait as before
-        ("environment_bound", "env", 0.2, False),
-    ],
-)
-def test_what_is_said_of_an_environment_holds_as_long_as_it_is_true(
-    rule: str, component: str, wait_s: float, holds: bool
-) -> None:
-    said = DiagnosisRecord(component=component, role=ROLES[component], rule=rule, title="it holds us up", time=NOW - 9)
-    timed = {"step": 74, "step_s": 1.0, "train_s": 0.1, "sync_s": 0.0, "checkpoint_s": 0.0, "tokens_per_s": 1.0}
-    step = TimingRecord(time=NOW - 2, data_wait_s=wait_s, **timed)
-    runs = [row("trainer", State.HEALTHY, age=500), row("env", State.HEALTHY, age=500)]
-    found = lines(*runs, phase=Phase.RUNNING, records=[*steps(NOW - 2), step, said])
-    assert ("diagnosis: it holds us up" in paragraph(found, component)) is holds
+def test_a_run_that_ended_well_has_no_open_diagnosis() -> None:
+    said = DiagnosisRecord(component="trainer", rule="no_batches", title="no batches", time=NOW - 90)
+    over = said.model_copy(update={"time": NOW - 60, "over": True, "severity": "warning"})
+    state = state_of(said.model_copy(update={"severity": "warning"}))
+    assert open_diagnoses(state, status_of(Phase.ENDED, 0)) == []
+    assert [found.rule for found in open_diagnoses(state, status_of(Phase.ENDED, 3))] == ["no_batches"]
+    told = paragraph(lines(phase=Phase.ENDED, exit_code=0, records=[said, over]), "trainer")
+    assert told[0].startswith("diagnosis at ") and ", over at " in told[0]
 
 
 def test_after_the_end_every_diagnosis_is_told_with_its_way_out() -> None:

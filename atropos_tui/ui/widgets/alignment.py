@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.text import Text
 
 from atropos_common.records import AlignmentRecord
+from atropos_tui.diagnoses import ALIGNMENT_RULES
 from atropos_tui.monitor.format import duration, number, one_line
 from atropos_tui.monitor.why import silent_s
 from atropos_tui.ui.theme import title
@@ -86,5 +87,5 @@ class AlignmentPanel(TextPanel):
 
 def fix_of(view: View) -> str:
     """What the newest diagnosis about alignment advises; empty where there is none."""
-    found = [item for item in view.state.diagnoses if item.rule.startswith("alignment") and item.fix]
+    found = [item for item in view.state.diagnoses if item.rule in ALIGNMENT_RULES and item.fix]
     return found[-1].fix if found else ""

@@ -116,7 +116,7 @@ class Components(DataTable[Text], Panel):
         self.statuses, self._now = list(view.status.components), view.now
         if view.status.exit_code == 0:  # all went well in the end
             self.statuses = [row.model_copy(update={"diagnosis": ""}) for row in self.statuses]
-        self._news = {item.component: item.title for item in open_diagnoses(view.state, view.status)}
+        self._news = {item.component: item.title for item in reversed(open_diagnoses(view.state, view.status))}
         self._stale = bool(view.gone)
         self._is_over = view.status.phase is Phase.ENDED and not any(row.pids for row in self.statuses)
         self._retitle()
