@@ -11,13 +11,12 @@ import pytest
 
 from atropos_common.control import Phase, RunStatus
 from atropos_common.run_dir import RunDir
-from atropos_tui.supervisor.notify import MISMATCH
 from atropos_tui.ui.app import CockpitApp
 from tests.ui.fakes import FakeControl
 
 
 def line(seq: int, when: float) -> str:
-    record = {"kind": "diagnosis", "title": "mismatch", "rule": MISMATCH, "seq": seq, "time": when, "run_id": "r"}
+    record = {"kind": "diagnosis", "title": "mismatch", "rule": "alignment_mismatch", "seq": seq, "time": when, "run_id": "r"}
     return json.dumps(record) + "\n"
 
 
