@@ -16,7 +16,8 @@ from tests.ui.fakes import FakeControl
 
 
 def line(seq: int, when: float) -> str:
-    record = {"kind": "diagnosis", "title": "mismatch", "rule": "alignment_mismatch", "seq": seq, "time": when, "run_id": "r"}
+    about = {"title": "mismatch", "rule": "alignment_mismatch"}
+    record = {"kind": "diagnosis", "seq": seq, "time": when, "run_id": "r"} | about
     return json.dumps(record) + "\n"
 
 
