@@ -56,7 +56,7 @@ def check_profile(site: Site) -> list[Problem]:
     if nodes := check_nodes(profile):
         return nodes  # who is where decides what else fits together
     problems = [*_trainer_gpus(profile), *_fed(profile), *_names(profile), *_ports(profile), *_urls(site)]
-    problems += [*_derived(profile), *_server_types(profile), *_several(profile)]
+    problems += [*_derived(profile), *_twice(profile), *_server_types(profile), *_several(profile)]
     problems += [*_gpu_lists(profile), *crowded(profile)] if not profile.is_spread else []
     problems += [*_logprobs(profile), *_fed_urls(site)]
     if site.traits.shares_memory:
@@ -360,6 +360,18 @@ def _derived(profile: Profile) -> list[Problem]:
         for word in words
         if (instead := DERIVED_FLAGS[kind].get(word.replace("_", "-") if kind == "vllm" else word)) is not None
     ]
+
+
+def _twice(profile: Profile) -> Iterator[Problem]:
+    """Flags of vLLM in two spellings, of which vLLM would take one without a word."""
+    for index, engine in enumerate(profile.vllm):
+        first: dict[str, str] = {}
+        for word in engine.args:
+            name = word.replace("_", "-").removeprefix("no-")
+            if name in first:
+                reason = f"is the same flag as {first[name]}, and vLLM takes one of them"
+                yield Problem(reason, "remove one of the two", key=f"vllm.{index}.args.{word}")
+            first.setdefault(name, word)
 
 
 def _server_types(profile: Profile) -> Iterator[Problem]:

@@ -127,9 +127,18 @@ def did_you_mean(word: str, known: Collection[str], most: int = 1) -> str:
     return f"did you mean {' or '.join(near)}? " if near else ""
 
 
-def nearest_names(word: str, known: Collection[str], most: int = 1) -> list[str]:
-    """The names of `known` that are written almost like `word`, the nearest first."""
-    return difflib.get_close_matches(word[:100], known, n=most)
+_BARE_VARIABLE = re.compile(r"\$([A-Za-z_]\w*)")
+
+
+def in_braces(path: str) -> str:
+    """A fix for a path with `$NAME`, which is not replaced; nothing for any other."""
+    braced = _BARE_VARIABLE.sub(r"${\1}", path)
+    return f"put the variable in braces: {braced}" if braced != path else ""
+
+
+def nearest_names(word: str, known: Collection[str], most: int = 1, cutoff: float = 0.6) -> list[str]:
+    """The names of `known` that are written almost like `word`, the nearest first. `cutoff` is from 0 (all) to 1."""
+    return difflib.get_close_matches(word[:100], known, n=most, cutoff=cutoff)
 
 
 def _in_other_tables(path: KeyPath, schema: Schema) -> str:

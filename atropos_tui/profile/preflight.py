@@ -14,10 +14,8 @@ import socket
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib.machinery import ModuleSpec, PathFinder
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from atropos_common.engine_release import installed, why_not_served
 from atropos_common.model_math import why_not_replayed, why_not_shared, why_not_spread, why_refused
@@ -31,16 +29,16 @@ from atropos_common.run_dir import (
 )
 from atropos_tui.errors import Problem
 from atropos_tui.profile import memory, ports
-from atropos_tui.profile.checks import batches_that_fill
-from atropos_tui.profile.errors import counted
+from atropos_tui.profile.env_checks import environment_faults, environment_files, python_path, user_module
+from atropos_tui.profile.errors import counted, in_braces
 from atropos_tui.profile.fit import nearest
 from atropos_tui.profile.hardware import Hardware
 from atropos_tui.profile.load import CACHE
 from atropos_tui.profile.machines import Hosts, allocated, hosts_of
 from atropos_tui.profile.memory import Inventory
 from atropos_tui.profile.models import Model, is_hub_id
-from atropos_tui.profile.plan import config_file, is_ours, resolve_path
-from atropos_tui.profile.sections import EngineSection, EnvSection, Profile
+from atropos_tui.profile.plan import resolve_path
+from atropos_tui.profile.sections import EngineSection, Profile
 from atropos_tui.profile.site import (
     Site,
     engine_model,
@@ -53,6 +51,7 @@ from atropos_tui.profile.site import (
 )
 from atropos_tui.profile.source import names_in
 from atropos_tui.profile.spec import StackSpec, expand, references
+from atropos_tui.profile.vllm_flags import unknown_flags
 from trainer_core.config import TrainingConfig
 
 LAUNCHED_BY = {
@@ -94,8 +93,13 @@ def lacks(site: Site, stack: StackSpec, machine: Hardware) -> list[Problem]:
 
 
 def mismatches(site: Site, inventory: Inventory) -> list[Problem]:
-    """What the models' own configurations say against the profile, on any machine."""
-    return list(_model_fits(site, training_config(site), inventory))
+    """What models, environments and vLLM say in their files against the profile, whatever the hardware."""
+    found = [*_model_fits(site, training_config(site), inventory)]
+    for index, env in enumerate(site.profile.env):
+        found += environment_faults(site, env, f"env.{index}")
+    for index, engine in enumerate(site.profile.vllm if not site.profile.is_spread else []):
+        found += unknown_flags(engine, f"vllm.{index}")
+    return found
 
 
 def unfit(site: Site, inventory: Inventory) -> list[Problem]:
@@ -134,7 +138,7 @@ def _launches(site: Site, stack: StackSpec) -> Iterator[Problem]:
                     yield Problem(f"environment variable {name} is not set", fix, key=place)
         cwd = expand(component.cwd or ".", known)
         if not references(cwd) and not Path(cwd).is_dir():
-            fix = _in_braces(cwd) or "create it, or change cwd"
+            fix = in_braces(cwd) or "create it, or change cwd"
             yield Problem(f"working directory {cwd} does not exist", fix, key=f"{section}.cwd")
 
 
@@ -248,7 +252,7 @@ def _packages(site: Site, settings: TrainingConfig, machine: Hardware) -> Iterat
 
 def _programs(site: Site, stack: StackSpec) -> Iterator[Problem]:
     for index, env in enumerate(site.profile.env):
-        yield from _environment_program(site, env, f"env.{index}")
+        yield from environment_files(site, env, f"env.{index}")
     for number, component in enumerate(stack.components):
         program = component.command[0]
         made_before = bool(site.profile.prepare) and number > 0 and os.sep in program
@@ -262,70 +266,13 @@ def _programs(site: Site, stack: StackSpec) -> Iterator[Problem]:
             yield Problem(f"no such program: {program}", "install it or give its path", key=key)
 
 
-def _environment_program(site: Site, env: EnvSection, key: str) -> Iterator[Problem]:
-    if env.module and _module(site.text(env.module), [env.cwd or ".", *_python_path(site, env.env)]) is None:
-        fix = "check the name, or use `script` with a path"
-        yield Problem(f"no module {env.module!r}", fix, key=f"{key}.module")
-    for name, value in (("script", (env.script or "").partition(":")[0]), ("config", env.config)):
-        text = site.path(value or "")
-        if not text or references(text):
-            continue
-        path = config_file(text) if name == "config" else resolve_path(text)
-        if not path.is_file():
-            fix = _in_braces(text) or f"relative paths are resolved from the current directory, {Path.cwd()}"
-            yield Problem(f"no such file: {text}", fix, key=f"{key}.{name}")
-        elif name == "config":
-            yield from _environment_config(site, env, path, f"{key}.config")
-        else:
-            yield from _environment_class((env.script or "").partition(":")[2], path, f"{key}.script")
-
-
-def _environment_class(name: str, path: Path, key: str) -> Iterator[Problem]:
-    known = names_in(path, ast.ClassDef)
-    if name and known is not None and name not in known:
-        yield Problem(f"{path.name} defines no class {name!r}", f"it has {', '.join(sorted(known))[:200]}", key=key)
-
-
-def _environment_config(site: Site, env: EnvSection, path: Path, key: str) -> Iterator[Problem]:
-    """What atroposlib would do with the YAML file beside the flags that the plan derives."""
-    try:
-        import yaml  # type: ignore[import-untyped]
-
-        data: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except ImportError:
-        return  # comes with atroposlib, whose absence is a problem of its own
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())[:200]
-        yield Problem(f"{path} is not YAML: {reason}", "correct the syntax at that place", key=key)
-        return
-    if not isinstance(data, dict) or not isinstance(data.get("env") or {}, dict):
-        yield Problem(f"{path} is no table with env: and openai:", "see profiles/math-zero.yaml", key=key)
-        return
-    if isinstance(data.get("openai"), list) and len(data["openai"]) > 1:
-        yield Problem(
-            f"{path} lists {len(data['openai'])} servers, and atroposlib takes no --openai flags beside a list",
-            "take openai: out of it: the plan derives the server",
-            key=key,
-        )
-    size = (data.get("env") or {}).get("group_size")
-    settings = training_config(site)
-    total = settings.sequences_per_step
-    ours = site.profile.trainer.command is None
-    if ours and isinstance(size, int) and size > 0 and "env.group_size" not in env.args and total % size:
-        yield Problem(
-            f"{path} sets group_size {size}, and the {total} sequences of a step are not a multiple of it",
-            f"set {batches_that_fill(settings, [size])}, or env.group_size below [env.args]",
-            key=key,
-        )
-
-
 def _loss_function(site: Site) -> Iterator[Problem]:
     """Where the trainer takes its loss from; whether that is one, it says itself."""
     section = site.profile.trainer
     name, _, function = site.text(section.settings.get("loss") or "").partition(":")
     if not name:
         return
-    found = _module(name, [section.cwd or ".", *_python_path(site, section.env)])
+    found = user_module(name, [section.cwd or ".", *python_path(site, section.env)])
     if found is None:
         fix = f"check the name; a module of your own is looked for in {Path(section.cwd or '.').resolve()}"
         yield Problem(f"no module {name!r}", fix, key="trainer.loss")
@@ -334,35 +281,6 @@ def _loss_function(site: Site) -> Iterator[Problem]:
     if known is not None and function not in known:
         fix = f"it has: {', '.join(sorted(known)) or 'none'}"
         yield Problem(f"{found.origin} has no function {function}", fix, key="trainer.loss")
-
-
-def _module(name: str, folders: list[str]) -> ModuleSpec | None:
-    """What `python -m` finds: installed, or (unless it is ours) in one of the folders. Nothing is imported: the
-    packages around a module would be run."""
-    first, *parts = name.split(".")
-    try:
-        spec = importlib.util.find_spec(first)
-    except (ImportError, ValueError):
-        spec = None
-    if spec is None and not is_ours(name):
-        spec = PathFinder.find_spec(first, folders)
-    for depth, _ in enumerate(parts, 2):
-        inside = spec and spec.submodule_search_locations
-        spec = PathFinder.find_spec(".".join(name.split(".")[:depth]), inside) if inside else None
-    return spec
-
-
-def _python_path(site: Site, variables: Mapping[str, str]) -> list[str]:
-    return [folder for folder in site.text(variables.get("PYTHONPATH", "")).split(os.pathsep) if folder]
-
-
-_BARE_VARIABLE = re.compile(r"\$([A-Za-z_]\w*)")
-
-
-def _in_braces(path: str) -> str:
-    """A fix for a path with `$NAME`, which is not replaced; nothing for any other."""
-    braced = _BARE_VARIABLE.sub(r"${\1}", path)
-    return f"put the variable in braces: {braced}" if braced != path else ""
 
 
 def _models(site: Site) -> Iterator[Problem]:
@@ -376,7 +294,7 @@ def _models(site: Site) -> Iterator[Problem]:
         key = f"vllm.{index}.model" if engine.model else "model"
         folder = resolve_path(model)
         if not folder.is_dir():
-            fix = _in_braces(model) or "give a directory with config.json, or a hub id"
+            fix = in_braces(model) or "give a directory with config.json, or a hub id"
             yield Problem(f"no such model directory: {model}", fix, key=key)
         elif not (folder / "config.json").is_file():
             fix = "point at the folder that `save_pretrained` wrote"

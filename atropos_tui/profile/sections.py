@@ -494,7 +494,11 @@ def _as_list(value: Any) -> Any:
 def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in table.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        name = f"{prefix}{key}"
+        inner = _flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
+        if twice := sorted(flat.keys() & inner.keys()):
+            raise mistake("is given twice", "remove one of the two spellings", twice[0])
+        flat |= inner
     return flat
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 LIBRARY = b"atroposlib"
@@ -40,6 +42,22 @@ def names_in(file: Path, kind: type[ast.ClassDef] | type[ast.FunctionDef]) -> se
         elif isinstance(node, ast.If | ast.Try):
             return None
     return found if tree and "*" not in found else None
+
+
+def find_module(name: str, folders: list[str]) -> ModuleSpec | None:
+    """The module as `python -m` finds it: installed, else in one of `folders`. Nothing is imported, since that would
+    run the packages around it."""
+    first, *parts = name.split(".")
+    try:
+        spec = importlib.util.find_spec(first)
+    except (ImportError, ValueError):
+        spec = None
+    spec = spec or PathFinder.find_spec(first, folders)
+    for part in parts:
+        inside = spec and spec.submodule_search_locations
+        # By its last name alone: for a folder without __init__.py Python asks for the imported parent by the full name.
+        spec = PathFinder.find_spec(part, inside) if inside else None
+    return spec
 
 
 def _tree(file: Path) -> ast.Module | None:

@@ -320,6 +320,7 @@ def test_looking_for_a_module_runs_nothing_of_it(tmp_path: Path, monkeypatch: py
 def test_a_class_that_the_file_does_not_have(tmp_path: Path) -> None:
     script = tmp_path / "mine.py"
     script.write_text("import atroposlib\nfrom helper import Other\n\nclass Mine: ...\n")
+    (tmp_path / "helper.py").write_text("Other = 1\n")
     problem = one(found(profile(env={"script": f"{script}:Mien"})), "env.0.script")
     assert "no class 'Mien'" in problem.reason and "Mine, Other" in problem.fix
     for named in ("Mine", "Other"):

@@ -1,0 +1,437 @@
+"""What an environment's Python file says without being run: syntax, packages, its class, its settings, its flags.
+
+A file is read together with the files that it imports. Whatever cannot be known without running Python is None, or is
+left out: the checks that use this refuse only what is certain to fail.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from atropos_tui.profile.source import LIBRARY, find_module
+
+MAX_FILES = 200
+"""Files that are read for one environment. Behind them nothing is known."""
+MAX_STEPS = 8
+"""Files through which one name is handed on."""
+MAX_FILE_BYTES = 2 * 1024 * 1024
+BASE_ENV, BASE_CONFIG = "BaseEnv", "BaseEnvConfig"
+"""Classes of atroposlib from which environments and their settings derive."""
+DYNAMIC = (b"create_model", b"__annotations__", b"exec(")
+"""Words after which a file may make classes and fields that its text does not show."""
+CHAT_CALLS, TEXT_CALLS = (
+    {"chat_completion", "tokens_and_logprobs_chat"},
+    {"completion", "tokens_and_logprobs_completion"},
+)
+"""Methods of atroposlib's servers that need a chat template, and those that do not."""
+OWN_TEMPLATE = re.compile(rb"(?<!apply_)(?<!require_)chat_template")
+"""Words of a file that brings, or looks for, a template by itself."""
+COMPUTED = "?"
+"""In place of the name of a base class that an expression makes."""
+Value = int | float | str | bool | None
+
+
+@dataclass(frozen=True)
+class ClassSource:
+    """A class and the file in which it stands."""
+
+    node: ast.ClassDef
+    file: SourceFile
+
+    @property
+    def key(self) -> tuple[Path, str]:
+        return self.file.path, self.node.name
+
+
+@dataclass(repr=False)
+class SourceFile:
+    """A parsed file, and the names at its top: classes by definition, other names by the import they come from."""
+
+    path: Path
+    tree: ast.Module
+    content: bytes
+    classes: dict[str, ast.ClassDef] = field(default_factory=dict)
+    imports: dict[str, tuple[int, str, str]] = field(default_factory=dict)
+    """By name: level, module, and the name in it (empty for the module itself)."""
+    aliases: dict[str, str] = field(default_factory=dict)
+    """By name: the other name for which it stands."""
+    values: set[str] = field(default_factory=set)
+    """Names of functions, and of constants that no call makes."""
+    has_star: bool = False
+
+    def __post_init__(self) -> None:
+        for node in _top(self.tree.body):
+            if isinstance(node, ast.ClassDef):
+                self.classes[node.name] = node
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                self.values.add(node.name)
+            elif isinstance(node, ast.Assign):
+                names = {target.id for target in node.targets if isinstance(target, ast.Name)}
+                if isinstance(node.value, ast.Name | ast.Attribute):
+                    self.aliases |= dict.fromkeys(names, _base_name(node.value))
+                elif not isinstance(node.value, ast.Call):
+                    self.values |= names
+            elif isinstance(node, ast.ImportFrom):
+                self.has_star |= any(alias.name == "*" for alias in node.names)
+                for alias in node.names:
+                    self.imports[alias.asname or alias.name] = (node.level, node.module or "", alias.name)
+            elif isinstance(node, ast.Import):
+                for alias in node.names:
+                    module = alias.name if alias.asname else alias.name.partition(".")[0]
+                    self.imports[alias.asname or module] = (0, module, "")
+
+
+@dataclass(frozen=True)
+class SyntaxFault:
+    file: Path
+    line: int
+    reason: str
+
+
+class EnvSource:
+    """An environment's file, read with what it imports.
+
+    Args:
+        path: the file.
+        folders: where its modules are looked for beside the installed ones, its own folder first.
+    """
+
+    def __init__(self, path: Path, folders: list[str]) -> None:
+        self.path = path
+        self.folders = folders
+        self.fault: SyntaxFault | None = None
+        """Of the file or of one around it that it imports."""
+        self._files: dict[Path, SourceFile | None] = {}
+        self.main = self._read(path)
+        if self.main and any(level for level, _, _ in self.main.imports.values()):
+            # It runs as part of its package (`atropos_envs.runner`), whose folders are then searched, too.
+            self.folders = [*folders, *map(str, path.resolve().parents[:MAX_STEPS])]
+
+    @cached_property
+    def missing(self) -> dict[str, str]:
+        """Packages that the file and those around it import when they are loaded and that are not installed, each with
+        "FILE, line N". Empty where `sys.path` is changed, so that they may lie anywhere."""
+        found: dict[str, str] = {}
+        waiting, seen = [self.path], set[Path]()
+        while waiting and len(seen) < MAX_FILES:
+            path = waiting.pop(0)
+            source = self._read(path) if path not in seen else None
+            seen.add(path)
+            if source is None:
+                continue
+            if b"sys.path" in source.content or b"addsitedir" in source.content:
+                return {}
+            for line, level, name in _loaded_imports(source.tree):
+                there = self._find(source, level, name)
+                if there is None and not level:
+                    found.setdefault(name.partition(".")[0], f"{path.name}, line {line}")
+                waiting += [] if there is None or _is_installed(there) else [there]
+        return found if self.fault is None else {}
+
+    @cached_property
+    def environments(self) -> list[ClassSource] | None:
+        """The environment classes that the file defines, without those from which another one of them derives; None
+        where that is not known."""
+        if self.main is None or self.main.has_star:
+            return None
+        found = []
+        for name in self.main.classes:
+            derives = self._derives(self.main, name, BASE_ENV)
+            if derives is None:
+                return None
+            found += [ClassSource(self.main.classes[name], self.main)] if derives else []
+        bases = {base for each in found for base in map(_base_name, each.node.bases)}
+        return [each for each in found if each.node.name not in bases]
+
+    @cached_property
+    def starts_itself(self) -> bool:
+        """Whether the file may start an environment itself: it calls `SomeEnv.cli()`, or anything behind
+        `if __name__ == "__main__"`."""
+        if self.main is None:
+            return True
+        guards = [node for node in self.main.tree.body if isinstance(node, ast.If) and _is_main_guard(node.test)]
+        return "cli" in _called(self.main.tree) or any(_called(guard) for guard in guards)
+
+    @cached_property
+    def only_chats(self) -> bool:
+        """Whether every completion that the file asks for goes through the chat template of the model's folder."""
+        if self.main is None or OWN_TEMPLATE.search(self.main.content):
+            return False
+        called = _called(self.main.tree)
+        return bool(called & CHAT_CALLS) and not called & TEXT_CALLS
+
+    @cached_property
+    def flags(self) -> set[str] | None:
+        """The names behind `--env.` that `serve` takes; None where that is not known. It may hold names of other
+        settings of the file, too."""
+        names: set[str] = set()
+        for source in self._env_files() or []:
+            if any(word in source.content for word in DYNAMIC) or _defines(source.tree, "cli"):
+                return None
+            for name in [*source.classes, *source.imports]:
+                derives = self._derives(source, name, BASE_CONFIG)
+                fields = self._fields(source, name) if derives else set()
+                if derives is None or fields is None:
+                    return None
+                names |= fields
+        return names or None
+
+    @cached_property
+    def settings(self) -> dict[str, Value]:
+        """Settings of the environment that its author chose, with their values where those are plain: arguments in
+        `config_init`, and defaults of a settings class of its own. A value that is computed is None."""
+        chosen: dict[str, Value] = {}
+        for source in self._env_files() or []:
+            own = {n for n in [*source.classes, *source.imports] if self._derives(source, n, BASE_CONFIG)}
+            for name in own & source.classes.keys():
+                chosen = _defaults(source.classes[name]) | chosen
+            for function in ast.walk(source.tree):
+                if isinstance(function, ast.FunctionDef) and function.name == "config_init":
+                    chosen |= _arguments(function, own)
+        return chosen
+
+    def _env_files(self) -> list[SourceFile] | None:
+        """The files, outside of atroposlib, that define the environment's class and its bases; None where that is not
+        known."""
+        if self.main is None or self.environments is None:
+            return None
+        files = {self.main.path: self.main}
+        waiting = list(self.environments)
+        while waiting:
+            each = waiting.pop()
+            for base in map(_base_name, each.node.bases):
+                found = self._class(each.file, base)
+                if isinstance(found, ClassSource) and not _is_library(found.file.path):
+                    files[found.file.path] = found.file
+                    waiting.append(found)
+        return list(files.values())
+
+    def _derives(self, source: SourceFile, name: str, base: str, seen: frozenset[Any] = frozenset()) -> bool | None:
+        """Whether the class called `name` in `source` derives from atroposlib's `base`; None where that is not
+        known."""
+        found = self._class(source, name)
+        if not isinstance(found, ClassSource):
+            return found
+        if found.node.name == base and _is_library(found.file.path):
+            return True
+        if found.key in seen or len(seen) > MAX_FILES:
+            return False
+        answers = [self._derives(found.file, _base_name(each), base, seen | {found.key}) for each in found.node.bases]
+        return True if True in answers else None if None in answers else False
+
+    def _fields(self, source: SourceFile, name: str) -> set[str] | None:
+        """Annotated names of a class and its bases."""
+        found = self._class(source, name)
+        if not isinstance(found, ClassSource):
+            return set() if found is False else None
+        names: set[str] = {
+            node.target.id
+            for node in found.node.body
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+        }
+        for base in found.node.bases:
+            above = self._fields(found.file, _base_name(base))
+            if above is None:
+                return None
+            names |= above
+        return names
+
+    def _class(self, source: SourceFile, name: str, depth: int = 0) -> ClassSource | bool | None:
+        """The class that `name` means in `source`; False for what is no class with settings, None where it cannot be
+        found without running Python."""
+        if name == COMPUTED:
+            return None
+        first, _, rest = name.partition(".")
+        if not rest and first in source.classes:
+            return ClassSource(source.classes[first], source)
+        if first in source.aliases and depth < MAX_STEPS:
+            return self._class(source, ".".join(filter(None, [source.aliases[first], rest])), depth + 1)
+        if first not in source.imports:
+            plain = first in source.values or not _may_be_class(first) or hasattr(builtins, first)
+            return False if plain else None
+        level, module, own = source.imports[first]
+        wanted = ".".join(filter(None, [own, rest]))
+        target = self._find(source, level, module)
+        inner = self._find(source, level, f"{module}.{own}".strip(".")) if own else None
+        if inner is not None and inner != target:  # `from package import module`
+            target, wanted = inner, rest
+        if not _may_be_class(wanted.rpartition(".")[2]):
+            return False  # a module, a function or a constant
+        if target is None:
+            return False if not level and module.partition(".")[0] in sys.stdlib_module_names else None
+        if _is_installed(target) and not _speaks_of_library(target):
+            return False
+        below = self._read(target)
+        return None if below is None or depth > MAX_STEPS else self._class(below, wanted, depth + 1)
+
+    def _find(self, source: SourceFile, level: int, module: str) -> Path | None:
+        """The file of a module as `source` imports it; a package without a file is its folder."""
+        if level:
+            folder = source.path.parent.joinpath(*[".."] * (level - 1)).resolve()
+            place = folder.joinpath(*module.split(".")) if module else folder
+            files = (place.with_name(f"{place.name}.py"), place / "__init__.py", place)
+            return next((file for file in files if file.is_file() or (file is place and file.is_dir())), None)
+        if module.partition(".")[0] in sys.stdlib_module_names:
+            return Path(ast.__file__)
+        return self._find_absolute(module)
+
+    def _find_absolute(self, module: str) -> Path | None:
+        known: dict[str, Path | None] = self.__dict__.setdefault("_modules", {})
+        if module not in known:
+            spec = find_module(module, self.folders)
+            place = spec.origin if spec else None
+            if spec and place in (None, "namespace"):
+                place = next(iter(spec.submodule_search_locations or []), None)
+            known[module] = Path(place) if place else None
+        return known[module]
+
+    def _read(self, path: Path) -> SourceFile | None:
+        """The parsed file; None where it is no Python file, or too large or too many are read. The first syntax error
+        of a file that is not installed is kept."""
+        path = path.resolve()
+        if path in self._files or len(self._files) >= MAX_FILES or path.suffix != ".py":
+            return self._files.get(path)
+        self._files[path] = None
+        try:
+            content = path.read_bytes()[: MAX_FILE_BYTES + 1]
+            if len(content) <= MAX_FILE_BYTES:
+                self._files[path] = SourceFile(path, ast.parse(content, str(path)), content)
+        except SyntaxError as error:
+            if self.fault is None and not _is_installed(path):
+                self.fault = SyntaxFault(path, error.lineno or 1, error.msg)
+        except (OSError, ValueError, RecursionError):
+            pass
+        return self._files[path]
+
+
+def _top(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements at the top of a file, those under `if`, `try` and `with` included."""
+    for node in body:
+        yield node
+        for part in ("body", "orelse", "finalbody"):
+            if isinstance(node, ast.If | ast.Try | ast.With):
+                yield from _top(getattr(node, part, []))
+        for handler in node.handlers if isinstance(node, ast.Try) else []:
+            yield from _top(handler.body)
+
+
+def _loaded_imports(tree: ast.Module) -> Iterator[tuple[int, int, str]]:
+    """Line, level and module of each import that runs for certain when the file is loaded."""
+    for node in _certain(tree.body):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, 0, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.lineno, node.level, node.module or ""
+
+
+def _certain(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements that run for certain when a file is loaded as the program, without those that a handler follows."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.ClassDef) or (isinstance(node, ast.If) and _is_main_guard(node.test)):
+            yield from _certain(node.body)
+        elif isinstance(node, ast.Try):
+            yield from _certain([] if node.handlers else node.body)
+            yield from _certain(node.finalbody)
+
+
+def _is_main_guard(test: ast.expr) -> bool:
+    return isinstance(test, ast.Compare) and isinstance(test.left, ast.Name) and test.left.id == "__name__"
+
+
+def _base_name(node: ast.expr) -> str:
+    """A base class as text: `BaseEnv`, `base.BaseEnv`; for `Generic[T]` the part before the bracket."""
+    if isinstance(node, ast.Subscript):
+        return _base_name(node.value)
+    if isinstance(node, ast.Attribute):
+        return f"{_base_name(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else COMPUTED
+
+
+def _may_be_class(name: str) -> bool:
+    """Whether a name is written like one of a class: not like a function, a module or a constant."""
+    return name[:1].isupper() and not (name.isupper() and len(name) > 1)
+
+
+def _called(tree: ast.AST) -> set[str]:
+    """Names of the functions and methods that are called."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            called = node.func
+            names |= {called.attr} if isinstance(called, ast.Attribute) else set()
+            names |= {called.id} if isinstance(called, ast.Name) else set()
+    if {"chat", "completions"} <= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}:
+        names.add("chat_completion")  # client.chat.completions.create(...)
+    return names
+
+
+def _defines(tree: ast.AST, function: str) -> bool:
+    return any(isinstance(node, ast.FunctionDef) and node.name == function for node in ast.walk(tree))
+
+
+def _constant(node: ast.expr | None) -> Value:
+    try:
+        value = ast.literal_eval(node) if node is not None else None
+    except (ValueError, TypeError, SyntaxError, RecursionError):
+        return None
+    return value if isinstance(value, int | float | str | bool) else None
+
+
+def _defaults(node: ast.ClassDef) -> dict[str, Value]:
+    """Defaults of a settings class: `name: type = value` and `= Field(value)` or `Field(default=value)`."""
+    found: dict[str, Value] = {}
+    for each in node.body:
+        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name) and each.value is not None:
+            value: ast.expr | None = each.value
+            if isinstance(value, ast.Call):
+                named = {word.arg: word.value for word in value.keywords}
+                value = named.get("default", value.args[0] if value.args else None)
+            found[each.target.id] = _constant(value)
+    return found
+
+
+def _arguments(function: ast.FunctionDef, classes: set[str]) -> dict[str, Value]:
+    """Named arguments with which `function` makes one of `classes`."""
+    return {
+        word.arg: _constant(word.value)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Call)
+        and (_base_name(node.func) in classes or _base_name(node.func).endswith("_config_cls"))
+        for word in node.keywords
+        if word.arg is not None
+    }
+
+
+def _is_installed(path: Path) -> bool:
+    """Whether a file belongs to an installed package or to Python itself, not to the user's own folders."""
+    parts = path.parts
+    return "site-packages" in parts or "dist-packages" in parts or path.is_relative_to(Path(ast.__file__).parent)
+
+
+def _is_library(path: Path) -> bool:
+    return LIBRARY.decode() in path.parts and _is_installed(path)
+
+
+def _speaks_of_library(path: Path) -> bool:
+    """Whether a file of an installed package can have classes that derive from atroposlib's."""
+    if _is_library(path):
+        return True
+    try:
+        return path.is_file() and LIBRARY in path.read_bytes()
+    except OSError:
+        return False
+
+
+def class_fields(path: Path, name: str) -> set[str] | None:
+    """Annotated names of a class in `path` and of its bases; None where that is not known."""
+    source = EnvSource(path, [])
+    return source._fields(source.main, name) if source.main else None
