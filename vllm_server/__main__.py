@@ -32,7 +32,7 @@ from vllm_server.config import (
 from vllm_server.plugin import configure_logging, die_with_parent
 
 if multiprocessing.parent_process() is not None:
-    # vLLM's child processes import this file first: from their first moment on they must not outlive the server.
+    # vLLM's child processes import this file first, so they die with the server from their first moment on.
     die_with_parent()
 
 HELP = f"""\
@@ -63,7 +63,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run the server until SIGTERM.
 
     Returns:
-        0 stopped, 1 the engine failed, 2 a mistake in flags, environment or installation, 130 interrupted.
+        0 stopped; 1 the engine failed; 2 a mistake in flags, environment or installation; 130
+        interrupted.
     """
     argv = sys.argv[1:] if argv is None else argv
     if any(flag in ("-h", "--help") for flag in argv):
@@ -77,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
         config = ServerConfig.from_env()
         prepare_network(os.environ)
         take_temporary_folder(config, os.environ)
-    except (ConfigError, OSError) as error:  # a path that may not be looked at
+    except (ConfigError, OSError) as error:  # OSError: a path without permission
         print(f"vllm_server: {error}", file=sys.stderr)
         return 2
     try:
@@ -87,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _serve(config: ServerConfig, argv: list[str]) -> int:
-    """Pass on what vLLM's processes read in their environment, and import it."""
+    """Set the environment that vLLM's processes read, then import and run vLLM."""
     os.environ[ENV_INSTANCE_ID] = config.instance_id
     release = engine_release.installed()
     cpu = os.environ.get("VLLM_TARGET_DEVICE") == "cpu" or (release is not None and release.cpu)
@@ -96,7 +97,7 @@ def _serve(config: ServerConfig, argv: list[str]) -> int:
     os.environ.pop(ENV_WEIGHT_UPDATES, None)
     if config.weight_updates:
         os.environ[ENV_WEIGHT_UPDATES] = "1"
-        # A trainer that dies would fill the log with C++ stacks from torch's store; our own line says it.
+        # A dead trainer would fill the log with C++ stacks of torch's store; our own log line is enough.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     notes = prepare_environment(os.environ, cpu=cpu)
     try:
@@ -109,7 +110,7 @@ def _serve(config: ServerConfig, argv: list[str]) -> int:
 
 
 def _check_arguments(argv: list[str]) -> None:
-    """Look at the few flags whose mistakes are common, the cheap way."""
+    """Check the flags that are often wrong, without vLLM's slow parser."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--model")
     parser.add_argument("--host", default=DEFAULT_HOST)
@@ -132,21 +133,21 @@ def _check_arguments(argv: list[str]) -> None:
         longest = int(known.max_model_len) if known.max_model_len.isdecimal() else None
         check_release(model, longest, adapters=known.enable_lora and not known.lora_target_modules)
     if known.headless:
-        return  # a part of an engine that serves elsewhere
+        return  # workers of an engine whose API server is on another machine
     if known.nnodes != "1" and known.master_port.isdecimal():
         check_port(known.master_addr, int(known.master_port), "--master-port")
     if known.uds is None:
         if not known.port.isdecimal() or not 0 < int(known.port) < 65536:
             raise ConfigError(f"--port {known.port}: a number from 1 to 65535 is needed")
-        if os.environ.get(ENV_WAIT_FOR_GO) != "1":  # else the port is still its predecessor's
+        if os.environ.get(ENV_WAIT_FOR_GO) != "1":  # a standby server's predecessor still has the port
             check_port(known.host, int(known.port))
 
 
 def check_model(model: str) -> None:
-    """A local model must be a directory with config.json; anything of the form `owner/name` is left to the hub.
+    """Accept a local folder with a config.json, or a hub id `owner/name`.
 
     Raises:
-        ConfigError: neither.
+        ConfigError: it is neither.
     """
     path = Path(model).expanduser()
     if path.is_dir():
@@ -157,14 +158,14 @@ def check_model(model: str) -> None:
 
 
 def check_release(model: str, longest: int | None, *, adapters: bool) -> None:
-    """A model on this machine must be one that the installed vLLM serves as it trains.
+    """Check that the installed vLLM computes a local model as the trainer does.
 
     Args:
-        longest: tokens of the longest sequence; None: what the model was made for.
-        adapters: those of LoRA may go on every layer.
+        longest: length in tokens of the longest sequence; None: the model's own limit.
+        adapters: LoRA adapters may go on every layer.
 
     Raises:
-        ConfigError: it is not, with the way out.
+        ConfigError: it does not; the message has the way out.
     """
     file = Path(model).expanduser() / "config.json"
     release = engine_release.installed()
@@ -173,7 +174,7 @@ def check_release(model: str, longest: int | None, *, adapters: bool) -> None:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except ValueError:
-        return  # vLLM says that better
+        return  # vLLM's own message is better
     if isinstance(config, dict) and (
         refused := engine_release.why_not_served(release, config, longest=longest, adapters=adapters)
     ):
@@ -181,7 +182,7 @@ def check_release(model: str, longest: int | None, *, adapters: bool) -> None:
 
 
 def check_port(host: str, port: int, flag: str = "--port") -> None:
-    """Raises ConfigError when something listens on the port already, saying what."""
+    """Raise ConfigError if the port is in use; the message names the process that listens."""
     try:
         with ports.bind(host, port, held=ports.is_held(port, os.environ)) as probe:
             probe.listen(1)
@@ -192,7 +193,7 @@ def check_port(host: str, port: int, flag: str = "--port") -> None:
 
 
 def _listener(port: int) -> str:
-    """`: used by ...` when it can be found out."""
+    """Return `: used by ...` for the process that listens on `port`, or an empty string."""
     import psutil
 
     try:

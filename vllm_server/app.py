@@ -1,4 +1,5 @@
-"""Our own main around vLLM's parts: arguments, engine, routes, door, serve, and a clean end."""
+"""The server's main function around vLLM's parts: arguments, engine, routes, auth, serving, and a
+clean shutdown."""
 
 from __future__ import annotations
 
@@ -50,17 +51,18 @@ logger = logging.getLogger(__name__)
 
 LOGPROBS_MODE = "processed_logprobs"
 SHUTDOWN_TIMEOUT_S = 2
-"""Time for requests in flight at SIGTERM; with vLLM's default of 0 it kills its engine in mid-step."""
+"""Seconds that requests in flight get after SIGTERM. vLLM's default of 0 kills its engine in the
+middle of a step."""
 SHARED_MEMORY = Path("/dev/shm")
 TORCH_COUNTER = re.compile(r"/torch_(\d+)_\d+_\d+")
-"""As torch's StorageSharing.cpp names it."""
+"""File name pattern of torch's reference counters (StorageSharing.cpp)."""
 WORKER_EXTENSION = "vllm_server.plugin.AtroposWorkerExtension"
 QUIET_ROUTES = "/health,/health_generate,/metrics,/bridge/info,/bridge/versions"
-"""Polled routes that would fill the access log."""
+"""Polled routes that stay out of the access log."""
 
 
 def run(config: ServerConfig, argv: list[str], notes: list[str]) -> int:
-    """Serve until SIGTERM; returns the exit code of `vllm_server.__main__.main`."""
+    """Serve until SIGTERM; return the exit code that `vllm_server.__main__.main` documents."""
     for note in notes:
         logger.info(note)
     compat.cli_env_setup()
@@ -69,7 +71,7 @@ def run(config: ServerConfig, argv: list[str], notes: list[str]) -> int:
         waits = plugin.is_asked(os.environ)
         if waits:
             compat.import_heavy_parts()
-        # The weights to begin with are known only when the predecessor has ended.
+        # The start weights are known only after the predecessor has ended.
         if waits and (config.shared_weights or config.weight_updates):
             waits = False
             if not plugin.is_told_to_go():
@@ -90,31 +92,31 @@ def run(config: ServerConfig, argv: list[str], notes: list[str]) -> int:
         return 130
     finally:
         clean_up(config)
-    # The same process under the same id, so whoever supervises it sees one start that takes longer.
+    # The process keeps its pid, so the supervisor sees one start that takes longer.
     return os.execv(sys.executable, [sys.executable, "-P", "-m", "vllm_server", *argv, "--enforce-eager"])
 
 
 class ServerPlace(NamedTuple):
-    """Where the server serves."""
+    """Socket and address of the server."""
 
     since: float
-    """When it came, as `time.monotonic` has it."""
+    """Time of arrival, in seconds of `time.monotonic`."""
     address: str
     sock: Any
 
 
 class Parser(compat.FlexibleArgumentParser):  # type: ignore[misc, name-defined, valid-type]
-    """vLLM's parser, without the hundred lines of usage before an error."""
+    """vLLM's argument parser, without the hundred lines of usage before an error."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (`python -m vllm_server --help=all` lists all flags)")
 
 
 def parse_arguments(argv: list[str]) -> Namespace:
-    """vLLM's own parser with our defaults.
+    """Parse vLLM's flags with our defaults.
 
     Raises:
-        ConfigError: a combination that vLLM refuses.
+        ConfigError: vLLM refuses the combination.
     """
     parser = compat.make_arg_parser(Parser(prog="python -m vllm_server"))
     parser.set_defaults(
@@ -138,10 +140,10 @@ def parse_arguments(argv: list[str]) -> Namespace:
 
 
 def check_arguments(args: Namespace, config: ServerConfig) -> None:
-    """Refuse what cannot work here, and set what the bridge needs.
+    """Refuse flags that cannot work here, and set the flags that the bridge needs.
 
     Raises:
-        ConfigError: with the flag to change.
+        ConfigError: names the flag to change.
     """
     if config.sampling == "as_asked":
         args.logprobs_mode = "raw_logprobs"  # `atropos_whole_distribution` brings them to each request's temperature
@@ -155,7 +157,7 @@ def check_arguments(args: Namespace, config: ServerConfig) -> None:
     part.check_arguments(args)
     if args.disable_access_log_for_endpoints is None:
         args.disable_access_log_for_endpoints = QUIET_ROUTES
-    # The last is the outermost.
+    # The last one is the outermost.
     ours = ["vllm_server.refusals.PlainSampling", "vllm_server.auth.AuthMiddleware", "vllm_server.refusals.Refusals"]
     args.middleware = [*args.middleware, *ours]
     if config.shared_weights:
@@ -170,14 +172,14 @@ def check_arguments(args: Namespace, config: ServerConfig) -> None:
 
 
 def _extend_worker(args: Namespace, why: str) -> None:
-    """Our methods in vLLM's workers, because of `why`."""
+    """Add our methods to vLLM's workers; `why` names the feature that needs them."""
     if args.worker_extension_cls not in ("", WORKER_EXTENSION):
         raise ConfigError(f"--worker-extension-cls {args.worker_extension_cls}: {why} needs its own; drop the flag")
     args.worker_extension_cls = WORKER_EXTENSION
 
 
 def _prepare_routing(args: Namespace) -> None:
-    """Note whether experts are recorded; on a CPU, where vLLM's own flag needs a GPU's runner, we record them."""
+    """Record expert choices: by vLLM's own flag on a GPU, by our recorder on a CPU."""
     args.records_routing = bool(getattr(args, "enable_return_routed_experts", False))
     if not args.records_routing or not compat.is_cpu():
         return
@@ -188,7 +190,7 @@ def _prepare_routing(args: Namespace) -> None:
 
 
 def _prepare_single_copy(args: Namespace) -> None:
-    """Flags of single copy, and what it cannot be combined with."""
+    """Set the flags of single copy, and refuse flags that it excludes."""
     refused = {
         "--nnodes": part.machines(args) > 1,
         "--pipeline-parallel-size, --data-parallel-size": ranks(args) > int(args.tensor_parallel_size),
@@ -213,7 +215,7 @@ def _prepare_single_copy(args: Namespace) -> None:
 
 
 def _prepare_weight_updates(args: Namespace, config: ServerConfig) -> None:
-    """Flags of a server that takes new weights while it runs."""
+    """Set the flags of a server that receives new weights while it runs."""
     _extend_worker(args, "ATROPOS_WEIGHT_UPDATES=1")
     if args.weight_transfer_config is not None:
         raise ConfigError("--weight-transfer-config: ATROPOS_WEIGHT_UPDATES=1 sets it; drop the flag")
@@ -232,7 +234,7 @@ async def serve(config: ServerConfig, args: Namespace, *, waits: bool = False) -
     """Start the engine, build the app, serve.
 
     Args:
-        waits: for the line `go` on standard input before the port is bound.
+        waits: wait for the line `go` on standard input before binding the port.
 
     Returns:
         0 after SIGTERM, 1 when the engine died.
@@ -257,7 +259,7 @@ async def serve(config: ServerConfig, args: Namespace, *, waits: bool = False) -
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda signum, _: leave(128 + signum))
     why_not = _why_not_fork(args)
-    # A forked engine begins quickly, and a fork wants a single thread: such a server waits here.
+    # A standby server with a forked engine waits here: a fork needs a single thread.
     early = waits and why_not is not None and compat.engine_loads_plugins(args)
     if waits and not early and not plugin.is_told_to_go():
         leave(0)
@@ -269,11 +271,11 @@ async def serve(config: ServerConfig, args: Namespace, *, waits: bool = False) -
         app = await build(config, args, engine, place.address)
         door: Access = app.state.atropos_door  # vLLM takes the state off its app at the end
         logger.info("ready after %.1f s on %s", time.monotonic() - place.since, place.address)
-        if not args.uds:  # let callers in; nobody else binds the port from here on
+        if not args.uds:  # accept connections; from here on no other process can bind the port
             with _taking_the_port(args):
                 ports.listen(place.sock)
         shutdown = await compat.serve_http(app, place.sock, args, limited=not app.state.atropos_door.for_everyone)
-        # A dying engine's process may run for a while yet: only that nobody asked for this end is certain by now.
+        # A dying engine's process may run a little longer; certain is only that this shutdown was not requested.
         told = door.ending
     try:
         await shutdown
@@ -287,12 +289,12 @@ async def serve(config: ServerConfig, args: Namespace, *, waits: bool = False) -
 
 
 def ranks(args: Namespace) -> int:
-    """Processes that hold the model or a part of it."""
+    """Number of worker processes that hold the model or a part of it."""
     return int(args.tensor_parallel_size) * int(args.pipeline_parallel_size) * int(args.data_parallel_size)
 
 
 def _why_not_fork(args: Namespace) -> str | None:
-    """Why the engine may not be forked from this process; null when it may."""
+    """Reason against forking the engine from this process; None if forking is safe."""
     cpu = compat.is_cpu()
     one_process = ranks(args) == 1 and args.distributed_executor_backend in (("uni",) if cpu else ("uni", None))
     return plugin.why_not_fork(os.environ, cpu=cpu) if one_process else "it starts workers of its own"
@@ -300,14 +302,14 @@ def _why_not_fork(args: Namespace) -> str | None:
 
 @contextlib.asynccontextmanager
 async def start_engine(args: Namespace, why_not: str | None, sock: Any) -> AsyncIterator[Any]:
-    """vLLM's engine client for as long as the block runs: by fork where that is safe, else as vLLM starts it.
+    """Yield vLLM's engine client; the engine is forked where that is safe, else started vLLM's way.
 
     Args:
-        why_not: it may not be forked, as `_why_not_fork` says.
-        sock: the server's, which a forked engine must not hold.
+        why_not: result of `_why_not_fork`.
+        sock: the server's socket, which a forked engine must not keep open.
 
     Raises:
-        ConfigError, EngineStartError: as `compat.starting`.
+        ConfigError, EngineStartError: see `compat.starting`.
     """
     async with contextlib.AsyncExitStack() as stack:
         with compat.starting("vLLM's engine"):
@@ -323,7 +325,7 @@ async def start_engine(args: Namespace, why_not: str | None, sock: Any) -> Async
 
 @contextlib.contextmanager
 def _taking_the_port(args: Namespace) -> Iterator[None]:
-    """Raises ConfigError where the block finds the port taken."""
+    """Raise ConfigError if the block finds the port in use."""
     try:
         yield
     except OSError as error:
@@ -333,7 +335,8 @@ def _taking_the_port(args: Namespace) -> Iterator[None]:
 
 
 async def build(config: ServerConfig, args: Namespace, engine: Any, address: str) -> Any:
-    """vLLM's app with our routes and the door; the engine is warmed up and its weights are exported."""
+    """Return vLLM's app with our routes and auth; the engine is warmed up and its weights are
+    exported."""
     tasks = await engine.get_supported_tasks()
     if "generate" not in tasks:
         raise ConfigError(f"--model {args.model} does not generate text (it can {', '.join(tasks)})")
@@ -354,7 +357,7 @@ async def build(config: ServerConfig, args: Namespace, engine: Any, address: str
         await export_weights(bridge, address)
     if config.sampling == "as_asked":
         await engine.collective_rpc("atropos_whole_distribution")
-    # The first request with logprobs compiles or loads kernels; better now than in the first rollout.
+    # The first request with logprobs compiles or loads kernels: do it before the first rollout.
     await generator.probe(tokens=2, logprobs=1)
     if config.shared_weights:
         await require_safe_graphs(engine, generator, eager=bool(args.enforce_eager))
@@ -390,10 +393,10 @@ async def build(config: ServerConfig, args: Namespace, engine: Any, address: str
 
 
 async def record_routing(bridge: WeightBridge, args: Namespace) -> RoutingKeeper:
-    """Keep which experts every completion takes.
+    """Record the experts that every completion uses.
 
     Raises:
-        ConfigError: that cannot be with this model on a CPU.
+        ConfigError: a CPU engine cannot record them for this model.
     """
     bridge.routing, engine = RoutingStore(), bridge.engine
     if not compat.is_cpu():
@@ -410,11 +413,11 @@ async def record_routing(bridge: WeightBridge, args: Namespace) -> RoutingKeeper
 
 
 async def require_safe_graphs(engine: Any, generator: Generator, *, eager: bool) -> None:
-    """See that every kind of layer follows a write to its weights.
+    """Check that every kind of layer follows an in-place write to its weights.
 
     Raises:
-        UnsafeGraphs: some do not, with graphs or compiled code on.
-        ConfigError: nor without.
+        UnsafeGraphs: some do not, with CUDA graphs or compiled code.
+        ConfigError: some do not, even without.
     """
     stale = await stale_kinds(engine, generator)
     if not stale:
@@ -426,7 +429,8 @@ async def require_safe_graphs(engine: Any, generator: Generator, *, eager: bool)
 
 
 async def why_not_in_place(engine: Any, generator: Generator) -> str | None:
-    """Why new weights must not be written over those in memory; null when every kind of layer is seen to follow."""
+    """Reason against writing new weights over those in memory; None if every kind of layer follows
+    a write."""
     if quantization := engine.model_config.quantization:
         return f"its weights are quantized ({quantization})"
     if reason := next((each for each in await engine.collective_rpc("atropos_why_not_in_place") if each), None):
@@ -436,10 +440,10 @@ async def why_not_in_place(engine: Any, generator: Generator) -> str | None:
 
 
 async def export_weights(bridge: WeightBridge, address: str) -> None:
-    """Ask the workers, one for each tensor-parallel rank, for their parameters, and write the manifest.
+    """Collect the parameters of all tensor-parallel ranks and write the manifest.
 
     Raises:
-        ConfigError: some of the model's tensors do not lie in memory as they are trained.
+        ConfigError: the engine stores some tensors in another form than the one that is trained.
     """
     from vllm_server.weights.loaders import ANOTHER_MODE
 
@@ -472,10 +476,11 @@ async def export_weights(bridge: WeightBridge, address: str) -> None:
 
 
 def prepare_bridge_dir(config: ServerConfig) -> None:
-    """Make the bridge directory, drop what an earlier server left there, and write the token if it is ours.
+    """Create the bridge directory, remove files of an earlier server, and write the token if this
+    server made it.
 
     Raises:
-        ConfigError: nobody, or others, may write there.
+        ConfigError: the directory is not writable, or other users may write there.
     """
     try:
         config.bridge_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -491,7 +496,7 @@ def prepare_bridge_dir(config: ServerConfig) -> None:
 
 
 def clean_up(config: ServerConfig) -> None:
-    """Remove the weight files and the manifest that names them, and the temporary folder."""
+    """Remove the weight files, the manifest that names them, and the temporary folder."""
     if config.shared_weights:
         for path in [config.shm_path, *config.shm_path.parent.glob(f"{config.shm_path.name}.[0-9]*")]:
             path.unlink(missing_ok=True)
@@ -501,10 +506,10 @@ def clean_up(config: ServerConfig) -> None:
 
 
 def _remove_counters(manifest: Path) -> None:
-    """Remove what torch and the CUDA driver made in /dev/shm for the memory that this manifest offers.
+    """Remove files of torch and the CUDA driver in /dev/shm for the memory in this manifest.
 
-    torch counts there who has it open. A trainer that was killed never counts itself out, so the engine, which has
-    ended by now, has left its file.
+    torch counts the openers of shared memory in such a file. A killed trainer never decrements its
+    count, so the file outlives the engine.
     """
     with contextlib.suppress(ManifestError):
         ranks = read_manifest(manifest).ranks.values()

@@ -1,14 +1,17 @@
-"""The auth middleware of the server: Host header, key and token, limits of bodies, the hold on generation, a count.
+"""Auth middleware of the server, in front of every route.
 
-Closed by default: a path not known to be harmless needs the token, so a route that a later vLLM adds is a control route
-until someone here says otherwise.
+It checks the Host header, the key and the token, limits bodies, holds generation until the first
+weights, and counts requests for completions.
 
-The door also knows when there is no engine behind it any more: it was told to end, or its process has died. Whatever a
-route makes of that (vLLM's answer 500 and 400), the client gets 503 with the reason.
+Closed by default: a path that is not known to be harmless needs the token. A route that a later
+vLLM adds is therefore a control route.
 
-Every request for completions passes it, so it counts them, and exactly the seconds in which there were none. `/metrics`
-shows the counts beside vLLM's own, and `/bridge/info` tells the trainer the idle seconds. What waits for the hold is
-not under way; a pause is no idleness.
+When the engine is gone (the server is stopping, or the engine process died), every failing route
+answers 503 with that reason; vLLM itself would answer 400 or 500.
+
+`/metrics` shows the request counts beside vLLM's own, and `/bridge/info` reports the idle seconds
+to the trainer. Requests that wait for the hold do not count as in flight; a pause does not count as
+idle.
 """
 
 from __future__ import annotations
@@ -46,9 +49,9 @@ if TYPE_CHECKING:
     from prometheus_client import Metric
 
 MAX_BODY = 32 * 1024 * 1024
-"""Bytes of a request: a prompt of a million tokens has 7 MB as JSON."""
+"""Largest request body in bytes; a prompt of a million tokens is 7 MB of JSON."""
 MAX_HELD = 8 * MAX_BODY
-"""Bytes of all requests together that wait for the first weights."""
+"""Limit in bytes for all bodies that wait for the first weights."""
 MAX_FOREIGN = 2 * MAX_BODY
 """Bytes of all request bodies together that arrive over connections of other users and machines."""
 
@@ -61,7 +64,8 @@ _OPEN = frozenset(
     }
 )  # fmt: skip
 _HEALTH = frozenset({"/health", "/health_generate", "/ping", "/version"})
-"""Asked by the supervisor, who sends no key to a port that nobody may have yet."""
+"""Health routes: the supervisor polls them without a key, because another process may hold the
+port."""
 _COSTLY = frozenset({"/health_generate", "/tokenize", "/detokenize"})
 """Open routes that take the engine's or the API server's time, as generation does."""
 _GENERATION = frozenset(
@@ -73,9 +77,10 @@ _GENERATION = frozenset(
 
 
 def path_kind(path: str) -> Kind:
-    """What a request to `path` is: harmless, generation, or control.
+    """Classify a path: harmless (`open`), generation, or control.
 
-    `/v1/*` is vLLM's OpenAI surface: generation, except adapter loading (control) and the model list (open).
+    `/v1/*` is vLLM's OpenAI surface: generation, except adapter loading (control) and the model
+    list (open).
     """
     path = path.rstrip("/") or "/"
     if path in _OPEN or path.startswith(("/metrics/", "/static/")):
@@ -88,7 +93,7 @@ def path_kind(path: str) -> Kind:
 
 
 class GenerationHold:
-    """Whether generation may go on, as the state of the bridge has it: open, held, or refused with a reason."""
+    """Gate for generation: open, held until the first weights, or refused with a reason."""
 
     def __init__(self, *, held: bool) -> None:
         self.state = BridgeState(held=held)
@@ -102,11 +107,11 @@ class GenerationHold:
 
     @property
     def refusal(self) -> str | None:
-        """Why generation and `/health` answer 503; None when all is well."""
+        """Reason for which generation and `/health` answer 503; None if there is none."""
         return self.state.fault
 
     def release(self) -> None:
-        """Let in who waits, and whoever comes."""
+        """Open the gate for waiting and future requests."""
         self.state.held = False
         self._open.set()
 
@@ -115,24 +120,24 @@ class GenerationHold:
 
 
 class ServerLoad:
-    """Counts since the server began; of one event loop."""
+    """Request counts since the server started; belongs to one event loop."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self.under_way = 0
         self.requests = 0
-        """For completions, whatever became of them."""
+        """Requests for completions, failed ones included."""
         self._idle_s = 0.0
         self._idle_since = clock()
 
     @property
     def idle_s(self) -> float:
-        """Seconds without a request under way."""
+        """Seconds without a request in flight."""
         return self._idle_s + (0.0 if self.under_way else self._clock() - self._idle_since)
 
     @contextmanager
     def request(self) -> Iterator[None]:
-        """One request for completions, from its arrival to the end of its answer."""
+        """Count one request for completions until the end of its answer."""
         self._idle_s = self.idle_s
         self.requests += 1
         self.under_way += 1
@@ -145,10 +150,12 @@ class ServerLoad:
 
 
 class LoadMetrics:
-    """The counts for Prometheus, as a collector of its registry."""
+    """Prometheus collector of the server's own counts."""
 
     def __init__(self, load: ServerLoad, slots: int, version: Callable[[], int | None]) -> None:
-        """`slots`: sequences that the engine computes at a time, vLLM's --max-num-seqs; `version`: of its weights."""
+        """Args:
+        slots: vLLM's --max-num-seqs, the number of sequences that the engine computes at a time.
+        version: returns the weight version, None before the first."""
         self._load, self._slots, self._version = load, slots, version
 
     def collect(self) -> Iterator[Metric]:
@@ -167,7 +174,7 @@ ENGINE_DIED = "the engine of this server has died, and the server ends with it; 
 
 @dataclass
 class Access:
-    """What the guard asks for; the app carries it as `app.state.atropos_door`."""
+    """State of `AuthMiddleware`; the app carries it as `app.state.atropos_door`."""
 
     token: str
     hosts: frozenset[str]
@@ -175,43 +182,44 @@ class Access:
     hold_timeout_s: float = 600.0
     instance_id: str = ""
     engine_died: Callable[[], bool] = lambda: False
-    """Whether the engine's process is gone."""
+    """Return True once the engine process has died."""
     ending: bool = False
-    """Whether SIGTERM or SIGINT has come."""
+    """SIGTERM or SIGINT has arrived."""
     held_bytes: int = 0
-    """Of the bodies that wait now."""
+    """Bytes of the bodies that wait for the hold now."""
     room: Room = field(default_factory=lambda: Room(MAX_HELD))
     foreign_room: Room = field(default_factory=lambda: Room(MAX_FOREIGN))
     """For bodies over connections that are not the run's own, so that those leave its own bodies their room."""
     signals: tuple[signal.Signals, ...] = ()
-    """Those that tell this process to end, until they are watched."""
+    """Signals that end this process; empty once `watch_signals` has installed the handlers."""
     load: ServerLoad = field(default_factory=ServerLoad)
     keys: frozenset[str] = frozenset()
-    """What a request over a connection of another user or machine has to carry."""
+    """Keys that admit requests of other users and machines."""
     public: bool = False
-    """Other machines reach this server: all but the health routes ask for a key, not generation alone."""
+    """Other machines can reach this server: every route but health needs a key, not generation
+    alone."""
     open: bool = False
     """Other users of this machine need no key."""
     for_everyone: bool = False
     """Nobody needs a key."""
 
     def needs_key(self, kind: Kind, path: str) -> bool:
-        """Whether `path` asks a connection of another user or machine for a key."""
+        """Return True if a connection of another user or machine needs a key for `path`."""
         if self.public:
             return path not in _HEALTH and not self.for_everyone
         return (kind == "generation" or path in _COSTLY) and not self.open
 
     def gone(self) -> str | None:
-        """Why no engine answers here any more; null while one does."""
+        """Reason why no engine answers any more; None while one does."""
         if self.ending:
             return ENDING
         return ENGINE_DIED if self.engine_died() else None
 
     def watch_signals(self) -> None:
-        """Know of the end the moment it is asked for, before those who act on the signal.
+        """Note SIGTERM and SIGINT before vLLM's handlers act on them.
 
-        vLLM lets requests in until its engine has drained. Called while the server starts up, which uvicorn does inside
-        of its own handling and after vLLM's: by then everyone who takes these signals has done so, and each is called.
+        vLLM admits requests until its engine has drained. This runs in the lifespan startup, after
+        vLLM and uvicorn have installed their handlers; each of those is still called.
         """
         numbers, self.signals = self.signals, ()
         for number in numbers:
@@ -226,7 +234,8 @@ class Access:
 
 
 class AuthMiddleware:
-    """ASGI middleware, named to vLLM by its own `--middleware`; it finds its `Access` in the app that serves."""
+    """ASGI middleware, passed to vLLM by its own `--middleware` flag; finds its `Access` in the
+    app."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -263,18 +272,19 @@ class AuthMiddleware:
         if refusal is None and kind == "generation" and door.gate.held and not trusted:
             await self._hold(door, scope, receive, send)
         elif refusal is None:
-            # The trainer's own probes are no rollouts: an engine with nothing else to do is idle.
+            # The trainer's logprob probes are not rollouts: an engine with only those is idle.
             with door.load.request() if kind == "generation" and not trusted else nullcontext():
                 await self._answer(door, scope, receive, send)
         elif scope["type"] == "websocket":
             await receive()
             await send({"type": "websocket.close", "code": 1008})
         else:
-            refusal.headers["Connection"] = "close"  # what it still sends is of no interest
+            refusal.headers["Connection"] = "close"  # the rest of the request is not read
             await refusal(scope, receive, send)
 
     async def _hold(self, door: Access, scope: Scope, receive: Receive, send: Send) -> None:
-        """Wait for the release, keeping the request's body; give up when the client does or the time is over."""
+        """Wait for the release and keep the request's body; give up when the client leaves or the
+        timeout passes."""
         body: list[Message] = []
         release = asyncio.ensure_future(door.gate.wait())
         listen = asyncio.ensure_future(_collect(receive, body, door))
@@ -303,7 +313,7 @@ class AuthMiddleware:
             await self._answer(door, scope, replayed(body, receive), send)
 
     async def _answer(self, door: Access, scope: Scope, receive: Receive, send: Send) -> None:
-        """The route's answer; if it fails without an engine, for whatever reason it gives, 503 with ours."""
+        """Pass on the route's answer; replace a failure without an engine by 503 and our reason."""
         answered: Literal["no", "by the route", "by us"] = "no"
 
         async def send_or_replace(message: Message) -> None:
@@ -327,7 +337,7 @@ class AuthMiddleware:
 
 
 def _refusal(door: Access, scope: Scope, headers: Headers, kind: Kind, *, trusted: bool) -> JSONResponse | None:
-    """Why a request is refused before its body is read; None where it is not."""
+    """Reason to refuse a request before its body is read; None to admit it."""
     path = route_path(scope)
     if misnamed := host_refusal(headers.get("host"), door.hosts) or page_refusal(headers, door.hosts):
         return error_response(*misnamed)
@@ -351,13 +361,13 @@ OTHER_USER = (
 
 
 def _is_own(door: Access, scope: Scope, headers: Headers) -> bool:
-    """Whether the connection is of this user, or the request carries a key."""
+    """Return True if the connection is the run's own, or the request carries a key."""
     connection = connection_of(scope)
     return (connection is not None and connection.own) or opens(headers.get("authorization"), door.keys)
 
 
 def _check_server(headers: Headers, door: Access) -> JSONResponse | None:
-    """Refuse new work at the end, and what was meant for another server."""
+    """Refuse requests that came after SIGTERM, or that name another server instance."""
     meant = headers.get(INSTANCE_HEADER)
     if meant is not None and meant != door.instance_id:
         return error_response(GONE_STATUS, f"server {meant} is gone; this is {door.instance_id} in its place")
@@ -370,7 +380,8 @@ def _has_token(headers: Headers, token: str) -> bool:
 
 
 async def _collect(receive: Receive, into: list[Message], door: Access) -> bool:
-    """Gather messages until the client leaves; false if too much is held already."""
+    """Gather messages until the client leaves; return False when all held bodies together exceed
+    the limit."""
     while door.held_bytes <= MAX_HELD:
         message = await receive()
         into.append(message)
@@ -385,11 +396,11 @@ def _size(messages: list[Message]) -> int:
 
 
 def route_path(scope: Scope) -> str:
-    """The path that routes see: without the root path of a proxy."""
+    """Path as the routes see it: without the root path of a proxy."""
     path, root = scope["path"], scope.get("root_path", "")
     return path[len(root):] or "/" if root and path.startswith(root + "/") else path  # fmt: skip
 
 
 def error_response(status: int, reason: str) -> JSONResponse:
-    """The one shape of our errors, here and in every route of this server."""
+    """The JSON form of every error of this server."""
     return JSONResponse({"error": reason}, status_code=status)

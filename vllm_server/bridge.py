@@ -1,7 +1,8 @@
-"""`/bridge/*`: how the trainer pauses the engine, writes weights, and names what now answers.
+"""Routes `/bridge/*`: the trainer pauses the engine, writes weights, and names the weight version
+that now answers.
 
-Messages are those of `atropos_common.bridge`. Pausing freezes requests in flight and keeps them; resuming
-resets the prefix cache, so that no key or value of older weights is used again. Only a resume opens a hold.
+Messages are defined in `atropos_common.bridge`. A pause freezes requests in flight. A resume resets
+the prefix cache, so no key or value of older weights is used again. Only a resume opens the hold.
 """
 
 from __future__ import annotations
@@ -51,20 +52,20 @@ NOT_THE_HOLDER = "another trainer paused generation, and its weights may be half
 
 
 class NotDone(ValueError):
-    """What was asked is not done; the message says why, and what would help."""
+    """A refused or failed bridge action; the message has the reason and the way out."""
 
     status = 400
-    """Of the answer."""
+    """HTTP status of the answer."""
 
 
 class NotTheHolder(NotDone):
-    """A resume by someone who did not pause, or whose pause another has taken over."""
+    """A resume by a client that does not hold the pause."""
 
     status = 409
 
 
 async def answered(action: Coroutine[Any, Any, Any]) -> Any:
-    """The answer of an action on the engine, or why it was refused or failed."""
+    """Run a bridge action and return its answer, or an error answer."""
     try:
         return await action
     except NotDone as error:
@@ -77,15 +78,16 @@ async def answered(action: Coroutine[Any, Any, Any]) -> Any:
 
 
 def folder_of_run(path: str, root: Path | None, what: str, refusal: type[NotDone] = NotDone) -> Path:
-    """The folder `path` of `what`, resolved; below `root`, the run's directory, where there is one.
+    """Resolve `path`, the folder of `what`; it has to lie below `root`, the run directory, if that
+    is given.
 
     Raises:
-        NotDone: it is not there, or elsewhere; as `refusal`.
+        NotDone: it does not exist or lies elsewhere; raised as `refusal`.
     """
     try:
         folder = Path(path).resolve()
         there = folder.is_dir()
-    except (OSError, ValueError) as error:  # a name that the kernel does not take
+    except (OSError, ValueError) as error:  # ValueError: a name that the kernel refuses
         raise refusal(f"{path!r} is no path: {error}") from None
     if root is not None and not folder.is_relative_to(root.resolve()):
         raise refusal(f"{path} lies outside {root}: {what} are loaded from the run's directory only")
@@ -96,14 +98,14 @@ def folder_of_run(path: str, root: Path | None, what: str, refusal: type[NotDone
 
 @contextlib.contextmanager
 def timed(phases: dict[str, float], name: str) -> Iterator[None]:
-    """Note the seconds of a phase."""
+    """Record the seconds of a phase in `phases`."""
     began = time.perf_counter()
     yield
     phases[name] = time.perf_counter() - began
 
 
 class WeightBridge:
-    """The engine's pause state and weight version. One lock orders everything that changes them."""
+    """Pause state and weight version of the engine. One lock orders all changes."""
 
     def __init__(
         self, engine: Any, *, config: ServerConfig, gate: GenerationHold, model: str, vllm_version: str
@@ -117,22 +119,22 @@ class WeightBridge:
         self.spans = SpanStore(config.spans_path)
         self.completions = CompletionStore()
         self.routing: RoutingStore | None = None
-        """Null where the engine does not record which experts it takes."""
+        """None where the engine does not record expert choices."""
         self.state = gate.state
         self.manifest: Manifest | None = None
         self.workers = 1
         self.receives: TransferBackend | None = None
-        """Over what a trainer can broadcast weights to the workers."""
+        """Backend over which a trainer broadcasts weights to the workers; None: no broadcasts."""
         self.not_in_place: str | None = None
-        """Why new weights must not be written over those in memory, in a server that takes new ones."""
+        """Reason against writing broadcast weights over those in memory; None if there is none."""
         self.sleeping = False
         self._stopped = False
-        """Whether it is certain that the engine makes no token: it was told to pause, and not yet to go on."""
+        """The engine certainly makes no token: it has confirmed a pause and not been resumed."""
         self.load_obstacle: str | None = None
-        """Why weights of a folder cannot be written over those in memory; null when they can."""
+        """Reason against loading a folder's weights over those in memory; None if there is none."""
         self.started_from: str | None = None
         self.lock = asyncio.Lock()
-        """Held by whoever changes what answers."""
+        """Held while the answering weights change."""
         self.load = ServerLoad()
         self._lease: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -163,7 +165,7 @@ class WeightBridge:
         """Freeze the engine, or renew the lease of a pause.
 
         Raises:
-            ValueError: a lease that makes no sense, or an engine that sleeps.
+            ValueError: an invalid lease, or a sleeping engine.
         """
         async with self.lock:
             self._require_awake()
@@ -171,13 +173,13 @@ class WeightBridge:
             return self.info()
 
     async def freeze(self, request: PauseRequest) -> None:
-        """As `pause`; the caller holds the lock."""
+        """Do the work of `pause`; the caller holds the lock."""
         lease: dict[str, Any] = {"lease_s": request.lease_s, "dirty": request.dirty, "holder": request.holder}
         try:
             self.state.pause(**lease, now=time.monotonic())
         except ValueError as error:
             raise NotDone(str(error)) from None
-        self._arm_lease(request.lease_s + request.wait_s)  # already now, should the engine refuse
+        self._arm_lease(request.lease_s + request.wait_s)  # armed first, in case the engine refuses
         if not self._stopped:
             await self._stop_generating(request)
             self._stopped = True
@@ -187,13 +189,13 @@ class WeightBridge:
     async def freeze_to_write(self, request: LoadWeightsRequest | TransferUpdate, limit_s: float) -> None:
         """Freeze the engine for a write of at most `limit_s` seconds; the caller holds the lock.
 
-        The lease is for a server that is stuck then: a write that fails says so itself.
+        The lease only covers a stuck server: a write that fails reports that itself.
         """
         lease_s = min(request.wait_s + 2 * limit_s, MAX_LEASE_S)
         await self.freeze(PauseRequest(lease_s=lease_s, dirty=True, in_flight=request.in_flight, wait_s=request.wait_s))
 
     async def _stop_generating(self, request: PauseRequest) -> None:
-        """Return once no token is made any more."""
+        """Return once the engine makes no more tokens."""
         waiting = None
         if request.in_flight == "wait":
             waiting = asyncio.ensure_future(self.engine.pause_generation(mode="wait", clear_cache=True))
@@ -208,17 +210,18 @@ class WeightBridge:
             await waiting
 
     def fail(self, fault: str) -> None:
-        """The weights are not whole: unhealthy, and no answer to anyone, until someone declares them complete."""
+        """Mark the weights as half-written: unhealthy, and no answers until a resume declares them
+        complete."""
         self._disarm_lease()
         self.state.fail(fault)
         logger.error("unhealthy: %s", fault)
 
     async def resume(self, request: ResumeRequest) -> BridgeInfo:
-        """Declare the weights complete and go on.
+        """Declare the weights complete and resume the engine.
 
         Raises:
-            NotDone: a version that cannot be, or an engine that sleeps.
-            NotTheHolder: the pause is another's.
+            NotDone: an invalid version, or a sleeping engine.
+            NotTheHolder: another client holds the pause.
         """
         async with self.lock:
             self._require_awake()
@@ -229,12 +232,13 @@ class WeightBridge:
             if not self.state.paused:
                 await self.freeze(PauseRequest(dirty=True))
             await self.reset_prefix_cache()
-            # The engine makes no token between here and its resume, so this moment parts old from new exactly.
+            # The engine makes no token between here and its resume, so this moment separates the versions exactly.
             await self.declare(request.weight_version)
             return self.info()
 
     async def declare(self, version: int) -> None:
-        """What answers from here on is `version`: end pause, hold and fault. The caller holds the lock."""
+        """Make `version` the answering version: end pause, hold and fault. The caller holds the
+        lock."""
         self.history.change(version, time.monotonic())
         await self._go_on()
         self.state.resume(version)
@@ -243,20 +247,22 @@ class WeightBridge:
         self.stamp()
 
     async def _go_on(self) -> None:
-        """Let the engine make tokens. Where that fails it may do so all the same, and the next pause stops it again."""
+        """Resume the engine. After a failure it may still be running, so the next pause stops it
+        again."""
         self._stopped = False
         await self.engine.resume_generation()
 
     async def reset_prefix_cache(self) -> None:
-        """Forget every cached key and value; frozen requests are computed anew from their tokens."""
+        """Drop every cached key and value; the engine recomputes frozen requests from their
+        tokens."""
         if not await self.engine.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError(
                 "vLLM could not reset its prefix cache, so old keys and values would mix with new weights"
             )
 
     def stamp(self) -> None:
-        """Write instance and version beside the manifest, atomically; where the disk takes nothing there is no stamp,
-        which costs nobody anything."""
+        """Write instance id and weight version beside the manifest, atomically. A full disk costs
+        only the stamp."""
         told = {"instance_id": self.config.instance_id, "weight_version": self.state.weight_version}
         try:
             write_private(self.config.state_path, json.dumps(told))
@@ -266,17 +272,18 @@ class WeightBridge:
                 self.config.state_path.unlink(missing_ok=True)
 
     def _require_awake(self) -> None:
-        """Asleep, the weights' memory is not mapped: nothing may write there, or go on."""
+        """Raise if the engine sleeps: its weights are not mapped, so nothing may write or
+        resume."""
         if self.sleeping:
             raise NotDone(ASLEEP)
 
     def _require_running(self) -> None:
-        """vLLM goes on generating at a wake-up, whatever was paused."""
+        """Raise while paused: vLLM resumes generation at a wake-up."""
         if self.state.paused:
             raise NotDone("generation is paused: POST /bridge/resume first")
 
     async def sleep(self, level: int) -> dict[str, bool]:
-        """Raises NotDone while paused."""
+        """Raise NotDone while paused."""
         async with self.lock:
             self._require_running()
             await self.engine.sleep(level)
@@ -284,7 +291,7 @@ class WeightBridge:
             return {"sleeping": True}
 
     async def wake_up(self) -> dict[str, bool]:
-        """Raises NotDone while paused."""
+        """Raise NotDone while paused."""
         async with self.lock:
             self._require_running()
             await self.engine.wake_up()
@@ -293,7 +300,7 @@ class WeightBridge:
 
     def _arm_lease(self, lease_s: float) -> None:
         self._disarm_lease()
-        # A hair late, so that the lease has run out for certain when it is looked at.
+        # Slightly late, so that the lease has certainly expired when the check runs.
         self._lease = asyncio.get_running_loop().call_later(lease_s + 0.01, lambda: self.spawn(self._expire()))
 
     def _disarm_lease(self) -> None:
@@ -321,7 +328,8 @@ class WeightBridge:
                 logger.error("unhealthy: %s", self.state.fault)
 
     async def health_generate(self, generator: Generator) -> JSONResponse:
-        """Generate one token for real, whatever the hold says; a pause within its lease is healthy."""
+        """Generate one real token, whatever the hold says; a pause within its lease counts as
+        healthy."""
         if self.state.fault:
             return error_response(503, self.state.fault)
         probe = asyncio.ensure_future(generator.probe())
@@ -350,7 +358,7 @@ class SleepRequest(BaseModel):
 
 
 def _add_changing(router: APIRouter, bridge: WeightBridge) -> None:
-    """Pause and resume."""
+    """Add the pause and resume routes."""
 
     @router.post("/bridge/pause")
     async def pause(request: PauseRequest | None = None) -> Any:
@@ -362,7 +370,7 @@ def _add_changing(router: APIRouter, bridge: WeightBridge) -> None:
 
 
 def _add_sleeping(router: APIRouter, bridge: WeightBridge, *, sleep_mode: bool) -> None:
-    """Sleep and wake up, where the engine was started for it."""
+    """Add the sleep and wake-up routes; without `sleep_mode` they refuse."""
 
     @router.post("/bridge/sleep")
     async def sleep(request: SleepRequest | None = None) -> Any:
@@ -384,7 +392,11 @@ def _add_sleeping(router: APIRouter, bridge: WeightBridge, *, sleep_mode: bool) 
 
 
 def make_router(bridge: WeightBridge, generator: Generator, app: FastAPI, *, sleep_mode: bool) -> APIRouter:
-    """All `/bridge` routes and `/health_generate`. `sleep_mode`: the engine was started so that it can sleep."""
+    """All `/bridge` routes and `/health_generate`.
+
+    Args:
+        sleep_mode: the engine was started with sleep support.
+    """
     router = APIRouter()
     _add_changing(router, bridge)
     _add_sleeping(router, bridge, sleep_mode=sleep_mode)
@@ -414,7 +426,7 @@ def make_router(bridge: WeightBridge, generator: Generator, app: FastAPI, *, sle
     async def routing(request: RoutingRequest) -> Any:
         if bridge.routing is None:
             return error_response(400, f"this server records no experts: start it with --{ROUTING_FLAG}")
-        # Some MB to encode: beside the loop that streams tokens.
+        # Encode these megabytes in a thread, not in the loop that streams tokens.
         found = await asyncio.to_thread(lambda store: store.answer(request).model_dump_json(), bridge.routing)
         return Response(found, media_type="application/json")
 
@@ -443,7 +455,8 @@ def make_router(bridge: WeightBridge, generator: Generator, app: FastAPI, *, sle
 
 
 def describe_parameters(bridge: WeightBridge) -> dict[str, Any]:
-    """Names, shapes and types of what is exported; without single copy only the model itself."""
+    """Names, shapes and dtypes of the exported tensors; without single copy only the model's
+    name."""
     parameters = {} if bridge.manifest is None else bridge.manifest.ranks[0].param_mappings
     return {
         "model": bridge.model,

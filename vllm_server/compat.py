@@ -1,8 +1,8 @@
-"""The only file that knows how vLLM differs between releases (0.26 to 0.32): where its own server's parts lie.
+"""The only module that knows the differences between vLLM releases (0.26 to 0.32).
 
-Nothing of vLLM is patched, but for a function of its sampler (`plugin.scale_raw_logprobs`). Everything here is what
-vLLM's own API server calls, under one name each. Importing this module imports nothing of vLLM; asking it for one of
-these parts does.
+It finds the parts that vLLM's own API server calls, under one name each. Nothing of vLLM is
+patched, except one function of its sampler (`plugin.scale_raw_logprobs`). vLLM is imported when one
+of these names is first used.
 """
 
 from __future__ import annotations
@@ -55,15 +55,16 @@ ENGINE_PARTS = (
     "vllm.model_executor.models.llama",
     "torch._inductor.compile_fx",
 )
-"""What vLLM imports only once it starts its engine, the layers of every model among it. None of them touches a GPU."""
+"""Modules that vLLM imports when it starts its engine, the layers of every model included. None of
+them touches a GPU."""
 _READY_LIMIT = "VLLM_ENGINE_READY_TIMEOUT_S"
 _READY_LIMIT_S = 1_000_000
 CONNECTIONS_CLOSE_S = 1
-"""Time for open connections at the end, after vLLM has let requests in flight finish or has ended its engine."""
+"""Seconds that open connections get at shutdown, after requests in flight have ended."""
 
 
 def __getattr__(name: str) -> Any:
-    """A part of vLLM by its name in `_PLACES`, for whoever writes `compat.NAME`."""
+    """Return a part of vLLM by its name in `_PLACES`."""
     if name not in _PLACES:
         raise AttributeError(f"module {__name__} has no attribute {name}")
     return _find(name)
@@ -81,24 +82,25 @@ def _find(name: str) -> Any:
 
 
 def require_parts() -> None:
-    """Look for every part.
+    """Import every part.
 
     Raises:
-        ImportError: one is missing, or vLLM cannot be imported.
+        ImportError: a part is missing, or vLLM cannot be imported.
     """
     for name in _PLACES:
         _find(name)
 
 
 def vllm_version() -> str:
-    """Of the installed vLLM."""
+    """Version of the installed vLLM."""
     from vllm.version import __version__
 
     return str(__version__)
 
 
 def request_errors() -> tuple[type[Exception], ...]:
-    """What vLLM raises for a request that it cannot serve; later releases do not derive it from ValueError."""
+    """Exceptions that vLLM raises for a request it cannot serve; later releases do not derive them
+    from ValueError."""
     from vllm import exceptions
 
     client_error = getattr(exceptions, "VLLMClientError", None)
@@ -106,18 +108,17 @@ def request_errors() -> tuple[type[Exception], ...]:
 
 
 def import_parts(names: Sequence[str] = ENGINE_PARTS) -> None:
-    """Import what a start needs anyway; a part that this release keeps elsewhere is imported when it is needed."""
+    """Import modules ahead of the start; skip those that this release keeps elsewhere."""
     for name in names:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
 
 
 def import_heavy_parts() -> None:
-    """Import `ENGINE_PARTS` in a server that waits, for days if need be.
+    """Import `ENGINE_PARTS` in a standby server.
 
-    vLLM's time limit for its engine must allow for that; who tells the server to go has one of its own. It is read
-    during this import, and must not stay in the environment: it is part of the compile cache's key, so the server
-    would find nothing of what its predecessor compiled.
+    vLLM's start timeout has to exceed the standby time. vLLM reads it during this import. It must
+    not stay in the environment, because it is part of the compile cache's key.
     """
     before = os.environ.get(_READY_LIMIT)
     os.environ[_READY_LIMIT] = str(_READY_LIMIT_S)
@@ -130,7 +131,8 @@ def import_heavy_parts() -> None:
 
 
 def engine_loads_plugins(args: Namespace) -> bool:
-    """Whether vLLM's engine is a spawned process, which loads our plugin: a forked one does not, nor one of Ray's."""
+    """Return True if vLLM's engine is a spawned process, which loads our plugin; a forked engine
+    and Ray workers do not."""
     spawned = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD") == "spawn"
     return spawned and getattr(args, "data_parallel_backend", "mp") == "mp"
 
@@ -145,16 +147,16 @@ def configure_vllm_logging(args: Namespace) -> None:
 
 
 class EngineStartError(RuntimeError):
-    """vLLM's engine did not start; its own lines say why."""
+    """vLLM's engine did not start; its own log lines give the reason."""
 
 
 @contextlib.contextmanager
 def starting(what: str) -> Iterator[None]:
-    """Around the start of `what`: what vLLM says of a failure, in one line and without its traceback.
+    """Turn a failure of the block into one line without a traceback; `what` names what starts.
 
     Raises:
-        ConfigError: it refuses the model or a flag.
-        EngineStartError: something failed.
+        ConfigError: vLLM refuses the model or a flag.
+        EngineStartError: any other failure.
     """
     try:
         yield
@@ -207,13 +209,14 @@ async def serve_http(app: Any, sock: Any, args: Namespace, *, limited: bool) -> 
 def forked_engine_client(
     args: Namespace, why_not: Callable[[], str | None]
 ) -> contextlib.AbstractAsyncContextManager[Any]:
-    """vLLM's engine client whose engine process is forked from this one instead of importing everything again.
+    """vLLM's engine client with an engine that is forked from this process, which saves a second
+    import of vLLM.
 
-    vLLM's own method where it is a library. Its CPU platform asks for `spawn` while it builds the configuration, on
-    account of OpenMP's threads; the caller answers for there being none.
+    This is vLLM's own method for library use. Its CPU platform asks for `spawn` because of OpenMP
+    threads; the caller guarantees that there are none.
 
     Args:
-        why_not: asked once more with the configuration built, just before the fork; a reason means `spawn` after all.
+        why_not: called once more just before the fork; a reason means `spawn` after all.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -231,8 +234,12 @@ def forked_engine_client(
 
 
 def executor_of_part(args: Namespace) -> Any:
-    """The executor of an engine's workers on this machine, where its first part is on another: what vLLM's own
-    `serve --headless` runs. Returns when they have loaded the model and have met all others."""
+    """The executor of an engine's workers on this machine, for an engine whose API server runs on
+    another one.
+
+    vLLM's `serve --headless` runs the same. Returns when the workers have loaded the model and
+    joined all others.
+    """
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
@@ -251,13 +258,13 @@ def load_adapter_request(name: str, path: str) -> Any:
 
 
 def adapters_in_flight(engine: Any) -> set[str]:
-    """Names of the LoRA adapters that unfinished requests use, by whichever route they came."""
+    """Names of the LoRA adapters that unfinished requests use."""
     states = getattr(getattr(engine, "output_processor", None), "request_states", {})
     return {name for state in states.values() if (name := getattr(state, "lora_name", None))}
 
 
 async def tokenizer_of(engine: Any) -> Any | None:
-    """The engine's tokenizer, or None when it runs without one."""
+    """The engine's tokenizer; None if it runs without one."""
     try:
         tokenizer = engine.get_tokenizer()
         return await tokenizer if inspect.isawaitable(tokenizer) else tokenizer
@@ -266,7 +273,7 @@ async def tokenizer_of(engine: Any) -> Any | None:
 
 
 def is_cpu() -> bool:
-    """Whether this vLLM runs its models on the CPU."""
+    """Return True if this vLLM runs models on the CPU."""
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())

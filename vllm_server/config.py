@@ -1,7 +1,7 @@
-"""What the server takes from its environment, checked before anything heavy is imported.
+"""The server's settings from its environment, checked before any heavy import.
 
-vLLM's own flags stay vLLM's; this module knows only what concerns the bridge to the trainer. Importing it imports
-neither torch nor vLLM.
+vLLM parses its own flags; this module covers the bridge to the trainer. It imports neither torch
+nor vLLM.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ ENV_LOGDIR = "LOGDIR"
 ENV_BRIDGE_CONFIG_PATH = "VLLM_BRIDGE_CONFIG_PATH"
 ENV_SHM_NAME = "ATROPOS_SHM_NAME"
 ENV_WEIGHT_UPDATES = "ATROPOS_WEIGHT_UPDATES"
-"""The server passes it on to its own child processes as "1" or not at all."""
+"""The server sets it to "1" for its child processes, or removes it."""
 ENV_FORK_ENGINE = "ATROPOS_FORK_ENGINE"
 """"0": never start the engine process by fork."""
 ENV_INSTANCE_ID = "ATROPOS_INSTANCE_ID"
-"""Set by the server for its own child processes; marks them as ours."""
+"""Set by the server; marks its child processes."""
 ENV_SHM_PATH = "ATROPOS_SHM_PATH"
-"""Set by the server for its worker: the file into which the loader moves every parameter."""
+"""Set by the server for its worker: the file that holds every parameter."""
 ENV_EAGER_BECAUSE = "ATROPOS_EAGER_BECAUSE"
-"""Set by the server for itself when it starts again without CUDA graphs: why."""
+"""Set by the server for its restart without CUDA graphs: the reason."""
 ENV_START_WEIGHTS = "ATROPOS_START_WEIGHTS"
-"""Set by the server for its worker: the folder whose weights it starts with, instead of the model's own."""
+"""Set by the server for its worker: the folder whose weights it loads in place of the model's."""
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 9001
 PLUGIN_NAME = "atropos_bridge"
-"""Our entry point in vLLM's group `vllm.general_plugins`."""
+"""Entry point in vLLM's group `vllm.general_plugins`."""
 
 LONGEST_TEMPORARY = LONGEST_SOCKET - len("/01234567-89ab-cdef-0123-456789abcdef")
-"""Bytes of the path of a folder in which vLLM's sockets, called by a UUID, can be bound."""
+"""Longest temporary folder in bytes, so that vLLM's sockets (a UUID each) below it can be bound."""
 
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"", "0", "false", "no", "off"}
 _TOKEN_CHARACTERS = set(string.ascii_letters + string.digits + "-_.~+/=")
@@ -65,43 +65,43 @@ _MIN_TOKEN_LENGTH = 8
 
 
 class ConfigError(ValueError):
-    """A setting that the user must change; the message says which and how."""
+    """A setting that the user has to change; the message names it and the way out."""
 
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """The bridge's settings for one server process."""
+    """Bridge settings of one server process."""
 
     instance_id: str
-    """Random, new at every start."""
+    """Random id, new at every start."""
     temporary: Path
-    """A folder for what vLLM makes in a temporary folder and leaves there; made by `take_temporary_folder`, removed at
-    the end."""
+    """Folder for the temporary files that vLLM leaves behind; created by `take_temporary_folder`,
+    removed at shutdown."""
     manifest_path: Path
-    """In the bridge directory, where version stamp and token file lie, too."""
+    """Path in the bridge directory, which also holds the version stamp and the token file."""
     token: str
-    """What control routes ask for in the header `X-Atropos-Token`."""
+    """Secret that control routes require in the header `X-Atropos-Token`."""
     token_generated: bool
-    """The token came from us, so it is written to `token_path` for whoever may read the bridge directory."""
+    """This server made the token, so it writes `token_path` for readers of the bridge directory."""
     shared_weights: bool
-    """Export the weights so that a trainer can map them."""
+    """Export the weights for a trainer to map."""
     weight_updates: bool
-    """Be ready to take new weights while running: load them from a folder, or receive them."""
+    """Accept new weights while running, from a folder or over a broadcast."""
     hold_generation: bool
-    """Answer only requests that carry the token until `/bridge/resume`."""
+    """Answer only requests with the token until `/bridge/resume`."""
     shm_path: Path
-    """The file that holds the weights on a CPU server."""
+    """File that holds the weights of a CPU server."""
     run_dir: Path | None = None
-    """The supervised run; adapters are loaded from below it only."""
+    """Run directory; adapters are loaded only from below it."""
     allowed_hosts: frozenset[str] = field(default_factory=frozenset)
-    """Host names accepted in the Host header besides the loopback's and the bound one."""
+    """Additional names that the Host header may have."""
     trainer_hosts: frozenset[str] = field(default_factory=frozenset)
-    """Where a trainer that broadcasts weights may be met, besides the loopback."""
+    """Addresses, other than the loopback, of trainers that may broadcast weights."""
     sampling: SamplingPolicy = "plain"
     open_generation: bool = False
     """Let other users of this machine ask for completions without a key."""
     eager_because: str | None = None
-    """Why an earlier start in this process gave up CUDA graphs."""
+    """Reason why an earlier start in this process gave up CUDA graphs."""
 
     @property
     def bridge_dir(self) -> Path:
@@ -109,7 +109,7 @@ class ServerConfig:
 
     @property
     def private_dir(self) -> bool:
-        """Nobody has named `bridge_dir`: it goes with the temporary folder."""
+        """The bridge directory lies in the temporary folder and is removed with it."""
         return self.bridge_dir.parent == self.temporary
 
     @property
@@ -119,12 +119,12 @@ class ServerConfig:
 
     @property
     def spans_path(self) -> Path:
-        """Weight versions of completions, kept across restarts."""
+        """File of weight versions by completion, kept across restarts."""
         return self.bridge_dir / "versions.txt"
 
     @property
     def start_weights_path(self) -> Path:
-        """Which folder's weights the next start loads: `{"path": ..., "weight_version": ...}`."""
+        """File that names the weights of the next start: `{"path": ..., "weight_version": ...}`."""
         return self.bridge_dir / "start_weights.json"
 
     @property
@@ -132,15 +132,15 @@ class ServerConfig:
         return self.bridge_dir / "token"
 
     def may_meet(self, address: str) -> bool:
-        """Whether weights may come from a trainer at `address`."""
+        """Return True if a trainer at `address` may send weights."""
         return is_loopback(address) or address.lower() in self.trainer_hosts
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> ServerConfig:
-        """Read and check the environment; makes no file.
+        """Read and check the environment; creates no file.
 
         Raises:
-            ConfigError: a value that cannot be meant, with the way out.
+            ConfigError: an invalid value, with the way out.
         """
         env = os.environ if env is None else env
         shared = _flag(env, ENV_SHARED_WEIGHTS)
@@ -182,10 +182,11 @@ class ServerConfig:
 
 
 def require_own_folder(folder: Path) -> None:
-    """Whoever may write into the bridge directory takes the token, and says with which weights the server starts.
+    """Check that only this user can write to the bridge directory: a writer could take the token
+    and choose the start weights.
 
     Raises:
-        ConfigError: it is another user's, or others may write there.
+        ConfigError: the folder belongs to another user, or others may write there.
     """
     info = folder.stat()
     if info.st_uid != os.getuid() or info.st_mode & 0o022:
@@ -196,14 +197,14 @@ def require_own_folder(folder: Path) -> None:
 
 
 def take_temporary_folder(config: ServerConfig, env: os._Environ[str]) -> None:
-    """Make the server's own temporary folder, and take it for all that comes: vLLM leaves sockets and files of its
-    groups behind, even where it ends well.
+    """Create the server's temporary folder and use it for everything: vLLM leaves sockets and files
+    behind even at a clean end.
 
     Args:
-        env: changed in place, unless a socket in the folder would have too long a path.
+        env: changed in place, unless socket paths below the folder would be too long.
 
     Raises:
-        ConfigError: it cannot be made.
+        ConfigError: the folder cannot be created.
     """
     try:
         config.temporary.mkdir(mode=0o700)
@@ -213,7 +214,7 @@ def take_temporary_folder(config: ServerConfig, env: os._Environ[str]) -> None:
         ) from None
     if len(os.fsencode(config.temporary)) <= LONGEST_TEMPORARY:
         env.update(scratch_below(env, config.temporary.name)[1])
-        tempfile.tempdir = None  # of the environment before
+        tempfile.tempdir = None  # it was computed from the old environment
 
 
 def remove_temporary_folder(config: ServerConfig, env: os._Environ[str]) -> None:
@@ -233,15 +234,16 @@ def _sampling(env: Mapping[str, str]) -> SamplingPolicy:
 
 
 def prepare_network(env: dict[str, str] | os._Environ[str]) -> None:
-    """Where this machine is one of several that an engine is spread over: let vLLM, gloo and NCCL take the interface
-    that the others dial. They would choose one by themselves, and gloo that of the machine's name, which is often the
-    loopback.
+    """Make vLLM, gloo and NCCL use the network interface that the other machines of this engine
+    dial.
+
+    By themselves they choose one, gloo that of the host name, which is often the loopback.
 
     Args:
-        env: changed in place; what is set there already stays.
+        env: changed in place; existing values stay.
 
     Raises:
-        ConfigError: ATROPOS_NODE_ADDRESS is no address of this machine.
+        ConfigError: ATROPOS_NODE_ADDRESS is not an address of this machine.
     """
     if ENV_NODE_ADDRESS not in env:
         return
@@ -256,14 +258,14 @@ def prepare_network(env: dict[str, str] | os._Environ[str]) -> None:
 
 
 def prepare_environment(env: dict[str, str] | os._Environ[str], *, cpu: bool) -> list[str]:
-    """Set what must be in the environment before vLLM is imported.
+    """Set environment variables that vLLM reads at import.
 
     Args:
         env: changed in place.
-        cpu: whether vLLM will run on the CPU.
+        cpu: vLLM will run on the CPU.
 
     Returns:
-        Lines worth logging.
+        Lines to log.
     """
     notes = []
     if env.pop("VLLM_USE_V1", None) is not None:
@@ -279,10 +281,10 @@ def prepare_environment(env: dict[str, str] | os._Environ[str], *, cpu: bool) ->
         # Calls of tools that say `strict`, and some models' always, would be written under a grammar. That changes the
         # distribution, and no option of a request shows it.
         env.setdefault("VLLM_ENFORCE_STRICT_TOOL_CALLING", "0")
-    # A training stack reports to its owner only.
+    # A training stack sends no usage statistics.
     env.setdefault("VLLM_NO_USAGE_STATS", "1")
-    # Who opened a connection should be the one to close it. Ours give it up after 2 s, an environment's aiohttp after
-    # 15; vLLM's own 5 s close it on a request that is just coming, above all when the machine stood still a moment.
+    # The client should close an idle connection. Our clients do so after 2 s, an environment's aiohttp after
+    # 15 s. vLLM's default of 5 s would close it under a request that is on its way.
     env.setdefault("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "75")
     if cpu:
         # Otherwise the first request with logprobs compiles a kernel for about 12 s.
@@ -295,9 +297,9 @@ def prepare_environment(env: dict[str, str] | os._Environ[str], *, cpu: bool) ->
 
 
 def _vllm_cache(env: Mapping[str, str]) -> Path:
-    """Where vLLM keeps what it compiles, by its own rules."""
+    """vLLM's cache folder, by vLLM's own rules."""
     caches = env.get("XDG_CACHE_HOME") or "~/.cache"
-    # Unlike Path's, this one leaves the tilde where there is no home.
+    # os.path.expanduser keeps the tilde where there is no home; Path's raises.
     return Path(os.path.expanduser(env.get("VLLM_CACHE_ROOT") or f"{caches}/vllm"))  # noqa: PTH111
 
 
@@ -311,7 +313,7 @@ def _flag(env: Mapping[str, str], name: str) -> bool:
 
 
 def _manifest_path(env: Mapping[str, str]) -> Path | None:
-    """None when no place is named."""
+    """Manifest path from the environment; None if none is named."""
     if value := env.get(ENV_BRIDGE_CONFIG_PATH):
         path = Path(value).absolute()
         if path.is_dir():

@@ -1,11 +1,15 @@
-"""`POST /generate`: tokens with their logprobs, to the contract of atroposlib's vLLM client.
+"""`POST /generate`: completions with the logprob of every token, in the form of atroposlib's vLLM
+client.
 
-    {"prompt": "1+2=" | {"prompt_token_ids": [3, 12, 4]}, "n": 8, "max_tokens": 4, "temperature": 1.0, ...}
+    {"prompt": "1+2=" | {"prompt_token_ids": [3, 12, 4]}, "n": 8, "max_tokens": 4, "temperature":
+    1.0, ...}
     -> {"text": [...], "prompt": "1+2=", "finish_reasons": ["stop", ...], "prompt_token_ids": [...],
-        "token_ids": [[...], ...], "logprobs": [[[{"5": -0.1}], ...], ...], "weight_versions": [[3, 3], ...]}
+        "token_ids": [[...], ...], "logprobs": [[[{"5": -0.1}], ...], ...], "weight_versions": [[3,
+        3], ...]}
 
-`logprobs[i][t][0]` maps token ids to logprobs, the sampled token first. Logprobs come with every answer, asked for or
-not. Each completion's weight versions are also kept under its digest for `/bridge/versions`.
+`logprobs[i][t][0]` maps token ids to logprobs in nats, the sampled token first. Every answer has
+them. The server also keeps each completion's weight versions under its digest for
+`/bridge/versions`.
 """
 
 from __future__ import annotations
@@ -32,32 +36,32 @@ from vllm_server.versions import Span, SpanStore, VersionHistory
 logger = logging.getLogger(__name__)
 
 LOWEST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON cannot carry; the value that vLLM's own routes use."""
+"""Replacement for minus infinity, which JSON lacks; vLLM's own routes use the same value."""
 MAX_COMPLETIONS = 4096
 AGAIN_S = 0.02
-"""Before a completion that was ended by a publish is asked for again."""
+"""Seconds before a completion that a publish aborted is requested again."""
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class RequestError(ValueError):
-    """A request that cannot be served as asked."""
+    """An invalid request; the message names the field."""
 
 
 class BrokenWeights(RuntimeError):
-    """The model's output is not a number."""
+    """The model returned NaN logprobs."""
 
 
 class TokenPrompt(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     prompt_token_ids: list[TokenId] = Field(min_length=1)
     cache_salt: str | None = Field(None, max_length=64)
-    """Share cached keys and values only with requests of the same salt: a new one finds none."""
+    """Prefix cache entries are shared only with requests of the same salt."""
 
 
 def _as_prompt(value: object) -> object:
-    """A bare list of token ids, and vLLM's `{"prompt": text}`, are prompts too."""
+    """Accept a bare list of token ids and vLLM's `{"prompt": text}` as prompts."""
     if isinstance(value, list):
         return {"prompt_token_ids": value}
     if isinstance(value, dict) and set(value) == {"prompt"}:
@@ -66,20 +70,22 @@ def _as_prompt(value: object) -> object:
 
 
 class GenerateRequest(BaseModel):
-    """The body. Unknown fields are refused: a misspelt `temperature` must not train a model."""
+    """The request body. Unknown fields are errors: a misspelt `temperature` must not train a
+    model."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     prompt: Annotated[str | TokenPrompt, BeforeValidator(_as_prompt)]
     model: str | None = None
-    """If given, a name this server serves."""
+    """A name that this server serves; None: any."""
     for_training: bool = True
-    """False: sample as you like. The answer's weight version is not recorded, since nothing may be trained on it."""
+    """False: no sampling limits, and no record of the weight version, because nothing may train on
+    the answer."""
     stream: Literal[False] = False
-    """Streaming is what `/v1/completions` is for."""
+    """Only False; `/v1/completions` streams."""
     n: int = Field(1, ge=1, le=MAX_COMPLETIONS)
     temperature: Finite = Field(1.0, ge=0)
     max_tokens: int | None = Field(16, ge=1)
-    """None: up to the model's length."""
+    """None: up to the model's maximum length."""
     min_tokens: int = Field(0, ge=0)
     top_p: Finite = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1)
@@ -93,7 +99,7 @@ class GenerateRequest(BaseModel):
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool = False
     logprobs: int | None = Field(0, ge=-1)
-    """Alternatives per position beside the sampled token; null counts as 0."""
+    """Alternatives per position in addition to the sampled token; None counts as 0."""
     prompt_logprobs: int | None = Field(None, ge=-1)
     logit_bias: dict[str, Finite] | None = None
     allowed_token_ids: list[TokenId] | None = None
@@ -104,10 +110,10 @@ class GenerateRequest(BaseModel):
 
 
 def parse_body(raw: bytes) -> GenerateRequest:
-    """Check the body.
+    """Parse and check the body.
 
     Raises:
-        RequestError: not JSON, or a field that is wrong, named.
+        RequestError: invalid JSON, or an invalid field, which the message names.
     """
     try:
         return GenerateRequest.model_validate(json.loads(raw))
@@ -120,10 +126,13 @@ def parse_body(raw: bytes) -> GenerateRequest:
 
 
 def under_policy(request: GenerateRequest, sampling: SamplingPolicy) -> tuple[GenerateRequest, list[str]]:
-    """The request as it is answered, and the options, as `name=value`, that were left out of it.
+    """Apply the sampling policy.
+
+    Returns:
+        The request to answer, and the removed options as `name=value`.
 
     Raises:
-        RequestError: the policy refuses one of them.
+        RequestError: the policy refuses an option.
     """
     leaking = refusals.leaks(request.model_dump(exclude_unset=True)) if request.for_training else []
     if not leaking or sampling == "as_asked":
@@ -138,7 +147,7 @@ def under_policy(request: GenerateRequest, sampling: SamplingPolicy) -> tuple[Ge
 
 
 def sampling_options(body: GenerateRequest, index: int) -> dict[str, Any]:
-    """Arguments of vLLM's `SamplingParams` for completion `index` alone."""
+    """Arguments of vLLM's `SamplingParams` for completion `index`."""
     options = body.model_dump(exclude={"prompt", "model", "stream", "n", "for_training"})
     options["n"] = 1
     options["logprobs"] = body.logprobs or 0
@@ -155,10 +164,10 @@ def sampling_options(body: GenerateRequest, index: int) -> dict[str, Any]:
 
 
 def finite_logprob(value: float) -> float:
-    """`value` as JSON can carry it.
+    """Return `value` in a form that JSON can hold.
 
     Raises:
-        BrokenWeights: it is not a number.
+        BrokenWeights: `value` is NaN.
     """
     if math.isnan(value):
         raise BrokenWeights("the model answers with NaN: its weights are broken")
@@ -166,13 +175,14 @@ def finite_logprob(value: float) -> float:
 
 
 def position_logprobs(sampled: int | None, candidates: dict[int, Any]) -> dict[str, float]:
-    """One position as `{token id: logprob}`, the sampled token first (the client reads the first key)."""
+    """One position as `{token id: logprob}`, the sampled token first: the client reads the first
+    key."""
     order = ([] if sampled is None else [sampled]) + [token for token in candidates if token != sampled]
     return {str(token): finite_logprob(float(candidates[token].logprob)) for token in order}
 
 
 def completion_logprobs(token_ids: Sequence[int], positions: Sequence[dict[int, Any]]) -> list[list[dict[str, float]]]:
-    """All positions of one completion, each wrapped in a list as the contract has it."""
+    """All positions of one completion, each wrapped in a list as the client expects."""
     assert len(token_ids) == len(positions), "vLLM returns one logprob entry for each token"
     if isinstance(positions, list):
         return [[position_logprobs(token, entry)] for token, entry in zip(token_ids, positions, strict=True)]
@@ -185,7 +195,7 @@ def completion_logprobs(token_ids: Sequence[int], positions: Sequence[dict[int, 
 
 
 def text_of(tokenizer: Any, prompt_ids: list[int], completion: Any, params: Any) -> str:
-    """The completion as text, as vLLM's own detokenizer gives it token by token, but made once at the end."""
+    """Decode the completion once at its end; equal to vLLM's own token-by-token text."""
     from tokenizers.decoders import DecodeStream
 
     ids = list(completion.token_ids)
@@ -194,20 +204,21 @@ def text_of(tokenizer: Any, prompt_ids: list[int], completion: Any, params: Any)
     stream = DecodeStream(ids=prompt_ids, skip_special_tokens=params.skip_special_tokens)
     try:
         return "".join(stream.step(tokenizer.backend_tokenizer, token) or "" for token in ids)
-    except Exception:  # a stream gives up on tokens that change the text before them
+    except Exception:  # vLLM's stream decoder fails on tokens that change earlier text
         return str(tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens))
 
 
 class AdapterSource(Protocol):
-    """What may answer in the place of the base model."""
+    """Source of the LoRA adapter that answers in place of the base model."""
 
     def use(self) -> contextlib.AbstractContextManager[tuple[Any, int] | None]:
-        """The adapter and weight version for one request, kept loaded for as long as the block runs; null: none."""
+        """Yield adapter and weight version for one request, and keep the adapter loaded meanwhile;
+        None: base model."""
         ...
 
 
 class Generator:
-    """Turns bodies into answers; owns the record of which weights made which completion."""
+    """Turns request bodies into answers and records the weight versions of completions."""
 
     def __init__(
         self,
@@ -224,9 +235,9 @@ class Generator:
         self.history = history
         self.spans = spans
         self.kept = completions or CompletionStore()
-        """Answers with their logprobs, for whom they do not reach."""
+        """Recent completions with logprobs, for environments that drop them."""
         self.completions = 0
-        """Completions returned so far."""
+        """Number of completions returned."""
         self._model_names = list(model_names)
         self._vocabulary = int(engine.model_config.get_vocab_size())
 
@@ -264,7 +275,7 @@ class Generator:
         return answer
 
     def require_valid_options(self, body: GenerateRequest) -> None:
-        """Sampling options that are wrong are refused, those that the policy leaves out as well.
+        """Check all sampling options, also those that the policy removes.
 
         Raises:
             RequestError: a token id outside the vocabulary. vLLM's own request errors pass through.
@@ -275,11 +286,11 @@ class Generator:
         SamplingParams(**options)
         if body.allowed_token_ids == []:
             raise RequestError("allowed_token_ids: it is empty; leave it out, or name at least one token")
-        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):  # vLLM looks at some only since 0.29
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):  # vLLM checks some of these only since 0.29
             self._require_known(name, options[name] or [])
 
     async def probe(self, *, tokens: int = 1, logprobs: int = 0) -> int:
-        """Really generate a few tokens from a one-token prompt; returns how many came."""
+        """Generate a few tokens from a one-token prompt; return their number."""
         body = GenerateRequest(
             prompt=TokenPrompt(prompt_token_ids=[min(2, self._vocabulary - 1)]),
             max_tokens=tokens,
@@ -291,21 +302,22 @@ class Generator:
         return len(output.outputs[0].token_ids)
 
     async def first_token(self, body: GenerateRequest) -> tuple[int, float]:
-        """The first token of an answer and its logprob in nats; nothing is recorded."""
+        """Return the first token of an answer and its logprob in nats; record nothing."""
         assert isinstance(body.prompt, TokenPrompt)
         (output,) = await self._complete(body.prompt.prompt_token_ids, body)
         token = output.outputs[0].token_ids[0]
         return token, float(output.outputs[0].logprobs[0][token].logprob)
 
     async def _complete(self, prompt_ids: list[int], body: GenerateRequest, adapter: Any = None) -> list[Any]:
-        """One engine request for each completion: only so does each keep its token times, hence its versions."""
+        """Send one engine request for each completion, so that each has its own token times and
+        weight versions."""
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         tokenizer = await self._text_at_the_end(body)
         cheap = {
             "output_kind": RequestOutputKind.FINAL_ONLY,
             "detokenize": tokenizer is None,
-            # In this form the prompt's first position, which has no logprob, could not be told from an empty one.
+            # In the flat form the prompt's first position, which has no logprob, would look like an empty one.
             "flat_logprobs": body.prompt_logprobs is None,
         }
         params = [SamplingParams(**sampling_options(body, index), **cheap) for index in range(body.n)]
@@ -320,7 +332,7 @@ class Generator:
         try:
             outputs = list(await asyncio.gather(*tasks))
         finally:
-            # After an error or a disconnect the rest would go on generating for nobody.
+            # After an error or a disconnect the other requests would go on without a client.
             for task in tasks:
                 task.cancel()
         if tokenizer is not None:
@@ -329,9 +341,10 @@ class Generator:
         return outputs
 
     async def _text_at_the_end(self, body: GenerateRequest) -> Any | None:
-        """The tokenizer, if text can wait for the completion's end; null when vLLM must make it with each token.
+        """Return the tokenizer if the text can be decoded at the completion's end; None if vLLM
+        must decode every token.
 
-        While vLLM detokenizes it also decodes every candidate of every logprob, which costs more than all of HTTP.
+        vLLM's decoding also decodes every logprob candidate, which costs more than all of HTTP.
         """
         if body.stop or not (body.skip_special_tokens or body.spaces_between_special_tokens):
             return None
@@ -346,8 +359,8 @@ class Generator:
             assert final is not None and final.finished, "vLLM ends every stream with a finished output"
             if final.outputs[0].finish_reason != "abort":
                 return final
-            # A publish with `recompute` ended it; vLLM takes it again now and runs it once the new weights are there.
-            # A server that ends aborts whatever comes, at once: not as fast as it can.
+            # A publish with `recompute` aborted it; vLLM accepts it again and runs it with the new weights.
+            # During shutdown vLLM aborts every request at once: pause between retries.
             await asyncio.sleep(AGAIN_S)
             request_id += "-again"
 
@@ -355,7 +368,8 @@ class Generator:
         self, prompt_ids: list[int], output: Any, rows: list[list[dict[str, float]]], adapter_version: int | None,
         body: GenerateRequest,
     ) -> Span:  # fmt: skip
-        """Remember which weights made this completion: by its adapter, else by when its tokens came."""
+        """Record the weight versions of a completion: its adapter's, else those at its token
+        times."""
         completion = output.outputs[0]
         metrics = output.metrics
         if adapter_version is not None:
@@ -395,7 +409,7 @@ class Generator:
 
 
 def make_router(generator: Generator, sampling: SamplingPolicy = "plain") -> APIRouter:
-    """The route. A client that goes away cancels its request in the engine."""
+    """The route. A client that disconnects cancels its request in the engine."""
     router = APIRouter()
     bad_request = compat.request_errors()
 

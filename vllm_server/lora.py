@@ -1,12 +1,13 @@
-"""`/lora/*`: a trainer's adapter, swapped while requests run. Every request gets the newest, without knowing its name.
+"""Routes `/lora/*`: replace the trainer's adapter while requests run. Every new request uses the
+newest adapter.
 
     POST /lora/load    LoadAdapterRequest -> AdapterInfo
     POST /lora/unload                     -> AdapterInfo   (back to the base model)
     GET  /lora/status                     -> AdapterInfo
 
-Each load gets a fresh name and id, so that no prefix cached under older weights is found again. A completion in flight
-ends on the adapter that it began with; that adapter leaves the engine when its last completion has. Until then its
-files must stay: vLLM may read them again.
+Each load gets a new name and id, so that no prefix cached under older weights matches. A completion
+in flight ends on the adapter that it began with; the engine drops that adapter after its last
+completion. Until then its files must stay, because vLLM may read them again.
 """
 
 from __future__ import annotations
@@ -35,10 +36,12 @@ Shapes = dict[str, tuple[int, int]]
 
 
 class ServedAdapters:
-    """The adapter that answers now, and those that still finish what they began."""
+    """The current adapter, and older ones that still have completions in flight."""
 
     def __init__(self, bridge: WeightBridge, models: Any, root: Path | None) -> None:
-        """`models` is vLLM's own list of what it serves; adapters must lie below `root`, if there is one."""
+        """Args:
+        models: vLLM's list of served models.
+        root: folder below which adapters must lie; None: anywhere."""
         self._bridge = bridge
         self._models = models
         self._root = root
@@ -63,7 +66,8 @@ class ServedAdapters:
 
     @contextlib.contextmanager
     def use(self) -> Iterator[tuple[Any, int] | None]:
-        """The adapter and weight version for one request, kept loaded until the request has ended; null: none."""
+        """Yield adapter and weight version for one request, and keep the adapter loaded meanwhile;
+        None: base model."""
         if self._current is None:
             yield None
             return
@@ -76,11 +80,11 @@ class ServedAdapters:
             self._sweep()
 
     async def load(self, path: str, version: int) -> AdapterInfo:
-        """Serve the adapter in `path` as `version` from the next request on.
+        """Serve the adapter in `path` as weight version `version` from the next request on.
 
         Raises:
-            NotDone: not enabled, not an adapter, outside the run, not of this model, or refused by vLLM. What
-                answered before goes on.
+            NotDone: LoRA is off, the folder holds no adapter of this model or lies outside the run,
+                or vLLM refused it. The previous weights go on answering.
         """
         folder = self._checked(path)
         async with self._bridge.lock:
@@ -101,7 +105,7 @@ class ServedAdapters:
         async with self._bridge.lock:
             for name in self._base_names():
                 self._models.lora_requests.pop(name, None)
-            if self._current is not None:  # else nobody has said that base weights may answer
+            if self._current is not None:  # before the first load, base weights may not answer yet
                 self._replace(None)
                 await self._bridge.declare(0)
         return self.info()
@@ -115,7 +119,7 @@ class ServedAdapters:
         folder = folder_of_run(path, self._root, "adapters")
         try:
             there = (folder / ADAPTER_CONFIG).is_file()
-        except OSError as error:  # a folder that may not be looked into
+        except OSError as error:  # a folder without permission
             raise NotDone(f"{path}: {error.strerror}") from None
         if not there:
             raise NotDone(f"{path} holds no {ADAPTER_CONFIG}: not an adapter of peft")
@@ -140,7 +144,7 @@ class ServedAdapters:
         self._sweep()
 
     def _sweep(self) -> None:
-        """Let go of retired adapters that no completion needs any more, by whichever route it was asked for."""
+        """Drop retired adapters without completions in flight, whichever route those came by."""
         if not self._retired:
             return
         running = compat.adapters_in_flight(self._bridge.engine)
@@ -148,10 +152,10 @@ class ServedAdapters:
             self._bridge.spawn(self._remove(name, self._retired.pop(name)))
 
     async def _remove(self, name: str, request: Any) -> None:
-        """Take a retired adapter out of vLLM's list and memory."""
+        """Remove a retired adapter from vLLM's list and memory."""
         self._users.pop(name, None)
         self._models.lora_requests.pop(name, None)
-        with contextlib.suppress(Exception):  # vLLM may have evicted it by itself
+        with contextlib.suppress(Exception):  # vLLM may have evicted it already
             await self._bridge.engine.remove_lora(request.lora_int_id)
 
 
@@ -175,7 +179,8 @@ def make_router(adapters: ServedAdapters) -> APIRouter:
 
 
 def linear_shapes(hf_config: Any) -> Shapes:
-    """Every linear layer of the model that transformers makes from `hf_config`; takes no memory."""
+    """Shapes of every linear layer of the transformers model for `hf_config`; allocates no
+    memory."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -189,10 +194,10 @@ def linear_shapes(hf_config: Any) -> Shapes:
 
 
 def misfit(folder: Path, model: Shapes) -> str | None:
-    """Why the adapter in `folder` is not one of the model with these layers; null when it fits.
+    """Reason why the adapter in `folder` does not fit these layers; None if it fits.
 
-    vLLM itself copies a smaller matrix into a part of a larger one without a word, and the model then answers with
-    noise.
+    vLLM copies a smaller matrix into a part of a larger one without an error, and the model then
+    answers with noise.
     """
     from safetensors import SafetensorError, safe_open
 

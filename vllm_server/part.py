@@ -1,11 +1,13 @@
-"""A part of an engine that is spread over several machines: its workers here, while its first part serves elsewhere.
+"""Workers of an engine on a machine other than its API server's.
 
-    python -m vllm_server --model MODEL --tensor-parallel-size 16 --nnodes 2 --master-addr A --master-port P
-    python -m vllm_server ... --node-rank 1 --headless      # on the other machine, with the same words before
+    python -m vllm_server --model MODEL --tensor-parallel-size 16 --nnodes 2 --master-addr A
+    --master-port P
+    python -m vllm_server ... --node-rank 1 --headless # on the other machine, with the same flags
+    before
 
-vLLM does the distributed work. What its first part asks of all workers (a step, new weights, an adapter) reaches those
-here over vLLM's own line, and our plugin is in them as it is there. A part does not see the end of the others: who has
-started them ends them together.
+vLLM does the distributed work: requests to all workers (a step, new weights, an adapter) arrive
+over its own channel, and our plugin runs in these workers too. This program does not notice the end
+of the other machines; their common supervisor ends them together.
 """
 
 from __future__ import annotations
@@ -26,19 +28,19 @@ logger = logging.getLogger(__name__)
 
 
 class _Told(BaseException):
-    """A signal has asked for the end."""
+    """A signal requested the shutdown."""
 
 
 def machines(args: Namespace) -> int:
-    """How many the engine is spread over."""
+    """Number of machines that the engine is spread over."""
     return int(getattr(args, "nnodes", 1))
 
 
 def check_arguments(args: Namespace) -> None:
-    """Refuse flags of several machines that do not fit together.
+    """Refuse multi-machine flags that do not fit together.
 
     Raises:
-        ConfigError: with the flag to change.
+        ConfigError: names the flag to change.
     """
     count, rank = machines(args), int(getattr(args, "node_rank", 0))
     workers = int(args.tensor_parallel_size) * int(args.pipeline_parallel_size)
@@ -64,17 +66,17 @@ def check_arguments(args: Namespace) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Hold the workers until SIGTERM.
+    """Run the workers until SIGTERM.
 
     Returns:
         0 after SIGTERM, 1 when a worker died.
 
     Raises:
-        ConfigError, EngineStartError: as `compat.starting`.
+        ConfigError, EngineStartError: see `compat.starting`.
     """
 
     def leave(signum: int, _: object) -> NoReturn:
-        # Amid vLLM's start an exception may be swallowed, and there is nothing to save yet.
+        # vLLM's start may swallow an exception, and there is nothing to save yet: exit at once.
         for child in multiprocessing.active_children():
             child.kill()
         os._exit(128 + signum)

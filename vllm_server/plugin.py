@@ -1,11 +1,12 @@
-"""Our part in vLLM's own processes: how they begin, wait for their turn and end, and what they can do for the bridge.
+"""Our code in vLLM's own processes: their start, their end, and the worker methods of the bridge.
 
-vLLM loads `register` in each of its processes through the entry point group `vllm.general_plugins`, and mixes
-`AtroposWorkerExtension` into its workers by `--worker-extension-cls`.
+vLLM loads `register` in each of its processes through the entry point group `vllm.general_plugins`,
+and mixes `AtroposWorkerExtension` into its workers by `--worker-extension-cls`.
 
-A server can be made ready before it is needed: it imports everything, then waits for the line `go` on standard input.
-Its predecessor serves meanwhile: no port is bound, no file of the bridge is touched, no memory of a GPU is taken. An
-engine process that is not forked begins as well, and waits in `register` for a lock that the server holds.
+A standby server imports everything, then waits for the line `go` on standard input while its
+predecessor serves. Until then it binds no port, touches no bridge file and takes no GPU memory. An
+engine process that is not forked starts as well, and waits in `register` for a lock that the server
+holds.
 
 Importing this module imports neither vLLM nor torch.
 """
@@ -37,9 +38,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TASKS = Path("/proc/self/task")
-"""This process's threads, native ones too."""
+"""Threads of this process, native ones included."""
 ENV_ENGINE_LOCK = "ATROPOS_ENGINE_LOCK"
-"""Path of the lock that an engine process has to get before it goes on; between a server and its own engine."""
+"""Path of the lock that an engine process has to take before it continues."""
 IMPORTED = "everything is imported; waiting to be told to go"
 ENGINE_IMPORTED = "the engine process has imported everything; waiting to be told to go"
 
@@ -47,7 +48,7 @@ Found = TypeVar("Found")
 
 
 def register() -> None:
-    """Entry point `atropos_bridge`. Does nothing in a vLLM that this package's server did not start."""
+    """Entry point `atropos_bridge`. Does nothing in a vLLM that another program started."""
     if ENV_INSTANCE_ID not in os.environ:
         return
     configure_logging()
@@ -64,7 +65,8 @@ def register() -> None:
 
 
 def configure_logging() -> None:
-    """Send this package's log lines to standard error, in one format in every process; leave the root logger alone."""
+    """Send this package's log lines to standard error in one format; leave the root logger
+    alone."""
     ours = logging.getLogger("vllm_server")
     if ours.handlers:
         return
@@ -76,7 +78,8 @@ def configure_logging() -> None:
 
 
 def die_with_parent() -> None:
-    """In a child process of our server: be killed when the parent dies, so that SIGKILL of the server leaves no orphan.
+    """Make a child process of our server die with its parent, so that SIGKILL of the server leaves
+    no orphan.
 
     Does nothing in any other process. Safe to call twice.
     """
@@ -86,22 +89,25 @@ def die_with_parent() -> None:
 
 
 def _tie_to_parent(pid: int) -> None:
-    """Have the kernel kill this process when its parent `pid` dies; end at once if it is dead already."""
+    """Ask the kernel to kill this process when its parent `pid` dies; exit if it is dead
+    already."""
     if not parent_death.die_with_parent(pid):
         os._exit(1)
 
 
 def merge_worker_into_engine(args: Namespace, env: MutableMapping[str, str]) -> bool:
-    """On the CPU let the engine process run the model itself: one process and one import of vLLM less.
+    """Let the CPU engine process run the model itself, which saves one process and one import of
+    vLLM.
 
-    vLLM's separate worker exists there to bind OpenMP threads to cores; who asks for that keeps it.
+    vLLM's separate CPU worker exists to bind OpenMP threads to cores; a user who asks for that
+    keeps it.
 
     Args:
         args: vLLM's arguments, for a model of one rank; changed in place.
         env: changed in place.
 
     Returns:
-        Whether the two are one now.
+        True if worker and engine are merged.
     """
     if args.distributed_executor_backend is not None:
         return False
@@ -114,11 +120,12 @@ def merge_worker_into_engine(args: Namespace, env: MutableMapping[str, str]) -> 
 
 
 def why_not_fork(env: Mapping[str, str], *, cpu: bool) -> str | None:
-    """Why the engine may not be forked from this process; null when it may, which spares it the second import of vLLM.
+    """Reason against forking the engine from this process; None if forking is safe.
 
-    That import is 7 s and 0.3 GB on the CPU. Forking is safe while this process has one thread, native ones counted,
-    and the child does not meet a pool of OpenMP threads that stayed behind, hence only with OMP_NUM_THREADS=1. On a GPU
-    machine it never is: importing vLLM alone starts a thread of the driver, which does not survive a fork.
+    A fork saves the second import of vLLM (7 s and 0.3 GB on the CPU). It is safe while this
+    process has one thread, native threads included, and OMP_NUM_THREADS=1 keeps the child from
+    meeting a stale OpenMP pool. On a GPU machine it is never safe: importing vLLM starts a driver
+    thread that does not survive a fork.
     """
     if not cpu:
         return "a GPU's driver does not survive a fork"
@@ -131,7 +138,8 @@ def why_not_fork(env: Mapping[str, str], *, cpu: bool) -> str | None:
 
 
 def prepare_fork(listening: int) -> None:
-    """Let every later child of this process die with it, keep its signals to itself, and not hold the port.
+    """Make every later child die with this process, ignore its terminal's signals, and close the
+    server's port.
 
     Args:
         listening: file descriptor of the server's socket.
@@ -142,13 +150,13 @@ def prepare_fork(listening: int) -> None:
     def in_child() -> None:
         nonlocal forked
         if forked:
-            return  # a child of the engine, which is not the server's to tie
+            return  # a child of the engine, which ties itself
         forked = True
-        # Closed by replacing it: the number stays taken, so that nobody closes another's file by it.
+        # Replace it in place of closing it: a free number could become another file that vLLM then closes.
         nothing = os.open(os.devnull, os.O_RDWR)
         os.dup2(nothing, listening)
         os.close(nothing)
-        # The event loop's wakeup pipe is shared: a signal to the child would be taken for one to the server.
+        # The event loop's wakeup pipe is shared: the server would take the child's signal for its own.
         signal.set_wakeup_fd(-1)
         _tie_to_parent(server)
 
@@ -156,27 +164,30 @@ def prepare_fork(listening: int) -> None:
 
 
 def is_asked(env: MutableMapping[str, str]) -> bool:
-    """Whether ATROPOS_WAIT_FOR_GO=1, once: a process that executes itself again does not wait again."""
+    """Return True once for ATROPOS_WAIT_FOR_GO=1: a process that executes itself again does not
+    wait again."""
     return env.pop(ENV_WAIT_FOR_GO, "") == "1"
 
 
 def is_told_to_go() -> bool:
-    """Wait for the line `go`. False when the input ends instead: who would have said it needs no server any more."""
+    """Wait for the line `go`; return False if the input ends, because then no server is needed."""
     logger.info(IMPORTED)
     said = b""
-    # Not `sys.stdin`: a thread that waits in it holds its lock, and Python aborts over that when it ends.
+    # Read the descriptor, not `sys.stdin`: a thread that waits in it holds a lock on which Python aborts at exit.
     while not said.endswith(b"\n") and (part := os.read(0, 64)):
         said += part
     return said.strip() == GO_LINE.strip()
 
 
 class Turn(Generic[Found]):
-    """Waits for `go` beside the main thread, which vLLM blocks while its engine starts, and lets the engine through.
+    """Waits for `go` in a thread, since vLLM blocks the main thread during its start, and then lets
+    the engine continue.
 
     Args:
-        env: gets the lock's path, for the engine process that is started next.
-        arrive: what the server does first when its turn has come, in the waiting thread.
-        leave: ends this process: with 0 when the input ends, with 2 when `arrive` fails. Does not return.
+        env: receives the lock's path for the engine process.
+        arrive: called in the waiting thread after `go`.
+        leave: ends this process, with 0 when the input ends and with 2 when `arrive` fails. Does
+            not return.
     """
 
     def __init__(
@@ -184,14 +195,14 @@ class Turn(Generic[Found]):
     ) -> None:
         self._found: Future[Found] = Future()
         self._env, self._arrive, self._leave = env, arrive, leave
-        # Nobody else's, and gone with this process; opened by its path, it is locked apart from this descriptor.
+        # Private and gone with this process. Opening it by path gives a lock separate from this descriptor's.
         self._lock = os.memfd_create("atropos-go")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         env[ENV_ENGINE_LOCK] = f"/proc/{os.getpid()}/fd/{self._lock}"
         threading.Thread(target=self._await, name="await-go", daemon=True).start()
 
     def result(self) -> Found:
-        """What `arrive` gave; waits for it. From here on the engine has passed."""
+        """Wait for the result of `arrive`; from then on the engine continues."""
         self._env.pop(ENV_ENGINE_LOCK, None)
         return self._found.result()
 
@@ -203,12 +214,13 @@ class Turn(Generic[Found]):
         except Exception as error:
             print(f"vllm_server: {error}", file=sys.stderr, flush=True)
             self._leave(2)
-        # Not closed: an engine that is late would find something else under its number.
+        # Stays open: a late engine would find another file under its number.
         fcntl.flock(self._lock, fcntl.LOCK_UN)
 
 
 def wait_in_engine(env: MutableMapping[str, str], parts: Sequence[str] = compat.ENGINE_PARTS) -> None:
-    """In an engine process whose server waits: import `parts`, go on when the server does. Elsewhere nothing."""
+    """In the engine process of a standby server: import `parts`, then wait until the server
+    continues."""
     if multiprocessing.parent_process() is None or (path := env.pop(ENV_ENGINE_LOCK, None)) is None:
         return
     compat.import_parts(parts)
@@ -218,11 +230,11 @@ def wait_in_engine(env: MutableMapping[str, str], parts: Sequence[str] = compat.
 
 
 def scale_raw_logprobs(sampler: torch.nn.Module) -> None:
-    """Have `sampler`, vLLM's, compute raw logprobs [B, V] in nats as log softmax(logits / temperature [B]): by vLLM
-    they are those at temperature 1.
+    """Make vLLM's `sampler` compute raw logprobs [B, V] in nats as log softmax(logits / temperature
+    [B]).
 
-    It is told each batch's temperatures before it computes them, through torch's own hooks: nothing of vLLM is replaced
-    but one function of one object.
+    vLLM computes them at temperature 1. A torch hook passes each batch's temperatures in; only one
+    function of this one object is replaced.
     """
     import torch
 
@@ -234,7 +246,9 @@ def scale_raw_logprobs(sampler: torch.nn.Module) -> None:
 
     def compute_logprobs(logits: torch.Tensor) -> torch.Tensor:
         temperature = present[0]
-        if temperature is None or len(temperature) != len(logits):  # all greedy, or prompts, which nothing samples
+        if temperature is None or len(temperature) != len(
+            logits
+        ):  # all requests are greedy, or only prompts are computed
             return logits.log_softmax(-1, dtype=torch.float32)
         scale = torch.where(temperature < GREEDY_BELOW, 1.0, temperature).unsqueeze(1)
         return (logits.float() / scale).log_softmax(-1)
@@ -246,16 +260,17 @@ def scale_raw_logprobs(sampler: torch.nn.Module) -> None:
 class AtroposWorkerExtension:
     """Mixed into vLLM's worker class; called by `collective_rpc`.
 
-    Every method name starts with `atropos_`: vLLM refuses an extension whose attributes collide with its worker's.
+    Method names start with `atropos_`: vLLM refuses an extension whose attributes collide with its
+    worker's.
 
-    What can fail on one rank alone says so in its answer and never raises: of an error vLLM leaves the other ranks'
-    answers unread, each later call then takes an older one for its own, and returns before those ranks have done their
-    part.
+    A method that can fail on one rank returns its failure and does not raise. After an exception
+    vLLM leaves the other ranks' answers unread, and each later call would take an older answer for
+    its own.
     """
 
     def atropos_export_weights(self) -> dict[str, Any]:
-        """Describe this rank's parameters for the manifest (a `Shard` as plain data), or say under `refused` why they
-        cannot be shared."""
+        """Describe this rank's parameters for the manifest (a `Shard` as plain data); `refused`
+        gives the reason why they cannot be shared."""
         from vllm_server.weights import loaders
 
         model = self.get_model()  # type: ignore[attr-defined]
@@ -267,12 +282,12 @@ class AtroposWorkerExtension:
         return shard.model_dump()
 
     def atropos_whole_distribution(self) -> None:
-        """Raw logprobs are from now on those of the whole distribution at each request's temperature, whatever top-p,
-        penalties and the like make of the sampling; greedy requests have the model's own."""
+        """Compute raw logprobs of the whole distribution at each request's temperature, whatever
+        top-p, penalties and the like do to the sampling. Greedy requests get the model's own."""
         scale_raw_logprobs(self.model_runner.sampler)  # type: ignore[attr-defined]
 
     def atropos_record_routing(self) -> str | None:
-        """Keep the experts of every token from now on, on a CPU; or why that cannot be."""
+        """Record the experts of every token on a CPU; return the reason if that is impossible."""
         from vllm_server.recorded import SlotRecorder
 
         try:
@@ -282,12 +297,13 @@ class AtroposWorkerExtension:
         return None
 
     def atropos_routing(self, token_ids: list[int]) -> tuple[bytes, list[int], str] | None:
-        """The experts of these tokens but the last, as bytes of a shape and type; null where they are not known."""
+        """Experts of these tokens except the last, as bytes with shape and dtype; None if
+        unknown."""
         found = self._atropos_routing.look_up(token_ids)
         return None if found is None else (found.tobytes(), list(found.shape), found.dtype.str)
 
     def atropos_parameter_kinds(self) -> list[str]:
-        """One parameter of each kind of layer, by name."""
+        """Name one parameter of each kind of layer."""
         from vllm_server.weights import graph_check
 
         return graph_check.kinds(self.get_model())  # type: ignore[attr-defined]
@@ -299,20 +315,20 @@ class AtroposWorkerExtension:
         graph_check.nudge(self.get_model(), name)  # type: ignore[attr-defined]
 
     def atropos_put_back(self, name: str) -> None:
-        """Give the parameter the values it had before `atropos_nudge`."""
+        """Restore the values from before `atropos_nudge`."""
         from vllm_server.weights import graph_check
 
         graph_check.put_back(self.get_model(), name)  # type: ignore[attr-defined]
 
     def atropos_why_not_in_place(self) -> str | None:
-        """Why weights must not be written over this rank's; null when they may."""
+        """Reason against writing weights over this rank's; None if there is none."""
         from vllm_server.weights import loaders
 
         return loaders.why_not_in_place()
 
     def atropos_load_weights(self, path: str) -> dict[str, Any]:
-        """Load the safetensors of a folder over this rank's parameters; returns what was read and seconds by phase, or
-        under `failed` why it broke off."""
+        """Load a folder's safetensors over this rank's parameters; return what was read and the
+        seconds by phase, or the failure under `failed`."""
         from vllm_server.weights import reload
 
         try:
@@ -322,7 +338,8 @@ class AtroposWorkerExtension:
             return {"failed": f"{type(error).__name__}: {error}"}
 
     def atropos_transfer_failure(self) -> str | None:
-        """Why this rank's last part in a broadcast failed; null when it did not. Asked once, forgotten."""
+        """Return and clear the failure of this rank's last part in a broadcast; None if it
+        succeeded."""
         from vllm_server.weights import broadcast_engine
 
         return broadcast_engine.take_failure()

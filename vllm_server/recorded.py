@@ -1,12 +1,13 @@
-"""What the engine knew of each completion, kept for the trainer that asks afterwards: logprobs, and experts of tokens.
+"""Logprobs and expert choices of recent completions, kept for a trainer that asks for them later.
 
-Most environments speak to vLLM's own routes, which answer without logprobs, or lose them on their way (atroposlib's
-`ScoredDataItem` has no place for any). The engine knew them: every request for plainly sampled text gets them computed,
-and what came of it is kept under its prompt, as `/generate` keeps its own, until newer completions need the room.
+Most environments use vLLM's own routes, which answer without logprobs, or lose them on the way
+(atroposlib's `ScoredDataItem` has no field for them). The server requests logprobs for every
+plainly sampled completion and keeps them under the prompt's digest until newer completions need the
+memory.
 
-Which experts a token took travels through neither environments nor run-api. vLLM gives them with the finished
-completion (`--enable-return-routed-experts`); on a CPU, where its runner has no such thing, our own recorder in the
-worker does (`SlotRecorder`).
+Expert choices pass through neither environments nor run-api. vLLM returns them with the finished
+completion (`--enable-return-routed-experts`); on a CPU our `SlotRecorder` in the worker records
+them.
 """
 
 from __future__ import annotations
@@ -35,25 +36,25 @@ from vllm_server.versions import VersionHistory
 logger = logging.getLogger(__name__)
 
 MOST_OF_LOGPROBS = 32_000_000
-"""Bytes: 4 million generated tokens."""
+"""Limit in bytes; 4 million generated tokens."""
 MOST_OF_EXPERTS = 2 << 30
-"""Bytes: with 48 layers and 8 of 128 experts a token takes 384."""
+"""Limit in bytes; a token takes 384 with 48 layers and 8 of 128 experts."""
 MOST_SURPLUS = 8
-"""Tokens behind a completion that may be a chat template's: an end of turn, a newline."""
+"""Limit in tokens for what a chat template may append to a completion: an end of turn, a
+newline."""
 OVERHEAD = 512
-"""Bytes that a completion takes beside that."""
+"""Bytes of bookkeeping per completion."""
 FINISHED = 256
-"""Requests that are remembered beyond their end by a worker; the server asks at once."""
+"""Number of finished requests that a worker remembers; the server asks for them at once."""
 PLAIN = {
     "top_p": 1.0, "top_k": 0, "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
     "repetition_penalty": 1.0, "min_tokens": 0,
 }  # fmt: skip
 MASKS = ("logit_bias", "allowed_token_ids", "bad_words", "structured_outputs", "thinking_token_budget")
-"""Options of vLLM's as they leave the distribution alone, and those that must not be there: others would be in the
-logprobs."""
+"""Sampling options that mask the distribution and would show in the logprobs."""
 
 Experts = NDArray[Any]
-"""[tokens, layers, experts a token], uint8 or uint16."""
+"""[tokens, layers, experts per token], uint8 or uint16."""
 
 
 class _Completion(NamedTuple):
@@ -63,17 +64,18 @@ class _Completion(NamedTuple):
 
 
 class _Store:
-    """Completions by the digest of their prompt; of too many bytes the prompts longest unused go first."""
+    """Completions by the digest of their prompt; the least recently used prompts are dropped
+    first."""
 
     def __init__(self, most_bytes: int) -> None:
         self.bytes = 0
         self.dropped = 0
-        """Completions that had to go so far."""
+        """Number of completions dropped for memory."""
         self._most = most_bytes
         self._by_prompt: OrderedDict[str, list[_Completion]] = OrderedDict()
 
     def _keep(self, prompt: Sequence[int], token_ids: Sequence[int], known: Any, size: int) -> None:
-        """One completion, and what is known of it, of `size` bytes."""
+        """Keep one completion and its data of `size` bytes."""
         key, ids = prompt_digest(prompt), array("i", token_ids)
         new = _Completion(ids, known, size + ids.itemsize * len(ids) + OVERHEAD)
         self._by_prompt.setdefault(key, []).append(new)
@@ -85,12 +87,12 @@ class _Store:
             self.dropped += len(oldest)
 
     def _latest(self, prompt: str, token_ids: Sequence[int], surplus: int = 0) -> _Completion | None:
-        """Return the latest completion of the prompt with this digest that begins with `token_ids`: an environment may
-        have cut the end off, and of two equal ones the later is taken.
+        """Return the latest completion of this prompt that begins with `token_ids`: an environment
+        may have cut its end off.
 
         Args:
-            surplus: without one, return the longest completion that `token_ids` begin with and exceed by at most this
-                many: a chat template puts tokens behind the engine's last one.
+            surplus: if there is none, return the longest completion that `token_ids` begin with and
+                exceed by at most this many tokens: a chat template appends tokens.
         """
         wanted = array("i", token_ids)
         known = self._by_prompt.get(prompt, [])
@@ -117,7 +119,8 @@ class CompletionStore(_Store):
         self, prompt: Sequence[int], token_ids: Sequence[int], logprobs: Sequence[float], *, temperature: float,
         oldest_version: int,
     ) -> None:  # fmt: skip
-        """Keep one completion of `prompt`; `logprobs` in nats, as long as `token_ids`, as the sampler returned them."""
+        """Keep one completion; `logprobs` in nats, one for each of `token_ids`, as the sampler
+        returned them."""
         if not token_ids:
             return
         values = array("f", logprobs)
@@ -125,9 +128,10 @@ class CompletionStore(_Store):
         self._keep(prompt, token_ids, (values, heat, oldest_version), values.itemsize * len(values))
 
     def look_up(self, prompt: str, token_ids: Sequence[int]) -> KnownLogprobs | None:
-        """Return the logprobs of `token_ids` behind the prompt with this digest; None where no completion has them.
+        """Return the logprobs of `token_ids` after this prompt; None if no completion matches.
 
-        Tokens that a chat template put behind the completion have none: the answer is shorter by them.
+        Tokens that a chat template appended have none, so the answer can be shorter than
+        `token_ids`.
         """
         if (found := self._latest(prompt, token_ids, MOST_SURPLUS)) is None:
             return None
@@ -138,19 +142,20 @@ class CompletionStore(_Store):
 
 
 class RoutingStore(_Store):
-    """Completions with the experts that their tokens took."""
+    """Completions with the experts of their tokens."""
 
     def __init__(self, most_bytes: int = MOST_OF_EXPERTS) -> None:
         super().__init__(most_bytes)
 
     def remember(self, prompt: Sequence[int], token_ids: Sequence[int], experts: Experts) -> None:
-        """Keep one completion; `experts` of all its tokens, those of the prompt first, but the last."""
+        """Keep one completion; `experts` of prompt and completion tokens, in order, except the
+        last."""
         narrow = compact(experts)
         self._keep(prompt, token_ids, narrow, narrow.nbytes)
 
     def look_up(self, prompt: str, token_ids: Sequence[int], start: int) -> Experts | None:
-        """Of the latest completion of the prompt with this digest that begins with `token_ids`, from the token `start`
-        of both on, but the last. None where there is none."""
+        """Experts of the latest completion of this prompt that begins with `token_ids`, from token
+        `start` of prompt and completion on, except the last; None if there is none."""
         if (found := self._latest(prompt, token_ids)) is None:
             return None
         experts: Experts = found.known
@@ -162,7 +167,7 @@ class RoutingStore(_Store):
 
 
 def compact(experts: NDArray[Any]) -> Experts:
-    """Their numbers in as few bytes as they need, in memory of their own."""
+    """Copy expert numbers into the smallest integer type that holds them."""
     narrow = not experts.size or int(experts.max()) < 256
     return np.ascontiguousarray(experts, dtype=np.uint8 if narrow else np.dtype("<u2")).copy()
 
@@ -176,10 +181,10 @@ def _known(experts: Experts | None) -> KnownRouting | None:
 
 
 class RoutingKeeper:
-    """Takes what the engine's outputs hold into the store.
+    """Moves expert choices from engine outputs into the store.
 
     Args:
-        ask: for the experts of these tokens but the last, where outputs bring none; null: they do.
+        ask: returns the experts of given tokens except the last; None if outputs carry them.
     """
 
     def __init__(self, store: RoutingStore, ask: Callable[[list[int]], Awaitable[Experts | None]] | None) -> None:
@@ -188,7 +193,7 @@ class RoutingKeeper:
         self._said = False
 
     async def keep(self, output: Any, completion: Any, token_ids: list[int]) -> None:
-        """One finished completion of `output`."""
+        """Keep one finished completion of `output`."""
         prompt = list(output.prompt_token_ids or [])
         needed = len(prompt) + len(token_ids) - 1
         if not prompt or not token_ids:
@@ -209,7 +214,7 @@ class RoutingKeeper:
 
 
 class KeptRequest:
-    """Follows the outputs of one request. `deltas`: each brings new tokens alone."""
+    """Follows the outputs of one request; with `deltas` each output brings only new tokens."""
 
     def __init__(self, keeper: RoutingKeeper, *, deltas: bool) -> None:
         self._keeper = keeper
@@ -218,7 +223,7 @@ class KeptRequest:
         self._done: set[int] = set()
 
     async def see(self, output: Any) -> None:
-        """The next one: keep what is finished in it."""
+        """Handle the next output: keep the completions that it finishes."""
         for completion in output.outputs:
             ids = self._token_ids[completion.index]
             if not self._deltas:
@@ -230,7 +235,7 @@ class KeptRequest:
 
 
 def _of_output(output: Any, completion: Any, prompt: int) -> NDArray[Any] | None:
-    """What vLLM returned: of prompt and completion together, or (some releases) of each apart."""
+    """Experts that vLLM returned: for prompt and completion together, or in some releases apart."""
     found = getattr(completion, "routed_experts", None)
     before = getattr(output, "prompt_routed_experts", None)
     if found is None or before is None:
@@ -242,11 +247,12 @@ def record(
     generate: Callable[..., AsyncIterator[Any]], store: CompletionStore, history: VersionHistory,
     routing: RoutingKeeper | None = None,
 ) -> Callable[..., AsyncIterator[Any]]:  # fmt: skip
-    """`generate` of vLLM's engine, which asks for logprobs where the caller did not, and keeps what comes of it. The
-    weights of when the request came are the oldest that can have made it, or those of its adapter.
+    """Wrap the engine's `generate`: request logprobs where the caller did not, and keep the
+    results.
 
-    Streams of deltas pass as they are, and so does what is not sampled plainly; of all of them `routing` keeps which
-    experts they took.
+    The oldest weights that can have made a completion are those at its request's arrival, or its
+    adapter's. Streams of deltas and requests that are not plainly sampled pass unchanged; `routing`
+    keeps the experts of all of them.
     """
     from vllm.sampling_params import RequestOutputKind
 
@@ -285,14 +291,14 @@ def _keep(output: Any, temperature: float, version: int, store: CompletionStore)
 
 
 class SlotRecorder:
-    """The experts of every token by its place in the KV cache, in a worker on a CPU.
+    """Experts of every token by KV cache slot, in a worker on a CPU.
 
-    A token's keys and values lie in a slot of the cache for as long as anyone can use them, and its experts belong to
-    them: a prefix that comes from the cache brings those that computed it. vLLM itself hangs this onto the routers. A
-    finished request is read before its slots are written again.
+    A token's keys and values stay in their slot as long as anyone can use them, and so do its
+    experts; a cached prefix brings the experts that computed it. vLLM itself attaches this object
+    to the routers. A finished request is read before its slots are overwritten.
 
     Raises:
-        ValueError: this model's routers, or its cache, cannot be recorded.
+        ValueError: this model's routers or its cache cannot be recorded.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -305,7 +311,7 @@ class SlotRecorder:
         slots = runner.kv_cache_config.num_blocks * groups[0].kv_cache_spec.block_size
         shape = (model.get_total_num_hidden_layers(), model.get_num_experts_per_tok())
         self._block = groups[0].kv_cache_spec.block_size
-        # One row more, for what stands nowhere (slot -1). Untouched pages of zeros take no memory.
+        # One extra row for tokens without a slot (-1). Untouched pages of zeros take no memory.
         self._slots = np.zeros((slots + 1, *shape), dtype=np.uint8 if model.get_num_experts() <= 256 else "<u2")
         self._finished: deque[tuple[list[int], Experts]] = deque(maxlen=FINISHED)
         self._runner, self._execute = runner, runner.execute_model
@@ -313,17 +319,18 @@ class SlotRecorder:
         runner.execute_model = self._execute_model
 
     def capture(self, layer_id: int, topk_ids: Any) -> None:
-        """Called by the router of each sparse layer with what it chose, [N, experts a token]."""
+        """Called by the router of each sparse layer with its choice, [N, experts per token]."""
         from vllm.forward_context import get_forward_context
 
         mappings = get_forward_context().slot_mapping
         if not isinstance(mappings, dict) or not mappings:
-            return  # a pass that is no request's
+            return  # a warm-up pass
         slots = next(iter(mappings.values()))[: len(topk_ids)].numpy()
         self._slots[slots, layer_id] = topk_ids.numpy()
 
     def look_up(self, token_ids: Sequence[int]) -> Experts | None:
-        """Experts of these tokens but the last, if they begin a request that is running or has ended lately."""
+        """Experts of these tokens except the last, if they begin a running or recently finished
+        request."""
         wanted, count = list(token_ids), len(token_ids)
         for name in self._runner.input_batch.req_id_to_index:
             request = self._runner.requests[name]
@@ -335,7 +342,7 @@ class SlotRecorder:
         return None
 
     def _execute_model(self, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
-        """The runner's own, which overwrites what has ended."""
+        """Read finished requests, then call the runner's method, which overwrites their slots."""
         for name in scheduled.finished_req_ids & self._runner.input_batch.req_id_to_index.keys():
             request = self._runner.requests[name]
             tokens = self._tokens(request)
@@ -347,7 +354,7 @@ class SlotRecorder:
         return [*(request.prompt_token_ids or []), *request.output_token_ids]
 
     def _read(self, request: Any, count: int) -> Experts:
-        """Of its first `count` tokens, a copy."""
+        """Copy the experts of the first `count` tokens of a request."""
         at = np.arange(count)
         blocks = np.asarray(request.block_ids[0])
         return self._slots[blocks[at // self._block] * self._block + at % self._block]

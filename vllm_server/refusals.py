@@ -1,17 +1,21 @@
-"""Which requests for completions are refused or sampled otherwise than they ask, and what the log says of it.
+"""The sampling policy of rollouts, and the log of refused and adjusted requests.
 
-The trainer computes log softmax(logits / temperature). Sampling options that cut, mask or shift the distribution leak
-into every importance ratio: they renormalise what vLLM returns. Rollouts are requests that ask for logprobs, and those
-whose header says so; what becomes of such an option is `SamplingPolicy`. Whatever else asks for no logprobs (evaluation
-over `/v1`) samples as it likes, and greedy requests may name filters that do nothing to them.
+The trainer computes log softmax(logits / temperature). Sampling options that cut, mask or shift the
+distribution renormalise what vLLM returns and so enter every importance ratio. A request counts as
+a rollout if it asks for logprobs or its header says so; `SamplingPolicy` decides about such
+options. Requests without logprobs (evaluation over `/v1`) sample freely, and greedy requests may
+name filters, which have no effect on them.
 
-The log says each reason once, then how often, so that no client's error is a riddle.
+The log gives each reason once, then its count:
 
-    refused 331 requests to /generate (400): top_p=0.95: changes ... Send top_p=1 [of 332 since 10:04:51]
-    adjusted 331 requests to /generate: top_p=0.95 was left out: it changes ... [of 332 since 10:04:51]
+    refused 331 requests to /generate (400): top_p=0.95: changes ... Send top_p=1 [of 332 since
+    10:04:51]
+    adjusted 331 requests to /generate: top_p=0.95 was left out: it changes ... [of 332 since
+    10:04:51]
 
-The cockpit's `diagnoses/stall_rules.py` reads these lines. Reasons that differ in values only are one; clients
-choose the words, so lines are cut, control characters are escaped, and few reasons are kept apart.
+The cockpit's `diagnoses/stall_rules.py` reads these lines. Reasons that differ only in values are
+one. Clients choose the words, so the log cuts lines, escapes control characters and keeps few
+reasons apart.
 """
 
 from __future__ import annotations
@@ -44,7 +48,7 @@ WHY = (
 
 AS_ASKED = '`sampling = "as_asked"` under [vllm] takes such options, "refuse" refuses them'
 ADJUSTED = "atropos.adjusted"
-"""Where in the scope of a request the log lies."""
+"""Key of the log in a request's scope."""
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_p": (None, 1),
@@ -59,19 +63,19 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "bad_words": (None, []),
     "structured_outputs": (None,),
     "response_format": (None, {"type": "text"}),
-    "tool_choice": (None, "none", "auto"),  # a call that must come is written under a grammar
-    "thinking_token_budget": (None, -1.0),  # no int, so not sent in its place: -1 differs between releases
+    "tool_choice": (None, "none", "auto"),  # a forced call is generated under a grammar
+    "thinking_token_budget": (None, -1.0),  # a float, so `without` does not send it: -1 differs between releases
     "watermarking": (None, False),
     "use_beam_search": (None, False),
 }
-"""Option -> values with which it does nothing."""
+"""Option -> values that have no effect."""
 _FILTERS = ("top_p", "top_k", "min_p")
-"""Nothing to greedy decoding: they never drop the likeliest token."""
+"""Options without effect on greedy decoding: they never drop the likeliest token."""
 _ROUTES = ("/v1/completions", "/v1/chat/completions")
 
 
 def leaks(options: Mapping[str, Any]) -> list[str]:
-    """The options, as `name=value`, whose effect would be in the returned logprobs."""
+    """Options, as `name=value`, that would change the returned logprobs."""
     greedy = options.get("temperature") == 0
     return [
         f"{name}={options[name]!r}"
@@ -81,7 +85,7 @@ def leaks(options: Mapping[str, Any]) -> list[str]:
 
 
 def instead(leaking: Iterable[str]) -> str:
-    """What to send in the place of such options: `Send top_p=1`, `Leave out logit_bias`."""
+    """Advice for such options: `Send top_p=1`, `Leave out logit_bias`."""
     names = names_of(leaking)
     neutral = {name: value for name in names for value in _NEUTRAL[name] if type(value) is int}
     send = [f"{name}={value}" for name, value in neutral.items()]
@@ -91,17 +95,18 @@ def instead(leaking: Iterable[str]) -> str:
 
 
 def without(names: Iterable[str]) -> dict[str, Any]:
-    """Values with which options of these names do nothing."""
+    """Neutral values for options of these names."""
     return {name: next((value for value in _NEUTRAL[name] if type(value) is int), None) for name in names}
 
 
 def names_of(leaking: Iterable[str]) -> list[str]:
-    """Names in what `leaks` returns."""
+    """Names in the result of `leaks`."""
     return [item.partition("=")[0] for item in leaking]
 
 
 def served_defaults(model_config: Any) -> dict[str, Any]:
-    """What vLLM's own routes put in where a request names nothing; says so when a model asks for more than it gets."""
+    """Defaults that vLLM's routes add to a request; logs which defaults of the model are not
+    applied."""
     served: dict[str, Any] = model_config.get_diff_sampling_param()
     if model_config.generation_config == "vllm":
         left_out = leaks(model_config.try_get_generation_config())
@@ -120,9 +125,10 @@ def served_defaults(model_config: Any) -> dict[str, Any]:
 
 
 class PlainSampling:
-    """ASGI middleware, named to vLLM by its own `--middleware`: rollouts over `/v1` sample as the policy has it.
+    """ASGI middleware, passed to vLLM by its own `--middleware` flag; applies the sampling policy
+    to rollouts over `/v1`.
 
-    The defaults of the served model lie in the app as `app.state.atropos_sampling`, the policy as
+    The app carries the served model's defaults as `app.state.atropos_sampling`, and the policy as
     `app.state.atropos_sampling_policy`.
     """
 
@@ -135,7 +141,7 @@ class PlainSampling:
         if not ours or policy == "as_asked":
             await self.app(scope, receive, send)
             return
-        raw = await Request(scope, receive).body()  # the door has it whole
+        raw = await Request(scope, receive).body()  # the auth middleware has read it completely
         body = _parsed(raw)
         defaults = getattr(scope["app"].state, "atropos_sampling", {})
         leaking = _leaking(body, defaults, Headers(scope=scope).get(SPLIT_HEADER) == "train")
@@ -159,7 +165,7 @@ def _request(body: bytes) -> Message:
 
 
 def _with_header(send: Send, leaking: Iterable[str]) -> Send:
-    """`send`, with the names of what was left out in the answer's header."""
+    """Wrap `send`: add the names of removed options to the answer's header."""
     named = (SAMPLING_HEADER.lower().encode(), ", ".join(names_of(leaking)).encode())
 
     async def add(message: Message) -> None:
@@ -171,7 +177,8 @@ def _with_header(send: Send, leaking: Iterable[str]) -> Send:
 
 
 def _parsed(raw: bytes) -> dict[str, Any]:
-    """Empty for a body that is not a JSON object: vLLM says that better."""
+    """Parse the body; return an empty object for anything else, because vLLM's error message is
+    better."""
     try:
         body = json.loads(raw)
     except (ValueError, RecursionError):
@@ -180,8 +187,8 @@ def _parsed(raw: bytes) -> dict[str, Any]:
 
 
 def _leaking(body: dict[str, Any], defaults: Mapping[str, Any], rollout: bool) -> list[str]:
-    """Options that would leak, if the request is a rollout: it says so, or asks for logprobs."""
-    # 0 asks for the sampled token's; only null and false ask for none.
+    """Options that would change the logprobs of a rollout; empty for other requests."""
+    # 0 asks for the sampled token's logprob; only None and False ask for none.
     asks = body.get("logprobs") is not None and body["logprobs"] is not False
     if not body or not (rollout or asks):
         return []
@@ -190,14 +197,14 @@ def _leaking(body: dict[str, Any], defaults: Mapping[str, Any], rollout: bool) -
 
 
 FIRST_GAP_S = 5.0
-"""Between the first two lines of a reason; three times as long after each later one, as long as it is refused."""
+"""Seconds between the first two lines of a reason; later intervals triple."""
 LAST_GAP_S = 300.0
 FEW = 10
-"""Up to so many refusals the time between lines does not grow."""
+"""Number of refusals up to which the interval does not grow."""
 FORGET_S = 600.0
-"""A reason not heard of for so long is a new one when it comes back."""
+"""Seconds without a refusal after which a reason counts as new."""
 REASONS = 32
-"""Kept apart; what else is refused is counted as one, under the words of the newest."""
+"""Number of reasons that are kept apart; all others share one entry."""
 BODY_BYTES = 64 * 1024
 REASON_CHARACTERS = 480
 PATH_CHARACTERS = 60
@@ -208,26 +215,26 @@ _OTHERS = (0, "", "")
 
 @dataclass
 class _Reason:
-    """One reason from its first refusal on."""
+    """Count and log state of one reason."""
 
     path: str
     status: int
     text: str
     ended_before: int
-    """Requests that had been answered before it."""
+    """Number of requests that had been answered before the first refusal."""
     since: float
-    """Unix seconds."""
+    """Time of the first refusal, Unix seconds."""
     count: int = 0
     said: int = 0
     said_at: float = float("-inf")
-    """Of the event loop's clock, as `heard_at`."""
+    """Time of the last log line, in seconds of the event loop's clock, as `heard_at`."""
     heard_at: float = 0.0
     gap_s: float = field(default_factory=lambda: FIRST_GAP_S)
     timer: asyncio.TimerHandle | None = None
 
 
 class RefusalLog:
-    """Counts requests and writes the lines. Belongs to one event loop."""
+    """Counts requests and writes the log lines; belongs to one event loop."""
 
     def __init__(self) -> None:
         self.begun = 0
@@ -235,7 +242,7 @@ class RefusalLog:
         self._reasons: dict[tuple[int, str, str], _Reason] = {}
 
     def note(self, path: str, status: int, words: str) -> None:
-        """A request that has not ended yet was refused with `status`, or sampled otherwise than it asks (0)."""
+        """Count a request in flight as refused with `status`, or as adjusted (status 0)."""
         now = asyncio.get_running_loop().time()
         text = shown(words, REASON_CHARACTERS)
         reason = self._reason(path, status, text, now)
@@ -249,12 +256,12 @@ class RefusalLog:
             self._say(reason)
 
     def close(self) -> None:
-        """The server ends: say what is not said yet."""
+        """Log everything that is still unlogged, at shutdown."""
         for reason in self._reasons.values():
             self._say(reason)
 
     def _reason(self, path: str, status: int, text: str, now: float) -> _Reason:
-        """The reason that this refusal belongs to, made if it is new."""
+        """Return the entry of this refusal's reason; create it if it is new."""
         key = (status, path, _VALUES.sub("", text))
         if key not in self._reasons and len(self._reasons) >= REASONS:
             self._forget(now)
@@ -275,7 +282,7 @@ class RefusalLog:
                 del self._reasons[key]
 
     def _say(self, reason: _Reason) -> None:
-        """The line, unless it is said."""
+        """Log the reason, unless its count is logged already."""
         if reason.timer is not None:
             reason.timer.cancel()
             reason.timer = None
@@ -294,14 +301,14 @@ class RefusalLog:
 
 
 def note_adjusted(scope: Scope, leaking: Iterable[str]) -> None:
-    """For the log: these options were left out of a request."""
+    """Log that these options were removed from a request."""
     log: RefusalLog | None = scope.get(ADJUSTED)
     if log is not None:
         log.note(route_path(scope), 0, f"{', '.join(leaking)} left out: {WHY}. {AS_ASKED}")
 
 
 class Refusals:
-    """ASGI middleware, the outermost: sees what we, vLLM or the door refuse on generating routes."""
+    """Outermost ASGI middleware: counts the refusals of generating routes, from any layer."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -343,13 +350,14 @@ def _generates(scope: Scope) -> bool:
 
 
 def _is_of_the_run(scope: Scope) -> bool:
-    """Whether the run's own user sent the request: a diagnosis blames an environment for what this log counts."""
+    """Return True for the run's own connections: a diagnosis blames an environment for what this
+    log counts."""
     connection = connection_of(scope)
     return connection is None or connection.own
 
 
 def reason_of(body: bytes) -> str:
-    """The words of an error answer: ours, vLLM's or FastAPI's; the body itself where it has no such form."""
+    """Reason in an error answer of ours, vLLM or FastAPI; the body itself in any other form."""
     text = body.decode(errors="replace")
     try:
         found: Any = json.loads(text)
@@ -363,7 +371,7 @@ def reason_of(body: bytes) -> str:
 
 
 def shown(text: str, limit: int) -> str:
-    """`text` as one line: control characters escaped, cut in its middle where it is too long."""
+    """`text` as one line with escaped control characters, cut in its middle if too long."""
     text = " ".join(text.split())
     text = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
     return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"

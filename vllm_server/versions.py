@@ -1,7 +1,8 @@
-"""Which weights made which completion, and whether the server may generate at all: state, no engine, no clock.
+"""Weight versions of completions, and the state that decides whether the server may generate. Plain
+state: no engine, no clock.
 
-Moments are `time.monotonic()` seconds, passed in. On Linux that clock is shared by all processes, so the engine's token
-timestamps and the server's version changes compare.
+Times are `time.monotonic()` seconds, passed in. On Linux all processes share that clock, so the
+engine's token times and the server's version changes are comparable.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ MAX_LEASE_S = 24 * 3600.0
 
 
 class SpanStore:
-    """Completion digest -> span, bounded; the least recently used entry goes first.
+    """Bounded map from completion digest to span; the least recently used entry is dropped first.
 
-    With a `path` that file is kept alike, so that a restarted server still knows what its predecessor generated. One
-    line a completion: digest, oldest and newest version. Appended as completions are made, read and compacted at start.
-    The lines reach the kernel at once, so they outlive a killed server, though not a killed machine.
+    With a `path` the store also appends to that file, so that a restarted server knows its
+    predecessor's completions: one line a completion with digest, oldest and newest version. It is
+    compacted at start. Lines reach the kernel at once, so they survive a killed server, but not a
+    power loss.
     """
 
     def __init__(self, path: Path | None = None, *, capacity: int = 200_000) -> None:
@@ -49,7 +51,7 @@ class SpanStore:
         return len(self._spans)
 
     def remember(self, digest: str, span: Span) -> None:
-        """Record `span`. Two completions alike to the last bit share a digest: the later one wins."""
+        """Record `span`. Two identical completions share a digest; the later one wins."""
         self._note(digest, span)
         if self._path is None:
             return
@@ -63,7 +65,7 @@ class SpanStore:
             self._failed(error)
 
     def look_up(self, digests: Sequence[str]) -> list[Span | None]:
-        """Spans in the order asked; None for a digest never seen or already dropped."""
+        """Spans in the order of `digests`; None for an unknown or dropped digest."""
         found = []
         for digest in digests:
             span = self._spans.get(digest)
@@ -79,13 +81,15 @@ class SpanStore:
             self._spans.popitem(last=False)
 
     def _failed(self, error: OSError) -> None:
-        """A full disk must not stop rollouts: memory still knows, only a restart would forget."""
+        """Go on without the file: a full disk must not stop rollouts, and only a restart would lose
+        spans."""
         if not self._warned:
             logger.warning("%s cannot be written (%s): a restarted server will not know", self._path, error)
         self._warned = True
 
     def _compact(self, path: Path) -> None:
-        """Rewrite the file with what is kept, and append there; where that fails, go on as before."""
+        """Rewrite the file with the kept entries and append from there; go on without it on
+        failure."""
         self._lines = len(self._spans)
         try:
             write_private(path, "".join(_span_line(digest, span) for digest, span in self._spans.items()))
@@ -103,7 +107,8 @@ def _span_line(digest: str, span: Span) -> str:
 
 
 def _read_spans(path: Path) -> list[tuple[str, Span]]:
-    """Whole lines of `path`; a torn or foreign one is left out, and a missing file is an empty one."""
+    """Complete lines of `path`; torn and malformed lines are skipped, and a missing file counts as
+    empty."""
     try:
         lines = path.read_text(errors="replace").split("\n")[:-1]
     except OSError:
@@ -117,7 +122,7 @@ def _read_spans(path: Path) -> list[tuple[str, Span]]:
 
 
 class VersionHistory:
-    """Which weight version was in force at a moment. Before the first change it is 0, the base model."""
+    """The weight version at each moment; 0, the base model, before the first change."""
 
     def __init__(self, keep: int = 4096) -> None:
         self._keep = keep
@@ -125,7 +130,7 @@ class VersionHistory:
         self._versions: list[int] = [0]
 
     def change(self, version: int, moment: float) -> None:
-        """`version` is in force from `moment` on. Moments never go back."""
+        """Make `version` current from `moment` on; moments never decrease."""
         assert moment >= self._since[-1], "version changes are recorded in order"
         self._since.append(moment)
         self._versions.append(version)
@@ -137,7 +142,7 @@ class VersionHistory:
         return self._versions[-1]
 
     def span(self, first: float, last: float) -> Span:
-        """Oldest and newest version between the moments of the first and the last token, both included."""
+        """Oldest and newest version from the first to the last token's moment, both included."""
         low = max(bisect_right(self._since, first) - 1, 0)
         high = max(bisect_right(self._since, last), low + 1)
         inside = self._versions[low:high]
@@ -145,15 +150,15 @@ class VersionHistory:
 
 
 Expiry = Literal["resume", "fault"]
-"""What an expired lease asks for: resume by itself, or stay paused and turn unhealthy."""
+"""Effect of an expired lease: resume, or stay paused and become unhealthy."""
 
 
 @dataclass
 class BridgeState:
     """Hold, pause, dirty flag and lease of one server.
 
-    Pausing while paused renews the lease; `dirty` sticks until a resume, since a half-written model stays half-written
-    no matter who pauses again.
+    A pause during a pause renews the lease. `dirty` stays set until a resume: another pause does
+    not make half-written weights whole.
     """
 
     held: bool = False
@@ -162,15 +167,15 @@ class BridgeState:
     dirty: bool = False
     lease_until: float | None = None
     holder: str = ""
-    """Whose pause it is; empty: anybody's."""
+    """Holder of the pause; empty: any client may resume."""
     fault: str | None = None
-    """Why the server is unhealthy, in words for a user."""
+    """Reason why the server is unhealthy, for the user."""
 
     def pause(self, *, lease_s: float, dirty: bool, now: float, holder: str = "") -> None:
-        """Enter or renew a pause, or take over that of another holder.
+        """Start or renew a pause, or take over another holder's.
 
         Raises:
-            ValueError: a lease that is not a positive, finite number of seconds.
+            ValueError: the lease is not a positive, finite number of seconds.
         """
         if not 0 < lease_s <= MAX_LEASE_S:
             raise ValueError(f"lease_s must be above 0 and at most {MAX_LEASE_S:.0f} seconds, not {lease_s}")
@@ -181,13 +186,14 @@ class BridgeState:
         self.fault = None
 
     def resume(self, weight_version: int) -> None:
-        """The weights named by `weight_version` are complete: release pause, hold and fault."""
+        """Declare the weights of `weight_version` complete: end pause, hold and fault."""
         self.weight_version = weight_version
         self.held = False
         self._release()
 
     def expire(self, now: float) -> Expiry | None:
-        """Call when the lease may have run out. A clean pause is over (the hold stays); a dirty one becomes a fault."""
+        """Handle a possibly expired lease. A clean pause ends (the hold stays); a dirty one becomes
+        a fault."""
         if not self.paused or self.lease_until is None or now < self.lease_until:
             return None
         if self.dirty:
@@ -201,7 +207,7 @@ class BridgeState:
         return "resume"
 
     def fail(self, fault: str) -> None:
-        """A write broke off; paused and dirty stay."""
+        """Record a failed write; pause and dirty flag stay."""
         self.lease_until = None
         self.fault = fault
 

@@ -1,4 +1,5 @@
-"""How new weights come to answer: loaders, single copy, loads from a folder, broadcasts, and the check of the graphs.
+"""How new weights reach the engine: loaders, single copy, loads from a folder, broadcasts, and the
+graph check.
 
 Importing this package imports neither vLLM nor torch.
 """

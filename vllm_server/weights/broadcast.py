@@ -1,7 +1,8 @@
-"""`/bridge/transfer/*`: the trainer's group is joined, and its broadcast becomes what this server answers with.
+"""Routes `/bridge/transfer/*`: join the trainer's group and receive its broadcasts.
 
-An update is one request: generation freezes, every worker receives, the prefix cache is reset, generation goes on with
-the new version. What breaks off in between leaves the server unhealthy, with the cause, until a complete update.
+An update is one request: freeze generation, receive in every worker, reset the prefix cache, resume
+with the new version. A failure in between leaves the server unhealthy, with the cause, until a
+complete update.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from vllm_server.bridge import ASLEEP, NotDone, WeightBridge, answered, timed
 from vllm_server.weights.collectives import REFUSED
 
 GRACE_S = 15.0
-"""A worker that has not given up this long after its own timeout is stuck."""
+"""Seconds after its own timeout at which a worker counts as stuck."""
 
 
 class BrokenTransfer(NotDone):
-    """The trainer's broadcast did not arrive; the message names the phase, or begins with `REFUSED`."""
+    """The trainer's broadcast did not arrive; the message names the phase, or begins with
+    `REFUSED`."""
 
     def __init__(self, why: str) -> None:
         super().__init__(why)
@@ -32,17 +34,17 @@ class BrokenTransfer(NotDone):
 
 
 class Transfers:
-    """Takes weights from the trainer's group into the engine's workers."""
+    """Receives weights from the trainer's group into the engine's workers."""
 
     def __init__(self, bridge: WeightBridge) -> None:
         self.bridge = bridge
 
     async def join(self, request: TransferInit) -> BridgeInfo:
-        """Let every worker join; what answers does not change.
+        """Let every worker join; the answering weights stay.
 
         Raises:
-            BrokenTransfer: the group did not form, or would form at an address that nobody has named here, or this
-                model does not take weights in place.
+            BrokenTransfer: the group did not form, its address is not allowed here, or this model
+                does not accept weights in place.
         """
         async with self.bridge.lock:
             self._require_awake()
@@ -51,10 +53,11 @@ class Transfers:
             return self.bridge.info()
 
     async def update(self, request: TransferUpdate) -> TransferReport:
-        """Receive and go on as `weight_version`.
+        """Receive the weights and answer as `weight_version`.
 
         Raises:
-            BrokenTransfer: it did not arrive whole. The server is unhealthy then, and serves nobody.
+            BrokenTransfer: the weights are incomplete. The server is now unhealthy and refuses
+                requests.
         """
         phases: dict[str, float] = {}
         async with self.bridge.lock:
@@ -93,7 +96,7 @@ class Transfers:
         try:
             await engine.start_weight_update()
         except Exception:
-            # Releases differ in whether an update that failed before is over by itself.
+            # Some releases end a failed update by themselves, others do not.
             with contextlib.suppress(Exception):
                 await engine.finish_weight_update()
             await engine.start_weight_update()
@@ -101,7 +104,8 @@ class Transfers:
         await engine.finish_weight_update()
 
     async def _workers(self, work: Coroutine[Any, Any, None], timeout_s: float) -> None:
-        """What a rank noted of `work` is its failure; a refusal explains the others' broken connections."""
+        """Run `work` and raise a rank's failure; a refusal explains the broken connections of other
+        ranks."""
 
         async def work_of_all() -> list[str | None]:
             await work
@@ -122,7 +126,7 @@ class Transfers:
 
 
 def make_router(transfers: Transfers) -> APIRouter:
-    """The two routes; both behind the token, as all of `/bridge`."""
+    """The two routes; like all of `/bridge` they need the token."""
     router = APIRouter()
 
     @router.post("/bridge/transfer/init")
@@ -149,6 +153,6 @@ async def _update(engine: Any, info: dict[str, Any]) -> None:
 
 
 def _said(error: Exception) -> str:
-    """What the worker said, without the engine's wrapping."""
+    """The worker's error message, without the engine's wrapping."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text.removeprefix("Call to collective_rpc method failed: ")[:600]

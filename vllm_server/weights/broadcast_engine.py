@@ -1,8 +1,8 @@
-"""How a vLLM worker takes the trainer's broadcast: an engine in vLLM's own weight transfer registry.
+"""Weight transfer engine for vLLM's registry: receives the trainer's broadcast in a worker.
 
-The first update runs the model's own `load_weights` over the received tensors while every copy it makes is noted. Later
-updates repeat those copies alone, chunk by chunk, while the next chunk is on its way: no name is looked up and no
-memory is allocated. Parameters are written where they lie, so CUDA graphs stay valid.
+The first update runs the model's own `load_weights` over the received tensors and records every
+copy it makes. Later updates only repeat those copies, chunk by chunk, while the next chunk arrives:
+no name lookup, no allocation. Parameters are written in place, so CUDA graphs stay valid.
 
 Runs in vLLM's worker process.
 """
@@ -25,21 +25,22 @@ from vllm_server.weights.copy_recorder import Copies, CopyRecorder, named_views
 logger = logging.getLogger(__name__)
 
 BACKEND = "atropos_broadcast"
-"""Its name in `--weight-transfer-config`."""
+"""Backend name in `--weight-transfer-config`."""
 
 _failure: str | None = None
-"""Of this rank's last part in a broadcast, until it is asked for; why nothing is raised: `AtroposWorkerExtension`."""
+"""Failure of this rank's last part in a broadcast; `AtroposWorkerExtension` explains why nothing is
+raised."""
 
 
 def take_failure() -> str | None:
-    """Why the last call failed; null when it did not, or was asked for already."""
+    """Return and clear the last failure; None if there is none."""
     global _failure
     failure, _failure = _failure, None
     return failure
 
 
 def _noted(call: Callable[[BroadcastEngine, Any], None]) -> Callable[[BroadcastEngine, Any], None]:
-    """`call`, whose error is kept for `take_failure` instead of being raised."""
+    """Wrap `call`: keep its error for `take_failure`."""
 
     @wraps(call)
     def without_raising(self: BroadcastEngine, info: Any) -> None:
@@ -59,19 +60,19 @@ def _noted(call: Callable[[BroadcastEngine, Any], None]) -> Callable[[BroadcastE
 
 @cache
 def register_engine() -> None:
-    """Make the engine known to vLLM in this process; once is enough."""
+    """Register the engine with vLLM in this process; a second call has no effect."""
     WeightTransferEngineFactory.register_engine(BACKEND, __name__, "BroadcastEngine")
 
 
 class TransferRefused(ValueError):
-    """What the trainer sends cannot become this model's weights; trying again will not help."""
+    """The sent tensors cannot become this model's weights; a retry does not help."""
 
     def __init__(self, why: str) -> None:
         super().__init__(collectives.REFUSED + why)
 
 
 class BroadcastEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
-    """Receives all parameters from the trainer's ranks into the model as it lies in memory."""
+    """Receives all parameters from the trainer's ranks into the model in place."""
 
     init_info_cls = TransferInit
     update_info_cls = TransferUpdate
@@ -86,9 +87,10 @@ class BroadcastEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
 
     @_noted
     def init_transfer_engine(self, init_info: TransferInit) -> None:
-        """Join the trainer's group and make room for what it will send.
+        """Join the trainer's group and allocate receive buffers.
 
-        Noted as failures: another device, no group. Whether layers follow writes in place the server knows.
+        Failures that are kept: another device, no group. The server itself checks that layers
+        follow in-place writes.
         """
         self.shutdown()
         if (init_info.backend == "nccl") != (self.device.type == "cuda"):
@@ -96,7 +98,7 @@ class BroadcastEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
                 f"the trainer broadcasts over {init_info.backend}, and the weights here are on {self.device.type}"
             )
         self._chunks = chunks(init_info.tensors, init_info.chunk_bytes)
-        self._copies, self._buffers = None, []  # their memory first: there may be no room for both
+        self._copies, self._buffers = None, []  # free the old buffers first: there may be no memory for both
         size = max(chunk.nbytes for chunk in self._chunks)
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(SLOTS)]
         parallel = self.parallel_config
@@ -106,10 +108,10 @@ class BroadcastEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
         logger.info("Joined the trainer's group as rank %d of %d", rank, init_info.world_size)
 
     def start_weight_update(self) -> None:
-        """Nothing to prepare: parameters are written where they lie."""
+        """No-op: parameters are written in place."""
 
     def finish_weight_update(self) -> None:
-        """Nothing to finish; `update_weights` returns when the device has all of it."""
+        """No-op: `update_weights` returns when the device has everything."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self.receive_weights(self.parse_update_info(update_info))
@@ -117,13 +119,15 @@ class BroadcastEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
     @_noted
     @torch.no_grad()
     def receive_weights(self, update_info: TransferUpdate) -> None:
-        """Fill the model's parameters with what the trainer broadcasts now.
+        """Fill the model's parameters from the current broadcast.
 
-        Noted as failures: it broke off, there is no group, the tensors do not fill the model.
+        Failures that are kept: a broken transfer, no group, tensors that do not fill the model.
         """
         if self._link is None:
             raise collectives.LinkError("this server is in no group: /bridge/transfer/init comes first")
-        now = [parameter.data_ptr() for parameter in self.model.parameters()]  # noted copies lead nowhere else
+        now = [
+            parameter.data_ptr() for parameter in self.model.parameters()
+        ]  # recorded copies write to these addresses
         try:
             if self._copies is None or now != self._addresses:
                 self._copies, self._addresses = self._load(self._link), now
@@ -135,18 +139,19 @@ class BroadcastEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
             raise
 
     def shutdown(self) -> None:
-        """Leave the group; the next one starts anew."""
+        """Leave the group."""
         link, self._link = self._link, None
         if link is not None:
             link.close()
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        """The trainer's side in releases before 0.28; ours is `trainer_core.weight_sync.broadcast`."""
+        """Trainer side in vLLM before 0.28; ours is `trainer_core.weight_sync.broadcast`."""
         raise NotImplementedError("the trainer sends by itself: --weight-bridge-mode shared_vllm --use-shared-memory")
 
     def _load(self, link: collectives.Link) -> list[Copies] | None:
-        """Receive through the model's own loader; returns its copies, or None where they are not the whole story."""
+        """Receive through the model's own loader; return its copies, or None where copies alone do
+        not reproduce the load."""
         recorder = CopyRecorder(self.model)
         copies: list[Copies] = []
         for index, chunk in enumerate(self._chunks):
@@ -157,7 +162,7 @@ class BroadcastEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
                 with recorder:
                     self.model.load_weights(recorder.give(named_views(chunk, buffer)))
             except torch.OutOfMemoryError:
-                raise  # which another try may not meet
+                raise  # a retry may succeed
             except Exception as error:
                 raise TransferRefused(
                     f"is it the same model on both sides? This one's loader does not take what the trainer sends "

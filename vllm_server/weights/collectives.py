@@ -1,6 +1,6 @@
-"""A worker's end of the group in which weights are broadcast: gloo between CPU processes, NCCL between GPUs.
+"""A worker's end of the broadcast group: gloo between CPU processes, NCCL between GPUs.
 
-A peer that dies is an error, never a hang: every wait is one of the `Lifeline`'s.
+A dead peer is an error and never a hang: every wait belongs to the `Lifeline`.
 """
 
 from __future__ import annotations
@@ -13,36 +13,38 @@ from atropos_common.group import Gloo, Lifeline, LinkError, Nccl, cut, first_lin
 from atropos_common.transfer import SLOTS, Chunk, TransferInit
 
 REFUSED = "refused: "
-"""How a worker's error begins that the next try would meet again; of an error only the text leaves the worker."""
+"""Prefix of a worker's error that a retry would meet again; only the text of an error leaves the
+worker."""
 
 
 class Link:
     """Receives the trainer's broadcasts in order."""
 
     def receive(self, chunk: Chunk, buffer: torch.Tensor, slot: int) -> None:
-        """Fill `buffer`, uint8 of the chunk's bytes; what is queued on the device after this sees it full."""
+        """Fill `buffer`, uint8 of the chunk's bytes; work queued on the device after this call sees
+        it full."""
         raise NotImplementedError
 
     def emptied(self, slot: int) -> None:
-        """What is queued on the device so far was the last use of that slot's content."""
+        """Mark the slot's content as used by the work queued on the device up to now."""
 
     def finish(self) -> None:
-        """Wait until everything received is where it belongs.
+        """Wait until everything received is in place.
 
         Raises:
-            LinkError: the trainer is gone, or nothing came within the timeout.
+            LinkError: the trainer is gone, or the timeout passed.
         """
 
     def close(self) -> None:
-        """Leave, whatever state the others are in."""
+        """Leave the group, whatever state the others are in."""
         raise NotImplementedError
 
 
 def join(init: TransferInit, rank: int, device: torch.device) -> Link:
-    """Meet the others in the trainer's store, then connect.
+    """Meet the other processes in the trainer's store, then connect.
 
     Raises:
-        LinkError: with the phase and the usual causes.
+        LinkError: names the phase and the usual causes.
     """
     lifeline = Lifeline(init, rank, gpu_of(device))
     try:
@@ -55,7 +57,7 @@ def join(init: TransferInit, rank: int, device: torch.device) -> Link:
 
 
 class GlooLink(Link):
-    """Through CPU memory; a receive returns when its data is there, so nothing is left to wait for."""
+    """Transfer through CPU memory; a receive returns when its data has arrived."""
 
     def __init__(self, lifeline: Lifeline, rank: int, init: TransferInit) -> None:
         self._lifeline = lifeline
@@ -79,11 +81,11 @@ class GlooLink(Link):
 
 
 class NcclLink(Link):
-    """Broadcasts run on a stream of their own while the present stream empties the buffer before."""
+    """Broadcasts run on their own stream while the current stream empties the previous buffer."""
 
     def __init__(self, lifeline: Lifeline, rank: int, init: TransferInit, device: torch.device) -> None:
         self._lifeline = lifeline
-        # Later releases change NCCL's settings for vLLM's own groups; the trainer has those of the launch.
+        # Later releases change NCCL's environment for vLLM's own groups; the trainer uses the launch's.
         with _as_launched():
             self._nccl = Nccl(init.nccl_id, rank, init.world_size, device)
         self._stream = torch.cuda.Stream(device)

@@ -1,4 +1,5 @@
-"""Which bytes of the tensors that it is given a model's own loader copies to which place of its parameters."""
+"""Records which bytes of the given tensors a model's own loader copies to which place of its
+parameters."""
 
 from __future__ import annotations
 
@@ -16,21 +17,21 @@ from atropos_common.strided import Box, joined_part
 from atropos_common.transfer import Chunk
 
 Copies = tuple[list[torch.Tensor], list[torch.Tensor]]
-"""Destinations in the model's parameters, and their sources in what the loader was given."""
+"""Destinations in the model's parameters, and their sources in the given tensors."""
 
 Named = tuple[str, torch.Tensor]
 
 TIED_HEAD = "lm_head.weight"
 NO_WEIGHT = "rotary_emb.inv_freq"
-"""How the names of what old checkpoints hold, and every model computes, end."""
+"""Suffix of names in old checkpoints for values that every model computes itself."""
 OTHER_RANKS_LAYER = "PPMissingLayer"
-"""vLLM's class for what another rank of a pipeline has: its tensors are rightly passed over here."""
+"""vLLM's class for layers on another pipeline rank; their tensors are correctly skipped here."""
 _CONSTANT = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
-"""What pads a vocabulary: the same at every update."""
+"""Operations that pad a vocabulary; their result is the same at every update."""
 
 
 class CopyRecorder(TorchDispatchMode):  # type: ignore[misc]
-    """While it is entered, notes every copy from a view of what is `given` to a view of a parameter."""
+    """While active, records every copy from a view of a given tensor to a view of a parameter."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
@@ -47,10 +48,10 @@ class CopyRecorder(TorchDispatchMode):  # type: ignore[misc]
         self._targets: list[torch.Tensor] = []
         self._sources: list[torch.Tensor] = []
         self.whole = True
-        """Repeating the copies does all that the loader did."""
+        """Repeating the copies reproduces everything that the loader did."""
 
     def give(self, tensors: Iterable[Named]) -> list[Named]:
-        """These are what the loader reads now, until others are given; the same again, for the call."""
+        """Set the tensors that the loader reads from now on, and return them for the call."""
         given = list(tensors)
         self._given = sorted((each.data_ptr(), each.data_ptr() + each.nbytes, name) for name, each in given)
         self._unread.update(name for name, _ in given)
@@ -58,7 +59,8 @@ class CopyRecorder(TorchDispatchMode):  # type: ignore[misc]
         return given
 
     def one_by_one(self, tensors: Iterable[Named]) -> Iterator[Named]:
-        """Each as it is asked for; nothing is kept of the last one, so its memory can go."""
+        """Yield each tensor on demand and drop the previous one, so that its memory can be
+        freed."""
         for tensor in tensors:
             given = self.give([tensor])
             del tensor
@@ -66,13 +68,13 @@ class CopyRecorder(TorchDispatchMode):  # type: ignore[misc]
             self.take()
 
     def take(self) -> Copies:
-        """The copies since the last call."""
+        """Copies since the last call."""
         copies = self._targets, self._sources
         self._targets, self._sources = [], []
         return copies
 
     def gaps(self) -> list[str]:
-        """Parameters of which another number of elements was written than they have."""
+        """Parameters that received a number of elements other than their size."""
         return [
             f"{name} ({self._written[name]:,} of {parameter.numel():,} elements)"
             for name, parameter in self._named.items()
@@ -80,17 +82,17 @@ class CopyRecorder(TorchDispatchMode):  # type: ignore[misc]
         ]
 
     def untouched(self) -> list[str]:
-        """Parameters of which nothing was written."""
+        """Parameters that received nothing."""
         return [name for name, parameter in self._named.items() if parameter.numel() and not self._written[name]]
 
     def passed_over(self) -> list[str]:
-        """Given tensors of which nothing was copied, where that can be told."""
+        """Given tensors that were not copied, as far as that is known."""
         elsewhere = any(type(module).__name__ == OTHER_RANKS_LAYER for module in self.model.modules())
         return sorted(self._unread - self._no_weights()) if self.whole and not elsewhere else []
 
     def views(self) -> tuple[dict[str, TensorView], dict[str, str]]:
-        """Where each given tensor, or the part of it that this rank has, lies in a parameter; and why others do not, as
-        the end of a sentence."""
+        """Place of each given tensor, or of this rank's part of it, in a parameter; and for the
+        others the reason, as the end of a sentence."""
         views, without = {}, {}
         for name in self._shapes.keys() - self._no_weights():
             found = self._view(name)
@@ -111,7 +113,7 @@ class CopyRecorder(TorchDispatchMode):  # type: ignore[misc]
             return f"is a buffer of the model, {parameter}"
         if parameter in self._computed:
             return f"is computed with while it is loaded into {parameter}"
-        if not (filled := [box for box in parts if math.prod(box.shape)]):  # so small that this rank has none of it
+        if not (filled := [box for box in parts if math.prod(box.shape)]):  # too small for this rank to have a part
             nothing = list(parts[0].shape)
             at = [0] * len(shape)
             return TensorView(
@@ -125,12 +127,12 @@ class CopyRecorder(TorchDispatchMode):  # type: ignore[misc]
         return view
 
     def _no_weights(self) -> set[str]:
-        """Given names that stand for nothing to be loaded: a tied head is no tensor of its own."""
+        """Given names without weights of their own, such as a tied head."""
         tied = getattr(getattr(self.model, "config", None), "tie_word_embeddings", False)
         return {name for name in self._unread if name.endswith(NO_WEIGHT) or (tied and name == TIED_HEAD)}
 
     def without_place(self) -> str | None:
-        """What to say of `passed_over`; null when every tensor found its place."""
+        """Message about `passed_over`; None if every tensor found its place."""
         if not (names := self.passed_over()):
             return None
         return (
@@ -149,7 +151,7 @@ class CopyRecorder(TorchDispatchMode):  # type: ignore[misc]
                 self._unread.discard(name)
                 self._targets.append(target)
                 self._sources.append(args[1])
-                if target.shape == args[1].shape:  # else it is spread, and no view shows it
+                if target.shape == args[1].shape:  # a broadcast copy has no view
                     there = target.storage_offset() - self._places[place].storage_offset()
                     self._boxes[name][place].append(
                         Box(tuple(target.shape), args[1].stride(), offset, target.stride(), there)
@@ -160,9 +162,9 @@ class CopyRecorder(TorchDispatchMode):  # type: ignore[misc]
         return func(*args, **(kwargs or {}))
 
     def _giver(self, source: torch.Tensor) -> tuple[str, int] | None:
-        """The name of the given tensor that `source` is a view of, and where in there it begins, in elements."""
+        """Name of the given tensor that `source` views, and the view's offset in elements."""
         start = _storage(source) + source.storage_offset() * source.element_size()
-        find = bisect_right if source.numel() else bisect_left  # nothing, such as a rank's share, lies at an end
+        find = bisect_right if source.numel() else bisect_left  # an empty share lies at a boundary
         index = find(self._given, start, key=lambda span: span[0]) - 1
         if index < 0:
             return None
@@ -171,7 +173,8 @@ class CopyRecorder(TorchDispatchMode):  # type: ignore[misc]
 
 
 def named_views(chunk: Chunk, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """The tensors of a received chunk by name, as views of `buffer` (uint8, at least the chunk's bytes)."""
+    """Tensors of a received chunk by name, as views of `buffer` (uint8, at least the chunk's
+    bytes)."""
     found = []
     for placed in chunk.tensors:
         tensor, start = placed.tensor, placed.start - chunk.start

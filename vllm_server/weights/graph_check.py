@@ -1,8 +1,9 @@
-"""Before serving: does every kind of layer compute from the tensor that a trainer writes to?
+"""Check before serving that every kind of layer computes from the tensor that a trainer writes to.
 
-Compiled code and CUDA graphs bake in addresses. A layer that binds its weights anew, or computes from a copy, would go
-on with old ones for ever, and no error would say so. So one tensor of each kind is changed, one token is decoded on a
-cached prefix (the path of decode graphs), its logprob must follow, and the tensor is put back.
+Compiled code and CUDA graphs bake in addresses. A layer that rebinds its weights, or computes from
+a copy, would use old weights forever without an error. The check changes one tensor of each kind,
+decodes one token on a cached prefix (the path of decode graphs), requires its logprob to change,
+and restores the tensor.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FOLLOWS = 1e-5
-"""Nats; an answer that moves by more has followed. A tensor changed by as much as it is large moves far more."""
+"""Smallest change of the logprob in nats that shows a write. A tensor changed by its own magnitude
+moves it far more."""
 ROWS = 1024
-"""Of a larger tensor only these first rows are changed: the prompt's tokens are among them."""
+"""Rows that are changed in a larger tensor; the prompt's tokens are among them."""
 EXPERT_ROWS = 64
-"""Of each expert, where one tensor holds them all: any of them may have been chosen for the token."""
+"""Rows that are changed for each expert in a tensor of all experts: the token may use any of
+them."""
 
 
 class UnsafeGraphs(RuntimeError):
@@ -32,14 +35,15 @@ class UnsafeGraphs(RuntimeError):
 
 
 _kept: dict[str, torch.Tensor] = {}
-"""Worker process: what `nudge` changed, as it was."""
+"""Original values of what `nudge` changed, in the worker process."""
 
 
 def kinds(model: torch.nn.Module) -> list[str]:
-    """Worker: one parameter of each kind, from the middle one of the layers that have it.
+    """In the worker: name one parameter of each kind, from the middle of the layers that have it.
 
-    Of one kind are parameters whose names differ in numbers alone, and which have the same shape in the same class of
-    layer: models that mix several kinds of attention, or dense layers with experts, name them alike.
+    Two parameters are of one kind if their names differ only in numbers, and shape and layer class
+    are equal. Models that mix kinds of attention, or dense layers with experts, use equal names for
+    them.
     """
     found: dict[tuple[Any, ...], list[str]] = {}
     for name, parameter in model.named_parameters():
@@ -51,7 +55,8 @@ def kinds(model: torch.nn.Module) -> list[str]:
 
 
 def nudge(model: torch.nn.Module, name: str) -> None:
-    """Worker: change the parameter in place, by as much as it is large; nothing where another rank has it."""
+    """In the worker: change the parameter in place by its own magnitude; no effect if another rank
+    has it."""
     import torch
 
     if (part := _part(model, name)) is None:
@@ -64,7 +69,7 @@ def nudge(model: torch.nn.Module, name: str) -> None:
 
 
 def put_back(model: torch.nn.Module, name: str) -> None:
-    """Worker: undo `nudge`."""
+    """In the worker: undo `nudge`."""
     if (part := _part(model, name)) is not None:
         part.copy_(_kept.pop(name))
 
@@ -79,9 +84,9 @@ def _part(model: torch.nn.Module, name: str) -> torch.Tensor | None:
 
 
 async def stale_kinds(engine: Any, generator: Generator) -> list[str]:
-    """Server: parameters whose change a decoded token does not show; [] when all is well.
+    """In the server: parameters whose change a decoded token does not show; empty if all follow.
 
-    Nothing else may generate meanwhile.
+    No other request may run meanwhile.
     """
     body = _request(engine)
     await generator.first_token(body)  # fills the prefix cache
@@ -104,13 +109,14 @@ async def stale_kinds(engine: Any, generator: Generator) -> list[str]:
 
 
 def _distance(one: tuple[int, float], other: tuple[int, float]) -> float:
-    """Between two answers: of their logprobs in nats; infinite for two tokens, and where one is not a number."""
+    """Distance of two answers' logprobs in nats; infinite for different tokens or NaN."""
     gap = abs(one[1] - other[1])
     return gap if one[0] == other[0] and math.isfinite(gap) else math.inf
 
 
 def _request(engine: Any) -> GenerateRequest:
-    """One token after a prompt of which all but the last token is one full block of the prefix cache."""
+    """A request for one token, whose prompt without its last token fills one block of the prefix
+    cache."""
     block = int(engine.vllm_config.cache_config.block_size or 16)
     length = min(block + 1, int(engine.model_config.max_model_len) - 1)
     tokens = min(int(engine.model_config.get_vocab_size()), 64)

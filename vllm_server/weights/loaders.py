@@ -1,13 +1,16 @@
-"""How a server's weights come into memory, where they lie there, and how a trainer finds them (single copy).
+"""Load formats for vLLM that keep weights writable, and the export of weights to a trainer (single
+copy).
 
-`atropos_folder` is vLLM's default loader, which takes the weights from the folder in `ATROPOS_START_WEIGHTS` where that
-is set: a restarted server begins with what the trainer had, and everything else about the model stays as it was named.
-`atropos_plain` does the same on a CPU, and the layers there compute from the parameters themselves. vLLM otherwise
-repacks linear weights into a private copy and drops the original, so that nothing written later would reach it.
+`atropos_folder` is vLLM's default loader with the weights from the folder in
+`ATROPOS_START_WEIGHTS`, if that is set: a restarted server begins with the trainer's weights.
+`atropos_plain` does the same on a CPU, where layers then compute from the parameters themselves.
+vLLM otherwise repacks linear weights into a private copy and drops the original, so later writes
+would have no effect.
 
-In single copy the weights that vLLM serves are those that the trainer steps. On the CPU `atropos_shared_memory` moves
-every parameter into one file under /dev/shm; on a GPU the worker hands out CUDA IPC handles. Both end in the same
-manifest, which describes parameters under vLLM's own names, a tied one once.
+In single copy vLLM serves the same weights that the trainer steps. On the CPU
+`atropos_shared_memory` moves every parameter into one file under /dev/shm; on a GPU the worker
+exports CUDA IPC handles. Both fill the same manifest, which lists parameters under vLLM's own
+names, a tied one once.
 
 Runs in vLLM's worker process.
 """
@@ -40,24 +43,25 @@ FOLDER_FORMAT = "atropos_folder"
 PLAIN_FORMAT = "atropos_plain"
 SHARED_FORMAT = "atropos_shared_memory"
 ALIGNMENT = 64
-"""Bytes; a cache line, and a multiple of every dtype's size."""
+"""Alignment in bytes: a cache line, and a multiple of every dtype's size."""
 SAMPLED = 256
-"""Values of a parameter by which another layout of it is told: hardly one of them stays in its place."""
+"""Number of values of a parameter that show a changed layout: hardly one of them would stay in
+place."""
 
 _mapping: torch.UntypedStorage | None = None
-"""The mapped file of this process, kept for `describe_shared_file`."""
+"""Mapped file of this process, for `describe_shared_file`."""
 
 
 ANOTHER_MODE = "Single copy needs that; use another weight bridge mode (broadcast, lora_only, lora_restart or none)"
 
 
 class SharedWeightsError(RuntimeError):
-    """The weights cannot be shared with a trainer as they lie in memory."""
+    """The weights cannot be shared with a trainer in their present form."""
 
 
 @cache
 def register_loaders() -> None:
-    """Make our load formats known to vLLM in this process; once is enough."""
+    """Register our load formats with vLLM in this process; a second call has no effect."""
     register_model_loader(FOLDER_FORMAT)(FolderLoader)
     register_model_loader(PLAIN_FORMAT)(PlainLoader)
     register_model_loader(SHARED_FORMAT)(SharedMemoryLoader)
@@ -65,22 +69,24 @@ def register_loaders() -> None:
 
 @dataclass(frozen=True)
 class LoadTrace:
-    """What a worker saw while its model was loaded."""
+    """Observations of a worker while it loaded its model."""
 
     views: dict[str, TensorView]
-    """Where the tensors of the checkpoint lie, under its own names."""
+    """Places of the checkpoint's tensors, by their own names."""
     without_view: dict[str, str]
-    """The others, and why, as the end of a sentence."""
+    """Tensors without a place, with the reason as the end of a sentence."""
     laid_anew: list[str]
     """Parameters that vLLM gave another layout after its loader had filled them."""
 
 
 _trace: LoadTrace | None = None
-"""Of this process's model, draft models aside; null where another loader, or a quantized model's own, was at work."""
+"""Trace of this process's model, draft models excluded; None after another loader or a quantized
+model's own."""
 
 
 def why_not_in_place() -> str | None:
-    """Why weights must not be written over those of this worker's model; null when they may."""
+    """Reason against writing new weights over those of this worker's model; None if there is
+    none."""
     if _trace is None:
         return "how its weights were loaded was not recorded: leave out --load-format and --quantization"
     if anew := _trace.laid_anew:
@@ -92,7 +98,7 @@ def why_not_in_place() -> str | None:
 
 
 class FolderLoader(DefaultModelLoader):
-    """vLLM's default loader, with the weights of another folder, which records what it copies where."""
+    """vLLM's default loader for the weights of another folder; records its copies."""
 
     def __init__(self, load_config: Any) -> None:
         load_config = copy.copy(load_config)
@@ -102,7 +108,7 @@ class FolderLoader(DefaultModelLoader):
         self._samples: dict[str, torch.Tensor] = {}
 
     def load_model(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        """Load, process and look what became of the parameters meanwhile."""
+        """Load and process the model, then check which parameters changed their layout."""
         global _trace
         model = super().load_model(*args, **kwargs)
         self.keep_plain()
@@ -114,18 +120,19 @@ class FolderLoader(DefaultModelLoader):
         return model
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
-        """Load, and say which tensors the model has no place for.
+        """Load the weights, and report tensors that the model has no place for.
 
         Raises:
-            ValueError: so it is for a trainer's weights: what it trains would not be what answers.
+            ValueError: such tensors are in a trainer's weights, so the engine would not serve what
+                is trained.
         """
-        is_draft = model_config.runner_type == "draft"  # a speculative one beside the model; nobody trains it
+        is_draft = model_config.runner_type == "draft"  # a speculative model is not trained
         if folder := "" if is_draft else os.environ.get(ENV_START_WEIGHTS):
             model_config = copy.copy(model_config)
             model_config.model = folder
             model_config.revision = None
         if model_config.quantization is not None or is_draft:
-            super().load_weights(model, model_config)  # how those take their weights is theirs
+            super().load_weights(model, model_config)  # quantized models load in their own way
             return
         self._recorder = CopyRecorder(model)
         with self._recorder:
@@ -142,11 +149,11 @@ class FolderLoader(DefaultModelLoader):
         return self._recorder.one_by_one(weights) if self._recorder else weights
 
     def keep_plain(self) -> None:
-        """Undo what vLLM makes of weights after loading; nothing here."""
+        """Undo vLLM's repacking after the load; a no-op here."""
 
 
 def _sample(parameter: torch.Tensor) -> torch.Tensor:
-    """Some of its values, the same places every time."""
+    """Some values of a parameter, at the same places every time."""
     drawn = torch.Generator("cpu").manual_seed(0)  # vLLM may have named another device as the default one
     places = [torch.randint(max(size, 1), (SAMPLED,), generator=drawn, device="cpu") for size in parameter.shape]
     values = parameter.detach()
@@ -156,14 +163,14 @@ def _sample(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _same(sample: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Bit for bit: what nobody has filled may be NaN."""
+    """Compare bit for bit: unfilled memory may be NaN."""
     now = _sample(parameter)
     alike = (sample.dtype, sample.shape) == (now.dtype, now.shape)
     return alike and torch.equal(sample.reshape(-1).view(torch.uint8), now.reshape(-1).view(torch.uint8))
 
 
 class PlainLoader(FolderLoader):
-    """After it no layer on the CPU holds a repacked copy of its weight."""
+    """Loader after which no CPU layer holds a repacked copy of its weight."""
 
     def __init__(self, load_config: Any) -> None:
         super().__init__(load_config)
@@ -171,7 +178,7 @@ class PlainLoader(FolderLoader):
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
         super().load_weights(model, model_config)
-        if model_config.quantization is None:  # else layers need what vLLM makes of them
+        if model_config.quantization is None:  # quantized layers need vLLM's processed weights
             self._plain = PlainLayers(model)
 
     def keep_plain(self) -> None:
@@ -181,7 +188,7 @@ class PlainLoader(FolderLoader):
 
 
 class SharedMemoryLoader(PlainLoader):
-    """The loader of plain weights, after which every parameter lies in the file of this rank (`shared_file`)."""
+    """Plain loader that moves every parameter into this rank's file (`shared_file`)."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
         model = super().load_model(*args, **kwargs)
@@ -190,7 +197,8 @@ class SharedMemoryLoader(PlainLoader):
 
 
 def shared_file() -> Path:
-    """Where this worker's parameters lie on a CPU: `ATROPOS_SHM_PATH`, with a number behind it on all ranks but 0."""
+    """File of this worker's parameters on a CPU: `ATROPOS_SHM_PATH`, with a number appended on
+    ranks other than 0."""
     from vllm.distributed import get_tensor_model_parallel_rank
 
     rank = get_tensor_model_parallel_rank()
@@ -198,10 +206,11 @@ def shared_file() -> Path:
 
 
 def move_parameters(model: torch.nn.Module, path: Path) -> None:
-    """Copy every parameter into a new file `path` (mode 0600) and let the model use the copy.
+    """Copy every parameter into a new file `path` (mode 0600) and make the model use the copy.
 
     Raises:
-        SharedWeightsError: no room, a foreign file in the way, or a parameter that is not dense.
+        SharedWeightsError: no space, another user's file at `path`, or a parameter that is not
+            dense.
     """
     global _mapping
     parameters = dict(model.named_parameters())
@@ -219,7 +228,7 @@ def move_parameters(model: torch.nn.Module, path: Path) -> None:
 
 
 def _layout(parameters: dict[str, torch.nn.Parameter]) -> tuple[dict[str, int], int]:
-    """Byte offset of each parameter, and the bytes of all."""
+    """Byte offset of each parameter, and the total size in bytes."""
     offsets, end = {}, 0
     for name, parameter in parameters.items():
         spans = extent(parameter.size(), parameter.stride())
@@ -234,7 +243,8 @@ def _layout(parameters: dict[str, torch.nn.Parameter]) -> tuple[dict[str, int], 
 
 
 def _create(path: Path, size: int) -> None:
-    """Make `path` with `size` bytes reserved, replacing one that an earlier server of this user left."""
+    """Create `path` with `size` reserved bytes; replaces a file of an earlier server of this
+    user."""
     if path.is_symlink() or (path.exists() and path.stat().st_uid != os.getuid()):
         raise SharedWeightsError(f"{path} is in the way and not ours; set ATROPOS_SHM_NAME to another name")
     path.unlink(missing_ok=True)
@@ -255,7 +265,7 @@ def describe_shared_file(model: torch.nn.Module) -> Shard:
     """The shard of a model whose parameters `move_parameters` moved.
 
     Raises:
-        SharedWeightsError: something rebound a parameter after that.
+        SharedWeightsError: something rebound a parameter since.
     """
     assert _mapping is not None, "the shared memory loader has not run in this process"
     entries = {}
@@ -276,7 +286,7 @@ def describe_shared_file(model: torch.nn.Module) -> Shard:
 def describe_cuda(model: torch.nn.Module) -> Shard:
     """The shard of a model on a GPU: one CUDA IPC handle for each parameter, as plain fields.
 
-    Call it once: each call pins the storages anew for a receiver.
+    Call it once: each call pins the storages again for a receiver.
     """
     entries = {}
     gpu = str(torch.cuda.get_device_properties(next(model.parameters()).device).uuid)
@@ -290,10 +300,10 @@ def describe_cuda(model: torch.nn.Module) -> Shard:
 
 
 def _views() -> dict[str, TensorView]:
-    """Of every tensor of the checkpoint.
+    """Places of all tensors of the checkpoint.
 
     Raises:
-        SharedWeightsError: some lie nowhere as they are, or no longer.
+        SharedWeightsError: some tensors have no place, or have lost it.
     """
     if reason := why_not_in_place():
         raise SharedWeightsError(f"{reason}. Or use another weight bridge mode (lora_only, lora_restart or none)")
@@ -336,7 +346,7 @@ def _entry(parameter: torch.nn.Parameter) -> TensorEntry:
 
 
 def _aliases(model: torch.nn.Module) -> dict[str, str]:
-    """Further names of parameters already listed, such as a tied `lm_head.weight`."""
+    """Further names of listed parameters, such as a tied `lm_head.weight`."""
     first = {parameter: name for name, parameter in _parameters(model)}
     return {
         name: first[parameter]
@@ -346,13 +356,14 @@ def _aliases(model: torch.nn.Module) -> dict[str, str]:
 
 
 def _parameters(model: torch.nn.Module, **options: bool) -> Iterator[Named]:
-    """As `named_parameters`, by the names that they have where no adapters are served: those wrap each layer, which is
-    called `base_layer` then."""
+    """`named_parameters` with the names of a model without adapters: LoRA wraps each layer, which
+    is then called `base_layer`."""
     return ((name.replace(".base_layer.", "."), param) for name, param in model.named_parameters(**options))
 
 
 EXPERTS = ("w13_weight", "w2_weight")
-"""Of vLLM's mixtures of experts, shapes [experts, 2 * width, hidden] and [experts, hidden, width]."""
+"""Parameters of vLLM's mixtures of experts, shapes [experts, 2 * width, hidden] and [experts,
+hidden, width]."""
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 _ACTIVATIONS: dict[str, Activation] = {
@@ -363,13 +374,14 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 
 class PlainLayers:
-    """Remembers the weights of a model just loaded, and gives them back to it once vLLM has processed them."""
+    """Keeps the weights of a model just loaded, and restores them after vLLM has processed the
+    layers."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._weights: list[tuple[torch.nn.Module, str, torch.nn.Parameter]] = []
         for module in model.modules():
             weight = module._parameters.get("weight")
-            # A causal convolution's kernel has no other way than the packed weight, [channels, 1, width].
+            # The kernel of a causal convolution only accepts the packed weight, [channels, 1, width].
             if weight is not None and weight.ndim < 3:
                 self._weights.append((module, "weight", weight))
                 # vLLM's own switch (0.28 and later) for layers whose weight is read elsewhere: no repacking.
@@ -378,7 +390,7 @@ class PlainLayers:
                 self._weights += [(module, name, module.get_parameter(name)) for name in EXPERTS]
 
     def restore(self) -> None:
-        """Let every layer compute from them."""
+        """Make every layer compute from the kept weights."""
         for module, name, weight in self._weights:
             if name in EXPERTS and not _computes_plainly(module):
                 continue
@@ -390,7 +402,8 @@ class PlainLayers:
 
 
 def _computes_plainly(experts: Any) -> bool:
-    """Let these experts compute from their parameters; False, and nothing done, where that is not known how."""
+    """Make these experts compute from their parameters; return False, without a change, for an
+    unknown kind."""
     kernel: Any = getattr(getattr(experts, "quant_method", None), "moe_kernel", None)
     activation = _ACTIVATIONS.get(getattr(getattr(experts, "activation", None), "value", ""))
     if not hasattr(kernel, "fused_experts") or activation is None:
@@ -405,7 +418,7 @@ def _computes_plainly(experts: Any) -> bool:
             rows, slots = (topk_ids == expert).nonzero(as_tuple=True)
             gate, up = linear(hidden_states[rows], w1[expert]).chunk(2, dim=-1)
             answer = linear(activation(gate) * up, w2[expert])
-            if not apply_router_weight_on_input:  # else its weight is in the hidden states already
+            if not apply_router_weight_on_input:  # the weight is already applied to the hidden states
                 answer = answer * topk_weights[rows, slots, None].to(answer.dtype)
             output.index_add_(0, rows, answer)
 

@@ -1,12 +1,12 @@
-"""`POST /bridge/load`: a folder of safetensors becomes what this server answers with, in place or at its next start.
+"""`POST /bridge/load`: serve the safetensors of a folder, in place or from the next start on.
 
-In place, vLLM's own `load_weights` of the model writes over the parameters as they lie in memory: it splits for tensor
-parallelism, a tied head is one parameter, and CUDA graphs stay valid. That is right where every kind of layer was seen
-to compute from the parameter itself; other models are told apart (`obstacle`), and begin with the new weights at a
+In place, vLLM's own `load_weights` writes over the parameters in memory: it splits for tensor
+parallelism, a tied head is one parameter, and CUDA graphs stay valid. This is right where every
+kind of layer computes from the parameter itself. Other models (`obstacle`) get the new weights at a
 restart.
 
-vLLM's `reload_weights` is not used: it lets every layer process its weights anew, which on a CPU repacks them again and
-leaves a tied head behind, and renames the served model to the folder.
+vLLM's `reload_weights` is unsuitable: every layer would process its weights again, which on a CPU
+repacks them and leaves a tied head stale; it also renames the served model.
 """
 
 from __future__ import annotations
@@ -37,30 +37,30 @@ Shapes = dict[str, tuple[int, ...]]
 """Tensor name -> shape, of a whole checkpoint."""
 
 SAFETENSORS_FORMATS = ("auto", "hf", "safetensors")
-"""Values of --load-format that read what a trainer writes."""
+"""Values of --load-format that read a trainer's files."""
 
 
 class RefusedWeights(NotDone):
-    """Weights that this server does not take; the old ones go on serving."""
+    """Weights that this server refuses; the old ones go on answering."""
 
     status = 409
 
 
 class BrokenLoad(NotDone):
-    """A load that broke off: the weights are mixed, and nobody is answered."""
+    """A load that failed halfway: the weights are mixed, and the server refuses requests."""
 
     status = 503
 
 
 class StartWeights(BaseModel):
-    """What `/bridge/load` with `at_restart` notes for the next start."""
+    """Record of `/bridge/load` with `at_restart`, for the next start."""
 
     path: str
     weight_version: int
 
 
 def note_of(config: ServerConfig) -> StartWeights | None:
-    """The weights that an earlier server was told to start again with, where they are still there."""
+    """Weights that an earlier server recorded for this start, if they still exist."""
     try:
         note = StartWeights.model_validate_json(config.start_weights_path.read_bytes())
         folder_of_run(note.path, config.run_dir, "weights", RefusedWeights)
@@ -74,7 +74,8 @@ def note_of(config: ServerConfig) -> StartWeights | None:
 
 
 def prepare_start(config: ServerConfig, args: Namespace, *, plain: bool) -> None:
-    """Choose the loader: one that keeps weights writable (`plain`), and begins with those that were noted."""
+    """Choose the loader: `plain` keeps weights writable, and recorded weights replace the
+    model's."""
     os.environ.pop(ENV_START_WEIGHTS, None)
     if args.load_format in SAFETENSORS_FORMATS:
         args.load_format = PLAIN_FORMAT if plain else FOLDER_FORMAT
@@ -86,15 +87,16 @@ def prepare_start(config: ServerConfig, args: Namespace, *, plain: bool) -> None
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors of a checkpoint; `consolidated*` is Mistral's second copy under other names."""
+    """The safetensors files of a checkpoint; `consolidated*` is Mistral's second copy under other
+    names."""
     return sorted(file for file in folder.glob("*.safetensors") if not file.name.startswith("consolidated"))
 
 
 def shapes_in(folder: Path) -> Shapes:
-    """Every tensor of a checkpoint, by the files' headers alone.
+    """Shapes of a checkpoint's tensors, from the files' headers alone.
 
     Raises:
-        RefusedWeights: no safetensors, or a file that is not whole.
+        RefusedWeights: no safetensors, or an incomplete file.
     """
     shapes: Shapes = {}
     for file in weight_files(folder):
@@ -110,7 +112,7 @@ def shapes_in(folder: Path) -> Shapes:
 
 
 def require_same(new: Shapes, own: Shapes, *, tied: bool) -> None:
-    """Refuse a checkpoint that is not of this model.
+    """Refuse a checkpoint of another model.
 
     Raises:
         RefusedWeights: names the first tensors that differ.
@@ -147,12 +149,12 @@ class Reloader:
         bridge.load_obstacle = next((reason for reason, holds in obstacles.items() if holds), None)
 
     async def load(self, request: LoadWeightsRequest) -> WeightsLoaded:
-        """Answer with the weights in `path`, as `weight_version`.
+        """Serve the weights in `path` as `weight_version`.
 
         Raises:
-            RefusedWeights: nothing was touched; or it was, the model has no place for a part of them, and nobody is
-                served.
-            BrokenLoad: the server is unhealthy now, and serves nobody.
+            RefusedWeights: the old weights still answer; or, where the model has no place for some
+                tensors, no request is answered.
+            BrokenLoad: the server is now unhealthy and refuses requests.
         """
         folder = folder_of_run(request.path, self.bridge.config.run_dir, "weights", RefusedWeights)
         shapes = await asyncio.to_thread(shapes_in, folder)
@@ -189,7 +191,7 @@ class Reloader:
         if reason := next((rank["without_place"] for rank in found if rank["without_place"]), None):
             self.bridge.fail(reason)
             raise RefusedWeights(reason)
-        # The slowest rank is what the engine waited for.
+        # The engine waited for the slowest rank.
         phases |= {name: max(rank[name] for rank in found) for name in ("load", "device_sync")}
         with timed(phases, "resume"):
             await self.bridge.reset_prefix_cache()
@@ -200,7 +202,7 @@ class Reloader:
         return self._answer(phases, tensors=int(found[0]["tensors"]), size=int(found[0]["bytes"]))
 
     async def _as_started(self, request: LoadWeightsRequest) -> WeightsLoaded:
-        """The weights in memory are these: name their version."""
+        """Set the version of the weights that are in memory already."""
         phases: dict[str, float] = {}
         async with self.bridge.lock:
             with timed(phases, "resume"):
@@ -209,7 +211,7 @@ class Reloader:
         return self._answer(phases)
 
     def _note(self, folder: Path, request: LoadWeightsRequest) -> WeightsLoaded:
-        """For the next start of this server.
+        """Record the folder for the next start.
 
         Raises:
             RefusedWeights: the next start would not find it.
@@ -232,23 +234,23 @@ class Reloader:
         )  # fmt: skip
 
     def _own_shapes(self) -> Shapes:
-        """What a checkpoint of this model holds, by the files that it was loaded from.
+        """Shapes of the checkpoint that this server loaded.
 
         Raises:
-            RefusedWeights: those are not safetensors, so that nothing can be compared.
+            RefusedWeights: it is not in safetensors, so there is nothing to compare with.
         """
         if self._own is None:
             known = [Path(path).expanduser() for path in (self.bridge.started_from, self._args.model) if path]
-            folder = next((path for path in known if path.is_dir()), None)  # a trainer may have removed the first
+            folder = next((path for path in known if path.is_dir()), None)  # the trainer may have removed the first one
             self._own = shapes_in(folder or _downloaded(self._args))
         return self._own
 
 
 def _downloaded(args: Namespace) -> Path:
-    """Where the files of a model of the hub lie on this machine.
+    """Local folder of a hub model's files.
 
     Raises:
-        RefusedWeights: not there.
+        RefusedWeights: the files are not here.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -267,10 +269,12 @@ def _downloaded(args: Namespace) -> Path:
 def load_in_worker(worker: Any, path: str) -> dict[str, Any]:
     """Write the safetensors of `path` over the parameters of this worker's model.
 
-    Returns what was read, seconds by phase, and under `without_place` what to say of tensors that were passed over.
+    Returns:
+        What was read, seconds by phase, and under `without_place` the message about skipped
+        tensors.
 
     Raises:
-        RuntimeError: a parameter was left out.
+        RuntimeError: a parameter got no values.
     """
     import torch
     from vllm.config import set_current_vllm_config
@@ -302,7 +306,7 @@ def load_in_worker(worker: Any, path: str) -> dict[str, Any]:
 
 
 def make_router(reloader: Reloader) -> APIRouter:
-    """The route; behind the token, as all of `/bridge`."""
+    """The route; like all of `/bridge` it needs the token."""
     router = APIRouter()
 
     @router.post("/bridge/load")
