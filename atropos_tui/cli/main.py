@@ -64,8 +64,20 @@ def _run(argv: Sequence[str]) -> int:
         # The reader (head, less) has gone: not an error, and Python must not complain again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return int(Exit.DONE)
-    except Exception:
+    except Exception as error:
+        if isinstance(error, FileNotFoundError) and _folder_is_gone():
+            problem = Problem("it was removed or replaced after this shell entered it", "cd to a folder that exists")
+            _say(UserError("the current directory does not exist any more", [problem]))
+            return int(Exit.USAGE)
         return _report_fault(argv, getattr(options, "run_dir", None))
+
+
+def _folder_is_gone() -> bool:
+    try:
+        os.getcwd()  # noqa: PTH109
+    except OSError:
+        return True
+    return False
 
 
 def _introduce(parser: argparse.ArgumentParser) -> int:

@@ -245,7 +245,9 @@ def _fault(supervisor: Supervisor, guard: Guard) -> int:
     report, run, run_id = traceback.format_exc(), supervisor.run_dir, supervisor.stack.run_id
     states = "\n".join(f"{each.name}: {each.state} {each.reason}" for each in supervisor.components.values())
     with contextlib.suppress(OSError):
-        run.fault_txt.write_text(f"atropos-tui supervisor fault, run {run_id}\n\n{report}\n{states}\n")
+        run.fault_txt.write_text(
+            f"atropos-tui supervisor fault, run {run_id}\n\n{report}\n{states}\n", encoding="utf-8", errors="replace"
+        )
     reason = f"a fault of the supervisor: {report.strip().splitlines()[-1]}; please report {run.fault_txt}"
     if guard.keeps:
         reason += f"; the components go on: atropos-tui up --resume {run.root} adopts them, atropos-tui clean ends them"

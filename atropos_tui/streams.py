@@ -1,0 +1,94 @@
+"""Standard input, output and error of a command, whatever they are: closed, not UTF-8, or a file on a full disk.
+
+`prepare` comes before everything else, `finish` after it. What a full disk refuses is counted, said in the output as
+soon as there is room, and said on standard error at the end; a command goes on meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import select
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
+
+KEEPS_ITS_CODE = frozenset({"up", "attach", "down", "start", "stop", "restart", "kill", "wait", "sweep", "compare"})
+"""Commands whose exit code tells about a run, also where their output is lost."""
+OUTPUT_LOST = 2
+"""Exit code of the other commands, whose output is what they are for."""
+
+
+class Output(io.FileIO):
+    """A descriptor that takes all: what it refuses is lost and counted."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(descriptor, "wb", closefd=False)
+        self.lost = 0
+        """Bytes that were not written."""
+        self.problem = ""
+        self._untold = 0
+
+    def write(self, data: object) -> int:
+        view = memoryview(data)  # type: ignore[arg-type]
+        try:
+            self._tell()
+            written = super().write(view)
+            while written is None:  # somebody else made it non-blocking
+                select.select([], [self], [])
+                written = super().write(view)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            self.problem = error.strerror or str(error)
+            self.lost += len(view)
+            self._untold += len(view)
+            return len(view)
+        return written
+
+    def _tell(self) -> None:
+        if self._untold:
+            super().write(f"[atropos] {self._untold} bytes of output are missing here: {self.problem}\n".encode())
+            self._untold = 0
+
+
+_outputs: list[Output] = []
+
+
+def prepare() -> None:
+    """Open what is closed as /dev/null, and let no text and no full disk end a command."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != descriptor:
+                os.dup2(null, descriptor)
+                os.close(null)
+    if sys.stdin is None:
+        sys.stdin = Path(os.devnull).open(encoding="utf-8")  # noqa: SIM115
+    _outputs[:] = [Output(1), Output(2)]
+    sys.stdout = _stream(_outputs[0], sys.stdout, "replace")
+    sys.stderr = _stream(_outputs[1], sys.stderr, "backslashreplace")
+
+
+def _stream(raw: Output, before: TextIO | None, errors: str) -> TextIO:
+    encoding = before.encoding if before else "utf-8"
+    lines = raw.isatty() or raw.fileno() == 2
+    return io.TextIOWrapper(io.BufferedWriter(raw), encoding, errors, line_buffering=lines)
+
+
+def finish(code: int, argv: Sequence[str]) -> int:
+    """Write what is still held back; the exit code of a command that would end with `code`."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has left; Python must not complain about it at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    output = _outputs[0]
+    if not output.lost:
+        return code
+    with contextlib.suppress(OSError):
+        print(f"atropos-tui: {output.lost} bytes of the output are lost: {output.problem}", file=sys.stderr)
+    return code or (0 if argv[:1] and argv[0] in KEEPS_ITS_CODE else OUTPUT_LOST)
