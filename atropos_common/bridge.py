@@ -41,6 +41,8 @@ METRIC_IDLE_S, METRIC_REQUESTS, METRIC_SLOTS = (
     "atropos:max_num_seqs",
 )
 """Of `/metrics`: seconds without a request for completions, such requests, sequences computed at a time at most."""
+METRIC_CAPACITY = "atropos:capacity_tokens_per_second"
+"""Of `/metrics`: the most tokens a second that the engine can make; missing while that is not known."""
 METRIC_VERSION = "atropos:weight_version"
 """Of `/metrics`: the version that answers; missing while none is named."""
 GONE_STATUS = 503
@@ -104,6 +106,10 @@ class BridgeInfo(BridgeMessage):
     """Tokens in one block of the KV cache: a shorter prompt leaves nothing in the prefix cache."""
     idle_s: float | None = None
     """Seconds since its start in which no request for completions was under way; null where nobody counts."""
+    generated_tokens: int | None = None
+    """Tokens generated since its start; null where nobody counts."""
+    capacity_tokens_per_s: float | None = None
+    """The most tokens a second that it can make; null while that is not known."""
     records_routing: bool = False
     """Whether it keeps which experts each token of a completion took, and answers `/bridge/routing`."""
     eager_because: str | None = None

@@ -34,6 +34,7 @@ from atropos_envs.evaluation import EvalLog, Tally, component_name, eval_path
 from atropos_envs.groups import Unsendable, convert, encoded
 from atropos_envs.places import Places, Slot
 from atropos_envs.registration import Registration
+from atropos_envs.worker_meter import WorkerMeter
 
 log = logging.getLogger(__name__)
 
@@ -107,6 +108,7 @@ class Hosted(BaseEnv):  # type: ignore[misc]
         self.eval_log = EvalLog(eval_path(self.component, config.data_dir_to_save_evals), self.component)
         self.tally = Tally()
         self.places = Places() if os.environ.get(ENV_REFILL) != "0" and config.min_batch_allocation is None else None
+        self._worker_meter = WorkerMeter()
         self._beginning = asyncio.Lock()
         self._coming = 0
         """Groups on their way to run-api."""
@@ -350,10 +352,17 @@ class Hosted(BaseEnv):  # type: ignore[misc]
     async def env_step_checks(self) -> None:
         """BaseEnv's cadence of evaluations, and a line of progress."""
         await super().env_step_checks()
+        self._worker_meter.look(len(self.workers), self.places)
         if self.tally.urgent or (time.monotonic() - self._summary_at > SUMMARY_S and self.tally.news()):
             log.info("step %d: %s", self.curr_step, self.tally.line())
-            self.eval_log.counted(self.tally, self._adjusted(), self.curr_step)
+            self.eval_log.counted(self.tally, self._adjusted(), self.curr_step, self._bounds())
             self._summary_at = time.monotonic()
+
+    def _bounds(self) -> dict[str, float]:
+        """Workers and queue slots, as fields of an `env_counts` record."""
+        slots = {} if self.places is None else {"queue_slots": self.places.all}
+        known = {"max_workers": self.max_num_workers, "group_size": self.config.group_size}
+        return self._worker_meter.take() | slots | known
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Run the environment's own evaluation; a failure is counted by its reason."""

@@ -96,6 +96,21 @@ class Places:
         return self._assign()
 
     @property
+    def all(self) -> int:
+        """Places of this environment, taken or not."""
+        return self._all
+
+    @property
+    def waiting(self) -> int:
+        """Groups that are made and wait for a place."""
+        return sum(slot.made and not slot.owns for slot in self._slots)
+
+    @property
+    def free(self) -> int:
+        """Places that no group under way takes."""
+        return max(0, self.room - len(self._slots))
+
+    @property
     def full(self) -> bool:
         """There is no place for a group."""
         return self._all > 0 and self.room <= 0

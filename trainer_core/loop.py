@@ -85,7 +85,7 @@ from trainer_core.rollouts.packing import PackedRow
 from trainer_core.rollouts.recorded import RecordedLags, RecordedRollouts, Recorder, Witness, open_rollouts
 from trainer_core.rollouts.source import BatchSource, LagMeter, Lags
 from trainer_core.saving import Saver
-from trainer_core.server.client import IdleMeter
+from trainer_core.server.client import EngineMeter
 from trainer_core.step import StepOutcome, accumulate
 from trainer_core.telemetry import Trackers, open_telemetry
 from trainer_core.weight_sync.base import Start, SyncReport, make_sync
@@ -277,8 +277,8 @@ class Run:
         self.gate = AlignmentGate(thresholds(dtype, config.alignment_ok, config.alignment_mismatch))
         self.probe = LogprobProbe(self.sync.engines, config, self._asker(routers))
         opened.callback(self.probe.close)
-        self.idle = IdleMeter(self.sync.engines)
-        self.idle.measure()
+        self.engine_use = EngineMeter(self.sync.engines)
+        self.engine_use.measure()
         self.batches = self._batches(api, self._asker(routers), opened)
         self.bench = BenchmarkTotals(config.mode)
         print(f"Ready to train from step {self.step + 1} with weight version {self.version}")
@@ -401,7 +401,7 @@ class Run:
                 sum(int(r.trained.sum()) for r in taught) * self.config.epochs,
                 trained - fetched,
             ),
-            engine_idle=self.idle.measure(), step_s=time.perf_counter() - began,
+            engine=self.engine_use.measure(), step_s=time.perf_counter() - began,
             ranks=rank_use(self.world, tokens, packed - fetched + trained - summed),
         )  # fmt: skip
         if self.keeps_history:

@@ -32,6 +32,7 @@ from trainer_core.policy.load import dimensions
 from trainer_core.policy.speed import layers_reached
 from trainer_core.rollouts.batch import Batch, Rollout
 from trainer_core.rollouts.source import Lags
+from trainer_core.server.client import UNKNOWN_USE, EngineUse
 from trainer_core.step import StepOutcome
 from trainer_core.telemetry import Telemetry
 from trainer_core.weight_sync.base import SyncReport
@@ -61,8 +62,8 @@ class StepReport:
     step_s: float
     mfu: float | None = None
     """Of the training part; null on a CPU and on a GPU whose peak is not known."""
-    engine_idle: float | None = None
-    """Share of the time since the last report in which the engines had nothing to answer."""
+    engine: EngineUse = UNKNOWN_USE
+    """Use of the engines since the last report."""
     ranks: Sequence[RankUse] = ()
     """Of a trainer of several."""
 
@@ -70,6 +71,11 @@ class StepReport:
     def tokens_per_s(self) -> float:
         """Every token trained on, prompts included, by the seconds of the whole step."""
         return self.batch.tokens / self.step_s if self.step_s else 0.0
+
+    @property
+    def accepted_tokens_per_s(self) -> float | None:
+        """Generated tokens that were trained on, by the seconds of the whole step."""
+        return self.batch.trained_tokens / self.step_s if self.step_s else None
 
 
 class TextReader:
@@ -98,7 +104,8 @@ def write_records(telemetry: Telemetry, report: StepReport, config: TrainingConf
     telemetry.write(
         TimingRecord, step, step_s=report.step_s, data_wait_s=report.wait_s, train_s=report.train_s,
         sync_s=report.sync.seconds if report.sync else 0.0, checkpoint_s=report.checkpoint_s,
-        tokens_per_s=report.tokens_per_s, mfu=report.mfu, engine_idle_fraction=report.engine_idle,
+        tokens_per_s=report.tokens_per_s, mfu=report.mfu, engine_idle_fraction=report.engine.idle,
+        engine_capacity_used=report.engine.capacity, accepted_tokens_per_s=report.accepted_tokens_per_s,
     )  # fmt: skip
     telemetry.write(MemoryRecord, step, **memory_fields())
     if len(report.ranks) > 1:
@@ -285,7 +292,12 @@ class BenchmarkTotals:
     idle_s: float = 0.0
     told_s: float = 0.0
     """Of steps whose share of idleness is known."""
+    used_s: float = 0.0
+    """Seconds of the steps, each by the share of the engines' capacity in use."""
+    rated_s: float = 0.0
+    """Seconds of steps for which that share is known."""
     tokens: int = 0
+    accepted_tokens: int = 0
     byte_sum: int = 0
 
     def add(self, report: StepReport) -> None:
@@ -293,10 +305,14 @@ class BenchmarkTotals:
         self.steps += 1
         self.step_s += report.step_s
         self.wait_s += report.wait_s
-        if report.engine_idle is not None:
-            self.idle_s += report.engine_idle * report.step_s
+        if report.engine.idle is not None:
+            self.idle_s += report.engine.idle * report.step_s
             self.told_s += report.step_s
+        if report.engine.capacity is not None:
+            self.used_s += report.engine.capacity * report.step_s
+            self.rated_s += report.step_s
         self.tokens += report.batch.tokens
+        self.accepted_tokens += report.batch.trained_tokens
         self.byte_sum += memory_fields()["allocated_bytes"] or 0
         if report.sync is not None:
             self.add_sync(report.sync)
@@ -323,6 +339,8 @@ class BenchmarkTotals:
             "avg_data_wait_s": self.wait_s / steps,
             "total_data_wait_s": self.wait_s,
             "engine_idle_fraction": self.idle_s / self.told_s if self.told_s else None,
+            "engine_capacity_used": self.used_s / self.rated_s if self.rated_s else None,
+            "accepted_tokens_per_s": self.accepted_tokens / self.step_s if self.step_s else None,
             "peak_bytes": memory["peak_bytes"],
             "avg_bytes": None if memory["allocated_bytes"] is None else self.byte_sum // steps,
             "tokens_per_s": self.tokens / self.step_s if self.step_s else 0.0,

@@ -33,6 +33,7 @@ from vllm_server import bridge as bridge_routes
 from vllm_server import compat, generate, lora, part, plugin, refusals
 from vllm_server.auth import Access, GenerationHold, LoadMetrics
 from vllm_server.bridge import WeightBridge
+from vllm_server.capacity import EngineCapacity
 from vllm_server.config import (
     DEFAULT_HOST,
     DEFAULT_PORT,
@@ -386,10 +387,21 @@ async def build(config: ServerConfig, args: Namespace, engine: Any, address: str
         for_everyone=public and config.token_generated,
     )  # fmt: skip
     slots = engine.vllm_config.scheduler_config.max_num_seqs
-    REGISTRY.register(LoadMetrics(bridge.load, slots, lambda: bridge.state.weight_version))
+    bridge.capacity = measure_capacity(engine, slots)
+    ceiling = bridge.capacity.ceiling if bridge.capacity else lambda: None
+    REGISTRY.register(LoadMetrics(bridge.load, slots, lambda: bridge.state.weight_version, ceiling))
     if gate.held:
         logger.info("generation is held for everyone without the token until POST /bridge/resume")
     return app
+
+
+def measure_capacity(engine: Any, slots: int) -> EngineCapacity | None:
+    """Time the engine's steps from now on; None where vLLM keeps no statistics or guesses tokens ahead: then a step's
+    tokens do not tell its number of sequences."""
+    capacity = EngineCapacity(slots)
+    if engine.vllm_config.speculative_config is not None or not compat.hear_steps(engine, capacity.step):
+        return None
+    return capacity
 
 
 async def record_routing(bridge: WeightBridge, args: Namespace) -> RoutingKeeper:

@@ -35,6 +35,7 @@ from atropos_common.bridge import (
     ENV_OPEN_GENERATION,
     GONE_STATUS,
     INSTANCE_HEADER,
+    METRIC_CAPACITY,
     METRIC_IDLE_S,
     METRIC_REQUESTS,
     METRIC_SLOTS,
@@ -152,11 +153,14 @@ class ServerLoad:
 class LoadMetrics:
     """Prometheus collector of the server's own counts."""
 
-    def __init__(self, load: ServerLoad, slots: int, version: Callable[[], int | None]) -> None:
+    def __init__(
+        self, load: ServerLoad, slots: int, version: Callable[[], int | None], capacity: Callable[[], float | None]
+    ) -> None:
         """Args:
         slots: vLLM's --max-num-seqs, the number of sequences that the engine computes at a time.
-        version: returns the weight version, None before the first."""
-        self._load, self._slots, self._version = load, slots, version
+        version: returns the weight version, None before the first.
+        capacity: returns the tokens a second that the engine can make, None while that is not known."""
+        self._load, self._slots, self._version, self._capacity = load, slots, version, capacity
 
     def collect(self) -> Iterator[Metric]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -164,6 +168,8 @@ class LoadMetrics:
         yield CounterMetricFamily(METRIC_IDLE_S, "Seconds without a request for completions.", self._load.idle_s)
         yield CounterMetricFamily(METRIC_REQUESTS, "Requests for completions.", self._load.requests)
         yield GaugeMetricFamily(METRIC_SLOTS, "Sequences that are computed at a time, at most.", self._slots)
+        if (capacity := self._capacity()) is not None:
+            yield GaugeMetricFamily(METRIC_CAPACITY, "Tokens a second that the engine can make, at most.", capacity)
         if (version := self._version()) is not None:
             yield GaugeMetricFamily(METRIC_VERSION, "Version of the weights that answer.", version)
 

@@ -37,6 +37,7 @@ from atropos_common.files import write_private
 from atropos_common.manifest import Manifest
 from atropos_common.transfer import TransferBackend, TransferUpdate
 from vllm_server.auth import GenerationHold, ServerLoad, error_response
+from vllm_server.capacity import EngineCapacity
 from vllm_server.config import ServerConfig
 from vllm_server.generate import Generator
 from vllm_server.recorded import CompletionStore, RoutingStore
@@ -136,6 +137,8 @@ class WeightBridge:
         self.lock = asyncio.Lock()
         """Held while the answering weights change."""
         self.load = ServerLoad()
+        self.capacity: EngineCapacity | None = None
+        """None where vLLM keeps no statistics."""
         self._lease: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -157,6 +160,8 @@ class WeightBridge:
             started_from=self.started_from,
             block_size=self.engine.vllm_config.cache_config.block_size,
             idle_s=self.load.idle_s,
+            generated_tokens=None if self.capacity is None else self.capacity.generated,
+            capacity_tokens_per_s=None if self.capacity is None else self.capacity.ceiling(),
             records_routing=self.routing is not None,
             eager_because=self.config.eager_because,
         )

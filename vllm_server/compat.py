@@ -16,6 +16,7 @@ from argparse import Namespace
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
+from vllm_server.capacity import Step
 from vllm_server.config import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,43 @@ _READY_LIMIT = "VLLM_ENGINE_READY_TIMEOUT_S"
 _READY_LIMIT_S = 1_000_000
 CONNECTIONS_CLOSE_S = 1
 """Seconds that open connections get at shutdown, after requests in flight have ended."""
+
+
+class _StepLogger:
+    """A stat logger of vLLM's that hands every step on."""
+
+    def __init__(self, hear: Callable[[Step], None]) -> None:
+        self._hear = hear
+
+    def record(
+        self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0, **_: Any
+    ) -> None:
+        if iteration_stats is None:
+            return
+        told = scheduler_stats is not None
+        self._hear(
+            Step(
+                engine=engine_idx,
+                tokens=iteration_stats.num_generation_tokens,
+                running=scheduler_stats.num_running_reqs if told else None,
+                waiting=scheduler_stats.num_waiting_reqs if told else None,
+                kv_use=scheduler_stats.kv_cache_usage if told else None,
+            )
+        )
+
+    def _ignore(self, *_: Any, **__: Any) -> None:
+        """Whatever else vLLM tells its stat loggers."""
+
+    log = log_engine_initialized = record_sleep_state = record_admission_rejection = _ignore
+
+
+def hear_steps(engine: Any, hear: Callable[[Step], None]) -> bool:
+    """Call `hear` with every step of the engine from now on; False where vLLM keeps no statistics."""
+    loggers = getattr(getattr(engine, "logger_manager", None), "stat_loggers", None)
+    if not isinstance(loggers, list):
+        return False
+    loggers.append(_StepLogger(hear))
+    return True
 
 
 def __getattr__(name: str) -> Any:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import median_low
 
-from atropos_common.bridge import METRIC_IDLE_S, METRIC_REQUESTS, METRIC_SLOTS
+from atropos_common.bridge import METRIC_CAPACITY, METRIC_IDLE_S, METRIC_REQUESTS, METRIC_SLOTS
 from atropos_common.control import Role, State
 from atropos_common.group_reasons import FLAT
 from atropos_common.records import EnvCountsRecord, TimingRecord
@@ -37,7 +37,12 @@ ASK_S = 1.5
 """An engine is asked no more often."""
 ANSWER_S = 2.0
 RUNNING, TOKENS = "vllm:num_requests_running", "vllm:generation_tokens_total"
-READ = (METRIC_IDLE_S, METRIC_REQUESTS, METRIC_SLOTS, RUNNING, TOKENS)
+QUEUED = "vllm:num_requests_waiting"
+READ = (METRIC_CAPACITY, METRIC_IDLE_S, METRIC_REQUESTS, METRIC_SLOTS, RUNNING, QUEUED, TOKENS)
+
+
+BOUNDS = {"workers": "busy_workers", "waiting_for_slot": "waiting_for_slot", "free_slots": "free_slots"}
+"""Means of an `env_counts` record, and their fields of `EnvFlow`."""
 
 
 @dataclass(frozen=True)
@@ -238,6 +243,7 @@ class FlowWatch:
             examples=new.examples if new else {},
             evaluation_failures=Counter(new.evaluation_failures if new else {}),
             failures=_grown(new.failures if new else {}, old.failures if old else {}),
+            bounds=_bounds([record for record in own if record.time > now - COUNTS_S]),
         )
 
     def _of_trainer(self, trainer: Part) -> list[TimingRecord]:
@@ -263,6 +269,17 @@ class FlowWatch:
         return sum(max(0.0, min(end, now) - max(start, begin)) for start, end in waits) / (now - begin)
 
 
+def _bounds(records: Sequence[EnvCountsRecord]) -> dict[str, float]:
+    """Workers and queue slots of an environment, by the field of `EnvFlow`: means over `records`."""
+    found: dict[str, float] = {}
+    for name, field_ in BOUNDS.items():
+        known = [float(value) for record in records if (value := getattr(record, name)) is not None]
+        if known:
+            found[field_] = sum(known) / len(known)
+    newest = records[-1].model_dump(include={"max_workers", "queue_slots", "group_size"}) if records else {}
+    return found | {name: value for name, value in newest.items() if value is not None}
+
+
 def _is_hosted(spec: ComponentSpec) -> bool:
     return any(word.startswith("atropos_envs.") for word in spec.command)
 
@@ -285,7 +302,9 @@ def _with_engines(flow: Flow, looks: Iterable[Iterable[EngineLook]], begin: floa
         idle=sum(one.idle for one in each) / len(each),
         tokens_per_s=sum(one.tokens_per_s for one in each),
         running=sum(one.running for one in each),
+        queued=sum(one.queued for one in each),
         slots=sum(one.slots for one in each),
+        ceiling=sum(one.ceiling or 0.0 for one in each) if all(one.ceiling for one in each) else None,
     )
 
 
@@ -302,5 +321,7 @@ def _with_engine(flow: Flow, looks: Iterable[EngineLook], begin: float) -> Flow:
         idle=min(1.0, max(0.0, last[METRIC_IDLE_S] - first[METRIC_IDLE_S]) / seconds),
         tokens_per_s=max(0.0, last[TOKENS] - first[TOKENS]) / seconds,
         running=sum(look[RUNNING] for look in inside) / len(inside),
+        queued=sum(look[QUEUED] for look in inside) / len(inside),
         slots=last[METRIC_SLOTS],
+        ceiling=last[METRIC_CAPACITY] or None,
     )

@@ -132,6 +132,17 @@ class Flow:
     """Sequences in the engine, a mean over some looks."""
     slots: float = 0.0
     """Sequences that it computes at a time, at most."""
+    queued: float = 0.0
+    """Sequences that wait in the engine for a slot."""
+    ceiling: float | None = None
+    """Tokens a second that the engine can make; None while it does not know that."""
+    bounds: Mapping[str, float] = field(default_factory=dict)
+    """Workers and queue slots: fields of `EnvFlow`; empty where the environment does not count them."""
+
+    @property
+    def capacity_used(self) -> float | None:
+        """Share of what the engine can make; None while that is not known."""
+        return None if self.seconds is None or not self.ceiling else min(1.0, self.tokens_per_s / self.ceiling)
 
     @property
     def made(self) -> int:

@@ -60,6 +60,8 @@ class Pace:
     """Share of the time in which the engines had nothing to answer."""
     engine_capacity: float | None
     """Share of the engines' capacity in use; None while that is not known."""
+    accepted_per_s: float | None
+    """Generated tokens that were trained on."""
     tokens_per_s: float | None
     steps_per_hour: float | None
     eta_s: float | None
@@ -87,6 +89,7 @@ def pace(state: RunState, training_steps: int | None, window: int = WINDOW) -> P
         waiting=min(1.0, parts["wait"] / step_s) if parts["wait"] is not None and step_s else None,
         engine_idle=_idle_share(state, count),
         engine_capacity=_capacity_share(state, count),
+        accepted_per_s=_ratio(state.sums[ACCEPTED], timing, count),
         tokens_per_s=tokens_per_second(state, count),
         steps_per_hour=3600 / basis if basis else None,
         eta_s=None if left is None or basis is None else left * basis,

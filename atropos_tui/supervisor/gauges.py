@@ -125,6 +125,10 @@ def _flow(flow: Flow) -> EnvFlow:
         idle=flow.idle if known else None,
         running=flow.running if known else None,
         slots=flow.slots if known else None,
+        queued=flow.queued if known else None,
+        tokens_per_s=flow.tokens_per_s if known else None,
+        capacity_used=flow.capacity_used,
+        **flow.bounds,
     )
 
 

@@ -73,6 +73,8 @@ TIMING: Sequence[Field] = (
     ("tokens_per_s", "tokens_per_second", "Tokens trained."),
     ("mfu", "mfu_ratio", "Model FLOPs utilisation of the training part."),
     ("engine_idle_fraction", "step_engine_idle_ratio", "Share of the step in which the engines had no request."),
+    ("engine_capacity_used", "step_engine_capacity_ratio", "Generated tokens by the most that the engines can make."),
+    ("accepted_tokens_per_s", "accepted_tokens_per_second", "Generated tokens that were trained on."),
 )
 ALIGNMENT: Sequence[Field] = (
     ("logprob_diff_abs_mean", "logprob_diff_abs_mean", "Trainer against engine, policy lag included."),
@@ -93,6 +95,9 @@ ENGINE_TOTALS: Sequence[Field] = (
 ENV: Sequence[Field] = (
     ("waiting", "env_trainer_waiting_ratio", "Share of the newest time in which the trainer had no batch."),
     ("idle", "env_engine_idle_ratio", "Share of the newest time in which its engine had no request."),
+    ("capacity_used", "env_engine_capacity_ratio", "Share of its engine's capacity in use in the newest time."),
+    ("busy_workers", "env_workers_busy", "Groups under way."),
+    ("free_slots", "env_queue_slots_free", "Queue slots that no group under way takes."),
 )
 HOST: Sequence[Field] = (
     ("cpu_percent", "host_cpu_percent", "Of all cores."),

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from atropos_common.bridge import METRIC_IDLE_S, METRIC_REQUESTS, METRIC_SLOTS
+from atropos_common.bridge import METRIC_CAPACITY, METRIC_IDLE_S, METRIC_REQUESTS, METRIC_SLOTS
 from atropos_common.control import Role, State
 from atropos_common.group_reasons import FLAT, GROUP_SIZE, NONE, REFUSED, UNSENDABLE
 from atropos_common.records import EnvCountsRecord, TimingRecord
@@ -132,8 +132,8 @@ PARTS = [part(role, BEGAN) for role in (Role.API, Role.ENGINE, Role.ENV, Role.TR
 STEPPED = {"train_s": 1.0, "sync_s": 0.0, "checkpoint_s": 0.0, "tokens_per_s": 1.0, "attempt": 1}
 
 
-def page(idle_s: float, requests: int, running: float, tokens: float) -> str:
-    return (
+def page(idle_s: float, requests: int, running: float, tokens: float, capacity: float | None = None) -> str:
+    return ("" if capacity is None else f"{METRIC_CAPACITY} {capacity}\n") + (
         f"# TYPE {METRIC_IDLE_S} counter\n{METRIC_IDLE_S} {idle_s}\n{METRIC_REQUESTS} {requests}\n{METRIC_SLOTS} 16.0\n"
         f'vllm:num_requests_running{{engine="0",model_name="m"}} {running}\n'
         f'vllm:generation_tokens_total{{engine="0"}} {tokens}\nvllm:other{{engine="0"}} nonsense\n'
@@ -172,14 +172,18 @@ def test_a_page_without_an_end_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) 
     assert not held_up
 
 
-def played(*, requests: int = 3) -> tuple[FlowWatch, float]:
+def played(*, requests: int = 3, capacity: float | None = None) -> tuple[FlowWatch, float]:
     """Twenty seconds: of each two the engine has a request for half a second; steps of 4 s wait for 3; no ninth."""
     watch, env = FlowWatch(STACK), PARTS[2]
     watch.registered(env, BEGAN)
     for second in range(21):
         now = BEGAN + second
         seen = requests if second else 0
-        watch.ask(PARTS, now, lambda _, at=second, seen=seen: page(at * 0.75, seen + at * bool(seen), 1.0, at * 30.0))
+        watch.ask(
+            PARTS,
+            now,
+            lambda _, at=second, seen=seen: page(at * 0.75, seen + at * bool(seen), 1.0, at * 30.0, capacity),
+        )
         if second % 4 == 0 and 0 < second <= 16:
             watch.step(TimingRecord(time=now, step=second // 4, step_s=4.0, data_wait_s=3.0, **STEPPED))
         if second % 5 == 0 and second:
@@ -196,6 +200,25 @@ def test_waiting_and_idleness_are_measured_over_the_newest_seconds() -> None:
     assert found.waiting == pytest.approx(9 / 12)
     assert explain({"env": found}, ())["env"].rule == "environment_bound"
     assert watch.view(PARTS, BEGAN + 7)["env"].seconds is None, "too early to say"
+
+
+def test_capacity_used_and_what_bounds_an_environment_are_measured() -> None:
+    """30 tokens a second of 120; workers and queue slots as means of the newest records."""
+    watch, now = played(capacity=120.0)
+    assert watch.view(PARTS, now)["env"].capacity_used == pytest.approx(0.25)
+    assert played()[0].view(PARTS, now)["env"].capacity_used is None, "the engine does not know"
+    for at, workers in ((now - 60, 48.0), (now - 8, 4.0), (now - 2, 6.0)):
+        watch.count(
+            EnvCountsRecord(
+                time=at, env="env", sent=20, left_out={FLAT: 20}, workers=workers, max_workers=48, queue_slots=16,
+                free_slots=0.5, waiting_for_slot=0.0, group_size=8,
+            )
+        )  # fmt: skip
+    found = watch.view(PARTS, now)["env"].bounds
+    assert found == {
+        "busy_workers": 5.0, "free_slots": 0.5, "waiting_for_slot": 0.0, "max_workers": 48, "queue_slots": 16,
+        "group_size": 8,
+    }  # fmt: skip
 
 
 def test_a_trainer_that_waits_for_room_on_a_disk_waits_for_no_environment() -> None:

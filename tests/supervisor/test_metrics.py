@@ -17,6 +17,7 @@ from atropos_common.control import Role
 from atropos_common.records import (
     DiagnosisRecord,
     EngineGauges,
+    EnvFlow,
     EvalRecord,
     GaugesRecord,
     HostUse,
@@ -55,8 +56,9 @@ def write(run: RunDir, *records: Record) -> None:
 
 def timing(step: int) -> TimingRecord:
     return TimingRecord(
-        attempt=1, step=step, step_s=2.0, data_wait_s=1.5, train_s=0.4, sync_s=0.1, checkpoint_s=0.0, tokens_per_s=5.0
-    )
+        attempt=1, step=step, step_s=2.0, data_wait_s=1.5, train_s=0.4, sync_s=0.1, checkpoint_s=0.0, tokens_per_s=5.0,
+        engine_capacity_used=0.4, accepted_tokens_per_s=3.0,
+    )  # fmt: skip
 
 
 async def scrape(port: int, **headers: str) -> httpx.Response:
@@ -80,7 +82,8 @@ async def test_what_a_live_run_tells(launch: Any, free_port: int) -> None:
         write(running.run, StepRecord(step=1, **STEP), timing(1), StepRecord(step=2, rank=1, **STEP))
         write(running.run, EvalRecord(env="sums", accuracy=0.75, policy_step=1))
         write(running.run, GaugesRecord(engines={"vllm": EngineGauges(running=4, generated_tokens=100)},
-                                        host=HostUse(memory_total=1000), queue=7))  # fmt: skip
+                                        host=HostUse(memory_total=1000), queue=7,
+                                        flows={"math": EnvFlow(engine="vllm", capacity_used=0.25)}))  # fmt: skip
         answer = await scrape(free_port)
         assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/plain; version=")
         families = {family.name: family for family in text_string_to_metric_families(answer.text)}
@@ -95,6 +98,9 @@ async def test_what_a_live_run_tells(launch: Any, free_port: int) -> None:
         assert values(families, "atropos_reward_mean") == {(): 0.5}
         assert values(families, "atropos_policy_lag_mean") == {(): 0.25}
         assert values(families, "atropos_step_waiting_ratio") == {(): 0.75}
+        assert values(families, "atropos_step_engine_capacity_ratio") == {(): 0.4}
+        assert values(families, "atropos_accepted_tokens_per_second") == {(): 3.0}
+        assert values(families, "atropos_env_engine_capacity_ratio") == {("math",): 0.25}
         assert values(families, "atropos_eval_accuracy_ratio") == {("sums", "held_out"): 0.75}
         assert values(families, "atropos_engine_requests_running") == {("vllm",): 4}
         assert values(families, "atropos_engine_generated_tokens") == {("vllm",): 100}

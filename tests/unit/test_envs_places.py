@@ -46,6 +46,9 @@ async def test_a_spare_group_waits_for_an_owner_to_come_out_flat_however_quick_i
     _looked(places)
     first, second, third, fourth = await _groups(places, 4)
     assert [slot.owns for slot in (first, second, third, fourth)] == [True, True, False, False]
+    assert (places.all, places.free, places.waiting) == (2, 0, 0)
+    fourth.made = True
+    assert places.waiting == 1, "made, and without a place"
     waits = asyncio.create_task(fourth.place())
     await asyncio.sleep(0)
     places.end(first)
@@ -53,8 +56,11 @@ async def test_a_spare_group_waits_for_an_owner_to_come_out_flat_however_quick_i
     assert not places.sent(second, 1) and places.room == 1
     places.end(third)
     assert await waits and not places.full
+    assert places.waiting == 0
     places.sent(fourth, 1)
-    assert places.full
+    assert places.full and places.free == 0
+    _looked(places, step=1)
+    assert places.free == 2
 
 
 async def test_spare_groups_are_dropped_with_the_last_place() -> None:

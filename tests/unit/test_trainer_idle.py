@@ -1,4 +1,4 @@
-"""How long the engines idle, by their own count: between two looks of the trainer, over all of them."""
+"""Use of the engines by their own counts: between two looks of the trainer, over all of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from trainer_core.server.client import IdleMeter, ServerClient
+from trainer_core.server.client import EngineMeter, ServerClient
 
 
 class Engines:
@@ -17,8 +17,10 @@ class Engines:
         self.now = 50.0
         self.idle: list[float | None] = [0.0, 0.0]
         self.life = ["a", "b"]
+        self.tokens: list[int | None] = [None, None]
+        self.capacity: list[float | None] = [None, None]
         monkeypatch.setattr("trainer_core.server.client.time.monotonic", lambda: self.now)
-        self.meter = IdleMeter([ServerClient("http://x", transport=self._transport(at)) for at in range(2)])
+        self.meter = EngineMeter([ServerClient("http://x", transport=self._transport(at)) for at in range(2)])
 
     def _transport(self, at: int) -> httpx.MockTransport:
         def answer(request: httpx.Request) -> httpx.Response:
@@ -30,6 +32,8 @@ class Engines:
                 "model": "m",
                 "vllm_version": "0",
                 "idle_s": self.idle[at],
+                "generated_tokens": self.tokens[at],
+                "capacity_tokens_per_s": self.capacity[at],
             }
             return httpx.Response(200, json=info)
 
@@ -38,7 +42,7 @@ class Engines:
     def look(self, after_s: float, *idle: float | None) -> float | None:
         self.now += after_s
         self.idle = list(idle)
-        return self.meter.measure()
+        return self.meter.measure().idle
 
 
 def test_the_share_is_of_the_time_since_the_last_look(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,3 +58,23 @@ def test_the_share_is_of_the_time_since_the_last_look(monkeypatch: pytest.Monkey
     assert engines.look(2, 107.0, 12.0) is None, "nothing to compare with"
     assert engines.look(2, 108.0, 12.0) == pytest.approx(0.25)
     assert engines.look(2, None, 13.0) == 0.5, "a server that does not count"
+
+
+def test_the_capacity_used_is_of_the_servers_that_know_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = Engines(monkeypatch)
+
+    def used(after_s: float, *tokens: int | None) -> float | None:
+        engines.now += after_s
+        engines.tokens = list(tokens)
+        return engines.meter.measure().capacity
+
+    assert used(0, 1000, 0) is None
+    assert used(2, 3000, 500) is None, "no ceiling is known"
+    engines.capacity = [2000.0, None]
+    assert used(2, 5000, 900) == pytest.approx(0.5), "of the one that knows"
+    engines.capacity = [2000.0, 3000.0]
+    assert used(2, 7000, 4900) == pytest.approx(3000 / 5000)
+    assert used(2, 17000, 4900) == 1.0, "the ceiling is an estimate"
+    engines.life[0] = "c"
+    assert used(2, 10, 7900) == pytest.approx(0.5), "one began anew"
+    assert used(2, None, None) is None, "nobody counts"

@@ -12,7 +12,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from atropos_common.bridge import METRIC_IDLE_S, METRIC_REQUESTS, METRIC_SLOTS, METRIC_VERSION, TOKEN_HEADER
+from atropos_common.bridge import (
+    METRIC_CAPACITY,
+    METRIC_IDLE_S,
+    METRIC_REQUESTS,
+    METRIC_SLOTS,
+    METRIC_VERSION,
+    TOKEN_HEADER,
+)
 from atropos_common.http import allowed_hosts
 from vllm_server.auth import Access, AuthMiddleware, GenerationHold, LoadMetrics, ServerLoad
 
@@ -70,13 +77,15 @@ def test_prometheus_shows_the_counts_under_their_names() -> None:
     clock, registry = Clock(), CollectorRegistry()
     load = ServerLoad(clock)
     version: list[int | None] = [None]
-    registry.register(LoadMetrics(load, 128, lambda: version[0]))
+    capacity: list[float | None] = [None]
+    registry.register(LoadMetrics(load, 128, lambda: version[0], lambda: capacity[0]))
     assert METRIC_VERSION not in generate_latest(registry).decode(), "nothing is said of weights without a name"
-    version[0] = 7
+    assert METRIC_CAPACITY not in generate_latest(registry).decode(), "nor of a capacity that is not known"
+    version[0], capacity[0] = 7, 24_000.0
     clock.now += 12.25
     with load.request():
         pass
     lines = generate_latest(registry).decode().splitlines()
     assert f"{METRIC_IDLE_S} 12.25" in lines
     assert f"{METRIC_REQUESTS} 1.0" in lines and f"{METRIC_SLOTS} 128.0" in lines
-    assert f"{METRIC_VERSION} 7.0" in lines
+    assert f"{METRIC_VERSION} 7.0" in lines and f"{METRIC_CAPACITY} 24000.0" in lines

@@ -203,33 +203,59 @@ class ServerClient:
             raise EngineError(f"{self.base_url}{path} does not answer JSON: is it python -m vllm_server?") from None
 
 
-class IdleMeter:
-    """How long servers had no request for completions, by their own exact count."""
+@dataclass(frozen=True)
+class EngineUse:
+    """Use of the engines over some time, by their own counts; shares from 0 to 1."""
+
+    idle: float | None = None
+    """Share of the time without a request for completions, a mean over the servers that count it."""
+    capacity: float | None = None
+    """Tokens a second by the most that the servers can make; None where no server knows that."""
+
+
+UNKNOWN_USE = EngineUse()
+
+
+class EngineMeter:
+    """Use of the engines between two calls."""
 
     def __init__(self, servers: Sequence[ServerClient]) -> None:
         self._servers = servers
-        self._before: tuple[float, list[tuple[str, float] | None]] = (0.0, [])
+        self._before: tuple[float, list[BridgeInfo | None]] = (0.0, [])
 
-    def measure(self) -> float | None:
-        """The idle share of the time since the last call, from 0 to 1, as a mean over the servers that tell; null at
-        the first call, and where none tells or each began anew."""
-        at, idle = time.monotonic(), [self._look(server) for server in self._servers]
-        (before_at, before), self._before = self._before, (at, idle)
-        grown = [
-            now[1] - then[1] for now, then in zip(idle, before, strict=False) if now and then and now[0] == then[0]
+    def measure(self) -> EngineUse:
+        """Use since the last call; unknown at the first call, and of servers that have restarted since."""
+        at, infos = time.monotonic(), [self._look(server) for server in self._servers]
+        (before_at, before), self._before = self._before, (at, infos)
+        pairs = [
+            (then, now)
+            for then, now in zip(before, infos, strict=False)
+            if then and now and then.instance_id == now.instance_id
         ]
-        if not grown or at <= before_at:
-            return None
-        return min(1.0, sum(grown) / len(grown) / (at - before_at))
+        if not pairs or at <= before_at:
+            return UNKNOWN_USE
+        return EngineUse(_idle_share(pairs, at - before_at), _capacity_share(pairs, at - before_at))
 
     @staticmethod
-    def _look(server: ServerClient) -> tuple[str, float] | None:
-        """Which life of the server it is, and its idle seconds so far."""
+    def _look(server: ServerClient) -> BridgeInfo | None:
         try:
-            info = server.info()
+            return server.info()
         except (EngineGone, EngineError):
             return None
-        return None if info.idle_s is None else (info.instance_id, info.idle_s)
+
+
+def _idle_share(pairs: Sequence[tuple[BridgeInfo, BridgeInfo]], seconds: float) -> float | None:
+    grown = [now.idle_s - then.idle_s for then, now in pairs if now.idle_s is not None and then.idle_s is not None]
+    return min(1.0, sum(grown) / len(grown) / seconds) if grown else None
+
+
+def _capacity_share(pairs: Sequence[tuple[BridgeInfo, BridgeInfo]], seconds: float) -> float | None:
+    tokens = ceiling = 0.0
+    for then, now in pairs:
+        if now.capacity_tokens_per_s and now.generated_tokens is not None and then.generated_tokens is not None:
+            tokens += now.generated_tokens - then.generated_tokens
+            ceiling += now.capacity_tokens_per_s
+    return min(1.0, tokens / seconds / ceiling) if ceiling else None
 
 
 def _error_text(response: httpx.Response) -> str:

@@ -74,6 +74,7 @@ class Benchmark(TextPanel):
         used = f"trained, MFU {mfu:.1%}" if mfu is not None and math.isfinite(mfu) else "trained"
         lines = [
             self._line("tokens/s", number(speed.tokens_per_s, 0), used),
+            *self._engine_use(speed),
             *(
                 line
                 for row in view.rows
@@ -84,13 +85,22 @@ class Benchmark(TextPanel):
             self._line("lag", number(lag, 1), f"versions, max {number(most, 0)}" if most is not None else "versions"),
             *self._memory(view),
         ]
-        if speed.engine_idle is not None:
-            lines.insert(1, self._line("engine idle", f"{speed.engine_idle:.0%}", "no request under way"))
         if state.alignment:
             words, tone = verdict_text(state.alignment)
             lines.insert(1, self._line("alignment", words, one_line(state.alignment.cause), tone))
         if state.benchmark:
             lines.append(self._line("total", duration(state.benchmark.total_s), f"{state.benchmark.steps} steps"))
+        return lines
+
+    def _engine_use(self, speed: Pace) -> list[Text]:
+        """Capacity of the engines in use, accepted tokens and idle time, as far as they are known."""
+        lines = []
+        if speed.engine_capacity is not None:
+            accepted = number(speed.accepted_per_s, 0)
+            words = "of the engine's tokens/s" + (f", {accepted} accepted" if speed.accepted_per_s is not None else "")
+            lines.append(self._line("capacity", f"{speed.engine_capacity:.0%}", words))
+        if speed.engine_idle is not None:
+            lines.append(self._line("engine idle", f"{speed.engine_idle:.0%}", "no requests in flight"))
         return lines
 
     def _engine(self, view: View, name: str) -> list[Text]:

@@ -70,8 +70,10 @@ class Header(TextPanel):
 
 
 def _shares(speed: Pace) -> str:
-    """How long trainer and engines wait for work, in shares of the newest steps; nothing where nobody knows."""
-    known = {"trainer waits": speed.waiting, "engine idle": speed.engine_idle}
+    """Waiting time of the trainer and capacity of the engines in use (while unknown: their idle time), in shares of the
+    newest steps; nothing where nobody knows."""
+    used, idle = speed.engine_capacity, speed.engine_idle
+    known = {"trainer waits": speed.waiting, **({"engine idle": idle} if used is None else {"capacity used": used})}
     return "".join(f"  {name} {value:.0%}" for name, value in known.items() if value is not None)
 
 
