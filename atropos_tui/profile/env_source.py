@@ -111,7 +111,7 @@ class EnvSource:
         """Of the file or of one around it that it imports."""
         self._files: dict[Path, SourceFile | None] = {}
         self.main = self._read(path)
-        if self.main and any(level for level, _, _ in self.main.imports.values()):
+        if self.main and any(level for _, level, _ in _loaded_imports(self.main.tree)):
             # It runs as part of its package (`atropos_envs.runner`), whose folders are then searched, too.
             self.folders = [*folders, *map(str, path.resolve().parents[:MAX_STEPS])]
 
