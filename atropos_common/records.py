@@ -399,6 +399,8 @@ class EnvCountsRecord(Record):
     kind: Literal["env_counts"] = "env_counts"
     env: str
     policy_step: Whole | None = None
+    requests: int | None = None
+    """Requests to engines by atroposlib's servers; the environment's own clients are not counted."""
     sent: int
     """Groups that run-api accepted."""
     left_out: dict[str, int] = {}

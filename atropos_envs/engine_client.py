@@ -186,6 +186,11 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
         return server
 
     @property
+    def asked(self) -> int:
+        """Requests so far."""
+        return sum(server.asked for server in self._servers)
+
+    @property
     def _away(self) -> str:
         """The servers without `/v1`, where none answers."""
         return "" if any(s.lost_at is None for s in self._servers) else " and ".join(s.root for s in self._servers)

@@ -97,12 +97,13 @@ class EvalLog:
             self._write(EnvMetricsRecord(env=self._env, metrics=numbers, policy_step=policy_step))
 
     def counted(
-        self, tally: Tally, adjusted: Mapping[str, int], step: int | None, bounds: Mapping[str, float] | None = None
-    ) -> None:
+        self, tally: Tally, adjusted: Mapping[str, int], requests: int, step: int | None,
+        bounds: Mapping[str, float] | None = None,
+    ) -> None:  # fmt: skip
         """Write what became of the groups and requests since the start; `bounds`: workers and queue slots."""
         self._write(
             EnvCountsRecord(
-                env=self._env, policy_step=step, sent=tally.sent, left_out=dict(tally.left_out),
+                env=self._env, policy_step=step, requests=requests, sent=tally.sent, left_out=dict(tally.left_out),
                 examples=dict(tally.examples), failures=dict(tally.failures),
                 evaluation_failures=dict(tally.evaluation_failures), adjusted=dict(adjusted),
                 **(bounds or {}),

@@ -30,6 +30,7 @@ from atropos_common.http import DOOR_USER
 from atropos_common.run_dir import ENV_DOOR_KEY, ENV_ENGINE_URLS, ENV_REFILL, ENV_SEQUENCES
 from atropos_envs import Dismissed, EnvFault
 from atropos_envs.engine_client import EngineClient, EngineRefused, addresses, begin_group
+from atropos_envs.engine_gate import EngineGate
 from atropos_envs.evaluation import EvalLog, Tally, component_name, eval_path
 from atropos_envs.groups import Unsendable, convert, encoded
 from atropos_envs.places import Places, Slot
@@ -120,7 +121,9 @@ class Hosted(BaseEnv):  # type: ignore[misc]
         self._fault: EnvFault | None = None
         self._main: asyncio.Task[Any] | None = None
         self._registration = Registration(config.rollout_server_url, self.component)
-        self._summary_at = time.monotonic()
+        self._gate = EngineGate(os.environ.get(ENV_ENGINE_URLS, "").split(), self._registration.http)
+        self._asked_before = 0
+        self._summary_at = self._began_at = time.monotonic()
 
     async def env_manager(self) -> None:
         """serve: until total_steps, SIGTERM, or a fault.
@@ -133,7 +136,8 @@ class Hosted(BaseEnv):  # type: ignore[misc]
         self._serving, self._main = True, asyncio.current_task()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._dismiss, number)
-        watcher = asyncio.create_task(self._watch_queue())
+        watchers = [asyncio.create_task(each) for each in (self._watch_queue(), self._gate.watch())]
+        self._began_at = time.monotonic()
         try:
             await super().env_manager()
         except asyncio.CancelledError:
@@ -142,7 +146,8 @@ class Hosted(BaseEnv):  # type: ignore[misc]
         except (RetryError, aiohttp.ClientError) as error:
             self._fault = self._fault or EnvFault(self._registration.lost(error))
         finally:
-            watcher.cancel()
+            for watcher in watchers:
+                watcher.cancel()
             await self._leave()
         if why := self._fault or self._dismissed:
             raise why
@@ -164,6 +169,8 @@ class Hosted(BaseEnv):  # type: ignore[misc]
         except Exception as error:
             if not self._serving:
                 raise
+            if await self._gate.explains(error):
+                return None, [item]  # it comes again when an engine answers
             self.tally.failed(error)
             return None, []
         if not groups and not items:  # with further items it is a step on the way to a group
@@ -286,7 +293,10 @@ class Hosted(BaseEnv):  # type: ignore[misc]
                 self.backlog.append(slot.item)
 
     async def add_train_workers(self) -> None:
-        """BaseEnv's, with room for spare groups: it bounds the number of workers by the places that it sees free."""
+        """BaseEnv's, with room for spare groups: it bounds the number of workers by the places that it sees free. No
+        group begins while no engine answers."""
+        if not self._gate.open:
+            return
         if self.places is None:
             await super().add_train_workers()
             return
@@ -353,9 +363,11 @@ class Hosted(BaseEnv):  # type: ignore[misc]
         """BaseEnv's cadence of evaluations, and a line of progress."""
         await super().env_step_checks()
         self._worker_meter.look(len(self.workers), self.places)
-        if self.tally.urgent or (time.monotonic() - self._summary_at > SUMMARY_S and self.tally.news()):
+        news = self.tally.news() or self._asked() != self._asked_before
+        if self.tally.urgent or (time.monotonic() - self._summary_at > SUMMARY_S and news):
+            self._asked_before = self._asked()
             log.info("step %d: %s", self.curr_step, self.tally.line())
-            self.eval_log.counted(self.tally, self._adjusted(), self.curr_step, self._bounds())
+            self.eval_log.counted(self.tally, self._adjusted(), self._asked_before, self.curr_step, self._bounds())
             self._summary_at = time.monotonic()
 
     def _bounds(self) -> dict[str, float]:
@@ -385,6 +397,10 @@ class Hosted(BaseEnv):  # type: ignore[misc]
         if self.eval_runner is None or self.eval_runner.done():
             self.eval_runner = asyncio.create_task(self.evaluate())
 
+    def _asked(self) -> int:
+        """Return how many requests went to engines by atroposlib's servers."""
+        return sum(getattr(server, "asked", 0) for server in self.server.servers)
+
     def _adjusted(self) -> Counter[str]:
         total: Counter[str] = Counter()
         for server in self.server.servers:
@@ -407,6 +423,11 @@ class Hosted(BaseEnv):  # type: ignore[misc]
             await super().evaluate_log(metrics, *args, **kwargs)
 
     # Registration
+
+    async def setup_wandb(self) -> None:
+        """Say that the set-up is over, which is a stage of its own in `ps` and `why`."""
+        log.info("set up after %.1f s", time.monotonic() - self._began_at)
+        await super().setup_wandb()
 
     async def _register_env(self) -> dict[str, Any]:
         answer = await self._registration.register(

@@ -20,7 +20,7 @@ from atropos_common.group_reasons import FLAT
 from atropos_common.records import EnvCountsRecord, TimingRecord
 from atropos_tui.diagnoses.questions import asking, fetch_page
 from atropos_tui.diagnoses.stall_rules import RUNS, Flow, Part, asked_engines
-from atropos_tui.profile.spec import ComponentSpec, StackSpec
+from atropos_tui.profile.spec import StackSpec, is_hosted
 
 WINDOW_S = 12.0
 """Over which waiting is measured, or over the newest `STEPS` steps where those are fewer seconds: whole steps say how
@@ -119,7 +119,7 @@ class FlowWatch:
         """When the trainer said that it waits for room on a disk, not for a batch."""
         self._asked_at = float("-inf")
         self.environments = [spec.name for spec in stack.components if spec.role is Role.ENV]
-        self._hosted = {spec.name for spec in stack.components if _is_hosted(spec)}
+        self._hosted = {spec.name for spec in stack.components if is_hosted(spec.command)}
         alone = len(self.environments) == 1 and self.environments[0] not in self._hosted
         self._unhosted = self.environments[0] if alone else ""
         """The one environment, where it does not count its groups: what logs tell of groups is about it."""
@@ -128,7 +128,7 @@ class FlowWatch:
         steps = next(
             (_flag(spec.command, "--training-steps") for spec in stack.components if spec.role is Role.TRAINER), ""
         )
-        self._last_step = int(steps) if steps and steps.isdecimal() else math.inf
+        self.last_step = int(steps) if steps and steps.isdecimal() else math.inf
         """After it the trainer waits for nothing."""
         self._workers = {spec.name: _flag(spec.command, "--env.max_num_workers") for spec in stack.components}
 
@@ -194,7 +194,7 @@ class FlowWatch:
             if part.role is Role.ENV and part.state in RUNS:
                 env = self._env(part)
                 env.cap(now)
-                flow = self._counted(part, env, now)
+                flow = self._counted(part, env, parts, now)
                 looks = self._of_engines(env, parts)
                 settled = max((each.since for each in parts if each.role is not Role.ENV), default=now)
                 begin = max(now - span, settled, env.asks_since or now, (env.registered_at or 0.0) + PAUSE_S)
@@ -224,7 +224,14 @@ class FlowWatch:
         elif asked > env.asked_before:
             env.asks_since = env.asks_since or max(each[-1].at for each in looks)
 
-    def _counted(self, part: Part, env: _Env, now: float) -> Flow:
+    def _could_ask_s(self, env: _Env, parts: Sequence[Part], now: float) -> float | None:
+        """Return the seconds since the environment is registered and one of its engines is healthy."""
+        healthy = [part.since for part in parts if part.name in env.engines and part.state is State.HEALTHY]
+        if env.registered_at is None or not healthy:
+            return None
+        return now - max(env.registered_at, min(healthy))
+
+    def _counted(self, part: Part, env: _Env, parts: Sequence[Part], now: float) -> Flow:
         """Groups of the newest seconds."""
         own = [record for record in env.counts if record.time >= part.started_at]
         old = next((record for record in reversed(own) if record.time <= now - COUNTS_S), None)
@@ -233,7 +240,9 @@ class FlowWatch:
         return Flow(
             engine=" and ".join(env.engines),
             workers=self._workers.get(part.name),
-            registered_s=None if env.registered_at is None else now - env.registered_at,
+            could_ask_s=self._could_ask_s(env, parts, now),
+            hosted=env.hosted,
+            requests=(new.requests or 0) if new else 0,
             asked_s=asked,
             watches_engine=env.asked_before is not None,
             counted_s=now - old.time if old else asked or 0.0,
@@ -261,7 +270,7 @@ class FlowWatch:
         """Share of the time from `begin` on in which the trainer waited for a batch; a step begins with its wait."""
         own = self._of_trainer(trainer)
         waits = [(t.time - t.step_s, t.time - t.step_s + t.data_wait_s) for t in own]
-        if own and own[-1].step < self._last_step and own[-1].time > self._paused_at:
+        if own and own[-1].step < self.last_step and own[-1].time > self._paused_at:
             busy = median_low([t.step_s - t.data_wait_s for t in own[-5:]])
             waits.append((own[-1].time, now - busy))
         elif not own and self._has_batch != trainer.attempt:
@@ -278,10 +287,6 @@ def _bounds(records: Sequence[EnvCountsRecord]) -> dict[str, float]:
             found[field_] = sum(known) / len(known)
     newest = records[-1].model_dump(include={"max_workers", "queue_slots", "group_size"}) if records else {}
     return found | {name: value for name, value in newest.items() if value is not None}
-
-
-def _is_hosted(spec: ComponentSpec) -> bool:
-    return any(word.startswith("atropos_envs.") for word in spec.command)
 
 
 def _flag(command: Sequence[str], name: str) -> str | None:

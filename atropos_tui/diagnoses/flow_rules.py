@@ -27,7 +27,13 @@ from atropos_tui.diagnoses.stall_rules import Flow, Part, RunSnapshot
 MANY = 8
 """Groups, or failures; fewer may be chance."""
 SILENT_S = 20.0
-"""Since it was registered: BaseEnv begins five seconds after that."""
+"""Seconds without a request, from which on a registered environment is silent: BaseEnv begins after five."""
+HOSTED_WAITS = "What blocks its event loop (time.sleep, requests, a large computation) belongs into asyncio.to_thread"
+PROGRAM_WAITS = (
+    "A program of your own must ask the engines of ATROPOS_ENGINE_URLS; started by script = or module =, it does so by "
+    "itself"
+)
+"""What usually keeps an environment from asking."""
 BOTH_WAIT = 0.3
 """Share of the time in which trainer and engine both have no work, from which on it is worth a word."""
 MUCH_FLAT = 0.3
@@ -110,17 +116,15 @@ def failing(env: str, flow: Flow) -> Said:
 
 
 def silent(env: str, flow: Flow) -> Said:
-    if flow.registered_s is None or flow.registered_s < SILENT_S or flow.asked_s is not None:
+    if flow.could_ask_s is None or flow.could_ask_s < SILENT_S or flow.asked_s is not None or flow.requests:
         return None
     if not flow.watches_engine or flow.made or flow.failures:
         return None
     return (
         f"{env} is registered but sends nothing",
-        f"{flow.registered_s:.0f} s after its registration at run-api {flow.engine} has got no request, and run-api no "
-        "group",
-        f"what does it wait for? atropos-tui logs {env} -n 50. A program of your own must ask {flow.engine}: --openai."
-        "base_url is derived, unless its config_init returns a bare APIServerConfig (start it by script = or module =, "
-        "and it is hosted)",
+        f"it is registered and {flow.engine} ready for {flow.could_ask_s:.0f} s; {flow.engine} has got no request, and "
+        "run-api no group",
+        f"atropos-tui logs {env} -n 50 shows what it waits for. {HOSTED_WAITS if flow.hosted else PROGRAM_WAITS}",
     )
 
 

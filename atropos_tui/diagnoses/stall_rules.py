@@ -8,6 +8,7 @@ the engine's own lines; `vllm_server/refusals.py` writes one at the first refusa
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -103,8 +104,12 @@ class Flow:
     """Which it asks; of several their names."""
     workers: str | None = None
     """`max_num_workers` of its command."""
-    registered_s: float | None = None
-    """Since its registration; None where none was seen."""
+    could_ask_s: float | None = None
+    """Since it is registered and an engine of its is healthy; None while it is not both."""
+    hosted: bool = False
+    """`atropos_envs` runs it."""
+    requests: int = 0
+    """That it sent to engines, as far as it counts them itself."""
     asked_s: float | None = None
     """Since its engine's first request in this attempt; None before."""
     watches_engine: bool = False
@@ -161,6 +166,8 @@ class RunSnapshot:
     parts: tuple[Part, ...]
     names: Names = USUAL
     step: int = 0
+    last_step: float = math.inf
+    """After it the trainer waits for nothing."""
     step_at: float | None = None
     pace_s: float = 0.0
     counts: Mapping[str, int] = field(default_factory=dict)
@@ -231,6 +238,8 @@ class Cause:
 def no_batches(run: RunSnapshot) -> Diagnosis | None:
     """The trainer stands still: which of the usual causes fits what is seen, and is not said elsewhere."""
     silent = stalled_s(run)
+    if all(part.state.is_resting for part in run.of(Role.ENV)) and ended_early(run):
+        return None  # that rule says it
     cause = next((found for look in CAUSES if (found := look(run)) is not None), None)
     if silent is None or cause is None:
         return None
@@ -495,6 +504,38 @@ def has_room(run: RunSnapshot) -> bool:
     return run.free_bytes is not None and not is_low(run.free_bytes, run.disk_bytes)
 
 
+def ended_early(run: RunSnapshot) -> dict[str, Diagnosis | None]:
+    """Environments that left by themselves while the trainer has steps to do."""
+    trainers = run.of(Role.TRAINER)
+    if not trainers or all(part.state.is_resting for part in trainers) or run.step >= run.last_step:
+        return {}
+    left = [part for part in run.of(Role.ENV) if part.state is State.COMPLETED]
+    others = [part.name for part in run.of(Role.ENV) if not part.state.is_resting]
+    rest = f"the run goes on with {', '.join(others)}" if others else "no environment is left, so no batch will come"
+    return {part.name: _ended(part, rest) for part in left}
+
+
+def _ended(part: Part, rest: str) -> Diagnosis:
+    said = f"; its last line: {part.last_line}" if part.last_line else ""
+    return ENDED.diagnosis(
+        f"it exited with 0 after {max(0.0, part.since - part.started_at):.0f} s{said}; {rest}",
+        f"atropos-tui logs {part.name} -n 50 shows why; correct that, then atropos-tui start {part.name}. "
+        "One that counts batches itself leaves at env.total_steps (-1 is read as 1)",
+        f"{part.name} ended before the run",
+    )
+
+
+ENDED = StallRule(
+    "environment_ended",
+    "an environment ended before the run",
+    ended_early,
+    lambda run, part: not part.state.is_resting,
+    "it runs again",
+    each_attempt=True,
+    severity="alarm",
+    layer=Layer.PROCESS,
+    shows_evidence=True,
+)
 REFUSED = StallRule(
     "rollouts_refused",
     "an engine refuses the requests of an environment",
@@ -532,4 +573,4 @@ SLOW_START = StallRule(
     "it is healthy",
     layer=Layer.PROCESS,
 )
-STALL_RULES = (REFUSED, NO_BATCHES, DISK_LOW, SLOW_START)
+STALL_RULES = (REFUSED, ENDED, NO_BATCHES, DISK_LOW, SLOW_START)

@@ -597,6 +597,7 @@ class Watcher:
         run = replace(
             bare,
             step=metrics.step,
+            last_step=self._flows.last_step,
             step_at=None if metrics.step_at is None else self._past(metrics.step_at, bare.now),
             pace_s=metrics.pace_s,
             counts=dict(self._since_step),

@@ -69,6 +69,7 @@ from atropos_tui.profile.spec import (
     StackSpec,
     Stage,
     StopPolicy,
+    is_hosted,
     references,
 )
 from trainer_core.config import TrainingConfig
@@ -133,6 +134,12 @@ ENGINE_STAGES = [
         usually="it proves on a token that each kind of layer follows new weights",
     ),
 ]
+HOSTED_STAGE = Stage(
+    name="its setup",
+    pattern=r"set up after \d",
+    usually="its setup() has not ended: it loads data, or waits for a service: see its `logs`",
+)
+"""Environments that `atropos_envs` hosts say when it is over."""
 ENV_STAGES = [
     Stage(
         name=REGISTERED,
@@ -435,7 +442,7 @@ def _environment(site: Site, section: EnvSection, after: list[str], settings: Tr
         | ({ENV_SEQUENCES: str(sequences_in_flight(site, section))} if derives_workers else {})
         | ({} if section.refill else {ENV_REFILL: "0"}),
         depends_on={"api": "healthy"} | dict.fromkeys(after, "completed"),
-        stages=ENV_STAGES,
+        stages=[HOSTED_STAGE, *ENV_STAGES] if is_hosted(command) else ENV_STAGES,
         place=site.place(env_node(site.profile, section)),
         scratch=True,  # importing wandb, as atroposlib does, leaves two folders there
         stop=StopPolicy(signal="TERM", grace_s=5),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -159,6 +159,11 @@ class Stage(StackPart):
     pattern: str
     usually: str = ""
     """What usually keeps it from being reached, and the way out."""
+
+
+def is_hosted(command: Sequence[str]) -> bool:
+    """Return whether `atropos_envs` runs this environment: it counts its groups and says when its setup is over."""
+    return any(word.startswith("atropos_envs.") for word in command)
 
 
 LauncherName = Literal["local", "slurm", "ssh", "ray", "kubernetes"]

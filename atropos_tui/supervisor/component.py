@@ -294,7 +294,7 @@ class Component:
 
     def observe(self) -> tuple[Part, Printed | None]:
         """For the watcher: what is seen of it now, and what it printed since the last call."""
-        last = self.log.tail(1) if self.log and self.state is State.STARTING else []
+        last = self.log.tail(1) if self.log and self.state in (State.STARTING, State.COMPLETED) else []
         part = Part(
             self.name,
             self.spec.role,

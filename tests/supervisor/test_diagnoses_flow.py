@@ -61,7 +61,11 @@ SHORT = Counter({GROUP_SIZE: 9})
             "2 times ZeroDivisionError",
         ),
         ("rollouts_fail", flow(1, 0, 20), "20 times KeyError: 'answer'"),
-        ("environment_silent", flow(registered_s=21.0, watches_engine=True), "21 s after its registration"),
+        (
+            "environment_silent",
+            flow(could_ask_s=21.0, watches_engine=True),
+            "and vllm ready for 21 s",
+        ),
         ("environment_bound", flow(6, 4, **WAITS), "waited 90% of the time and vllm had no request 80% of it"),
         ("environment_bound", flow(6, 4, **WAITS), "10 groups in 20 s (0.50/s, 40% of them flat)"),
         ("environment_bound", flow(6, 4, **WAITS), "with 2.5 of 128 possible sequences"),
@@ -85,9 +89,10 @@ def test_what_holds_an_environment_up_is_told_with_its_numbers(rule: str, scene:
         flow(0, 7),
         flow(90, 10, 60),
         replace(flow(), failures=Counter({"EngineRefused: the server refuses top_p": 90})),
-        flow(registered_s=19.0, watches_engine=True),
-        flow(registered_s=300.0),  # nobody knows what the engine got
-        flow(registered_s=300.0, watches_engine=True, asked_s=200.0),
+        flow(could_ask_s=19.0, watches_engine=True),
+        flow(could_ask_s=300.0),  # nobody knows what the engine got
+        flow(could_ask_s=300.0, watches_engine=True, asked_s=200.0),
+        flow(could_ask_s=300.0, watches_engine=True, requests=1),
         flow(10, **WAITS | {"idle": 0.3}),
         flow(10, **WAITS | {"waiting": 0.4}),
         flow(10, **WAITS | {"seconds": None}),
@@ -265,6 +270,28 @@ def test_an_engine_that_nobody_asks_makes_a_silent_environment_and_no_bottleneck
     assert explain({"env": found}, ())["env"].rule == "environment_silent"
     again = [part(Role.ENV, BEGAN + 20, attempt=2) if each.role is Role.ENV else each for each in PARTS]
     assert explain(watch.view(again, BEGAN + 24), ()) == {}, "its next attempt is not registered yet"
+
+
+def test_time_in_which_the_engine_was_not_ready_makes_no_environment_silent() -> None:
+    """Registered at once; vLLM is healthy after two minutes, as on a GPU."""
+    watch, env = FlowWatch(STACK), PARTS[2]
+    watch.registered(env, BEGAN)
+    ready = BEGAN + 120
+
+    def said(now: float) -> Any:
+        parts = [
+            replace(
+                each, state=State.HEALTHY if now >= ready else State.STARTING, since=ready if now >= ready else BEGAN
+            )
+            if each.role is Role.ENGINE
+            else each
+            for each in PARTS
+        ]
+        watch.ask(parts, now, lambda _: page(0.0, 7, 0.0, 0.0) if now >= ready else None)
+        return explain(watch.view(parts, now), ()).get("env")
+
+    assert [said(BEGAN + second) for second in range(0, 139, 2)] == [None] * 70
+    assert said(BEGAN + 142).rule == "environment_silent"
 
 
 def test_a_clock_that_is_set_back_stops_no_look_and_makes_no_idleness() -> None:

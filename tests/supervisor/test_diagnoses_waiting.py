@@ -21,6 +21,7 @@ from atropos_tui.diagnoses.stall_rules import (
     Part,
     RunSnapshot,
     disk_low,
+    ended_early,
     no_batches,
     slow_start,
     stalled_s,
@@ -45,12 +46,26 @@ def but(role: Role, state: State) -> tuple[Part, ...]:
     return tuple(part(role, state) if old.role is role else old for old in PARTS)
 
 
+def test_an_environment_that_left_is_told_at_once_while_the_trainer_has_steps_to_do() -> None:
+    left = replace(part(Role.ENV, State.COMPLETED), since=BEGAN + 6, started_at=BEGAN, last_line="no data, see README")
+    alone = replace(STILL, now=BEGAN + 7, parts=(*but(Role.ENV, State.COMPLETED)[:1], left, *PARTS[2:]), last_step=9)
+    found = ended_early(alone)[left.name]
+    assert found is not None and found.rule == "environment_ended" and left.name in found.title
+    assert "exited with 0 after 6 s; its last line: no data, see README; no environment is left" in found.evidence
+    beside = ended_early(replace(alone, parts=(*alone.parts, replace(PARTS[1], name="other"))))[left.name]
+    assert beside is not None and "the run goes on with other" in beside.evidence
+    assert not ended_early(replace(alone, step=9)), "the trainer has done its steps"
+    done = tuple(replace(each, state=State.COMPLETED) if each.role is Role.TRAINER else each for each in alone.parts)
+    assert not ended_early(replace(alone, parts=done))
+    assert not ended_early(replace(alone, parts=but(Role.ENV, State.STOPPED))), "somebody stopped it"
+
+
 CAUSES = [
     (replace(STILL, api=ApiView(problem="http://127.0.0.1:8000: refused")), "run-api does not answer", "refused"),
     (replace(STILL, api=ApiView(-1)), "no trainer is registered", "batch_size -1"),
     (replace(STILL, api=ApiView(12, 5, 8)), "do not fit", "groups of 8 never add up to a batch of 12 (5 groups wait)"),
     (replace(STILL, api=ApiView(32, 4, 8)), "the trainer hangs", "holds 4 groups of 8, a batch is 32"),
-    (replace(STILL, parts=but(Role.ENV, State.COMPLETED)), "no environment runs", "the-env is completed"),
+    (replace(STILL, parts=but(Role.ENV, State.FAILED)), "no environment runs", "the-env is failed"),
     (replace(STILL, parts=but(Role.ENGINE, State.UNHEALTHY)), "engine is not healthy", "the-engine is unhealthy"),
     (replace(STILL, counts={"timed-out rollouts": 2}), "cancelled before they are done", "2 workers timed out"),
     (replace(STILL, ghosts=1), "an environment that is gone", "1 more registrations"),

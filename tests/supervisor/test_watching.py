@@ -124,16 +124,17 @@ async def test_evaluations_are_judged(launch: Launch, tmp_path: Path) -> None:
         assert found.rule == "accuracy_collapse" and "59.0% at weight version 1, 7.0%" in found.evidence
 
 
-async def test_a_trainer_that_stands_still(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stall_rules, "STALL_S", 1.5)  # by then the environment has ended
+async def test_the_last_environment_has_ended(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told at once, and once: the stall that follows has this cause."""
+    monkeypatch.setattr(stall_rules, "STALL_S", 0.2)
     env = part("env", python("print('done')"), role=Role.ENV)
     async with launch(env, part("train", python(SLEEP), role=Role.TRAINER)) as running:
         await wait_until(lambda: bool(diagnoses(running)))
         await asyncio.sleep(0.3)
         found = diagnoses(running)
-        assert [one.title for one in found] == ["no batches: no environment runs"]
-        assert (found[0].component, found[0].evidence.split("; ")[1]) == ("train", "env is completed")
-        assert found[0].fix.endswith("atropos-tui start env")
+        assert [one.title for one in found] == ["env ended before the run"]
+        assert (found[0].component, found[0].evidence.split("; ")[1]) == ("env", "its last line: done")
+        assert "atropos-tui start env" in found[0].fix
 
 
 async def test_another_cause_is_another_word(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +143,7 @@ async def test_another_cause_is_another_word(launch: Launch, monkeypatch: pytest
     async with launch(env, part("train", python(SLEEP), role=Role.TRAINER)) as running:
         await wait_until(lambda: len(diagnoses(running)) > 1)
         titles = [found.title for found in diagnoses(running)]
-        assert titles == ["no batches: rollouts are slow", "no batches: no environment runs"]
+        assert titles == ["no batches: rollouts are slow", "env ended before the run"]
 
 
 DROPPED = "WARNING atroposlib.envs.base: Scores are the same in a group, skipping..."

@@ -97,11 +97,15 @@ class Engine:
             answer["logprobs"] = [[[{str(i): -0.25 * (n + 1)}] for n, i in enumerate(ids)] for ids in completions]
         return web.json_response(answer)
 
+    async def health(self, request: web.Request) -> web.Response:
+        return web.Response(status=self.status)
+
     @asynccontextmanager
     async def running(self) -> AsyncIterator[str]:
         """Serve, and give the base URL with `/v1`."""
         app = web.Application()
         app.router.add_post("/generate", self.generate)
+        app.router.add_get("/health", self.health)
         async with TestServer(app) as server:
             yield f"http://127.0.0.1:{server.port}/v1"
 

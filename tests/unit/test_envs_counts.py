@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import logging
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,12 +21,12 @@ from atroposlib.envs import base as atropos_base
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 
 from atropos_common.group_reasons import NONE, REFUSED, UNSENDABLE
-from atropos_envs import EnvFault
+from atropos_envs import EnvFault, engine_gate
 from atropos_envs.groups import Unsendable, convert, encoded
 from atropos_envs.hosted import hosted
 from atropos_envs.registration import refusal
 from atropos_envs.tiny_model import make_tokenizer
-from tests.unit.envs_support import run_api, trainer_registration
+from tests.unit.envs_support import Engine, run_api, trainer_registration
 from tests.unit.test_envs_places import Short
 
 
@@ -121,7 +123,8 @@ def environment(folder: Path, api: str, made: Any, **fields: Any) -> Any:
 
         async def collect_trajectories(self, item: int) -> tuple[Any, list[Any]]:
             await asyncio.sleep(0.01)
-            return made(item), []
+            groups = made(item)
+            return (await groups if inspect.isawaitable(groups) else groups), []
 
         async def evaluate(self, *args: Any, **kwargs: Any) -> None:
             raise ZeroDivisionError("division by zero")
@@ -233,3 +236,48 @@ async def test_an_answer_with_an_error_is_never_called_gone(served: Any, monkeyp
     with pytest.raises(EnvFault, match=r"answers /status-env with 500") as caught:
         await served(forgets, lambda env: False)
     assert "gone" not in str(caught.value)
+
+
+async def test_no_group_begins_and_none_is_lost_while_no_engine_answers(
+    served: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An environment with a client of its own: it failed 64 times before vLLM was up, and was told to mend itself."""
+    monkeypatch.setattr(engine_gate, "POLL_S", 0.02)
+    caplog.set_level(logging.INFO, logger="atropos_envs")
+    engine, began, came = Engine(), Counter[int](), set[int]()
+    away: list[int] = []
+    engine.status = 503
+
+    async def own_client(item: int) -> Any:
+        began[item] += 1
+        if len(came) >= 6 and not away:
+            away.append(item)
+            engine.status = 503  # it goes away in the middle of the run
+            asyncio.get_running_loop().call_later(0.3, setattr, engine, "status", 200)
+        if engine.status != 200:
+            async with aiohttp.ClientSession() as http, http.get("http://127.0.0.1:9"):
+                pass
+        came.add(item)
+        return group()
+
+    async with engine.running() as url:
+        monkeypatch.setenv("ATROPOS_ENGINE_URLS", url)
+        asyncio.get_running_loop().call_later(0.5, setattr, engine, "status", 200)
+        env = await served(own_client, lambda env: len(came) >= 20)
+        assert not env.tally.failures and max(began.values()) > 1
+        assert came >= set(range(1, max(came) - 8)), "items that failed because of it came again"
+    said = [line for line in caplog.messages if "engine answers" in line]
+    assert said[0].startswith("no group begins before an engine answers") and said[1].startswith(
+        "an engine answers after"
+    )
+
+
+async def test_a_client_of_something_else_that_fails_is_a_failure(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def judge(item: int) -> Any:
+        async with aiohttp.ClientSession() as http, http.get("http://127.0.0.1:9"):
+            pass
+
+    async with Engine().running() as url:
+        monkeypatch.setenv("ATROPOS_ENGINE_URLS", url)
+        env = await served(judge, lambda env: env.tally.failures.total() >= 2)
+    assert "ClientConnectorError" in next(iter(env.tally.failures))

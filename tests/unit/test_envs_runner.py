@@ -178,7 +178,7 @@ def test_groups_and_failures_are_counted_by_reason(tmp_path: Path) -> None:
     assert tally.news() and "2 failed (KeyError: 'answer')" in tally.line() and not tally.news()
     path = tmp_path / "eval.theirs.jsonl"
     log = EvalLog(path, "theirs")
-    log.counted(tally, {"top_p": 3}, 5)
+    log.counted(tally, {"top_p": 3}, 7, 5)
     log.measured({"eval/percent_correct": 0.5, "train/len": 7, "table": object(), "eval/length": 0.2}, 6)
     counts, accuracy, metrics = [parse_line(line) for line in path.read_text().splitlines()]
     assert isinstance(counts, EnvCountsRecord) and counts.failures == dict(tally.failures) and counts.policy_step == 5
