@@ -1,4 +1,4 @@
-"""The guides' BENCHMARK SUMMARY as text, alike at the end of a run and in `atropos-tui bench`. Pure."""
+"""The BENCHMARK SUMMARY as text, equal at the end of a run and in `atropos-tui bench`. Pure."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ RULE = "=" * 70
 GB = 1e9
 NO_DATA = "no data"
 FOREIGN = 1e15
-"""No run has lasted so many seconds or taken so many bytes."""
+"""Seconds or bytes above which a figure is not plausible."""
 
 Section = tuple[str, list[tuple[str, str]]]
-"""A title ("" for the first section, which has none), and figures by name, ready to show."""
+"""Title ("" for the first section), and figures by name, ready to show."""
 
 
 def summary_sections(figures: Any, *, no_memory: str = NO_DATA) -> list[Section]:
-    """The guides' figures, in sections.
+    """Figures of a run, in sections.
 
     Args:
-        figures: something with the fields of a `benchmark` record; seconds and bytes, null where there is no data.
-        no_memory: stands for GPU memory where there is none.
+        figures: object with the fields of a `benchmark` record; seconds and bytes, None where there
+            is no data.
+        no_memory: text in place of GPU memory where there is none.
     """
     minutes = "" if figures.total_s is None else f" ({figures.total_s / 60:.2f} min)"
     return [
@@ -53,7 +54,7 @@ def summary_sections(figures: Any, *, no_memory: str = NO_DATA) -> list[Section]
 
 
 def summary_text(title: str, sections: Sequence[Section]) -> str:
-    """The block of text; `title` is the mode, and what else is to be said of the figures."""
+    """Text block; `title` is the mode and further remarks on the figures."""
     lines = [f"BENCHMARK SUMMARY {title}"]
     for name, figures in sections:
         indent = "    " if name else "  "
@@ -75,7 +76,7 @@ def share_text(value: float | None) -> str:
 
 
 def waiting_share(figures: Any) -> float | None:
-    """Share of all steps' time in which the trainer waited for rollouts; null where there is no data."""
+    """Share of all steps' time in which the trainer waited for rollouts; None without data."""
     wait, whole = figures.total_data_wait_s, figures.total_step_s
     return None if wait is None or not whole else wait / whole
 
@@ -85,7 +86,7 @@ def gigabytes_text(value: float | None, no_data: str = NO_DATA) -> str:
 
 
 def figure_text(value: float | None, write: Callable[[float], str], no_data: str = NO_DATA) -> str:
-    """`value` as `write` has it; what is not finite, or foreign in its size, takes few characters."""
+    """Format `value` with `write`; infinite, NaN and implausible values become short texts."""
     if value is None:
         return no_data
     if value != value:

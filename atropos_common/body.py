@@ -1,4 +1,4 @@
-"""The body of a request, read and unpacked within limits, before the application sees any of it."""
+"""Read and unpack a request body within limits, before the application sees any of it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ _GZIP = 16 + zlib.MAX_WBITS
 _PIECE = 1024 * 1024
 """Bytes that are unpacked at a time."""
 UNTOLD = 4 * 1024 * 1024
-"""Bytes that a body may have that comes in chunks without its length: programs that send more know how much it is."""
+"""Limit in bytes for a chunked body without a Content-Length: programs that send more know the
+length."""
 _SMALL = 64 * 1024
-"""Bytes of a body that need no room."""
+"""Bytes of a body that need no memory budget."""
 
 
 class BodyError(Exception):
-    """A body that is refused, with the HTTP status."""
+    """A refused body, with the HTTP status."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
@@ -27,23 +28,23 @@ class BodyError(Exception):
 
 
 class GoneError(Exception):
-    """The caller has left before the end of its body."""
+    """The client disconnected before the end of its body."""
 
 
 class Room:
-    """Memory for the bodies that are under way, over all requests; small ones always find some.
+    """Memory budget for the bodies in flight, over all requests; small bodies always fit.
 
-    Who sends many large bodies, each but for its last byte, would otherwise be given as much as there is.
+    Without it a client could fill the memory with many large bodies that lack their last byte.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit, self._taken = limit, 0
 
     def take(self, size: int) -> None:
-        """Have `size` bytes more.
+        """Reserve `size` more bytes.
 
         Raises:
-            BodyError: there is no room for them.
+            BodyError: the budget is used up.
         """
         if self._taken + size > self._limit:
             raise BodyError(503, f"more than {self._limit // 2**20} MiB of bodies are under way: try again later")
@@ -56,16 +57,18 @@ class Room:
 async def read_body(
     scope: Scope, receive: Receive, limit: int, room: Room | None = None, timeout_s: float | None = None
 ) -> tuple[Scope, Receive]:
-    """Take the whole body in; the request without its packing.
+    """Read the whole body; return the request with an unpacked body.
 
     Args:
-        limit: bytes that the body may have, as it was sent and unpacked; as sent at most `UNTOLD` without a length.
-        room: where it stands until it is whole.
+        limit: largest body in bytes, sent and unpacked; a body without a length also has the limit
+            `UNTOLD`.
+        room: memory budget until the body is complete.
         timeout_s: seconds in which the whole body has to arrive; None: no limit.
 
     Raises:
-        BodyError: it is larger or slower, there is no room for it, or it is not the gzip that it says it is.
-        GoneError: nobody is there any more.
+        BodyError: the body is too large or too slow, the budget is used up, or it is not valid
+            gzip.
+        GoneError: the client disconnected.
     """
     headers = Headers(scope=scope)
     length = headers.get("content-length", "")
@@ -93,7 +96,7 @@ async def read_body(
 
 
 def replayed(messages: list[Message], receive: Receive) -> Receive:
-    """`receive`, whose first messages were `messages`; takes them out of the list."""
+    """`receive` that first returns `messages`, which it removes from the list."""
 
     async def next_message() -> Message:
         return messages.pop(0) if messages else await receive()
@@ -127,17 +130,17 @@ async def _collect(receive: Receive, limit: int, gunzip: Gunzip | None, room: Ro
 
 
 class Gunzip:
-    """Unpacks gzip piece by piece, and stops at `limit` bytes: a kilobyte may hold a megabyte."""
+    """Unpacks gzip in pieces and stops at `limit` bytes: a kilobyte can hold a megabyte."""
 
     def __init__(self, limit: int) -> None:
         self._limit, self._left = limit, limit
         self._member = zlib.decompressobj(_GZIP)
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """What comes out of the next part.
+        """Yield what the next part unpacks to.
 
         Raises:
-            BodyError: too much, or no gzip.
+            BodyError: too large, or not gzip.
         """
         while data:
             if self._member.eof:  # several files in a row are one
@@ -156,10 +159,10 @@ class Gunzip:
             data = self._member.unconsumed_tail or self._member.unused_data
 
     def finish(self) -> None:
-        """Nothing more comes.
+        """Check that the data is complete.
 
         Raises:
-            BodyError: it is cut off.
+            BodyError: the gzip data is cut off.
         """
         if not self._member.eof:
             raise _no_gzip()

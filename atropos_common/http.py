@@ -1,9 +1,12 @@
-"""What every HTTP client of this project has in common, and by which names our servers let themselves be called.
+"""Settings of all HTTP clients of this project, and the checks that all its servers apply to Host,
+Origin and key.
 
-A web page whose name leads to this machine sends its own name in the Host header: that is refused.
+A web page whose domain resolves to this machine sends its own name in the Host header; the servers
+refuse that.
 
-A server that other machines reach asks for a key, in the way in which each client can be told one: the API key of an
-OpenAI client (`Authorization: Bearer KEY`), or the password in an address (`http://atropos:KEY@HOST`, sent as Basic).
+A server that other machines reach requires a key: as the API key of an OpenAI client
+(`Authorization: Bearer KEY`), or as the password in a URL (`http://atropos:KEY@HOST`, sent as
+Basic).
 """
 
 from __future__ import annotations
@@ -21,16 +24,16 @@ from atropos_common.run_dir import ENV_ALLOWED_HOSTS, ENV_DOOR_KEY
 from atropos_common.transfer import is_loopback
 
 LIMITS = httpx.Limits(max_connections=100, max_keepalive_connections=20, keepalive_expiry=2.0)
-"""uvicorn, as run-api and a stock vLLM have it, closes a connection that was idle for five seconds. httpx's limit is
-the same, and a request sent at that very moment is lost without an answer. A client with a transport of its own takes
-no heed of its own `limits`: they are the transport's then."""
+"""Connection limits of clients. uvicorn, as in run-api and stock vLLM, closes a connection after
+five idle seconds. httpx's default expiry is equal, and a request at that moment is lost. A client
+with its own transport ignores `limits`: pass them to the transport."""
 
 
 def certificates(url: str) -> ssl.SSLContext | bool:
-    """What a client of `url` takes for httpx's `verify`.
+    """Value of httpx's `verify` for a client of `url`.
 
-    Every client reads the machine's certificates, 20 to 100 ms of a core, also one that never meets TLS. A client of an
-    http:// address goes without; led to https:// all the same it trusts nobody.
+    Reading the machine's certificates takes 20 to 100 ms of a core for each client. A client of an
+    http:// address skips that; if it is redirected to https, it trusts no certificate.
     """
     return True if url.lower().startswith("https:") else _no_certificates()
 
@@ -41,41 +44,45 @@ def _no_certificates() -> ssl.SSLContext:
 
 
 AFTER_HEADER = "X-Atropos-After"
-"""Of a `GET /batch` of our trainer: the name of the batch that it had last, empty for none. Our run-api lets that one
-go, and keeps the next until it is named here in turn; others do not know the header."""
+"""Header of our trainer's `GET /batch`: name of the previous batch, empty for none. Our run-api
+then drops that batch and keeps the next one until its name arrives; other versions ignore the
+header."""
 BATCH_HEADER = "X-Atropos-Batch"
-"""Of the answer: the name of a batch that run-api keeps."""
+"""Response header: name of a batch that run-api keeps."""
 
 LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 _WILDCARD_HOSTS = frozenset({"", "0.0.0.0", "::"})
 
 
 DOOR_USER = "atropos"
-"""Stands before the key in an address; any other does as well."""
+"""User name before the key in a URL; any other works too."""
 
 
 def door_key(token: str) -> str:
-    """The key that goes with a run's token. Whoever has it cannot find the token, nor what that opens."""
+    """Key of a run, derived from its token. The key reveals neither the token nor what the token
+    opens."""
     return hmac.digest(token.encode(), b"door", "sha256").hex()
 
 
 def door_headers(env: Mapping[str, str]) -> dict[str, str]:
-    """What a component of a run sends to the run's servers, as `env` says: nothing where all is on one machine."""
+    """Headers that a component sends to the run's servers, from its environment; empty on a single
+    machine."""
     return {"Authorization": f"Bearer {key}"} if (key := env.get(ENV_DOOR_KEY)) else {}
 
 
 def door_keys(bound: str, token: str) -> frozenset[str]:
-    """What opens a server bound to `bound`; empty where only this machine reaches it, or there is no token."""
+    """Keys that a server bound to `bound` accepts; empty if only this machine reaches it, or
+    without a token."""
     return frozenset() if not token or is_loopback(bound) else run_keys(token)
 
 
 def run_keys(token: str) -> frozenset[str]:
-    """What a request may carry to prove that it belongs to the run of `token`."""
+    """Secrets that prove a request to belong to the run of `token`."""
     return frozenset({token, door_key(token)})
 
 
 def opens(authorization: str | None, keys: Collection[str]) -> bool:
-    """Whether an Authorization header carries one of `keys`."""
+    """Return True if an Authorization header carries one of `keys`."""
     scheme, _, given = (authorization or "").partition(" ")
     if scheme.lower() == "basic":
         try:
@@ -89,7 +96,7 @@ def opens(authorization: str | None, keys: Collection[str]) -> bool:
 
 
 def key_refusal(what: str) -> tuple[int, str]:
-    """HTTP status and reason for a stranger at a server that other machines reach."""
+    """HTTP status and reason for a request without the key."""
     return 401, (
         f"{what} is reached by other machines, so it asks for the run's key: send it as `Authorization: Bearer KEY` "
         "(components have it in ATROPOS_DOOR_KEY; the token that the run was started with does as well)"
@@ -105,13 +112,13 @@ def host_name(header: str) -> str:
 
 
 def allowed_hosts(bound: str | None, extra: Iterable[str] = ()) -> frozenset[str]:
-    """Names a Host header may carry for a server bound to `bound`."""
+    """Names that a Host header may carry for a server bound to `bound`."""
     own = set() if bound is None or bound in _WILDCARD_HOSTS else {host_name(bound)}
     return LOOPBACK_HOSTS | own | frozenset(extra)
 
 
 def hosts_in(env: Mapping[str, str], name: str) -> frozenset[str]:
-    """The hosts that the variable `name` of `env` lists, with commas between them; lower case."""
+    """Hosts in the variable `name` of `env`, separated by commas; lower case."""
     return frozenset(host.strip().lower() for host in env.get(name, "").split(",") if host.strip())
 
 
@@ -131,7 +138,8 @@ def page_refusal(headers: Mapping[str, str], hosts: frozenset[str]) -> tuple[int
 
 
 def host_refusal(header: str | None, hosts: frozenset[str]) -> tuple[int, str] | None:
-    """HTTP status and reason where a Host header is missing or names none of `hosts`; null where it is right."""
+    """HTTP status and reason where a Host header is missing or names none of `hosts`; None if it is
+    correct."""
     if not header:
         return 400, "the Host header is missing"
     if host_name(header) in hosts:
