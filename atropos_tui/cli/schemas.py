@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from functools import cache
 from typing import Any, Union
 
@@ -73,12 +74,17 @@ def _documented(found: JsonSchemaValue, of: type) -> JsonSchemaValue:
     said: dict[str, str] = {}
     for base in reversed(of.__mro__[:-1]):
         said |= _field_texts(base)
-    found["description"] = " ".join((of.__doc__ or "").split())
+    found["description"] = _in_json(of.__doc__ or "")
     for name, field in found.get("properties", {}).items():
         field.pop("title", None)
         if name in said:
             field["description"] = said[name]
     return found
+
+
+def _in_json(text: str) -> str:
+    """A docstring as one line, with JSON's word for None."""
+    return re.sub(r"\bNone\b", "null", " ".join(text.split()))
 
 
 @cache
@@ -89,7 +95,7 @@ def _field_texts(of: type) -> dict[str, str]:
     (tree,) = ast.parse(inspect.cleandoc("\n" + inspect.getsource(of))).body
     assert isinstance(tree, ast.ClassDef)
     return {
-        field.target.id: " ".join(str(text.value.value).split())
+        field.target.id: _in_json(str(text.value.value))
         for field, text in zip(tree.body, tree.body[1:], strict=False)
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
         if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
