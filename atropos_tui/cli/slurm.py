@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from atropos_common.files import read_regular, write_private
 from atropos_common.run_dir import RunDir
 from atropos_tui.errors import Elsewhere, Exit, Problem, UserError
+from atropos_tui.profile import sbatch
 
 if TYPE_CHECKING:
     from atropos_tui.profile.sections import ClusterSection, NodeSection, Profile
@@ -317,9 +318,9 @@ def script(profile: Profile, run: RunDir, run_id: str) -> str:
 
 
 def components_of(profile: Profile) -> list[list[NodeSection]]:
-    """The [[node]]s of each component of the job: all in one, unless they come from different partitions or differ in
-    what they must have."""
-    kinds = {(node.partition, node.constraint, node.gpus) for node in profile.node}
+    """The [[node]]s of each component of the job: all in one, unless they differ in partition, options or in what they
+    must have."""
+    kinds = {(node.partition, node.constraint, node.gpus, *node.sbatch) for node in profile.node}
     return [profile.node] if len(kinds) == 1 else [[node] for node in profile.node]
 
 
@@ -333,20 +334,22 @@ def _once(cluster: ClusterSection, run: RunDir, run_id: str) -> Iterator[str]:
 
 
 def _each(cluster: ClusterSection, nodes: list[NodeSection]) -> Iterator[str]:
-    """What each component of a job asks for. Of a node the run takes all, unless the profile says how many CPUs."""
+    """The options of a component of a job. It takes whole nodes, unless the profile says how many CPUs."""
+    written = [option for text in (*cluster.sbatch, *nodes[0].sbatch) if (option := sbatch.parse(text))]
+    options = [option for option in written if nodes[0].gpus or not option.needs_gpus]
     yield f"--nodes={sum(node.count for node in nodes)}"
     yield "--ntasks-per-node=1"
     if nodes[0].gpus:
         yield f"--gpus-per-node={nodes[0].gpus}"
-    if not any(re.match(r"-c\b|--cpus-per-|--exclusive|--oversubscribe", option) for option in cluster.sbatch):
+    if not any(option.shares_processors for option in options):
         yield "--exclusive"
-    if not any(option.startswith("--mem") for option in cluster.sbatch):
+    if not any(option.sets_memory for option in options):
         yield "--mem=0"
     partition = nodes[0].partition or cluster.partition
     asked = {"time": cluster.time, "account": cluster.account, "partition": partition}
     asked["constraint"] = nodes[0].constraint
     yield from (shlex.quote(f"--{name}={value}") for name, value in asked.items() if value)
-    yield from cluster.sbatch
+    yield from (option.text for option in options)
 
 
 def lead_s(limit: str | None) -> int:
@@ -401,7 +404,7 @@ def submit(run: RunDir, text: str) -> Job:
     if answer is None or answer.returncode:
         said = answer.stderr.strip() if answer else f"no answer within {ANSWER_S:.0f} s: is slurmctld up? (sinfo)"
         reason = said.removeprefix("sbatch: error: ").replace("\nsbatch: error: ", "; ")
-        fix = f"`sinfo` lists partitions and nodes; {run.slurm_script} is what was handed in"
+        fix = f"`sinfo` lists partitions and nodes; sbatch --test-only {shlex.quote(str(run.slurm_script))} tries again"
         raise UserError("SLURM does not take the job", [Problem(reason, fix, key="cluster")])
     job_id = answer.stdout.strip().partition(";")[0]
     write_private(run.slurm_job, job_id + "\n")

@@ -135,6 +135,7 @@ def _launches(site: Site, stack: StackSpec) -> Iterator[Problem]:
                 if name not in variables and (place, name) not in named:
                     named.add((place, name))
                     fix = f"export {name}=..., or put it into the .env file beside the profile"
+                    fix += f"; a variable of a shell in the command is ${name}" if key.endswith(".command") else ""
                     yield Problem(f"environment variable {name} is not set", fix, key=place)
         cwd = expand(component.cwd or ".", known)
         if not references(cwd) and not Path(cwd).is_dir():

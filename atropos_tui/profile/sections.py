@@ -31,6 +31,7 @@ from atropos_common.control import Role
 from atropos_common.records import HELD_OUT_METRIC, METRIC_KINDS
 from atropos_common.run_dir import is_safe_name
 from atropos_tui.errors import Problem
+from atropos_tui.profile import sbatch
 from atropos_tui.profile.errors import did_you_mean, in_words, key_text, problems_of, refused, value_text
 from atropos_tui.profile.load import SET, Origins, apply_sets, file_text, find_profile, read_merged, shipped_profiles
 from atropos_tui.profile.redact import REDACTED
@@ -121,7 +122,8 @@ def _argv(value: list[str]) -> list[str]:
 
 
 def _host(value: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.@:%-]*", value):
+    value = re.sub(r"(^|@)\[([0-9A-Fa-f:.%\w]*:[0-9A-Fa-f:.%\w]*)\]$", r"\1\2", value)  # an address as in a URL
+    if not re.fullmatch(r"(?:::(?=[0-9A-Fa-f])|[A-Za-z0-9_])[A-Za-z0-9_.@:%-]*", value):
         raise mistake(f"no host (got {value_text(value)})", "give a name or an address, such as 10.0.0.2 or me@box2")
     return value
 
@@ -129,6 +131,12 @@ def _host(value: str) -> str:
 def _words(value: str) -> str:
     if not value.isprintable():
         raise mistake(f"holds control characters (got {value_text(value)})", "write it in one line, without any")
+    return value
+
+
+def _sbatch_option(value: str) -> str:
+    if found := sbatch.problem(value):
+        raise mistake(*found)
     return value
 
 
@@ -142,6 +150,7 @@ Module = Annotated[str, AfterValidator(_module)]
 Argv = Annotated[list[str], Field(min_length=1), AfterValidator(_argv)]
 HostName = Annotated[str, AfterValidator(_host)]
 Words = Annotated[str, Field(min_length=1), AfterValidator(_words)]
+SbatchOption = Annotated[Words, AfterValidator(_sbatch_option)]
 """What becomes part of a line of a batch script, where another line would be a command."""
 
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT]?)")
@@ -195,8 +204,8 @@ class ClusterSection(Section):
     """slurm: of the nodes that name none of their own."""
     account: Words | None = None
     """slurm: who pays."""
-    sbatch: list[Words] = Field(default_factory=list)
-    """slurm: further options, such as "--qos=high", one each."""
+    sbatch: list[SbatchOption] = Field(default_factory=list)
+    """slurm: further options, such as "--qos=high", one each; those about GPUs count for nodes with GPUs."""
     requeue: bool = True
     """slurm: at the time limit or after a preemption the run saves, waits for its turn again and goes on."""
     ssh: list[str] = Field(default_factory=list)
@@ -224,6 +233,8 @@ class NodeSection(Section):
     """slurm: where these nodes come from."""
     constraint: Words | None = None
     """slurm: what they must have, such as "h100"."""
+    sbatch: list[SbatchOption] = Field(default_factory=list)
+    """slurm: further options for these nodes alone, such as "--cpus-per-task=4", one each."""
 
 
 class ComponentOptions(Section):

@@ -46,7 +46,7 @@ def resolve(text: str, variables: dict[str, str], where: str) -> str:
         if name not in variables:
             raise LaunchError(
                 f"environment variable {name} is not set (used in {where})",
-                f"export {name}=..., or put it into the .env file beside the profile",
+                f"export {name}=..., or put it into the .env file beside the profile; write ${name} for a shell's own",
             )
     return expand(text, variables)
 

@@ -54,7 +54,8 @@ def test_nodes_that_are_alike_are_one_component_that_takes_them_whole(tmp_path: 
 
 
 def test_who_says_how_many_processors_shares_a_node(tmp_path: Path) -> None:
-    lines = script_of(tmp_path, 'requeue = false\nsbatch = ["--cpus-per-gpu=8", "--mem-per-gpu=64G"]')
+    nodes = '[[node]]\nname = "all"\ncount = 2\ngpus = 8\n'
+    lines = script_of(tmp_path, 'requeue = false\nsbatch = ["--cpus-per-gpu=8", "--mem-per-gpu=64G"]', nodes)
     assert not [line for line in lines if "--exclusive" in line or "--mem=0" in line]
     assert "#SBATCH --no-requeue" in lines
 
@@ -244,3 +245,52 @@ def test_a_run_that_was_stopped_is_not_live_where_slurm_does_not_answer(
     squeue(tmp_path, monkeypatch, "echo 'Unable to contact slurm controller' >&2; exit 1")
     assert inspect.run_row(handed_in).state == "ended 130"
     assert asyncio.run(inspect.status_of(handed_in)).phase is Phase.ENDED
+
+
+def test_options_about_gpus_are_for_nodes_that_have_some(tmp_path: Path) -> None:
+    """What docs/slurm.md recommends made SLURM refuse any job whose first node has no GPU."""
+    nodes = '[[node]]\nname = "head"\nsbatch = ["--cpus-per-task=4"]\n[[node]]\nname = "train"\ncount = 2\ngpus = 2\n'
+    lines = script_of(tmp_path, 'sbatch = ["--cpus-per-gpu=8", "--mem-per-gpu=64G", "--qos=high"]', nodes)
+    first, second = lines[: (cut := lines.index("#SBATCH hetjob"))], lines[cut:]
+    assert not [line for line in first if "-gpu" in line]
+    assert {"#SBATCH --cpus-per-task=4", "#SBATCH --mem=0", "#SBATCH --qos=high"} <= set(first)
+    assert {"#SBATCH --cpus-per-gpu=8", "#SBATCH --mem-per-gpu=64G", "#SBATCH --gpus-per-node=2"} <= set(second)
+    assert not {"#SBATCH --exclusive", "#SBATCH --mem=0"} & set(second) and "#SBATCH --exclusive" not in first
+
+
+@pytest.mark.parametrize(
+    ("option", "line"),
+    [
+        ("--comment=two words", ["--comment=two words"]),
+        ("--comment two words", ["--comment=two words"]),
+        ("--comment='two words'", ["--comment=two words"]),
+        ("--comment=$(id) `id` #x", ["--comment=$(id) `id` #x"]),
+        ("-q high", ["-qhigh"]),
+        ("-H", ["-H"]),
+        ("--contiguous", ["--contiguous"]),
+    ],
+)
+def test_an_option_is_one_word_of_the_script(option: str, line: list[str], tmp_path: Path) -> None:
+    """A value with a space was two words: `Invalid directive found in batch script: run`."""
+    written = script_of(tmp_path, f"sbatch = [{json.dumps(option)}]")
+    assert ["#SBATCH", *line] in [shlex.split(text, comments=False) for text in written]
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--job-name=my run", "--job-name is set by atropos-tui"),
+        ('--job-name="my run"', "the job is called as the run"),
+        ("-J x", "--job-name is set by atropos-tui"),
+        ("--time=4", "set [cluster] time"),
+        ("-t 4", "set [cluster] time"),
+        ("--signal=B:TERM@60", "--signal is set by atropos-tui"),
+        ("--output=x.log", "slurm.log"),
+        ("--mail-user=a@b.c --mail-type=END", "two options in one"),
+        ("qos=high", "not an option of sbatch"),
+    ],
+)
+def test_an_option_that_the_script_sets_itself_is_refused(option: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as refused:
+        script_of(tmp_path, f"sbatch = [{json.dumps(option)}]")
+    assert said in str(refused.value) and "cluster.sbatch" in str(refused.value)

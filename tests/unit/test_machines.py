@@ -16,7 +16,7 @@ from atropos_tui.profile.hardware import named_machine
 from atropos_tui.profile.machines import Hosts, expand_hosts, hosts_of, lacking
 from atropos_tui.profile.plan import build_stack, stack_of
 from atropos_tui.profile.preflight import is_this_machine, machines_of, unfit
-from atropos_tui.profile.sections import Profile, parse_profile
+from atropos_tui.profile.sections import Profile, load_profile, parse_profile
 from atropos_tui.profile.site import make_site, trainer_ranks, trainer_seats
 from atropos_tui.profile.spec import ComponentSpec, HttpCheck
 from atropos_tui.supervisor.launchers.far_end import environment
@@ -375,3 +375,21 @@ def test_gpus_are_counted_among_those_that_the_job_was_given(named: str, given: 
     job = {"role": "trainer", "path": "", "env": {"CUDA_VISIBLE_DEVICES": named}}
     here = {"CUDA_VISIBLE_DEVICES": given} if given else {}
     assert environment(job, here)["CUDA_VISIBLE_DEVICES"] == seen
+
+
+@pytest.mark.parametrize(
+    ("written", "address"),
+    [
+        ("::1", "::1"),
+        ("[::1]", "::1"),
+        ("[fe80::1%eth0]", "fe80::1%eth0"),
+        ("2001:db8::7", "2001:db8::7"),
+        ("n2", "n2"),
+    ],
+)
+def test_an_address_may_be_of_ipv6(written: str, address: str, tmp_path: Path) -> None:
+    file = tmp_path / "p.toml"
+    node = f'[[node]]\nname = "a"\nhosts = ["me@box"]\naddresses = ["{written}"]\n'
+    file.write_text(f'extends = "demo"\n[cluster]\nlauncher = "ssh"\n{node}')
+    profile, _ = load_profile(str(file), [])
+    assert profile.node[0].addresses == [address]

@@ -1,0 +1,90 @@
+"""Further options of sbatch in a profile: one each, quoted, and none that the product sets itself. Pure."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+
+SHORT = {
+    "a": "array", "A": "account", "c": "cpus-per-task", "C": "constraint", "e": "error", "G": "gpus", "J": "job-name",
+    "n": "ntasks", "N": "nodes", "o": "output", "p": "partition", "q": "qos", "s": "oversubscribe", "t": "time",
+}  # fmt: skip
+"""Long names of short options that matter here."""
+OWNED = {
+    "job-name": "leave it out: the job is called as the run, and `down` finds it by that",
+    "output": "leave it out: the job writes to slurm.log in the run directory",
+    "open-mode": "leave it out: a job that is queued again appends to slurm.log",
+    "signal": "leave it out: the lead of the signal follows [cluster] time",
+    "requeue": "set [cluster] requeue = true",
+    "no-requeue": "set [cluster] requeue = false",
+    "time": 'set [cluster] time = "..."',
+    "partition": 'set partition = "..." in [cluster] or [[node]]',
+    "account": 'set [cluster] account = "..."',
+    "constraint": 'set [[node]] constraint = "..."',
+    "nodes": "set [[node]] count",
+    "ntasks": "leave it out: the job has one task on each node",
+    "ntasks-per-node": "leave it out: the job has one task on each node",
+    "gpus": "set [[node]] gpus",
+    "gpus-per-node": "set [[node]] gpus",
+    "array": "leave it out: start one run for each, or use atropos-tui sweep",
+    "wrap": "leave it out: the batch script is written by atropos-tui up",
+}
+"""Options that the batch script sets itself, each with the way to say the same."""
+_LONG = re.compile(r"--([A-Za-z][\w-]*)(?:(?:=|\s+)(.*))?")
+_SHORT = re.compile(r"-([A-Za-z])(?:=|\s+)?(.*)")
+_SECOND = re.compile(r"\s--[A-Za-z][\w-]*(?:[=\s]|$)")
+_OF_GPUS = re.compile(r"(?:cpus|mem|ntasks|tres)-per-gpu|gpu-(?:bind|freq)|gpus-per-(?:task|socket)")
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of sbatch."""
+
+    name: str
+    """Its long name, where that matters here."""
+    text: str
+    """As it stands in the batch script, quoted."""
+    value: str
+
+    @property
+    def needs_gpus(self) -> bool:
+        """SLURM refuses it for nodes of which no GPU is asked."""
+        return bool(_OF_GPUS.fullmatch(self.name)) or (self.name == "gres" and self.value.startswith("gpu"))
+
+    @property
+    def shares_processors(self) -> bool:
+        """It says how many processors of a node the job takes, which is then not the whole node."""
+        return self.name.startswith("cpus-per-") or self.name in ("exclusive", "oversubscribe")
+
+    @property
+    def sets_memory(self) -> bool:
+        return self.name.startswith("mem")
+
+
+def parse(text: str) -> Option | None:
+    """The option that `text` writes; None where it is none."""
+    if found := _LONG.fullmatch(text.strip()):
+        name, value = found[1], _bare(found[2] or "")
+        return Option(name, shlex.quote(f"--{name}={value}" if found[2] is not None else f"--{name}"), value)
+    if found := _SHORT.fullmatch(text.strip()):
+        value = _bare(found[2])
+        return Option(SHORT.get(found[1], found[1]), shlex.quote(f"-{found[1]}{value}"), value)
+    return None
+
+
+def problem(text: str) -> tuple[str, str] | None:
+    """What is wrong with an option, and the fix; None where nothing is."""
+    option = parse(text)
+    if option is None:
+        return f"not an option of sbatch: {text!r}", 'write it as "--NAME=VALUE"'
+    if _SECOND.search(text):
+        return f"two options in one: {text!r}", 'write one each: ["--NAME=VALUE", "--NAME=VALUE"]'
+    if option.name in OWNED:
+        return f"--{option.name} is set by atropos-tui", OWNED[option.name]
+    return None
+
+
+def _bare(value: str) -> str:
+    """`value` without quotes around all of it: it is quoted when it is written."""
+    return value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "\"'" else value
