@@ -130,6 +130,8 @@ class Written(Answer):
     components: list[str]
     said: str
     """What was set so that it fits, and why."""
+    problems: list[Problem]
+    """What the model's and the environment's own files say against it."""
     lacking: list[Problem]
     """What this machine needs before it can start it."""
 

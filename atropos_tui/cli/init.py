@@ -13,22 +13,27 @@ import os
 import re
 import sys
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from atropos_common.run_dir import is_safe_name
 from atropos_tui.cli.answers import Written
-from atropos_tui.cli.profiles import checked, planned_site, schema_text
+from atropos_tui.cli.init_fit import CPU_CACHE, MOST_CPU_CACHE, fit_environment, fit_model
+from atropos_tui.cli.init_text import Changes, by_table, with_changes, without_table
+from atropos_tui.cli.profiles import Checked, checked, planned_site, schema_text
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.profile import ports
+from atropos_tui.profile.checks import placed
+from atropos_tui.profile.env_checks import user_module
 from atropos_tui.profile.errors import did_you_mean, printable, value_text
-from atropos_tui.profile.fit import lack, nearest, toml
-from atropos_tui.profile.load import shipped_profiles
-from atropos_tui.profile.memory import gpu_count, site_budget
+from atropos_tui.profile.fit import lack, nearest
+from atropos_tui.profile.load import Origins, shipped_profiles
+from atropos_tui.profile.memory import Inventory, gpu_count, site_budget
+from atropos_tui.profile.preflight import lacks, mismatches, unfit
 from atropos_tui.profile.schema import TITLE
-from atropos_tui.profile.sections import Mode, Profile, parse_profile
+from atropos_tui.profile.sections import Mode, parse_profile
 from atropos_tui.profile.site import TRAITS
 
 SCHEMA_FILE = "profile.schema.json"
@@ -37,10 +42,10 @@ SCRIPT = "script"
 """The kind of an environment that is a file of the user's own."""
 TEMPLATES = {"gsm8k": "gsm8k", "arithmetic": "demo", "math-zero": "math-zero", SCRIPT: "gsm8k"}
 """The shipped profile that a kind of environment begins with."""
+TAKEN = ("api", "vllm", "trainer")
+"""Names of the other components."""
 GPU_TEMPLATES = {"arithmetic": "arithmetic-gpu"}
 """The same where the run has GPUs, if it is another one."""
-Changes = dict[str, dict[str, Any]]
-"""By table ("" is the top), new values of keys; None takes a key out."""
 Given = dict[str, Any]
 """Answers so far, by question."""
 WANTED = "wanted_vllm_port"
@@ -54,6 +59,7 @@ class Answers:
     name: str
     kind: str
     script: str
+    module: str
     mode: Mode
     model: str
     vllm_gpus: list[int]
@@ -92,37 +98,53 @@ def init(options: argparse.Namespace) -> int:
     file = options.file or Path(f"{answers.name}.toml")
     _refuse_existing(file)
     text, said = fitted(profile_text(answers, file=printable(str(file))), file)
-    profile = parse_profile(tomllib.loads(text), printable(str(file)))
-    stack = checked(profile, file, planned_site(profile), machine=False).stack
+    name = printable(str(file))
+    profile = parse_profile(tomllib.loads(text), name, Origins(name, texts={name: text}))
+    ready = checked(profile, file, planned_site(profile), machine=False)
     _write(file, text)
-    names = [part.name for part in stack.components]
-    done = Written(file=str(file), mode=profile.mode, components=names, said=said, lacking=_lacking(profile, file))
+    done = Written(
+        file=str(file),
+        mode=profile.mode,
+        components=[part.name for part in ready.stack.components],
+        said=said,
+        problems=[placed(each, profile) for each in mismatches(ready.site, ready.inventory)],
+        lacking=[placed(each, profile) for each in _lacking(ready)],
+    )
     if options.json:
         print(done.as_json())
         return Exit.DONE
-    print(f"{file}: written, valid ({profile.mode}: {', '.join(names)})")
+    print(f"{file}: written, valid ({profile.mode}: {', '.join(done.components)})")
     if said:
         print(said)
-    if done.lacking:
-        print("this machine is not ready for it yet:")
-        print("\n".join(f"  {problem}" for problem in done.lacking))
+    for title, problems in (
+        ("fix these first:", done.problems),
+        ("this machine is not ready for it yet:", done.lacking),
+    ):
+        if problems:
+            print("\n".join([title, *(f"  {problem}" for problem in problems)]))
     print(f"next: atropos-tui plan {file} · atropos-tui up {file}")
     return Exit.DONE
 
 
-def _lacking(profile: Profile, file: Path) -> list[Problem]:
-    try:
-        checked(profile, file, planned_site(profile), machine=True)
-    except UserError as error:
-        return error.problems
-    return []
+def _lacking(ready: Checked) -> list[Problem]:
+    missing = lacks(ready.site, ready.stack, ready.inventory.machine)
+    return [*missing, *unfit(ready.site, ready.inventory)]
 
 
 def fitted(text: str, file: Path) -> tuple[str, str]:
-    """The profile with settings that fit this machine's GPUs, and what was set and why, or that nothing helps."""
+    """The profile with settings that fit its environment, its model and this machine, and what was set and why, or that
+    nothing helps."""
+    text, own = fit_environment(text)
+    profile = parse_profile(tomllib.loads(text), printable(str(file)))
+    inventory = checked(profile, file, planned_site(profile), machine=False).inventory
+    text, lengths = fit_model(text, inventory)
+    text, sizes = _fit_memory(text, file, inventory)
+    return text, "\n".join(filter(None, [own, lengths, sizes]))
+
+
+def _fit_memory(text: str, file: Path, inventory: Inventory) -> tuple[str, str]:
     profile = parse_profile(tomllib.loads(text), printable(str(file)))
     site = planned_site(profile)
-    inventory = checked(profile, file, site, machine=False).inventory
     model = inventory.models[profile.vllm[0].name]
     if isinstance(model, str):
         return text, f"whether it fits is not known: {model}" if inventory.machine.gpus else ""
@@ -132,18 +154,7 @@ def fitted(text: str, file: Path) -> tuple[str, str]:
     found = nearest(site, inventory, fixed={"mode"}, most=1)
     if not found:
         return text, f"nothing that is known here makes it fit: {missing}; take a smaller model, or adapters"
-    for table, values in by_table(found[0].settings).items():
-        text = _with(text, table, values)
-    return text, f"set, so that it fits: {found[0].text} ({missing})"
-
-
-def by_table(settings: Mapping[str, Any]) -> Changes:
-    """Settings by key, as changes of the tables of a profile."""
-    changes: Changes = {}
-    for key, value in settings.items():
-        table, _, name = key.rpartition(".")
-        changes.setdefault(table, {})[name] = value
-    return changes
+    return with_changes(text, by_table(found[0].settings)), f"set, so that it fits: {found[0].text} ({missing})"
 
 
 def _from_flags(options: argparse.Namespace) -> Given:
@@ -196,14 +207,21 @@ def _answer(question: InitQuestion, text: str, given: Given) -> Given:
 def _env(text: str, given: Given) -> Given:
     """The kind of environment, and the script where it is one's own."""
     if text in TEMPLATES and text != SCRIPT:
-        return {"kind": text, "script": ""}
+        return {"kind": text, "script": "", "module": ""}
     file, colon, name = text.partition(":")
     if file.endswith(".py"):
         if not Path(file).is_file():
             raise ValueError(f"no such file: {value_text(file)}")
-        return {"kind": SCRIPT, "script": f"{Path(file).resolve()}{colon}{name}"}
+        return {"kind": SCRIPT, "script": f"{Path(file).resolve()}{colon}{name}", "module": ""}
+    folders = [".", *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    if all(part.isidentifier() for part in text.split(".")) and user_module(text, folders):
+        return {"kind": SCRIPT, "script": "", "module": text}
+    if "." in text and all(part.isidentifier() for part in text.split(".")):
+        raise ValueError(f"no module {text} is installed or lies in this folder")
     kinds = [kind for kind in TEMPLATES if kind != SCRIPT]
-    raise ValueError(f"{did_you_mean(text, kinds)}give {', '.join(kinds)}, or a script that ends in .py")
+    raise ValueError(
+        f"{did_you_mean(text, kinds)}give {', '.join(kinds)}, a script that ends in .py, or package.module"
+    )
 
 
 def _mode(text: str, given: Given) -> Mode:
@@ -257,11 +275,11 @@ def _trainer_gpus(given: Given) -> str:
 
 
 QUESTIONS = (
-    InitQuestion("env", "Environment: gsm8k, arithmetic, math-zero or your script.py",
+    InitQuestion("env", "Environment: gsm8k, arithmetic, math-zero, your script.py or package.module",
              lambda given: "gsm8k" if gpu_count() else "arithmetic", _env),
     InitQuestion("mode", f"How weights reach vLLM: {', '.join(TRAITS)}", lambda given: "shared_vllm", _mode),
     InitQuestion("model", "Model, a directory or a hub id", lambda given: default_model(given["kind"]), _model),
-    InitQuestion("name", "Name", lambda given: Path(given["script"]).stem if given["script"] else given["kind"], _name),
+    InitQuestion("name", "Name", lambda given: _program_name(given["script"], given["module"]) or given["kind"], _name),
     InitQuestion("vllm_gpus", "GPUs of vLLM", _vllm_gpus, _gpus),
     InitQuestion("trainer_gpus", "GPUs of the trainer", _trainer_gpus, _gpus,
              lambda given: bool(given["vllm_gpus"]) and not TRAITS[given["mode"]].shares_memory),
@@ -305,18 +323,26 @@ def profile_text(answers: Answers, *, file: str) -> str:
     top: dict[str, Any] = {"name": answers.name, "mode": answers.mode}
     if answers.model != default_model(answers.kind):
         top["model"] = answers.model
-        text = _without_table(text, "prepare")  # which makes the template's own model
-    env = {"name": "env", "module": None, "script": answers.script} if answers.kind == SCRIPT else {}
+        text = without_table(text, "prepare")  # which makes the template's own model
+    env: dict[str, Any] = {}
+    if answers.kind == SCRIPT:
+        program = _program_name(answers.script, answers.module)
+        name = program if is_safe_name(program) and program not in TAKEN else "env"
+        env = {"name": name, "module": answers.module or None, "script": answers.script or None}
     changes: Changes = {"": top, "api": {"port": answers.api_port}, "env": env} | _placement(answers)
     changes["trainer"] = changes.get("trainer", {}) | _adapters(answers)
-    for table, values in changes.items():
-        text = _with(text, table, values)
+    text = with_changes(text, changes)
     head = (
         f"#:schema ./{SCHEMA_FILE}\n"
         f"# Written by `atropos-tui init` after the shipped profile {shipped}. What each key means: docs/profiles.md.\n"
         f"#   atropos-tui up {file}\n"
     )
     return head + text
+
+
+def _program_name(script: str, module: str) -> str:
+    """The last name of a module or file; empty for an environment of ours."""
+    return module.rpartition(".")[2] or Path(script.partition(":")[0]).stem
 
 
 def _template(name: str) -> str:
@@ -331,7 +357,7 @@ def _placement(answers: Answers) -> Changes:
     if not answers.vllm_gpus:
         if answers.kind == "arithmetic":
             return {"vllm": vllm}
-        args = {"enforce-eager": True, "kv-cache-memory-bytes": 2**32, "block-size": 32}
+        args = {"enforce-eager": True, CPU_CACHE: MOST_CPU_CACHE, "block-size": 32}
         trainer = {"gpus": None, "device": "cpu", "dtype": "float32"}
         return {"vllm": vllm | {"gpus": None, "gpu_memory_utilization": None}, "vllm.args": args, "trainer": trainer}
     vllm["gpus"] = answers.vllm_gpus
@@ -351,28 +377,3 @@ def _adapters(answers: Answers) -> dict[str, Any]:
     settings: dict[str, Any] = {"lr": rate, "lora_target_modules": ["all-linear"]}
     shares = len(answers.vllm_gpus) < 2 and (answers.trainer_gpus or answers.vllm_gpus) == answers.vllm_gpus
     return settings | ({"single_copy": True} if shares and answers.mode == "lora_only" else {})
-
-
-def _with(text: str, table: str, values: dict[str, Any]) -> str:
-    """TOML with other values in one table: a key keeps its line and comment, a new one comes last in the table."""
-    header = re.search(rf"^\[{table}\].*\n", text, re.MULTILINE) if table else re.match("", text)
-    if header is None:
-        text += f"\n[{table}]\n"
-    start = header.end() if header else len(text)
-    following = re.compile(r"\n*^\[|\n*\Z", re.MULTILINE).search(text, start)
-    end = following.start() if following else len(text)
-    body = text[start:end]
-    for key, value in values.items():
-        line = re.search(rf"^{re.escape(key)} = .*?( *#.*)?$", body, re.MULTILINE)
-        if line and value is None:
-            body = body[: line.start()] + body[line.end() + 1 :]
-        elif line:
-            body = f"{body[: line.start()]}{key} = {toml(value)}{line[1] or ''}{body[line.end() :]}"
-        elif value is not None:
-            body = f"{body.rstrip()}\n{key} = {toml(value)}".lstrip("\n")
-    return text[:start] + body.rstrip("\n") + (text[end:] or "\n")
-
-
-def _without_table(text: str, name: str) -> str:
-    """TOML without the tables called `name`."""
-    return re.sub(rf"^\[+{name}\]+(?:.*\n)+?(?=^\[|\Z)", "", text, flags=re.MULTILINE)

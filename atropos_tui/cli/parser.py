@@ -139,7 +139,7 @@ def _init(commands) -> None:  # type: ignore[no-untyped-def]
     init.add_argument("--json", action="store_true", help="what came of it as JSON; needs --yes")
     init.add_argument("-y", "--yes", action="store_true", help="do not ask: defaults for what no flag says")
     init.add_argument("--name", metavar="NAME", help="name of the stack, first part of its runs' names")
-    init.add_argument("--env", metavar="ENV", help="gsm8k, arithmetic, math-zero, or your own script.py")
+    init.add_argument("--env", metavar="ENV", help="gsm8k, arithmetic, math-zero, your own script.py or package.module")
     init.add_argument("--mode", metavar="MODE", help="how weights reach vLLM: a mode of docs/profiles.md")
     init.add_argument("--model", metavar="MODEL", help="a directory or a hub id")
     init.add_argument("--vllm-gpus", metavar="N,N", help="GPUs of vLLM by index; an empty word is none (CPU)")

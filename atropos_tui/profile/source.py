@@ -52,7 +52,8 @@ def find_module(name: str, folders: list[str]) -> ModuleSpec | None:
         spec = importlib.util.find_spec(first)
     except (ImportError, ValueError):
         spec = None
-    spec = spec or PathFinder.find_spec(first, folders)
+    # Absolute, since Python keeps what it has read of a folder by the folder's name.
+    spec = spec or PathFinder.find_spec(first, [str(Path(folder).absolute()) for folder in folders])
     for part in parts:
         inside = spec and spec.submodule_search_locations
         # By its last name alone: for a folder without __init__.py Python asks for the imported parent by the full name.

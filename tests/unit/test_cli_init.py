@@ -240,3 +240,64 @@ def test_it_says_when_it_cannot_know(monkeypatch: pytest.MonkeyPatch, capsys: py
     on_one_gpu(monkeypatch, 80)
     assert main.run(["init", "p.toml", "--yes", "--env", "gsm8k", "--model", "owner/name"]) == Exit.DONE
     assert "whether it fits is not known: model not on this machine" in capsys.readouterr().out
+
+
+OWN = """
+from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
+
+class Mine(BaseEnv):
+    @classmethod
+    def config_init(cls):
+        return BaseEnvConfig(group_size=5, max_token_length=256, steps_per_eval=2), [APIServerConfig()]
+
+    async def collect_trajectories(self, item):
+        await self.server.chat_completion(messages=item)
+
+Mine.cli()
+"""
+SMALL = {
+    "architectures": ["Qwen3ForCausalLM"], "hidden_size": 64, "intermediate_size": 128, "vocab_size": 300,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "tie_word_embeddings": True, "max_position_embeddings": 512,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("env", "name"), [("my_task.py", "my_task"), ("pack.my_task", "my_task"), ("vllm.py", "env")])
+def test_an_environment_of_ones_own_keeps_what_its_file_sets(
+    env: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(init, "gpu_count", lambda: 0)
+    (tmp_path / "pack").mkdir()
+    for file in ("my_task.py", "pack/my_task.py", "vllm.py"):
+        (tmp_path / file).write_text(OWN)
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m/config.json").write_text(json.dumps(SMALL))
+    (tmp_path / "m/tokenizer_config.json").write_text("{}")
+    assert main.run(["init", "p.toml", "--yes", "--env", env, "--model", str(tmp_path / "m")]) == 0
+    said = capsys.readouterr().out
+    profile = written("p.toml")
+    (section,) = profile.env
+    assert section.name == name and (section.module or "") == ("pack.my_task" if "pack" in env else "")
+    assert {*section.args} == {"env.max_batches_offpolicy"}, "the template's, which the file does not set"
+    assert "sets group_size = 5, max_token_length = 256, steps_per_eval = 2" in Path("p.toml").read_text()
+    settings = profile.trainer.settings
+    assert settings["batch_size"] * settings["gradient_accumulation_steps"] % 5 == 0
+    assert (profile.vllm[0].max_model_len, settings["seq_len"]) == (512, 512), "the model was made for no more"
+    cache = profile.vllm[0].args["kv-cache-memory-bytes"]
+    assert isinstance(cache, int) and 2**26 <= cache < 2**28, "of the model's size, not 4 GiB"
+    assert "fix these first:" in said and "has no chat template" in said, "the model, not this machine"
+    assert "not ready" not in said, said
+
+
+def test_lengths_of_a_template_fit_a_small_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(init, "gpu_count", lambda: 0)
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m/config.json").write_text(json.dumps(SMALL))
+    assert main.run(["init", "p.toml", "--yes", "--env", "gsm8k", "--model", str(tmp_path / "m")]) == 0
+    profile = written("p.toml")
+    assert profile.vllm[0].max_model_len == 512 and profile.env[0].args["env.max_token_length"] == 256
+
+
+def test_a_module_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["init", "--yes", "--env", "pack.nope"]) == Exit.USAGE
+    assert "no module pack.nope is installed or lies in this folder" in capsys.readouterr().err
