@@ -15,9 +15,12 @@ from typing import Any
 
 import torch
 
+from benchmarks.checks import Checks
 from benchmarks.trainer_step import make_batch, sizes
 from trainer_core.policy.attention import _varlen, flash4, kernels, layout, one_by_one
 
+FARTHEST = 0.02
+"""Largest relative distance of output and gradients in bfloat16 from whole scores in float32."""
 SHORT = [1, 7, 300, 1000, 64, 2048, 129]
 LONG = [32_768]
 SHAPES: list[tuple[int, int, int, int, int | None]] = [
@@ -46,7 +49,9 @@ def milliseconds(function: Callable[[], Any], repeats: int = 10) -> float:
     return (time.perf_counter() - began) / repeats * 1e3
 
 
-def compare(heads: int, kv_heads: int, size: int, value_size: int, window: int | None, lengths: list[int]) -> str:
+def compare(
+    heads: int, kv_heads: int, size: int, value_size: int, window: int | None, lengths: list[int], checks: Checks
+) -> str:
     device, tokens, groups = torch.device("cuda"), sum(lengths), heads // kv_heads
     packing = layout(tuple(lengths), device, torch.bfloat16)
     torch.manual_seed(1)
@@ -76,7 +81,11 @@ def compare(heads: int, kv_heads: int, size: int, value_size: int, window: int |
             wide = [x.detach().float().requires_grad_() for x in inputs]
             out = one_by_one(*wide, packing, groups, window=window)[0]  # type: ignore[arg-type]
             exact = out, *torch.autograd.grad(out, wide, to_out.float())
-            words += ", off " + " ".join(f"{off:.1e}" for off in distances(found, exact))
+            offs = distances(found, exact)
+            words += ", off " + " ".join(f"{off:.1e}" for off in offs)
+            checks.at_most(
+                f"the largest distance of {name} from float32 ({heads} heads of {size})", max(offs), FARTHEST
+            )
     return words
 
 
@@ -88,11 +97,12 @@ def main() -> int:
     if kernels() is None or not torch.cuda.is_available():
         print("FlashAttention 4 needs a GPU, and: pip install flash-attn-4", file=sys.stderr)
         return 1
+    checks = Checks()
     for lengths in (row(), LONG):
-        print(compare(*SHAPES[0], lengths), flush=True)
+        print(compare(*SHAPES[0], lengths, checks), flush=True)
     for shape in SHAPES:
-        print(compare(*shape, SHORT), flush=True)
-    return 0
+        print(compare(*shape, SHORT, checks), flush=True)
+    return checks.status()
 
 
 if __name__ == "__main__":

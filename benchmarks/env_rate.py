@@ -31,6 +31,7 @@ import aiohttp
 from atropos_common.group_reasons import FLAT
 from atropos_common.http import AFTER_HEADER, BATCH_HEADER
 from benchmarks.chat_model import SPECIAL, TEMPLATE
+from benchmarks.checks import Checks
 from benchmarks.children import Process, free_ports
 from benchmarks.shapes import byte_level
 
@@ -38,6 +39,8 @@ ROOT = Path(__file__).resolve().parent.parent
 WORSE, BETTER = "no number", "77"
 """Two answers whose rewards differ at every question."""
 READY_S = 60.0
+LAG_BOUND = 1
+"""`env.max_batches_offpolicy` of the environment, which the largest policy lag must not exceed."""
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -285,7 +288,11 @@ def main(argv: list[str] | None = None) -> int:
                 print(row(rates[-1]), flush=True)
     if asked.json:
         asked.json.write_text(json.dumps([asdict(rate) for rate in rates], indent=1) + "\n")
-    return 0
+    checks = Checks()
+    for rate in rates:
+        if rate.name != "before":
+            checks.at_most(f"the policy lag of {rate.name} at {rate.flat:g} flat", rate.lag_max, LAG_BOUND)
+    return checks.status()
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ import httpx
 import numpy as np
 import torch
 
+from benchmarks.checks import Checks
 from benchmarks.children import free_ports
 from benchmarks.trainer_step import Ours, make_batch
 from trainer_core.rollouts.batch import Batch, read_batch
@@ -180,7 +181,7 @@ def trainer(seconds: float) -> Callable[[], None]:
     return train
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser("python -m benchmarks.intake", description=__doc__.partition("\n")[0])
     parser.add_argument("--sequences", type=int, nargs="+", default=[64, 256], help="sequences of a batch")
     parser.add_argument("--length", type=int, default=8192, help="tokens of each")
@@ -188,7 +189,7 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=3, help="batches of each way; the median is shown")
     parser.add_argument("--rows", nargs="+", choices=list(WAYS), default=list(WAYS))
     options = parser.parse_args()
-    train, dice = trainer(options.train_s), np.random.default_rng(0)
+    train, dice, checks = trainer(options.train_s), np.random.default_rng(0), Checks()
     print(f"| sequences x tokens | way | trainer waited (s) | {' | '.join(PARTS)} |\n{'|---' * 7}|")
     for sequences in options.sequences:
         groups = [make_group(options.length, dice) for _ in range(sequences // GROUP)]
@@ -208,7 +209,10 @@ def main() -> None:
                 values = [one[part] for one in found if part in one]
                 cells.append(f"{median(values):.2f}" if values else "")
             print(f"| {' | '.join(cells)} |", flush=True)
+            if way.api is OURS:
+                checks.that(max(waits) < float("inf"), f"a batch was lost: {cells[0]}, {way.says}")
+    return checks.status()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

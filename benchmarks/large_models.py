@@ -43,6 +43,7 @@ import httpx
 
 from atropos_common.bridge import ROUTING_FLAG, TOKEN_HEADER
 from atropos_common.records import Record, RecordError, parse_line
+from benchmarks.checks import Checks
 from benchmarks.children import MODE_SERVERS, TOKEN, ChildError, Process, Server, environment, free_ports
 from benchmarks.shapes import SHAPES
 from trainer_core.errors import EngineError, EngineGone
@@ -395,7 +396,11 @@ def main() -> int:
     if options.output:
         options.output.write_text(json.dumps(run.found, indent=1))
     print(json.dumps(run.found) if options.json else show(run.found))
-    return 1 if run.found["error"] else 0
+    checks = Checks()
+    checks.that(not run.found["error"], str(run.found["error"]))
+    wrong = [verdict for verdict in run.found.get("verdicts", []) if verdict.startswith("mismatch")]
+    checks.that(not wrong, f"the verdict of {len(wrong)} steps: {', '.join(wrong[:1])}")
+    return checks.status()
 
 
 if __name__ == "__main__":

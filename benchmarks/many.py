@@ -19,6 +19,7 @@ from statistics import median
 
 from atropos_common.control import State
 from atropos_tui.profile.spec import ComponentSpec, Place
+from benchmarks.checks import Checks
 from benchmarks.supervisor import FLOOD, SLEEP, child, supervised
 
 IDLE_S = 20.0
@@ -91,10 +92,12 @@ def main() -> int:
         found = asyncio.run(measure(Path(folder), options.components, options.far, options.lines))
     if options.json:
         print(json.dumps(found))
-        return 0
-    for name, value in found.items():
-        print(f"{name:<20} {value:,.3f}")
-    return 0
+    else:
+        for name, value in found.items():
+            print(f"{name:<20} {value:,.3f}")
+    checks = Checks()
+    checks.at_most("lines lost in the flood", found["flood_lines_lost"], 0)
+    return checks.status()
 
 
 if __name__ == "__main__":

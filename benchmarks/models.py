@@ -36,6 +36,7 @@ import torch
 from atropos_common.engine_release import installed, why_not_served
 from atropos_common.model_math import Dimensions, carries_state, why_refused
 from atropos_common.run_dir import ENV_TOKEN
+from benchmarks.checks import Checks
 from benchmarks.children import MODE_SERVERS, TOKEN, Child, ChildError, Server, environment, free_ports
 from benchmarks.model_zoo import QUANTIZED, ZOO, save
 from benchmarks.nursery import VLLM, Forked
@@ -238,7 +239,9 @@ def saved_model(name: str) -> Iterator[Path]:
         yield Path(folder)
 
 
-def measure(name: str, modes: list[str], records: Path, until: float, nursery: Child | None) -> None:
+def measure(
+    name: str, modes: list[str], records: Path, until: float, nursery: Child | None, checks: Checks
+) -> None:  # fmt: skip
     """Append a line for each mode of this architecture, until `until` (`time.monotonic()` seconds)."""
     with saved_model(name) as folder:
         config = json.loads((folder / "model/config.json").read_text())
@@ -261,6 +264,7 @@ def measure(name: str, modes: list[str], records: Path, until: float, nursery: C
             print(json.dumps(cell), flush=True)
             with records.open("a") as stream:
                 stream.write(json.dumps(cell) + "\n")
+            checks.that(cell["result"] in ("works", "refused"), f"{name}, {mode}: {cell['result']}: {cell['words']}")
 
 
 def types_of(mode: str, nursery: Child | None, *, quantized: bool) -> tuple[str, ...]:
@@ -323,7 +327,7 @@ def _cell(cell: dict[str, Any] | None, notes: dict[str, int]) -> str:
     return (f"{cell['probe']:.0e}" if cell["result"] == "works" else cell["result"]) + mark
 
 
-def measure_all(options: argparse.Namespace) -> None:
+def measure_all(options: argparse.Namespace, checks: Checks) -> None:
     """What is asked for and missing, while there is time."""
     os.environ[ENV_TOKEN] = TOKEN
     torch.set_num_threads(1)
@@ -343,10 +347,10 @@ def measure_all(options: argparse.Namespace) -> None:
         for name in options.only[part - 1 :: parts]:
             known = {} if options.again else read_records(options.records)
             if missing := [mode for mode in options.modes if (name, mode) not in known]:
-                measure(name, missing, options.records, until, nursery)
+                measure(name, missing, options.records, until, nursery, checks)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, metavar="NAME")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
@@ -359,8 +363,9 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="put the table into this file, between its marks")
     options = parser.parse_args()
     if not options.table:
-        measure_all(options)
-        return
+        checks = Checks()
+        measure_all(options, checks)
+        return checks.status()
     text = table(read_records(options.records))
     print(text)
     if options.write:
@@ -368,7 +373,8 @@ def main() -> None:
         before, _, rest = options.write.read_text().partition(begin)
         after = rest.partition(end)[2]
         options.write.write_text(f"{before}{begin}\n{text}\n{end}{after}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -31,6 +31,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks.checks import Checks
 from benchmarks.stack import NotRecovered, Stack, lost_steps
 from tests.e2e.streams import Streams
 
@@ -225,7 +226,7 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--events", nargs="+", choices=list(EVENTS), default=list(EVENTS))
@@ -240,7 +241,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.table:
         print(table(recorded(options.table)))
-        return
+        return 0
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # its run is ended like that of an interrupted one
     given = dict(pair.split("=", 1) for pair in options.set)
     common = {"profile": options.profile, "given": given, "records": options.records}
@@ -255,7 +256,11 @@ def main() -> None:
                 rows += run_mode(mode, split, options.times, options.seed, folder, workers=2, **common)
             print(table(rows), file=sys.stderr, flush=True)
     print(json.dumps({"rows": [row.fields() for row in rows]}) if options.json else table(rows))
+    checks = Checks()
+    for row in rows:
+        checks.that(not row.error, f"{row.mode}, {row.event}: {row.error}")
+    return checks.status()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

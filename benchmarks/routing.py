@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.checks import Checks
 from benchmarks.children import TAIL, TOKEN, ChildError, Server, environment, free_ports
 from benchmarks.shapes import SHAPES
 from trainer_core.policy.load import load_model
@@ -202,6 +203,9 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
+LEAST_REPLAYED = 0.9
+
+
 def say(text: str) -> None:
     print(f"[{time.perf_counter() - BEGAN:6.1f} s] {text}", file=sys.stderr, flush=True)
 
@@ -255,7 +259,11 @@ def main() -> int:
             print(error, file=sys.stderr)
             return 1
     print(json.dumps(found) if options.json else show(found))
-    return 0
+    checks = Checks()
+    checks.at_least("the share of replayed tokens", found["engine"]["replayed"], LEAST_REPLAYED)
+    own, replayed = (found[way]["abs_mean"] for way in ("own", "replayed"))
+    checks.at_most("|diff| with the engine's experts, of that with the trainer's own,", replayed, own * 1.001 + 1e-9)
+    return checks.status()
 
 
 if __name__ == "__main__":

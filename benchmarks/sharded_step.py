@@ -30,6 +30,7 @@ import torch
 from torch import nn
 
 from atropos_common.model_math import Dimensions, step_flops
+from benchmarks.checks import Checks
 from benchmarks.shapes import SHAPES, build, model_config
 from benchmarks.trainer_step import PEAK_FLOPS
 from trainer_core import checkpoint
@@ -249,7 +250,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.work:
         return work(*options.work)
-    base = None
+    base, checks = None, Checks()
     for ranks in options.ranks:
         save = str(options.save / f"by-{ranks}") if options.save else ""
         shared = (options.shape, options.row, options.rows, options.steps, options.settings)
@@ -262,7 +263,11 @@ def main() -> int:
             row["resumed"] = {other: apart(launch(job, other), found) for other, job in jobs.items()}
         row.pop("sums", None)
         print(json.dumps(row) if options.json else show(row), flush=True)
-    return 0
+        for other, far in row.get("resumed", {}).items():
+            checks.at_most(
+                f"the next step of {other} ranks from the checkpoint of {ranks}", far, 1e-2 if cuda else 1e-4
+            )
+    return checks.status()
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from unittest import mock
 import torch
 
 from atropos_common.model_math import LOGITS_AT_ONCE
+from benchmarks.checks import Checks
 from benchmarks.shapes import SHAPES
 from benchmarks.trainer_step import MIXES, PEAK_FLOPS, Ours, flops_of, make_batch
 from trainer_core.policy import attention, logprobs
@@ -286,7 +287,10 @@ def main() -> int:
         about = {"shape": options.shape, "mix": options.mix, "torch": torch.__version__}
         about |= {"device": torch.cuda.get_device_name() if cuda else "cpu", "seconds": time.perf_counter() - began}
         print(json.dumps(about | {"variants": found}))
-    return 0
+    checks = Checks()
+    for name, row in found.items():
+        checks.that("error" not in row, f"the variant {name} failed: {row.get('error')}")
+    return checks.status()
 
 
 if __name__ == "__main__":

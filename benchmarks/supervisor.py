@@ -28,6 +28,7 @@ from atropos_common.records import StateRecord, parse_line
 from atropos_common.run_dir import RunDir
 from atropos_tui.profile.spec import ComponentSpec, LogPolicy, RestartPolicy, StackSpec
 from atropos_tui.supervisor.client import ControlClient, NoSupervisor
+from benchmarks.checks import Checks
 
 CHILDREN = 4
 CRASHES = 20
@@ -163,7 +164,9 @@ def main() -> int:
     else:
         for key, value in found.items():
             print(f"{key:<22}{value:>14,.2f}")
-    return 0
+    checks = Checks()
+    checks.at_most("lines lost in the flood", found["flood_lines_lost"], 0)
+    return checks.status()
 
 
 if __name__ == "__main__":

@@ -7,6 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.checks import Checks
+
+ASKED_OF = "qwen3-1.7b"
+"""The shape that the promises are about, on an H200."""
+MISSED = "MISSED"
 SIGNS: dict[str, Callable[[float, float], bool]] = {"<": operator.lt, ">=": operator.ge, "<=": operator.le}
 
 
@@ -26,7 +31,7 @@ class Row:
             value = self.measured(found)
         except (KeyError, TypeError):
             return f"{self.name:<58}{'not measured':>14}{asked:>14}"
-        kept = "" if SIGNS[self.sign](value, self.limit) else "   MISSED"
+        kept = "" if SIGNS[self.sign](value, self.limit) else f"   {MISSED}"
         return f"{self.name:<58}{f'{value:.4g}{self.unit}':>14}{asked:>14}{kept}"
 
 
@@ -51,6 +56,7 @@ def probe(mode: str) -> Row:
     )  # fmt: skip
 
 
+PROBES = [probe(mode) for mode in ("shared_vllm", "lora_only", "broadcast", "none", "lora_restart")]
 ROWS = [
     Row("shared_vllm: decode, of vLLM's own server", ">=", 0.97, "x", ratio("shared_vllm", "plain")),
     Row("shared_vllm: decode, of eager vLLM", ">=", 6.0, "x", ratio("shared_vllm", "eager")),
@@ -66,7 +72,7 @@ ROWS = [
     Row("none: reload in place", "<", 5.0, " s", moving("none")),
     Row("lora_restart: restart, compile cache warm", "<", 25.0, " s", moving("lora_restart")),
     Row("/generate over HTTP, of AsyncLLM in process", ">=", 0.85, "x", lambda f: float(f["generate"]["ratio"])),
-    *map(probe, ("shared_vllm", "lora_only", "broadcast", "none", "lora_restart")),
+    *PROBES,
 ]  # fmt: skip
 
 
@@ -88,6 +94,17 @@ def _costs(mode: str, row: dict[str, Any]) -> str:
         f"{row.get('probe_abs_max', float('nan')):.4f}",
     ]  # fmt: skip
     return "".join(f"{figure:>{width}}" for figure, (_, width) in zip(figures, COSTS, strict=True))
+
+
+def checked(found: dict[str, Any]) -> Checks:
+    """No error, and every promise that was measured holds; other shapes than `ASKED_OF` have to align alone."""
+    checks = Checks()
+    for name, text in found["errors"].items():
+        checks.that(text.startswith("skipped"), f"{name}: {text.splitlines()[0]}")
+    for row in ROWS if found["shape"] == ASKED_OF else PROBES:
+        text = row.text(found)
+        checks.that(not text.endswith(MISSED), " ".join(text.split()))
+    return checks
 
 
 def show(found: dict[str, Any]) -> str:

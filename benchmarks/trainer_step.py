@@ -6,7 +6,7 @@
 `example_trainer` of atroposlib 0.4.0, from its own wheel, with its own padding, gradient checkpointing and optimizer;
 ours is what `atropos-trainer` runs: read, pack, accumulate, step. Weights are random, of the named shape. On CUDA both
 are bfloat16 and MFU is of 790 TFLOP/s, what an H200 reaches in dense bfloat16 products; on a CPU both are float32 and
-have the same cores (`--threads`, all by default).
+have the same cores (`--threads`, all by default). A gradient outside of `BOUNDS` makes the exit status 1.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import numpy as np
 import torch
 
 from atropos_common.model_math import Dimensions, step_flops
+from benchmarks.checks import Checks
 from benchmarks.shapes import SHAPES, build, model_config
 from trainer_core.config import TrainingConfig
 from trainer_core.objective.registry import Objective
@@ -49,6 +50,8 @@ from trainer_core.rollouts.packing import pack
 from trainer_core.step import accumulate
 
 PEAK_FLOPS = 790e12
+BOUNDS = {"cpu": (1 - 1e-9, 1e-5), "cuda": (0.99, 0.15)}
+"""Least cosine and largest relative error of the gradient: float32 on a CPU, bfloat16 on a GPU."""
 GROUP = 8
 
 
@@ -212,10 +215,22 @@ def measure(make: Callable[[], Ours | Peer], batch: list[dict[str, Any]], steps:
     }
 
 
-def check_gradient(shape: str, device: torch.device) -> dict[str, float]:
-    """Our gradient of a small batch against the formula in float64 on full logits, one sequence at a time."""
+def grpo(logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, config: TrainingConfig) -> torch.Tensor:
+    """The default objective of each token, written down once more: clip range, and the bound of `dual_clip`."""
+    ratio, dual = (logprobs - old).exp(), config.dual_clip
+    high = 1 + (config.clip_eps if config.clip_eps_high is None else config.clip_eps_high)
+    loss = -torch.minimum(ratio * advantages, ratio.clamp(1 - config.clip_eps, high) * advantages)
+    return torch.where(advantages < 0, loss.clamp(max=-dual * advantages), loss) if dual else loss
+
+
+def check_gradient(shape: str, device: torch.device, **settings: Any) -> dict[str, float]:
+    """Our gradient of a small batch against the formula in float64 on full logits, one sequence at a time.
+
+    Args:
+        settings: of our side alone, which the formula does not follow: to see the check fail.
+    """
     batch = make_batch(shape, "short", groups=1, prompt=16)
-    ours = Ours(shape, device, max_grad_norm=0.0)
+    ours = Ours(shape, device, max_grad_norm=0.0, **settings)
     read = read_batch(batch, seq_len=8192)
     rows = pack(read.rollouts, 1024, ours.threads)
     accumulate(ours.model, ours.stepper, rows, Objective(ours.config), 1, threads=ours.threads)
@@ -223,6 +238,7 @@ def check_gradient(shape: str, device: torch.device) -> dict[str, float]:
     wide = build(shape, device, "eager").double()
     wide.load_state_dict({k: v.double() for k, v in ours.model.state_dict().items()})
     del ours
+    config = TrainingConfig(model_name=shape)
     total = sum(int(r.trained.sum()) for r in read.rollouts)
     for rollout in read.rollouts:
         tokens = torch.from_numpy(rollout.tokens).to(device)
@@ -230,9 +246,7 @@ def check_gradient(shape: str, device: torch.device) -> dict[str, float]:
         keep = torch.from_numpy(rollout.trained[1:]).to(device)
         old = torch.from_numpy(rollout.logprobs[1:].astype(np.float64)).to(device)
         advantage = torch.from_numpy(rollout.advantages[1:].astype(np.float64)).to(device)
-        ratio = (logprobs - old).exp()
-        loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)[keep].sum() / total
-        loss.backward()
+        (grpo(logprobs, old, advantage, config)[keep].sum() / total).backward()
     true = torch.cat([p.grad.flatten().cpu() for p in wide.parameters()])
     return {
         "gradient_cosine": float(torch.nn.functional.cosine_similarity(mine, true, dim=0)),
@@ -319,7 +333,15 @@ def main() -> int:
     gradient = check_gradient(options.shape, device)
     print(json.dumps(gradient) if options.json else "gradient against float64: cosine {gradient_cosine:.6f}, relative "
           "error {gradient_relative_error:.1e}".format(**gradient))  # fmt: skip
-    return 0
+    return checked(gradient, device).status()
+
+
+def checked(gradient: dict[str, float], device: torch.device) -> Checks:
+    """The gradient within `BOUNDS`."""
+    checks, (cosine, error) = Checks(), BOUNDS[device.type]
+    checks.at_least("the gradient's cosine with float64", gradient["gradient_cosine"], cosine)
+    checks.at_most("the gradient's relative error against float64", gradient["gradient_relative_error"], error)
+    return checks
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ import torch
 from atropos_common.engine_release import installed
 from benchmarks.children import MODE_SERVERS, Child, ChildError, Process, Server, environment, free_ports
 from benchmarks.shapes import SHAPES, save_model
-from benchmarks.sync_report import show
+from benchmarks.sync_report import checked, show
 
 MODES = ("shared_vllm", "lora_only", "none", "lora_restart", "broadcast")
 FP32_HEAD = ["--hf-overrides", '{"head_dtype": "float32"}']
@@ -255,7 +255,7 @@ def main() -> int:
             bench.close()
     found["seconds"] = time.perf_counter() - bench.began
     print(json.dumps(found) if options.json else show(found))
-    return 1 if any(not text.startswith("skipped") for text in found["errors"].values()) else 0
+    return checked(found).status()
 
 
 if __name__ == "__main__":
