@@ -1,8 +1,9 @@
 """One optimizer step up to the point where weights change: forward, backward, gradient clipping.
 
 The denominator belongs to the whole step (its tokens, its sequences or a constant) and is known before the first
-backward pass, so the split into rows and ranks changes neither loss nor gradient. Sums stay on the device; one transfer
-at the end brings them to the CPU.
+backward pass, so the split into rows and ranks changes neither loss nor gradient. The balance loss of a mixture of
+experts is no sum over tokens: each row's counts by its share of the step's tokens, whatever the denominator. Sums
+stay on the device; one transfer at the end brings them to the CPU.
 
 Several ranks train a row each at a time, and each forward and backward pass is one of all of them: whether a row gets
 one is asked of all rows at the same place, and a rank without a row there has an empty one.
@@ -107,8 +108,7 @@ def accumulate(
         lambda item, _: _on_device(model, item[0], objective, device, item[1], item[2]),
         list(zip(rows, learns, asks, strict=True)), threads,
     )  # fmt: skip
-    counts = count([(row.sequences, row.correction) for row in ready], device)
-    denominator = objective.denominator(Counts(world.total(counts.tokens), world.total(counts.sequences)))
+    denominator, labels = _divisors(ready, objective, world, device)
     scale = None if stepper.scale is None else stepper.scale.factor(denominator)
     sums = _Sums(device)
     stepper.zero_grad()
@@ -119,16 +119,21 @@ def accumulate(
             _accompany(model, row)
             return None
         with torch.set_grad_enabled(row.learns):
-            scores, penalty, penalties = _forward(model, row.packed, objective)
+            scores, penalty, uneven, penalties = _forward(model, row.packed, objective)
             if not row.known:
                 row = _based(row, scores.logprobs.detach(), objective)
             packed = row.packed
             part = objective.sums(
                 scores.logprobs, packed.logprobs, packed.advantages, row.sequences, row.correction, penalty
             )
+        loss = part.loss / denominator
+        if uneven is not None:  # a term of the whole row: outside of the tokens' denominator, and of any mask
+            share = uneven * (len(packed.labels) / labels)
+            loss, penalties[4] = loss + share, share.detach()
         if not row.learns:
             return part, scores, penalties, row
-        loss = part.loss / denominator if scale is None else part.loss * (scale / denominator)
+        if scale is not None:
+            loss = loss * scale
         if gradients is None:
             loss.backward()
         else:
@@ -151,6 +156,17 @@ def accumulate(
     if stepper.scale is not None:
         stepper.scale.saw(outcome.finite)
     return outcome
+
+
+def _divisors(
+    rows: Sequence[_DeviceRow], objective: Objective, world: World, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The objective's denominator, and all trained tokens, masked ones included; both of the whole step."""
+    counts = count([(row.sequences, row.correction) for row in rows], device)
+    labels = torch.tensor(float(sum(len(row.packed.labels) for row in rows)), dtype=torch.float64, device=device)
+    if objective.balance_coef:  # nothing else needs them
+        labels = world.total(labels)
+    return objective.denominator(Counts(world.total(counts.tokens), world.total(counts.sequences))), labels
 
 
 def _asks_first(row: PackedRow, objective: Objective) -> bool:
@@ -198,10 +214,10 @@ def _accompany(model: torch.nn.Module, row: _DeviceRow) -> None:
 
 def _forward(
     model: torch.nn.Module, row: PackedRow, objective: Objective
-) -> tuple[TokenScores, torch.Tensor | None, torch.Tensor]:
-    """Scores of the labels, [T]; further terms of each token's loss, [T], null where there is none; and the sums that
-    are told of those, as in `_Sums.penalties`."""
-    told = torch.zeros(4, dtype=torch.float64, device=row.tokens.device)
+) -> tuple[TokenScores, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
+    """Scores of the labels, [T]; further terms of each token's loss, [T]; the row's weighed balance loss, []; and the
+    sums of `_Sums.penalties`. None stands for a term that the objective does not have."""
+    told = torch.zeros(5, dtype=torch.float64, device=row.tokens.device)
     routing: list[torch.Tensor] | None = [] if objective.balance_coef else None
     if row.teacher_ids is None or row.teacher_logprobs is None:
         scores, penalty = row_scores(model, row, routing=routing), None
@@ -219,10 +235,8 @@ def _forward(
         penalty = weighed if penalty is None else penalty + weighed
         told[0] = to_reference.detach().sum()
         told[1] = (~row.reference.isnan()).sum()
-    if routing:
-        uneven = objective.balance_coef * balance_loss(routing, model.config.num_experts_per_tok)
-        penalty = uneven.expand_as(scores.entropy) if penalty is None else penalty + uneven
-    return scores, penalty, told
+    uneven = objective.balance_coef * balance_loss(routing, model.config.num_experts_per_tok) if routing else None
+    return scores, penalty, uneven, told
 
 
 class _Sums:
@@ -231,8 +245,8 @@ class _Sums:
     def __init__(self, device: torch.device) -> None:
         self._values = torch.zeros(17, dtype=torch.float64, device=device)
         self._largest = self._ratio_max = torch.zeros((), device=device)
-        self.penalties = torch.zeros(4, dtype=torch.float64, device=device)
-        """KL to the reference, tokens that have one, KL to the teacher, tokens that have one."""
+        self.penalties = torch.zeros(5, dtype=torch.float64, device=device)
+        """KL to the reference, tokens that have one, KL to the teacher, tokens that have one; the balance loss."""
 
     @torch.no_grad()
     def add(self, part: LossSums, scores: TokenScores, row: _DeviceRow) -> None:
@@ -252,7 +266,7 @@ class _Sums:
     def over(self, world: World) -> _Sums:
         """Over the rows of all ranks."""
         count = len(self._values)
-        self._values, self.penalties = world.total(torch.cat([self._values, self.penalties])).split([count, 4])
+        self._values, self.penalties = world.total(torch.cat([self._values, self.penalties])).split([count, 5])
         self._largest, self._ratio_max = world.largest(torch.stack([self._largest, self._ratio_max]))
         return self
 
@@ -261,7 +275,7 @@ class _Sums:
         values = torch.cat([self._values, extra, self.penalties]).tolist()
         diff, abs_diff, train, inference, measured, tokens = values[8:14]
         entropy, weight, truncated, largest, denominator_, norm_, ratio_max = values[14:21]
-        to_reference, referenced, to_teacher, taught = values[21:]
+        to_reference, referenced, to_teacher, taught, uneven = values[21:]
         part = LossSums(*[*values[:8], ratio_max])
         kept = part.tokens
 
@@ -270,8 +284,9 @@ class _Sums:
 
         corrected = bool(weight)
         return StepOutcome(
-            loss=part.loss / denominator_, ratio_mean=mean(part.ratio, kept), clip_fraction=mean(part.clipped, kept),
-            kl_k3=mean(part.kl_k3, kept), grad_norm=norm_, lr=lr, tokens=int(tokens),
+            loss=part.loss / denominator_ + uneven, ratio_mean=mean(part.ratio, kept),
+            clip_fraction=mean(part.clipped, kept), kl_k3=mean(part.kl_k3, kept), grad_norm=norm_, lr=lr,
+            tokens=int(tokens),
             diffs=DiffSums(int(measured), diff, abs_diff, largest, train, inference),
             clip_low=mean(part.clipped_low, kept), clip_high=mean(part.clipped_high, kept),
             dual_clip=mean(part.dual_clipped, kept), ratio_max=part.ratio_max, entropy=mean(entropy, tokens),

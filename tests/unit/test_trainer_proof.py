@@ -241,3 +241,31 @@ def test_the_balance_loss_is_part_of_a_step() -> None:
     assert balance_coefficient(model, 0.0) == 0
     with pytest.raises(UsageError, match="no experts to balance"):
         balance_coefficient(_made("Llama 3"), 0.1)
+
+
+@pytest.mark.parametrize("objective", ["grpo", "dr_grpo", "gspo"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_balance_loss_does_not_depend_on_the_denominator(objective: str, masked: bool) -> None:
+    """One value per row, by its share of the step's tokens, against transformers' function in float64."""
+    fields: dict[str, Any] = {"model_name": "m", "optimizer": "adamw", "max_grad_norm": 0, "seq_len": 2048}
+    if masked:  # every token: nothing of the objective is left
+        mask = {"ratio_base": "proximal", "tis_mask": "token", "tis_mask_low": 0, "tis_mask_high": 1e-6}
+        fields |= {**mask, "max_completion_tokens": 1000}
+    config = TrainingConfig.model_validate(fields | {"objective": objective, "router_aux_loss_coef": 0.5})
+    rollouts = [
+        Rollout(t.numpy(), np.arange(len(t)) > 3, *np.full((2, len(t)), 0, np.float32), 1.0, 0.0, "", ())
+        for t in SEQUENCES
+    ]
+    model = _made("Qwen3-MoE")
+    rows = pack(rollouts, max(map(len, SEQUENCES)))
+    assert len(rows) > 1
+    outcome = accumulate(model, Stepper(model, config), rows, Objective(config), 1)
+    total = sum(len(row.labels) for row in rows)
+    wanted = 0.0
+    for row in rows:
+        parts = [routing_of(model, part) for part in row.tokens.split(row.lengths)]
+        logits = [torch.cat(layer).double() for layer in zip(*parts, strict=True)]
+        chosen = model.config.num_experts_per_tok
+        aux = load_balancing_loss_func(tuple(logits), model.config.num_experts, chosen)
+        wanted += 0.5 * float(aux.detach()) * len(row.labels) / total
+    assert outcome.loss == pytest.approx(wanted, rel=1e-5)

@@ -50,7 +50,7 @@ def own_loss(
         wanted = "(logprobs, rollout_logprobs, advantages, sequences)"
         raise LossError(f"{name} must take {wanted}: {error}") from None
     sums = _try(found, name, device)
-    alone = ("kl_coef", "ref_kl_coef", "distill_coef", "router_aux_loss_coef") if sums else ()
+    alone = ("kl_coef", "ref_kl_coef", "distill_coef") if sums else ()
     lost = [flag(term) for term in alone if getattr(config, term)]
     lost += ["--ratio-base proximal"] if sums and config.ratio_base == "proximal" else []
     if lost:

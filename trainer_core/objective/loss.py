@@ -1,7 +1,8 @@
 """The objectives as pure functions that return sums over tokens, never means.
 
     grpo_loss  gspo_loss  cispo_loss               # the policy's
-    reference_kl  teacher_kl  balance_loss         # added to each token's loss, whatever the objective
+    reference_kl  teacher_kl                       # added to each token's loss, whatever the objective
+    balance_loss                                   # of a whole row, added beside all of that
 
 Dr. GRPO and DAPO have the terms of `grpo_loss`; what differs is in `registry.py`.
 
@@ -369,7 +370,9 @@ def reference_kl(logprobs: torch.Tensor, reference: torch.Tensor) -> torch.Tenso
     """k3 of KL(policy || reference) at each token, [T], in nats, with gradient; 0 where the reference is NaN.
 
     exp(d) - 1 - d with d = log pi_reference - log pi (Schulman, "Approximating KL divergence"): DeepSeekMath's eq. 4
-    (arXiv:2402.03300), verl's `low_var_kl`, TRL's `beta`. Unbiased for tokens that the policy itself sampled.
+    (arXiv:2402.03300), verl's `low_var_kl`, TRL's `beta`. Its value is
+    unbiased for tokens that the policy itself sampled. Its gradient is that of KL(reference || policy), and a token
+    with k3 above `MOST_K3` has none.
 
     Args:
         logprobs: [T] float32 of the policy, with gradient.
