@@ -26,6 +26,8 @@ ENV_TOKEN = "ATROPOS_TOKEN"
 ENV_DOOR_KEY = "ATROPOS_DOOR_KEY"
 """What opens run-api, generation and metrics of this run where other machines reach them, and nothing else
 (`atropos_common/http.py`); environments get it, and not the token."""
+NO_UPDATE_CODE = 3
+"""Exit code of a trainer whose run made no update, or none in its last steps."""
 ENV_COMPONENT = "ATROPOS_COMPONENT"
 """The component's own name in the plan."""
 ENV_ATTEMPT = "ATROPOS_ATTEMPT"

@@ -214,9 +214,10 @@ class Hosted(BaseEnv):  # type: ignore[misc]
             return UNSENDABLE
 
     def _sign(self, group: dict[str, Any]) -> None:
-        """Say whose group it is: the trainer counts by it."""
+        """Say whose group it is, by which the trainer counts, and how far ahead its environment may be."""
         if isinstance(params := group.get("generation_params") or {}, dict):
-            group["generation_params"] = {"env": self.component} | params
+            ahead = {"max_batches_offpolicy": self.config.max_batches_offpolicy}
+            group["generation_params"] = {"env": self.component} | ahead | params
 
     async def _send_scored_data_to_api(self, scored_data: Any) -> None:
         """Send each group by itself: run-api refuses a list as a whole for one group that is malformed. BaseEnv's own

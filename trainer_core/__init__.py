@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         MismatchError,
         MissingLogprobs,
         NonFiniteError,
+        NoUpdateError,
         RolloutsEnd,
         Stopped,
         TooMuchLeftOut,
@@ -65,7 +66,7 @@ _MODULES = {
     "callbacks": "Callback TrainResult",
     "config": "TrainingConfig",
     "errors": "ApiError CallbackError EngineError EngineGone LossError MemoryFullError MismatchError MissingLogprobs "
-    "NonFiniteError RolloutsEnd Stopped TooMuchLeftOut TrainerError UsageError",
+    "NonFiniteError NoUpdateError RolloutsEnd Stopped TooMuchLeftOut TrainerError UsageError",
     "loop": "train",
     "objective.loss": "Bounds Correction LossSums Sequences cispo_loss correct grpo_loss gspo_loss",
     "objective.registry": "Objective",
@@ -82,9 +83,9 @@ _EXPORTS = {name: f"{__name__}.{module}" for module, names in _MODULES.items() f
 
 __all__ = [
     "ApiError", "Batch", "Bounds", "Callback", "CallbackError", "Correction", "EngineError", "EngineGone", "LossError",
-    "LossSums", "MemoryFullError", "MismatchError", "MissingLogprobs", "NonFiniteError", "Objective", "PackedRow",
-    "RecordedRollouts", "Recorder", "Rollout", "RolloutSource", "RolloutsEnd", "Sequences", "StepOutcome", "Stepper",
-    "Stopped", "TooMuchLeftOut", "TrainResult", "TrainerError", "TrainingConfig", "UsageError", "accumulate",
+    "LossSums", "MemoryFullError", "MismatchError", "MissingLogprobs", "NoUpdateError", "NonFiniteError", "Objective",
+    "PackedRow", "RecordedRollouts", "Recorder", "Rollout", "RolloutSource", "RolloutsEnd", "Sequences", "StepOutcome",
+    "Stepper", "Stopped", "TooMuchLeftOut", "TrainResult", "TrainerError", "TrainingConfig", "UsageError", "accumulate",
     "cispo_loss", "correct", "group_advantages", "grpo_loss", "gspo_loss", "load_model", "pack", "read_batch",
     "row_logprobs", "train",
 ]  # fmt: skip

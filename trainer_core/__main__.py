@@ -2,9 +2,9 @@
 
     python -m trainer_core --model-name DIR --weight-bridge-mode shared_vllm --training-steps 60
 
-Exit codes: 0 all steps done; 1 the run could not go on; 2 wrong flags; 130 interrupted; 143 stopped by SIGTERM
-(a checkpoint is saved); 70 another rank is gone. Several ranks: `torchrun --nproc-per-node 2 -m trainer_core ...`, or
-`launch.py`, whose exit codes are these too.
+Exit codes: 0 all steps done; 1 the run could not go on; 2 wrong flags; 3 it made no update, or none in its last
+steps; 130 interrupted; 143 stopped by SIGTERM (a checkpoint is saved); 70 another rank is gone. Several ranks:
+`torchrun --nproc-per-node 2 -m trainer_core ...`, or `launch.py`, whose exit codes are these too.
 
 argparse only splits the words; pydantic judges them, so one call reports every problem at once.
 """
@@ -26,6 +26,7 @@ from atropos_common.manifest import ManifestError
 from atropos_common.run_dir import RunDir
 from trainer_core.config import TrainingConfig, flag, validate
 from trainer_core.errors import RankGone, Stopped, TrainerError, UsageError
+from trainer_core.foreign_names import suggestion
 from trainer_core.ranks import GONE_CODE, own_rank, rank_count, restore_master, write_code
 from trainer_core.world import on_every_rank
 
@@ -78,7 +79,7 @@ def _run(config: TrainingConfig) -> int:
             print(f"error: {error}", file=sys.stderr, flush=True)
         elif not on_every_rank(error):
             print(f"error: rank {own_rank()}: {error}", file=sys.stderr, flush=True)
-        return GONE_CODE if isinstance(error, RankGone) else 2 if isinstance(error, UsageError) else 1
+        return GONE_CODE if isinstance(error, RankGone) else getattr(error, "exit_code", 1)
     return 0 if done or not stop.is_set() else 128 + (received or [signal.SIGTERM])[0]
 
 
@@ -127,13 +128,18 @@ def parse_args(argv: list[str] | None = None) -> TrainingConfig:
         UsageError: with every problem on a line of its own.
     """
     parsed, unknown = build_parser().parse_known_args(argv)
-    problems = [f"{word}: no such flag" for word in unknown if word.startswith("-")]
+    problems = [f"{word}: no such flag{_meant(word)}" for word in unknown if word.startswith("-")]
     problems += [f"{word!r}: stray argument" for word in unknown if not word.startswith("-")] if not problems else []
     values = {name: _value(name, value) for name, value in vars(parsed).items()}
     config, wrong = validate(values)
     if config is None or problems:
         raise UsageError("\n".join(problems + wrong))
     return config
+
+
+def _meant(word: str) -> str:
+    name = word.partition("=")[0].lstrip("-").replace("-", "_")
+    return suggestion(name, TrainingConfig.model_fields).replace("_", "-")
 
 
 def _value(name: str, value: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from trainer_core.checkpoint import Saved
 from trainer_core.config import TrainingConfig
-from trainer_core.errors import CallbackError, Stopped
+from trainer_core.errors import CallbackError, Stopped, UsageError
 from trainer_core.report import StepReport
 
 
@@ -31,7 +31,8 @@ class TrainResult:
 
 
 class Callback(Protocol):
-    """Derive from it and override what you want; called in the trainer's thread, between steps.
+    """Derive from it and override what you want, or pass any object that has some of these methods. They are called in
+    the trainer's thread, between steps.
 
     What a method raises ends the run: the present step is saved, and `train` raises `CallbackError`, with what was
     raised as its cause. `Stopped` ends it as a stop does, with a checkpoint and a `TrainResult`.
@@ -50,17 +51,29 @@ class Callback(Protocol):
         """The run is over and its result about to be returned; not called when an error ends it."""
 
 
+METHODS = tuple(name for name in vars(Callback) if name.startswith("on_"))
+
+
 class Callbacks:
     """Calls all of them, in order."""
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
+        """Raises: UsageError: one is a class, or has none of the methods."""
         self._callbacks = callbacks
+        for callback in callbacks:
+            if isinstance(callback, type):
+                raise UsageError(f"callbacks: {callback.__name__} is a class. fix: pass an instance of it")
+            if not any(callable(getattr(callback, method, None)) for method in METHODS):
+                raise UsageError(f"callbacks: {type(callback).__qualname__} has none of {', '.join(METHODS)}")
 
     def tell(self, method: str, *values: Any) -> None:
         """Raises: CallbackError: one failed; in its words."""
         for callback in self._callbacks:
+            call = getattr(callback, method, None)
+            if call is None:
+                continue
             try:
-                getattr(callback, method)(*values)
+                call(*values)
             except Stopped:
                 raise
             except Exception as error:

@@ -5,7 +5,8 @@
                                beside config.json for weights), trainer_state.json (step, weight version, what else
                                has no tensor)
     save_path/adapter_step_N/  where adapters are trained: adapter_model.safetensors and adapter_config.json in place of
-                               the model, for peft and vLLM; the same trainer state
+                               the model, for peft and vLLM; the same trainer state; with `ref_kl_coef` reference/, the
+                               adapter that the run started from
     save_path/final_model/     the one or the other without optimizer state; with `lora_merged_export` the whole model,
                                and final_adapter/ beside it
 
@@ -24,6 +25,7 @@ import json
 import random
 import re
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -32,7 +34,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from atropos_common.bridge import ADAPTER_CONFIG
-from trainer_core.config import TrainingConfig
+from trainer_core.config import TrainingConfig, flag
 from trainer_core.durable import damage, seal, sync, why_full
 from trainer_core.errors import UsageError
 
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     import torch
 
     from trainer_core.optim import Stepper
+    from trainer_core.policy.reference import Reference
     from trainer_core.world import World
 
 T = TypeVar("T")
@@ -49,6 +52,10 @@ STATE_TENSORS = "trainer_state/tensors.safetensors"
 _OF_RANKS = re.compile(r"tensors-(\d+)-of-\d+\.safetensors")
 _TENSOR, _ITEMS = "$tensor", "$items"
 """Marks of a tensor and of a dict in `trainer_state.json`."""
+TRAINED_SECTIONS = ("Essential", "Objective", "Optimizer", "LoRA")
+"""Sections of `TrainingConfig` whose settings decide what a run trains."""
+NOT_TRAINED = {"weight_bridge_mode", "checkpoint_in_background", "checkpoint_interval", "optimizer_offload"}
+"""Settings of those sections that do not."""
 _STEP = re.compile(r"(adapter_)?step_(\d+)")
 _WRITING, _OLD = re.compile(r"\.(.+)\.writing"), re.compile(r"\.(.+)\.old")
 """Folders that a write left which ended in its middle."""
@@ -61,8 +68,10 @@ class StartingPoint:
     step: int = 0
     version: int = 0
     path: Path | None = None
-    stopping: dict[str, Any] = field(default_factory=dict)
-    """What the stop conditions had seen by then."""
+    progress: dict[str, Any] = field(default_factory=dict)
+    """State of the stop conditions, of the updates and of the source of batches."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """`trained_settings` of the run that wrote the checkpoint."""
     exact: bool = True
     """Whether the checkpoint holds the optimizer's state, too."""
 
@@ -86,8 +95,9 @@ def starting_point(config: TrainingConfig) -> StartingPoint:
     after its last checkpoint goes on from what it made, without the optimizer's state.
 
     Raises:
-        UsageError: the named checkpoint is not one, or is not whole.
+        UsageError: the named checkpoint is not one, or is not whole; or none can be written to `save_path`.
     """
+    _require_writable(Path(config.save_path))
     if config.resume == "never":
         return StartingPoint()
     if config.resume != "auto":
@@ -101,6 +111,20 @@ def starting_point(config: TrainingConfig) -> StartingPoint:
         except UsageError as error:
             print(f"[WARNING] passed over: {error}")
     return StartingPoint()
+
+
+def _require_writable(save_path: Path) -> None:
+    """Write a file there now: at the first checkpoint the steps before it would be lost."""
+    try:
+        save_path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=save_path).close()
+    except OSError as error:
+        if why_full(error):  # training pauses at a checkpoint until there is room
+            return
+        raise UsageError(
+            f"--save-path {save_path}: checkpoints cannot be written there ({error.strerror}). fix: name a folder that "
+            "you can write to"
+        ) from None
 
 
 def _ends(save_path: Path, adapters: bool) -> Iterator[tuple[int, bool, Path]]:
@@ -132,13 +156,15 @@ def _point(path: Path, config: TrainingConfig, *, exact: bool = True) -> Startin
             f"{ours}"
         )
     facts = json.loads((path / STATE_JSON).read_text())
-    stopping = dict(facts["stopping"]) if exact else {}
-    return StartingPoint(int(facts["step"]), int(facts["weight_version"]), path, stopping, exact)
+    settings = dict(facts.get("settings", {}))
+    return StartingPoint(
+        int(facts["step"]), int(facts["weight_version"]), path, facts.get("progress", {}), settings, exact
+    )
 
 
 def _why_damaged(path: Path, *, deep: bool, exact: bool = True) -> str | None:
     """Why a run cannot go on from `path`, in words; null when it can. `exact`: with the optimizer's state."""
-    needed = {"step", "weight_version", "files", "sha256"} | ({"stopping", "state"} if exact else set())
+    needed = {"step", "weight_version", "files", "sha256"} | ({"state"} if exact else set())
     try:
         facts = json.loads((path / STATE_JSON).read_text())
         if not needed <= facts.keys():
@@ -171,12 +197,30 @@ def describe(point: StartingPoint, config: TrainingConfig) -> str:
     save_path = Path(config.save_path)
     if point.path is not None:
         anew = "" if point.exact else "; the optimizer begins anew, since the end of a run keeps no state of it"
-        return f"Resuming from {point.path}: step {point.step}, weight version {point.version}{anew}"
+        said = f"Resuming from {point.path}: step {point.step}, weight version {point.version}{anew}"
+        changed = _differences(point, config)
+        return f"{said}\n[NOTE] Differs from the checkpoint: {changed}" if changed else said
     if config.resume == "auto":
         return f"Starting from the base model {config.model_name}: no checkpoint in {save_path}"
     old = complete_checkpoints(save_path, config.trains_adapters)
     ignored = f"; {len(old)} checkpoints in {save_path} are ignored (--resume auto continues)" if old else ""
     return f"Starting from the base model {config.model_name}{ignored}"
+
+
+def trained_settings(config: TrainingConfig) -> dict[str, Any]:
+    """The settings that decide what a run trains, as JSON has them."""
+    section, found = "", {"dtype", "head_dtype"}
+    for name in TrainingConfig.model_fields:
+        section = TrainingConfig.SECTIONS.get(name, section)
+        found |= {name} if section in TRAINED_SECTIONS else set()
+    return config.model_dump(mode="json", include=found - NOT_TRAINED)
+
+
+def _differences(point: StartingPoint, config: TrainingConfig) -> str:
+    """Every setting of `config` that is not the checkpoint's, in one line."""
+    now = trained_settings(config)
+    changed = [name for name, old in point.settings.items() if name in now and now[name] != old]
+    return "; ".join(f"{flag(name)} {point.settings[name]} -> {now[name]}" for name in changed)
 
 
 def describe_last(config: TrainingConfig) -> str:
@@ -187,14 +231,16 @@ def describe_last(config: TrainingConfig) -> str:
 
 def save(
     model: torch.nn.Module | None, config: TrainingConfig, target: Path, *, step: int, version: int,
-    stepper: Stepper | None, stopping: dict[str, Any] | None = None, merged: bool = False,
-    wait_for_room: Callable[[Path, str], None] | None = None, world: World | None = None,
+    stepper: Stepper | None, progress: dict[str, Any] | None = None, merged: bool = False,
+    reference: Reference | None = None, wait_for_room: Callable[[Path, str], None] | None = None,
+    world: World | None = None,
 ) -> Saved:  # fmt: skip
     """Write a checkpoint to `target`, all ranks together; without `stepper` only what inference needs.
 
     Args:
         model: on rank 0 at least, where it is not sharded.
         merged: `model` is whole, its adapters a part of it.
+        reference: of `ref_kl_coef`, whose frozen adapter goes into the checkpoint.
         wait_for_room: called on rank 0 when the disk is full, with the folder and the system's words, once what was
             written is gone again; then it is written anew. Without it that error is raised.
 
@@ -213,7 +259,9 @@ def save(
         try:
             world.share(lambda: begin(aside))
             state = on_all(world, lambda: _write(model, tensors, config, aside, stepper, world, adapters=adapters))
-            kept = {} if stepper is None else {"stopping": stopping or {}, "state": state, "parts": stepper.parts}
+            if reference is not None:
+                world.share(lambda: reference.write(aside))
+            kept = kept_of(stepper, progress or {}, state)
             world.share(lambda kept=kept: complete(config, aside, step, version, kept))  # type: ignore[misc]
             break
         except OSError as error:
@@ -271,13 +319,19 @@ def state_file(world: World) -> str:
     return STATE_TENSORS if world.size == 1 else f"trainer_state/tensors-{world.rank}-of-{world.size}.safetensors"
 
 
+def kept_of(stepper: Stepper | None, progress: dict[str, Any], state: Any) -> dict[str, Any]:
+    """The part of `trainer_state.json` that only a resume needs."""
+    exact = {} if stepper is None else {"state": state, "parts": stepper.parts, "dtype": stepper.dtype}
+    return {"progress": progress, **exact}
+
+
 def complete(config: TrainingConfig, aside: Path, step: int, version: int, kept: dict[str, Any]) -> None:
     """Bring the whole folder to the disk; what says that it is whole comes last.
 
     Args:
         kept: what goes into JSON of an exact resume; nothing, where the model alone is kept.
     """
-    facts = {"step": step, "weight_version": version, "model": config.model_name, "optimizer": config.optimizer} | kept
+    facts = {"step": step, "weight_version": version, "settings": trained_settings(config)} | kept
     facts["files"] = seal(aside)
     facts = json.loads(json.dumps(facts))  # as it will be read
     facts["sha256"] = _facts_digest(facts)
@@ -288,13 +342,13 @@ def complete(config: TrainingConfig, aside: Path, step: int, version: int, kept:
 
 def save_step(
     model: torch.nn.Module, config: TrainingConfig, stepper: Stepper, *, step: int, version: int,
-    stopping: dict[str, Any] | None = None, wait_for_room: Callable[[Path, str], None] | None = None,
-    world: World | None = None,
+    progress: dict[str, Any] | None = None, reference: Reference | None = None,
+    wait_for_room: Callable[[Path, str], None] | None = None, world: World | None = None,
 ) -> Saved:  # fmt: skip
     """Write step_N/ or adapter_step_N/, and drop what `keep_checkpoints` no longer keeps: damaged ones do not count."""
     saved = save(
-        model, config, step_folder(config, step), step=step, version=version, stepper=stepper, stopping=stopping,
-        wait_for_room=wait_for_room, world=world,
+        model, config, step_folder(config, step), step=step, version=version, stepper=stepper, progress=progress,
+        reference=reference, wait_for_room=wait_for_room, world=world,
     )  # fmt: skip
     if not (world and world.rank):
         drop_old(config)
@@ -315,14 +369,15 @@ def drop_old(config: TrainingConfig) -> None:
 
 def save_final(
     model: torch.nn.Module, config: TrainingConfig, *, step: int, version: int,
-    wait_for_room: Callable[[Path, str], None] | None = None, world: World | None = None,
+    progress: dict[str, Any] | None = None, wait_for_room: Callable[[Path, str], None] | None = None,
+    world: World | None = None,
 ) -> Saved:  # fmt: skip
     """Write final_model/, and where that is to be a merged model the adapter as final_adapter/ first."""
 
     def write(what: torch.nn.Module | None, name: str, *, merged: bool = False) -> Saved:
         return save(
-            what, config, Path(config.save_path) / name, step=step, version=version, stepper=None, merged=merged,
-            wait_for_room=wait_for_room, world=world,
+            what, config, Path(config.save_path) / name, step=step, version=version, stepper=None,
+            progress=progress, merged=merged, wait_for_room=wait_for_room, world=world,
         )  # fmt: skip
 
     if not config.lora_merged_export:
@@ -372,6 +427,12 @@ def _saved_state(path: Path, stepper: Stepper) -> dict[str, Any]:
             f"--resume {path}: its optimizer state is of a policy in {parts} parts, this one is in {stepper.parts}: go "
             f"on with single copy and vllm.tensor_parallel = {parts}, or begin anew with --model-name {path} "
             "--resume never"
+        )
+    was = facts.get("dtype", stepper.dtype)
+    if was != stepper.dtype and "float32" in (was, stepper.dtype):
+        raise UsageError(
+            f"--resume {path}: its optimizer state is of {was} weights, and this run trains {stepper.dtype}. fix: "
+            f"resume with --dtype {was}, or start from its weights alone with --model-name {path} --resume never"
         )
     plain = facts["state"]
     found = [(int(m[1]), file) for file in (path / STATE_TENSORS).parent.iterdir() if (m := _OF_RANKS.match(file.name))]

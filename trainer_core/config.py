@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -23,6 +23,8 @@ from pydantic import (
 
 from atropos_common.bridge import ADAPTER_CONFIG
 from atropos_common.run_dir import RunDir
+from trainer_core.errors import UsageError
+from trainer_core.foreign_names import suggestion
 
 
 def flag(name: str) -> str:
@@ -132,13 +134,15 @@ class TrainingConfig(BaseModel):
     """Weight of the sampled-token KL term (k3) against the rollout policy."""
     ref_kl_coef: float = Field(0.0, ge=0)
     """Weight of a KL term (k3) that pulls the policy back to a frozen reference: ref_logprobs of the environment where
-    it sends them, else the model as it was before training. With adapters that is the model without them; elsewhere a
-    second, frozen copy of the weights, on the trainer's device."""
+    it sends them, else the policy as it was before the run's first step. With adapters that is the model with
+    lora_adapter_path's adapter, or without any; elsewhere a second, frozen copy of the weights, on the trainer's
+    device. A token counts at most 10 nats and has no gradient beyond (2.6 nats below the reference), as in verl."""
     distill_coef: float = Field(0.0, ge=0)
     """Weight of the reverse KL to a teacher, on the tokens that the environment sends as distill_token_ids with
     distill_logprobs, everything else as one remaining outcome."""
     router_aux_loss_coef: float | None = Field(None, ge=0)
-    """Weight of the loss that balances the load of a mixture of experts, of each packed row. Default: what config.json
+    """Weight of the loss that balances the load of a mixture of experts, of each packed row. It is added to the loss of
+    the step as it is, whatever loss_denominator. Default: what config.json
     asks, its router_aux_loss_coef where output_router_logits is true, else none."""
     loss_denominator: Literal["tokens", "sequences", "constant"] | None = None
     """What the loss of an optimizer step is divided by: all trained tokens; sequences (the mean over sequences of their
@@ -183,7 +187,8 @@ class TrainingConfig(BaseModel):
     """End the run when more than this share of the last 20 batches' sequences had to be left out because they were
     malformed, foreign to the model, too long or without logprobs. 1: never, whatever comes."""
     max_policy_lag: int | None = Field(None, ge=0)
-    """Leave out rollouts whose oldest token was generated more than N weight versions ago, and count them."""
+    """Leave out rollouts whose oldest token was generated more than N weight versions ago, and count them. Default:
+    twice the environment's own max_batches_offpolicy, where it tells that (docs/modes.md, "How old rollouts are")."""
     unknown_lag: Literal["keep", "leave_out"] = "keep"
     """What becomes of rollouts whose completion no server knows, where `max_policy_lag` is set."""
     temperature: float = Field(1.0, gt=0)
@@ -218,7 +223,7 @@ class TrainingConfig(BaseModel):
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay, of all that trains, norms and biases too."""
     betas: Betas = (0.9, 0.999)
-    """Decay rates of AdamW's two moments."""
+    """Decay rates of AdamW's two moments. Its eps is 1e-8, and is no setting."""
     max_grad_norm: float = Field(1.0, ge=0)
     """Clip the gradient to this norm; 0 does not clip."""
     adafactor_scale_parameter: bool = False
@@ -422,6 +427,12 @@ class TrainingConfig(BaseModel):
         "vllm_gpu_memory_utilization": "gpu_memory_utilization",
     }
     """Further flags for the same field."""
+
+    def __new__(cls, **values: Any) -> Self:
+        """Refuse unknown names by a `UsageError` that suggests the right one; validation by itself never comes here."""
+        if unknown := values.keys() - cls.model_fields.keys():
+            raise UsageError("\n".join(map(no_such_setting, sorted(unknown))))
+        return super().__new__(cls)
 
     @model_validator(mode="before")
     @classmethod
@@ -728,6 +739,11 @@ def validate(values: dict[str, Any]) -> tuple[TrainingConfig | None, list[str]]:
     return None, [line for text in problems for line in text.splitlines()]
 
 
+def no_such_setting(name: str) -> str:
+    """The error of a name that `TrainingConfig` does not have."""
+    return f"{name}: no such setting{suggestion(name, TrainingConfig.model_fields)}"
+
+
 def _problem(item: dict[str, Any]) -> str:
     message = str(item["msg"]).removeprefix("Value error, ")
     if not item["loc"]:
@@ -736,5 +752,5 @@ def _problem(item: dict[str, Any]) -> str:
     if item["type"] == "missing":
         return f"{flag(name)} is required"
     if item["type"] == "extra_forbidden":
-        return f"{name}: no such setting"
+        return no_such_setting(name)
     return f"{flag(name)} {item['input']!r}: {message}"

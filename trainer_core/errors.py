@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from atropos_common.run_dir import NO_UPDATE_CODE
+
 
 class TrainerError(Exception):
     """The run cannot go on; the message holds the way out. Exit code 1, no traceback."""
 
+    exit_code = 1
+
 
 class UsageError(TrainerError):
     """Flags or a combination of them that cannot work. Exit code 2."""
+
+    exit_code = 2
 
 
 class ApiError(TrainerError):
@@ -37,6 +43,12 @@ class MismatchError(TrainerError):
 
 class NonFiniteError(TrainerError):
     """Loss or gradient was not a finite number for many steps in a row: nothing is learned any more."""
+
+
+class NoUpdateError(TrainerError):
+    """The run made no update, or none in its last steps. Exit code 3."""
+
+    exit_code = NO_UPDATE_CODE
 
 
 class EngineError(TrainerError):

@@ -19,8 +19,7 @@ import random
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
@@ -34,11 +33,13 @@ from atropos_common.run_dir import RunDir
 from trainer_core import checkpoint
 from trainer_core.callbacks import Callback, Callbacks, TrainResult
 from trainer_core.config import TrainingConfig, sharding_contradictions, validate
+from trainer_core.ending import StopConditions, Updates
 from trainer_core.errors import (
     EngineGone,
     MemoryFullError,
     MismatchError,
     NonFiniteError,
+    NoUpdateError,
     RolloutsEnd,
     Stopped,
     TrainerError,
@@ -48,7 +49,7 @@ from trainer_core.minibatches import Minibatches, merged
 from trainer_core.objective.alignment import Alignment, AlignmentGate, ProbeDiffs, thresholds
 from trainer_core.objective.custom import own_loss
 from trainer_core.objective.loss import Formula, balance_coefficient
-from trainer_core.objective.registry import Objective
+from trainer_core.objective.registry import Objective, objective_hint
 from trainer_core.optim import Stepper, for_device
 from trainer_core.policy.kernel_choice import use_attention
 from trainer_core.policy.load import end_tokens, train_only
@@ -79,8 +80,9 @@ from trainer_core.report import (
     write_records,
 )
 from trainer_core.rollouts.asking import MissingAsker, RouterShape, RoutingAsker
-from trainer_core.rollouts.batch import Batch
-from trainer_core.rollouts.client import RolloutSource, open_api
+from trainer_core.rollouts.batch import Baselines, Batch
+from trainer_core.rollouts.client import RolloutSource, RunApi, open_api
+from trainer_core.rollouts.own import OwnSource
 from trainer_core.rollouts.packing import PackedRow
 from trainer_core.rollouts.recorded import RecordedLags, RecordedRollouts, Recorder, Witness, open_rollouts
 from trainer_core.rollouts.source import BatchSource, LagMeter, Lags
@@ -101,55 +103,11 @@ The trainer does not fit into the GPU's memory. Ways out, the cheapest first:
   --train-layer-indices for the upper layers alone, or a shorter --seq-len
   another GPU, or a smaller model"""
 
-MOST_SKIPPED = 20
-"""Steps in a row without an update after which a run ends. In float16 some belong to finding the scale of the loss."""
-NON_FINITE = """loss or gradient was not a finite number in {steps} steps in a row, so no update was made. \
-{last}. Ways out:
-  a lower --lr or --max-grad-norm, and that checkpoint or an earlier one (--resume CHECKPOINT)
-  --dtype bfloat16 or float32 instead of float16, whose largest number is 65,504
-  weights of the base model that are broken: does the server answer with NaN, too?"""
-
 COLLECTIVE_S = 600.0
 """By so much a rank may come to a pass through the model later than another: one of them compiles, or reads its model.
 """
 DYING_S = 5.0
 """In this time a server whose engine has died ends too."""
-
-
-class StopConditions:
-    """When a run ends before its last step: time, reward. Its state goes into checkpoints: time counts from the first
-    attempt on."""
-
-    def __init__(
-        self, config: TrainingConfig, before: dict[str, Any] | None = None, *, clock: Callable[[], float] | None = None
-    ) -> None:
-        before = before or {}
-        self._config = config
-        self._clock = clock or time.monotonic
-        self._began = self._clock() - float(before.get("elapsed_s", 0.0))
-        self._rewards: deque[float] = deque(before.get("rewards", ()), maxlen=config.stop_window)
-
-    def saw(self, reward_mean: float) -> None:
-        """One more step was trained."""
-        self._rewards.append(reward_mean)
-
-    def reason(self) -> str | None:
-        """Why the run should end well now, in words; null to go on."""
-        limit, wanted = self._config.max_time, self._config.stop_reward
-        elapsed = self._clock() - self._began
-        if limit is not None and elapsed >= limit:
-            return f"--max-time {limit:g} s is reached"
-        if wanted is not None and len(self._rewards) == self._config.stop_window:
-            mean = sum(self._rewards) / len(self._rewards)
-            if mean >= wanted:
-                return (
-                    f"the mean reward of {len(self._rewards)} steps, {mean:.3f}, is at least --stop-reward {wanted:g}"
-                )
-        return None
-
-    def state(self) -> dict[str, Any]:
-        """What a later attempt continues from."""
-        return {"elapsed_s": self._clock() - self._began, "rewards": list(self._rewards)}
 
 
 class _Enough(Exception):
@@ -158,7 +116,8 @@ class _Enough(Exception):
 
 def train(
     config: TrainingConfig, *, api: RolloutSource | None = None, stop: threading.Event | None = None,
-    start: checkpoint.StartingPoint | None = None, rollouts: str | Path | RolloutSource | None = None,
+    start: checkpoint.StartingPoint | None = None,
+    rollouts: str | Path | RolloutSource | Iterable[Any] | None = None,
     loss_fn: Formula | None = None, callbacks: Sequence[Callback] = (), keep_history: bool = True,
 ) -> TrainResult:  # fmt: skip
     """Train until `training_steps`, a stop condition, the end of recorded rollouts, or until `stop` is set.
@@ -170,8 +129,8 @@ def train(
         api: where batches come from; default: run-api, with which it registers itself.
         stop: set it to end after the present step, or at once while waiting.
         start: where it begins, which `api` was told; default: what `resume` means on this disk.
-        rollouts: train on these without run-api and without a server: a file, as `config.rollouts`, or a source of
-            one's own.
+        rollouts: train on these without run-api and without a server: a file, as `config.rollouts`, an object with
+            `next_batch`, or an iterable of batches.
         loss_fn: takes the place of the objective's formula, as `config.loss`.
         callbacks: are told of the start, each step, each checkpoint and the end.
         keep_history: hold the fields of every step for the result, some 2 kB each; telemetry has them in any case.
@@ -190,7 +149,9 @@ def train(
         world.split(config.context_parallel)
         start = world.share(lambda: start or checkpoint.starting_point(config))
         print(checkpoint.describe(start, config))
-        source = world.first(lambda: api or _source(config, rollouts, start.step, stop))
+        if hint := objective_hint(config):
+            print(f"[NOTE] {hint}")
+        source = world.first(lambda: _source(config, api or rollouts, start.step, stop))
         if source is not None:
             opened.callback(source.close)
         try:
@@ -228,12 +189,11 @@ class Run:
         use_memory(self.device)
         self.config = config = for_device(config, self.device)
         self.step, self.version = start.step, start.version
-        self.skipped = 0
-        """Steps in a row without an update."""
         self.partly = False
         """Whether the batch in training has changed the weights already, and is not done."""
         self.stop = stop
-        self.stopping = StopConditions(config, start.stopping)
+        self.stopping = StopConditions(config, start.progress if start.exact else None)
+        self.updates = Updates(start.step, start.version, start.progress)
         self.failed: TrainerError | None = None
         """Why the present step, which is complete, is the last one of this attempt."""
         self.reason = ""
@@ -261,11 +221,15 @@ class Run:
         world.share(self._require_recording)
         self.objective.balance_coef = balance_coefficient(self.model, config.router_aux_loss_coef)
         self.threads = use_cores(self.model, config, self.device, world.size)
-        self.reference = Reference(config, self.model, self.device, self.sync.spread) if config.ref_kl_coef else None
+        self.reference = (
+            Reference(config, self.model, self.device, self.sync.spread, resumed=start.path)
+            if config.ref_kl_coef
+            else None
+        )
         self.stepper = _stepper(self.model, config, self.device, start.path if start.exact else None, world)
         self.saver = Saver(
-            config, self.model, self.stepper, world, saved_step=start.step, stop=stop, stopping=self.stopping.state,
-            record=self.record_checkpoint,
+            config, self.model, self.stepper, world, saved_step=start.step, stop=stop, progress=self.progress,
+            record=self.record_checkpoint, reference=self.reference,
         )  # fmt: skip
         self.sync.arrived = self.record_sync
         self.sync.wait_for_room = lambda folder, words: self.saver.wait_for_room(self.step, folder, words)
@@ -279,13 +243,15 @@ class Run:
         opened.callback(self.probe.close)
         self.engine_use = EngineMeter(self.sync.engines)
         self.engine_use.measure()
-        self.batches = self._batches(api, self._asker(routers), opened)
+        self.batches = self._batches(api, start, self._asker(routers), opened)
         self.bench = BenchmarkTotals(config.mode)
         print(f"Ready to train from step {self.step + 1} with weight version {self.version}")
         if speaks_for_node():  # whoever watches over that node's log waits for the same words
             print(f"Ready to train beside rank 0, from rank {world.rank} on", file=sys.__stdout__, flush=True)
 
-    def _batches(self, api: RolloutSource, routing: RoutingAsker | None, opened: ExitStack) -> BatchSource:
+    def _batches(
+        self, api: RolloutSource, start: checkpoint.StartingPoint, routing: RoutingAsker | None, opened: ExitStack
+    ) -> BatchSource:
         """Batches of `api`; what they lack is asked of the servers, or of the file that they come from."""
         witnesses: list[Witness] = [api] if isinstance(api, RecordedRollouts) else [*self.sync.engines]
         record = None
@@ -294,6 +260,8 @@ class Run:
             opened.callback(recorder.close)
             witnesses = [recorder.overhear(witness) for witness in witnesses]
             record = recorder.write
+        if isinstance(api, RecordedRollouts):
+            api.go_on_from(start.progress.get("position"))
         meter = (
             RecordedLags(api) if isinstance(api, RecordedRollouts) else LagMeter([each.versions for each in witnesses])
         )
@@ -306,6 +274,8 @@ class Run:
             missing=MissingAsker([witness.logprobs for witness in witnesses]),
             routing=routing,
             record=record,
+            baselines=Baselines(start.progress.get("baselines")),
+            position=api.position if isinstance(api, RecordedRollouts) else lambda: None,
         )  # fmt: skip
 
     def _require_recording(self) -> None:
@@ -328,7 +298,7 @@ class Run:
             result = self._train()
             self.tell("on_end", result)
             return result
-        except (Stopped, MismatchError, NonFiniteError):
+        except (Stopped, MismatchError, NonFiniteError, NoUpdateError):
             self.saver.finish(self.step, self.version)
             raise
         except Exception as error:
@@ -461,14 +431,12 @@ class Run:
         """Write the batch's last update and let the server see it; null when no gradient of the batch was finite and
         nothing has changed."""
         changes = outcome.finite or self.partly
-        self.skipped = 0 if changes else self.skipped + 1
+        self.updates.saw(updated=changes)
         if not outcome.finite:
             self.stepper.zero_grad()
         if not changes:
             self.step += 1
-            if self.skipped == MOST_SKIPPED:
-                last = checkpoint.describe_last(self.config)
-                self.failed = NonFiniteError(NON_FINITE.format(steps=MOST_SKIPPED, last=last))
+            self.failed = self.updates.too_many_skipped(self.version, checkpoint.describe_last(self.config))
             return None
         return self._publish(self.write)
 
@@ -555,16 +523,34 @@ class Run:
         return TrainResult(self.step, self.version, False, path, history=self.history)
 
     def finish(self) -> TrainResult:
-        """The final model and the benchmark."""
+        """The final model and the benchmark.
+
+        Raises:
+            NoUpdateError: the run trained nothing, or its last steps made no update; there is no final model then.
+        """
         self.sync.settle()
         self.saver.finish(self.step, self.version)
-        final = self.saver.save_final(self.step, self.version)
-        self.world.share(self._finished)
         early = self.step < self.config.training_steps
         reason = (self.reason or self.world.share(self.stopping.reason) or "") if early else ""
+        if self.world.share(lambda: self._verdict(reason)):
+            if self.version and self.step > self.saver.saved_step:  # the earlier updates must not be lost
+                self.saver.save(self.step, self.version)
+            self.world.share(lambda: self.tracker.finish({}))
+            self.world.agree(self.world.share(lambda: self._verdict(reason)))
+        final = self.saver.save_final(self.step, self.version)
+        self.world.share(self._finished)
         why = f" ({reason})" if reason else ""
         print(f"Training finished: {self.step} steps{why}, final model in {final.path}")
         return TrainResult(self.step, self.version, True, final.path, reason, self.history)
+
+    def _verdict(self, reason: str) -> NoUpdateError | None:
+        return self.updates.verdict(
+            self.step, self.version, self.batches.left_out_in_words(), reason, checkpoint.describe_last(self.config)
+        )
+
+    def progress(self) -> dict[str, Any]:
+        """Everything beside weights and optimizer that a later attempt continues from."""
+        return {**self.stopping.state(), **self.updates.state(), **self.batches.state()}
 
     def _finished(self) -> None:
         fields = self.bench.fields()
@@ -600,7 +586,7 @@ def _world(config: TrainingConfig, stop: threading.Event) -> Iterator[World]:
         world.close()
 
 
-def _offline(config: TrainingConfig, rollouts: str | Path | RolloutSource | None) -> TrainingConfig:
+def _offline(config: TrainingConfig, rollouts: str | Path | RolloutSource | Iterable[Any] | None) -> TrainingConfig:
     """The configuration with `rollouts`, which a source of one's own enters by its type.
 
     Raises:
@@ -616,11 +602,11 @@ def _offline(config: TrainingConfig, rollouts: str | Path | RolloutSource | None
 
 
 def _source(
-    config: TrainingConfig, rollouts: str | Path | RolloutSource | None, step: int, stop: threading.Event
+    config: TrainingConfig, given: str | Path | RolloutSource | Iterable[Any] | None, step: int, stop: threading.Event
 ) -> RolloutSource:
-    """Where batches come from, with `step` optimizer steps done."""
-    if rollouts is not None and not isinstance(rollouts, (str, Path)):
-        return rollouts
+    """The source of batches, with `step` optimizer steps done."""
+    if given is not None and not isinstance(given, (str, Path)):
+        return given if isinstance(given, RunApi | RecordedRollouts) else OwnSource(given)
     return open_api(config, step, stop) if config.rollouts is None else open_rollouts(config)
 
 

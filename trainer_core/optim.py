@@ -86,6 +86,11 @@ class Stepper:
         self.unwritten = False
         """Whether an update is computed, in full or in part, that `write` has not put into the parameters."""
 
+    @property
+    def dtype(self) -> str:
+        """Type of the trained weights that the optimizer state belongs to."""
+        return str(compute_dtype(self._model)).removeprefix("torch.") if self.halves else "float32"
+
     def set_lr(self, step: int) -> float:
         """Learning rate of optimizer step `step` (from 1)."""
         lr = learning_rate(self.config, step)

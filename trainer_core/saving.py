@@ -1,6 +1,6 @@
 """When the checkpoints of one run are written, and what happens where the disk is full.
 
-    saver = Saver(config, model, stepper, world, saved_step=..., stop=..., stopping=..., record=...)
+    saver = Saver(config, model, stepper, world, saved_step=..., stop=..., progress=..., record=...)
     saver.save_if_due(step, version)    # after each step; all ranks together, as everything that writes
     saver.save(step, version)
     saver.save_final(step, version)
@@ -30,6 +30,7 @@ from trainer_core.config import TrainingConfig
 from trainer_core.durable import why_full
 from trainer_core.errors import DiskFull
 from trainer_core.optim import Stepper
+from trainer_core.policy.reference import Reference
 from trainer_core.policy.sharding import weights
 from trainer_core.world import World
 
@@ -47,18 +48,19 @@ class Saver:
 
     def __init__(
         self, config: TrainingConfig, model: torch.nn.Module, stepper: Stepper, world: World, *, saved_step: int,
-        stop: threading.Event, stopping: Callable[[], dict[str, Any]], record: Callable[[checkpoint.Saved, int], None],
+        stop: threading.Event, progress: Callable[[], dict[str, Any]], record: Callable[[checkpoint.Saved, int], None],
+        reference: Reference | None = None,
     ) -> None:  # fmt: skip
         """Nothing is written yet.
 
         Args:
             saved_step: what a later attempt would begin with as things are.
-            stopping: the state of the stop conditions.
+            progress: gives what a checkpoint keeps beside weights and optimizer.
         """
         self.saved_step = saved_step
         """The newest step of which there is a checkpoint."""
         self._config, self._model, self._stepper, self._world = config, model, stepper, world
-        self._stop, self._stopping, self._record = stop, stopping, record
+        self._stop, self._progress, self._record, self._reference = stop, progress, record, reference
         self._saving: BackgroundSave | None = None
 
     def save_if_due(self, step: int, version: int) -> float:
@@ -73,7 +75,7 @@ class Saver:
         began = time.perf_counter()
         self.finish(step, version)
         self._saving = BackgroundSave(
-            self._model, self._config, self._stepper, step=step, version=version, stopping=self._stopping(),
+            self._model, self._config, self._stepper, step=step, version=version, progress=self._progress(),
             world=self._world,
         )  # fmt: skip
         return time.perf_counter() - began
@@ -96,8 +98,8 @@ class Saver:
     def save(self, step: int, version: int) -> checkpoint.Saved:
         """Write step_N/ of the present step."""
         saved = checkpoint.save_step(
-            self._model, self._config, self._stepper, step=step, version=version, stopping=self._stopping(),
-            wait_for_room=partial(self.wait_for_room, step), world=self._world,
+            self._model, self._config, self._stepper, step=step, version=version, progress=self._progress(),
+            reference=self._reference, wait_for_room=partial(self.wait_for_room, step), world=self._world,
         )  # fmt: skip
         self._remember(saved, step)
         return saved
@@ -105,7 +107,7 @@ class Saver:
     def save_final(self, step: int, version: int) -> checkpoint.Saved:
         """Write final_model/."""
         saved = checkpoint.save_final(
-            self._model, self._config, step=step, version=version,
+            self._model, self._config, step=step, version=version, progress=self._progress(),
             wait_for_room=partial(self.wait_for_room, step), world=self._world,
         )  # fmt: skip
         self._world.share(lambda: self._record(saved, step))
@@ -137,14 +139,14 @@ class BackgroundSave:
 
     def __init__(
         self, model: torch.nn.Module, config: TrainingConfig, stepper: Stepper, *, step: int, version: int,
-        stopping: dict[str, Any], world: World,
+        progress: dict[str, Any], world: World,
     ) -> None:  # fmt: skip
         """Copy everything, and begin to write. A collective."""
         began = time.perf_counter()
         self.step, self._began, self._config, self._world = step, began, config, world
         self._model, self._tensors = model, weights(model)
         self._plain, self._state = checkpoint.state_of(stepper)
-        self._kept = {"stopping": stopping, "state": self._plain, "parts": stepper.parts}
+        self._kept = checkpoint.kept_of(stepper, progress, self._plain)
         self._version = version
         self._error: OSError | None = None
         self._given_up = False

@@ -11,6 +11,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from atropos_common.control import Role
 from atropos_tui.diagnoses.log_rules import LOG_RULES
 from atropos_tui.diagnoses.model import ANSI, USUAL, Diagnosis, Layer, LogMatch, LogPattern, Names, Rule, shortened
 from atropos_tui.diagnoses.roots import is_passing, root_error
@@ -115,11 +116,25 @@ def killed_by_signal(found: Evidence) -> tuple[str, str, str] | None:
     return f"killed by {describe_exit(found.exit_code)}", _last_words(found), fix
 
 
+def made_no_update(found: Evidence) -> tuple[str, str, str] | None:
+    """Recognise our trainer's own verdict at its end, by the exit code that its plan calls final."""
+    if found.spec.role is not Role.TRAINER or found.exit_code not in found.spec.final_codes:
+        return None
+    hit = found.last(r"^error: ")
+    fix = (
+        "correct what the line names: masks, tokens or logprobs of the environment's groups; or lr, dtype or loss "
+        "under [trainer]"
+    )
+    return f"{found.spec.name} made no update, or none in its last steps", hit[1] if hit else _last_words(found), fix
+
+
 def exited(found: Evidence) -> tuple[str, str, str]:
     fix = f"atropos-tui logs {found.spec.name} shows the whole log"
     return f"{found.spec.name} exited with code {found.exit_code}", _last_words(found), fix
 
 
+BY_CODE = (ExitRule("no_update", "the trainer made no update", judge=made_no_update),)
+"""What the exit code alone says, whatever else the log shows."""
 BY_EXIT = (
     ExitRule(
         "env_package_missing",
@@ -187,7 +202,7 @@ AT_LAST = (
     ExitRule("exited", "a component exited", judge=exited),
 )
 """Where nothing else explains the end; the last one always does."""
-EXIT_RULES = BY_EXIT + AT_LAST
+EXIT_RULES = BY_CODE + BY_EXIT + AT_LAST
 PASSING_RULES = frozenset(rule.name for rule in (*LOG_RULES, *EXIT_RULES) if rule.passing)
 
 
@@ -196,7 +211,7 @@ def diagnose(found: Evidence) -> Diagnosis:
     found = replace(found, lines=[ANSI.sub("", line) for line in found.lines])
     if killed := [line for line in found.lines if RANK_SIGKILL.match(line)]:  # what else was said does not explain that
         found = replace(found, lines=killed)
-    said = _from_lines(found, waits=False) or _first(BY_EXIT, found)
+    said = _first(BY_CODE, found) or _from_lines(found, waits=False) or _first(BY_EXIT, found)
     said = said or _from_lines(found, waits=True) or _first(AT_LAST, found)
     assert said is not None
     return said

@@ -24,6 +24,7 @@ from atropos_common.run_dir import (
     ENV_REFILL,
     ENV_SEQUENCES,
     ENV_TRAINER_HOSTS,
+    NO_UPDATE_CODE,
 )
 from atropos_common.transfer import is_loopback
 from atropos_tui.profile.load import shipped_profiles
@@ -524,6 +525,7 @@ def _trainer(site: Site, settings: TrainingConfig, after: list[str]) -> list[Com
         gpus=gpus,
         stages=TRAINER_STAGES,
         restart_with=names[1:],
+        final_codes=[NO_UPDATE_CODE],
         start_timeout_s=1800,
     )
     return [

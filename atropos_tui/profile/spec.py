@@ -242,6 +242,8 @@ class ComponentSpec(StackPart):
     needs and goes no further before it reads the line `go`."""
     ends_run: bool = False
     """Its success ends the run: the rest is stopped and the run's exit code is 0."""
+    final_codes: list[int] = Field(default_factory=list)
+    """Exit codes after which another start is no use: the run fails at once."""
 
     @property
     def url(self) -> str:

@@ -109,17 +109,19 @@ class Restarts:
         """Crashes within the policy's window."""
         return sum(time.monotonic() - crash <= self._policy.window_s for crash in self._crashes)
 
-    def delay(self, error: str, *, usage: bool = False) -> tuple[float | None, str]:
+    def delay(self, error: str, *, usage: bool = False, final: bool = False) -> tuple[float | None, str]:
         """Seconds from this crash to the next start; or None, and why there is none.
 
         Args:
             error: the error line of a start that would fail in the same way again; "" for any other crash.
             usage: it refused its arguments.
+            final: its exit code says that another start is no use.
         """
         now = time.monotonic()
         if self.healthy_at is not None and now - self.healthy_at > HEALTHY_RESET_S:
             self._streak = 0
         hopeless = "wrong usage, not retried" if usage and not self.proven else ""
+        hopeless = "final, not retried" if final else hopeless
         if self._fails_alike(error, now):
             hopeless = f"the start failed twice in the same words, not tried again: {shortened(error, REASON_ROOM)}"
         if hopeless:
@@ -727,7 +729,7 @@ class Component:
 
     def delay_after_crash(self, error: str, *, usage: bool) -> tuple[float | None, str]:
         """Seconds until it is started again, which is counted; or None, and why it is not (`Restarts.delay`)."""
-        return self._restarts.delay(error, usage=usage)
+        return self._restarts.delay(error, usage=usage, final=self.exit_code in self.spec.final_codes)
 
     def back_off(self, delay: float, reason: str) -> None:
         """It crashed, and is started again after `delay` seconds."""

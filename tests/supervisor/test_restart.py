@@ -132,6 +132,20 @@ async def test_exit_2_of_what_was_healthy_is_a_crash(launch: Any) -> None:
 
 
 @pytest.mark.launchers("direct")
+async def test_a_final_exit_code_is_not_retried_whenever_it_comes(launch: Any) -> None:
+    """A trainer that made no update would make none again; it was healthy for long, and has its own words."""
+    said = "error: no update was made, so no final model is saved: 24 of 24 sequences were left out"
+    code = f"import sys, time; print('up', flush=True); time.sleep(1); sys.exit(print('{said}', flush=True) or 3)"
+    trainer = part("trainer", python(code), probes=ready(), restart=QUICK, final_codes=[3], role=Role.TRAINER)
+    async with launch(trainer) as running:
+        assert await running.end() == 3
+        assert running.path("trainer").count("starting") == 1
+        found = [record for record in running.records if isinstance(record, DiagnosisRecord)]
+        assert [(record.rule, record.evidence) for record in found] == [("no_update", said)]
+        assert "trainer made no update, or none in its last steps" in found[0].title
+
+
+@pytest.mark.launchers("direct")
 async def test_liveness_failure_restarts_what_answers_no_more(launch: Any, free_port: int) -> None:
     health = HttpCheck(url=f"http://127.0.0.1:{free_port}/health")
     probes = Probes(

@@ -276,7 +276,7 @@ def _in_background(many: Trainer, world: World, out: Path) -> dict[str, float]:
 
     def begun(step: int) -> BackgroundSave:
         return BackgroundSave(
-            many.model, config, many.stepper, step=step, version=step, stopping={}, world=world
+            many.model, config, many.stepper, step=step, version=step, progress={}, world=world
         )  # fmt: skip
 
     real = checkpoint.write_state

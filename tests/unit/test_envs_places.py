@@ -171,6 +171,8 @@ class Trainer:
         self.http, self.api, self.world = http, api, world
         self.after = ""
         self.lags: list[int] = []
+        self.said: set[int] = set()
+        """What groups say of their environment's `max_batches_offpolicy`."""
         self.long: list[int] = []
 
     async def fetch(self) -> list[dict[str, Any]]:
@@ -190,6 +192,7 @@ class Trainer:
             ahead = asyncio.create_task(self.fetch())
             self.lags += [self.world.version - group["tokens"][0][1] for group in batch]
             self.long += [group["tokens"][0][2] for group in batch]
+            self.said |= {group["generation_params"]["max_batches_offpolicy"] for group in batch}
             await asyncio.sleep(step_s)
             self.world.version += 1
         ahead.cancel()
@@ -236,7 +239,7 @@ async def test_flat_groups_are_replaced_at_once_and_no_group_is_older(stack: Cal
 
 async def test_lag_follows_max_batches_offpolicy_where_it_is_larger(stack: Callable[..., Any]) -> None:
     trainer, _, _ = await stack(World(0.5), steps=12, max_batches_offpolicy=2)
-    assert max(trainer.lags) == 2
+    assert max(trainer.lags) == 2 and trainer.said == {2}
 
 
 async def test_long_rollouts_are_trained_as_often_as_short_ones(stack: Callable[..., Any]) -> None:

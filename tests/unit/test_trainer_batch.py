@@ -145,7 +145,11 @@ def _first(row: list[Any], value: Any) -> list[Any]:
 TOKENS, MASKS, LOGPROBS = _group()["tokens"], _group()["masks"], _group()["inference_logprobs"]
 MALFORMED: list[tuple[dict[str, Any], str, str]] = [
     ({"masks": [[-100, -100, -100, 8], MASKS[1]]}, "malformed masks", "masks has 4 entries where tokens has 5"),
-    ({"masks": _first(MASKS, 4)}, "malformed masks", "masks must be -100 or the token itself"),
+    (
+        {"masks": _first(MASKS, 4)},
+        "malformed masks",
+        "masks must be -100 where a token does not train, and the token id",
+    ),
     ({"masks": _first(MASKS, None)}, "malformed masks", "masks must be a list of whole numbers"),
     ({"masks": None}, "malformed masks", "masks has 0 entries where tokens has 2"),
     ({"masks": [3, 4]}, "malformed masks", "masks must hold one list"),

@@ -101,7 +101,7 @@ def test_refusals_exit_2(flags: str, words: str, capsys: pytest.CaptureFixture[s
 
 def test_unknown_keys_are_refused() -> None:
     config, problems = validate({"model_name": "m", "learning_rate": 1})
-    assert config is None and problems == ["learning_rate: no such setting"]
+    assert config is None and problems == ["learning_rate: no such setting. fix: it is called lr here"]
 
 
 def test_defaults_in_a_run_directory(tmp_path: Path) -> None:

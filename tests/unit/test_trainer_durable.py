@@ -58,7 +58,7 @@ def _save_for_ever(model: torch.nn.Module, settings: TrainingConfig, first: int,
 
 
 def _in_background(model: torch.nn.Module, stepper: Stepper, settings: TrainingConfig, step: int) -> BackgroundSave:
-    return BackgroundSave(model, settings, stepper, step=step, version=step, stopping={}, world=ALONE)
+    return BackgroundSave(model, settings, stepper, step=step, version=step, progress={}, world=ALONE)
 
 
 def test_what_is_written_in_the_background_is_what_was_when_it_began(

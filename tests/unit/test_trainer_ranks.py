@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from atropos_common.run_dir import NO_UPDATE_CODE
 from tests.unit.ranks import run_ranks
 from tests.unit.trainer_offline import STEPS, group_of, offline_config, write_lines
 from trainer_core import train
@@ -77,6 +78,14 @@ def test_two_ranks_train_what_one_does(folder: Path, shared: int) -> None:
     ))  # fmt: skip
     for name, tensor in first.items():
         assert torch.allclose(second[name], tensor, rtol=0, atol=1e-5 * float(tensor.abs().max())), name
+
+
+def test_two_ranks_that_train_nothing_end_with_3(folder: Path) -> None:
+    lines = [{"batch": [group_of(i, masks=[[1] * 6] * 4)]} for i in range(2)]
+    config = offline_config(folder / "tiny", folder, rollouts=str(write_lines(folder / "rollouts.jsonl", lines)))
+    first, second = run_ranks("tests.unit.test_trainer_ranks:trained", folder, *config.to_args())
+    assert (first.code, second.code) == (NO_UPDATE_CODE, NO_UPDATE_CODE), (first, second)
+    assert first.output.count("8 of 8 sequences were left out") == 1 and "left out" not in second.output
 
 
 def test_a_stop_between_two_steps_leaves_one_checkpoint(folder: Path) -> None:

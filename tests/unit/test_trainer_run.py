@@ -382,7 +382,7 @@ def test_a_run_that_learns_nothing_any_more_ends(
     engine: Engine, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three broken batches do, not two; the steps are told all the same, and no checkpoint comes of them."""
-    monkeypatch.setattr("trainer_core.loop.MOST_SKIPPED", 3)
+    monkeypatch.setattr("trainer_core.ending.MOST_SKIPPED", 3)
     good = [group(engine, [3, 12, 4, 13], 4, 3) for _ in range(4)]
     bad = json.loads(json.dumps(good))
     bad[0]["advantages"] = [[3e38] * 7] * 4

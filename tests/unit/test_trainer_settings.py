@@ -186,9 +186,9 @@ def test_max_time_ends_well_while_waiting_for_a_batch(engine: Engine, base: Path
 def test_stop_reward_ends_well_and_is_remembered(engine: Engine, base: Path, tmp_path: Path) -> None:
     result = _train(engine, base, tmp_path, training_steps=50, stop_reward=0.0, stop_window=3, checkpoint_interval=1)
     assert (result.done, result.step) == (True, 3) and "--stop-reward 0" in result.reason
-    seen = json.loads((tmp_path / "out" / "step_3" / "trainer_state.json").read_text())["stopping"]
+    seen = json.loads((tmp_path / "out" / "step_3" / "trainer_state.json").read_text())["progress"]
     assert seen["rewards"] == [s.reward_mean for s in _steps(tmp_path)] and seen["elapsed_s"] > 0
-    assert checkpoint.starting_point(run_config(engine, base, tmp_path, resume="auto")).stopping == seen
+    assert checkpoint.starting_point(run_config(engine, base, tmp_path, resume="auto")).progress == seen
 
 
 def test_stop_on_mismatch_fails_and_saves_nothing(engine: Engine, base: Path, tmp_path: Path) -> None:

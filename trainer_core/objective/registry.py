@@ -127,6 +127,17 @@ class Objective:
         return counts.sequences.clamp(min=1.0) * (self.length if self.per == "constant" else 1.0)
 
 
+def objective_hint(config: TrainingConfig) -> str:
+    """What a setting that is left out takes from the objective; "" for nothing."""
+    published = OBJECTIVES[config.objective]
+    if not published.overlong or config.max_completion_tokens is not None or config.overlong_buffer is not None:
+        return ""
+    return (
+        f"--objective {config.objective} without --max-completion-tokens: long completions lose no score. "
+        "fix: set it to the environment's limit, or --overlong-buffer 0 for this on purpose"
+    )
+
+
 def count(rows: Iterable[tuple[Sequences, Correction | None]], device: torch.device) -> Counts:
     """Tokens and sequences that train in the given rows, masked ones left out."""
     zero = torch.zeros((), dtype=torch.float64, device=device)

@@ -7,7 +7,7 @@ Dropout is off: with it the ratio would compare two different masks.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -89,6 +89,20 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
+@contextmanager
+def adapter_values(model: nn.Module, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """The model with the adapter `values`, in every thread, for as long as the block runs."""
+    mine = {name: parameter.detach() for name, parameter in adapter_parameters(model).items()}
+    kept = {name: parameter.clone() for name, parameter in mine.items()}
+    try:
+        for name, parameter in mine.items():
+            parameter.copy_(values[name])
+        yield
+    finally:
+        for name, parameter in mine.items():
+            parameter.copy_(kept[name])
+
+
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The trained parameters by the names under which peft saves them."""
     return {
@@ -120,13 +134,19 @@ def merged_model(model: nn.Module, config: TrainingConfig, folder: Path) -> nn.M
     return merged
 
 
-def write_adapter(model: nn.Module, folder: Path, dtype: torch.dtype | None = None) -> None:
-    """Write the adapter's two files into `folder`, in float32 or in `dtype`."""
+def write_adapter(
+    model: nn.Module, folder: Path, dtype: torch.dtype | None = None, values: Mapping[str, torch.Tensor] | None = None
+) -> None:
+    """Write an adapter's two files into `folder`, in float32 or in `dtype`.
+
+    Args:
+        values: of an adapter like the model's; default: the model's own.
+    """
     from safetensors.torch import save_file
 
     tensors = {
-        name: parameter.detach().to(dtype or parameter.dtype).to("cpu").contiguous()
-        for name, parameter in adapter_parameters(model).items()
+        name: value.detach().to(dtype or value.dtype).to("cpu").contiguous()
+        for name, value in (values or adapter_parameters(model)).items()
     }
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
@@ -135,7 +155,14 @@ def write_adapter(model: nn.Module, folder: Path, dtype: torch.dtype | None = No
 
 @torch.no_grad()
 def load_adapter(model: nn.Module, folder: Path) -> None:
-    """Overwrite the adapter's parameters with those in `folder`.
+    """Overwrite the adapter's parameters with those in `folder`; raises as `read_adapter` does."""
+    values = read_adapter(model, folder)
+    for name, parameter in adapter_parameters(model).items():
+        parameter.copy_(values[name])
+
+
+def read_adapter(model: nn.Module, folder: Path) -> dict[str, torch.Tensor]:
+    """The values in `folder` of an adapter like the model's, by the names of `adapter_parameters`.
 
     Raises:
         UsageError: an adapter for other modules, of another shape or another scale.
@@ -165,5 +192,4 @@ def load_adapter(model: nn.Module, folder: Path) -> None:
         raise UsageError(f"{folder} was trained with --lora-alpha {settings.get('lora_alpha')}, not {ours.lora_alpha}")
     if settings.get("use_rslora", False) != ours.use_rslora:
         raise UsageError(f"{folder} was trained with --lora-use-rslora {str(not ours.use_rslora).lower()}")
-    for name, parameter in mine.items():
-        parameter.copy_(saved[name])
+    return dict(saved)

@@ -1,10 +1,11 @@
-"""The frozen reference that `ref_kl_coef` pulls back to: the model as it was before training."""
+"""The frozen reference that `ref_kl_coef` pulls back to: the policy as it was before the run's first step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -12,26 +13,40 @@ from torch import nn
 from trainer_core.config import TrainingConfig
 from trainer_core.policy.kernel_choice import use_attention
 from trainer_core.policy.logprobs import row_logprobs, use_head
-from trainer_core.policy.lora import adapters_off
+from trainer_core.policy.lora import adapter_values, adapters_off, read_adapter, write_adapter
 from trainer_core.policy.routing import replay_in
 from trainer_core.policy.sharding import anywhere, compute_dtype, load_for, shard
 from trainer_core.policy.speed import in_threads
 from trainer_core.rollouts.packing import PackedRow
 from trainer_core.world import ALONE, World
 
+FOLDER = "reference"
+"""Folder of a checkpoint with the adapter that the run started from."""
+
 
 class Reference:
-    """Answers for the rows of a step, where the environment did not. Holds a model of its own, or the policy's, whose
-    adapters are off while it answers."""
+    """Logprobs for the rows of a step whose environment sent none. Holds a model of its own; with adapters it computes
+    with the policy's, whose adapter is off or has the values of the start meanwhile."""
 
-    def __init__(self, config: TrainingConfig, policy: nn.Module, device: torch.device, world: World = ALONE) -> None:
+    def __init__(
+        self, config: TrainingConfig, policy: nn.Module, device: torch.device, world: World = ALONE, *,
+        resumed: Path | None = None,
+    ) -> None:  # fmt: skip
         """Args:
         policy: on `device`; with adapters, if the configuration trains any.
+        resumed: checkpoint that the run continues from, which may hold the adapter of its start.
         """
         self._device = device
         self._adapted = config.trains_adapters
+        self._start: dict[str, torch.Tensor] | None = None
+        """Values of the adapter that the run started from; None: a new one, which is the same as none."""
         if self._adapted:
             self._model = policy
+            folder = world.share(lambda: _starting_adapter(config, resumed))
+            if folder is not None:
+                values = world.share(lambda: read_adapter(policy, folder))
+                self._start = {name: value.to(device).float() for name, value in values.items()}
+            print(f"Frozen reference of --ref-kl-coef: {folder or 'the model without the adapter'}")
             return
         model = load_for(world, config.model_name, compute_dtype(policy), device).requires_grad_(False)
         self._model = shard(model, world, device, config)
@@ -65,10 +80,19 @@ class Reference:
         with self._frozen():
             return in_threads(complete, list(zip(rows, lacks, strict=True)), threads)
 
-    @contextmanager
-    def _frozen(self) -> Iterator[None]:
+    def write(self, checkpoint: Path) -> None:
+        """Write the starting adapter, if there is one, into a checkpoint for a later attempt."""
+        if self._start is not None:
+            write_adapter(self._model, checkpoint / FOLDER, values=self._start)
+
+    def _frozen(self) -> AbstractContextManager[None]:
         if not self._adapted:
-            yield
-            return
-        with adapters_off(self._model):
-            yield
+            return nullcontext()
+        return adapters_off(self._model) if self._start is None else adapter_values(self._model, self._start)
+
+
+def _starting_adapter(config: TrainingConfig, resumed: Path | None) -> Path | None:
+    """The folder of the adapter that the run started from; None for a new one."""
+    if resumed is not None and (resumed / FOLDER).is_dir():
+        return resumed / FOLDER
+    return Path(config.lora_adapter_path) if config.lora_adapter_path else None

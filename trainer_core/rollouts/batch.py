@@ -26,6 +26,7 @@ from trainer_core.rollouts.fields import (
     Malformed,
     Teacher,
     advantages,
+    batches_ahead,
     masked_tokens,
     reference_logprobs,
     rollout_logprobs,
@@ -171,6 +172,10 @@ class Batch:
     """Generated tokens of each good sequence, those that the objective leaves out included."""
     reached_limit: list[bool] = field(default_factory=list)
     """Whether a turn of each was as long as one may be; empty where no limit is known."""
+    ahead: dict[str, int | None] = field(default_factory=dict)
+    """`max_batches_offpolicy` of each environment; None for one that does not say."""
+    baselines: dict[str, list[float]] = field(default_factory=dict)
+    """State of the running means of groups of one after this batch."""
     raw: list[Any] = field(default_factory=list)
     """The groups as they came, where they are to be recorded."""
     asked_routing: bool = False
@@ -282,14 +287,21 @@ class _Running:
 
 
 class Baselines:
-    """A running mean for each environment, from the first batch of this attempt on.
+    """A running mean for each environment, over the batches of the whole run.
 
     REINFORCE with a baseline (Williams 1992), which takes no bias from it but what a score adds to its own baseline:
     1 / N of N scores, as in a group of N.
     """
 
-    def __init__(self) -> None:
-        self._running: dict[str, _Running] = {}
+    def __init__(self, state: dict[str, list[float]] | None = None) -> None:
+        """Args:
+        state: of the checkpoint that the run resumes.
+        """
+        self._running = {env: _Running(*numbers) for env, numbers in (state or {}).items()}
+
+    def state(self) -> dict[str, list[float]]:
+        """Count, mean and variance of each environment, for a checkpoint."""
+        return {env: [each.count, each.mean, each.variance] for env, each in self._running.items()}
 
     def advantages(self, env: str, scores: NDArray[np.float64], *, std: bool) -> NDArray[np.float64]:
         """Scores minus the mean of those so far, these included, divided by their standard deviation; all zero where
@@ -329,8 +341,10 @@ def read_batch(
         MissingLogprobs: no sequence of the batch has logprobs, and none had before.
     """
     reader = _Reader(Batch([]), seq_len, temperature, advantage_std, selection or Selection(), recompute)
-    reader.read(groups, baselines or Baselines())
+    baselines = baselines or Baselines()
+    reader.read(groups, baselines)
     batch = reader.batch
+    batch.baselines = baselines.state()
     if WITHOUT_LOGPROBS in batch.left_out and not batch.sample_len and not logprobs_seen:
         raise MissingLogprobs(batch.examples[WITHOUT_LOGPROBS])
     return batch
@@ -417,6 +431,7 @@ class _Reader:
         batch, name = self.batch, group.env or UNNAMED
         batch.groups += 1
         batch.groups_by_env[name] += 1
+        batch.ahead[name] = batches_ahead(group.tables[0])
         if flat:
             batch.flat_groups += 1
             batch.flat_by_env[name] += 1

@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from atropos_common.bridge import GREEDY_BELOW
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
+MOST_AHEAD = 10_000
+"""Limit in batches of what an environment may say of itself."""
 NAME_LENGTH = 80
 """Characters of an environment's name that are kept."""
 
@@ -36,7 +38,7 @@ LOWEST_LOGPROB = -1e4
 READ_KEYS = {
     "overrides": {"temperature", "set_advantage_to_zero"},
     "group_overrides": {"temperature", "group_size", "skip_teacher_top_k", "teacher_top_k"},
-    "generation_params": {"temperature", "env"},
+    "generation_params": {"temperature", "env", "max_batches_offpolicy"},
 }
 """What is read of a table: here, or by atroposlib itself on the environment's side."""
 TEACHER = ("distill_token_ids", "distill_logprobs")
@@ -237,12 +239,21 @@ def environment(group: dict[str, Any]) -> str:
     return f"env {env_id}" if type(env_id) is int and abs(env_id) < 2**63 else ""
 
 
+def batches_ahead(params: dict[str, Any]) -> int | None:
+    """The environment's `max_batches_offpolicy`; None where it does not say, or sets no bound."""
+    ahead = params.get("max_batches_offpolicy")
+    return ahead if type(ahead) is int and 0 < ahead <= MOST_AHEAD else None
+
+
 def masked_tokens(spot: str, masks: list[Any], ids: NDArray[np.int64]) -> NDArray[np.bool_]:
     """[L], true for generated tokens."""
     labels = _numbers(spot, "masks", masks, whole=True)
     generated: NDArray[np.bool_] = labels != IGNORED
     if (labels[generated] != ids[generated]).any():
-        raise _wrong("masks", f"{spot}: masks must be {IGNORED} or the token itself")
+        wanted = f"{IGNORED} where a token does not train, and the token id where it does"
+        if set(np.unique(labels)) <= {0, 1}:
+            raise _wrong("masks", f"{spot}: masks holds 0 and 1, which is another framework's convention: put {wanted}")
+        raise _wrong("masks", f"{spot}: masks must be {wanted}")
     return generated
 
 

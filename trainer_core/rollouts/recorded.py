@@ -7,6 +7,7 @@ servers knew, so that a replay knows it too; a file made by hand needs none of i
 
     step            that trained on the batch, from 1; a line replaces those before it with the same or a later one
     weight_version  that the policy held then
+    lag_bounds      environment -> largest policy lag that trained then
     versions        digest of a completion -> its oldest and newest weight version
     logprobs        digests of a prompt and a completion that came without -> `KnownLogprobs`
 """
@@ -14,8 +15,10 @@ servers knew, so that a replay knows it too; a file made by hand needs none of i
 from __future__ import annotations
 
 import os
+import re
 from bisect import bisect_left
 from collections.abc import Callable
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
@@ -46,6 +49,7 @@ class RecordedLine(msgspec.Struct, omit_defaults=True):
     batch: list[Any] | None = None
     step: int | None = None
     weight_version: int | None = None
+    lag_bounds: dict[str, int] = {}
     versions: dict[str, tuple[int, int]] = {}
     logprobs: dict[str, dict[str, Any]] = {}
 
@@ -84,6 +88,8 @@ class RecordedRollouts:
         self._places = _places(self._file, self.path, batch_size)
         if not self._places:
             raise UsageError(f"--rollouts {path}: not one batch of {batch_size} sequences in it")
+        self._digest = blake2b(self._read(self._places[0].offsets[0]), digest_size=8).hexdigest()
+        """Digest of the first line, by which a checkpoint recognises the file."""
         self._next: int | None = None
         self._line = RecordedLine()
         first, last = self._places[0].step, self._places[-1].step
@@ -104,6 +110,15 @@ class RecordedRollouts:
         self._line = msgspec.json.decode(lines[0], type=RecordedLine)
         return self._line.batch if self._line.batch is not None else [msgspec.json.decode(line) for line in lines]
 
+    def position(self) -> dict[str, Any]:
+        """The place of the next batch, for a checkpoint: lines that trained nothing make it differ from the step."""
+        return {"batch": self._next, "file": self._digest}
+
+    def go_on_from(self, position: dict[str, Any] | None) -> None:
+        """Start at the `position` of a checkpoint; in another file, or without one, the step decides."""
+        if position and position["file"] == self._digest:
+            self._next = position["batch"]
+
     def _first(self, step: int) -> int:
         """Which batch comes first when `step` optimizer steps are done: that of the step after them, or as many further
         on where the record itself begins later."""
@@ -113,6 +128,11 @@ class RecordedRollouts:
     def _read(self, offset: int) -> bytes:
         self._file.seek(offset)
         return self._file.readline()
+
+    @property
+    def lag_bounds(self) -> dict[str, int]:
+        """The largest policy lag of each environment's rollouts when the last batch was recorded."""
+        return self._line.lag_bounds
 
     @property
     def weight_version(self) -> int | None:
@@ -142,6 +162,10 @@ class RecordedLags(LagMeter):
     def measure(self, rollouts: list[Rollout], version: int) -> Lags:
         recorded = self._source.weight_version
         return super().measure(rollouts, version if recorded is None else recorded)
+
+    def bounds(self, derived: dict[str, int]) -> dict[str, int]:
+        """The bounds that held when the batch was recorded: they depend on the mode of then."""
+        return self._source.lag_bounds
 
 
 def _places(file: BinaryIO, path: Path, batch_size: int) -> list[_Place]:
@@ -184,6 +208,12 @@ def _head(line: bytes, path: Path, number: int) -> _Head | None:
         if not line.endswith(b"\n"):
             print(f"[WARNING] {path}: line {number} breaks off and is left out")
             return None
+        if not_json := re.search(rb'"(\w+)":[^"]*?(NaN|-?Infinity)', line):
+            field, value = (part.decode() for part in not_json.groups())
+            raise UsageError(
+                f"--rollouts {path}, line {number}: {field} holds {value}, which JSON cannot hold. fix: leave that "
+                "group out, or put a number there (json.dumps writes NaN unless allow_nan is False)"
+            ) from None
         raise UsageError(f"--rollouts {path}, line {number}: no batch and no group of rollouts ({error})") from None
     if head.batch is None and head.tokens is None:
         raise UsageError(f'--rollouts {path}, line {number}: neither {{"batch": [...]}} nor a group with `tokens`')
@@ -205,10 +235,11 @@ class Recorder:
         except OSError as error:
             raise UsageError(f"--record-rollouts {path}: {error.strerror}") from None
 
-    def write(self, step: int, version: int, batch: RawBatch) -> None:
+    def write(self, step: int, version: int, batch: RawBatch, lag_bounds: dict[str, int] | None = None) -> None:
         """The batch that optimizer step `step` trains on, with weights of `version`. What cannot be written is said
         once; training goes on."""
         self._line.batch, self._line.step, self._line.weight_version = batch, step, version
+        self._line.lag_bounds = lag_bounds or {}
         try:
             left = memoryview(msgspec.json.encode(self._line) + b"\n")
             while left:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,10 @@ from atropos_common.records import MISSING, AlignmentRecord
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import ApiError, EngineError, EngineGone, MissingLogprobs, TooMuchLeftOut
 from trainer_core.rollouts.asking import MissingAsker, RoutingAsker
-from trainer_core.rollouts.batch import ASKED, RECOMPUTED, Baselines, Batch, Rollout, Selection, read_batch
+from trainer_core.rollouts.batch import ASKED, RECOMPUTED, UNNAMED, Baselines, Batch, Rollout, Selection, read_batch
 from trainer_core.rollouts.client import Background, RawBatch, RolloutSource, RunApi
 from trainer_core.rollouts.fields import NOBODY_READS, WHY_UNUSED
+from trainer_core.rollouts.own import MOST_USELESS, OwnSource
 from trainer_core.telemetry import Telemetry
 
 REPEAT_S = 60.0
@@ -68,6 +69,10 @@ class LagMeter:
             lags.append(version - min(oldest) if oldest else None)
         return lags
 
+    def bounds(self, derived: dict[str, int]) -> dict[str, int]:
+        """The lag bound of each environment where the settings have none: the one `derived` from its own."""
+        return derived
+
     def _ask(self, digests: list[str]) -> list[tuple[int, int] | None]:
         """Oldest and newest version of each, by the server that knows it; null where none does."""
         known: list[tuple[int, int] | None] = [None] * len(digests)
@@ -108,6 +113,8 @@ class EmptyBatches:
         self.held = Batch([])
         """What was counted in all of them."""
         self._batches = 0
+        self.useless = 0
+        """Those in a row whose groups are all malformed, or that are empty."""
         self._began = self._printed_at = 0.0
 
     def add(self, batch: Batch) -> None:
@@ -115,6 +122,7 @@ class EmptyBatches:
         now = time.monotonic()
         self.held.absorb(batch)
         self._batches += 1
+        self.useless = 0 if batch.unselected_scores else self.useless + 1
         if self._batches == 1:
             self._began, self._printed_at = now, now - REPEAT_S
             print("[WARNING] nothing to train on in this batch; taking the next one")
@@ -176,17 +184,22 @@ class BatchSource:
     missing: MissingAsker = field(default_factory=lambda: MissingAsker([]))
     routing: RoutingAsker | None = None
     """Asked for the experts of each batch as it is read, beside the training of another; null: routers choose."""
-    record: Callable[[int, int, list[Any]], None] | None = None
-    """Is handed the step, the policy's weight version and the groups of each batch that trains."""
+    record: Callable[[int, int, list[Any], dict[str, int]], None] | None = None
+    """Takes the step, the policy's weight version, the groups and the lag bounds of each batch that trains."""
+    baselines: Baselines = field(default_factory=Baselines)
+    position: Callable[[], dict[str, Any] | None] = lambda: None
+    """Place of the next batch in a rollouts file; None where they come from elsewhere."""
     _ahead: Background[Batch] | None = None
     """The batch after the last one, on its way."""
     _greeted: bool = False
     _warnings: RateLimitedWarnings = field(default_factory=RateLimitedWarnings)
-    _baselines: Baselines = field(default_factory=Baselines)
     _named: set[str] = field(default_factory=set)
+    _left_out: Batch = field(default_factory=lambda: Batch([]))
+    """The counts of the batches in which this attempt found nothing to train on."""
 
     def __post_init__(self) -> None:
         self._share = LeftOutShare(self.config.max_left_out)
+        self._seen = self.baselines.state()
 
     def next_batch(self, step: int, version: int) -> tuple[Batch, Lags]:
         """The next batch that holds something to train on, and the policy lag of each of its rollouts.
@@ -209,20 +222,51 @@ class BatchSource:
             batch.remark(ASKED, batch.logprobs_from["engine"])
             batch.remark(RECOMPUTED, batch.logprobs_from["trainer"])
             measured = self.lag_meter.measure(batch.rollouts, version)
-            lags = leave_out_by_lag(
-                batch, measured, self.config.max_policy_lag, keep_unknown=self.config.unknown_lag == "keep"
-            )
+            bounds = self._lag_bounds(batch)
+            asked = self.config.max_policy_lag is not None
+            keep_unknown = self.config.unknown_lag == "keep" or not asked
+            lags = leave_out_by_lag(batch, measured, bounds, keep_unknown=keep_unknown)
+            batch.remark(UNKNOWN_AGE, lags.count(None) if asked else 0)
             self._print_remarks(batch)
             self._warn_of_routing(batch)
             if isinstance(self.api, RunApi) and self.api.keeps_batches:
                 self._ahead = self.api.fetch_ahead(self._read)
+            self._seen = batch.baselines
             if batch.trained_tokens:
                 batch.absorb(streak.held)
                 if self.record is not None:
-                    self.record(step + 1, version, batch.raw)
+                    self.record(step + 1, version, batch.raw, bounds)
                     batch.raw = []
                 return batch, lags
+            for reason, count in batch.left_out.items():
+                self._left_out.leave_out(reason, count, batch.examples[reason])
             streak.add(batch)
+            if isinstance(self.api, OwnSource) and streak.useless >= MOST_USELESS:
+                raise TooMuchLeftOut(
+                    f"rollouts: the last {streak.useless} batches of {self.api.name} hold nothing to train on: "
+                    f"{self.left_out_in_words()}. fix: correct the groups, or end with RolloutsEnd"
+                )
+
+    def _lag_bounds(self, batch: Batch) -> dict[str, int]:
+        """The largest policy lag of each environment's rollouts: `max_policy_lag`, else what its own bound gives."""
+        if (most := self.config.max_policy_lag) is not None:
+            return dict.fromkeys(batch.groups_by_env, most)
+        derived = {env: lag_bound(self.config, ahead) for env, ahead in batch.ahead.items() if ahead is not None}
+        return self.lag_meter.bounds(derived)
+
+    def state(self) -> dict[str, Any]:
+        """The part of a checkpoint that a later attempt continues from; a batch fetched ahead is not in it."""
+        return {"baselines": self._seen, "position": self.position()}
+
+    def left_out_in_words(self) -> str:
+        """Sequences of batches with nothing to train on, by reason, with an example; "" where there were none."""
+        reasons = Counter(self._left_out.left_out)
+        if not reasons:
+            return ""
+        parts = ", ".join(f"{reason} ({count})" for reason, count in reasons.most_common(3))
+        example = next(filter(None, map(self._left_out.examples.get, dict(reasons.most_common()))), "")
+        said = f"{reasons.total()} of {reasons.total()} sequences were left out: {parts}"
+        return f"{said}. Example: {example}" if example else said
 
     def _take(self, step: int) -> Batch:
         """The batch that is on its way, or the next of run-api."""
@@ -252,7 +296,7 @@ class BatchSource:
         batch = read_batch(
             raw, seq_len=self.config.seq_len, temperature=self.config.temperature, advantage_std=self.advantage_std,
             selection=self.selection, logprobs_seen=self._greeted,
-            recompute=self.config.missing_logprobs == "recompute", baselines=self._baselines,
+            recompute=self.config.missing_logprobs == "recompute", baselines=self.baselines,
         )  # fmt: skip
         batch.raw = raw if self.record is not None else []
         if self.routing is not None:
@@ -288,21 +332,31 @@ class BatchSource:
             self._warnings.count(LITTLE_REPLAYED, 1, NOT_REPLAYED.format(share=replayed))
 
 
-def leave_out_by_lag(batch: Batch, lags: Lags, most: int | None, *, keep_unknown: bool = True) -> Lags:
-    """Leave out what is older than `most` versions, and what weights wrote that a return to a checkpoint gave up: no
-    update leads to those. Rollouts of unknown age stay where `keep_unknown`."""
+def lag_bound(config: TrainingConfig, ahead: int) -> int:
+    """Largest policy lag, in weight versions, of an environment that may be `ahead` batches ahead of the trainer.
 
-    def reason(lag: int | None) -> str | None:
+    A group waits in run-api behind at most `ahead` batches. While its completions are generated others may train: it is
+    granted as many batches again for that. Older ones are left out.
+    """
+    batch = config.minibatches * config.epochs if config.mode == "shared_vllm" else 1
+    reloads = config.mode in ("none", "lora_restart")  # the engine may be behind the trainer
+    return 2 * ahead * batch + (config.vllm_restart_interval - 1 if reloads else 0) + config.overlap_publish
+
+
+def leave_out_by_lag(batch: Batch, lags: Lags, bounds: Mapping[str, int], *, keep_unknown: bool = True) -> Lags:
+    """Leave out what is older than the bound of its environment, and what weights wrote that a return to a checkpoint
+    gave up: no update leads to those. Rollouts of unknown age stay where `keep_unknown`."""
+
+    def reason(rollout: Rollout, lag: int | None) -> str | None:
+        most = bounds.get(rollout.env or UNNAMED)
         if lag is None:
             return None if keep_unknown or most is None else f"of unknown age, with --max-policy-lag {most}"
         if lag < 0:
             return "generated by weights that a restart gave up"
         return f"older than --max-policy-lag {most}" if most is not None and lag > most else None
 
-    why = [reason(lag) for lag in lags]
+    why = [reason(rollout, lag) for rollout, lag in zip(batch.rollouts, lags, strict=True)]
     for text in filter(None, why):
         batch.leave_out(text, 1)
-    if most is not None and keep_unknown:
-        batch.remark(UNKNOWN_AGE, lags.count(None))
     batch.rollouts = [rollout for rollout, out in zip(batch.rollouts, why, strict=True) if out is None]
     return [lag for lag, out in zip(lags, why, strict=True) if out is None]

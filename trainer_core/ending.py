@@ -1,0 +1,115 @@
+"""When a run ends, and whether it trained anything: the state behind both goes into checkpoints."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from trainer_core.config import TrainingConfig
+from trainer_core.errors import NonFiniteError, NoUpdateError, TrainerError
+
+MOST_SKIPPED = 20
+"""Limit of steps in a row without an update, after which a run fails. float16 needs some to find the scale of the loss.
+"""
+LAST_SKIPPED = 3
+"""Last steps of a run of which at least one must have made an update, or the run fails."""
+
+NON_FINITE = """loss or gradient was not a finite number in {steps} steps in a row, so no update was made. \
+{last}. Ways out:
+  a lower --lr or --max-grad-norm, and that checkpoint or an earlier one (--resume CHECKPOINT)
+  --dtype bfloat16 or float32 instead of float16, whose largest number is 65,504
+  weights of the base model that are broken: does the server answer with NaN, too?"""
+NOTHING_TRAINED = "no update was made, so no final model is saved: {why}"
+LAST_STEPS = """the last {skipped} of {steps} steps made no update: their loss or gradient was not a finite number. \
+No final model is saved. {last}
+fix: lower --lr or --max-grad-norm, and resume from a checkpoint before the first of these steps"""
+
+
+class StopConditions:
+    """The conditions that end a run before its last step: time, reward. Time counts from the first attempt on."""
+
+    def __init__(
+        self, config: TrainingConfig, before: dict[str, Any] | None = None, *, clock: Callable[[], float] | None = None
+    ) -> None:
+        before = before or {}
+        self._config = config
+        self._clock = clock or time.monotonic
+        self._began = self._clock() - float(before.get("elapsed_s", 0.0))
+        self._rewards: deque[float] = deque(before.get("rewards", ()), maxlen=config.stop_window)
+
+    def saw(self, reward_mean: float) -> None:
+        """Take the mean reward of one more trained step."""
+        self._rewards.append(reward_mean)
+
+    def reason(self) -> str | None:
+        """The condition that ends the run now, in words; None to go on."""
+        limit, wanted = self._config.max_time, self._config.stop_reward
+        elapsed = self._clock() - self._began
+        if limit is not None and elapsed >= limit:
+            return f"--max-time {limit:g} s is reached"
+        if wanted is not None and len(self._rewards) == self._config.stop_window:
+            mean = sum(self._rewards) / len(self._rewards)
+            if mean >= wanted:
+                return (
+                    f"the mean reward of {len(self._rewards)} steps, {mean:.3f}, is at least --stop-reward {wanted:g}"
+                )
+        return None
+
+    def state(self) -> dict[str, Any]:
+        """The part of a checkpoint that a later attempt continues from."""
+        return {"elapsed_s": self._clock() - self._began, "rewards": list(self._rewards)}
+
+
+class Updates:
+    """The updates of a run, and the verdict at its end."""
+
+    def __init__(self, step: int, version: int, before: dict[str, Any] | None = None) -> None:
+        """Args:
+        step: optimizer steps done before this attempt.
+        version: weight version that it starts with; 0 means that the run has made no update yet.
+        before: `state` of the checkpoint that it resumes.
+        """
+        self._first, self._start = step, version
+        self.skipped = int((before or {}).get("skipped", 0))
+        """Newest steps in a row without an update."""
+
+    def saw(self, *, updated: bool) -> None:
+        """Count one more step."""
+        self.skipped = 0 if updated else self.skipped + 1
+
+    def too_many_skipped(self, version: int, last: str) -> TrainerError | None:
+        """The error of a run whose newest `MOST_SKIPPED` steps made no update.
+
+        Args:
+            last: the checkpoint that a later attempt resumes, in words.
+        """
+        if self.skipped < MOST_SKIPPED:
+            return None
+        kind = NonFiniteError if version else NoUpdateError
+        return kind(NON_FINITE.format(steps=self.skipped, last=last))
+
+    def verdict(self, step: int, version: int, left_out: str, reason: str, last: str) -> NoUpdateError | None:
+        """The error of a run that ends with nothing trained, or without an update in its last steps.
+
+        Args:
+            step: optimizer steps done.
+            version: weight version of the policy now.
+            left_out: what this attempt read and left out, in words; "" for nothing.
+            reason: what ended the run before its last step; "" for nothing.
+            last: the checkpoint that a later attempt resumes, in words.
+        """
+        if step == self._first and (left_out or not version):
+            return NoUpdateError(NOTHING_TRAINED.format(why=left_out or f"no rollouts came ({reason})"))
+        if not version:
+            steps = f"all {step} steps" if step > 1 else "the only step"
+            why = f"loss or gradient was not a finite number in {steps}\nfix: check the loss function, --lr and --dtype"
+            return NoUpdateError(NOTHING_TRAINED.format(why=why))
+        if self.skipped >= LAST_SKIPPED:
+            return NoUpdateError(LAST_STEPS.format(skipped=self.skipped, steps=step, last=last))
+        return None
+
+    def state(self) -> dict[str, Any]:
+        """The part of a checkpoint that a later attempt continues from."""
+        return {"skipped": self.skipped}

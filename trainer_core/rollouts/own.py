@@ -1,0 +1,82 @@
+"""A caller's own source of batches: an object with `next_batch`, or any iterable.
+
+    train(config, rollouts=[[group, group], [group, group]])
+
+It is checked where it enters, so that a wrong shape is an error in words and not an endless loop of empty batches.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any
+
+from trainer_core.errors import RolloutsEnd, UsageError
+from trainer_core.rollouts.client import RawBatch
+
+MOST_USELESS = 100
+"""Limit of batches in a row that hold nothing but malformed groups, after which a run on such a source fails."""
+SHAPE = 'a batch is a list of groups, or {"batch": [GROUP, ...]}'
+
+
+class OwnSource:
+    """A `RolloutSource` over what the caller of `train` gave as `rollouts`."""
+
+    def __init__(self, source: Any) -> None:
+        """Raises: UsageError: it has no `next_batch` and cannot be iterated over."""
+        self.name = type(source).__name__
+        self._source = source
+        call = getattr(source, "next_batch", None)
+        if isinstance(source, type):
+            raise UsageError(f"rollouts: {source.__name__} is a class. fix: pass an instance of it")
+        if callable(call):
+            self._ask = _fitted(call, self.name)
+        elif isinstance(source, Iterable) and not isinstance(source, str | bytes | dict):
+            batches = iter(source)
+            self._ask = lambda step, on_idle: next(batches)
+        else:
+            raise UsageError(
+                f"rollouts: {self.name} is no source of batches. fix: pass the path of a file, an iterable of batches, "
+                f"or an object with next_batch(step, on_idle); {SHAPE}"
+            )
+
+    def next_batch(self, step: int, on_idle: Callable[[], None] = lambda: None) -> RawBatch:
+        """The groups of the next batch.
+
+        Raises:
+            RolloutsEnd: the source has no more.
+            UsageError: it gave something that is no batch.
+        """
+        try:
+            given = self._ask(step, on_idle)
+        except StopIteration:
+            raise RolloutsEnd(f"{self.name} holds no more rollouts") from None
+        batch = given.get("batch") if isinstance(given, dict) else given
+        if not isinstance(batch, list | tuple):
+            held = f" with the keys {', '.join(map(str, given))}" if isinstance(given, dict) else ""
+            raise UsageError(f"rollouts: {self.name} gave {type(given).__name__}{held} as a batch. fix: {SHAPE}")
+        return list(batch)
+
+    def close(self) -> None:
+        """Close the source, if it can be closed."""
+        if callable(close := getattr(self._source, "close", None)):
+            close()
+
+
+def _fitted(call: Callable[..., Any], name: str) -> Callable[[int, Callable[[], None]], Any]:
+    """`call` with as many of the arguments `step` and `on_idle` as it takes."""
+    try:
+        signature = inspect.signature(call)
+    except (TypeError, ValueError):  # a builtin that tells nothing of itself
+        return lambda step, on_idle: call(step, on_idle=on_idle)
+    ways: list[tuple[tuple[str, ...], Callable[[int, Callable[[], None]], Any]]] = [
+        (("step", "on_idle"), lambda step, on_idle: call(step, on_idle=on_idle)),
+        (("step",), lambda step, on_idle: call(step)),
+        ((), lambda step, on_idle: call()),
+    ]
+    for names, ask in ways:
+        with suppress(TypeError):
+            signature.bind(*names[:1], **dict.fromkeys(names[1:]))
+            return ask
+    raise UsageError(f"rollouts: {name}.next_batch{signature} must take (step, on_idle)")
