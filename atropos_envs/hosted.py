@@ -17,7 +17,6 @@ import time
 from collections import Counter
 from contextlib import suppress
 from contextvars import ContextVar
-from functools import partial
 from typing import Any
 
 import aiohttp
@@ -33,6 +32,7 @@ from atropos_envs.engine_client import EngineClient, EngineRefused, addresses, b
 from atropos_envs.engine_gate import EngineGate
 from atropos_envs.evaluation import EvalLog, Tally, component_name, eval_path
 from atropos_envs.groups import Unsendable, convert, encoded
+from atropos_envs.older_names import load_tool_parser
 from atropos_envs.places import Places, Slot
 from atropos_envs.registration import Registration
 from atropos_envs.worker_meter import WorkerMeter
@@ -426,7 +426,10 @@ class Hosted(BaseEnv):  # type: ignore[misc]
     # Registration
 
     async def setup_wandb(self) -> None:
-        """Say that the set-up is over, which is a stage of its own in `ps` and `why`."""
+        """Load the tool parser that `setup` chose, and say that the set-up is over, a stage in `ps` and `why`."""
+        if name := getattr(self.server, "tool_parser", None):
+            log.info("importing vLLM for its tool parser %r", name)
+            await asyncio.to_thread(load_tool_parser, name)
         log.info("set up after %.1f s", time.monotonic() - self._began_at)
         await super().setup_wandb()
 
@@ -508,8 +511,6 @@ class Foreign(Hosted):
             urls = addresses(configs[0].base_url)
             each_of = [one.model_copy(update={"base_url": url}) for url in urls for one in each_of]
         super().__init__(config, [one.model_copy() for one in each_of], slurm=slurm, testing=testing)
-        # transformers 5 answers with a dict where 4, for which these environments and atroposlib are written, gave ids.
-        self.tokenizer.apply_chat_template = partial(self.tokenizer.apply_chat_template, return_dict=False)
 
     async def get_server_info(self) -> None:
         """After registering: as many groups in flight as the plan has sequences for, where nobody chose a number. What

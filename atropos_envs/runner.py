@@ -23,9 +23,9 @@ from atropos_envs import EnvFault, needs_no_torch, without_torch
 if __name__ == "__main__" and needs_no_torch(Path("".join(sys.argv[1:2]).partition(":")[0])):
     without_torch()
 
-from atroposlib.envs import base
-from atroposlib.envs.base import APIServerConfig, BaseEnv
+from atroposlib.envs.base import BaseEnv
 
+from atropos_envs import older_names
 from atropos_envs.base import configure_logging, exit_code_of, leave, one_off_defaults
 from atropos_envs.evaluation import reason_of
 from atropos_envs.hosted import hosted, missing_package
@@ -56,7 +56,7 @@ def run(arguments: list[str]) -> None:
     target, _, wanted = arguments[0].partition(":")
     sys.argv = [target, *one_off_defaults(arguments[1:])]
     original, began = BaseEnv.cli, []
-    base.OpenaiConfig = APIServerConfig  # its name in atroposlib before 0.2, which files of that time import
+    older_names.install()
 
     def cli(cls: type[BaseEnv]) -> None:
         began.append(cls)

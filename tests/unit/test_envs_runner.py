@@ -264,15 +264,22 @@ def test_a_folder_named_like_its_file_is_a_package_all_the_same(
     assert len(ran) == 1
 
 
-def test_a_chat_template_gives_token_ids_as_with_older_transformers(tmp_path: Path) -> None:
+def test_the_chat_template_of_every_tokenizer_gives_token_ids_as_with_older_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of one that a file loads by itself, at any time: its groups held a dictionary, and none could be sent."""
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     tokenizer.save_pretrained(tmp_path)
-    server = APIServerConfig(base_url="http://127.0.0.1:9/v1", model_name=str(tmp_path), api_key="local")
-    made = _env([server], get_next_item=None, evaluate=None)
-    config = BaseEnvConfig(tokenizer_name=str(tmp_path), wandb_name="x", use_wandb=False)
-    env = made(config, [server])
-    assert env.tokenizer.apply_chat_template([{"role": "user", "content": "12"}]) == [3, 4]
+    monkeypatch.setattr(BaseEnv, "cli", classmethod(lambda cls: None))
+    monkeypatch.setattr("sys.argv", ["x"])
+    lines = [
+        "from transformers import AutoTokenizer",
+        f"own = AutoTokenizer.from_pretrained({str(tmp_path)!r})",
+        "assert own.apply_chat_template([{'role': 'user', 'content': '12'}]) == [3, 4]",
+    ]
+    (tmp_path / "e.py").write_text("\n".join([*lines, ENV.format(name="A")]))
+    runner.run([str(tmp_path / "e.py"), "serve"])
 
 
 SETUPS = [
