@@ -1,11 +1,12 @@
-"""The tensor manifest `vllm_bridge_config.json`: how a trainer finds and maps the server's weights.
+"""The tensor manifest `vllm_bridge_config.json`: a trainer finds and maps the server's weights by
+it.
 
-Plain JSON fields, never pickle. Written by the server (mode 0600, aside and renamed), read by the trainer, which
-refuses a file that another user owns or can write, another model's, or one whose server is gone. A manifest holds one
-entry per tensor-parallel rank; what each of them has of a tensor of the checkpoint stands there too.
+Plain JSON fields, never pickle. The server writes it atomically with mode 0600. The trainer refuses
+a file that another user owns or can write, one of another model, and one whose server is gone. It
+has one entry per tensor-parallel rank, with that rank's part of each checkpoint tensor.
 
-Where which tensor of the checkpoint lies is what the server saw its own loader do, so neither side keeps a list of
-architectures or of fused names.
+The places of checkpoint tensors are what the server's own loader did, so neither side keeps a list
+of architectures or fused names.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ MANIFEST_VERSION = 3
 
 
 class ManifestError(ValueError):
-    """A manifest that must not be used: missing, half-written, foreign or of another server."""
+    """An unusable manifest: missing, half-written, another user's, or another server's."""
 
 
 class CudaIpc(BaseModel):
-    """A CUDA IPC handle as plain fields: the arguments of `torch.UntypedStorage._new_shared_cuda`, bytes in base64."""
+    """A CUDA IPC handle as plain fields: the arguments of `torch.UntypedStorage._new_shared_cuda`,
+    bytes in base64."""
 
     model_config = ConfigDict(extra="forbid")
     device: int
@@ -49,28 +51,29 @@ class TensorEntry(BaseModel):
     model_config = ConfigDict(extra="forbid")
     shape: list[int]
     stride: list[int]
-    """In elements."""
+    """Strides in elements."""
     dtype: str
-    """torch's name without the prefix, such as "bfloat16"."""
+    """torch's dtype name without the prefix, such as "bfloat16"."""
     offset: int = 0
     """First element in its storage (the shared file on CPU), in elements of `dtype`."""
     ipc_handle: CudaIpc | None = None
-    """Present for CUDA; null for the shared file."""
+    """Handle of a CUDA tensor; None for the shared file."""
 
 
 class TensorView(BaseModel):
-    """Where one tensor of the checkpoint lies in a parameter of the server, in elements from the parameter's first."""
+    """Place of one checkpoint tensor in a parameter of the server, in elements from the parameter's
+    first."""
 
     model_config = ConfigDict(extra="forbid")
     parameter: str
     offset: int = Field(ge=0)
     shape: list[int]
-    """Of what this rank has."""
+    """Shape of this rank's part."""
     stride: list[int]
     begin: list[int] | None = None
-    """Where this rank has a part of it: the index of its first element. Null: this is all of it."""
+    """Index of the part's first element in the whole tensor; None if this rank has all of it."""
     whole: list[int] | None = None
-    """With `begin`: the shape of all of it."""
+    """Shape of the whole tensor, given with `begin`."""
 
 
 class Shard(BaseModel):
@@ -79,14 +82,14 @@ class Shard(BaseModel):
     model_config = ConfigDict(extra="forbid")
     kind: Literal["shm", "cuda_ipc"]
     gpu: str | None = None
-    """UUID of the GPU on which they lie; null on a CPU."""
+    """UUID of the GPU that holds them; None on a CPU."""
     shm_path: str | None = None
     shm_bytes: int = 0
     param_mappings: dict[str, TensorEntry]
     aliases: dict[str, str] = Field(default_factory=dict)
-    """Names that share a tensor already listed, such as a tied `lm_head`."""
+    """Further names of listed tensors, such as a tied `lm_head`."""
     views: dict[str, TensorView]
-    """Every tensor of the checkpoint under the checkpoint's own name."""
+    """Every checkpoint tensor under the checkpoint's own name."""
 
     @model_validator(mode="after")
     def _views_lie_in_parameters(self) -> Shard:
@@ -105,7 +108,7 @@ class Shard(BaseModel):
 
 
 def _inside(view: TensorView) -> bool:
-    """Whether a part lies within its tensor."""
+    """Return True if a part lies within its tensor."""
     if view.begin is None or view.whole is None:
         return True
     if not len(view.begin) == len(view.shape) == len(view.whole):
@@ -114,7 +117,7 @@ def _inside(view: TensorView) -> bool:
 
 
 def left_out(ranks: Mapping[int, Shard]) -> list[str]:
-    """Tensors of the checkpoint of which the ranks together do not have everything, or of which they disagree."""
+    """Checkpoint tensors that the ranks together do not cover, or on which they disagree."""
     names = {name for shard in ranks.values() for name in shard.views}
     return sorted(name for name in names if not _is_whole([shard.views.get(name) for shard in ranks.values()]))
 
@@ -136,9 +139,9 @@ class Manifest(BaseModel):
     model: str
     architecture: str
     config: dict[str, object]
-    """The model's `config.json`, to check that both sides mean the same model."""
+    """The model's `config.json`; the trainer compares it with its own."""
     instance_id: str
-    """Random, new at every server start; `/bridge/info` answers the same."""
+    """Random, new at every server start; `/bridge/info` returns the same."""
     server_pid: int
     server_create_time: float
     base_url: str
@@ -155,7 +158,7 @@ class Manifest(BaseModel):
 
 
 class _Versioned(BaseModel):
-    """What is read first of a manifest of any version."""
+    """The fields of a manifest of any version."""
 
     version: int
 
@@ -170,7 +173,7 @@ def read_manifest(path: Path) -> Manifest:
     """Read and check `path`.
 
     Raises:
-        ManifestError: missing, not ours (owner, mode), or not a manifest of this version.
+        ManifestError: missing, unsafe owner or mode, or not a manifest of this version.
     """
     try:
         info = path.lstat()

@@ -1,4 +1,4 @@
-"""This machine among those of a run: the address that the others dial, and the network interface that has it."""
+"""Address and network interface of this machine, as the other machines of a run reach it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from atropos_common.run_dir import ENV_NODE_ADDRESS
 
 
 class NoSuchAddress(ValueError):
-    """What ATROPOS_NODE_ADDRESS names is not this machine's; the message says so."""
+    """ATROPOS_NODE_ADDRESS names an address of another machine."""
 
 
 def address_here() -> str:
-    """The address, as a number, under which the other machines reach this one.
+    """Numeric address under which other machines reach this one.
 
     Raises:
-        NoSuchAddress: the one that ATROPOS_NODE_ADDRESS names is not this machine's.
+        NoSuchAddress: ATROPOS_NODE_ADDRESS is not an address of this machine.
     """
     named = os.environ.get(ENV_NODE_ADDRESS, "127.0.0.1")
     try:
@@ -42,6 +42,6 @@ def address_here() -> str:
 
 
 def interface_of(number: str) -> str:
-    """The network interface of this machine that has an address."""
+    """Network interface of this machine that has the address."""
     interfaces = psutil.net_if_addrs().items()
     return next((name for name, found in interfaces if any(each.address == number for each in found)), "lo")

@@ -1,11 +1,13 @@
-"""A child that dies with its parent, even when that is killed. Standard library only, and importable by path.
+"""A child that dies with its parent, even after SIGKILL. Standard library only, and importable by
+path.
 
     die_with_parent(os.getppid())                                              # in the child
-    python -I -S parent_death.py PARENT_PID GROUP COMMAND [ARG...]             # GROUP: a cgroup v2 folder, or ""
+    python -I -S parent_death.py PARENT_PID GROUP COMMAND [ARG...] # GROUP: a cgroup v2 folder, or
+    ""
 
-The kernel's signal must be armed in the child, after the fork; and not by a `preexec_fn`, which is not safe beside
-threads. Hence the program: it arms the signal, joins the control group and becomes COMMAND. It imports no package and
-takes about 15 ms. Exit codes are the shell's: 127 not found, 126 not executable.
+The kernel's signal has to be armed in the child, after the fork; `preexec_fn` is unsafe beside
+threads. So this program arms the signal, joins the control group and becomes COMMAND. It imports no
+package and takes about 15 ms. Exit codes are the shell's: 127 not found, 126 not executable.
 """
 
 from __future__ import annotations
@@ -20,13 +22,15 @@ _RESET = (signal.SIGHUP, signal.SIGINT, signal.SIGPIPE, signal.SIGTERM, signal.S
 
 
 def die_with_parent(parent: int) -> bool:
-    """Have the kernel kill this process when the thread that forked it dies; False where `parent` is dead already."""
+    """Ask the kernel to kill this process when the thread that forked it dies; return False if
+    `parent` is dead already."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     return os.getppid() == parent
 
 
 def become(parent: int, group: str, command: list[str], env: dict[str, str]) -> int:
-    """Execute `command` as a child that dies with `parent`; returns only if that failed, with the exit code."""
+    """Execute `command` as a child that dies with `parent`; return only on failure, with the exit
+    code."""
     if not die_with_parent(parent):
         return 1
     _join(group)
@@ -45,7 +49,8 @@ def become(parent: int, group: str, command: list[str], env: dict[str, str]) -> 
 
 
 def _join(group: str) -> None:
-    """A group that does not take this process costs one means of finding it, not the component."""
+    """Join the control group. A failure costs one means of finding the process, not the
+    component."""
     if group:
         try:
             with open(f"{group}/cgroup.procs", "w") as file:  # noqa: PTH123

@@ -1,8 +1,8 @@
-"""The user whose process holds the other end of a connection on this machine.
+"""User of the process at the other end of a connection on this machine.
 
-The kernel tells by `sock_diag` about one socket in some microseconds. Where that is not there (no module for it, a
-sandbox), `/proc/net/tcp` tells the same, but it lists every connection of the machine: 3 ms at the least, 30 ms at
-three thousand connections.
+The kernel answers by `sock_diag` for one socket in a few microseconds. Where that is missing (no
+kernel module, a sandbox), `/proc/net/tcp` has the same data, but lists every connection of the
+machine: 3 ms at least, 30 ms for three thousand connections.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ IP = IPv4Address | IPv6Address
 
 PROC_NET = Path("/proc/self/net")
 LISTENING = 10
-"""State of a socket that is nobody's other end."""
+"""State of a listening socket, which has no other end."""
 _SOCK_DIAG, _BY_FAMILY, _REQUEST, _ANY = 4, 20, 1, 0xFFFFFFFF
 """NETLINK_SOCK_DIAG, SOCK_DIAG_BY_FAMILY, NLM_F_REQUEST, and any state, interface or cookie."""
 _HEADER = struct.Struct("=IHHII")
@@ -34,14 +34,14 @@ _ANSWER = struct.Struct("=BBBB48sIIIII")
 
 
 class UnknownPeerError(Exception):
-    """The system does not say whose socket it is."""
+    """The system does not report the owner of the socket."""
 
 
 def way() -> Callable[[Address, Address], int]:
-    """The quickest function of this system that tells the uid of a connection's other end.
+    """The fastest function of this system that returns the uid at the other end of a connection.
 
-    It takes the address of that end and of ours, and raises `UnknownPeerError` where the other end is closed already,
-    on another machine, or not shown.
+    Its arguments are the addresses of that end and of ours. It raises `UnknownPeerError` if the
+    other end is closed, on another machine, or not reported.
     """
     with contextlib.suppress(OSError, UnknownPeerError):
         kernel = Kernel()
@@ -52,10 +52,10 @@ def way() -> Callable[[Address, Address], int]:
 
 
 class Kernel:
-    """Asks by `sock_diag`; keeps one socket for that.
+    """Queries by `sock_diag` over one socket.
 
     Raises:
-        OSError: there is none to be had.
+        OSError: the system has no such socket.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class Kernel:
         self._asked = 0
 
     def uid(self, client: Address, server: Address) -> int:
-        """The user at `client`; see `way`."""
+        """The uid at `client`; see `way`."""
         theirs, ours = _ip(client), _ip(server)
         family = socket.AF_INET if theirs.version == 4 else socket.AF_INET6
         both = struct.pack("!HH", client[1], server[1]), theirs.packed.ljust(16, b"\0"), ours.packed.ljust(16, b"\0")
@@ -83,7 +83,7 @@ class Kernel:
 
 
 def listed(client: Address, server: Address) -> int:
-    """The user at `client`, from /proc/net/tcp and tcp6; see `way`."""
+    """The uid at `client`, from /proc/net/tcp and tcp6; see `way`."""
     theirs, ours = _ip(client), _ip(server)
     for table, mapped in (("tcp", False), ("tcp6", True)):
         ends = (_shown(theirs, client[1], mapped), _shown(ours, server[1], mapped))
@@ -96,7 +96,8 @@ def listed(client: Address, server: Address) -> int:
 
 
 def _held(*, state: int, uid: int, inode: int) -> int:
-    """`uid`, if a process holds that socket: a closed one has no inode, and may be shown as root's."""
+    """Return `uid` if a process holds the socket: a closed one has no inode, and may be listed as
+    root's."""
     if inode == 0 or state == LISTENING:
         raise UnknownPeerError
     return uid
@@ -111,7 +112,8 @@ def _ip(address: Address) -> IP:
 
 
 def _shown(ip: IP, port: int, mapped: bool) -> bytes:
-    """As the tables have it: words in this machine's order of bytes; `mapped`: IPv4 as tcp6 has it."""
+    """An address as the tables print it: words in this machine's byte order; `mapped`: IPv4 in
+    tcp6's form."""
     packed = b"\0" * 10 + b"\xff\xff" + ip.packed if mapped and ip.version == 4 else ip.packed
     words = (int.from_bytes(packed[at : at + 4], sys.byteorder) for at in range(0, len(packed), 4))
     return b"%s:%04X" % (b"".join(b"%08X" % word for word in words), port)

@@ -1,14 +1,15 @@
-"""A port of the loopback that its owner holds for one program, from before its first start until after its last.
+"""A loopback port that its owner holds for one program, from before its first start until after its
+last.
 
-Between two lives of a server its port would be free, and any user of the machine could take it: whoever asks the server
-that he waits for would hand that stranger prompts, and the run's token. So the owner keeps a socket that is bound and
-does not listen. A connection is refused, as if nobody were there, and nobody else can bind, but for processes of the
-same user that ask for SO_REUSEPORT: the kernel compares the user ids. The owned program does so (`bind`), told by
-ATROPOS_HELD_PORT, and shuts that door behind it once it listens (`listen`).
+Between two attempts of a server its port would be free. Another user who takes it would receive
+prompts and the run's token. So the owner keeps a bound socket that does not listen. Connections are
+refused, and no other program can bind, except processes of the same user with SO_REUSEPORT: the
+kernel compares user ids. The owned program does so (`bind`), informed by ATROPOS_HELD_PORT, and
+excludes further binds once it listens (`listen`).
 
-Why the program is not simply handed the one socket: to listen on it a second time it would have to set SO_REUSEADDR,
-since connections of its former life linger, and until it listens anyone may bind beside it. A process that tries all
-the time gets in within some dozen restarts.
+Handing the one socket over would not work: to listen again the program needs SO_REUSEADDR because
+of lingering connections, and until it listens any user may bind beside it. A process that tries
+continuously succeeds within some dozen restarts.
 """
 
 from __future__ import annotations
@@ -22,18 +23,19 @@ from atropos_common.run_dir import ENV_HELD_PORT
 
 LOOPBACK = "127.0.0.1"
 BACKLOG = 2048
-"""Connections that wait to be accepted; uvicorn's own."""
+"""Connections that wait to be accepted; uvicorn's default."""
 _TRY_S = 2.0
-"""For so long a port that is held for us is tried: a stranger's vain attempt to listen counts while it lasts."""
+"""Seconds of retries for a held port: another user's failing attempt to listen blocks it for a
+moment."""
 _BESIDE = "127.0.0.2"
-"""Another address of the loopback, where nothing of ours listens."""
+"""Another loopback address, where none of our programs listens."""
 
 
 def hold(port: int) -> socket.socket:
-    """Keep `port` until the socket is closed.
+    """Hold `port` until the socket is closed.
 
     Raises:
-        OSError: somebody else has it, or holds it; EADDRINUSE.
+        OSError: another program uses or holds it; EADDRINUSE.
     """
     held = socket.socket()
     try:
@@ -50,18 +52,18 @@ def hold(port: int) -> socket.socket:
 
 
 def is_held(port: int, env: Mapping[str, str]) -> bool:
-    """Whether who started this process, with `env`, holds `port` for it."""
+    """Return True if the parent process holds `port` for this one, by its environment."""
     return env.get(ENV_HELD_PORT) == str(port)
 
 
 def bind(host: str, port: int, *, held: bool) -> socket.socket:
-    """A socket bound to `port`, which does not listen yet.
+    """A socket bound to `port` that does not listen yet.
 
     Args:
-        held: the owner holds the port for this process.
+        held: the parent holds the port for this process.
 
     Raises:
-        OSError: somebody else has it.
+        OSError: another program uses it.
     """
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
@@ -75,10 +77,11 @@ def bind(host: str, port: int, *, held: bool) -> socket.socket:
 
 
 def listen(bound: socket.socket) -> None:
-    """Listen, alone: from here on nobody of the same user binds beside it either, such as another server by mistake.
+    """Listen exclusively: from here on no program of the same user can bind beside it, not even by
+    mistake.
 
     Raises:
-        OSError: somebody else listens there.
+        OSError: another program listens there.
     """
     shared = bool(bound.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT))
     _persistently(lambda: bound.listen(BACKLOG), _TRY_S if shared else 0.0)
@@ -89,10 +92,10 @@ def listen(bound: socket.socket) -> None:
 
 
 def _persistently(take: Callable[[], None], seconds: float) -> None:
-    """Take a port, again and again for `seconds` while somebody has it.
+    """Retry to take a port for `seconds` while it is in use.
 
     Raises:
-        OSError: somebody still has it.
+        OSError: it is still in use.
     """
     deadline = time.monotonic() + seconds
     while True:

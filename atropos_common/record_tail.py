@@ -1,7 +1,8 @@
-"""Read a file of stream records that another process appends to, and any other file that grows.
+"""Read a file of stream records that another process appends to, and any other growing file.
 
-Plain objects that read at most one bounded chunk per call and never raise for what is in the file or for a file that is
-missing, cut or replaced; callers poll them from a thread (`asyncio.to_thread`) or a loop of their own.
+Plain objects that read at most one bounded chunk per call. They never raise for a file's content,
+or for a missing, truncated or replaced file. Callers poll them from a thread (`asyncio.to_thread`)
+or their own loop.
 """
 
 from __future__ import annotations
@@ -18,25 +19,26 @@ from atropos_common.files import cut_torn_line, open_regular
 from atropos_common.records import Record, RecordError, parse_line
 
 CHUNK_BYTES = 256 * 1024
-"""Read per call: a few hundred records, some ten milliseconds of parsing."""
+"""Bytes per call: a few hundred records, some ten milliseconds of parsing."""
 MAX_LINE_BYTES = 4 * 1024 * 1024
-"""A longer line is no record: it is counted and skipped up to its newline."""
+"""Longest line in bytes; a longer one is counted and skipped."""
 TAIL_BYTES = 1 << 20
-"""Of a file's end, in which the last whole record is looked for."""
+"""Bytes at a file's end in which the last complete record is searched."""
 
 
 @dataclass
 class FileSource:
-    """Byte position in a file that may be missing, shrink, or be replaced by another of the same name."""
+    """Read position in a file that may be missing, shrink, or be replaced."""
 
     path: Path
     offset: int = 0
     identity: tuple[int, int] | None = None
     restarts: int = 0
-    """How often reading began again because the file shrank or was replaced."""
+    """Number of times that the file shrank or was replaced."""
 
     def read(self, limit: int) -> tuple[bytes, int, bool]:
-        """Next bytes, the bytes left behind them, and whether the file began anew since the last call."""
+        """Next bytes, the number of bytes left, and True if the file was replaced since the last
+        call."""
         try:
             with open_regular(self.path) as file:
                 info = os.fstat(file.fileno())
@@ -55,7 +57,8 @@ class FileSource:
 
 
 def nth_from_end(path: Path, words: bytes, count: int) -> int:
-    """Byte at which the `count`-th last occurrence of `words` in a file begins; 0 where there are fewer, or no file."""
+    """Offset of the `count`-th last occurrence of `words` in a file; 0 if there are fewer, or no
+    file."""
     try:
         with open_regular(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             at = len(data)
@@ -69,7 +72,7 @@ def nth_from_end(path: Path, words: bytes, count: int) -> int:
 
 
 def whole_lines(file: BinaryIO) -> Iterator[bytes]:
-    """The lines of a file, in bounded memory: one of more than `MAX_LINE_BYTES` is left out."""
+    """Lines of a file in bounded memory; lines over `MAX_LINE_BYTES` are skipped."""
     skipping = False
     while line := file.readline(MAX_LINE_BYTES):
         ends = line.endswith(b"\n")
@@ -80,21 +83,23 @@ def whole_lines(file: BinaryIO) -> Iterator[bytes]:
 
 @dataclass
 class RecordTail:
-    """Records of one JSONL file, in order, each once. Reads up to the last newline; the torn rest waits."""
+    """Records of one JSONL file, in order, each once. Reads up to the last newline; an unfinished
+    line waits."""
 
     path: Path
     bad_lines: int = 0
-    """Lines that were no record, or too long to be one."""
+    """Lines that were malformed or too long."""
     behind: int = 0
     """Bytes known to be unread after the last call."""
     from_end: bool = False
-    """Leave out what the file holds already."""
+    """Skip the present content of the file."""
     keep: int = 0
-    """Of that, read whole lines of at most so many bytes all the same."""
+    """Bytes of complete lines at its end to read anyway."""
     unread: bytes = b""
-    """Lines that hold this are left out, up to `unread_before`: they are many, and nobody looks that far back."""
+    """Lines with these bytes are skipped up to `unread_before`: they are many, and old ones have no
+    reader."""
     unread_before: int = 0
-    """Byte in the file; a chunk that reaches beyond it is read whole."""
+    """Offset in the file; a chunk that reaches beyond it is read completely."""
     _partial: bytes = b""
     _skipping: bool = False
     _source: FileSource = field(init=False)
@@ -107,11 +112,13 @@ class RecordTail:
 
     @property
     def restarts(self) -> int:
-        """How often the file was cut or replaced; its records come again from the first."""
+        """Number of times that the file was truncated or replaced; its records then come again from
+        the first."""
         return self._source.restarts
 
     def read(self, limit: int = CHUNK_BYTES) -> list[Record]:
-        """Records completed since the last call, from at most `limit` new bytes; call again while `behind`."""
+        """Records completed since the last call, from at most `limit` new bytes; call again while
+        `behind`."""
         data, self.behind, anew = self._source.read(limit)
         if anew:
             self._partial, self._skipping, self.unread_before = b"", False, 0
@@ -131,7 +138,7 @@ class RecordTail:
         return self._parse(lines)
 
     def rest(self) -> Iterator[Record]:
-        """Every record that was completed since the last call, read as by `read`."""
+        """Every record completed since the last call, as from `read`."""
         while True:
             yield from self.read()
             if not self.behind:
@@ -152,8 +159,8 @@ class RecordTail:
 
 
 def next_seq(path: Path) -> int:
-    """The `seq` for who appends to a file of records: it follows the last one, once a torn line behind that is cut off.
-    The folder is made where there is none."""
+    """Next `seq` for a writer that appends to a record file, after removing a torn last line.
+    Creates the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
         return 0

@@ -1,4 +1,4 @@
-"""The run directory: which file lies where, who writes it, and the environment variables that name it.
+"""The run directory: its files and their writers, and the environment variables that name it.
 
 Every path has one writer. `RunDir` only computes paths; `create` makes the folders with mode 0700.
 """
@@ -13,65 +13,70 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LONGEST_SOCKET = 107
-"""Bytes that the kernel takes for the path of a Unix socket."""
+"""Longest path in bytes of a Unix socket."""
 
 ENV_RUN_DIR = "ATROPOS_RUN_DIR"
 """The run directory, for every component."""
 ENV_RUN_ID = "ATROPOS_RUN_ID"
-"""The run's id; also the marker by which leftover processes of a run are found."""
+"""The run's id; leftover processes of a run are found by it."""
 ENV_CONTROL_SOCKET = "ATROPOS_CONTROL_SOCKET"
 """The supervisor's Unix socket; absent when a component runs alone."""
 ENV_TOKEN = "ATROPOS_TOKEN"
 """The run's random token for control routes of the inference server."""
 ENV_DOOR_KEY = "ATROPOS_DOOR_KEY"
-"""What opens run-api, generation and metrics of this run where other machines reach them, and nothing else
+"""Key for run-api, generation and metrics of this run where other machines reach them
 (`atropos_common/http.py`); environments get it, and not the token."""
 NO_UPDATE_CODE = 3
 """Exit code of a trainer whose run made no update, or none in its last steps."""
 ENV_COMPONENT = "ATROPOS_COMPONENT"
 """The component's own name in the plan."""
 ENV_ATTEMPT = "ATROPOS_ATTEMPT"
-"""How often this component was started in this run, from 1."""
+"""Number of starts of this component in this run, from 1."""
 ENV_HOLD_GENERATION = "ATROPOS_HOLD_GENERATION"
-""""1": the server answers only requests with the token until `/bridge/resume` names a weight version."""
+""""1": the server answers only requests with the token until `/bridge/resume` names a weight
+version."""
 ENV_TRAINER_HOSTS = "ATROPOS_TRAINER_HOSTS"
-"""Addresses, with commas between them, at which the server may meet a trainer that broadcasts weights, besides the
-loopback and MASTER_ADDR."""
+"""Further addresses, separated by commas, of trainers that may broadcast weights to the server. The
+loopback and MASTER_ADDR are always allowed."""
 ENV_WAIT_FOR_GO = "ATROPOS_WAIT_FOR_GO"
-""""1": the server imports everything, then waits for the line `go` on its standard input before it takes port and GPU.
-The end of that input ends it."""
+""""1": the server imports everything, then waits for the line `go` on its standard input before it
+takes port and GPU. The end of the input ends it."""
 GO_LINE = b"go\n"
 ENV_HELD_PORT = "ATROPOS_HELD_PORT"
-"""The port that whoever started this process holds for it (`atropos_common/ports.py`)."""
+"""Port that the parent process holds for this one (`atropos_common/ports.py`)."""
 ENV_ENGINE_URLS = "ATROPOS_ENGINE_URLS"
-"""Set for environments: the OpenAI addresses (http://127.0.0.1:9001/v1) of all servers that they may ask, separated by
-spaces."""
+"""For environments: OpenAI base URLs (http://127.0.0.1:9001/v1) of all servers that they may use,
+separated by spaces."""
 ENV_API_URL = "ATROPOS_API_URL"
-"""Set for a trainer that is not ours: the address of run-api."""
+"""For a trainer of another project: the address of run-api."""
 ENV_MODEL = "ATROPOS_MODEL"
-"""Set for it: the stack's model, a folder or a hub id."""
+"""For such a trainer: the stack's model, a folder or a hub id."""
 ENV_CHECKPOINTS = "ATROPOS_CHECKPOINTS"
-"""Set for it: the folder of the run in which checkpoints are looked for."""
+"""For such a trainer: the folder of its checkpoints in the run."""
 ENV_SEQUENCES = "ATROPOS_SEQUENCES_IN_FLIGHT"
-"""Completions that an environment may have under way where neither it nor the profile limits its workers."""
+"""Completions in flight of an environment, where neither it nor the profile limits its workers."""
 ENV_REFILL = "ATROPOS_REFILL"
-"""`0`: an environment begins no more groups than there are places for, and the next ones in atroposlib's rounds."""
+"""`0`: an environment starts only as many groups as there are queue slots, in atroposlib's
+rounds."""
 ENV_RANKS_DIR = "ATROPOS_RANKS_DIR"
-"""A folder that all nodes of a trainer share, in which its ranks meet; needed where they are on several."""
+"""Folder shared by all nodes of a trainer, for the rendezvous of its ranks; required for several
+nodes."""
 ENV_NODE_ADDRESS = "ATROPOS_NODE_ADDRESS"
-"""The address under which other nodes reach a component; without it, it is on one machine with all others."""
+"""Address under which other nodes reach a component; without it, all components are on one
+machine."""
 ENV_ALLOWED_HOSTS = "ATROPOS_ALLOWED_HOSTS"
-"""Names, divided by commas, that our servers take in the Host header besides the loopback's and the bound one."""
+"""Further names, separated by commas, that our servers accept in the Host header."""
 
 MANIFEST_NAME = "vllm_bridge_config.json"
 LATEST_TIME = 253_402_300_799.0
-"""Unix seconds, the year 9999: a later time in a run's files is foreign, and a calendar may refuse it."""
+"""Latest plausible time in Unix seconds (the year 9999): calendars refuse later ones."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 def is_safe_name(name: str) -> bool:
-    """Whether `name` can stand in a path, a flag and a log line: letters, digits, dot, dash, underscore."""
+    """Return True if `name` is safe in a path, a flag and a log line: letters, digits, dot, dash,
+    underscore."""
     return _NAME.fullmatch(name) is not None
 
 
@@ -101,21 +106,21 @@ class RunDir:
     telemetry_jsonl = _Below("telemetry.jsonl")
     gauges_jsonl = _Below("gauges.jsonl")
     fault_txt = _Below("fault.txt")
-    """Report of a fault of ours, to file as an issue."""
+    """Report of an internal error, to file as an issue."""
     supervisor_log = _Below("supervisor.log")
-    """What the supervisor process itself prints when it runs in the background."""
+    """Output of a supervisor that runs in the background."""
     slurm_job = _Below("slurm_job")
-    """Number of the job that a run was submitted as, or runs in."""
+    """Number of the run's SLURM job."""
     slurm_script = _Below("slurm.sh")
     slurm_log = _Below("slurm.log")
-    """What the batch script prints."""
+    """Output of the batch script."""
     logs = _Below("logs")
     bridge = _Below("bridge")
     checkpoints = _Below("checkpoints")
 
     @classmethod
     def from_env(cls) -> RunDir | None:
-        """The run directory that the supervisor named, or None when this program runs alone."""
+        """The run directory that the supervisor named; None when this program runs alone."""
         value = os.environ.get(ENV_RUN_DIR)
         return cls(Path(value)) if value else None
 
@@ -125,10 +130,10 @@ class RunDir:
         return hashlib.blake2b(os.fsencode(self.root.resolve()), digest_size=10).hexdigest() + ".sock"
 
     def create(self) -> None:
-        """Make the directory and its folders, private to the user.
+        """Create the directory and its folders, private to the user.
 
         Raises:
-            OSError: it cannot be made, or another user's folder stands there.
+            OSError: it cannot be created, or the folder belongs to another user.
         """
         self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
         if self.root.stat().st_uid != os.getuid():
@@ -144,7 +149,7 @@ class RunDir:
         return self.logs / component / f"{attempt}.log"
 
     def engine_bridge(self, component: str) -> Path:
-        """Where one engine writes its manifest and version stamps."""
+        """Folder of one engine's manifest and version stamps."""
         return self.bridge / component
 
     def manifest(self, component: str) -> Path:
@@ -152,7 +157,7 @@ class RunDir:
 
 
 def registry() -> Path:
-    """Where every run of this user's leaves a symlink to its directory."""
+    """Folder with a symlink to each run directory of this user."""
     import platformdirs
 
     return Path(platformdirs.user_state_dir("atropos-tui")) / "runs"

@@ -1,8 +1,10 @@
-"""One view out of many boxes: where a tensor lies in another one that holds it in parts, possibly fused with others.
+"""One view out of many boxes: the place of a tensor inside another one that holds it in parts,
+possibly fused with others.
 
-vLLM keeps q, k and v as rows of one parameter and the experts of a layer as one, checkpoints hold them singly, and
-transformers stacks experts in an order of its own. Each side knows which box of a tensor is which box elsewhere; a
-tensor that is evenly spaced there needs no copy. All figures are in elements. Torch-free.
+vLLM keeps q, k and v as rows of one parameter and all experts of a layer in one; checkpoints hold
+them singly, and transformers stacks experts in its own order. Each side knows which box of a tensor
+is which box elsewhere. A tensor that is evenly spaced there needs no copy. All figures are in
+elements. Torch-free.
 """
 
 from __future__ import annotations
@@ -14,19 +16,20 @@ from typing import NamedTuple
 
 
 class PartPlace(NamedTuple):
-    """Where a part of a tensor, evenly cut out of it, lies elsewhere."""
+    """Place of an even part of a tensor in another tensor."""
 
     begin: tuple[int, ...]
-    """Index of its first element in the tensor."""
+    """Index of the part's first element in the tensor."""
     shape: tuple[int, ...]
     offset: int
-    """Of that element there."""
+    """Offset of that element in the other tensor."""
     stride: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Box:
-    """A part of a contiguous tensor, and the same elements elsewhere: sizes, the strides and first element of both."""
+    """A part of a contiguous tensor and the same elements elsewhere: sizes, strides and first
+    element of both."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -36,30 +39,31 @@ class Box:
 
 
 def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a tensor of this shape whose elements lie one after the other."""
+    """Strides of a contiguous tensor of this shape."""
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """From the first element of a tensor to behind its last one; 0 where it has none."""
+    """Number of elements from a tensor's first to its last one; 0 for an empty tensor."""
     return math.prod(shape) and 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
 def joined(shape: Sequence[int], boxes: Iterable[Box]) -> tuple[int, tuple[int, ...]] | None:
-    """First element and strides, elsewhere, of the contiguous tensor that the boxes make up.
+    """First element and strides, elsewhere, of the contiguous tensor that the boxes form.
 
     Returns:
-        None when they leave something out, overlap, or do not lie evenly there.
+        None if they leave gaps, overlap, or are not evenly spaced there.
     """
     place = joined_part(shape, boxes)
     return None if place is None or place.shape != tuple(shape) else (place.offset, place.stride)
 
 
 def joined_part(shape: Sequence[int], boxes: Iterable[Box]) -> PartPlace | None:
-    """Where the boxes lie elsewhere that make up all of a contiguous tensor, or a part between two corners of it.
+    """Place elsewhere of the boxes that form a contiguous tensor, or a part between two of its
+    corners.
 
     Returns:
-        None when they leave something out between those, overlap, or do not lie evenly there.
+        None if they leave gaps within it, overlap, or are not evenly spaced there.
     """
     parts = list(dict.fromkeys(boxes))
     own = contiguous(shape)
@@ -100,7 +104,7 @@ def joined_part(shape: Sequence[int], boxes: Iterable[Box]) -> PartPlace | None:
 
 
 def _index(offset: int, stride: Sequence[int]) -> tuple[int, ...]:
-    """Of the element at `offset` in a contiguous tensor."""
+    """Index of the element at `offset` in a contiguous tensor."""
     found = []
     for step in stride:
         index, offset = divmod(offset, step)

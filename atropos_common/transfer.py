@@ -1,11 +1,12 @@
-"""Messages of a broadcast of weights, and how the tensors lie in what is sent.
+"""Messages of a weight broadcast, and the layout of the sent bytes.
 
-    POST /bridge/transfer/init     TransferInit    -> BridgeInfo       (every worker joins the trainer's group)
-    POST /bridge/transfer/update   TransferUpdate  -> TransferReport   (pause, receive, reset the prefix cache, resume)
+    POST /bridge/transfer/init TransferInit -> BridgeInfo (every worker joins the trainer's group)
+    POST /bridge/transfer/update TransferUpdate -> TransferReport (pause, receive, reset the prefix
+    cache, resume)
 
-The trainer's ranks are the first of the group, and lead by rank 0; a server's workers follow from `first_rank` on. Both
-sides derive the same chunks, and who sends which bytes of them, from the tensors' names, types, shapes and owners, so a
-broadcast carries bytes alone. Torch-free.
+The trainer's ranks are the first of the group; rank 0 leads. A server's workers follow from
+`first_rank` on. Both sides derive the same chunks and senders from the tensors' names, dtypes,
+shapes and owners, so a broadcast carries only bytes. Torch-free.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from pydantic import BeforeValidator, Field, PlainSerializer
 from atropos_common.bridge import BridgeMessage, InFlight, Version
 
 TransferBackend = Literal["nccl", "gloo"]
-"""NCCL between GPUs, gloo where the weights lie in CPU memory."""
+"""NCCL between GPUs, gloo for weights in CPU memory."""
 
 ALIGNMENT = 256
-"""Bytes; every tensor starts at a multiple of it, as one from an allocator would."""
+"""Alignment in bytes of every tensor's start, as an allocator would give it."""
 SLOTS = 2
 """Receive buffers of a worker: one is filled while the other is emptied."""
 
@@ -52,8 +53,8 @@ class SentTensor(BridgeMessage):
     dtype: Literal["float32", "bfloat16", "float16"]
     shape: list[int]
     owners: list[tuple[int, int]] = Field(default_factory=list)
-    """Rank and number of bytes of each part, in order, where the trainer's ranks have a part each; else all of it is
-    rank 0's."""
+    """Rank and number of bytes of each part, in order, if the trainer's ranks have parts; empty:
+    rank 0 has all of it."""
 
     @property
     def nbytes(self) -> int:
@@ -61,18 +62,19 @@ class SentTensor(BridgeMessage):
 
 
 class TransferInit(BridgeMessage):
-    """How a server's workers find the group, and what will be sent in it."""
+    """Rendezvous of a server's workers with the group, and what it will send."""
 
     backend: TransferBackend
     address: str
     port: int = Field(ge=1, le=65535)
-    """Of the trainer's key-value store, where the group meets."""
+    """Port of the trainer's key-value store, where the group meets."""
     key: str
-    """Prefix of the group's keys in that store, new for each group. No secret: whoever reaches the port can list it."""
+    """Prefix of the group's keys in the store, new for each group. Not secret: every process that
+    reaches the port can list it."""
     secret: Secret = Field(min_length=32, repr=False)
-    """Of the group, and new for each one: what is said in the store without it does not count."""
+    """Secret of the group, new for each one; values in the store without its MAC are ignored."""
     nccl_id: Secret = Field(b"", repr=False)
-    """By which the ranks of NCCL find and know each other; empty over gloo. As secret."""
+    """Id by which the NCCL ranks find and verify each other, also secret; empty for gloo."""
     first_rank: int = Field(ge=1)
     world_size: int = Field(ge=2)
     timeout_s: float = Field(gt=0)
@@ -81,8 +83,8 @@ class TransferInit(BridgeMessage):
 
 
 def meeting_place(init_method: str, env: Mapping[str, str]) -> tuple[str, str]:
-    """Address and port, as text, where a broadcast's group meets: `--init-method`, else MASTER_ADDR and MASTER_PORT; by
-    default the loopback and any free port."""
+    """Address and port, as text, of a broadcast's rendezvous: `--init-method`, else MASTER_ADDR and
+    MASTER_PORT; by default the loopback and any free port."""
     found = re.fullmatch(r"tcp://\[?(.+?)\]?:(\d+)", init_method)
     if found:
         return found[1], found[2]
@@ -90,17 +92,18 @@ def meeting_place(init_method: str, env: Mapping[str, str]) -> tuple[str, str]:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this machine reaches `address`. Of names `localhost` alone is known; nothing is looked up."""
+    """Return True if only this machine reaches `address`. The only known name is `localhost`;
+    nothing is resolved."""
     return address.lower() == "localhost" or any(each.is_loopback for each in _numbers(address))
 
 
 def is_wildcard(address: str) -> bool:
-    """Whether to listen on `address` is to listen on every interface."""
+    """Return True if listening on `address` means every interface."""
     return any(each.is_unspecified for each in _numbers(address))
 
 
 def _numbers(address: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
-    """`address` where it is a number, in any of the ways in which it can be written."""
+    """`address` as a number, in any notation; empty for a name."""
     try:
         (found, *_) = socket.getaddrinfo(address, None, flags=socket.AI_NUMERICHOST)
     except (OSError, UnicodeError):
@@ -144,7 +147,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What is received in one go: bytes `start` to `end` of the stream, whole tensors."""
+    """Bytes `start` to `end` of the stream that are received together: whole tensors."""
 
     start: int
     end: int
@@ -152,7 +155,7 @@ class Chunk:
 
     @cached_property
     def pieces(self) -> list[Piece]:
-        """The broadcasts that fill it, in order; room between tensors belongs to the piece before."""
+        """The broadcasts that fill the chunk, in order; padding belongs to the preceding piece."""
         starts: list[tuple[int, int]] = []
         for placed in self.tensors:
             at = placed.start
@@ -169,7 +172,7 @@ class Chunk:
 
 
 def place(tensors: Sequence[SentTensor]) -> tuple[list[Placed], int]:
-    """Where each tensor starts, one after the other, and the bytes of all."""
+    """Start of each tensor in the stream, and the size of the stream in bytes."""
     placed, end = [], 0
     for tensor in tensors:
         placed.append(Placed(tensor, end))
@@ -178,7 +181,8 @@ def place(tensors: Sequence[SentTensor]) -> tuple[list[Placed], int]:
 
 
 def chunks(tensors: Sequence[SentTensor], chunk_bytes: int) -> list[Chunk]:
-    """The stream cut between tensors into parts of at most `chunk_bytes`, or of one tensor where that is larger."""
+    """The stream, cut between tensors into parts of at most `chunk_bytes`; a larger tensor is its
+    own chunk."""
     placed, total = place(tensors)
     parts: list[Chunk] = []
     first = 0

@@ -374,12 +374,12 @@ class _Builder:
         if settings.gradient_checkpointing == "auto" and on_gpu and device.total and not anew:
             # As the trainer decides it.
             room = model_math.room_for_activations(device.total - device.wanted, device.total)
-            kept = wanted(model_math.layers_anew(wanted, dimensions.layers, room))
+            kept = wanted(model_math.layers_recomputed(wanted, dimensions.layers, room))
             note = kept.formula
             each = 4 if settings.head_dtype == "float32" else dtype_bytes(settings.dtype, model)
             all_logits = kept.tokens * dimensions.vocab * each
-            if kept.anew:
-                note += f" (gradient checkpointing of {kept.anew} layers: more would not fit)"
+            if kept.recomputed:
+                note += f" (gradient checkpointing of {kept.recomputed} layers: more would not fit)"
             elif kept.total + all_logits <= room:
                 logits, note = all_logits, f"{note}; logits stay, since there is room"
         if step > kept.total:
@@ -422,9 +422,9 @@ class _Builder:
         reached = None if everything else all_layers - min(layers, default=all_layers)
         tokens = tokens_per_pass(settings, longest_sequence(self.profile), ranks)
         width, adapters = dtype_bytes(settings.dtype, model), Adapters.of(trained, all_layers)
-        return lambda anew: model_math.activation_bytes(
+        return lambda recomputed: model_math.activation_bytes(
             dimensions, tokens, width=width, on_gpu=on_gpu, layers=reached, largest=largest,
-            compiled=large and on_gpu, anew=anew, offloaded=settings.activation_offload, adapters=adapters,
+            compiled=large and on_gpu, recomputed=recomputed, offloaded=settings.activation_offload, adapters=adapters,
         )  # fmt: skip
 
 

@@ -68,7 +68,7 @@ def test_adapters_over_a_layer_that_is_computed_anew(name: str, compiled: bool) 
         compile_layers(model)
     short, long = 128, 256
     counted = _peak(model, long) - _peak(model, short)
-    planned = [activations(model, tokens, compiled=compiled, anew=2) for tokens in (short, long)]
+    planned = [activations(model, tokens, compiled=compiled, recomputed=2) for tokens in (short, long)]
     assert planned[1]._again > planned[1].head, "there is next to no head here"
     # What grows with tokens.
     grows = [one.total - max(one.head, one._again) + one._again for one in planned]

@@ -93,7 +93,7 @@ def test_as_few_layers_as_it_takes_are_computed_anew(
 ) -> None:
     model = load_model(str(base), torch.float32, CPU)
     train_only(model, trained)
-    one, all_kept = activations(model, 16384, anew=1).total, activations(model, 16384).total
+    one, all_kept = activations(model, 16384, recomputed=1).total, activations(model, 16384).total
     assert one < all_kept
     trained_bytes = sum(p.numel() for p in model.parameters() if p.requires_grad) * (4 + 8)
     monkeypatch.setattr(speed, "_memory", lambda _: (trained_bytes + (one + all_kept) // 2, 0))

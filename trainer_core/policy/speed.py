@@ -7,7 +7,7 @@ processes use too those waits are long. So each thread takes every n-th row, alo
 gradients are added up in order, and results do not depend on timing.
 
 Compilation changes speed, never results beyond rounding; a compiler that does not work here costs a warning, and the
-uncompiled code runs on. Gradient checkpointing is on for as few layers as have to be computed anew to fit.
+uncompiled code runs on. Gradient checkpointing is on for as few layers as memory requires.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def use_checkpointing(
     model: nn.Module, mode: str, *, tokens: int, optimizer: str, device: torch.device, offload: bool = False,
     gradient_bytes: int = model_math.GRADIENT_BYTES, compiled: bool = False, world: World = ALONE,
 ) -> int:  # fmt: skip
-    """Switch gradient checkpointing for `mode` (auto, on or off); returns how many layers it computes anew, and says
+    """Switch gradient checkpointing for `mode` (auto, on or off); returns the number of recomputed layers, and logs
     why. With auto these are as few as it takes, and the logits stay for the backward pass, too, where there is room for
     those of the largest pass.
 
@@ -167,8 +167,8 @@ def use_checkpointing(
         compiled: the layers will be, and keep less.
     """
     layers = decoder_layers(model)
-    anew = len(layers) if mode == "on" or offload else 0
-    if mode == "auto" and not anew and device.type == "cuda":
+    recomputed = len(layers) if mode == "on" or offload else 0
+    if mode == "auto" and not recomputed and device.type == "cuda":
         trained = [local(p).shape for p in model.parameters() if p.requires_grad]
         # Gradients and the optimizer's state are not allocated before the first step.
         gradients = gradient_bytes * sum(map(math.prod, trained))
@@ -178,33 +178,33 @@ def use_checkpointing(
         room = model_math.room_for_activations(free - gradients - state - gathered_bytes(model), total)
         room = min(world.gather(room))
         kept = functools.partial(activations, model, tokens, compiled)
-        anew = model_math.layers_anew(kept, layers_reached(model), room)
+        recomputed = model_math.layers_recomputed(kept, layers_reached(model), room)
         wanted = kept(0).total
         width = getattr(model, "logits_dtype", compute_dtype(model)).itemsize
         logits = tokens * dimensions(model).vocab * width
-        model.keeps_logits = not anew and wanted + logits <= room  # type: ignore[assignment]
+        model.keeps_logits = not recomputed and wanted + logits <= room  # type: ignore[assignment]
         print(
-            f"Gradient checkpointing {f'on, {anew} of {len(layers)} layers' if anew else 'off'}: "
+            f"Gradient checkpointing {f'on, {recomputed} of {len(layers)} layers' if recomputed else 'off'}: "
             f"{tokens} tokens need about {wanted / 1e9:.1f} GB, {max(0, room) / 1e9:.1f} GB are there for them"
         )
-    if anew:
-        lowest = 0 if anew == len(layers) else len(layers) - layers_reached(model)
-        # The lowest: when they are computed anew, what those above kept is gone.
-        _enable(model, layers[lowest : lowest + anew])
+    if recomputed:
+        lowest = 0 if recomputed == len(layers) else len(layers) - layers_reached(model)
+        # The lowest layers: when they are recomputed, what the upper ones kept is gone.
+        _enable(model, layers[lowest : lowest + recomputed])
     if offload:
         saved = SavedStates(device)
         for layer in layers:
             layer._gradient_checkpointing_func = saved.around(layer._gradient_checkpointing_func)
-    return anew
+    return recomputed
 
 
-def activations(model: nn.Module, tokens: int, compiled: bool = False, anew: int = 0) -> model_math.Activations:
-    """What the forward pass of `tokens` tokens on a GPU keeps for the backward pass, where `anew` layers are computed
-    anew in that."""
+def activations(model: nn.Module, tokens: int, compiled: bool = False, recomputed: int = 0) -> model_math.Activations:
+    """What the forward pass of `tokens` tokens on a GPU keeps for the backward pass, which
+    recomputes `recomputed` layers."""
     trained = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
     return model_math.activation_bytes(
-        dimensions(model), tokens, width=compute_dtype(model).itemsize, on_gpu=True, compiled=compiled, anew=anew,
-        layers=layers_reached(model), largest=max(map(math.prod, trained.values()), default=0),
+        dimensions(model), tokens, width=compute_dtype(model).itemsize, on_gpu=True, compiled=compiled,
+        recomputed=recomputed, layers=layers_reached(model), largest=max(map(math.prod, trained.values()), default=0),
         adapters=model_math.Adapters.of(trained, len(decoder_layers(model))),
     )  # fmt: skip
 
