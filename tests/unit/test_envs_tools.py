@@ -72,7 +72,7 @@ async def test_tools_are_called_and_answered_under_the_pinned_vllm(tmp_path: Pat
         await env.setup_wandb()
         nodes, _ = await env.collect_trajectories(0)
         await env._close_servers()
-    assert env.called == {"expression": "3*4"} and env.said == "12"
+    assert env.called == {"expression": "3*4"} and env.said.startswith("12")
     prompts = [decode(body["prompt"]["prompt_token_ids"]) for body in engine.bodies]
     assert '"calculator"' in prompts[0], "the template shows the tools"
     assert CALL in prompts[1], "the call comes back as the model wrote it"
