@@ -16,29 +16,76 @@ from typing import BinaryIO
 LARGEST = 64 * 1024 * 1024
 """Limit in bytes of a file that is read as a whole; a plan for 64 machines has a hundredth of
 it."""
+IN_LOGS = 3
+"""`unlinked` of `RUN/logs/COMPONENT/ATTEMPT.log`."""
 
 
-def open_regular(path: Path) -> BinaryIO:
-    """Open `path` for reading.
+def open_regular(path: Path, unlinked: int = 1) -> BinaryIO:
+    """Open a regular file for reading.
+
+    Args:
+        unlinked: how many of the last parts of `path` may not be symbolic links; 0 follows every link. 1 suits a file
+            that lies in a run directory, `IN_LOGS` a log: a recording must not lead a reader to other files.
 
     Raises:
-        OSError: it is missing or not a regular file: opening a pipe would block.
+        OSError: it does not exist, is reached by such a link, or is no regular file (a pipe would block for ever).
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+    if unlinked < 2:
+        descriptor = os.open(path, flags | (os.O_NOFOLLOW if unlinked else 0))
+    else:
+        with _opened_folder(path.parent, unlinked - 1) as folder:
+            descriptor = os.open(path.name, flags | os.O_NOFOLLOW, dir_fd=folder)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return os.fdopen(descriptor, "rb")
     os.close(descriptor)
     raise OSError(errno.EINVAL, "not a regular file", str(path))
 
 
-def read_regular(path: Path) -> str:
-    """Text of `path`, UTF-8.
+@contextmanager
+def _opened_folder(path: Path, unlinked: int) -> Iterator[int]:
+    """Descriptor of a folder; its last `unlinked` parts may not be symbolic links."""
+    at = os.open(path.parents[unlinked - 1], os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for name in path.parts[-unlinked:]:
+            inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=at)
+            os.close(at)
+            at = inner
+        yield at
+    finally:
+        os.close(at)
+
+
+def names_in(folder: Path, unlinked: int = 1, *, folders: bool = False) -> list[str]:
+    """Sorted names of the regular files in a folder, or of its folders; links are left out. Empty if the folder does
+    not exist or is reached by a link (`unlinked` as in `open_regular`)."""
+    try:
+        with _opened_folder(folder, unlinked) as descriptor, os.scandir(descriptor) as entries:
+            is_wanted = os.DirEntry.is_dir if folders else os.DirEntry.is_file
+            return sorted(entry.name for entry in entries if is_wanted(entry, follow_symlinks=False))
+    except OSError:
+        return []
+
+
+def next_data(descriptor: int, offset: int) -> int:
+    """First offset from `offset` on that is not in a hole of the file; the file's size if there is none.
+
+    A sparse file of any size takes no room in an archive; a reader skips its holes.
+    """
+    try:
+        return os.lseek(descriptor, offset, os.SEEK_DATA)
+    except OSError as error:
+        return max(offset, os.fstat(descriptor).st_size) if error.errno == errno.ENXIO else offset
+
+
+def read_regular(path: Path, unlinked: int = 1) -> str:
+    """The text of `path`, UTF-8; `unlinked` as in `open_regular`.
 
     Raises:
-        OSError: it is missing, not a regular file, or larger than `LARGEST`.
-        UnicodeDecodeError: it is not UTF-8.
+        OSError: it cannot be opened so, or is larger than `LARGEST`.
+        UnicodeDecodeError: it holds no text.
     """
-    with open_regular(path) as file:
+    with open_regular(path, unlinked) as file:
         if os.fstat(file.fileno()).st_size > LARGEST:
             raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
         return file.read().decode("utf-8")

@@ -15,13 +15,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from atropos_common.files import cut_torn_line, open_regular
+from atropos_common.files import cut_torn_line, next_data, open_regular
 from atropos_common.records import Record, RecordError, parse_line
 
 CHUNK_BYTES = 256 * 1024
 """Bytes per call: a few hundred records, some ten milliseconds of parsing."""
 MAX_LINE_BYTES = 4 * 1024 * 1024
 """Longest line in bytes; a longer one is counted and skipped."""
+LOOK_BACK_BYTES = 256 << 20
+"""Bytes at the end of a file in which records are counted from the end."""
 TAIL_BYTES = 1 << 20
 """Bytes at a file's end in which the last complete record is searched."""
 
@@ -48,7 +50,7 @@ class FileSource:
                     self.offset = 0
                     self.restarts += 1
                 self.identity = identity
-                file.seek(self.offset)
+                self.offset = file.seek(next_data(file.fileno(), self.offset))
                 data = file.read(limit)
         except OSError:
             return b"", 0, False
@@ -57,16 +59,21 @@ class FileSource:
 
 
 def nth_from_end(path: Path, words: bytes, count: int) -> int:
-    """Offset of the `count`-th last occurrence of `words` in a file; 0 if there are fewer, or no
-    file."""
+    """Byte at which the `count`-th last occurrence of `words` in a file begins.
+
+    0 without a file. Where the last `LOOK_BACK_BYTES` hold fewer, the byte at which these begin: 0 in a shorter file.
+    """
     try:
-        with open_regular(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            at = len(data)
-            for _ in range(count):
-                at = data.rfind(words, 0, at)
-                if at < 0:
-                    return 0
-            return at
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            first = max(0, size - LOOK_BACK_BYTES) // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+            with mmap.mmap(file.fileno(), size - first, access=mmap.ACCESS_READ, offset=first) as data:
+                at = len(data)
+                for _ in range(count):
+                    at = data.rfind(words, 0, at)
+                    if at < 0:
+                        return first
+                return first + at
     except (OSError, ValueError):  # an empty file cannot be mapped
         return 0
 
@@ -79,6 +86,8 @@ def whole_lines(file: BinaryIO) -> Iterator[bytes]:
         if not skipping and (ends or len(line) < MAX_LINE_BYTES):
             yield line
         skipping = not ends
+        if skipping:
+            file.seek(next_data(file.fileno(), file.tell()))
 
 
 @dataclass

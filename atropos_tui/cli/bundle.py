@@ -27,10 +27,11 @@ from typing import Any
 
 import tomli_w
 
-from atropos_common.files import read_regular
+from atropos_common.files import IN_LOGS, names_in, open_regular, read_regular
 from atropos_common.run_dir import ENV_TOKEN, RunDir
 from atropos_tui.cli import runs
 from atropos_tui.errors import Exit, Problem, UserError
+from atropos_tui.monitor.run_files import streams
 from atropos_tui.profile.redact import Scrubber, is_harmless, is_plain_setting, is_secret_name, secret_references
 from atropos_tui.profile.spec import references
 from atropos_tui.supervisor import procfs, tracker
@@ -91,15 +92,11 @@ def _fill(packed: Bundle, entry: runs.RunEntry) -> None:
     from atropos_tui.cli.doctor.command import report_json
     from atropos_tui.cli.inspect import status_of
 
-    root = os.open(entry.dir.root, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        here = sorted(os.listdir(root))  # noqa: PTH208  (a descriptor)
-        named = [name for name in here if name.startswith("eval.") and name.endswith(".jsonl")]
-        for name in (*WHOLE, *STREAMS, *named, *_logs(root)):
-            _add_file(packed, root, name)
-        packed.add("files.txt", packed.scrub.text("\n".join(_listing(root)) + "\n"))
-    finally:
-        os.close(root)
+    run = entry.dir
+    named = [path.name for path in streams(run) if path.name not in STREAMS]
+    for name in (*WHOLE, *STREAMS, *named, *_logs(run)):
+        _add_file(packed, run.root, name)
+    packed.add("files.txt", packed.scrub.text("\n".join(_listing(run.root)) + "\n"))
     if entry.is_live:
         _add_report(packed, "status.json", lambda: asyncio.run(status_of(entry)).model_dump_json(indent=1))
     _add_report(packed, "doctor.json", report_json)
@@ -118,7 +115,7 @@ def _add_report(packed: Bundle, name: str, report: Callable[[], str]) -> None:
         packed.add(name, json.dumps(packed.scrub.tree(json.loads(text)), indent=1))
 
 
-def _add_file(packed: Bundle, root: int, name: str) -> None:
+def _add_file(packed: Bundle, root: Path, name: str) -> None:
     try:
         head, tail, size = _read(root, name)
     except FileNotFoundError:
@@ -171,31 +168,9 @@ def _toml(scrubber: Scrubber, text: str) -> str:
         return scrubber.text(text)
 
 
-def _open(root: int, name: str) -> int:
-    """Open a regular file below `root`, following no link on the way.
-
-    Raises:
-        OSError: a part of the path is a link, or the file is no regular one.
-    """
-    *folders, last = name.split("/")
-    at = os.dup(root)
-    try:
-        for folder in folders:
-            inner = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=at)
-            os.close(at)
-            at = inner
-        descriptor = os.open(last, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=at)
-    finally:
-        os.close(at)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(0, "not a regular file")
-    return descriptor
-
-
-def _read(root: int, name: str) -> tuple[bytes, bytes, int]:
+def _read(root: Path, name: str) -> tuple[bytes, bytes, int]:
     """Head, tail and size of a file; cut between lines, since half a secret would not be recognised."""
-    with os.fdopen(_open(root, name), "rb") as file:
+    with open_regular(root / name, unlinked=len(Path(name).parts)) as file:
         size = os.fstat(file.fileno()).st_size
         if size <= HEAD_BYTES + TAIL_BYTES:
             data = file.read(size)
@@ -206,31 +181,18 @@ def _read(root: int, name: str) -> tuple[bytes, bytes, int]:
     return head[: head.rfind(b"\n") + 1], tail.partition(b"\n")[2], size
 
 
-def _logs(root: int) -> Iterator[str]:
+def _logs(run: RunDir) -> Iterator[str]:
     """Logs of the last attempts of each component, rotated parts included."""
-    for component in _folders(root, "logs"):
-        names = [name for name in _folders(root, f"logs/{component}", files=True) if ".log" in name]
+    for component in names_in(run.logs, folders=True):
+        names = [name for name in names_in(run.logs / component, IN_LOGS - 1) if ".log" in name]
         attempts = sorted({int(start) for name in names if (start := name.split(".")[0]).isdecimal()})
         kept = set(map(str, attempts[-MOST_ATTEMPTS:]))
         yield from (f"logs/{component}/{name}" for name in names if name.split(".")[0] in kept)
 
 
-def _folders(root: int, name: str, *, files: bool = False) -> list[str]:
-    """Names below a folder of the run: of folders, or of files; a link to elsewhere has none."""
-    try:
-        descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=root)
-    except OSError:
-        return []
-    try:
-        with os.scandir(descriptor) as entries:
-            return sorted(e.name for e in entries if (e.is_file if files else e.is_dir)(follow_symlinks=False))
-    finally:
-        os.close(descriptor)
-
-
-def _listing(root: int) -> Iterator[str]:
+def _listing(root: Path) -> Iterator[str]:
     """Every name below the run with its size in bytes: checkpoints and weights are only counted here."""
-    for folder, folders, files, descriptor in os.fwalk(".", dir_fd=root):
+    for folder, folders, files, descriptor in os.fwalk(root):
         folders.sort()
         for name in sorted(files):
             try:
@@ -238,7 +200,7 @@ def _listing(root: int) -> Iterator[str]:
             except OSError:
                 continue  # of a run that goes on: it has gone since it was listed
             kind = " (link)" if stat.S_ISLNK(info.st_mode) else ""
-            yield f"{info.st_size:>15,}  {folder[2:] + '/' if folder != '.' else ''}{name}{kind}"
+            yield f"{info.st_size:>15,}  {Path(folder, name).relative_to(root)}{kind}"
 
 
 def _versions() -> dict[str, str]:
@@ -286,7 +248,11 @@ def _dotenv(file: Path) -> dict[str, str]:
     from dotenv import dotenv_values
 
     try:
-        return {name: value for name, value in dotenv_values(stream=io.StringIO(read_regular(file))).items() if value}
+        return {
+            name: value
+            for name, value in dotenv_values(stream=io.StringIO(read_regular(file, unlinked=0))).items()
+            if value
+        }
     except (OSError, ValueError):  # ValueError: not UTF-8
         return {}
 

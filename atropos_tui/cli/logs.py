@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Literal
 
+from atropos_common.files import names_in
 from atropos_common.run_dir import RunDir, is_safe_name
 from atropos_tui.cli import runs
 from atropos_tui.cli.show import has_colour
@@ -130,7 +131,7 @@ def _print(lines: Iterable[LogLine], show: Show) -> int:
 def _readers(run: RunDir, chosen: list[str], options: argparse.Namespace) -> tuple[list[str], list[LogReader]]:
     """Names and readers of the components that are asked for; of all, in plan order, where none is named."""
     planned = [part.name for part in read_info(run).components if is_safe_name(part.name)]
-    known = list(dict.fromkeys([*planned, *sorted(path.name for path in run.logs.glob("*") if path.is_dir())]))
+    known = list(dict.fromkeys([*planned, *names_in(run.logs, folders=True)]))
     names = list(dict.fromkeys(chosen)) or known
     if unknown := [name for name in names if name not in known]:
         fixes = [f"{did_you_mean(name, known)}one of: {', '.join(known)}" for name in unknown]

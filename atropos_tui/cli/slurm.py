@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from atropos_common.files import read_regular, write_private
+from atropos_common.files import open_regular, read_regular, write_private
 from atropos_common.run_dir import RunDir
 from atropos_tui.errors import Elsewhere, Exit, Problem, UserError
 from atropos_tui.profile import sbatch
@@ -453,7 +453,7 @@ def stay(run: RunDir, job: Job) -> None:
 def tell_log(run: RunDir, start: int) -> int:
     """Print what the batch script has written from byte `start` on; where that ends."""
     try:
-        with run.slurm_log.open("rb") as file:
+        with open_regular(run.slurm_log) as file:
             file.seek(start)
             data = file.read()
     except OSError:

@@ -19,7 +19,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple
 
-from atropos_common.files import open_regular
+from atropos_common.files import IN_LOGS, next_data, open_regular
 from atropos_common.record_tail import CHUNK_BYTES, MAX_LINE_BYTES
 from atropos_tui.monitor.format import bytes_text
 from atropos_tui.supervisor.logs import LogTimes, attempts, latest_attempt
@@ -182,7 +182,7 @@ class LogReader:
         """The segment that comes after `file`, opened, when `file` is no longer the one being written."""
         try:
             with contextlib.ExitStack() as stack:
-                newest = stack.enter_context(open_regular(path))
+                newest = stack.enter_context(open_regular(path, IN_LOGS))
                 if _same(newest, file):
                     return None
                 # Looked at in this order, a rotation in between can only make the older one newer, never lost.
@@ -213,7 +213,12 @@ class LogReader:
             yield from self._jump(file, size - file.tell(), at_once, MAX_BEHIND_BYTES if may_wait else at_once)
             size = min(size, file.tell() + at_once) if grows else size
         left = size - file.tell()
-        while left > 0 and (data := file.read(min(CHUNK_BYTES, left))):
+        while left > 0:
+            begin = file.tell()
+            left -= file.seek(next_data(file.fileno(), begin)) - begin
+            data = file.read(min(CHUNK_BYTES, left)) if left > 0 else b""
+            if not data:
+                return
             left -= len(data)
             end = file.tell() - len(data) - len(self._partial)
             self._times.refresh()
@@ -318,12 +323,15 @@ class MergedLogs:
 
 def _start(file: BinaryIO, times: LogTimes, count: float, since: float) -> tuple[int, int]:
     """Where to begin so that the last `count` lines that ended since `since` are read, and how many lines follow."""
+    if count == math.inf and since == -math.inf:
+        return 0, 0
     times.refresh()
     position, newlines = file.seek(0, os.SEEK_END), 0
     while position > 0:
         step = min(CHUNK_BYTES, position)
         position -= step
-        data = os.pread(file.fileno(), step, position)
+        is_hole = next_data(file.fileno(), position) >= position + step
+        data = b"" if is_hole else os.pread(file.fileno(), step, position)
         newlines += data.count(b"\n")
         first = position + data.find(b"\n")
         if first >= position and (newlines > count or times.at(first) < since):
@@ -337,7 +345,7 @@ def _older(path: Path) -> Path:
 
 def _open(path: Path) -> BinaryIO | None:
     try:
-        return open_regular(path)
+        return open_regular(path, IN_LOGS)
     except OSError:
         return None
 

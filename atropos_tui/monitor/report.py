@@ -20,7 +20,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from atropos_common.control import Phase, RunStatus, State
-from atropos_common.files import read_regular
+from atropos_common.files import names_in, read_regular
 from atropos_common.records import SCHEMA_VERSION, DiagnosisRecord, RolloutRecord
 from atropos_common.run_dir import LATEST_TIME, RunDir
 from atropos_tui import __version__
@@ -398,8 +398,6 @@ def _fact(key: str, value: object) -> str:
 
 def _profile(run: RunDir) -> str:
     """profile.toml as it lies in the run directory: redacted when it was written."""
-    if run.profile_toml.is_symlink():  # the page is passed on, and what it leads to may not be
-        return ""
     try:
         return _block(read_regular(run.profile_toml), PROFILE_CHARS)
     except (OSError, UnicodeDecodeError):
@@ -425,13 +423,9 @@ class Errors:
 
 def errors_of(run: RunDir) -> list[Errors]:
     """The errors of every component that printed any. Lines that differ only in figures are of one kind."""
-    try:
-        folders = sorted(folder for folder in run.logs.iterdir() if folder.is_dir())
-    except OSError:
-        return []
     found = []
-    for folder in folders:
-        reader, classifier = LogReader(folder, "all"), Classifier()
+    for name in names_in(run.logs, folders=True):
+        reader, classifier = LogReader(run.logs / name, "all"), Classifier()
         reader.skip(count=LINES)
         kinds: dict[str, tuple[float, int, str]] = {}
         count = 0
@@ -443,7 +437,7 @@ def errors_of(run: RunDir) -> list[Errors]:
                 kinds[kind] = at, kinds.pop(kind, (0.0, 0, ""))[1] + 1, masked_line(text)
         reader.close()
         if count:
-            found.append(Errors(masked_line(folder.name), count, list(kinds.values())[: -KINDS - 1 : -1]))
+            found.append(Errors(masked_line(name), count, list(kinds.values())[: -KINDS - 1 : -1]))
     return found
 
 

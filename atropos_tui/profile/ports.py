@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from atropos_common.files import is_private
+from atropos_common.files import is_private, read_regular
 from atropos_common.ports import LOOPBACK, bind, is_held
 from atropos_common.run_dir import ENV_COMPONENT, ENV_CONTROL_SOCKET, ENV_RUN_DIR, ENV_RUN_ID, RunDir
 
@@ -146,7 +146,7 @@ def holder(port: int) -> Holder | None:
 def _survives(run_dir: str) -> bool:
     """Whether the plan of the run in `run_dir`, if it can be read, lets its components outlive the supervisor."""
     try:
-        plan = json.loads((Path(run_dir) / "plan.json").read_bytes()) if run_dir else {}
+        plan = json.loads(read_regular(Path(run_dir) / "plan.json")) if run_dir else {}
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(plan, dict) and plan.get("survive") is True

@@ -28,7 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from atropos_common.files import open_regular
+from atropos_common.files import IN_LOGS, names_in, open_regular
 from atropos_tui.supervisor.log_watch import LineWatch
 
 CHUNK = 256 * 1024
@@ -410,7 +410,7 @@ class LogTimes:
 
 def _inode_named_in(path: Path) -> int | None:
     try:
-        with open_regular(path) as file:
+        with open_regular(path, IN_LOGS) as file:
             magic, inode = _HEAD.unpack(file.read(_HEAD.size))
     except (OSError, struct.error):
         return None
@@ -427,7 +427,7 @@ def _inode(path: Path) -> int:
 def _opened(path: Path, inode: int | None) -> BinaryIO | None:
     """`path` open behind its head, if it still is the index that names `inode`."""
     try:
-        file = open_regular(path)
+        file = open_regular(path, IN_LOGS)
     except OSError:
         return None
     if inode is not None and file.read(_HEAD.size) == _HEAD.pack(MAGIC, inode):
@@ -448,7 +448,7 @@ def last_lines(path: Path, count: int) -> list[str]:
 
 def _end_of(path: Path, count: int) -> bytes:
     try:
-        with path.open("rb") as file:
+        with open_regular(path, IN_LOGS) as file:
             position = file.seek(0, os.SEEK_END)
             data = b""
             while position > 0 and data.count(b"\n") <= count:
@@ -463,7 +463,8 @@ def _end_of(path: Path, count: int) -> bytes:
 
 def attempts(folder: Path) -> list[Path]:
     """Every `ATTEMPT.log` in a component's log folder, in no order; empty when there is no folder."""
-    return [path for path in folder.glob("*.log") if path.stem.isdecimal()]
+    names = names_in(folder, IN_LOGS - 1)
+    return [folder / name for name in names if name.endswith(".log") and name.removesuffix(".log").isdecimal()]
 
 
 def latest_attempt(folder: Path) -> Path | None:

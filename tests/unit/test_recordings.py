@@ -7,17 +7,22 @@ import os
 import shutil
 import socket
 import tarfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from atropos_common.files import read_regular
 from atropos_common.run_dir import RunDir, registry
 from atropos_tui.cli import cleanup, main, runs
 from atropos_tui.cli.doctor import machine
 from atropos_tui.errors import Exit
+from atropos_tui.monitor import report
+from atropos_tui.monitor.replay import Recording, Replay
 from atropos_tui.supervisor import procfs
 from atropos_tui.supervisor.store import ProcessTable
+from tests.ui.run_maker import make_run as make_recording
 from tests.unit.cli_places import own_places  # noqa: F401
 from tests.unit.test_cli_clean import crash, lives, make_run, supervised
 
@@ -213,3 +218,105 @@ def test_somebody_who_listens_under_another_name_is_no_supervisor(tmp_path: Path
         server.listen()
         run.control_sock.symlink_to(folder / "other.sock")
         assert cleanup.find_dead(run.root, {}) is not None
+
+
+SECRET = "ERROR: secret of another file"
+
+
+def linked(run: RunDir, outside: Path, at: str) -> None:
+    """Replace `at` in a run directory by a link to what lies outside."""
+    path = run.root / at
+    target = outside / path.name
+    if path.is_dir():
+        shutil.copytree(path, target, dirs_exist_ok=True)
+        shutil.rmtree(path)
+    else:
+        target.write_bytes(path.read_bytes() if path.exists() else b"")
+        path.unlink(missing_ok=True)
+    for file in [target, *target.rglob("*")] if target.is_dir() else [target]:
+        if file.suffix in (".log", ".jsonl"):
+            file.write_text(file.read_text().replace("arithmetic", SECRET) + f"{SECRET}\n")
+        elif file.is_file():
+            file.write_text(file.read_text().replace("demo", SECRET))
+    path.symlink_to(target)
+
+
+LINKED = (
+    "telemetry.jsonl",
+    "supervisor.jsonl",
+    "gauges.jsonl",
+    "eval.arithmetic.jsonl",
+    "plan.json",
+    "profile.toml",
+    "result.json",
+    "logs",
+    "logs/trainer",
+    "logs/trainer/1.log",
+)
+
+
+@pytest.mark.parametrize("at", LINKED)
+def test_no_command_follows_a_link_out_of_a_run_directory(
+    tmp_path: Path, at: str, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "draw", lambda chart, name: f"<svg id='{name}'/>")  # words are what could leak
+    run = make_recording(tmp_path / "sent", steps=2)
+    run.result_json.write_text(json.dumps({"exit_code": 0, "reason": "demo"}))
+    (tmp_path / "mine").mkdir()
+    linked(run, tmp_path / "mine", at)
+    assert main.run(["report", str(run.root), "-o", "page.html"]) == 0
+    assert "secret" not in Path("page.html").read_text()
+    for command in (["ps"], ["why"], ["events"], ["logs", "-n", "9999"]):
+        main.run([*command, "--run-dir", str(run.root)])
+    main.run(["bench", str(run.root)])
+    said = "".join(capsys.readouterr())
+    assert said and "secret" not in said
+    assert main.run(["bundle", str(run.root), "-o", "all.tar.gz"]) == 0
+    with tarfile.open("all.tar.gz") as tar:
+        assert not [
+            member.name for member in tar if b"secret" in (file.read() if (file := tar.extractfile(member)) else b"")
+        ]
+    recorded = Recording.load(run)
+    player = Replay(recorded, ticks=lambda: 1e6)
+    lines = [entry.text for name in ("trainer", "vllm") for entry in player.logs.read((name,))]
+    texts = [record.to_line() for record in recorded.records]
+    assert not [text for text in (*texts, *lines, recorded.info.name, recorded.final.reason) if "secret" in text]
+
+
+def test_a_file_that_the_user_names_may_be_a_link(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("words")
+    (tmp_path / "link").symlink_to("file")
+    with pytest.raises(OSError, match="symbolic links"):
+        read_regular(tmp_path / "link")
+    assert read_regular(tmp_path / "link", unlinked=0) == "words"
+
+
+HUGE = 20 << 30
+
+
+def stretched(path: Path) -> None:
+    """Put a hole of 20 GB between the first and the second half of a file."""
+    data = path.read_bytes()
+    half = data.index(b"\n", len(data) // 2) + 1
+    with path.open("r+b") as file:
+        file.truncate(half)
+        file.seek(HUGE)
+        file.write(b"\n" + data[half:])
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("at", ["telemetry.jsonl", "supervisor.jsonl", "eval.arithmetic.jsonl", "logs/trainer/1.log"])
+def test_a_sparse_file_of_any_size_costs_no_command_time(tmp_path: Path, at: str, capsys: Captured) -> None:
+    run = make_recording(tmp_path / "sent", steps=40)
+    before = Recording.load(run)
+    stretched(run.root / at)
+    where = ["--run-dir", str(run.root)]
+    commands = [[name, *where] for name in ("ps", "why", "events", "logs")] + [["bench", str(run.root)], ["runs"]]
+    for command in (*commands, ["logs", *where, "-n", "99999"], ["logs", *where, "--since", "1d"]):
+        began = time.monotonic()
+        assert main.run(command) == 0
+        assert time.monotonic() - began < 8, command
+    began = time.monotonic()
+    assert len(Recording.load(run).records) >= len(before.records) - 1
+    assert main.run(["bundle", str(run.root), "-o", "all.tar.gz"]) == 0
+    assert time.monotonic() - began < 8

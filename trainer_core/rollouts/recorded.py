@@ -82,7 +82,7 @@ class RecordedRollouts:
         """
         self.path = Path(path)
         try:
-            self._file = open_regular(self.path)
+            self._file = open_regular(self.path, unlinked=0)
         except OSError as error:
             raise UsageError(f"--rollouts {path}: {error.strerror}") from None
         self._places = _places(self._file, self.path, batch_size)
