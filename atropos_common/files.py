@@ -72,10 +72,13 @@ def next_data(descriptor: int, offset: int) -> int:
 
     A sparse file of any size takes no room in an archive; a reader skips its holes.
     """
+    position = os.lseek(descriptor, 0, os.SEEK_CUR)
     try:
         return os.lseek(descriptor, offset, os.SEEK_DATA)
     except OSError as error:
         return max(offset, os.fstat(descriptor).st_size) if error.errno == errno.ENXIO else offset
+    finally:
+        os.lseek(descriptor, position, os.SEEK_SET)  # a buffered file does not expect it to move
 
 
 def read_regular(path: Path, unlinked: int = 1) -> str:

@@ -28,6 +28,11 @@ def die_with_parent(parent: int) -> bool:
     return os.getppid() == parent
 
 
+def with_parent(command: list[str], group: str = "") -> list[str]:
+    """Command line that runs `command` as a child which dies with this process."""
+    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), group, *command]
+
+
 def become(parent: int, group: str, command: list[str], env: dict[str, str]) -> int:
     """Execute `command` as a child that dies with `parent`; return only on failure, with the exit
     code."""

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from atropos_common.bridge import ADAPTER_CONFIG
+from atropos_common.files import read_regular
 from trainer_core.config import TrainingConfig, flag
 from trainer_core.durable import damage, seal, sync, why_full
 from trainer_core.errors import UsageError
@@ -132,7 +133,7 @@ def _ends(save_path: Path, adapters: bool) -> Iterator[tuple[int, bool, Path]]:
     for path in (save_path / "final_adapter", save_path / "final_model"):
         whole = _why_damaged(path, deep=False, exact=False) is None
         if whole and (path / ADAPTER_CONFIG).is_file() == adapters:
-            yield int(json.loads((path / STATE_JSON).read_text())["step"]), False, path
+            yield _read_facts(path)["step"], False, path
 
 
 def _numbered(save_path: Path, adapters: bool) -> list[Path]:
@@ -155,24 +156,48 @@ def _point(path: Path, config: TrainingConfig, *, exact: bool = True) -> Startin
             f"--resume {path}: a checkpoint of {theirs}, and --weight-bridge-mode {config.weight_bridge_mode} trains "
             f"{ours}"
         )
-    facts = json.loads((path / STATE_JSON).read_text())
+    facts = _read_facts(path)
     settings = dict(facts.get("settings", {}))
-    return StartingPoint(
-        int(facts["step"]), int(facts["weight_version"]), path, facts.get("progress", {}), settings, exact
-    )
+    return StartingPoint(facts["step"], facts["weight_version"], path, facts.get("progress", {}), settings, exact)
+
+
+FACTS: dict[str, type] = {"step": int, "weight_version": int, "files": dict, "sha256": str}
+"""Fields of `trainer_state.json` that every checkpoint has, and their types."""
+EXACT_FACTS: dict[str, type] = {"state": dict}
+"""Further fields that an exact resume needs."""
+OPTIONAL_FACTS: dict[str, type] = {"progress": dict, "settings": dict}
+
+
+def _read_facts(path: Path) -> dict[str, Any]:
+    """The content of a checkpoint's `trainer_state.json`.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no JSON object.
+    """
+    try:
+        facts = json.loads(read_regular(path / STATE_JSON, unlinked=0))
+    except RecursionError:
+        raise ValueError(f"{STATE_JSON} is nested too deeply") from None
+    if not isinstance(facts, dict):
+        raise ValueError(f"{STATE_JSON} is no object")
+    return facts
 
 
 def _why_damaged(path: Path, *, deep: bool, exact: bool = True) -> str | None:
     """Why a run cannot go on from `path`, in words; null when it can. `exact`: with the optimizer's state."""
-    needed = {"step", "weight_version", "files", "sha256"} | ({"state"} if exact else set())
+    needed = FACTS | (EXACT_FACTS if exact else {})
     try:
-        facts = json.loads((path / STATE_JSON).read_text())
-        if not needed <= facts.keys():
+        facts = _read_facts(path)
+        if not needed.keys() <= facts.keys():
             return f"not a checkpoint of this trainer: {STATE_JSON} lacks what an exact resume needs"
+        known = needed | OPTIONAL_FACTS
+        if wrong := [name for name, kind in known.items() if type(facts.get(name, kind())) is not kind]:
+            return f"not a checkpoint of this trainer: {', '.join(wrong)} of {STATE_JSON} has another type"
         if facts.pop("sha256") != _facts_digest(facts):
             return f"the content of {STATE_JSON} is not what was written"
         return damage(path, facts["files"], deep=deep)
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, TypeError, KeyError, RecursionError) as error:
         return f"not a checkpoint of this trainer ({error})"
 
 

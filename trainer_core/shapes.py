@@ -10,9 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import resource
 import sys
 from pathlib import Path
 from typing import Any
+
+LEAST_BYTES = 4 << 30
+"""Memory limit on a small machine: torch and transformers themselves take about 1 GB."""
 
 
 def describe(folder: Path) -> dict[str, Any]:
@@ -26,12 +31,22 @@ def describe(folder: Path) -> dict[str, Any]:
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     # Which errors a configuration of any class raises, none of its authors says.
     except Exception as error:
-        return {"error": " ".join(str(error).split())[:300]}
+        return {"error": " ".join(str(error).split())[:300] or type(error).__name__}
     shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
     return {"config": json.loads(config.to_json_string(use_diff=False)), "shapes": shapes}
 
 
+def limit_memory() -> None:
+    """Give this process half of the machine's memory at most: a hostile configuration could ask for all of it."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    most = max(total // 2, LEAST_BYTES)
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if hard == resource.RLIM_INFINITY or hard > most:
+        resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
+
+
 def main(arguments: list[str]) -> int:
+    limit_memory()
     with contextlib.redirect_stdout(sys.stderr):  # transformers may talk
         found = describe(Path(arguments[0]))
     print(json.dumps(found))

@@ -26,8 +26,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from atropos_common.files import write_private
+from atropos_common.files import read_regular, write_private
 from atropos_common.model_math import Dimensions, bits_of
+from atropos_common.parent_death import with_parent
 from atropos_tui.profile.load import cache_dir
 
 Shape = tuple[int, ...]
@@ -40,6 +41,11 @@ HUB_TIMEOUT = 5.0
 """Seconds for the hub to answer at all."""
 _ABSENT = "model not on this machine"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_PARTS = re.compile(r"(?:^|_)(?:layers?|experts?|heads?|blocks|groups|depths?|stages?)$")
+"""Keys of config.json that count parts of a model."""
+MOST_PARTS = 4096
+"""Limit of each such count: the largest public models have some hundred layers, experts or heads."""
+MOST_NUMBER = 2**53
 _MAX_HEADER = 100_000_000
 """Bytes; the limit of the safetensors format itself."""
 
@@ -105,7 +111,9 @@ def read_model(name: str) -> Model | str:
     if isinstance(path, str):
         return path
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(read_regular(path, unlinked=0))
+        if reason := absurd_size(config):
+            return f"{path}: {reason}"
         if shapes := model_shapes(config):
             model: Model | str = Model(config, shapes, "config.json")
         else:
@@ -118,6 +126,20 @@ def read_model(name: str) -> Model | str:
         return f"{path} lacks {error.args[0]}"
     except (OSError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         return f"{path} cannot be read as a model's configuration ({type(error).__name__})"
+
+
+def absurd_size(value: object, key: str = "") -> str:
+    """Why a number of a configuration cannot be a size, in words; empty if all can.
+
+    Layers, experts and heads become entries of tables and modules, so one hostile number would take all memory.
+    """
+    if isinstance(value, dict):
+        return next(filter(None, (absurd_size(item, str(name)) for name, item in value.items())), "")
+    if isinstance(value, list):
+        return next(filter(None, (absurd_size(item, key) for item in value)), "")
+    if isinstance(value, int) and value > (most := MOST_PARTS if _PARTS.search(key) else MOST_NUMBER):
+        return f"{key} is {value:,}; no model has more than {most:,}"
+    return ""
 
 
 def _without_formula(folder: Path, config: dict[str, Any]) -> Model | str:
@@ -195,7 +217,7 @@ def build(folder: Path, config: Mapping[str, Any]) -> Model | str:
 
 
 def _ask(folder: Path) -> dict[str, Any] | str:
-    command = [sys.executable, "-P", "-m", "trainer_core.shapes", str(folder)]
+    command = with_parent([sys.executable, "-P", "-m", "trainer_core.shapes", str(folder)])
     quiet = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     try:
         done = subprocess.run(
@@ -216,7 +238,7 @@ def _stored_shapes(folder: Path) -> Shapes:
     """Shapes from the headers of every safetensors file; empty when a file of the index is missing."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        names = sorted(set(json.loads(read_regular(index, unlinked=0))["weight_map"].values()))
         files = [folder / name for name in names]
         if not all(file.is_file() for file in files):
             return {}

@@ -130,7 +130,10 @@ def test_killed_at_any_moment_the_last_good_one_stays(base: Path, tmp_path: Path
     assert reached > kills // 8
 
 
-@pytest.mark.parametrize("how", ["truncated", "one bit", "missing", "state truncated", "state changed"])
+HOWS = ["truncated", "one bit", "missing", "state truncated", "state changed", "nested", "a list", "step", "progress"]
+
+
+@pytest.mark.parametrize("how", HOWS)
 def test_a_damaged_checkpoint_is_passed_over_and_named(base: Path, tmp_path: Path, how: str, capsys: Any) -> None:
     settings = _settings(base, tmp_path / "out", resume="auto")
     model = plain_model(base)
@@ -150,6 +153,14 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(base: Path, tmp_path: Pat
             state.write_bytes(state.read_bytes()[:-40])
         case "state changed":
             state.write_text(json.dumps(json.loads(state.read_text()) | {"weight_version": 7}))
+        case "nested":
+            state.write_text("[" * 200_000)
+        case "a list":
+            state.write_text("[]")
+        case "step" | "progress":  # of another type, with a right checksum
+            facts = json.loads(state.read_text()) | {how: "six" if how == "step" else [1]}
+            del facts["sha256"]
+            state.write_text(json.dumps(facts | {"sha256": checkpoint._facts_digest(facts)}))
     assert checkpoint.starting_point(settings).path == good
     assert f"[WARNING] passed over: --resume {bad}: " in capsys.readouterr().out
     with pytest.raises(UsageError, match="step_6: "):

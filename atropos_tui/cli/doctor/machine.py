@@ -20,6 +20,7 @@ from pathlib import Path
 
 import psutil
 
+from atropos_common.parent_death import with_parent
 from atropos_tui.cli import cleanup
 from atropos_tui.cli.answers import Check
 from atropos_tui.gpu import Card, NvidiaDriver
@@ -361,7 +362,7 @@ def torch_sees_gpus(present: int, python: str = sys.executable, timeout_s: float
         "see `python -c 'import torch; torch.cuda.init()'`; a restart of the machine after a driver update often helps"
     )
     try:
-        command = [python, "-P", "-c", ASK_TORCH]  # torch, and no folder of that name here
+        command = with_parent([python, "-P", "-c", ASK_TORCH])  # torch, and no folder of that name here
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired:
         return fail(
