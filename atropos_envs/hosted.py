@@ -44,6 +44,8 @@ NO_CHOICE = (-1, LEAST_WORKERS)
 """atroposlib's defaults of `max_num_workers` and `max_num_workers_per_node`: eight groups in flight starve a GPU."""
 SUMMARY_S = 5.0
 """Between two lines of progress."""
+BACKOFF_S, BACKOFF_MOST_S = 0.01, 5.0
+"""First and longest wait after a group that failed."""
 LOOK_S = 0.02
 """Between two looks whether the trainer took a batch, where the queue is full."""
 LOOK_FOR_S = 1.0
@@ -123,6 +125,8 @@ class Hosted(BaseEnv):  # type: ignore[misc]
         self._registration = Registration(config.rollout_server_url, self.component)
         self._gate = EngineGate(os.environ.get(ENV_ENGINE_URLS, "").split(), self._registration.http)
         self._asked_before = 0
+        self._failed_in_row = 0
+        """Groups that failed since the last one that did not."""
         self._summary_at = self._began_at = time.monotonic()
 
     async def env_manager(self) -> None:
@@ -165,6 +169,7 @@ class Hosted(BaseEnv):  # type: ignore[misc]
             if error.fatal:
                 self._give_up(EnvFault(str(error), exit_code=2))
             self.tally.failed(error)
+            await self._back_off()
             return None, []
         except Exception as error:
             if not self._serving:
@@ -172,10 +177,18 @@ class Hosted(BaseEnv):  # type: ignore[misc]
             if await self._gate.explains(error):
                 return None, [item]  # it comes again when an engine answers
             self.tally.failed(error)
+            await self._back_off()
             return None, []
+        self._failed_in_row = 0
         if not groups and not items:  # with further items it is a step on the way to a group
             self.tally.leave_out(NONE, "collect_trajectories returned no group")
         return groups, items
+
+    async def _back_off(self) -> None:
+        """Wait after a failure, twice as long after each further one in a row: a group that cannot succeed, such as a
+        request that the engine refuses, would otherwise be tried a hundred times a second."""
+        self._failed_in_row += 1
+        await asyncio.sleep(min(BACKOFF_MOST_S, BACKOFF_S * 2 ** min(self._failed_in_row, 20)))
 
     async def _make_groups(self, item: Any) -> tuple[Any, list[Any]]:
         return await super().collect_trajectories(item)  # type: ignore[no-any-return]

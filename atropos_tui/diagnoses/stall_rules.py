@@ -53,6 +53,11 @@ FIXES = (
         "leave out openai.model_name under [env.args], it is derived; then atropos-tui restart {env}",
     ),
     (
+        re.compile(r"chat template is no longer allowed|(?:no|have a|provide a) chat template"),
+        "the model has no chat template, and {env} asks for chat completions: set `model` to an instruct model, or "
+        "save its template as chat_template.jinja in the model's folder; then atropos-tui restart {engine}",
+    ),
+    (
         re.compile(r"maximum (?:model|context) length|max_model_len"),
         "raise [vllm] max_model_len, or shorten what {env} asks for: env.max_token_length under [env.args]",
     ),

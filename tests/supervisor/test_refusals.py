@@ -70,6 +70,11 @@ def test_the_environment_the_reason_and_what_to_change() -> None:
         ("model: 'x' is not served here; this server has ['y']", "openai.model_name"),
         ("This model's maximum context length is 256 tokens. However, your prompt contains 300 input", "max_model_len"),
         ("max_tokens=1000000 cannot be greater than max_model_len=256.", "max_model_len"),
+        (
+            "As of transformers v4.44, default chat template is no longer allowed, so you must provide a chat template "
+            "if the tokenizer does not define one.",
+            "the model has no chat template",
+        ),
         ("temprature: Extra inputs are not permitted", "atropos-tui logs vllm --grep refused"),
         (BIAS, "leave out logit_bias."),
     ],

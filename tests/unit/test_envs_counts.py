@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import json
 import logging
+import time
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -270,6 +271,20 @@ async def test_no_group_begins_and_none_is_lost_while_no_engine_answers(
     assert said[0].startswith("no group begins before an engine answers") and said[1].startswith(
         "an engine answers after"
     )
+
+
+async def test_an_environment_that_always_fails_backs_off(served: Any) -> None:
+    """Every request of an environment was refused 497 times in 6 s."""
+    began: list[float] = []
+    started = time.monotonic()
+
+    async def refused(item: int) -> Any:
+        began.append(time.monotonic() - started)
+        raise KeyError("ground_truth")
+
+    await served(refused, lambda env: time.monotonic() - started > 3)
+    assert 8 <= len(began) < 60, "it was tried all the time"
+    assert sum(at > 1.5 for at in began) < 20, "less and less often"
 
 
 async def test_a_client_of_something_else_that_fails_is_a_failure(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
