@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 from uuid import uuid4
 
@@ -98,7 +98,7 @@ class Batches:
         if _by_weight(envs):
             barren = asked.get("barren") == "1"
             found = self._shares.places(number, queue, kept, size, ahead, envs, barren=barren)
-        return JSONResponse({} if found is None else {"places": found.places, "queued": found.queued})
+        return JSONResponse({} if found is None else asdict(found))
 
     def _form(self) -> list[Group] | None:
         """Return the groups of the next batch; None where there is none yet."""

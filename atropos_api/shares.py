@@ -70,6 +70,8 @@ class Places:
 
     places: int
     queued: int
+    awaited: bool
+    """A batch waits for them."""
 
 
 class Lacking(Exception):
@@ -125,7 +127,8 @@ class Shares:
         owed = {member.number: self._of(member.env).owed for member in members}
         for _ in range(ahead - bool(handed_out)):
             count += draw(members, owed, size)[number]
-        return Places(count, sum(group.get("env_id") == number for group in queue))
+        queued = sum(group.get("env_id") == number for group in queue)
+        return Places(count, queued, own.short_since is not None)
 
     def _of(self, env: dict[str, Any]) -> _Share:
         share: _Share = env.setdefault(KEY, _Share())

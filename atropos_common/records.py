@@ -425,6 +425,8 @@ class EnvCountsRecord(Record):
     """Queue slots that no group under way takes; a mean as before."""
     group_size: int | None = None
     """Completions of a group."""
+    awaited: float | None = None
+    """Share of the time in which a batch waited for this environment's share; None where it has the queue alone."""
 
 
 class EnvMetricsRecord(Record):
@@ -510,6 +512,7 @@ class EnvFlow(Figures):
     queue_slots: Count | None = None
     free_slots: Amount | None = None
     group_size: Count | None = None
+    awaited: Amount | None = None
 
 
 class GaugesRecord(Record):

@@ -127,6 +127,7 @@ class Hosted(BaseEnv):  # type: ignore[misc]
         self._asked_before = 0
         self._failed_in_row = 0
         """Groups that failed since the last one that did not."""
+        self._awaited: bool | None = None
         self._summary_at = self._began_at = time.monotonic()
 
     async def env_manager(self) -> None:
@@ -360,7 +361,8 @@ class Hosted(BaseEnv):  # type: ignore[misc]
         if self.config.min_batch_allocation is None and self.config.max_batches_offpolicy > 0:
             own = await self._registration.places(self.config.max_batches_offpolicy, self.tally.barren)
         alone = status["queue_size"] <= status.get("self_queue_size", 0)
-        places, queued = own or (all_places, status["queue_size"])
+        places, queued = (own.places, own.queued) if own else (all_places, status["queue_size"])
+        self._awaited = own.awaited if own else None
         came = self.tally.sent - sent_before
         if self.places is not None:
             late = self.places.looked(
@@ -376,7 +378,7 @@ class Hosted(BaseEnv):  # type: ignore[misc]
     async def env_step_checks(self) -> None:
         """BaseEnv's cadence of evaluations, and a line of progress."""
         await super().env_step_checks()
-        self._worker_meter.look(len(self.workers), self.places)
+        self._worker_meter.look(len(self.workers), self.places, self._awaited)
         news = self.tally.news() or self._asked() != self._asked_before
         if self.tally.urgent or (time.monotonic() - self._summary_at > SUMMARY_S and news):
             self._asked_before = self._asked()

@@ -55,6 +55,18 @@ def refusal(status: int, text: str) -> Refusal:
     return Refusal(f"{status}: {text.strip()[:LONGEST_WORDS] or 'no words'}", str(status))
 
 
+@dataclass(frozen=True)
+class QueueShare:
+    """Our part of run-api's queue."""
+
+    places: int
+    """Groups that may be in it."""
+    queued: int
+    """Groups that are."""
+    awaited: bool
+    """A batch waits for more."""
+
+
 class Registration:
     """One environment at one run-api."""
 
@@ -128,7 +140,7 @@ class Registration:
             return int((await self._call("GET", "/status"))["current_step"])
         return None
 
-    async def places(self, ahead: int, barren: bool) -> tuple[int, int] | None:
+    async def places(self, ahead: int, barren: bool) -> QueueShare | None:
         """Return how many groups of ours may be in the queue for `ahead` batches, and how many are; None where we have
         it to ourselves, or run-api knows no shares.
 
@@ -144,7 +156,7 @@ class Registration:
             return None
         except (aiohttp.ClientError, TimeoutError):
             return None
-        return (answer["places"], answer["queued"]) if answer else None
+        return QueueShare(**answer) if answer else None
 
     async def disconnect(self) -> None:
         """Give our place back, as far as run-api still answers."""

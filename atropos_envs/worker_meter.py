@@ -14,15 +14,18 @@ class WorkerMeter:
     looks: int = 0
     sums: dict[str, float] = field(default_factory=dict)
 
-    def look(self, workers: int, places: Places | None) -> None:
+    def look(self, workers: int, places: Places | None, awaited: bool | None) -> None:
         """Note the present moment.
 
         Args:
             workers: groups under way.
             places: the environment's queue slots, where it keeps them itself.
+            awaited: a batch waits for this environment's share; None where it has the queue to itself.
         """
         self.looks += 1
-        now = {"workers": workers}
+        now: dict[str, float] = {"workers": workers}
+        if awaited is not None:
+            now["awaited"] = awaited
         if places is not None:
             now |= {"waiting_for_slot": places.waiting, "free_slots": places.free}
         for name, value in now.items():

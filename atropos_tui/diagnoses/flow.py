@@ -41,7 +41,9 @@ QUEUED = "vllm:num_requests_waiting"
 READ = (METRIC_CAPACITY, METRIC_IDLE_S, METRIC_REQUESTS, METRIC_SLOTS, RUNNING, QUEUED, TOKENS)
 
 
-BOUNDS = {"workers": "busy_workers", "waiting_for_slot": "waiting_for_slot", "free_slots": "free_slots"}
+BOUNDS = {
+    "workers": "busy_workers", "waiting_for_slot": "waiting_for_slot", "free_slots": "free_slots", "awaited": "awaited",
+}  # fmt: skip
 """Means of an `env_counts` record, and their fields of `EnvFlow`."""
 
 

@@ -36,6 +36,8 @@ PROGRAM_WAITS = (
 """What usually keeps an environment from asking."""
 BOTH_WAIT = 0.3
 """Share of the time in which trainer and engine both have no work, from which on it is worth a word."""
+AWAITED = 0.3
+"""Share of the time in which a batch waits for one of several environments, below which it is not the bottleneck."""
 MUCH_FLAT = 0.3
 """Share of an environment's groups with equal scores, from which on it is worth a word."""
 REFUSALS = ("EngineRefused", "BadRequestError", "ClientResponseError")
@@ -132,6 +134,8 @@ def bottleneck(env: str, flow: Flow) -> Said:
     """Both wait: by the share of the time in which the trainer has no batch and the engine no request."""
     if flow.seconds is None or flow.waiting + flow.idle - 1.0 < BOTH_WAIT:
         return None
+    if flow.bounds.get("awaited", 1.0) < AWAITED:
+        return None  # the batch waits for another environment's share
     came, could = "no group" if flow.counts else "groups that nobody counts", ""
     if flow.made:
         per_s = flow.made / max(flow.counted_s, 1.0)

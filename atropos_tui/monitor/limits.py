@@ -120,7 +120,7 @@ def rates(state: RunState, now: float) -> Rates | None:
     if last and now - last.time <= FRESH_S:
         known = [(env, flow) for env, flow in last.flows.items() if flow.waiting is not None and flow.idle is not None]
         if known:
-            env, flow = max(known, key=lambda item: item[1].idle or 0.0)
+            env, flow = max(known, key=lambda item: (item[1].awaited or 0.0, item[1].idle or 0.0))
             return Rates(flow.waiting or 0.0, flow.idle or 0.0, flow.capacity_used, env, flow)
     speed = pace(state, None, window=STEPS)
     if speed.waiting is None or speed.engine_idle is None:

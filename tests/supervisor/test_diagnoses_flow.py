@@ -71,6 +71,7 @@ SHORT = Counter({GROUP_SIZE: 9})
         ("environment_bound", flow(6, 4, **WAITS), "with 2.5 of 128 possible sequences"),
         ("environment_bound", flow(6, 4, **WAITS), "it could make 2.50/s"),
         ("environment_bound", flow(**WAITS), "came no group"),
+        ("environment_bound", flow(**WAITS, bounds={"awaited": 0.9}), "came no group"),
         ("environment_bound", flow(**WAITS, counts=False), "came groups that nobody counts"),
     ],
 )
@@ -94,6 +95,7 @@ def test_what_holds_an_environment_up_is_told_with_its_numbers(rule: str, scene:
         flow(could_ask_s=300.0, watches_engine=True, asked_s=200.0),
         flow(could_ask_s=300.0, watches_engine=True, requests=1),
         flow(10, **WAITS | {"idle": 0.3}),
+        flow(10, **WAITS, bounds={"awaited": 0.1}),  # the batch waits for another environment
         flow(10, **WAITS | {"waiting": 0.4}),
         flow(10, **WAITS | {"seconds": None}),
     ],

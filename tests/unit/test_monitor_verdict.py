@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from atropos_common.records import (
     StepRecord,
     TimingRecord,
 )
+from atropos_tui.monitor import limits
 from atropos_tui.monitor.run_files import PlannedComponent, RunInfo
 from atropos_tui.monitor.state import RunState
 from atropos_tui.monitor.verdict import GLYPHS, TONES, Severity, Verdict, verdict
@@ -452,3 +454,14 @@ def test_a_failure_is_said_once() -> None:
     found = said(usage, rows=[row("vllm", State.FAILED, reason=reason)], steps=False, **ended)
     assert found.text == f"failed with code 3: {reason}; {fix}"
     assert said(usage, DISK, rows=[row("vllm", State.FAILED)], steps=False, **ended).text == found.text, "its own fix"
+
+
+def test_of_two_environments_the_one_that_a_batch_waits_for_is_the_limit() -> None:
+    """Both ask the same engine, which idles while the judge of one takes its time."""
+    flows = {
+        name: EnvFlow(engine="vllm", waiting=0.9, idle=0.8, awaited=awaited)
+        for name, awaited in (("fast", 0.0), ("judge", 0.9))
+    }
+    state: Any = SimpleNamespace(gauges=SimpleNamespace(last=SimpleNamespace(time=NOW, flows=flows)))
+    found = limits.rates(state, NOW)
+    assert found is not None and found.env == "judge"
