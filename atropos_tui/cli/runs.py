@@ -252,5 +252,8 @@ def read_result(run: RunDir) -> dict[str, Any] | None:
 
 
 def is_used(root: Path) -> bool:
-    """Whether a run must not be started in this directory: it holds anything at all."""
-    return root.exists() and (not root.is_dir() or any(os.scandir(root)))
+    """Whether a run must not be started in this directory: it holds anything but the lock of an `up` that got no
+    further."""
+    if not root.is_dir():
+        return root.exists()
+    return any(entry.name != "supervisor.jsonl" or entry.stat().st_size for entry in os.scandir(root))

@@ -47,7 +47,7 @@ from atropos_tui.profile.sections import Profile, load_profile
 from atropos_tui.profile.site import Site, make_site, training_config
 from atropos_tui.profile.spec import StackError, StackSpec
 from atropos_tui.supervisor.liveness import run_elsewhere
-from atropos_tui.supervisor.store import ProcessTable, RunResult
+from atropos_tui.supervisor.store import ProcessTable, RunInUseError, RunResult
 
 MAX_SHOWN = 120
 """Characters of a path in a message about it, and of a value in the list of changes."""
@@ -93,21 +93,52 @@ def up(options: argparse.Namespace) -> int:
     if options.resume is not None:
         _tell_changes(run, profile)
     with _usable(root, options):
-        run.create()
-        write_run_files(run, stack, profile)
+        lock = _prepare(run, stack, profile, options)
     runs.remember(run, run_id)
     if queued:
+        os.close(lock)
         return _submit(run, profile, run_id, options)
     if in_job:
         slurm.note_job(run)
     if options.detach:
-        spawn_supervisor(run, stack)
+        spawn_supervisor(run, stack, lock)
         print(f"{run_id} runs in the background: {one_line(str(root))}\n  atropos-tui attach · ps · down")
         return Exit.DONE
     if options.headless or not (sys.stdin.isatty() and sys.stdout.isatty()):
-        return _headless(run, stack, goes_on=profile.cluster is not None and profile.cluster.requeue)
-    spawn_supervisor(run, stack)
+        return _headless(run, stack, goes_on=profile.cluster is not None and profile.cluster.requeue, lock=lock)
+    spawn_supervisor(run, stack, lock)
     return open_screen(run)
+
+
+def _prepare(run: RunDir, stack: StackSpec, profile: Profile, options: argparse.Namespace) -> int:
+    """Lock the run directory, look whether it may still be used, then write its files; the lock.
+
+    Raises:
+        UserError: another `up` was faster, or a supervisor runs there.
+        OSError: the directory cannot be made or written.
+    """
+    from atropos_tui.supervisor.run_lock import lock_run
+
+    run.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        lock = lock_run(run) if options.resume is not None else lock_run(run, patience_s=0.0)
+    except RunInUseError as error:
+        fix = "atropos-tui attach shows it" if options.resume is not None else "choose another --run-dir"
+        raise UserError("the run directory is in use", [Problem(str(error), fix)]) from None
+    try:
+        if options.resume is None and runs.is_used(run.root):
+            raise _not_empty(run.root)
+        run.create()
+        write_run_files(run, stack, profile)
+    except BaseException:
+        os.close(lock)
+        raise
+    return lock
+
+
+def _not_empty(root: Path) -> UserError:
+    problem = Problem(f"{root} is not empty", f"choose another --run-dir, or continue it with --resume {root}")
+    return UserError("the run directory is in use", [problem])
 
 
 def _refuse_finished(run: RunDir, site: Site) -> None:
@@ -189,8 +220,7 @@ def _choose_run(options: argparse.Namespace, profile: Profile) -> tuple[Path, st
         reason = f"{printable(str(root))} holds control characters or is not UTF-8"
         raise UserError("not a directory for a run", [Problem(reason, "choose a --run-dir without", key="--run-dir")])
     if is_used:
-        problem = Problem(f"{root} is not empty", f"choose another --run-dir, or continue it with --resume {root}")
-        raise UserError("the run directory is in use", [problem])
+        raise _not_empty(root)
     return root, run_id
 
 
@@ -211,19 +241,17 @@ def _is_plain(text: str) -> bool:
     return one_line(text) == text and not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
-def _headless(run: RunDir, stack: StackSpec, *, goes_on: bool) -> int:
+def _headless(run: RunDir, stack: StackSpec, *, goes_on: bool, lock: int | None = None) -> int:
     from atropos_tui.supervisor.client import SocketError
     from atropos_tui.supervisor.runner import run_stack
-    from atropos_tui.supervisor.store import RunInUseError
 
     print(f"{stack.run_id}: {one_line(str(run.root))}", flush=True)
     try:
         with Printer() as printer:
             lines = StepLines(run, read_info(run).training_steps, printer.say)
             before = last_figures(run).step or 0
-            code = asyncio.run(
-                lines.beside(run_stack(stack, on_event=lambda record: printer.say(show.event_line(record))))
-            )
+            work = run_stack(stack, on_event=lambda record: printer.say(show.event_line(record)), lock=lock)
+            code = asyncio.run(lines.beside(work))
     except (StackError, RunInUseError, SocketError) as error:
         raise UserError("the stack cannot be run", [Problem(str(error))]) from None
     with parting(code):
@@ -235,7 +263,7 @@ def _headless(run: RunDir, stack: StackSpec, *, goes_on: bool) -> int:
     return code
 
 
-def spawn_supervisor(run: RunDir, stack: StackSpec) -> None:
+def spawn_supervisor(run: RunDir, stack: StackSpec, lock: int | None = None) -> None:
     """Start the supervisor in a session of its own and wait until its socket is there.
 
     The spec goes through a pipe: it holds what must not be written to a file.
@@ -246,7 +274,7 @@ def spawn_supervisor(run: RunDir, stack: StackSpec) -> None:
     run.result_json.unlink(missing_ok=True)
     if not ports.has_supervisor(run):  # nobody listens where a supervisor was killed with its guard
         run.control_sock.unlink(missing_ok=True)
-    process = _start_supervisor(run, stack)
+    process = _start_supervisor(run, stack, lock)
     deadline = time.monotonic() + SUPERVISOR_START_S
     while not (run.control_sock.exists() and _runs_by(process.pid, run)):
         if process.poll() is not None and run.result_json.exists():
@@ -254,22 +282,25 @@ def spawn_supervisor(run: RunDir, stack: StackSpec) -> None:
         if process.poll() is not None or time.monotonic() > deadline:
             process.terminate()
             code = Exit.USAGE if process.wait() == Exit.USAGE else Exit.FAULT
-            tail = run.supervisor_log.read_text(errors="replace").splitlines()[-5:]
+            tail = dict.fromkeys(run.supervisor_log.read_text(errors="replace").splitlines()[-5:])
             raise UserError("the supervisor did not start", [Problem(line) for line in tail], code)
         time.sleep(0.02)
 
 
-def _start_supervisor(run: RunDir, stack: StackSpec) -> subprocess.Popen[bytes]:
-    """Its output in the run's supervisor.log."""
+def _start_supervisor(run: RunDir, stack: StackSpec, lock: int | None) -> subprocess.Popen[bytes]:
+    """Its output in the run's supervisor.log; it gets the lock of the run directory."""
     descriptor = os.open(run.supervisor_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     with os.fdopen(descriptor, "ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "atropos_tui.supervisor"],
+            [sys.executable, "-P", "-m", "atropos_tui.supervisor", *([] if lock is None else [str(lock)])],
+            pass_fds=[] if lock is None else [lock],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
             start_new_session=True,
         )
+    if lock is not None:
+        os.close(lock)
     assert process.stdin is not None
     process.stdin.write(json.dumps(stack.model_dump(mode="json")).encode())
     process.stdin.close()

@@ -1,6 +1,8 @@
 """A supervisor in the background: reads a StackSpec as JSON from stdin, runs it to its end, exits with the run's code.
 
-python -m atropos_tui.supervisor < stack.json
+python -m atropos_tui.supervisor [LOCK] < stack.json
+
+LOCK is the number of an inherited descriptor that holds the lock of the run directory.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ def main() -> int:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
     async def run(stack: StackSpec) -> int:
-        code = await run_stack(stack)
+        code = await run_stack(stack, lock=int(sys.argv[1]) if sys.argv[1:] else None)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)  # all is over: a late signal must not change the exit code
         return code

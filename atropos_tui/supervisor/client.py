@@ -40,6 +40,8 @@ from atropos_common.records import Record, parse_line
 from atropos_common.run_dir import LONGEST_SOCKET, RunDir, is_safe_name
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.profile.ports import own_socket
+from atropos_tui.supervisor import procfs
+from atropos_tui.supervisor.store import ProcessTable
 
 Answer = TypeVar("Answer", bound=BaseModel)
 
@@ -47,6 +49,8 @@ NAME_BYTES = 25
 """Of a socket's name in its folder."""
 ANSWER_S = 10.0
 """One try takes at most so long (only `wait` and `events` take longer)."""
+FIRST_S = 2.0
+"""Seconds for the first try of what only reads: then it is looked whether the supervisor is stopped."""
 TRIES = 3
 """What only reads is asked so often before `NotAnswering`; a command once, lest it be carried out twice."""
 PAUSE_S = 0.2
@@ -185,12 +189,15 @@ class ControlClient:
         tries = TRIES if method == "GET" else 1
         for left in reversed(range(tries)):
             http = self._connection()
+            patience = httpx.Timeout(FIRST_S if left == TRIES - 1 else ANSWER_S)
             try:
-                answer = await http.request(method, path, timeout=timeout or httpx.Timeout(ANSWER_S), **options)
+                answer = await http.request(method, path, timeout=timeout or patience, **options)
                 break
             except httpx.ConnectError as error:
                 raise self._nobody() from error
             except httpx.TransportError as error:
+                if method == "GET":
+                    self._refuse_stopped()
                 # Who waits on purpose has waited long enough; a broken connection may mean that the run has ended.
                 if not left or (timeout and isinstance(error, httpx.ReadTimeout)):
                     if method != "GET" and not isinstance(error, httpx.TimeoutException):
@@ -231,6 +238,12 @@ class ControlClient:
 
     def _nobody(self) -> NoSupervisor:
         return NoSupervisor(f"no supervisor runs in {self.run_dir.root}")
+
+    def _refuse_stopped(self) -> None:
+        """Raise `NotAnswering` where the supervisor's process is stopped: it will not answer however long one waits."""
+        table = ProcessTable.load(self.run_dir.journal_json)
+        if table and table.supervisor and procfs.is_stopped(pid := table.supervisor.pid):
+            raise NotAnswering(self.run_dir.root, f"its process (pid {pid}) is stopped", f"kill -CONT {pid}")
 
     def _silent(self, error: httpx.TransportError, *, command: bool = False) -> NotAnswering:
         reason = "no answer in time" if isinstance(error, httpx.TimeoutException) else f"connection lost: {error}"

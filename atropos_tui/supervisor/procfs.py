@@ -85,6 +85,12 @@ def lives(pid: int, ticks: int) -> bool:
     return row is not None and row.alive and row.ticks == ticks
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether SIGSTOP keeps the process from running."""
+    row = read(pid)
+    return row is not None and row.state in ("T", "t")
+
+
 def exit_of(pidfd: int) -> int | None:
     """How the child behind `pidfd` has ended, negative for a signal; it stays a zombie. None while it runs."""
     found = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)

@@ -58,12 +58,11 @@ from atropos_tui.supervisor.launchers.remote_launcher import RemoteLauncher, swe
 from atropos_tui.supervisor.logs import last_lines
 from atropos_tui.supervisor.notify import Notifier
 from atropos_tui.supervisor.process import become_subreaper
-from atropos_tui.supervisor.store import Journal, OnEvent, ProcessTable, RunInUseError, RunResult, Store, Subscription
+from atropos_tui.supervisor.run_lock import lock_run
+from atropos_tui.supervisor.store import Journal, OnEvent, ProcessTable, RunResult, Store, Subscription
 from atropos_tui.supervisor.supervisor import RefusedError, Supervisor
-from atropos_tui.supervisor.tracker import reap_leftovers, supervisor_alive
+from atropos_tui.supervisor.tracker import reap_leftovers
 
-GUARD_PATIENCE_S = 60.0
-"""How long to wait for the guard of a supervisor that was killed; it gives up by itself after that time."""
 SWITCH_S = 0.0005
 """Threads that read /proc or logs ask for the interpreter after every system call; while a flood is drained, each such
 turn would take Python's default of 5 ms."""
@@ -75,11 +74,12 @@ LARGEST_COMMAND = 1 << 20
 """Bytes."""
 
 
-async def run_stack(stack: StackSpec, *, on_event: OnEvent | None = None) -> int:
+async def run_stack(stack: StackSpec, *, on_event: OnEvent | None = None, lock: int | None = None) -> int:
     """Run `stack` in this process; its exit code (0, 1, 3, 4, 130).
 
     SIGTERM and SIGINT stop the stack, a second one kills it; in a job of SLURM SIGUSR1 stops it, too. Must run in the
-    main thread. `on_event` is called with every record after it was journaled, in order.
+    main thread. `on_event` is called with every record after it was journaled, in order. `lock` is what `lock_run` gave
+    for this run directory; the descriptor is closed at the end.
 
     Raises:
         StackError: the stack cannot be run as written.
@@ -90,7 +90,7 @@ async def run_stack(stack: StackSpec, *, on_event: OnEvent | None = None) -> int
     asyncio.get_running_loop().set_default_executor(ready_threads())
     run = RunDir(Path(stack.run_dir))
     run.create()
-    with _Signals() as signals, contextlib.closing(await _journal(run, stack.run_id)) as journal:
+    with _Signals() as signals, contextlib.closing(await _journal(run, stack.run_id, lock)) as journal:
         check_stack(stack)
         store = Store(stack, journal, on_event)
         store.diagnoses.restore(list(journal.diagnoses()))
@@ -174,17 +174,9 @@ async def _serve_metrics(supervisor: Supervisor, run: RunDir, token: str) -> Api
     return server
 
 
-async def _journal(run: RunDir, run_id: str) -> Journal:
-    """The journal, once the guard of a supervisor that was killed here has finished."""
-    give_up = time.monotonic() + GUARD_PATIENCE_S
-    while True:
-        try:
-            return Journal(run.supervisor_jsonl, run_id)
-        except RunInUseError:
-            table = ProcessTable.load(run.journal_json)
-            if table is None or supervisor_alive(table) or time.monotonic() > give_up:
-                raise
-        await asyncio.sleep(0.02)
+async def _journal(run: RunDir, run_id: str, lock: int | None) -> Journal:
+    lock = await asyncio.to_thread(lock_run, run) if lock is None else lock
+    return Journal(run.supervisor_jsonl, run_id, lock)
 
 
 def _group(run_id: str, estate: Estate) -> str:

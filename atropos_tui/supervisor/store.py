@@ -45,22 +45,18 @@ class RunInUseError(ValueError):
 class Journal:
     """The single writer of `supervisor.jsonl`."""
 
-    def __init__(self, path: Path, run_id: str) -> None:
+    def __init__(self, path: Path, run_id: str, descriptor: int | None = None) -> None:
         """Open `path`, repairing its end.
+
+        Args:
+            descriptor: what `locked(path)` gave; it is closed with the journal.
 
         Raises:
             RunInUseError: another supervisor has it open.
         """
         self.path = path
         self.run_id = run_id
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self._fd)
-            raise RunInUseError(
-                f"{path.parent}: another supervisor runs here; attach to it, or name another --run-dir"
-            ) from None
+        self._fd = locked(path) if descriptor is None else descriptor
         self.seq = next_seq(path) - 1
         self._backlog: deque[bytes] = deque(maxlen=BACKLOG_LINES)
         self._torn = b""
@@ -108,6 +104,23 @@ class Journal:
             self._flush()
             os.close(self._fd)
             self._fd = -1
+
+
+def locked(path: Path) -> int:
+    """Open `supervisor.jsonl` and lock it; who inherits the descriptor keeps the lock.
+
+    Raises:
+        RunInUseError: another process has the lock.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise RunInUseError(
+            f"{path.parent}: another supervisor runs here; attach to it, or name another --run-dir"
+        ) from None
+    return descriptor
 
 
 def _seq_of(line: bytes) -> int:

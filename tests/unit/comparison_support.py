@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from pathlib import Path
 
@@ -76,7 +77,9 @@ def fork_supervisors(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """Commands that run in this process have their supervisors forked, for to start one is most of what such a run
     costs; a command in a process of its own starts them as ever."""
 
-    def start(run: RunDir, stack: StackSpec) -> ForkedProcess:
+    def start(run: RunDir, stack: StackSpec, lock: int | None) -> ForkedProcess:
+        if lock is not None:
+            os.close(lock)
         return nursery.supervisor(stack.model_dump_json(), Path(tempfile.mkdtemp(prefix="supervisor-", dir=folder)))
 
     monkeypatch.setattr(up, "_start_supervisor", start)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tomllib
@@ -530,7 +531,7 @@ def test_up_writes_what_was_chosen_into_the_run_and_a_resume_changes_nothing(
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setattr(memory, "read_machine", lambda: Hardware((Gpu("H100", 81_559 * 1024**2),), 512 * GIB))
-    monkeypatch.setattr(up, "spawn_supervisor", lambda *_: None)
+    monkeypatch.setattr(up, "spawn_supervisor", lambda run, stack, lock: os.close(lock))
     ports = [part for key in ("api.port", "vllm.port") for part in ("--set", f"{key}={free_port()}")]
     sets = ["--set", in_folder(tmp_path, LLAMA_8B), *ports]
     where = tmp_path / "run"
