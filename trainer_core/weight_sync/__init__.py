@@ -1,1 +1,2 @@
-"""How trained weights reach the inference server: one strategy per mode behind `base.WeightSync`."""
+"""Publishing trained weights to the inference server: one strategy per mode behind
+`base.WeightSync`."""

@@ -1,6 +1,7 @@
-"""What every mode does, whatever moves: attach, publish each version, close.
+"""The interface of all modes: attach to the servers, publish each version, close.
 
-Modes whose trainer keeps weights of its own share more: servers come and go, and get the present ones again.
+Modes with separate trainer weights also handle restarted servers, which get the present weights
+again.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     import torch
 
 LOOK_S = 1.0
-"""How often `check` asks whether it is still the same server."""
+"""Seconds between checks whether the server is still the same."""
 FIRST_PAUSE_S = 0.2
 
 T = TypeVar("T")
@@ -40,16 +41,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SyncReport:
-    """One publish: `phases` in seconds add up to `seconds`."""
+    """Report of one publish; `phases` in seconds add up to `seconds`."""
 
     mode: str
     weight_version: int
     seconds: float
     phases: dict[str, float] = field(default_factory=dict)
     moved: bool = True
-    """Whether a server got the version; else the trainer alone has it, until the next load is due."""
+    """A server has the version; False: only the trainer has it, until the next load is due."""
     left_out: dict[str, str] = field(default_factory=dict)
-    """Servers that did not get it, as they are away, and why."""
+    """Servers without the version, because they are away, with the reason."""
 
 
 class Phases:
@@ -69,22 +70,23 @@ class Phases:
 
 @dataclass(frozen=True)
 class Start:
-    """Which weights a run starts from: a checkpoint's directory, or the base model (null) at version 0."""
+    """Weights that a run starts from: a checkpoint directory, or the base model (None) at version
+    0."""
 
     weights: Path | None = None
     version: int = 0
 
 
 class WeightSync(ABC):
-    """A strategy that brings trained weights to inference servers.
+    """Strategy that brings trained weights to inference servers.
 
-    With several ranks each has one, and all are asked to attach, to publish and to let go at the same time; they return
-    or raise the same. Rank 0 alone knows servers (`engines`), and it alone is asked to `check`.
+    With several ranks each rank has one, and all call attach, publish and let_go together; they
+    return or raise the same. Only rank 0 knows servers (`engines`), and only it calls `check`.
     """
 
     shares_memory = False
-    """Whether a server computes with the policy's own memory, so that it sees each write, and each is to be published.
-    """
+    """A server computes with the policy's own memory, so it sees every write, and every write must
+    be a publish."""
 
     def __init__(self, config: TrainingConfig, device: torch.device, stop: threading.Event) -> None:
         self.config = config
@@ -92,24 +94,25 @@ class WeightSync(ABC):
         self.stop = stop
         self.world: World = ALONE
         self.engines: list[ServerClient] = []
-        """The servers that generate the rollouts, from `attach` on."""
+        """Servers that generate the rollouts, from `attach` on."""
         self.left_out: dict[str, str] = {}
-        """Addresses of those that the run goes on without, and why."""
+        """Addresses of the servers that the run goes on without, with the reason."""
         self.arrived: Callable[[SyncReport], None] = lambda report: None
-        """Told on rank 0 of a version that reached the servers after its `publish` had returned."""
+        """Called on rank 0 when a version reaches the servers after its `publish` has returned."""
         self.wait_for_room: Callable[[Path, str], None] | None = None
-        """Asked while a disk is full, with the folder and the system's words; returns when it may be tried again."""
+        """Called while a disk is full, with the folder and the system's message; returns when a
+        retry makes sense."""
         supervisor = supervised(config, stop)
         self._coming = supervisor.coming if supervisor else lambda: None
 
     @property
     def spread(self) -> World:
-        """The ranks over which models are spread, each with all of the policy as far as it can tell; `dealt` of them
-        are those among which the rows of a step are dealt out."""
+        """Ranks that hold the policy, each as if it had all of it; `dealt` are those that split the
+        rows of a step."""
         return self.world
 
     def _spread(self, model: torch.nn.Module) -> torch.nn.Module:
-        """What `load` gave, on the trainer's device: a part of it on each rank."""
+        """Shard the result of `load` over the ranks, on the trainer's device."""
         from trainer_core.policy.load import train_only
         from trainer_core.policy.sharding import shard
 
@@ -121,15 +124,16 @@ class WeightSync(ABC):
         """Wait for the server and return the policy, with the weights of `start` on both sides."""
 
     def settle(self) -> None:  # noqa: B027 - most modes have nothing under way
-        """Wait until the version published last is where it goes; before parameters change otherwise than by `publish`,
-        and at the end. Of all ranks.
+        """Wait until the last published version has arrived, on all ranks. Required before
+        parameters change other than by `publish`, and at the end.
 
         Raises:
-            EngineGone: no server has it, nor came back within `engine_timeout`.
+            EngineGone: no server has it, and none came back within `engine_timeout`.
         """
 
     def publish(self, version: int, write: Callable[[], None]) -> SyncReport:
-        """Call `write`, which changes the policy's parameters in place, and let the server generate with `version`."""
+        """Call `write`, which changes the policy's parameters in place, and let the server generate
+        with `version`."""
         clock = Phases()
         moved = self._publish(version, write, clock)
         return self._report(version, clock.seconds, moved)
@@ -141,57 +145,58 @@ class WeightSync(ABC):
 
     @abstractmethod
     def _publish(self, version: int, write: Callable[[], None], clock: Phases) -> bool:
-        """Whether a server generates with `version` now."""
+        """Do the work of `publish`; return True if a server now generates with `version`."""
 
     @abstractmethod
     def check(self) -> None:
-        """Raise `EngineGone` when the server has died for good; cheap."""
+        """Raise `EngineGone` if the server has died for good; cheap."""
 
     def let_go(self, copies: Mapping[torch.Tensor, torch.Tensor]) -> str:
-        """The server is gone: from here on the policy has memory of its own, with the present weights; as it had all
-        along, but where a mode shares memory.
+        """Give the policy its own memory, with the present weights, because the server is gone. A
+        no-op unless the mode shares memory.
 
         Args:
-            copies: parameter -> float32 copy of its present weights, for those that have one.
+            copies: parameter -> float32 copy of its present weights, where one exists.
 
         Returns:
-            Why the present weights are lost, or nothing when they are not.
+            The reason why the present weights are lost; empty if they are not.
         """
         return ""
 
     def close(self) -> None:
-        """Let go of what is held; the server goes on with the last version."""
+        """Release all resources; the server goes on with the last version."""
         for engine in self.engines:
             engine.close()
 
     def _await_server(self, ready: Callable[[], T], meanwhile: tuple[type[Exception], ...] = (EngineGone,)) -> T:
-        """What `ready` returns once it no longer raises one of `meanwhile`; see `wait_for_server`."""
+        """Return the result of `ready` once it raises none of `meanwhile`; see
+        `wait_for_server`."""
         return wait_for_server(ready, self.config.engine_timeout, self.stop, meanwhile=meanwhile, coming=self._coming)
 
 
 class SeparateWeights(WeightSync):
-    """Base of the strategies whose trainer has weights of its own: each server answers with the present ones.
+    """Base of the strategies with separate trainer weights: every server gets the present ones.
 
-    A server started with `ATROPOS_HOLD_GENERATION=1` serves nobody until it has them.
+    A server started with `ATROPOS_HOLD_GENERATION=1` answers only after it has them.
     """
 
     lifecycle: Lifecycle | None = None
-    """Who starts and restarts the server, in modes that need a restart."""
+    """Starts and restarts the server, in modes that need restarts."""
 
     def __init__(self, config: TrainingConfig, device: torch.device, stop: threading.Event) -> None:
         super().__init__(config, device, stop)
         self.version = 0
         self.fed: set[ServerClient] = set()
-        """Servers that answer with the present weights, as far as is known."""
+        """Servers known to answer with the present weights."""
         self._looked = 0.0
 
     def attach(self, start: Start) -> torch.nn.Module:
-        """Load the weights of `start` and let every server answer with them.
+        """Load the weights of `start` and bring them to every server.
 
         Raises:
-            EngineGone: one did not answer with them within `engine_timeout`.
-            UsageError: a server was not started to take them, or is of another kind.
-            EngineError: it refuses them: it serves another model.
+            EngineGone: a server did not answer with them within `engine_timeout`.
+            UsageError: a server has the wrong kind, or was not started for weight updates.
+            EngineError: a server refuses them, because it serves another model.
         """
         self.version = start.version
         self.model = self._spread(self.load(start.weights))
@@ -201,7 +206,7 @@ class SeparateWeights(WeightSync):
 
     def _meet_servers(self) -> None:
         if self.lifecycle is not None:
-            self.lifecycle.ensure()  # first: an own child brings the token
+            self.lifecycle.ensure()  # first: a server of our own brings the token
         self.engines = [ServerClient(url) for url in self.config.engine_urls]
         self._serve_all()
 
@@ -211,7 +216,8 @@ class SeparateWeights(WeightSync):
                 self._serve_again(engine)
 
     def load(self, weights: Path | None) -> torch.nn.Module:
-        """The model in the trainer's type, with `weights`, else the base model's; to be spread over the ranks."""
+        """The model in the trainer's dtype, with `weights` or the base model's; the ranks then
+        shard it."""
         from trainer_core.policy.load import dtype_of, load_config
         from trainer_core.policy.sharding import load_for
 
@@ -226,7 +232,8 @@ class SeparateWeights(WeightSync):
         return self.world.share(lambda: self._delivered(clock))
 
     def _collect(self, clock: Phases) -> None:
-        """What all ranks have to do before rank 0 can give the present weights to a server, now or later."""
+        """On all ranks: prepare the present weights so that rank 0 can give them to a server now or
+        later."""
 
     def _delivered(self, clock: Phases) -> bool:
         try:
@@ -237,29 +244,30 @@ class SeparateWeights(WeightSync):
 
     @abstractmethod
     def _deliver(self, clock: Phases) -> bool:
-        """Let every server answer with the present weights, if that is due now; whether it was.
+        """Bring the present weights to every server if that is due; return True if it was.
 
         Raises:
-            Stopped: a stop was asked for while a server was awaited.
+            Stopped: a stop was requested during the wait for a server.
         """
 
     @abstractmethod
     def _give(self, engine: ServerClient, info: BridgeInfo) -> None:
-        """Let `engine`, which said `info` of itself, answer with the trainer's present weights, as `self.version`.
+        """Make `engine`, whose state is `info`, answer with the trainer's present weights as
+        `self.version`.
 
         Raises:
-            EngineGone: it does not answer; tried again.
+            EngineGone: it does not answer; the caller retries.
         """
 
     def check(self) -> None:
-        """Give a server that was restarted the present weights; it serves nobody before.
+        """Give a restarted server the present weights; it answers no rollouts before.
 
         Raises:
             EngineGone: it did not come back within `engine_timeout`.
         """
         now = time.monotonic()
         if now - self._looked < LOOK_S or self.stop.is_set():
-            return  # at the end nobody waits for a server: the weights are here
+            return  # at the end no server is needed: the weights are here
         self._looked = now
         for engine in self.engines:
             try:
@@ -291,27 +299,26 @@ class WrittenWeights(SeparateWeights):
 
     def __init__(self, config: TrainingConfig, device: torch.device, stop: threading.Event, what: str) -> None:
         """Args:
-        what: is written (weights, adapters), the name of a folder.
-        """
+        what: what is written (weights, adapters); the name of a folder."""
         super().__init__(config, device, stop)
         run = RunDir.from_env()
-        # Links stay as they are: a node may reach the same disk by another way.
+        # Keep links unresolved: another node may mount the same disk elsewhere.
         self._folder = ((run.bridge if run else Path(config.save_path)) / what).absolute()
         self._tag = secrets.token_hex(3)
-        """Of this attempt: a server may still read, or start from, what an earlier one wrote that came as far."""
+        """Unique per attempt: a server may still read an old folder of the same version."""
 
     def _path(self, version: int) -> Path:
         return self._folder / f"v{version}-{self._tag}"
 
     def _write_present(self, write: Callable[[Path], None], what: str, room: str) -> None:
-        """Let `write` fill the folder of the present version, which gets its name once it is whole; again after each
-        wait for room.
+        """Let `write` fill the folder of the present version, and rename it once it is complete;
+        retry after each wait for disk space.
 
         Args:
-            what, room: what is written, and to make room for it, in words.
+            what, room: for messages: what is written, and how to make space for it.
 
         Raises:
-            TrainerError: the disk is full and nobody waits, or the folder cannot be written to.
+            TrainerError: the disk is full and there is no wait, or the folder is not writable.
         """
         target = self._path(self.version)
         aside = target.with_name(f".{target.name}.writing")
@@ -345,7 +352,7 @@ _STRATEGIES: dict[Mode, tuple[str, str]] = {
 def make_sync(
     config: TrainingConfig, device: torch.device, stop: threading.Event, world: World = ALONE
 ) -> WeightSync:  # fmt: skip
-    """The strategy for `config.mode`; with recorded rollouts one that has no server."""
+    """The strategy for `config.mode`; with recorded rollouts one without a server."""
     module, name = _STRATEGIES[config.mode] if config.rollouts is None else ("offline", "Offline")
     made: WeightSync = getattr(import_module(f"trainer_core.weight_sync.{module}"), name)(config, device, stop)
     made.world = world

@@ -1,11 +1,13 @@
-"""Mode `broadcast` (`shared_vllm --use-shared-memory`): the trainer has GPUs of its own and broadcasts its weights.
+"""Mode `broadcast` (`shared_vllm --use-shared-memory`): the trainer has its own GPUs and broadcasts
+its weights.
 
-The trainer's ranks and all workers of the servers form one group, over NCCL between GPUs and gloo on CPUs. Each rank is
-the root of its own rows, so nothing is gathered first. A server freezes generation only while it receives.
+The trainer's ranks and all workers of the servers form one group, over NCCL between GPUs and gloo
+on CPUs. Each rank sends its own rows, so nothing is gathered first. A server freezes generation
+only while it receives.
 
-Who is in the group is decided by who is there: a server that dies breaks it, is named with the phase in which it did,
-and a new group without it gives all others the present weights. It is asked once a second whether it is back, and gets
-the weights of then before it serves anybody.
+A server that dies breaks the group. The error names it and the phase, and a new group without it
+brings the present weights to all others. The trainer polls it once a second, and a server that is
+back gets the present weights before it answers.
 """
 
 from __future__ import annotations
@@ -34,28 +36,28 @@ from trainer_core.weight_sync.orders import Calls, Follower, Order, Orders
 from trainer_core.weight_sync.outgoing import CHUNK_BYTES, outgoing
 
 LAST_WORDS_S = 1.0
-"""Time that the other servers get to say what they saw, when one call has failed."""
+"""Seconds that other servers have to report what they saw, after one call has failed."""
 ANSWER_S = 5.0
-"""A server that says nothing for so long is not there."""
+"""Seconds without an answer after which a server counts as absent."""
 NAME_S = 8.0
-"""After this long without an end, who is waited for is said."""
+"""Seconds of a wait after which the log names the awaited servers."""
 
 Members = dict[ServerClient, BridgeInfo]
-"""Servers, and what each said of itself."""
+"""Servers, and the reported state of each."""
 Delivery = Future[tuple[bool, dict[str, float]]]
-"""Whether a server got the version, and the seconds of each phase."""
+"""True if a server got the version, and the seconds of each phase."""
 T = TypeVar("T")
 
 
 class GroupBroke(EngineGone):
-    """The group did not form, or broke; a new one may do."""
+    """The group did not form, or broke; a new one may succeed."""
 
     def __init__(self, message: str, lost: Iterable[str] = (), complained: Iterable[str] = ()) -> None:
         super().__init__(message)
         self.lost = set(lost)
-        """Servers that are dead, or say nothing."""
+        """Servers that are dead or silent."""
         self.complained = set(complained)
-        """Servers that said that something went wrong, there or with another one."""
+        """Servers that reported an error, their own or another's."""
 
 
 class Broadcast(SeparateWeights):
@@ -71,19 +73,19 @@ class Broadcast(SeparateWeights):
         self._follower: Follower | None = None
         self._members: Members = {}
         self._looks: dict[ServerClient, Calls[BridgeInfo]] = {}
-        """Questions under way."""
+        """State requests in flight."""
         self._rests = Rests()
         self._begun = False
-        """Until then no server is left out: who does not answer yet is only starting, and waited for."""
+        """False at first: no server is left out while servers may still be starting."""
         self._complained: set[str] = set()
-        """Since the last group that worked."""
+        """Servers that reported errors since the last working group."""
         self._delivery: Delivery | None = None
-        """With `overlap_publish` the one under way."""
+        """Delivery in flight, with `overlap_publish`."""
 
     def _spread(self, model: torch.nn.Module) -> torch.nn.Module:
         model = super()._spread(model)
         rank, size = self.world.rank, self.world.size
-        if self.device.type == "cuda" and self.device.index is None:  # threads begin on another one
+        if self.device.type == "cuda" and self.device.index is None:  # new threads start on device 0
             self.device = torch.device("cuda", torch.cuda.current_device())
         self._outgoing = outgoing(model, compute_dtype(model), rank, size)
         self._orders = Orders(1 if rank else size)
@@ -94,7 +96,8 @@ class Broadcast(SeparateWeights):
         return model
 
     def _collect(self, clock: Phases) -> None:
-        """Let what takes this rank's orders know that the weights of `version` are in place; nothing is gathered."""
+        """Tell this rank's order thread that the weights of `version` are in place; nothing is
+        gathered."""
         self._outgoing.refresh()
         if self._follower is not None:
             self._follower.wrote(self.version)
@@ -104,7 +107,7 @@ class Broadcast(SeparateWeights):
             self.world.share(self._settle)
 
     def _settle(self) -> None:
-        """Wait for the delivery under way, tell of it, and raise what went wrong there."""
+        """Wait for the delivery in flight, report it, and raise its error."""
         delivery, self._delivery = self._delivery, None
         if delivery is not None:
             moved, seconds = delivery.result()
@@ -116,8 +119,8 @@ class Broadcast(SeparateWeights):
         return super()._publish(version, write, clock)
 
     def _delivered(self, clock: Phases) -> bool:
-        """With `overlap_publish` it is only begun, and nobody has the version yet; from here on servers, the group and
-        orders are the thread's until `_settle`."""
+        """Deliver the version. With `overlap_publish` only start it: no server has the version yet,
+        and until `_settle` the thread owns servers, group and orders."""
         if not self.config.overlap_publish:
             return super()._delivered(clock)
         delivery: Delivery = Future()
@@ -135,17 +138,17 @@ class Broadcast(SeparateWeights):
             delivery.set_exception(error)
 
     def check(self) -> None:
-        """Give a server that is back, or is another one now, the present weights; it serves nobody before.
+        """Give a restarted or replaced server the present weights; it answers no rollouts before.
 
         Raises:
-            EngineGone: none is left, and none came back within `engine_timeout`.
+            EngineGone: no server is left, and none came back within `engine_timeout`.
         """
         now = time.monotonic()
         if self.world.rank or now - self._looked < LOOK_S or self.stop.is_set():
-            return  # rank 0 alone knows servers; at the end nobody waits for one: the weights are here
+            return  # only rank 0 knows servers; at the end none is needed
         if self._delivery is not None:
             if not self._delivery.done():
-                return  # it looks after servers meanwhile
+                return  # the delivery thread checks servers meanwhile
             self._settle()
         self._looked = now
         back = False
@@ -157,7 +160,7 @@ class Broadcast(SeparateWeights):
             self._await_server(self._regroup)
 
     def close(self) -> None:
-        if self._delivery is not None:  # after an error: it has had its time
+        if self._delivery is not None:  # after an error the delivery gets no more time
             wait([self._delivery], LAST_WORDS_S)
         if self._follower is not None:
             self._follower.close()
@@ -166,7 +169,7 @@ class Broadcast(SeparateWeights):
         super().close()
 
     def _serve_all(self) -> None:
-        """Begin with every server, or after `engine_timeout` with those that are there."""
+        """Begin with every server, or after `engine_timeout` with those present."""
         try:
             self._await_server(partial(self._regroup, everyone=True))
         except EngineGone as error:
@@ -179,7 +182,8 @@ class Broadcast(SeparateWeights):
         self._begun = True
 
     def _deliver(self, clock: Phases) -> bool:
-        """Broadcast the update; a server that dies meanwhile is left out, and only when none is left waited for."""
+        """Broadcast the update. A server that dies meanwhile is left out; the trainer waits only if
+        none is left."""
         began = time.perf_counter()
         try:
             if self._group is None:
@@ -196,17 +200,18 @@ class Broadcast(SeparateWeights):
 
     @property
     def _limit_s(self) -> float:
-        """Seconds for a broadcast. With `in_flight = "wait"` a server may let completions end first, and everybody else
-        waits for it meanwhile."""
+        """Timeout in seconds of a broadcast. With `in_flight = "wait"` one server may first finish
+        completions while all others wait."""
         first = self.config.in_flight_timeout if self.config.in_flight == "wait" else 0.0
         return self.config.broadcast_timeout + first
 
     def _give(self, engine: ServerClient, info: BridgeInfo) -> None:
-        """Nobody is given weights alone."""
+        """Not used here: no server gets weights alone."""
         self._regroup()
 
     def _look(self, wait_s: float) -> Members:
-        """Who answers, and what each says of itself. One that hangs is waited for once, until it has answered."""
+        """State of all servers that answer. A hanging server delays this once, until it has
+        answered."""
         asked = [engine for engine in self.engines if engine not in self._looks]
         self._looks |= {engine: Calls({engine.base_url: engine.meet}) for engine in asked}
         deadline = time.monotonic() + wait_s
@@ -227,13 +232,15 @@ class Broadcast(SeparateWeights):
         return there
 
     def _regroup(self, *, everyone: bool = False) -> None:
-        """Form a new group of all who are there, without those that break it, and give them the present weights.
+        """Form a new group of all present servers that do not break it, and give them the present
+        weights.
 
         Args:
-            everyone: it is all of them, or none.
+            everyone: all servers are required.
 
         Raises:
-            EngineGone: nobody is left, or with `everyone` somebody is missing; says why.
+            EngineGone: no server is left, or with `everyone` one is missing; the message has the
+                reason.
         """
         there = {e: info for e, info in self._look(ANSWER_S).items() if not self._rests.rests(info.instance_id)}
         for engine in there:
@@ -262,7 +269,8 @@ class Broadcast(SeparateWeights):
             print(f"✓ The server at {engine.base_url} answers with weight version {self.version}")
 
     def _blame(self, broke: GroupBroke, there: Members, seconds: float) -> bool:
-        """Leave out who broke the group: who is lost, and who complains a second time. Whether another try is sense."""
+        """Leave out lost servers, and servers with a second error; return True if another try makes
+        sense."""
         lost = broke.lost | (broke.complained & self._complained)
         news = bool(lost or broke.complained - self._complained)
         self._complained |= broke.complained
@@ -272,7 +280,7 @@ class Broadcast(SeparateWeights):
         return news
 
     def _leave_out(self, engine: ServerClient, why: str) -> None:
-        """The first reason is the one that stays."""
+        """Leave a server out; the first reason stays."""
         self.fed.discard(engine)
         engine.away = True
         if engine.base_url not in self.left_out:
@@ -288,10 +296,10 @@ class Broadcast(SeparateWeights):
         """Let everyone meet, then connect.
 
         Raises:
-            GroupBroke: somebody did not come; says who, and in which phase.
+            GroupBroke: names the missing server and the phase.
             UsageError: two ranks are on one GPU.
         """
-        # Workers wait longer than the trainer, which alone can tell who is missing.
+        # Workers wait longer than the trainer, because only the trainer can name the missing one.
         backend, timeout_s = self._backend(infos), self._limit_s + 2 * LAST_WORDS_S
         world_size = self.world.size + sum(info.workers for info in infos.values())
         meeting = self._meeting = Rendezvous(backend, *self._place, world_size, timeout_s)
@@ -344,10 +352,11 @@ class Broadcast(SeparateWeights):
         return here
 
     def _send(self, members: Members) -> dict[str, TransferReport]:
-        """Broadcast the present weights as `self.version`; every server answers with them when this returns.
+        """Broadcast the present weights as `self.version`; on return every server answers with
+        them.
 
         Raises:
-            GroupBroke: somebody did not get them whole; says who.
+            GroupBroke: names the server without complete weights.
         """
         request = TransferUpdate(
             weight_version=self.version, timeout_s=self._limit_s, in_flight=self.config.in_flight,
@@ -367,13 +376,14 @@ class Broadcast(SeparateWeights):
     def _until(
         self, done: Callable[[], bool], calls: Calls[T], phase: str, late: Callable[[], list[str]], what: str
     ) -> None:
-        """Poll until `done`. A server that failed, a broken connection or the timeout ends the wait and the group.
+        """Poll until `done`. A failed server, a broken connection or the timeout ends the wait and
+        the group.
 
         Args:
-            late: who is waited for, and `what` has not been done then.
+            late: names the awaited servers at the timeout; `what` is the missing action.
 
         Raises:
-            GroupBroke: with the phase and the cause.
+            GroupBroke: names phase and cause.
             EngineError: a server refused.
             RankGone: another rank of the trainer has ended.
         """
@@ -393,7 +403,7 @@ class Broadcast(SeparateWeights):
             calls.raise_failure()
         except (EngineGone, EngineError, RuntimeError) as error:
             if missing:
-                self._leave()  # who hangs for another one's sake says so now
+                self._leave()  # servers that only wait for another one report that now
             calls.wait(LAST_WORDS_S)
             self._leave()
             self._orders.check()
@@ -402,7 +412,8 @@ class Broadcast(SeparateWeights):
     def _cause(
         self, error: Exception, calls: Calls[T], phase: str, missing: Collection[str]
     ) -> GroupBroke | EngineError:
-        """The server that died, or says nothing, explains the others' complaints; a refusal is final."""
+        """The error to raise: a dead or silent server explains the others' errors; a refusal is
+        final."""
         failures = calls.failures()
         for failure in failures.values():
             if isinstance(failure, EngineError):
@@ -425,14 +436,14 @@ class Broadcast(SeparateWeights):
 
 
 class Rests:
-    """Servers that broke a group are left in peace: each time for twice as long, and for ten times what it had cost. A
-    new one in the place of an old one is not."""
+    """Backoff for servers that broke a group: it doubles each time, and is at least ten times the
+    cost. A new instance starts without one."""
 
     def __init__(self) -> None:
         self._until: dict[str, tuple[float, float]] = {}
 
     def note(self, instance: str, seconds: float) -> None:
-        """`instance` has cost so many seconds."""
+        """Record that `instance` has cost this many seconds."""
         pause = max(2 * self._until.get(instance, (FIRST_PAUSE_S / 2, 0.0))[0], 10 * seconds)
         self._until[instance] = (pause, time.monotonic() + pause)
 
@@ -444,10 +455,10 @@ class Rests:
 
 
 def require_nodes(config: TrainingConfig, env: Mapping[str, str] = os.environ) -> None:
-    """The guides' number of inference nodes, where one is named, is the number of servers.
+    """Check the guides' number of inference nodes, if given, against the number of servers.
 
     Raises:
-        UsageError: it is another.
+        UsageError: the numbers differ.
     """
     text = env.get("NUM_INFERENCE_NODES") or "0"
     if not text.isdecimal():
@@ -471,6 +482,6 @@ def _on_one_gpu(groups: Iterable[Iterable[str]]) -> str:
 
 
 def _phases(reports: Mapping[str, TransferReport], seconds: float) -> dict[str, float]:
-    """The slowest server's own phases, and in `request` what HTTP and the other servers' pace added."""
+    """Phases of the slowest server; `request` is the rest: HTTP and the other servers' pace."""
     slowest = max(reports.values(), key=lambda report: sum(report.phases.values()))
     return {**slowest.phases, "request": max(seconds - sum(slowest.phases.values()), 0.0)}

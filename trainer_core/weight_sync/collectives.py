@@ -1,4 +1,4 @@
-"""The trainer's end of the group in which weights are broadcast: where it meets, and how bytes leave each rank."""
+"""The trainer's end of a broadcast group: rendezvous, and sending from each rank."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ from trainer_core.weight_sync.outgoing import Outgoing
 
 
 def meeting_point(init_method: str, env: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """Address and port (0: any free one) from `--init-method`, else from MASTER_ADDR and MASTER_PORT.
+    """Address and port (0: any free one) from `--init-method`, else from MASTER_ADDR and
+    MASTER_PORT.
 
     Raises:
-        UsageError: a port that is none, or an address that is every interface.
+        UsageError: an invalid port, or an address that means every interface.
     """
     address, port = meeting_place(init_method, env)
     named = f"MASTER_ADDR={address} MASTER_PORT={port}" if init_method == "env://" else f"--init-method {init_method}"
@@ -52,15 +53,17 @@ Stage = Literal["here", "connecting"]
 
 
 class Rendezvous:
-    """Where the ranks of one group report and learn how to connect, and later whether the trainer's rank 0 still lives:
-    it stays for as long as the group. A key-value store of this process, in which only those count who know its secret.
+    """Key-value store in this process where the ranks of one group report and learn how to connect;
+    ignores values without the group's secret.
+
+    It lives as long as the group, so that ranks can see whether the trainer's rank 0 is alive.
     """
 
     def __init__(self, backend: str, address: str, port: int, world_size: int, timeout_s: float) -> None:
         """Listen on `address` alone, not on every interface.
 
         Raises:
-            UsageError: the address is not this machine's, the port is taken, or there is no NCCL.
+            UsageError: the address is not of this machine, the port is in use, or NCCL is missing.
         """
         self.address, self.world_size = address, world_size
         self.nccl_id = _nccl_id() if backend == "nccl" else b""
@@ -78,34 +81,35 @@ class Rendezvous:
         self._server: Any = dist.TCPStore(
             address, self.port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
         )
-        # A client of its own, so that who keeps the store for longer does not keep the port.
+        # A separate client, so that a longer-lived store object does not keep the port.
         client = dist.TCPStore(address, self.port, None, False, timeout, wait_for_workers=False)
         self.store = SealedStore(dist.PrefixStore(self.key, client), self.secret, timeout)
 
     def missing(self, stage: Stage) -> list[int]:
-        """Ranks that have not reported that they are there, or that they begin to connect."""
+        """Ranks that have not reported yet, or have not started to connect."""
         return [rank for rank in range(1, self.world_size) if not self.store.check([f"{stage}/{rank}"])]
 
     def crowded(self, device: torch.device) -> list[list[int]]:
-        """Ranks that would share one GPU, of those who have all reported; rank 0 computes on `device`."""
+        """Ranks that would share one GPU, of those that have reported; rank 0 computes on
+        `device`."""
         ranks: defaultdict[str, list[int]] = defaultdict(list)
         for rank in range(self.world_size):
             ranks[self.store.get(f"here/{rank}").decode() if rank else gpu_of(device)].append(rank)
         return [several for gpu, several in ranks.items() if gpu and len(several) > 1]
 
     def go(self) -> None:
-        """Everyone is there: connect now."""
+        """Tell all ranks to connect now."""
         self.store.set("go", b"1")
 
     def close(self) -> None:
-        """Tell everyone that the group is over, and stop listening. Whoever waits looks here and learns it."""
+        """Announce the end of the group to all waiting ranks, and stop listening."""
         with contextlib.suppress(RuntimeError):
             self.store.set("off", b"1")
         del self.store, self._server
 
 
 class GlooGroup:
-    """Through CPU memory."""
+    """Transfer through CPU memory."""
 
     def __init__(self, store: SealedStore, rank: int, world_size: int, address: str, timeout_s: float) -> None:
         self._gloo = Gloo(store, rank, world_size, address, timeout_s)
@@ -113,11 +117,11 @@ class GlooGroup:
         self._sending: Iterator[None] = iter(())
 
     def send(self, what: Outgoing) -> None:
-        """Begin to broadcast its chunks, in order."""
+        """Start to broadcast the chunks in order."""
         self._sending = self._send(what)
 
     def sent(self) -> bool:
-        """Whether all of it has left; to be asked until it has.
+        """Advance the transfer; return True when everything has left. Call it until then.
 
         Raises:
             RuntimeError: the connection broke.
@@ -125,7 +129,7 @@ class GlooGroup:
         return next(self._sending, self._sending) is self._sending
 
     def _send(self, what: Outgoing) -> Iterator[None]:
-        """Yields for as long as there is something to wait for."""
+        """Generator that yields while there is something to wait for."""
         for index, chunk in enumerate(what.chunks):
             slot = index % SLOTS
             yield from self._over(slot)
@@ -145,7 +149,7 @@ class GlooGroup:
 
 
 class NcclGroup:
-    """Between GPUs, on a stream of its own: the next chunk is filled while one is on its way."""
+    """Transfer between GPUs, on its own stream: the next chunk is filled while one is in flight."""
 
     def __init__(self, nccl_id: bytes, rank: int, world_size: int, device: torch.device) -> None:
         self._nccl = Nccl(nccl_id, rank, world_size, device)
@@ -175,14 +179,14 @@ class NcclGroup:
 
 
 BroadcastGroup = GlooGroup | NcclGroup
-"""The connected group, as one of the trainer's ranks has it."""
+"""The connected group of one trainer rank."""
 
 
 def connect(init: TransferInit, store: SealedStore, rank: int, device: torch.device) -> BroadcastGroup:
-    """Connect `rank` of the trainer to everyone who reported.
+    """Connect `rank` of the trainer to all ranks that reported.
 
     Raises:
-        RuntimeError: somebody did not, or a stranger did.
+        RuntimeError: a rank did not connect, or an unauthenticated process did.
     """
     if init.backend == "gloo":
         return GlooGroup(store, rank, init.world_size, own_address(init.address), init.timeout_s)

@@ -1,9 +1,9 @@
-"""Modes `lora_only` and `lora_restart`: the trainer keeps the base model and an adapter, which is all that travels.
-With `single_copy` the base is the server's own (`SharedBase`), and the trainer keeps the adapter alone.
+"""Modes `lora_only` and `lora_restart`: the trainer keeps the base model, and only an adapter
+travels. With `single_copy` the base is the server's own memory (`SharedBase`), and the trainer
+keeps only the adapter.
 
-`lora_only` swaps it over HTTP: the server is never paused, and a completion ends on the adapter that it began with. A
-server that was restarted meanwhile holds its generation until it has the trainer's present adapter again, which `check`
-sees to.
+`lora_only` swaps the adapter over HTTP without a pause; a completion ends on the adapter that it
+began with. A restarted server holds generation until `check` has given it the present adapter.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from trainer_core.weight_sync.base import Phases, T, WrittenWeights
 from trainer_core.weight_sync.shared_vllm import SingleCopy
 
 KEPT = 4
-"""Newest adapters left on disk: a request may have chosen one, and not have reached the engine yet. Older ones stay
-while a server still finishes completions on them."""
+"""Newest adapters that stay on disk: a request may have chosen one without reaching the engine yet.
+Older ones stay while a server still finishes completions on them."""
 
 
 class LoraSwap(WrittenWeights):
@@ -41,7 +41,8 @@ class LoraSwap(WrittenWeights):
         self._base = SharedBase(config, device, stop) if config.single_copy else None
 
     def load(self, weights: Path | None) -> torch.nn.Module:
-        """The base model with the adapter in `weights`, else one to start from, or a new one."""
+        """The base model with the adapter in `weights`, or the configured start adapter, or a new
+        one."""
         if self._base and self.world.size > 1:
             raise UsageError("--single-copy with an adapter: the base lies on one GPU, so it takes one rank")
         model = self._await_server(self._base.load) if self._base else super().load(None)
@@ -64,7 +65,7 @@ class LoraSwap(WrittenWeights):
         return True
 
     def _give_all(self) -> None:
-        """Every server answers with the present adapter; one that is away is waited for."""
+        """Bring the present adapter to every server; wait for servers that are away."""
         for engine in self.engines:
             try:
                 self._give(engine)
@@ -88,11 +89,11 @@ class LoraSwap(WrittenWeights):
         return super()._await_server(attempt, meanwhile)
 
     def _save(self) -> None:
-        """The present adapter for the server, which computes with it in the base model's type."""
+        """Save the present adapter in the base model's dtype, which the server computes in."""
         self._write_present(lambda folder: write_adapter(self.model, folder, self._dtype), "the adapter", "Make room")
 
     def _forget(self) -> None:
-        """Remove adapters that no server reads again, of earlier attempts too."""
+        """Remove adapters that no server can read again, also those of earlier attempts."""
         newest = {self._path(version) for version in range(self.version - KEPT + 1, self.version + 1)}
         old = set(self._folder.glob("v*")) - newest
         try:
@@ -116,7 +117,8 @@ class LoraSwap(WrittenWeights):
 
 
 class LoraRestart(LoraSwap):
-    """Strategy of mode `lora_restart`: every few versions the server is restarted and loads the adapter."""
+    """Strategy of mode `lora_restart`: every few versions the server restarts and loads the
+    adapter."""
 
     def __init__(self, config: TrainingConfig, device: torch.device, stop: threading.Event) -> None:
         super().__init__(config, device, stop)
@@ -135,7 +137,8 @@ class LoraRestart(LoraSwap):
         return due
 
     def _restart(self, clock: Phases) -> None:
-        """A new server with the present adapter; one that cannot be restarted from here gets it as it runs."""
+        """Restart the server with the present adapter; a server that cannot be restarted from here
+        loads it while running."""
         if not self.lifecycle.can_restart:
             with clock("load"):
                 self._give_all()
@@ -144,28 +147,28 @@ class LoraRestart(LoraSwap):
             try:
                 self.lifecycle.restart(f"adapter of version {self.version}")
             except EngineGone as error:
-                print(f"[WARNING] {error}")  # whoever comes back there gets the adapter
+                print(f"[WARNING] {error}")  # a server that comes back gets the adapter from `check`
         with clock("load"):
             for engine in self.engines:
                 self._serve_again(engine)
 
 
 class SharedBase:
-    """A model whose parameters are the tensors of the server of now."""
+    """A model whose parameters are the tensors of the current server."""
 
     def __init__(self, config: TrainingConfig, device: torch.device, stop: threading.Event) -> None:
         self._memory = SingleCopy(config, device, stop)
         self._port = config.vllm_port
         self._model: torch.nn.Module | None = None
         self._instance: str | None = None
-        """Whose memory it lies in; null while it has none."""
+        """Instance whose memory it uses; None without one."""
 
     def load(self) -> torch.nn.Module:
         """The base model.
 
         Raises:
-            EngineGone: there is no server with a manifest yet.
-            UsageError: another model, type or port than the trainer's.
+            EngineGone: no server with a manifest yet.
+            UsageError: another model, dtype or port than the trainer's.
         """
         manifest = self._manifest()
         if not manifest.base_url.endswith(f":{self._port}"):
@@ -179,10 +182,10 @@ class SharedBase:
         return model
 
     def follow(self, instance: str) -> None:
-        """Let the base lie in the memory of the server `instance`; what adapters the model has by now stay.
+        """Move the base to the memory of the server `instance`; the model's adapters stay.
 
         Raises:
-            EngineGone: its manifest is not there yet.
+            EngineGone: its manifest is missing so far.
         """
         if instance == self._instance:
             return
@@ -196,7 +199,7 @@ class SharedBase:
         print(f"✓ The base model lies in the memory of the new server at {manifest.base_url}")
 
     def let_go_of_the_dead(self) -> None:
-        """Where the server has ended: hold no memory of it, or a GPU would have too little for the next one."""
+        """Release memory of an ended server: it would take GPU memory from the next one."""
         try:
             self._memory.check()
         except EngineGone:

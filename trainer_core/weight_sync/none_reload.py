@@ -1,8 +1,9 @@
-"""Mode `none`: the trainer writes its weights into a folder, and the server loads them, every N steps.
+"""Mode `none`: the trainer writes its weights into a folder every N steps, and the server loads
+them.
 
-While they are written the old server serves; only the load pauses it. In between it answers with the weights of the
-last load, so rollouts lag up to `vllm_restart_interval` versions. A server that cannot load while it runs, or is not to
-(`engine_reload` restart), is told where they lie and restarted: it begins with them.
+The old server answers during the write; only the load pauses it. Between loads it answers with old
+weights, so rollouts lag up to `vllm_restart_interval` versions. A server that cannot load while
+running (or with `engine_reload` restart) is restarted and begins with the folder.
 """
 
 from __future__ import annotations
@@ -27,24 +28,25 @@ from trainer_core.weight_sync.base import FIRST_PAUSE_S, Phases, WrittenWeights
 
 LONGEST_PAUSE_S = 5.0
 TAKES_WEIGHTS = "ATROPOS_WEIGHT_UPDATES"
-"""What the server's environment must say."""
+"""Environment variable that enables weight updates in the server."""
 
 
 class Backoff:
-    """Pauses that double, between attempts that the same server failed; a new one is tried at once."""
+    """Doubling pauses between failed attempts with the same server; a new instance is tried at
+    once."""
 
     def __init__(self) -> None:
         self._failed = ""
-        """Instance of the last attempt, if it failed."""
+        """Instance of the last failed attempt."""
         self._last_error = ""
         self._pause_s = self._not_before = 0.0
 
     @contextmanager
     def attempt(self, instance: str) -> Iterator[None]:
-        """Around one attempt.
+        """Context of one attempt.
 
         Raises:
-            EngineGone: what the attempt said, or what the last one said, when it is too early for another.
+            EngineGone: the attempt's error, or the last one's if it is too early for another.
         """
         again = instance == self._failed
         if again and time.monotonic() < self._not_before:
@@ -68,17 +70,17 @@ class Reload(WrittenWeights):
         if not config.vllm_urls:
             self.lifecycle = make_lifecycle(config, stop, env={TAKES_WEIGHTS: "1"})
         self._given: Path | None = None
-        """What servers loaded last: one that begins anew starts from it."""
+        """Folder that servers loaded last; a restarting server begins with it."""
         self._loaded: dict[str, float] = {}
-        """Seconds by phase that servers reported of the present load."""
+        """Seconds by phase that servers reported for the present load."""
 
     def load(self, weights: Path | None) -> torch.nn.Module:
         self._base = weights is None
         return super().load(weights)
 
     def _collect(self, clock: Phases) -> None:
-        """Of several ranks' weights each version is written: a server that begins anew may want any, and rank 0 is
-        alone then."""
+        """Write each version of several ranks' weights: a restarted server may need any, and then
+        rank 0 is alone."""
         if self.world.size > 1 and (self.version or not self._base):
             with clock("save"):
                 tensors = weights(self.model)
@@ -102,7 +104,8 @@ class Reload(WrittenWeights):
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _give_all(self) -> dict[str, float]:
-        """Seconds by phase; a server that is away, or is restarted, is waited for."""
+        """Bring the folder to every server; return seconds by phase. Waits for servers that are
+        away or restarting."""
         restarts, self._loaded = 0.0, {}
         for engine in self.engines:
             began = time.perf_counter()
@@ -118,10 +121,10 @@ class Reload(WrittenWeights):
             self._offer(engine, info)
 
     def _offer(self, engine: ServerClient, info: BridgeInfo) -> None:
-        """In place where that can be, else by a restart."""
+        """Load in place where possible, else restart."""
         named = info.weight_version is not None
         if self._base and not info.weight_version and not info.dirty and info.started_from is None:
-            engine.resume(self.version)  # it has loaded the base model by itself
+            engine.resume(self.version)  # it starts with the base model
             return
         path = self._present()
         restart = "engine_reload is restart" if self.config.engine_reload == "restart" and named else None
@@ -133,11 +136,11 @@ class Reload(WrittenWeights):
             self._loaded[name] = self._loaded.get(name, 0.0) + seconds
 
     def _restart(self, engine: ServerClient, path: Path, reason: str) -> None:
-        """Let a new server begin with the weights in `path`.
+        """Start a new server with the weights in `path`.
 
         Raises:
-            EngineGone: always; the new server is another one.
-            UsageError: it cannot be restarted from here.
+            EngineGone: always, because the new server is another instance.
+            UsageError: the server cannot be restarted from here.
         """
         if self.lifecycle is None or not self.lifecycle.can_restart:
             way_out = "let the trainer start its own server, or run all with atropos-tui"
@@ -158,7 +161,7 @@ class Reload(WrittenWeights):
         )  # fmt: skip
 
     def _present(self) -> Path:
-        """The folder of the present weights, written if need be."""
+        """Folder of the present weights; writes it if necessary."""
         path = self._path(self.version)
         if not path.is_dir():
             self._save()
@@ -168,15 +171,15 @@ class Reload(WrittenWeights):
         self._write(weights(self.model))
 
     def _write(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Write the present weights, unfused."""
+        """Write the present weights in the checkpoint's layout."""
         size = sum(param.nbytes for param in self.model.parameters())
         self._write_present(
             lambda folder: save_torch_state_dict(tensors, folder), "the weights", f"Free {2 * size / 1e9:.1f} GB"
         )
 
     def _forget(self) -> None:
-        """Remove all weights but the present ones and those that servers have; earlier attempts' and half-written
-        ones too."""
+        """Remove all weights except the present ones and those that servers have, also half-written
+        ones and those of earlier attempts."""
         for path in self._folder.iterdir():
             if path not in (self._path(self.version), self._given):
                 shutil.rmtree(path, ignore_errors=True)

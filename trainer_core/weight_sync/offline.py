@@ -1,4 +1,4 @@
-"""No server at all: the trainer alone, on recorded rollouts."""
+"""The trainer without a server, on recorded rollouts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Offline(WeightSync):
     """Strategy of a run with `rollouts`: every version stays here."""
 
     def attach(self, start: Start) -> torch.nn.Module:
-        """The policy with the weights of `start`; adapters on it where the mode trains those."""
+        """The policy with the weights of `start`, with adapters where the mode trains them."""
         config = self.config
         print("No server: no probe of its logprobs, and policy lag only as far as it was recorded")
         if config.trains_adapters:
@@ -32,4 +32,4 @@ class Offline(WeightSync):
         return False
 
     def check(self) -> None:
-        """There is nobody to look after."""
+        """No-op: there is no server."""

@@ -1,9 +1,11 @@
-"""What rank 0 of a trainer has the others do with their rows: join a group, send, leave it.
+"""Orders from a trainer's rank 0 to the other ranks during a broadcast: join a group, send, leave
+it.
 
-Rank 0 alone speaks to servers, and it does so also while the others wait for it, such as for a batch. So a thread of
-each other rank takes its orders, over a socket in a folder that is this user's alone: orders hold the group's secrets.
-Ranks of several nodes have no such folder; they come to a port and prove by a secret of rank 0's that they are ranks.
-A publish is no collective of the trainer: nobody waits for another rank, but in the group that the servers are in too.
+Only rank 0 talks to servers, also while the others wait for it, for example for a batch. A thread
+of each other rank takes its orders over a socket in a private folder, because orders hold the
+group's secrets. Ranks of several nodes have no common private folder: they connect to a port and
+prove themselves with a secret of rank 0. A publish is not a collective of the trainer; ranks wait
+for each other only in the group with the servers.
 """
 
 from __future__ import annotations
@@ -34,40 +36,41 @@ from trainer_core.weight_sync.outgoing import Outgoing
 
 MEET_S = 60.0
 FIRST_WORD_S = 5.0
-"""A rank says at once which it is."""
+"""Seconds that a connection has to send its first message."""
 SECRET_BYTES = 32
 MOST_WAITING = 512
-"""So many may be about to say it; then the oldest is shown the door."""
+"""Unauthenticated connections at most; beyond it the oldest is closed."""
 RANK_WIDTH = 6
 FIRST_WORD = 2 * SECRET_BYTES + 1 + RANK_WIDTH
-"""Characters of the secret and the rank."""
+"""Characters of the first message: secret and rank."""
 
 
 class Meeting(NamedTuple):
-    """Where the other ranks come for their orders."""
+    """Where the other ranks connect for their orders."""
 
     at: str
     """A folder, or the address of rank 0."""
     port: int
-    """0: it is a folder."""
+    """0 for a folder."""
     secret: str
-    """What they say first."""
+    """Their first message."""
 
 
 class Order(BaseModel):
-    """What all other ranks do next; each answers with nothing, or with why it could not."""
+    """The next action of all other ranks; each answers with an empty string, or with the reason for
+    its failure."""
 
     do: Literal["join", "send", "leave"]
     group: TransferInit | None = None
-    """To be joined."""
+    """Group to join."""
     version: int = 0
-    """Of the weights to be sent."""
+    """Version of the weights to send."""
     number: int = 0
-    """Which answers name, for an order may be given before the one before it is answered."""
+    """Number that answers repeat: an order may be given before the previous one is answered."""
 
 
 class Orders:
-    """Rank 0's end. With a single rank there is nobody to give orders to."""
+    """Rank 0's end; a no-op with a single rank."""
 
     def __init__(self, ranks: int) -> None:
         self._others = range(1, ranks)
@@ -81,11 +84,10 @@ class Orders:
             self.meeting, self._listener = _listen()
 
     def meet(self) -> None:
-        """Wait for every other rank; from then on the folder is needed no more, and nobody would remove it after a
-        SIGKILL.
+        """Wait for all other ranks, then remove the folder: after a SIGKILL nothing else would.
 
         Raises:
-            RankGone: one does not come.
+            RankGone: a rank does not connect.
         """
         if self.meeting is None:
             return
@@ -101,21 +103,21 @@ class Orders:
         self._close_door()
 
     def give(self, order: Order) -> None:
-        """Let every other rank do this next."""
+        """Send the order to every other rank."""
         self._number += 1
         self._awaited, self._failed = set(self._lines), {}
         said = order.model_copy(update={"number": self._number}).model_dump_json().encode()
         for line in self._lines.values():
-            with contextlib.suppress(OSError):  # it has ended, which is seen where its answers are read
+            with contextlib.suppress(OSError):  # the rank has ended; `done` reports that
                 line.write(said + b"\n")
                 line.flush()
 
     def done(self) -> bool:
-        """Whether all others have done what they were told last.
+        """Return True if all others have carried out the last order.
 
         Raises:
-            RuntimeError: one could not; in its words.
-            RankGone: one has ended.
+            RuntimeError: a rank failed; its message.
+            RankGone: a rank has ended.
         """
         for rank, said in self._failed.items():
             raise RuntimeError(f"rank {rank} of the trainer: {said}")
@@ -124,8 +126,7 @@ class Orders:
 
     def check(self) -> None:
         """Raises:
-        RankGone: one of the others has ended.
-        """
+        RankGone: another rank has ended."""
         if self._ended:
             raise RankGone(f"rank {min(self._ended)} has ended")
 
@@ -136,7 +137,7 @@ class Orders:
         self._close_door()
 
     def _close_door(self) -> None:
-        """Nobody else comes."""
+        """Accept no more connections."""
         if self.meeting is not None:
             self._listener.close()
             if not self.meeting.port:
@@ -154,12 +155,14 @@ class Orders:
 
 
 class RankDoor:
-    """Who comes to rank 0. A stranger who says nothing holds nobody up: all are listened to at the same time."""
+    """Accepts the connections of ranks. It reads all of them at once, so a silent foreign process
+    delays none."""
 
     def __init__(self, listener: socket.socket, secret: str) -> None:
         self._listener, self._secret = listener, secret
         self._waiting: dict[socket.socket, tuple[float, bytes]] = {}
-        """Since when each waits that has not said its whole first word, oldest first, and what it has said."""
+        """Start time and received bytes of each connection with an incomplete first message, oldest
+        first."""
 
     def __enter__(self) -> RankDoor:
         self._listener.setblocking(False)
@@ -173,10 +176,10 @@ class RankDoor:
         self._selector.close()
 
     def come(self, timeout_s: float) -> Iterator[tuple[int, socket.socket]]:
-        """The ranks that have come, after `timeout_s` at the latest."""
+        """Yield the ranks that have connected, within `timeout_s`."""
         for key, _ in self._selector.select(timeout_s):
             if key.fileobj is self._listener:
-                with contextlib.suppress(OSError):  # it has left again
+                with contextlib.suppress(OSError):  # the connection is closed already
                     come, _ = self._listener.accept()
                     come.setblocking(False)
                     self._selector.register(come, selectors.EVENT_READ)
@@ -190,7 +193,8 @@ class RankDoor:
             self._refuse(next(iter(self._waiting)))
 
     def _rank_of(self, come: socket.socket) -> int | None:
-        """Which of the ranks it is; nothing for a stranger, and for one that has not said it all yet."""
+        """Rank of a connection; None for a foreign process, and while its first message is
+        incomplete."""
         since, said = self._waiting[come]
         try:
             more = come.recv(FIRST_WORD - len(said))
@@ -218,7 +222,7 @@ class RankDoor:
 
 
 class Follower:
-    """Another rank's end: a thread that does what rank 0 orders."""
+    """Another rank's end: a thread that carries out rank 0's orders."""
 
     def __init__(self, meeting: Meeting, rank: int, device: torch.device, what: Outgoing) -> None:
         self._rank, self._device, self._what, self._written = rank, device, what, -1
@@ -232,7 +236,7 @@ class Follower:
         self._thread.start()
 
     def wrote(self, version: int) -> None:
-        """The parameters are those of `version` from now on, on this rank."""
+        """Record that this rank's parameters are now those of `version`."""
         self._written = version
 
     def close(self) -> None:
@@ -257,7 +261,7 @@ class Follower:
         self._line.flush()
 
     def _carry_out(self, order: Order) -> str:
-        """Nothing, or why it could not be done."""
+        """Carry out an order; return an empty string, or the reason for the failure."""
         try:
             if order.do == "send":
                 self._send(order.version)
@@ -325,7 +329,7 @@ def _connect(meeting: Meeting) -> socket.socket:
 
 
 def _at(folder: Path, bind_or_connect: Callable[[str], None]) -> None:
-    """To the socket in `folder`, whose own path may be longer than an address of a socket."""
+    """Bind or connect the socket in `folder`, whose path may be longer than a socket address."""
     descriptor = os.open(folder, os.O_PATH)
     try:
         bind_or_connect(f"/proc/self/fd/{descriptor}/orders")
@@ -337,7 +341,7 @@ T = TypeVar("T")
 
 
 class Calls(Generic[T]):
-    """One call for each name, all at the same time, in threads that nobody has to wait for."""
+    """One concurrent call for each name, in threads that can be abandoned."""
 
     def __init__(self, calls: Mapping[str, Callable[[], T]]) -> None:
         self.names = list(calls)
@@ -347,14 +351,14 @@ class Calls(Generic[T]):
             threading.Thread(target=self._run, args=(name, call), daemon=True).start()
 
     def over(self) -> bool:
-        """Every call has returned or failed."""
+        """True when every call has returned or failed."""
         return not self.waiting()
 
     def waiting(self) -> list[str]:
         return [name for name in self.names if name not in self._results and name not in self._failures]
 
     def wait(self, timeout_s: float) -> None:
-        """Until every call is over, but no longer than `timeout_s`."""
+        """Wait until every call is over, at most `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while not self.over() and time.monotonic() < deadline:
             time.sleep(POLL_S)
@@ -367,7 +371,7 @@ class Calls(Generic[T]):
             raise error
 
     def results(self) -> dict[str, T]:
-        """Of the calls that have returned."""
+        """Results of the calls that have returned."""
         return dict(self._results)
 
     def _run(self, name: str, call: Callable[[], T]) -> None:

@@ -1,9 +1,10 @@
-"""What a broadcast sends: the checkpoint's tensors, from where they are trained.
+"""The bytes of a broadcast: the checkpoint's tensors, read where they are trained.
 
-A trainer alone keeps its parameters one after the other in a single piece of memory, so that nothing is packed that a
-checkpoint holds as it is trained. Of a sharded trainer each rank sends its own rows: FSDP2 cuts parameters along their
-first dimension, so a rank's rows of a tensor are some of its bytes in one piece. They are cast into a chunk's buffer
-while the chunk before is on its way; no rank ever has more of the model than that.
+A single-rank trainer keeps its parameters in one piece of memory, so tensors that are sent as they
+are trained need no packing. In a sharded trainer each rank sends its own rows: FSDP2 cuts
+parameters along their first dimension, so a rank's rows of a tensor are contiguous bytes. They are
+cast into a chunk's buffer while the previous chunk is in flight; no rank ever holds more of the
+model than that.
 """
 
 from __future__ import annotations
@@ -25,30 +26,31 @@ from trainer_core.policy.checkpoint_layout import Spot, checkpoint_layout, view_
 from trainer_core.policy.sharding import local, row_bounds
 
 CHUNK_BYTES = 256 << 20
-"""Of one chunk: long enough to run at the link's speed, short enough to unpack while the next one comes."""
+"""Bytes of one chunk: long enough for the link's full speed, short enough to unpack while the next
+one arrives."""
 
 Copied = list[tuple[torch.Tensor, torch.Tensor]]
-"""Places in what is sent, and the tensors that are copied there before."""
+"""Destinations in the sent bytes, and the tensors to copy there first."""
 
 
 class Outgoing(Protocol):
-    """What this rank takes part in sending."""
+    """This rank's part in sending."""
 
     tensors: list[SentTensor]
     chunks: list[Chunk]
     ready: torch.cuda.Event | None
-    """When what is sent is in place, for a stream that reads it; null on a CPU."""
+    """Event after which the data is in place, for a stream that reads it; None on a CPU."""
 
     def refresh(self) -> None:
-        """The parameters have changed."""
+        """Mark the parameters as changed."""
 
     def fill(self, chunk: Chunk, slot: int) -> torch.Tensor:
-        """A buffer of the chunk's bytes, uint8, in which this rank's own are the present ones. Another rank's arrive
-        there; the chunk after the next, which has the same `slot`, may get the same buffer."""
+        """Buffer of the chunk's bytes, uint8, filled with this rank's present ones; other ranks'
+        bytes arrive in it. The next chunk with the same `slot` may reuse the buffer."""
 
 
 class OnePiece:
-    """All of the model, from the memory in which it is trained."""
+    """The whole model, in the memory in which it is trained."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._stream, self.tensors, self._copied = into_one_piece(model)
@@ -70,11 +72,11 @@ class Shards:
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype, rank: int, size: int) -> None:
         """Args:
-            dtype: in which sharded parameters are sent, whatever the rows are trained in.
+            dtype: dtype of sent sharded parameters, whatever they are trained in.
 
         Raises:
-            UsageError: some of the checkpoint's tensors are not views of the parameters, or a rank has parts of one
-                that are not some of its bytes in one piece.
+            UsageError: a checkpoint tensor is not a view of the parameters, or a rank's part of one
+                is not contiguous.
         """
         named, self._rank = dict(model.named_parameters()), rank
         self.tensors: list[SentTensor] = []
@@ -94,7 +96,7 @@ class Shards:
         self.ready: torch.cuda.Event | None = None
 
     def refresh(self) -> None:
-        """Rows are read where they lie."""
+        """No-op: rows are read where they are."""
         self.ready = _now(self._buffers[0].device)
 
     @torch.no_grad()
@@ -111,7 +113,8 @@ class Shards:
 
 @dataclass(frozen=True)
 class TensorPart:
-    """What one rank has of a checkpoint's tensor: elements from `first` on, as a view of its part of the parameter."""
+    """One rank's part of a checkpoint tensor: elements from `first` on, as a view of its
+    parameter."""
 
     rank: int
     first: int
@@ -121,21 +124,22 @@ class TensorPart:
 
 
 def outgoing(model: torch.nn.Module, dtype: torch.dtype, rank: int, size: int) -> Outgoing:
-    """What `rank` of the trainer's `size` sends of the model.
+    """The bytes that `rank` of the trainer's `size` sends.
 
     Raises:
-        UsageError: some of the checkpoint's tensors are not views of the parameters.
+        UsageError: a checkpoint tensor is not a view of the parameters.
     """
     return OnePiece(model) if size == 1 else Shards(model, dtype, rank, size)
 
 
 @torch.no_grad()
 def into_one_piece(model: torch.nn.Module) -> tuple[torch.Tensor, list[SentTensor], Copied]:
-    """Move every parameter into one tensor of bytes, in the order in which it is sent and under the names of the
-    checkpoint; a tied one lies there once. What cannot be trained as it is sent is copied there instead.
+    """Move every parameter into one tensor of bytes, in sending order and under the checkpoint's
+    names; a tied one once. Parameters that cannot be trained in the sent form are copied there
+    instead.
 
     Raises:
-        UsageError: some of the checkpoint's tensors are not views of the parameters.
+        UsageError: a checkpoint tensor is not a view of the parameters.
     """
     named = dict(model.named_parameters())
     parts = parts_of(model)
@@ -158,10 +162,10 @@ def into_one_piece(model: torch.nn.Module) -> tuple[torch.Tensor, list[SentTenso
 
 
 def parts_of(model: torch.nn.Module) -> dict[str, list[tuple[str, Spot]]]:
-    """Parameter -> what checkpoints hold of it, in the order in which it lies there.
+    """Parameter -> its checkpoint tensors, in memory order.
 
     Raises:
-        UsageError: some of the checkpoint's tensors are not views of the parameters.
+        UsageError: a checkpoint tensor is not a view of the parameters.
     """
     parts: defaultdict[str, list[tuple[str, Spot]]] = defaultdict(list)
     for name, spot in checkpoint_layout(model).items():
@@ -180,12 +184,13 @@ def _sent(name: str, dtype: torch.dtype, spot: Spot, owners: list[tuple[int, int
 
 
 def _lies_so(spot: Spot, start: int, param: torch.Tensor) -> bool:
-    """Whether a contiguous `param` has this part `start` bytes after its first one, in one piece."""
+    """Return True if a contiguous `param` has this part contiguously at byte `start`."""
     return spot.stride == contiguous(spot.shape) and start == spot.offset * param.element_size()
 
 
 def _bounds(name: str, param: torch.Tensor, size: int) -> list[int]:
-    """Where each rank's elements of a parameter begin, and the number of all; what is not sharded is rank 0's."""
+    """First element of each rank's part of a parameter, and the total; unsharded ones belong to
+    rank 0."""
     if not isinstance(param, DTensor) or not any(place.is_shard() for place in param.placements):
         return [0, *[param.numel()] * size]
     if tuple(param.placements) != (Shard(0),):
@@ -194,7 +199,7 @@ def _bounds(name: str, param: torch.Tensor, size: int) -> list[int]:
 
 
 def _cut(name: str, spot: Spot, bounds: list[int]) -> Iterator[TensorPart]:
-    """`spot` by the ranks that have it, in order."""
+    """Parts of `spot` by rank, in order."""
     shape, stride = spot.shape, spot.stride
     if stride == contiguous(shape):
         for rank, (begin, end) in enumerate(pairwise(bounds)):
@@ -219,13 +224,13 @@ def _cut(name: str, spot: Spot, bounds: list[int]) -> Iterator[TensorPart]:
 
 
 def _rank_of(first: int, last: int, bounds: list[int]) -> int | None:
-    """The rank that has elements `first` to `last`; null when several do."""
+    """The rank with elements `first` to `last`; None if several ranks have them."""
     spans = enumerate(pairwise(bounds))
     return next((rank for rank, (begin, end) in spans if begin <= first and last < end), None)
 
 
 def _now(device: torch.device) -> torch.cuda.Event | None:
-    """The end of what the present stream was given so far, not of what it is given later."""
+    """Event at the end of the work queued on the current stream so far."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 

@@ -1,11 +1,13 @@
 """Single copy (`shared_vllm`): the trainer's parameters are the server's own tensors.
 
-Over one file in /dev/shm on a CPU, over CUDA IPC on a GPU. A publish is no transfer: generation is paused, the
-optimizer writes in place, the device is synchronised, generation goes on with a reset prefix cache.
+On a CPU they share one file in /dev/shm, on a GPU memory over CUDA IPC. A publish transfers
+nothing: pause generation, let the optimizer write in place, synchronise the device, resume with a
+reset prefix cache.
 
-A tensor-parallel server's weights lie with its workers, a part with each. Then the trainer has as many ranks, each on
-the GPU of one worker, and its policy is cut as theirs is (`policy/tensor_parallel.py`). Rank 0 pauses all of them with
-one call, each rank writes its part, and when all have, rank 0 lets them go on.
+The weights of a tensor-parallel server are split over its workers. The trainer then has as many
+ranks, each on one worker's GPU, and splits its policy in the same way
+(`policy/tensor_parallel.py`). Rank 0 pauses all workers with one call, each rank writes its part,
+and rank 0 resumes them when all are done.
 """
 
 from __future__ import annotations
@@ -46,10 +48,10 @@ from trainer_core.world import ALONE, World
 T = TypeVar("T")
 
 PROOF = 64.0
-"""By so much, and as many times its size, one value is changed to see the server follow."""
+"""Factor, and addend, by which one value is changed to see the server follow."""
 
 LEASE_S = 120.0
-"""Without a resume in this time the server helps itself."""
+"""Seconds without a resume after which the server acts by itself."""
 
 
 class SingleCopy(WeightSync):
@@ -63,20 +65,21 @@ class SingleCopy(WeightSync):
         self._process: psutil.Process | None = None
         self._start = Start()
         self._lost: str | None = None
-        """What `let_go` answered."""
+        """Result of `let_go`."""
 
     @property
     def engine(self) -> ServerClient:
-        """The server whose memory it is."""
+        """The server whose memory the policy uses."""
         return self.engines[0]
 
     @property
     def spread(self) -> World:
-        """Each rank has a part of the policy here, and computes the same rows with it."""
+        """Each rank has a part of the policy and computes the same rows with it."""
         return ALONE
 
     def attach(self, start: Start) -> torch.nn.Module:
-        """Wait for the manifest, check it, map the tensors and see to it that they hold the weights of `start`.
+        """Wait for the manifest, check it, map the tensors and make sure that they hold the weights
+        of `start`.
 
         Raises:
             ManifestError: no usable manifest within `engine_timeout`.
@@ -90,7 +93,7 @@ class SingleCopy(WeightSync):
         print(f"Attached to {manifest.base_url} in {time.perf_counter() - began:.2f} s; no weight memory of its own")
         spoiled = any(self.world.gather(_spoiled(model)))
         clean = info.weight_version in (None, 0) and not info.dirty and not spoiled
-        if info.paused:  # by a trainer that is no more, or is stopped: what it declares counts no longer
+        if info.paused:  # paused by a dead or stopped trainer, whose later resume no longer counts
             self._pause(dirty=info.dirty, lease_s=max(LEASE_S, self.config.engine_timeout))
         if info.held and not info.paused and not info.dirty:
             self._prove_sharing(model)
@@ -101,7 +104,7 @@ class SingleCopy(WeightSync):
         return model
 
     def _meet(self) -> tuple[Manifest, BridgeInfo]:
-        """The manifest of the server once it answers, and what that says of itself."""
+        """Manifest and reported state of the server, once it answers."""
         manifest = self._await_server(self.usable_manifest, (ManifestError, EngineGone))
         self.engines = [ServerClient(manifest.base_url, _token(self.path))]
         info = self.engine.meet()
@@ -128,11 +131,12 @@ class SingleCopy(WeightSync):
         return True
 
     def _pause(self, **how: Any) -> None:
-        """The whole server, on behalf of all ranks."""
+        """Pause the whole server for all ranks."""
         self.world.share(lambda: self.engine.pause(**how))
 
     def _settle(self, model: torch.nn.Module) -> None:
-        """Every rank has written, copies of the same weight are equal, and the devices have done it."""
+        """Wait until every rank has written, copies of the same weight are equal, and the devices
+        are done."""
         if (parallel := parallel_of(model)) is not None:
             parallel.settle()
         if self.device.type == "cuda":
@@ -140,7 +144,7 @@ class SingleCopy(WeightSync):
         self.world.agree(None)
 
     def check(self) -> None:
-        """Raise `EngineGone` when the server's process has ended."""
+        """Raise `EngineGone` if the server's process has ended."""
         if self._process is not None and _ended(self._process):
             raise EngineGone(f"the inference server (pid {self._process.pid}) has ended, and the weights with it")
 
@@ -148,13 +152,14 @@ class SingleCopy(WeightSync):
     def let_go(self, copies: Mapping[torch.Tensor, torch.Tensor]) -> str:
         """Move the policy out of the server's memory.
 
-        On a CPU the mapped pages outlive the server, and only the trainer writes to them. Memory of a dead process on
-        a GPU is not read again: there the float32 copies are the weights, and what is frozen comes from disk.
+        On a CPU the mapped pages outlive the server, and only the trainer writes to them. On a GPU
+        a dead process's memory is not read again: the float32 copies become the weights, and frozen
+        weights come from disk.
         """
         if self._lost is None:
             try:
                 lost = self._move_out(self._model, copies)
-            except RuntimeError as error:  # one read of a dead process's memory makes every later use of the GPU fail
+            except RuntimeError as error:  # reading a dead process's memory makes every later use of the GPU fail
                 lost = f"the GPU does not answer any more ({first_line(error)})"
             self._lost = next(filter(None, self.world.gather(lost)), "")
         return self._lost
@@ -192,8 +197,8 @@ class SingleCopy(WeightSync):
         """The model over the server's memory.
 
         Raises:
-            ManifestError: of another model, or memory that cannot be opened.
-            UsageError: another type, or tensors that do not fit.
+            ManifestError: the manifest is of another model, or its memory cannot be opened.
+            UsageError: another dtype, or tensors that do not fit.
         """
         workers = manifest.tensor_parallel_size
         if workers > 1 and self.config.trains_adapters:
@@ -222,10 +227,11 @@ class SingleCopy(WeightSync):
         return model
 
     def _shards(self, manifest: Manifest) -> dict[int, Shard]:
-        """By rank of this trainer: on a GPU that of the worker there, whatever numbers either side gives it.
+        """Shards by rank of this trainer; on a GPU the shard of the worker on the same device,
+        whatever its number.
 
         Raises:
-            ManifestError: a rank is where no worker is.
+            ManifestError: there is no worker on a rank's GPU.
         """
         if self.device.type != "cuda" or any(shard.gpu is None for shard in manifest.ranks.values()):
             return manifest.ranks
@@ -239,24 +245,27 @@ class SingleCopy(WeightSync):
         return {rank: places[uuid] for rank, uuid in enumerate(self.world.gather(own))}
 
     def _place(self, model: torch.nn.Module, start: Start, *, clean: bool) -> None:
-        """Put the weights of `start` into the shared tensors; base weights of a fresh server lie there already."""
+        """Write the weights of `start` into the shared tensors; a fresh server has the base weights
+        already."""
         if start.weights is None and clean:
             return
         source = start.weights or self.config.model_name
         print(f"Writing version {start.version} from {source} into the server")
-        # Loading from disk may take its time; whoever waits for this server waits that long anyway.
+        # Loading from disk may take long; waiting for this server takes that long anyway.
         self._pause(dirty=True, lease_s=max(LEASE_S, self.config.engine_timeout))
         copy_weights(model, source, self.world)
         self._settle(model)
 
     @torch.no_grad()
     def _prove_sharing(self, model: torch.nn.Module) -> None:
-        """Change one value, let the server decode one token, see its logprob follow, put the value back.
+        """Change one value, let the server decode one token, check that its logprob follows, and
+        restore the value.
 
-        Only while nobody else may generate. The last norm is chosen because no KV cache depends on it.
+        Only while no other client can generate. It changes the last norm, because no KV cache
+        depends on it.
 
         Raises:
-            EngineError: the server generates with other memory than the manifest names.
+            EngineError: the server computes with other memory than the manifest names.
         """
         value = _proof_value(model)
         before = value.clone()
@@ -283,20 +292,22 @@ class SingleCopy(WeightSync):
 
 
 def _proof_value(model: torch.nn.Module) -> torch.Tensor:
-    """The one value that `_prove_sharing` changes, a view of shape (1,): of the last norm, or of what comes last."""
+    """The value that `_prove_sharing` changes, a view of shape (1,), of the last norm or the last
+    layer."""
     params = [param.detach() for param in model.parameters()]
     norms = [param for param in params if param.ndim == 1]
     return (norms or params)[-1].view(-1)[:1]
 
 
 def _spoiled(model: torch.nn.Module) -> bool:
-    """Whether a trainer may have died while it proved the sharing, so that its change is still there: the value is at
-    least `PROOF` then, whatever it was. Where it is so by nature, weights are written once more than needed."""
+    """Return True if the value is at least `PROOF`: a trainer may have died during the check and
+    left its change. For weights that are this large anyway, the result is one unnecessary write."""
     return bool(_proof_value(model).item() >= PROOF - 1)
 
 
 def manifest_path(config: TrainingConfig) -> Path:
-    """Where the manifest lies: the flag, VLLM_BRIDGE_CONFIG_PATH, LOGDIR, the run directory, the current one."""
+    """Path of the manifest: the flag, VLLM_BRIDGE_CONFIG_PATH, LOGDIR, the run directory, or the
+    current folder."""
     if config.vllm_config_path:
         return Path(config.vllm_config_path)
     if os.environ.get("VLLM_BRIDGE_CONFIG_PATH"):
@@ -308,7 +319,8 @@ def manifest_path(config: TrainingConfig) -> Path:
 
 
 def _token(manifest: Path) -> str:
-    """ATROPOS_TOKEN, else the one that a server started by hand wrote beside its manifest, else none."""
+    """ATROPOS_TOKEN, else the token file that a server started by hand wrote beside its manifest,
+    else empty."""
     if os.environ.get(ENV_TOKEN):
         return os.environ[ENV_TOKEN]
     try:
@@ -318,7 +330,7 @@ def _token(manifest: Path) -> str:
 
 
 def _ended(process: psutil.Process) -> bool:
-    """Whether it runs no more; a zombie has ended, and only waits for its parent."""
+    """Return True if the process has ended; a zombie has, and only waits for its parent."""
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.Error:
@@ -338,11 +350,11 @@ def _live_server(manifest: Manifest, path: Path) -> psutil.Process:
 
 
 def one_dtype(shard: Shard, wanted: str) -> torch.dtype:
-    """The type of all tensors, which must be the one that the trainer was told (`wanted`; "auto": any).
+    """The common dtype of all tensors; it has to be `wanted` ("auto": any).
 
     Raises:
-        UsageError: several types, or another one.
-        ManifestError: none that torch has.
+        UsageError: several dtypes, or another one.
+        ManifestError: torch has no such dtype.
     """
     dtypes = {entry.dtype: name for name, entry in shard.param_mappings.items()}
     if len(dtypes) != 1:
@@ -361,7 +373,7 @@ def open_tensors(shard: Shard, device: torch.device) -> dict[str, torch.Tensor]:
     """The server's tensors by its own names, on its own memory.
 
     Raises:
-        ManifestError: the memory is gone, or lies on the other kind of device.
+        ManifestError: the memory is gone, or on the other kind of device.
     """
     if shard.kind == "shm":
         return _open_shm(shard, device)
@@ -404,7 +416,7 @@ def _view(storage: torch.UntypedStorage, entry: TensorEntry, name: str) -> torch
     """The tensor of `entry` in `storage`.
 
     Raises:
-        ManifestError: it does not lie in there.
+        ManifestError: it lies outside.
     """
     empty = torch.empty(0, dtype=_dtype(entry.dtype), device=storage.device)
     try:
@@ -417,7 +429,7 @@ def _view(storage: torch.UntypedStorage, entry: TensorEntry, name: str) -> torch
 
 
 def _dtype(name: str) -> torch.dtype:
-    """Raises ManifestError where torch has none of this name."""
+    """Raise ManifestError if torch has no such dtype."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ManifestError(f"the manifest speaks of a type {name}, which this torch does not have")
