@@ -419,6 +419,8 @@ class EnvCountsRecord(Record):
     """Most groups under way at a time: `max_num_workers`."""
     waiting_for_slot: Number | None = None
     """Of the groups under way: made, and waiting for a queue slot; a mean as before."""
+    in_engine: Number | None = None
+    """Completions that the environment waits for from its engines, a mean as before."""
     queue_slots: int | None = None
     """Groups that may wait in run-api and be under way together: `max_batches_offpolicy` batches."""
     free_slots: Number | None = None
@@ -509,6 +511,7 @@ class EnvFlow(Figures):
     """As in `EnvCountsRecord`, as the rest."""
     max_workers: Count | None = None
     waiting_for_slot: Amount | None = None
+    in_engine: Amount | None = None
     queue_slots: Count | None = None
     free_slots: Amount | None = None
     group_size: Count | None = None

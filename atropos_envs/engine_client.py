@@ -191,6 +191,11 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
         return sum(server.asked for server in self._servers)
 
     @property
+    def under_way(self) -> int:
+        """Completions that were asked of the servers and are not answered yet."""
+        return sum(server.under_way for server in self._servers)
+
+    @property
     def _away(self) -> str:
         """The servers without `/v1`, where none answers."""
         return "" if any(s.lost_at is None for s in self._servers) else " and ".join(s.root for s in self._servers)

@@ -378,13 +378,19 @@ class Hosted(BaseEnv):  # type: ignore[misc]
     async def env_step_checks(self) -> None:
         """BaseEnv's cadence of evaluations, and a line of progress."""
         await super().env_step_checks()
-        self._worker_meter.look(len(self.workers), self.places, self._awaited)
+        self._worker_meter.look(len(self.workers), self.places, awaited=self._awaited, in_engine=self._in_engine())
         news = self.tally.news() or self._asked() != self._asked_before
         if self.tally.urgent or (time.monotonic() - self._summary_at > SUMMARY_S and news):
             self._asked_before = self._asked()
             log.info("step %d: %s", self.curr_step, self.tally.line())
             self.eval_log.counted(self.tally, self._adjusted(), self._asked_before, self.curr_step, self._bounds())
             self._summary_at = time.monotonic()
+
+    def _in_engine(self) -> int | None:
+        """Completions under way; None with a server class that does not count them."""
+        counts = [getattr(server, "under_way", None) for server in self.server.servers]
+        known = [count for count in counts if count is not None]
+        return sum(known) if known else None
 
     def _bounds(self) -> dict[str, float]:
         """Workers and queue slots, as fields of an `env_counts` record."""

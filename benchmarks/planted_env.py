@@ -3,7 +3,9 @@
 Each completion is asked for twice, which keeps engine and trainer of the demo alike busy. slow: a rollout takes two
 seconds beside the engine; busy: each is asked for many times; once: each is asked for once; flat: every completion
 scores the same; top_p: requests ask for what the server refuses; hub: the next start wants a data set of a hub that
-cannot be reached, and when it asks a file `PLANT`.asked appears. For `benchmarks/situations.py`.
+cannot be reached, and when it asks a file `PLANT`.asked appears; few: one group at a time, each completion asked for
+four times; refused: groups have messages that run-api refuses; none: rollouts return None. For
+`benchmarks/situations.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from atropos_envs.base import run
 from atropos_envs.engine_client import EngineClient, Generation
 
 SLOW_S = 2.0
-BUSY = 11
+ASKED_AGAIN = {"busy": 11, "few": 3, "once": 0}
+"""Requests for a completion beside the first, by what is switched on."""
 
 
 def planted() -> str:
@@ -33,7 +36,7 @@ class Client(EngineClient):
     async def generate(self, prompt_ids: Sequence[int], *, wait: bool = True, **sampling: Any) -> Generation:
         now = planted()
         more = {"top_p": 0.9} if now == "top_p" else {}
-        for _ in range({"busy": BUSY, "once": 0}.get(now, 1)):
+        for _ in range(ASKED_AGAIN.get(now, 1)):
             await super().generate(prompt_ids, wait=wait, **more, **sampling)
         return await super().generate(prompt_ids, wait=wait, **more, **sampling)
 
@@ -49,10 +52,17 @@ class Planted(ArithmeticEnv):
             await asyncio.to_thread(hf_hub_download, "openai/gsm8k", "README.md", repo_type="dataset")
         await super().setup()
 
+    async def env_step_checks(self) -> None:
+        self.max_num_workers = 1 if planted() == "few" else self.config.max_num_workers
+        await super().env_step_checks()
+
     async def rollout(self, item: Sum) -> dict[str, Any]:
         if planted() == "slow":
             await asyncio.sleep(SLOW_S)
-        return await super().rollout(item)
+        group = await super().rollout(item)
+        if planted() == "refused":
+            group["messages"] = [[{"role": "user"}]] * len(group["tokens"])
+        return None if planted() == "none" else group  # type: ignore[return-value]
 
     def _reward(self, question: Sum, completion: Sequence[int]) -> float:
         return 0.0 if planted() == "flat" else super()._reward(question, completion)

@@ -1,13 +1,17 @@
-"""Ten situations are planted into a run; what sentence is shown, and after how many seconds.
+"""Plant fifteen situations into a run; print the sentence that is shown, after how many seconds, and when it is gone.
 
     python -m benchmarks.situations [--only NAME...] [--json]
 
-Eight are planted into one demo on real processes (vLLM, run-api, trainer, environment), one after the other, each into
-a run that trains: a slow environment, an engine with much to do, equal scores and a refused option come from
-`planted_env.py`, a slow trainer is stopped by SIGSTOP for most of the time, the disk is a tmpfs that is filled, the hub
-is asked for where there is none (its clock begins when it is asked: before that a program starts). The lag needs
-settings of its own, so a second demo. One of three engines dead: three small children stand in for engines. The
-sentence is read as `ps` and the screen read it: from the run's files and its supervisor.
+Most are planted into one demo on real processes (vLLM, run-api, trainer, environment), one after the other, into a
+run that trains. `planted_env.py` makes a slow environment, an engine with much to do or few requests, equal scores,
+refused requests and groups, and rollouts of `None`. SIGSTOP slows the trainer down. The disk is a tmpfs that is filled.
+The hub is asked for where there is none; the clock begins when it is asked. run-api is stopped and started by commands.
+
+The lag and the slow judge beside a fast environment need settings of their own: a demo each. Three small children stand
+in for three engines, of which one dies. The sentence is read as `ps` and the screen read it: from the run's files and
+its supervisor.
+
+The exit status is 1 where the right sentence does not come within 15 s, or is not gone 30 s after the end of its cause.
 """
 
 from __future__ import annotations
@@ -23,30 +27,41 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import psutil
 
-from atropos_common.control import Role
+from atropos_common.control import CommandRequest, Role, State
+from atropos_common.record_tail import RecordTail
+from atropos_common.records import StepRecord
 from atropos_common.run_dir import RunDir
 from atropos_tui.monitor.run_files import RunFeed, read_info
 from atropos_tui.monitor.state import RunState
 from atropos_tui.monitor.verdict import Verdict, verdict
+from atropos_tui.profile.load import find_profile
 from atropos_tui.profile.spec import LogCheck, Probe, Probes, RestartPolicy
 from atropos_tui.supervisor.client import ControlClient
 from benchmarks.children import up
 from benchmarks.supervisor import child, supervised
 
 PATIENCE_S = 60.0
+RIGHT_S, GONE_S = 15.0, 30.0
+"""Seconds within which the right sentence has to come, and to go after the end of its cause."""
 START_S = 180.0
 LOOK_S = 0.5
 DISK_MB = 600
 STOPPED = 0.85
 """Share of the time for which a slowed program is stopped."""
-LAG, ENGINE_DEAD = "lag at its bound", "one engine of three dead"
+LAG, ENGINE_DEAD, JUDGE = "lag at its bound", "one engine of three dead", "judge slow"
+WEIGHTS = {"fast": 3, "judge": 1}
+"""Weights of the two environments of the slow judge."""
+SHARE_BOUND = 0.2
+"""Relative error of an environment's share of the groups."""
+SHARE_STEPS = 10
 WORDS: dict[str, tuple[str, ...]] = {
     "environment slow": ("limited by the environment",),
     "engine slow": ("limited by the engine",),
@@ -58,6 +73,11 @@ WORDS: dict[str, tuple[str, ...]] = {
     ENGINE_DEAD: ("2 of 3 engines",),
     LAG: ("policy lag at its bound",),
     "healthy": ("healthy",),
+    "run-api away": ("does not reach run-api", "stopped by hand"),
+    "group refused": ("do not reach run-api",),
+    "group None": ("are left out",),
+    "few requests": ("limited by the environment",),
+    JUDGE: ("limited by the environment judge",),
 }
 """By situation, words of the sentence that is right."""
 UP = "print('up', flush=True)\nimport time\ntime.sleep(600)"
@@ -78,6 +98,17 @@ class Watch:
             return None
         self._state = self._feed.catch_up(self._state)
         return verdict(status, read_info(self.run), self._state, time.time())
+
+    def until_gone(self, words: tuple[str, ...]) -> float | None:
+        """Seconds until the sentence held none of `words`; None where it never did."""
+        began = time.monotonic()
+        while time.monotonic() - began < PATIENCE_S:
+            with contextlib.suppress(Exception):
+                found = self.said()
+                if found and not any(word in found.text for word in words):
+                    return time.monotonic() - began
+            time.sleep(LOOK_S)
+        return None
 
     def until(self, words: tuple[str, ...], patience_s: float) -> tuple[float | None, str]:
         """Seconds until the sentence held one of `words`, and the sentence; None and the last where it never did."""
@@ -124,17 +155,20 @@ def slowed(run: RunDir, component: str) -> Iterator[None]:
 class Stack:
     """The demo under `atropos-tui up --headless`, with `planted_env`."""
 
-    def __init__(self, folder: Path, sets: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, sets: dict[str, Any], profile: str | Path = "") -> None:
+        """`profile`: instead of the demo's, with environments of its own."""
         self.folder, self.root = folder, folder / "run"
         self._switch = folder / "plant"
-        sets = {
+        planted = {
             "env.module": "benchmarks.planted_env", "env.cwd": Path(__file__).parents[1],
-            "env.env.PLANT": self._switch, "trainer.training_steps": 100_000,
-            "trainer.checkpoint_interval": 100_000, "trainer.lr": 1e-6, "vllm.sampling": "refuse",
-            "api.port": 28_110, "vllm.port": 28_111,
-        } | sets  # fmt: skip
+            "env.env.PLANT": self._switch,
+        }  # fmt: skip
+        sets = {
+            "trainer.training_steps": 100_000, "trainer.checkpoint_interval": 100_000, "trainer.lr": 1e-6,
+            "vllm.sampling": "refuse", "api.port": 28_110, "vllm.port": 28_111,
+        } | ({} if profile else planted) | sets  # fmt: skip
         self.process = subprocess.Popen(
-            up("demo", self.root, sets), stdin=subprocess.DEVNULL, stdout=(folder / "up.txt").open("w"),
+            up(profile or "demo", self.root, sets), stdin=subprocess.DEVNULL, stdout=(folder / "up.txt").open("w"),
             stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         self.watch = Watch(self.root)
@@ -145,6 +179,20 @@ class Stack:
         seconds, last = self.watch.until(("healthy", "limited by training", "take turns"), START_S)
         if seconds is None:
             raise RuntimeError(f"it does not train: {last}; {(self.folder / 'up.txt').read_text()[-2000:]}")
+
+    def shares(self, steps: int) -> dict[str, float]:
+        """Each environment's share of the groups of the next `steps` optimizer steps."""
+        tail, give_up = RecordTail(self.watch.run.telemetry_jsonl), time.monotonic() + START_S
+        for _ in tail.rest():
+            pass
+        groups: Counter[str] = Counter()
+        while steps > 0 and time.monotonic() < give_up:
+            for record in tail.rest():
+                if isinstance(record, StepRecord):
+                    groups.update(record.groups_by_env)
+                    steps -= 1
+            time.sleep(LOOK_S)
+        return {name: round(count / groups.total(), 3) for name, count in groups.items()}
 
     def first_step(self) -> None:
         give_up = time.monotonic() + START_S
@@ -170,6 +218,24 @@ class Stack:
             while not asked.exists() and time.monotonic() < give_up:
                 time.sleep(0.1)
             yield
+
+    @contextmanager
+    def without_api(self) -> Iterator[None]:
+        """run-api is stopped, and started again at the end."""
+        self._command("stop", State.STOPPED)
+        try:
+            yield
+        finally:
+            self._command("start", State.HEALTHY)
+
+    def _command(self, action: Literal["start", "stop"], then: State) -> None:
+        client = ControlClient(self.root)
+        asyncio.run(client.command(CommandRequest(action=action, component="api")))
+        give_up = time.monotonic() + START_S
+        while time.monotonic() < give_up:
+            if any(row.name == "api" and row.state is then for row in asyncio.run(client.status()).components):
+                return
+            time.sleep(0.1)
 
     @contextmanager
     def full(self) -> Iterator[None]:
@@ -203,10 +269,37 @@ IN_THE_DEMO: dict[str, Callable[[Stack], contextlib.AbstractContextManager[None]
     "requests refused": lambda stack: stack.switched("top_p"),
     "hub unreachable": lambda stack: stack.without_hub(),
     "disk nearly full": lambda stack: stack.full(),
+    "run-api away": lambda stack: stack.without_api(),
+    "group refused": lambda stack: stack.switched("refused"),
+    "group None": lambda stack: stack.switched("none"),
+    "few requests": lambda stack: stack.switched("few"),
 }
 """What is planted into one demo, in this order."""
 
-Row = tuple[str, float | None, str]
+WITHOUT_END = ("healthy",)
+"""Situations whose sentence may stay."""
+
+
+class Row(NamedTuple):
+    """What was seen of a situation."""
+
+    situation: str
+    seconds: float | None
+    """Until the right sentence came; None: never."""
+    sentence: str
+    gone_s: float | None = None
+    """Until it was gone after the end of its cause; None: never, or not measured."""
+    has_end: bool = False
+    note: str = ""
+    """What else is wrong."""
+
+    @property
+    def wrong(self) -> str:
+        """What is wrong; empty where nothing is."""
+        if self.seconds is None or self.seconds > RIGHT_S:
+            return "no right sentence in time"
+        late = self.has_end and (self.gone_s is None or self.gone_s > GONE_S)
+        return "stays too long" if late else self.note
 
 
 def in_the_demo(wanted: Callable[[str], bool]) -> Iterator[Row]:
@@ -218,7 +311,10 @@ def in_the_demo(wanted: Callable[[str], bool]) -> Iterator[Row]:
             for name in filter(wanted, IN_THE_DEMO):
                 with IN_THE_DEMO[name](stack):
                     seconds, line = stack.watch.until(WORDS[name], PATIENCE_S)
-                yield name, seconds, line
+                if name in WITHOUT_END:
+                    yield Row(name, seconds, line)
+                else:
+                    yield Row(name, seconds, line, stack.watch.until_gone(WORDS[name]), has_end=True)
                 if not (name == BEFORE_HEALTHY and wanted("healthy")):  # whose clock begins there
                     stack.trains()
         finally:
@@ -245,9 +341,53 @@ def lag() -> Iterator[Row]:
         try:
             stack.first_step()
             seconds, line = stack.watch.until(WORDS[LAG], PATIENCE_S)
-            yield LAG, seconds, line
+            yield Row(LAG, seconds, line)
         finally:
             stack.close()
+
+
+ENVIRONMENT = """[[env]]
+name = "{name}"
+module = "benchmarks.planted_env"
+cwd = "{cwd}"
+weight = {weight}
+env = {{ PLANT = "{plant}" }}
+args = {{ env = {{ group_size = 8, max_batches_offpolicy = 1 }} }}
+
+"""
+
+
+def slow_judge() -> Iterator[Row]:
+    """A demo of two environments, one of which takes two seconds longer for a rollout."""
+    with tempfile.TemporaryDirectory() as place:
+        folder, demo = Path(place), find_profile("demo").read_text()
+        both = "".join(
+            ENVIRONMENT.format(name=name, cwd=Path(__file__).parents[1], weight=weight, plant=folder / name)
+            for name, weight in WEIGHTS.items()
+        )
+        profile = folder / "judge.toml"
+        profile.write_text(demo[: demo.index("[env]")] + both + demo[demo.index("[vllm]") :])
+        judges = folder / "judge"
+        stack = Stack(folder, {}, profile)
+        try:
+            stack.trains()
+            judges.write_text("slow")
+            seconds, line = stack.watch.until(WORDS[JUDGE], PATIENCE_S)
+            shares = stack.shares(SHARE_STEPS)
+            judges.unlink()
+            gone_s = stack.watch.until_gone(WORDS[JUDGE])
+            yield Row(JUDGE, seconds, f"{line} ({shares})", gone_s, has_end=True, note=wrong_share(shares))
+        finally:
+            stack.close()
+
+
+def wrong_share(shares: dict[str, float]) -> str:
+    """The environment whose share of the groups is off its weight; empty where none is."""
+    for name, weight in WEIGHTS.items():
+        due = weight / sum(WEIGHTS.values())
+        if abs(shares.get(name, 0.0) - due) > SHARE_BOUND * due:
+            return f"{name} has {shares.get(name, 0.0):.0%} of the groups, due are {due:.0%}"
+    return ""
 
 
 def engine_dead() -> Iterator[Row]:
@@ -261,17 +401,21 @@ def engine_dead() -> Iterator[Row]:
             time.sleep(0.1)
         psutil.Process(asyncio.run(client.status()).components[1].pid or 0).kill()
         seconds, line = watch.until(WORDS[ENGINE_DEAD], PATIENCE_S)
-        yield ENGINE_DEAD, seconds, line
+        yield Row(ENGINE_DEAD, seconds, line)
 
 
 def tell(rows: list[Row], *, as_json: bool) -> int:
-    """Print what was seen; the exit code, 1 where a sentence never came."""
+    """Print what was seen; the exit status, 1 where something is wrong."""
     if as_json:
-        print(json.dumps([{"situation": name, "seconds": seconds, "sentence": line} for name, seconds, line in rows]))
+        print(json.dumps([row._asdict() | {"wrong": row.wrong} for row in rows]))
     else:
-        for name, seconds, line in rows:
-            print(f"{name:<26} {'never' if seconds is None else f'{seconds:5.1f} s'}  {line}")
-    return int(any(seconds is None for _, seconds, _ in rows))
+        for row in rows:
+            seconds, gone = (
+                f"{'never' if value is None else f'{value:5.1f} s':>7}" for value in (row.seconds, row.gone_s)
+            )
+            gone = gone if row.has_end else f"{'':>7}"
+            print(f"{row.situation:<26} {seconds} {gone}  {row.sentence}{f'  WRONG: {row.wrong}' if row.wrong else ''}")
+    return int(any(row.wrong for row in rows))
 
 
 def main() -> int:
@@ -288,6 +432,7 @@ def main() -> int:
     for name, plant in (
         (ENGINE_DEAD, engine_dead),
         (LAG, lag),
+        (JUDGE, slow_judge),
         ("", lambda: in_the_demo(wanted)),
     ):
         if wanted(name) if name else any(map(wanted, IN_THE_DEMO)):

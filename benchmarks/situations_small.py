@@ -1,4 +1,4 @@
-"""The ten situations without vLLM: a real supervisor over small children, with a trainer's records planted beside them.
+"""Ten of the situations without vLLM: a real supervisor over small children, and planted records of a trainer.
 
     python -m benchmarks.situations_small [--json]
 
@@ -56,6 +56,9 @@ REFUSED = (
     "[vllm_server] refused {count} requests to /generate (400): top_p=0.9: changes the logprobs. Send top_p=1 "
     "[of {count} since 10:00:00]"
 )
+SITUATIONS = (
+    *TIMINGS, "all groups flat", "requests refused", "hub unreachable", "disk nearly full", ENGINE_DEAD, LAG, "healthy"
+)  # fmt: skip
 HUB = "huggingface_hub.errors.LocalEntryNotFoundError: An error happened while trying to locate the file on the Hub"
 
 
@@ -133,11 +136,12 @@ def plant(name: str, stack: Stack) -> None:
 
 def rows() -> Iterator[Row]:
     """Each in a run of its own."""
-    for name, words in WORDS.items():
+    for name in SITUATIONS:
+        words = WORDS[name]
         with stack_of_children() as stack:
             plant(name, stack)
             seconds, line = stack.watch.until(words, PATIENCE_S)
-            yield name, seconds, line
+            yield Row(name, seconds, line)
 
 
 def main() -> int:

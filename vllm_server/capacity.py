@@ -13,11 +13,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-STEPS = 8
-"""Number of steps in one sample; their mean evens out steps that reach the server together."""
+STEPS, SAMPLE_S = 8, 0.5
+"""Least number and seconds of the steps in one sample: a busy server gets many steps at once, then none for a while."""
 SAMPLES_KEPT = 32
 """Newest samples of each number of sequences."""
-SAMPLES_NEEDED = 4
+SAMPLES_NEEDED = 3
 """Samples below which a number of sequences says nothing."""
 FASTEST = 0.25
 """Quantile of the samples that counts: what is slower shared the machine or was paused."""
@@ -45,8 +45,8 @@ class _Bin:
         self.steps += 1
         self.sequences += sequences
         self.seconds += seconds
-        if self.steps == STEPS:
-            self.samples.append((self.sequences / STEPS, self.seconds / STEPS))
+        if self.steps >= STEPS and self.seconds >= SAMPLE_S:
+            self.samples.append((self.sequences / self.steps, self.seconds / self.steps))
             self.steps, self.sequences, self.seconds = 0, 0, 0.0
 
     def point(self) -> tuple[float, float] | None:

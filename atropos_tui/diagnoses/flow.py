@@ -43,8 +43,11 @@ READ = (METRIC_CAPACITY, METRIC_IDLE_S, METRIC_REQUESTS, METRIC_SLOTS, RUNNING, 
 
 BOUNDS = {
     "workers": "busy_workers", "waiting_for_slot": "waiting_for_slot", "free_slots": "free_slots", "awaited": "awaited",
+    "in_engine": "in_engine",
 }  # fmt: skip
 """Means of an `env_counts` record, and their fields of `EnvFlow`."""
+BOUNDS_S = 12.0
+"""Age in seconds of the records whose means are taken."""
 
 
 @dataclass(frozen=True)
@@ -238,6 +241,7 @@ class FlowWatch:
         own = [record for record in env.counts if record.time >= part.started_at]
         old = next((record for record in reversed(own) if record.time <= now - COUNTS_S), None)
         new = own[-1] if own else None
+        last = next((record for record in own if new and record.sent == new.sent), None)
         asked = None if env.asks_since is None else max(0.0, now - env.asks_since)
         return Flow(
             engine=" and ".join(env.engines),
@@ -254,7 +258,8 @@ class FlowWatch:
             examples=new.examples if new else {},
             evaluation_failures=Counter(new.evaluation_failures if new else {}),
             failures=_grown(new.failures if new else {}, old.failures if old else {}),
-            bounds=_bounds([record for record in own if record.time > now - COUNTS_S]),
+            streak=_grown(new.left_out, last.left_out) if new and last else Counter(),
+            bounds=_bounds([record for record in own if record.time > now - BOUNDS_S]),
         )
 
     def _of_trainer(self, trainer: Part) -> list[TimingRecord]:
@@ -281,7 +286,8 @@ class FlowWatch:
 
 
 def _bounds(records: Sequence[EnvCountsRecord]) -> dict[str, float]:
-    """Workers and queue slots of an environment, by the field of `EnvFlow`: means over `records`."""
+    """Workers and queue slots of an environment, by the field of `EnvFlow`: means over the `records` that have them."""
+    records = [record for record in records if record.workers is not None]
     found: dict[str, float] = {}
     for name, field_ in BOUNDS.items():
         known = [float(value) for record in records if (value := getattr(record, name)) is not None]

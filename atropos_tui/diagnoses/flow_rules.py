@@ -80,15 +80,24 @@ def refused(env: str, flow: Flow) -> Said:
 
 
 def left_out(env: str, flow: Flow) -> Said:
-    others = flow.left_out - Counter({FLAT: flow.flat, SURPLUS: flow.left_out[SURPLUS]})
-    if flow.made < MANY or flow.made - flow.sent < NEARLY_ALL * flow.made or not others:
+    """Nearly all groups of the newest seconds, or many since the newest accepted one."""
+    made, out = flow.made, flow.left_out
+    if _others(flow.streak).total() >= MANY:
+        made, out = flow.streak.total(), flow.streak
+    others = _others(out)
+    if made < MANY or out.total() < NEARLY_ALL * made or not others:
         return None
-    reasons = ", ".join(f"{count} times {in_words(reason)}" for reason, count in flow.left_out.most_common(3))
+    reasons = ", ".join(f"{count} times {in_words(reason)}" for reason, count in out.most_common(3))
     return (
         f"the groups of {env} are left out",
-        f"{flow.made - flow.sent} of the newest {flow.made}: {reasons} ({flow.counted_s:.0f} s)",
+        f"{out.total()} of the newest {made}: {reasons}",
         LEFT_OUT_FIXES.get(others.most_common(1)[0][0], "correct what the reason names, in its program"),
     )
+
+
+def _others(out: Counter[str]) -> Counter[str]:
+    """Groups that are left out because something is wrong with them."""
+    return Counter({reason: count for reason, count in out.items() if reason not in (FLAT, SURPLUS)})
 
 
 def evaluations_fail(env: str, flow: Flow) -> Said:

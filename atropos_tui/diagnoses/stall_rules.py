@@ -146,6 +146,8 @@ class Flow:
     """Sequences that wait in the engine for a slot."""
     ceiling: float | None = None
     """Tokens a second that the engine can make; None while it does not know that."""
+    streak: Counter[str] = field(default_factory=Counter)
+    """Groups left out by reason since the newest accepted one."""
     bounds: Mapping[str, float] = field(default_factory=dict)
     """Workers and queue slots: fields of `EnvFlow`; empty where the environment does not count them."""
 

@@ -62,7 +62,8 @@ class Rates:
     """Share of the engine's capacity in use; None where it is not known."""
     env: str = ""
     flow: EnvFlow | None = None
-    """Of the environment that makes least."""
+    """Of the environment whose engine idles most; of several at one engine the one with most groups under way: the
+    others wait for it, with their queue slots full."""
 
     @property
     def engine_has_room(self) -> bool:
@@ -120,12 +121,17 @@ def rates(state: RunState, now: float) -> Rates | None:
     if last and now - last.time <= FRESH_S:
         known = [(env, flow) for env, flow in last.flows.items() if flow.waiting is not None and flow.idle is not None]
         if known:
-            env, flow = max(known, key=lambda item: (item[1].awaited or 0.0, item[1].idle or 0.0))
+            env, flow = max(known, key=lambda item: _rank(item[1]))
             return Rates(flow.waiting or 0.0, flow.idle or 0.0, flow.capacity_used, env, flow)
     speed = pace(state, None, window=STEPS)
     if speed.waiting is None or speed.engine_idle is None:
         return None
     return Rates(speed.waiting, speed.engine_idle, speed.engine_capacity)
+
+
+def _rank(flow: EnvFlow) -> tuple[float, float, float]:
+    """Orders environments: the largest is the one for which the others wait."""
+    return flow.awaited or 0.0, flow.idle or 0.0, flow.busy_workers or 0.0
 
 
 def limit(run: Run) -> Limit | None:
@@ -156,10 +162,10 @@ def bound(flow: EnvFlow | None) -> Bound:
 
 def _outside(flow: EnvFlow | None) -> float | None:
     """Share of an environment's sequences under way that are not in the engine: scored, or in tools."""
-    if flow is None or flow.busy_workers is None or not flow.group_size or flow.running is None:
+    if flow is None or flow.busy_workers is None or not flow.group_size or flow.in_engine is None:
         return None
     sequences = (flow.busy_workers - (flow.waiting_for_slot or 0.0)) * flow.group_size
-    return 1.0 - min(1.0, (flow.running + (flow.queued or 0.0)) / sequences) if sequences > 0 else None
+    return 1.0 - min(1.0, flow.in_engine / sequences) if sequences > 0 else None
 
 
 def _by_supply(run: Run, found: Rates) -> Limit:

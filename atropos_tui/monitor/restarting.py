@@ -100,6 +100,17 @@ def _outage(run: Run, row: ComponentStatus) -> Outage | None:
     return Outage(row, down, command)
 
 
+def stopped_by_hand(run: Run) -> list[str]:
+    """Names of the components that a `stop` command has stopped."""
+    found = []
+    for row in run.status.components:
+        moves = [move for move in run.state.transitions if move.component == row.name and move.new == State.STOPPED]
+        command = run.state.commands.get(moves[-1].command_id or "") if moves else None
+        if row.state is State.STOPPED and command and command.action == "stop":
+            found.append(row.name)
+    return found
+
+
 def _cause(run: Run, outage: Outage) -> DiagnosisRecord | None:
     """The newest diagnosis of the component that is not older than its end."""
     own = (each for each in reversed(run.state.diagnoses) if each.component == outage.row.name)

@@ -18,7 +18,7 @@ from atropos_tui.diagnoses import rule_of, severity_of
 from atropos_tui.monitor.bench import pace
 from atropos_tui.monitor.format import Tone, counted, duration, number, one_line
 from atropos_tui.monitor.limits import STEPS, WAITS, Run, limit, rates
-from atropos_tui.monitor.restarting import restart, resuming
+from atropos_tui.monitor.restarting import restart, resuming, stopped_by_hand
 from atropos_tui.monitor.run_files import RunInfo, start_seconds
 from atropos_tui.monitor.series import mean
 from atropos_tui.monitor.state import RunState
@@ -185,12 +185,12 @@ def _first_words(fix: str) -> str:
 
 def _stopped(known: Known) -> Verdict | None:
     """Somebody has stopped a component that the others need."""
-    rows = [row for row in known.status.components if row.state is State.STOPPED and "by hand" in row.reason]
-    if not rows or known.status.phase is Phase.STARTING:
+    names = stopped_by_hand(known)
+    if not names or known.status.phase is Phase.STARTING:
         return None
     late = overdue(known.state, known.status, known.now)
-    what = late or f"{', '.join(row.name for row in rows)} stopped by hand"
-    return Verdict("warning", what, f"atropos-tui start {rows[0].name}")
+    what = f"{', '.join(names)} stopped by hand" + (f": {late}" if late else "")
+    return Verdict("warning", what, f"atropos-tui start {names[0]}")
 
 
 def _restarts(known: Known) -> Verdict | None:

@@ -14,7 +14,7 @@ import pytest
 
 from atropos_common.bridge import METRIC_CAPACITY, METRIC_IDLE_S, METRIC_REQUESTS, METRIC_SLOTS
 from atropos_common.control import Role, State
-from atropos_common.group_reasons import FLAT, GROUP_SIZE, NONE, REFUSED, UNSENDABLE
+from atropos_common.group_reasons import FLAT, GROUP_SIZE, NONE, REFUSED, SURPLUS, UNSENDABLE
 from atropos_common.records import EnvCountsRecord, TimingRecord
 from atropos_common.run_dir import ENV_ENGINE_URLS
 from atropos_tui.diagnoses import questions
@@ -44,6 +44,7 @@ SHORT = Counter({GROUP_SIZE: 9})
         ("groups_all_flat", flow(1, 19), "19 of the newest 20 groups have one score"),
         ("groups_all_flat", flow(0, 8, **WAITS), "8 of the newest 8"),
         ("groups_left_out", flow(0, 1, out=SHORT), "9 times another number of completions than group_size"),
+        ("groups_left_out", flow(400, out=Counter({NONE: 9}), streak=Counter({NONE: 9})), "9 of the newest 9: 9 times"),
         ("groups_left_out", flow(out=Counter({NONE: 8})), "8 times the environment returned None in its place"),
         (
             "groups_refused",
@@ -89,6 +90,7 @@ def test_what_holds_an_environment_up_is_told_with_its_numbers(rule: str, scene:
         flow(2, 8),
         flow(0, 7),
         flow(90, 10, 60),
+        flow(400, streak=Counter({FLAT: 20, SURPLUS: 9, NONE: 7})),
         replace(flow(), failures=Counter({"EngineRefused: the server refuses top_p": 90})),
         flow(could_ask_s=19.0, watches_engine=True),
         flow(could_ask_s=300.0),  # nobody knows what the engine got
@@ -218,13 +220,13 @@ def test_capacity_used_and_what_bounds_an_environment_are_measured() -> None:
         watch.count(
             EnvCountsRecord(
                 time=at, env="env", sent=20, left_out={FLAT: 20}, workers=workers, max_workers=48, queue_slots=16,
-                free_slots=0.5, waiting_for_slot=0.0, group_size=8,
+                free_slots=0.5, waiting_for_slot=0.0, in_engine=12.0, group_size=8,
             )
         )  # fmt: skip
     found = watch.view(PARTS, now)["env"].bounds
     assert found == {
-        "busy_workers": 5.0, "free_slots": 0.5, "waiting_for_slot": 0.0, "max_workers": 48, "queue_slots": 16,
-        "group_size": 8,
+        "busy_workers": 5.0, "free_slots": 0.5, "waiting_for_slot": 0.0, "in_engine": 12.0, "max_workers": 48,
+        "queue_slots": 16, "group_size": 8,
     }  # fmt: skip
 
 

@@ -259,8 +259,14 @@ def test_an_environment_that_starts_again_is_named_before_anything_is_overdue() 
 
 
 def test_a_component_that_was_stopped_by_hand_is_named_with_its_start() -> None:
-    found = said(rows=[row("math", State.STOPPED, reason="stopped by hand")])
+    stopped = [commanded("stop", "math", 5), moved("math", "stopping", "stopped", 5, command_id="c1")]
+    found = said(*stopped, rows=[row("math", State.STOPPED)])
     assert (found.severity, found.text) == ("warning", "math stopped by hand; atropos-tui start math")
+    silent = [each.model_copy(update={"time": each.time - 60}) for each in STEPS]
+    late = said(*silent, *stopped, rows=[row("math", State.STOPPED)], steps=False)
+    assert late.what == "math stopped by hand: step 38 is overdue: silent for 1:01, math not running"
+    crashed = said(*stopped[1:], rows=[row("math", State.STOPPED)])
+    assert "by hand" not in crashed.text, "nobody asked for it"
 
 
 def test_while_it_starts_it_says_what_for_how_long_and_how_long_it_took_the_last_time() -> None:
@@ -371,9 +377,16 @@ def test_workers_that_are_all_busy_are_named_with_their_number() -> None:
 
 def test_an_environment_that_scores_most_of_the_time_is_told_to_score_faster() -> None:
     counted = COUNTED | {"max_workers": 16, "free_slots": 0.0}
-    found = said(flow(0.9, 0.8, running=6.4, busy_workers=16.0, **counted))
+    found = said(flow(0.9, 0.8, in_engine=6.4, busy_workers=16.0, **counted))
     assert found.what.endswith("95% of its sequences are outside the engine (scoring, tools)")
     assert found.do.startswith("make its scoring faster, or raise env.max_num_workers (now 16)")
+
+
+def test_of_two_environments_the_one_that_works_while_the_other_waits_is_the_limit() -> None:
+    fast = flow(0.9, 0.8, busy_workers=0.2, **COUNTED).flows["math"]
+    judge = flow(0.9, 0.8, busy_workers=4.0, in_engine=1.0, **COUNTED).flows["math"]
+    both = GaugesRecord(time=NOW - 3, flows={"fast": fast, "judge": judge, "late": fast})
+    assert said(both).what.startswith("limited by the environment judge")
 
 
 def test_an_engine_whose_capacity_is_used_is_the_limit_with_few_of_its_slots_taken() -> None:

@@ -19,9 +19,10 @@ def curve(slots: int, sequences: list[int], *, fixed: float = FIXED_S, each: flo
     """A curve of steps with these numbers of sequences, a third of them slowed down by a neighbour."""
     found, rng = StepCurve(slots), random.Random(1)
     for n in sequences:
-        for at in range(200):
-            slow = 2.0 if at % 24 < 8 else 1.0
-            found.add(n, (fixed + each * n) * slow * rng.uniform(0.98, 1.02))
+        one = fixed + each * n
+        for at in range(int(8.0 / one)):
+            slow = 2.0 if at * one % 2.0 < 0.7 else 1.0
+            found.add(n, one * slow * rng.uniform(0.98, 1.02))
     return found
 
 
@@ -57,11 +58,20 @@ def test_a_cache_that_holds_fewer_sequences_lowers_the_ceiling() -> None:
 
 def test_a_few_steps_say_nothing() -> None:
     found = StepCurve(8)
-    for _ in range(31):
+    for _ in range(140):
         found.add(8, 0.01)
     assert found.ceiling() is None
-    found.add(8, 0.01)
+    for _ in range(20):
+        found.add(8, 0.01)
     assert found.ceiling() == pytest.approx(800)
+
+
+def test_steps_that_reach_the_server_together_are_not_fast() -> None:
+    """A server whose process is the limit reads twenty steps at once, then none for twenty steps' time."""
+    found = StepCurve(1000)
+    for at in range(4000):
+        found.add(1000, 1.0 if at % 20 == 19 else 1e-5)
+    assert found.ceiling() == pytest.approx(20_000, rel=0.05)
 
 
 class Clock:
@@ -75,19 +85,19 @@ class Clock:
 def test_the_time_without_work_is_no_step() -> None:
     clock = Clock()
     capacity = EngineCapacity(8, clock)
-    for _ in range(40):
+    for _ in range(160):
         clock.now += 5.0  # without work
         capacity.step(Step(0, 8, running=8, waiting=0, kv_use=0.1))
         clock.now += 0.01
         capacity.step(Step(0, 8, running=0, waiting=0, kv_use=0.0))
-    assert capacity.generated == 640
+    assert capacity.generated == 2560
     assert capacity.ceiling() == pytest.approx(800)
 
 
 def test_engines_with_data_parallelism_add_up() -> None:
     clock = Clock()
     capacity = EngineCapacity(8, clock)
-    for _ in range(40):
+    for _ in range(160):
         clock.now += 0.01
         for engine in (0, 1):
             capacity.step(Step(engine, 8, running=8, waiting=0, kv_use=0.1))
