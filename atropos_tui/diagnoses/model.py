@@ -278,6 +278,7 @@ UNKILLABLE = Rule("unkillable", "a process cannot be killed", layer=Layer.MACHIN
 WATCHER_FAULT = Rule("watcher_fault", "the diagnosing itself failed", ends=Ends.LOOK)
 NOT_NOTIFIED = Rule("not_notified", "a notification was not delivered", severity="advice", ends=Ends.RUN)
 NO_METRICS = Rule("no_metrics", "no metrics are served", severity="advice", ends=Ends.RUN)
+GUARD_DIES = Rule("guard_dies", "the run's guard does not live", ends=Ends.RUN, layer=Layer.MACHINE)
 OWN_RULES = (
     HEALTH_TIMEOUT,
     NOT_READY,
@@ -290,5 +291,6 @@ OWN_RULES = (
     WATCHER_FAULT,
     NOT_NOTIFIED,
     NO_METRICS,
+    GUARD_DIES,
 )
 """Rules without a watcher: the supervisor finds the trouble itself and says so."""

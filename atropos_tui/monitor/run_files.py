@@ -322,7 +322,7 @@ def without_result(run: RunDir, status: RunStatus) -> RunStatus:
         _present(row, mains.get(row.name), [one for one in found if one.component == row.name], keepers)
         for row in status.components
     ]
-    reason = GONE
+    reason = GONE + _last_heard(status)
     if original := run_elsewhere(run, run_id):
         reason = f"this folder is a copy: {run_id} runs in {original}"
     elif kept := [row.name for row in rows if any(one.adoptable and one.component == row.name for one in found)]:
@@ -330,6 +330,15 @@ def without_result(run: RunDir, status: RunStatus) -> RunStatus:
     elif found:
         reason += f"; {counted(len(found), 'process')} left: atropos-tui clean ends what its guard does not"
     return status.model_copy(update={"reason": reason, "components": rows})
+
+
+def _last_heard(status: RunStatus) -> str:
+    """The end that the journal tells of: a full disk may have kept the result away."""
+    failed = next((row for row in status.components if row.state is State.FAILED), None)
+    if failed:
+        return f"; before, {failed.name} had failed: {failed.reason}"
+    trainer = next((row for row in status.components if row.role is Role.TRAINER), None)
+    return "; before, the trainer had finished" if trainer and trainer.state is State.COMPLETED else ""
 
 
 def _present(row: ComponentStatus, main: int | None, found: list[Leftover], keepers: set[int]) -> ComponentStatus:

@@ -37,7 +37,7 @@ from atropos_common.control import (
 from atropos_common.files import is_private, read_regular
 from atropos_common.http import LIMITS, certificates
 from atropos_common.records import Record, parse_line
-from atropos_common.run_dir import LONGEST_SOCKET, RunDir, is_safe_name
+from atropos_common.run_dir import LONGEST_SOCKET, RunDir, is_safe_name, registry
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.profile.ports import own_socket
 from atropos_tui.supervisor import procfs
@@ -45,6 +45,7 @@ from atropos_tui.supervisor.store import ProcessTable
 
 Answer = TypeVar("Answer", bound=BaseModel)
 
+SHARED_TEMPORARY = Path("/tmp")
 NAME_BYTES = 25
 """Of a socket's name in its folder."""
 ANSWER_S = 10.0
@@ -266,24 +267,37 @@ class SocketError(ValueError):
 
 
 def socket_folder() -> Path:
-    """A folder of this user alone: below $XDG_RUNTIME_DIR, else in /tmp with mode 0700.
+    """A folder of this user alone: below $XDG_RUNTIME_DIR, else in /tmp with mode 0700, else below the state folder.
 
     Raises:
-        SocketError: someone else made the folder in /tmp, or $XDG_RUNTIME_DIR is too long for a socket in it.
+        SocketError: $XDG_RUNTIME_DIR is too long for a socket in it, or no folder is private.
     """
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if runtime and Path(runtime).is_dir() and os.access(runtime, os.W_OK):
         folder = Path(runtime) / "atropos-tui"
     else:
-        folder = Path("/tmp") / f"atropos-tui-{os.getuid()}"
-    size = len(os.fsencode(folder)) + 1 + NAME_BYTES
-    if size > LONGEST_SOCKET:
+        folder = SHARED_TEMPORARY / f"atropos-tui-{os.getuid()}"
+    if (size := _socket_size(folder)) > LONGEST_SOCKET:
         reason = f"$XDG_RUNTIME_DIR is too long: a socket in {folder} would have a path of {size} bytes"
         raise SocketError(f"{reason}, and the kernel takes {LONGEST_SOCKET}; set it to a shorter folder, or unset it")
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if not is_private(folder):
-        raise SocketError(f"{folder} must be a folder of this user with mode 0700; remove it, or set XDG_RUNTIME_DIR")
-    return folder
+    other = registry().parent / "sockets"  # another user may have made the first, and only he can remove it
+    for place in (folder, other):
+        if _socket_size(place) <= LONGEST_SOCKET and _make_private(place):
+            return place
+    fix = "set XDG_RUNTIME_DIR to a folder of yours with mode 0700"
+    raise SocketError(f"{folder} must be a folder of this user with mode 0700, and {other} cannot serve either; {fix}")
+
+
+def _socket_size(folder: Path) -> int:
+    return len(os.fsencode(folder)) + 1 + NAME_BYTES
+
+
+def _make_private(folder: Path) -> bool:
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True, parents=True)
+    except OSError:
+        return False
+    return is_private(folder)
 
 
 def socket_path(run: RunDir) -> Path:

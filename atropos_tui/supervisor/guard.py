@@ -27,15 +27,18 @@ from atropos_tui.supervisor import bare, procfs
 
 TYPE_CHECKING = False  # `typing` alone would double the guard
 if TYPE_CHECKING:
+    import asyncio
     import subprocess
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
 QUIET_ROUNDS = 3
 """Empty looks at the process table, one after the other, before the run counts as gone."""
 GIVE_UP_S = 60.0
 MAX_DEATHS = 5
-"""A guard that cannot live is given up; parent-death signals still end what the supervisor started itself."""
+"""Deaths after which a guard is started again only every `AGAIN_S`."""
+AGAIN_S = 60.0
+"""Seconds between two starts of a guard that cannot live."""
 
 
 def sweep(run_id: str, sessions: dict[int, int], exclude: set[int], group: str = "") -> None:
@@ -129,10 +132,18 @@ class Guard:
         group: the run's control group, if it has one.
         own: files that must not outlive the supervisor.
         keep: whether components live on when the supervisor is killed.
+        on_trouble: called with words when the guard cannot live, and with "" when it lives again.
     """
 
     def __init__(
-        self, run_id: str, lock: int, *, group: str = "", own: Iterable[Path] = (), keep: bool = False
+        self,
+        run_id: str,
+        lock: int,
+        *,
+        group: str = "",
+        own: Iterable[Path] = (),
+        keep: bool = False,
+        on_trouble: Callable[[str], None] = lambda _: None,
     ) -> None:
         import asyncio
 
@@ -145,6 +156,10 @@ class Guard:
         self._files: set[str] = set()
         self._shared: set[str] = set()
         self._deaths = 0
+        self._on_trouble = on_trouble
+        self._again: asyncio.TimerHandle | None = None
+        """Starts it again, or counts its deaths anew once it has lived for a while."""
+        self._unsent = b""
         self._pidfd = -1
         self._start()
 
@@ -156,17 +171,23 @@ class Guard:
         reading, self._pipe = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._pipe, False)
         arguments = [str(reading), self._run_id, self.group, "K" if self.keeps else "E"]
-        self._popen: subprocess.Popen[bytes] = subprocess.Popen(
-            [sys.executable, *bare(__name__), *arguments],
-            env={key: value for key, value in os.environ.items() if key not in (ENV_RUN_ID, ENV_COMPONENT)},
-            pass_fds=(reading, self._lock),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            cwd="/",
-            start_new_session=True,
-        )
-        os.close(reading)
+        try:
+            self._popen: subprocess.Popen[bytes] = subprocess.Popen(
+                [sys.executable, *bare(__name__), *arguments],
+                env={key: value for key, value in os.environ.items() if key not in (ENV_RUN_ID, ENV_COMPONENT)},
+                pass_fds=(reading, self._lock),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                cwd="/",
+                start_new_session=True,
+            )
+        except OSError:
+            os.close(self._pipe)
+            self._pipe = -1
+            raise
+        finally:
+            os.close(reading)
         procfs.SPAWNED.add(self._popen.pid)
         self._pidfd = os.pidfd_open(self._popen.pid)
         self._loop.add_reader(self._pidfd, self._died)
@@ -182,14 +203,34 @@ class Guard:
     def _died(self) -> None:
         self._release()
         self._deaths += 1
-        if self._deaths <= MAX_DEATHS:
-            try:
-                self._start()
-            except OSError:
-                return
+        if self._deaths > MAX_DEATHS:
+            self._try_later(f"the guard of the run died {self._deaths} times")
+        else:
+            self._start_again()
+
+    def _start_again(self) -> None:
+        try:
+            self._start()
+        except OSError as error:
+            self._try_later(f"the guard of the run cannot be started: {error.strerror}")
+            return
+        if self._deaths > MAX_DEATHS:
+            self._again = self._loop.call_later(AGAIN_S, self._lives)
+
+    def _try_later(self, words: str) -> None:
+        if self._again:
+            self._again.cancel()
+        self._on_trouble(words)
+        self._again = self._loop.call_later(AGAIN_S, self._start_again)
+
+    def _lives(self) -> None:
+        self._deaths, self._again = 0, None
+        self._on_trouble("")
 
     def _release(self) -> None:
         self._loop.remove_reader(self._pidfd)
+        self._loop.remove_writer(self._pipe)
+        self._unsent = b""  # a new guard is told everything
         os.close(self._pidfd)
         os.close(self._pipe)
         self._pidfd = self._pipe = -1
@@ -197,10 +238,25 @@ class Guard:
         procfs.SPAWNED.discard(self._popen.pid)
 
     def _note(self, line: str) -> None:
-        try:
-            os.write(self._pipe, f"{line}\n".encode())
-        except OSError:
+        """Tell the guard; what its pipe has no room for, since it stands still, waits here."""
+        if self._pipe < 0:
             return
+        waits = bool(self._unsent)
+        self._unsent += f"{line}\n".encode()
+        if not waits:
+            self._send()
+            if self._unsent:
+                self._loop.add_writer(self._pipe, self._send)
+
+    def _send(self) -> None:
+        try:
+            self._unsent = self._unsent[os.write(self._pipe, self._unsent) :]
+        except BlockingIOError:
+            return
+        except OSError:  # it has died, and the next one is told everything
+            self._unsent = b""
+        if not self._unsent:
+            self._loop.remove_writer(self._pipe)
 
     def end_keeping(self) -> None:
         """The run is being ended: from here on whoever dies, nothing is left."""
@@ -241,8 +297,11 @@ class Guard:
 
     async def close(self, timeout_s: float = 5.0) -> None:
         """Let it take its last look and leave."""
+        if self._again:
+            self._again.cancel()
         if self._pidfd < 0:
             return
+        self._loop.remove_writer(self._pipe)
         over = self._loop.create_future()
 
         def end() -> None:

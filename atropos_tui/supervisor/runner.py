@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import math
 import os
 import secrets
@@ -46,7 +47,7 @@ from atropos_common.control import (
 from atropos_common.files import is_private
 from atropos_common.http import door_key
 from atropos_common.run_dir import ENV_DOOR_KEY, ENV_TOKEN, RunDir
-from atropos_tui.diagnoses.model import NO_METRICS
+from atropos_tui.diagnoses.model import GUARD_DIES, NO_METRICS
 from atropos_tui.errors import Exit
 from atropos_tui.profile.spec import StackSpec, check_stack
 from atropos_tui.supervisor import procfs
@@ -59,7 +60,7 @@ from atropos_tui.supervisor.logs import last_lines
 from atropos_tui.supervisor.notify import Notifier
 from atropos_tui.supervisor.process import become_subreaper
 from atropos_tui.supervisor.run_lock import lock_run
-from atropos_tui.supervisor.store import Journal, OnEvent, ProcessTable, RunResult, Store, Subscription
+from atropos_tui.supervisor.store import Journal, OnEvent, ProcessTable, RunResult, Store, Subscription, reserve
 from atropos_tui.supervisor.supervisor import RefusedError, Supervisor
 from atropos_tui.supervisor.tracker import reap_leftovers
 
@@ -99,6 +100,7 @@ async def run_stack(stack: StackSpec, *, on_event: OnEvent | None = None, lock: 
         for name, found in (await asyncio.to_thread(sweep_nodes, ProcessTable.load(run.journal_json))).items():
             store.emit(found.record(name))
         run.result_json.unlink(missing_ok=True)
+        reserve(run.result_json)
         return await _with_socket(stack, store, run, signals, estate)
 
 
@@ -114,7 +116,9 @@ def ready_threads() -> ThreadPoolExecutor:
 async def _with_socket(stack: StackSpec, store: Store, run: RunDir, signals: _Signals, estate: Estate) -> int:
     listening, path = listen(run, estate.socket)
     lock, own = store.journal.fileno(), (path, run.control_sock)
-    guard = Guard(stack.run_id, lock, group=_group(stack.run_id, estate), own=own, keep=stack.survive)
+    group = _group(stack.run_id, estate)
+    told = functools.partial(_tell_of_guard, store)
+    guard = Guard(stack.run_id, lock, group=group, own=own, keep=stack.survive, on_trouble=told)
     api: ApiServer | None = None
     figures: ApiServer | None = None
     try:
@@ -153,6 +157,12 @@ def _launcher(stack: StackSpec, group: str, socket: str, token: str, estate: Est
     if any(spec.is_far for spec in stack.components):
         return RemoteLauncher(stack, group, socket, token)
     return DirectLauncher(stack, group)
+
+
+def _tell_of_guard(store: Store, trouble: str) -> None:
+    fix = "see dmesg for what kills it; if the supervisor is killed meanwhile, atropos-tui clean ends what it leaves"
+    found = GUARD_DIES.diagnosis(trouble, fix)
+    store.diagnoses.add(None, found if trouble else found.ended("it lives again"))
 
 
 async def _serve_metrics(supervisor: Supervisor, run: RunDir, token: str) -> ApiServer | None:

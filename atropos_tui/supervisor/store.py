@@ -246,6 +246,25 @@ class RunResult(Kept):
     """Origin of an end that was asked for: `down`, SIGTERM or SIGINT, or SLURM's signal before its time limit."""
     ended_at: float = Field(default_factory=time.time)
 
+    def write(self, path: Path) -> None:
+        """Write `result.json` into the room that `reserve` took at the start of the run, else as any other file."""
+        try:
+            self._write_in_place(path)
+        except OSError:
+            super().write(path)
+
+    def _write_in_place(self, path: Path) -> None:
+        room = _room(path)
+        data = self.model_dump_json(indent=1).encode()
+        if len(data) > RESULT_BYTES:  # long lines of a log: the rest matters more
+            data = self.model_copy(update={"last_lines": [], "reason": self.reason[:4096]}).model_dump_json().encode()
+        with room.open("r+b") as file:
+            file.write(data)
+            file.truncate()
+            file.flush()
+            os.fsync(file.fileno())
+        room.replace(path)
+
     @classmethod
     def load(cls, path: Path) -> RunResult | None:
         """The result in `path`; None while the run goes on, or when it was cut short."""
@@ -253,6 +272,24 @@ class RunResult(Kept):
             return cls.model_validate_json(read_regular(path))
         except (OSError, ValueError):
             return None
+
+
+RESULT_BYTES = 32 * 1024
+"""Room for `result.json`: the forty last lines of a log are most of it."""
+
+
+def _room(path: Path) -> Path:
+    return path.with_name(f"{path.name}.reserved")
+
+
+def reserve(path: Path) -> None:
+    """Take the room of a `result.json` on the disk, so that a run which ends on a full disk can say how."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(_room(path), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(bytes(RESULT_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
 
 
 class SubscriberDroppedError(Exception):
