@@ -60,6 +60,14 @@ HELD_OUT, QUEUE = "held-out", "queue"
 """Curves that are no field of a trainer's record: accuracy by environment and split, and groups that wait in run-api,
 over seconds of the screen's own watching."""
 
+NOISY = frozenset({
+    "reward_mean", "reward_std", "loss", "logprob_diff_abs_mean", "probe_diff_abs_mean", "inference_mean", "train_mean",
+    "kl_k3", "useful_groups", "ratio_mean", "clip_fraction", "entropy_mean", "completion_tokens_mean",
+    "truncated_fraction", "grad_norm", "step_s", "data_wait_s", "train_s", "sync_s", "tokens_per_s",
+})  # fmt: skip
+"""Metrics that are smoothed: means over a batch, and durations. Learning rate, maxima, policy lag and counts are exact,
+and an average would show values that never were."""
+
 CHARTS = {
     "reward": ChartSpec(
         "Reward",

@@ -14,14 +14,16 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from atropos_common.run_dir import RunDir
-from atropos_tui.monitor.format import duration, masked_line, number, seconds_text, text_table
+from atropos_tui.monitor.charts import NOISY
+from atropos_tui.monitor.format import counted, duration, masked_line, number, seconds_text, text_table
 from atropos_tui.monitor.reading import Along, Ruler, is_smoothed, smooth
 from atropos_tui.monitor.run_files import RunInfo, load_run, names_of, read_toml
 from atropos_tui.monitor.series import Series, mean
 from atropos_tui.monitor.state import RunState
 
-LAST = 20
-"""Steps whose mean is a run's final value."""
+LAST, LAST_SHARE = 20, 4
+"""A run's final value is the mean of its newest steps: at most so many, and at most this part of the shortest run of a
+comparison, the same number for all."""
 PLACES = 300
 """Of a band, at most."""
 POINTS = 2_000
@@ -63,7 +65,7 @@ class MetricLine:
     high: Sequence[float] = ()
     smoothing: int = 0
     last: float | None = None
-    """The final value: the mean over the newest steps, and over the runs."""
+    """The final value: the mean over the newest steps (`last_steps`), and over the runs."""
 
 
 def read_runs(roots: Sequence[Path]) -> list[RunCurves]:
@@ -116,27 +118,48 @@ def by_setting(runs: Sequence[RunCurves]) -> list[Setting]:
         found.setdefault(tuple(run.settings.get(key, NONE) for key in keys), []).append(run)
     if not keys and all(not run.settings for run in runs):  # nothing tells what they are
         return [Setting(run.name, (run,)) for run in runs]
-    return [Setting(_label(keys, values, members), tuple(members)) for values, members in found.items()]
+    telling = _telling(list(found))
+    words = [_words([(keys[at], values[at]) for at in telling]) for values in found]
+    if not telling or len(telling) > MOST_WORDS or len(set(words)) < len(words):
+        words = [members[0].name if len(found) > 1 or len(members) == 1 else "" for members in found.values()]
+    counts = [f"{len(members)} runs" if len(members) > 1 else "" for members in found.values()]
+    labels = [", ".join(filter(None, both)) for both in zip(words, counts, strict=True)]
+    return [Setting(label, tuple(members)) for label, members in zip(labels, found.values(), strict=True)]
 
 
-def _label(keys: Sequence[str], values: Sequence[str], runs: Sequence[RunCurves]) -> str:
-    """What sets these runs apart, and their number; the name of the first where that is nothing, or too much."""
-    pairs = zip(keys, values, strict=True)
-    words = [value if key == "mode" else f"{key.rpartition('.')[2]} {PurePath(value).name}" for key, value in pairs]
-    words = words if 0 < len(words) <= MOST_WORDS else [runs[0].name] if words or len(runs) == 1 else []
-    return ", ".join([*words, f"{len(runs)} runs"] if len(runs) > 1 else words)
+def _telling(rows: Sequence[Sequence[str]]) -> list[int]:
+    """The fewest columns in which all `rows` differ, chosen one by one; of equally good ones the first."""
+    chosen: list[int] = []
+    while len({tuple(row[at] for at in chosen) for row in rows}) < len(rows):
+        rest = [at for at in range(len(rows[0])) if at not in chosen]
+        chosen.append(max(rest, key=lambda at: len({tuple(row[one] for one in (*chosen, at)) for row in rows})))
+    return chosen
 
 
-def line(setting: Setting, metric: str, along: Along, smoothing: int = 0) -> MetricLine | None:
-    """The curve of `metric`; None where no run of the setting has it."""
+def _words(settings: Sequence[tuple[str, str]]) -> str:
+    parts = (value if key == "mode" else f"{key.rpartition('.')[2]} {PurePath(value).name}" for key, value in settings)
+    return ", ".join(parts)
+
+
+def lines(settings: Sequence[Setting], metric: str, along: Along, smoothing: int = 0) -> list[MetricLine | None]:
+    """The curve of `metric` of each setting; None where no run of it has one.
+
+    All are smoothed, or none: a smooth curve beside a ragged one would look like a difference between the runs.
+    """
+    longest = max((len(run.state.metric(metric)) for setting in settings for run in setting.runs), default=0)
+    span = smoothing if metric in NOISY and is_smoothed(longest, smoothing) else 0
+    count = last_steps([run for setting in settings for run in setting.runs])
+    return [_line(setting, metric, along, span, count) for setting in settings]
+
+
+def _line(setting: Setting, metric: str, along: Along, span: int, count: int) -> MetricLine | None:
     found = [(run, run.state.metric(metric)) for run in setting.runs]
     found = [(run, series) for run, series in found if len(series)]
     if not found:
         return None
-    span = smoothing if is_smoothed(max(len(series) for _, series in found), smoothing) else 0
     drawn = [(Ruler(run.state, along), smooth(series, span, POINTS) if span else series) for run, series in found]
     curves = [(list(ruler.place(series)), list(series.values)) for ruler, series in drawn]
-    ends = [series.last if metric in run.state.evals else final(series) for run, series in found]
+    ends = [series.last if metric in run.state.evals else final(series, count) for run, series in found]
     last = mean([value for value in ends if value is not None])
     if len(curves) == 1:
         return MetricLine(setting.label, *curves[0], smoothing=span, last=last)
@@ -174,7 +197,13 @@ def _between(places: Sequence[float], values: Sequence[float], place: float) -> 
 # How each ended.
 
 
-def final(series: Series, count: int = LAST) -> float | None:
+def last_steps(runs: Iterable[RunCurves]) -> int:
+    """How many of the newest steps make the final value of each of these runs."""
+    shortest = min((count for run in runs if (count := len(run.state.metric("reward_mean")))), default=LAST)
+    return max(1, min(LAST, shortest // LAST_SHARE))
+
+
+def final(series: Series, count: int) -> float | None:
     """The mean of the newest `count` values; None where there are none."""
     return mean(series.tail(count))
 
@@ -186,13 +215,13 @@ def splits(runs: Iterable[RunCurves]) -> list[str]:
 
 def final_table(runs: Sequence[RunCurves]) -> list[list[str]]:
     """A row of titles, then one for each run: mode, seed and final values."""
-    evaluated = splits(runs)
+    evaluated, count = splits(runs), last_steps(runs)
     titles = [
         "run",
         "mode",
         SEED,
         "steps",
-        f"reward, last {LAST}",
+        f"reward, last {counted(count, 'step')}",
         *evaluated,
         "length",
         "tokens/s",
@@ -209,11 +238,11 @@ def final_table(runs: Sequence[RunCurves]) -> list[list[str]]:
                 run.info.mode or NONE,
                 run.settings.get(SEED, NONE),
                 f"{run.state.step:,}",
-                number(final(metric("reward_mean"))),
+                number(final(metric("reward_mean"), count)),
                 *(number(run.state.metric(name).last) for name in evaluated),
-                number(final(metric("completion_tokens_mean")), 1),
-                number(final(metric("tokens_per_s")), 0),
-                seconds_text(final(metric("step_s"))),
+                number(final(metric("completion_tokens_mean"), count), 1),
+                number(final(metric("tokens_per_s"), count), 0),
+                seconds_text(final(metric("step_s"), count)),
                 duration(times[-1] - times[0] + metric("step_s").values[0]) if times else NONE,
             ]
         )
@@ -229,10 +258,10 @@ def settings_table(runs: Sequence[RunCurves]) -> list[list[str]]:
 def seeds_table(runs: Sequence[RunCurves]) -> list[list[str]]:
     """A row of titles, then one for each setting that has several runs; empty where none has. Mean, lowest, highest."""
     several = [setting for setting in by_setting(runs) if len(setting.runs) > 1]
-    evaluated = splits(runs)
-    rows = [["setting", f"reward, last {LAST}", *evaluated]] if several else []
+    evaluated, count = splits(runs), last_steps(runs)
+    rows = [["setting", f"reward, last {counted(count, 'step')}", *evaluated]] if several else []
     for setting in several:
-        columns = [[final(run.state.metric("reward_mean")) for run in setting.runs]]
+        columns = [[final(run.state.metric("reward_mean"), count) for run in setting.runs]]
         columns += [[run.state.metric(name).last for run in setting.runs] for name in evaluated]
         rows.append([setting.label, *map(_spread, columns)])
     return rows

@@ -34,6 +34,7 @@ class Pattern:
 
     def __init__(self, text: str, *, literal: bool = False, ignore_case: bool = False) -> None:
         self.text = text
+        self.is_literal = literal
         expression = re2.escape(text) if literal else text
         self._one = _compiled(expression, ignore_case, never_nl=False)
         self._many = _compiled(f"(?m:{expression})", ignore_case, never_nl=True)

@@ -20,7 +20,9 @@ MOST_OUTLIERS = 0.05
 FEWEST = 12
 """Points that a range is judged by."""
 SPANS = 5
-"""A curve is smoothed only where it has so many times the span in points: else nothing would be left of it."""
+"""Shortest curve that is smoothed, in spans of the moving average: of a shorter one nothing would be left."""
+SHORTEST_AXIS, GROWTH, MARGIN = 10.0, 1.3, 1.05
+"""The axis of a young run: its first length in steps, the factor by which it grows, and the room kept free."""
 
 
 class Along(StrEnum):
@@ -42,6 +44,8 @@ class Lens:
     """None: to its end, also while that moves."""
     newest: float | None = None
     """So much of the axis' end instead, moving along with it."""
+    whole_plan: bool = False
+    """Draw to the planned end of the run, although it is far from there."""
     cursor: float | None = None
     """Where the values are read; None: at the end."""
     smoothing: int = 10
@@ -55,6 +59,19 @@ class Lens:
         if self.newest is not None:
             return max(first, last - self.newest), last
         return first if self.first is None else self.first, last if self.last is None else self.last
+
+
+def axis_end(newest: float, planned: float) -> float:
+    """Last step of the axis of a run: the plan once half of it is done, before that at most `GROWTH` times `newest`.
+
+    It grows in jumps, so that curves do not shift with every step.
+    """
+    if newest >= planned / 2:
+        return max(newest, planned)
+    end = SHORTEST_AXIS
+    while end < MARGIN * newest:
+        end *= GROWTH
+    return min(float(math.ceil(end)), planned)
 
 
 @dataclass

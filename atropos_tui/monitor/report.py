@@ -31,7 +31,6 @@ from atropos_tui.monitor.format import counted, duration, glyph_and_word, masked
 from atropos_tui.monitor.log_buffer import Classifier
 from atropos_tui.monitor.log_reader import LogReader
 from atropos_tui.monitor.overlay import (
-    LAST,
     PLACES,
     MetricLine,
     RunCurves,
@@ -39,7 +38,8 @@ from atropos_tui.monitor.overlay import (
     by_setting,
     final,
     final_table,
-    line,
+    last_steps,
+    lines,
     seeds_table,
     settings_of,
     settings_table,
@@ -169,18 +169,19 @@ def _headline(state: RunState, info: RunInfo, status: RunStatus, end: float) -> 
     """The figures that matter first."""
     steps = f"{state.step:,}" + (f" of {info.training_steps:,}" if info.training_steps else "")
     name, held_out = next(iter(state.evals.items()), ("", None))
-    count = min(LAST, len(state.metric("reward_mean")))
-    newest = f", last {counted(count, 'step')}" if count else ""
+    rewards = state.metric("reward_mean")
+    count = last_steps([RunCurves("", info, state, {})])
+    newest = f", last {counted(count, 'step')}" if len(rewards) else ""
     return [
         ("Steps", steps),
         ("Duration", duration(end - status.started_at) if status.started_at else "–"),
-        (f"Reward{newest}", number(final(state.metric("reward_mean")))),
+        (f"Reward{newest}", number(final(rewards, count))),
         (
             f"Accuracy, {masked_line(name)}, newest" if name else "Held-out accuracy",
             number(held_out.last if held_out else None),
         ),
         ("Alignment, newest step", state.alignment.verdict if state.alignment else "–"),
-        (f"Tokens/s{newest}", number(tokens_per_second(state, LAST), 0)),
+        (f"Tokens/s{newest}", number(tokens_per_second(state, count), 0)),
     ]
 
 
@@ -469,7 +470,7 @@ def render_overlay(runs: Sequence[RunCurves], now: float) -> str:
         count=len(runs),
         pictures=pictures,
         tables=tables,
-        last=LAST,
+        last=counted(last_steps(runs), "step"),
     )
 
 
@@ -478,11 +479,11 @@ def chart_over(name: str, settings: Sequence[Setting], along: Along) -> PageChar
     where none has it."""
     accuracy = ChartSpec(f"Accuracy, {name}", (CurveSpec("accuracy", name),), low=0.0, high=1.0)
     spec = CHARTS.get(name, accuracy)
-    found = [line(setting, spec.curves[0].metric, along, SMOOTHING) for setting in settings]
-    lines = [_curve_of(one, at, spec) for at, one in enumerate(found, 1) if one is not None]
+    found = lines(settings, spec.curves[0].metric, along, SMOOTHING)
+    drawn = [_curve_of(one, at, spec) for at, one in enumerate(found, 1) if one is not None]
     span = max((one.smoothing for one in found if one is not None), default=0)
     note = f"Moving average over {span} points." if span else ""
-    return PageChart(spec, lines, [], note, over=along) if lines else None
+    return PageChart(spec, drawn, [], note, over=along) if drawn else None
 
 
 def _curve_of(found: MetricLine, colour: int, spec: ChartSpec) -> PageCurve:

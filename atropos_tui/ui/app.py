@@ -101,7 +101,14 @@ class CockpitApp(CommandApp):
         Binding("q", "ask_quit", "Quit", tooltip="Detach or stop"),
         Binding("ctrl+q,ctrl+c", "ask_quit", "Quit", show=False, system=True, priority=True),
         Binding("question_mark", "help", "Help", tooltip="This list"),
-        Binding("escape", "view_before", "Back", show=False, tooltip="Back to the view before"),
+        Binding(
+            "escape",
+            "view_before",
+            "Back",
+            show=False,
+            tooltip="Drop the filter, then the search, then the marked "
+            "line or comparison; then back to the view before",
+        ),
         *(
             Binding(str(number % 10), f"view('{name}')", view.title, show=False, tooltip=view.about)
             for number, (name, view) in enumerate(VIEWS.items(), 1)
@@ -405,7 +412,9 @@ class CockpitApp(CommandApp):
         next((widget for widget in visible(main) if isinstance(widget, kind)), main.query_one(kind)).focus()
 
     def action_view_before(self) -> None:
-        """Where the present view was reached from."""
+        """Take back one thing that narrows a panel on the screen; if there is none, go to the view before."""
+        if any(panel.drop() for panel in self._searchable()):
+            return
         if self._way_back:
             *way, name = self._way_back
             self.action_view(name)
@@ -426,18 +435,21 @@ class CockpitApp(CommandApp):
 
     def action_search(self) -> None:
         """In the panel with the focus, if it can be searched, else in the first that is on the screen."""
+        if seen := self._searchable():
+            self._ask_line("/", seen[0].search, seen[0])
+
+    def _searchable(self) -> list[LogView | Rollouts | Events]:
+        """The panels on the screen that can be searched, the one with the focus first."""
         seen = [widget for widget in visible(self.main) if isinstance(widget, SEARCHED)] if self.main else []
-        if seen:
-            panel = next((widget for widget in seen if widget is self.focused), seen[0])
-            self._ask_line("/", panel.search, panel)
+        return sorted(seen, key=lambda widget: widget is not self.focused)
 
     def action_filter_log(self) -> None:
         if log := self.find(LogView):
             self._ask_line("&", log.narrow, log)
 
-    def _ask_line(self, what: str, apply: Apply, then: Widget) -> None:
+    def _ask_line(self, what: str, apply: Apply, panel: LogView | Rollouts | Events) -> None:
         if bar := self.find(SearchBar):
-            bar.ask(what, apply, then.focus)
+            bar.ask(what, apply, panel.focus, panel.accept)
 
     def action_open_log(self) -> None:
         log, table = self.find(LogView), self.find(Components)

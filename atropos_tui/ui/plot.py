@@ -45,6 +45,8 @@ class Curve:
     values: Sequence[float]
     style: Style
     scatter: bool = False
+    mark: str = ""
+    """What stands at the points of a scatter; on a line now and then, where colours do not tell lines apart."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,10 @@ class _Scale:
         return round((1 - min(max(share, 0.0), 1.0)) * (self.rows - 1))
 
 
+POINT_COLUMNS = 4
+"""Columns from one point of a scatter to the next: with fewer, points hide the curve behind them."""
+MARK_COLUMNS = 16
+"""Columns from one mark on a line to the next."""
 LOW = 8
 """A plot of fewer lines has none to spare for marks."""
 
@@ -165,7 +171,7 @@ def plot(
     curves = [_in_view(curve, axes.first, last) for curve in curves]
     rows = height - 1 - bool(axes.marks and height >= LOW)
     scale = _scale([*curves, *_edges(bands, axes.first, last)], axes, 4 * rows)
-    ticks = y_ticks(scale.low, scale.high, scale.log, max(2, (rows + 1) // 2))
+    ticks = _even_ticks(scale, max(2, (rows + 1) // 2))
     labels = {scale.y(value) // 4: tick_label(value, scale.log, ticks) for value in ticks}
     gutter = max((len(label) for label in labels.values()), default=0)
     columns = width - gutter - 2
@@ -175,7 +181,10 @@ def plot(
     for band in bands:
         _lay(canvas, band, scale, axes.first, last)
     for curve in reversed(curves):
-        _draw(canvas, curve, scale, axes.first, last)
+        if not curve.scatter:
+            _draw(canvas, curve, scale, axes.first, last)
+    _draw_points(canvas, [curve for curve in curves if curve.scatter], scale, axes.first, last)
+    _mark_lines(canvas, [curve for curve in curves if curve.mark and not curve.scatter], scale, axes.first, last)
     below = _beside(canvas, axes, last, ink, own_line=rows < height - 1)
     healthy, limits = _healthy_rows(scale, axes.healthy)
     lines = [
@@ -255,6 +264,28 @@ def y_ticks(low: float, high: float, log: bool, most: int) -> list[float]:
         step /= 2
 
 
+def _even_ticks(scale: _Scale, most: int) -> list[float]:
+    """Ticks of `scale`; where rounding to rows would put them at unequal distances, other round values that it does
+    not."""
+    ticks = y_ticks(scale.low, scale.high, scale.log, most)
+    if scale.log or _is_even(ticks, scale):
+        return ticks
+    power = 10.0 ** math.floor(math.log10(scale.high - scale.low))
+    found = []
+    for factor in (0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.75, 1, 1.5, 2, 2.5, 3, 4, 5):
+        step = factor * power
+        first, last = math.ceil(scale.low / step - 1e-9), math.floor(scale.high / step + 1e-9)
+        others = [at * step for at in range(first, last + 1)] if last - first < most else []
+        if len(others) >= min(most, 3) and _is_even(others, scale):
+            found.append(others)
+    return min(found, key=lambda others: abs(len(others) - len(ticks)), default=ticks)
+
+
+def _is_even(ticks: Sequence[float], scale: _Scale) -> bool:
+    rows = [scale.y(value) // 4 for value in ticks]
+    return len({before - after for before, after in pairwise(rows)}) <= 1
+
+
 def nice_step(rough: float) -> float:
     """The smallest of 1, 2, 2.5, 5 or 10 times a power of ten that is not below `rough`."""
     power = 10.0 ** math.floor(math.log10(rough))
@@ -299,9 +330,7 @@ def _draw(canvas: _Canvas, curve: Curve, scale: _Scale, first: float, last: floa
             before = None
             continue
         here = (x, scale.y(value))
-        if curve.scatter:
-            canvas.mark(*here, "◆", curve.style)
-        elif before is None or before[0] != x:
+        if before is None or before[0] != x:
             if before is None:
                 canvas.dot(*here, curve.style)
             else:
@@ -313,6 +342,42 @@ def _draw(canvas: _Canvas, curve: Curve, scale: _Scale, first: float, last: floa
         if value > scale.high or (value < scale.low and not scale.log):
             canvas.mark(*here, "▴" if value > scale.high else "▾", curve.style)
         before = here
+
+
+def _draw_points(canvas: _Canvas, curves: Sequence[Curve], scale: _Scale, first: float, last: float) -> None:
+    """A mark at the points of scatters: the newest one, and of earlier ones those with `POINT_COLUMNS` to the next."""
+    points = [
+        (column_of(step, first, last, canvas.width), value, curve)
+        for curve in curves
+        for step, value in zip(curve.steps, curve.values, strict=True)
+    ]
+    free = canvas.width
+    kept = set()
+    for column in sorted({column for column, _, _ in points}, reverse=True):
+        if column <= free:
+            kept.add(column)
+            free = column - POINT_COLUMNS
+    for column, value, curve in points:
+        if column in kept:
+            y = scale.y(value) if math.isfinite(value) else 0 if value > 0 else scale.rows - 1
+            glyph = (curve.mark or "◆") if math.isfinite(value) else "×"
+            if math.isfinite(value) and not scale.low <= value <= scale.high and not scale.log:
+                glyph = "▴" if value > scale.high else "▾"
+            canvas.mark(2 * column, y, glyph, curve.style)
+
+
+def _mark_lines(canvas: _Canvas, curves: Sequence[Curve], scale: _Scale, first: float, last: float) -> None:
+    """The mark of each line on it, each in columns of its own; at least at its end."""
+    for at, curve in enumerate(curves):
+        points = {
+            column_of(step, first, last, canvas.width): value
+            for step, value in zip(curve.steps, curve.values, strict=True)
+            if math.isfinite(value)
+        }
+        end = max(points, default=0)
+        for column, value in points.items():
+            if (column - 4 * at) % MARK_COLUMNS == 0 or column == end:
+                canvas.mark(2 * column, scale.y(value), curve.mark, curve.style)
 
 
 def _row(

@@ -18,6 +18,7 @@ from atropos_tui.ui.widgets.curves import Chart, ChartGrid
 from atropos_tui.ui.widgets.details import Details, StepPanel
 from atropos_tui.ui.widgets.events import Events
 from atropos_tui.ui.widgets.header import Header, Notices
+from atropos_tui.ui.widgets.legend import RunsLegend
 from atropos_tui.ui.widgets.log_view import LogView
 from atropos_tui.ui.widgets.machine import MachinePanel, Nodes
 from atropos_tui.ui.widgets.panel import Panel
@@ -91,6 +92,7 @@ def compose_screen() -> ComposeResult:
     with Horizontal(id="top"):
         yield Components()
         yield MachinePanel(id="machine")
+    yield RunsLegend()
     with Horizontal(id="middle", classes="overview"):
         yield Chart("reward")
         yield Chart("diff")

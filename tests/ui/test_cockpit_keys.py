@@ -107,7 +107,7 @@ async def test_the_log_s_keys(tmp_path: Path, supervise: Supervise) -> None:
         await screen.press("N")
         assert log._marked != first
         await screen.press("y")
-        await screen.until(lambda: any("copied 1 lines" in toast for toast in screen.toasts()))
+        await screen.until(lambda: any("copied 1 line" in toast for toast in screen.toasts()))
         assert "plain line 1" in screen.app.clipboard
         await screen.press("l")
         await screen.until(lambda: log.buffer.height == 2 and "warnings and errors" in screen.text())
@@ -436,7 +436,7 @@ async def test_a_pattern_that_backtracks_for_ever_holds_up_no_key(tmp_path: Path
         await screen.shows("0 lines")
         log.extend([LogEntry("plain", EVIL + "a")], None)
         screen.app.query_one(Input).value = "(a+)+$|never"
-        await screen.shows("1 lines")
+        await screen.shows("1 line")
         assert time.process_time() - began < 4.0, "a few searches and some drawing"
 
 

@@ -8,7 +8,15 @@ from xml.etree import ElementTree
 import pytest
 
 from atropos_tui.cli import main
-from atropos_tui.monitor.overlay import by_setting, differing, final_table, line, read_runs, seeds_table, settings_table
+from atropos_tui.monitor.overlay import (
+    by_setting,
+    differing,
+    final_table,
+    lines,
+    read_runs,
+    seeds_table,
+    settings_table,
+)
 from atropos_tui.monitor.reading import Along
 from tests.ui.run_maker import make_run
 
@@ -55,16 +63,37 @@ def test_seeds_of_one_setting_belong_together(roots: list[Path]) -> None:
 def test_a_band_is_mean_lowest_and_highest_of_the_runs_that_reach_a_place(roots: list[Path]) -> None:
     runs = read_runs(roots[:3])
     (setting,) = by_setting(runs)
-    found = line(setting, "reward_mean", Along.STEPS)
+    (found,) = lines([setting], "reward_mean", Along.STEPS)
     assert found is not None and list(found.places) == list(range(1, 31))
     rewards = [run.state.metric("reward_mean").at(10) or 0.0 for run in runs]
     at = list(found.places).index(10)
     assert (found.values[at], found.low[at], found.high[at]) == pytest.approx(
         (sum(rewards) / 3, min(rewards), max(rewards))
     )
-    tokens = line(setting, "reward_mean", Along.TOKENS)
+    (tokens,) = lines([setting], "reward_mean", Along.TOKENS)
     assert tokens is not None and tokens.places[0] == 384.0
-    assert line(setting, "never heard of", Along.STEPS) is None
+    assert lines([setting], "never heard of", Along.STEPS) == [None]
+
+
+def test_runs_of_a_comparison_are_smoothed_and_averaged_alike(tmp_path: Path) -> None:
+    """A run of 20 steps was drawn raw beside a smooth one of 60, and its "last 20" were its whole life."""
+    runs = read_runs([made(tmp_path / "long", 0, steps=60), made(tmp_path / "short", 0, lr=1e-5, steps=20)])
+    settings = by_setting(runs)
+    assert [found.smoothing for found in lines(settings, "reward_mean", Along.STEPS, 10) if found] == [10, 10]
+    assert [found.smoothing for found in lines(settings, "lr", Along.STEPS, 10) if found] == [0, 0]
+    titles, *rows = final_table(runs)
+    assert "reward, last 5 steps" in titles
+    at = titles.index("reward, last 5 steps")
+    for run, row in zip(runs, rows, strict=True):
+        newest = run.state.metric("reward_mean").tail(5)
+        assert float(row[at]) == pytest.approx(sum(newest) / 5, abs=1e-3)
+
+
+def test_labels_are_told_apart_by_the_fewest_settings_that_differ(tmp_path: Path) -> None:
+    runs = read_runs([made(tmp_path / name, 0, mode, lr) for name, mode, lr in
+                      (("a", "none", 1e-4), ("b", "none", 1e-3), ("c", "lora_only", 1e-2))])  # fmt: skip
+    assert [setting.label for setting in by_setting(runs)] == ["lr 0.0001", "lr 0.001", "lr 0.01"]
+    assert [setting.label for setting in by_setting([runs[0], runs[2]])] == ["none", "lora_only"]
 
 
 def test_runs_without_a_profile_and_of_the_same_name_stay_apart(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ from atropos_tui.monitor.patterns import Pattern, PatternError, UnsupportedPatte
 def test_a_pattern_is_case_sensitive_only_with_capitals_and_never_an_error() -> None:
     assert compiled("error").search("ERROR")
     assert not compiled("Error").search("error")
-    assert compiled("[oops").search("x [oops")
+    assert compiled("[oops").search("x [oops") and compiled("[oops").is_literal
+    assert not compiled("o+ps").is_literal
 
 
 @pytest.mark.parametrize("pattern", ["a{4294967296}", "(" * 3000 + ")" * 3000, "[[a", "a\\"])

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from atropos_common.records import CheckpointRecord, DiagnosisRecord, EnvMetricsRecord, EvalRecord, StepRecord
-from atropos_tui.monitor.reading import Along, Lens, Ruler, marks, sensible_range, smooth, smoothed, value_at
+from atropos_tui.monitor.reading import Along, Lens, Ruler, axis_end, marks, sensible_range, smooth, smoothed, value_at
 from atropos_tui.monitor.series import MOST_POINTS, Series
 from atropos_tui.monitor.state import MOST_CURVES, USEFUL_GROUPS, RunState
 from tests.ui.run_maker import T0
@@ -50,6 +50,14 @@ def test_steps_lie_where_the_axis_says() -> None:
     assert Ruler(state, Along.TOKENS).step_at(800.0, series) == 2
     assert list(Ruler(state, Along.TOKENS).part(series, 700.0, 1200.0).steps) == [2, 3]
     assert list(Ruler(state, Along.MINUTES).part(series, minutes[1], minutes[2]).steps) == [2, 3]
+
+
+def test_the_axis_of_a_young_run_grows_with_it() -> None:
+    """It was the plan from the first step on: at step 50 of 5,000 the curves had one column."""
+    ends = [axis_end(newest, 5000) for newest in range(1, 2500)]
+    assert ends == sorted(ends) and len(set(ends)) < 40, "in jumps"
+    assert all(newest < end <= 1.4 * newest for newest, end in enumerate(ends, 1) if newest > 10)
+    assert axis_end(2500, 5000) == 5000 and axis_end(6000, 5000) == 6000 and axis_end(3, 8) == 8
 
 
 def _more(state: RunState) -> None:

@@ -22,6 +22,7 @@ from atropos_tui.ui.widgets.panel import TextPanel, View
 
 Apply = Callable[[Pattern | None], str]
 """Takes what is looked for, or None; says in words how much matches."""
+PLAIN = "not a regular expression, searched as plain text"
 
 
 class SearchBar(Horizontal):
@@ -46,20 +47,24 @@ class SearchBar(Horizontal):
         super().__init__(id="search")
         self._apply: Apply | None = None
         self._done: Callable[[], object] = lambda: None
+        self._accept: Callable[[], object] = lambda: None
 
     def compose(self) -> ComposeResult:
         yield Label("/", id="search-what")
         yield Input(id="search-text", placeholder="a regular expression; capitals make it case-sensitive")
         yield Label("", id="search-found", markup=False)
 
-    def ask(self, what: str, apply: Apply, done: Callable[[], object]) -> None:
+    def ask(
+        self, what: str, apply: Apply, done: Callable[[], object], accept: Callable[[], object] = lambda: None
+    ) -> None:
         """Open the line.
 
         Args:
             apply: called at every change.
             done: called when the line closes; gives the focus back.
+            accept: called after Enter, where something was typed.
         """
-        self._apply, self._done = apply, done
+        self._apply, self._done, self._accept = apply, done, accept
         self.query_one("#search-what", Label).update(what)
         self.query_one("#search-found", Label).update("")
         field = self.query_one(Input)
@@ -76,15 +81,20 @@ class SearchBar(Horizontal):
     def _applied(apply: Apply, text: str) -> str:
         """Look for `text`; the words that are shown beside it: what matches, or why it is no pattern."""
         try:
-            result = apply(compiled(text) if text else None)
+            pattern = compiled(text) if text else None
         except PatternError as error:
             apply(None)
             return str(error)
-        return result if text else ""
+        result = apply(pattern)
+        if pattern is None:
+            return ""
+        return f"{PLAIN}: {result}" if pattern.is_literal else result
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         event.stop()
         self._close()
+        if event.value:
+            self._accept()
 
     def action_drop(self) -> None:
         if self._apply is not None:

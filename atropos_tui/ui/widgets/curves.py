@@ -7,10 +7,11 @@ All charts share one `Lens`: a key pressed in one of them moves the cursor, or t
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
+from rich.text import Text
 from textual import events
 from textual.binding import Binding, BindingType
 from textual.containers import ScrollableContainer
@@ -22,6 +23,7 @@ from textual.strip import Strip
 from atropos_tui.monitor.charts import (
     CHARTS,
     HELD_OUT,
+    NOISY,
     QUEUE,
     WRITERS,
     ChartSpec,
@@ -29,15 +31,24 @@ from atropos_tui.monitor.charts import (
     chart_of,
 )
 from atropos_tui.monitor.format import one_line
-from atropos_tui.monitor.overlay import line
-from atropos_tui.monitor.reading import MARKS, Along, Lens, Ruler, is_smoothed, sensible_range, smooth, value_at
+from atropos_tui.monitor.overlay import lines
+from atropos_tui.monitor.reading import (
+    MARKS,
+    Along,
+    Lens,
+    Ruler,
+    axis_end,
+    is_smoothed,
+    sensible_range,
+    smooth,
+    value_at,
+)
 from atropos_tui.monitor.series import LARGEST, MOST_STEPS, Series, thin
 from atropos_tui.ui.plot import Axes, Band, Curve, Ink, plot
 from atropos_tui.ui.theme import title
+from atropos_tui.ui.widgets.legend import POINTS, RUN_COLOURS, Entry, legend_line, line_marks
 from atropos_tui.ui.widgets.panel import Panel, View, after
 
-RUN_COLOURS = ("primary", "accent", "warning", "success", "secondary")
-"""Of runs on the same axes, this one first."""
 SPLIT_COLOURS = ("accent", "success", "warning", "secondary")
 """Of held-out accuracy, by split."""
 SMOOTHINGS = (10, 50, 0)
@@ -56,18 +67,22 @@ class Trace:
     places: Sequence[float]
     values: Sequence[float]
     scatter: bool = False
+    mark: str = ""
+    """What stands before its name, and on it where colours do not tell curves apart."""
     smooth: Curve | None = None
+    span: int = 0
+    """Points of the moving average that is drawn; 0: none."""
     band: tuple[Sequence[float], Sequence[float]] | None = None
     last: float | None = None
     read: Curve | None = None
     """What is read off, where that is something else than what is drawn: means of steps, not their extremes."""
 
     def at(self, cursor: float | None) -> float | None:
-        """The value under the cursor, else the newest."""
+        """The value under the cursor, otherwise the newest; not smoothed, unless runs are compared."""
         if cursor is None:
             return self.last
-        if curve := self.smooth or self.read:
-            return value_at(curve.steps, curve.values, cursor)
+        if self.read:
+            return value_at(self.read.steps, self.read.values, cursor)
         return value_at(self.places, self.values, cursor)
 
 
@@ -91,6 +106,8 @@ class Chart(Panel, can_focus=True):
         Binding("less_than_sign,comma", "pan(-1)", "Pan", show=False, tooltip="Charts: move the window back"),
         Binding("greater_than_sign,full_stop", "pan(1)", "Pan", show=False, tooltip="Charts: move the window ahead"),
         Binding("w", "window", "Newest", show=False, tooltip="Charts: the newest 200 steps, 50 steps, or all"),
+        Binding("W", "plan", "Plan", show=False, tooltip="Charts: the axis to the planned end of the run, or as far as "
+                "the run has come"),
         Binding("m", "smooth", "Smooth", show=False, tooltip="Charts: moving average over 10 points, over 50, or none"),
         Binding("l", "log", "Log axis", show=False, tooltip="Charts: logarithmic or linear axis of this chart"),
         Binding("b", "outliers", "Outliers", show=False, tooltip="Charts: leave outliers beyond the axis, or show all"),
@@ -130,8 +147,8 @@ class Chart(Panel, can_focus=True):
         """View, width and chart that the traces were made for."""
         self._strips: list[Strip] = []
         self._traces: list[Trace] = []
-        self._cut = 0
-        """Points beyond the axis."""
+        self._has_legend = False
+        """The names of the curves stand in the first line of the plot: the title has no room for them."""
 
     def on_mount(self) -> None:
         self.entitle(title(one_line(self.spec.name)))
@@ -165,10 +182,23 @@ class Chart(Panel, can_focus=True):
         self._prepared_for = wanted
         lens = self._lens(view)
         self._first, self._last = lens.window(*self._whole(view, lens))
-        if view.runs and not self.spec.over_seconds:
-            self._traces = list(self._of_runs(view, lens))
+        if self._shows_runs:
+            self._traces = self._of_runs(view, lens)
         else:
-            self._traces = [self._trace(curve, series, view, lens) for curve, series in curves_of(self.spec, view)]
+            found = [self._trace(curve, series, view, lens) for curve, series in curves_of(self.spec, view)]
+            self._traces = self._marked([trace for trace in found if len(trace.values)] or found[:1])
+
+    @property
+    def _shows_runs(self) -> bool:
+        """Several runs are drawn, which the legend line of the view names."""
+        return self.view is not None and bool(self.view.runs) and not self.spec.over_seconds
+
+    def _marked(self, traces: Sequence[Trace]) -> list[Trace]:
+        """`traces` with the marks that tell them apart."""
+        joined = sum(not trace.scatter for trace in traces)
+        strokes = iter(line_marks(joined, 1 if self.app.no_color else joined))
+        points = iter(POINTS * len(traces))
+        return [replace(trace, mark=next(points if trace.scatter else strokes)) for trace in traces]
 
     def _lens(self, view: View) -> Lens:
         return Lens(smoothing=0) if self.spec.over_seconds else view.lens
@@ -186,8 +216,11 @@ class Chart(Panel, can_focus=True):
         for run in view.runs[1:]:
             if len(series := run.state.metric(self.spec.curves[0].metric)):
                 ends += Ruler(run.state, lens.along).place(series.part(len(series) - 1, len(series)))
+        end = float(max([*ends, TINY]))
         planned = view.info.training_steps or 0 if lens.along is Along.STEPS and lens.newest is None else 0
-        return 0.0, float(max([planned, *ends, TINY]))
+        if planned > end:
+            end = float(planned) if lens.whole_plan else axis_end(end, planned)
+        return 0.0, end
 
     def _trace(self, curve: CurveSpec, series: Series, view: View, lens: Lens) -> Trace:
         if self.spec.over_seconds:
@@ -195,10 +228,9 @@ class Chart(Panel, can_focus=True):
         part = view.ruler.part(series, self._first, self._last)
         raw = thin(part, 4 * max(self.content_size.width, 1))
         average = None
-        if not curve.scatter and is_smoothed(len(series), lens.smoothing):
+        if curve.metric in NOISY and is_smoothed(len(series), lens.smoothing):
             smoothed = smooth(part, lens.smoothing, 4 * max(self.content_size.width, 1))
             average = Curve(view.ruler.place(smoothed), smoothed.values, self.ink(curve.colour))
-        last = (average.values[-1] if average.values else None) if average else part.last
         return Trace(
             curve.label,
             curve.colour,
@@ -206,54 +238,82 @@ class Chart(Panel, can_focus=True):
             raw.values,
             scatter=curve.scatter,
             smooth=average,
-            last=last,
+            span=lens.smoothing if average else 0,
+            last=part.last,
             read=Curve(view.ruler.place(part), part.values, self.ink(curve.colour)) if part.is_merged else None,
         )
 
     def _of_runs(self, view: View, lens: Lens) -> list[Trace]:
         """The chart's first curve of every setting."""
+        marks = line_marks(len(view.settings), 1 if self.app.no_color else len(RUN_COLOURS))
         found = []
-        for at, setting in enumerate(view.settings):
-            if drawn := line(setting, self.spec.curves[0].metric, lens.along, lens.smoothing):
+        for at, drawn in enumerate(lines(view.settings, self.spec.curves[0].metric, lens.along, lens.smoothing)):
+            if drawn:
                 band = (drawn.low, drawn.high) if drawn.low else None
                 colour = RUN_COLOURS[at % len(RUN_COLOURS)]
-                found.append(Trace(setting.label, colour, drawn.places, drawn.values, band=band, last=drawn.last))
+                found.append(
+                    Trace(drawn.label, colour, drawn.places, drawn.values, mark=marks[at], band=band, last=drawn.last,
+                          span=drawn.smoothing)
+                )  # fmt: skip
         return found
 
     # Title and plot.
 
     def _title(self, view: View) -> Content:
-        """The fullest title that fits: all labels, then the short name, then labels cut, then the first trace alone."""
+        """The fullest title that fits and names every mark in it; where none does, the names stand in the plot."""
         full, short = one_line(self.spec.name), one_line(self.spec.short or self.spec.name)
+        self._has_legend = False
         if not any(len(trace.values) for trace in self._traces):
             return title(full, ("no data", "quiet"))
-        lens, write = self._lens(view), WRITERS[self.spec.unit]
-        marks = ["◆" if trace.scatter else "━" for trace in self._traces]
-        values = [write(trace.at(lens.cursor)) for trace in self._traces]
-        colours = [trace.colour for trace in self._traces]
-        labels = [f"{one_line(trace.label)} " for trace in self._traces]
         room = self.outer_size.width - (2 if self.styles.border_left[0] in ("", "none") else 6)
-        notes = self._notes(lens)
-        named = [values[0], *[""] * (len(values) - 1)]
-        for name, words, figures, gap, more in (
-            (full, labels, values, 2, notes),
-            (short, labels, values, 1, notes),
-            (short, labels, values, 1, notes[:1]),
-            (short, [f"{label[:4].strip()} " for label in labels], values, 1, notes[:1]),
-            (short, labels, named, 1, notes[:1]),
-            (short, labels[:1], values, 1, notes[:1]),
-            (short, [""], values, 1, []),
-        ):
-            texts = [f"{mark} {word}{value}".rstrip() for mark, word, value in zip(marks, words, figures, strict=False)]
-            fullest = title(name, *zip(texts, colours, strict=False), *more, gap=gap)
-            if fullest.cell_length <= room:
-                break
-        return fullest
+        notes = self._notes(self._lens(view))
+        for found in self._titles(full, short, notes):
+            if found.cell_length <= room:
+                return found
+        self._has_legend = not self._shows_runs
+        return title(short, (self._value(self._traces[0]), self._traces[0].colour), *notes)
+
+    def _titles(self, full: str, short: str, notes: list[tuple[str, str]]) -> Iterator[Content]:
+        """Titles in ever fewer words."""
+        values = [self._value(trace) for trace in self._traces]
+        labels = [one_line(trace.label) for trace in self._traces]
+        named = [f"{label} {value}" for label, value in zip(labels, values, strict=True)]
+        if self._shows_runs:  # what the marks mean stands in the legend line of the view
+            for count in range(len(values), 0, -1):
+                more = [("…", "quiet")] if count < len(values) else []
+                yield self._titled(full if count == len(values) else short, values[:count], [*more, *notes], gap=2)
+                yield self._titled(short, values[:count], more, gap=1)
+            return
+        yield self._titled(full, named, notes, gap=2)
+        yield self._titled(short, named, notes, gap=1)
+        yield self._titled(short, named, notes[:1], gap=1)
+        yield self._titled(short, named, [], gap=1)
+        yield self._titled(short, [named[0], *labels[1:]], notes[:1], gap=1)
+        yield self._titled(short, [named[0], *labels[1:]], [], gap=1)
+        yield self._titled(short, labels, [], gap=1)
+        if len(values) == 1:
+            yield self._titled(short, values, [], gap=1)
+
+    def _titled(self, name: str, words: Sequence[str], notes: Sequence[tuple[str, str]], *, gap: int) -> Content:
+        pairs = zip(self._traces, words, strict=False)
+        return title(name, *((f"{trace.mark} {text}", trace.colour) for trace, text in pairs), *notes, gap=gap)
+
+    def _value(self, trace: Trace) -> str:
+        cursor = self.view.lens.cursor if self.view and not self.spec.over_seconds else None
+        return WRITERS[self.spec.unit](trace.at(cursor))
+
+    def _legend(self, width: int) -> Text:
+        """The names of the curves, with their values where there is room."""
+        entries = []
+        for trace in self._traces:
+            label = one_line(trace.label)
+            entries.append(Entry(trace.mark, self.ink(trace.colour), (f"{label} {self._value(trace)}", label)))
+        return legend_line(entries, width)
 
     def _notes(self, lens: Lens) -> list[tuple[str, str]]:
         """How the chart is looked at, where it is not the usual way."""
         notes = []
-        if any(trace.smooth for trace in self._traces):
+        if any(trace.span for trace in self._traces):
             notes.append((f"~{lens.smoothing}", "quiet"))
         if lens.cursor is not None:
             place = f"{lens.cursor:,.0f}" if lens.along is not Along.MINUTES else f"{lens.cursor:.2f} min"
@@ -278,14 +338,16 @@ class Chart(Panel, can_focus=True):
             return []
         self._prepare(self.view)
         lens, curves, bands = self._lens(self.view), [], []
-        for trace in self._traces:
+        letters = [trace.mark if trace.mark.isalpha() else "" for trace in self._traces]
+        for trace, letter in zip(self._traces, letters, strict=True):
             if trace.smooth:
-                curves.append(trace.smooth)
+                curves.append(replace(trace.smooth, mark=letter))
             if trace.band:
                 bands.append(Band(trace.places, *trace.band, self.ink("lit")))
-        for trace in self._traces:
+        for trace, letter in zip(self._traces, letters, strict=True):
             ink = self.ink("frame") if trace.smooth else self.ink(trace.colour)
-            curves.append(Curve(trace.places, trace.values, ink, trace.scatter))
+            mark = trace.mark if trace.scatter else "" if trace.smooth else letter
+            curves.append(Curve(trace.places, trace.values, ink, trace.scatter, mark))
         log = self.spec.log != (self.spec.name in lens.other_axis)
         low, high = self._bounds(log=log, cut=lens.cuts_outliers)
         marks = [] if self.spec.over_seconds else self.view.marks
@@ -295,8 +357,10 @@ class Chart(Panel, can_focus=True):
         )  # fmt: skip
         named = {name: self.ink(name) for name in ("grid", "limit", "bad", "healthy")}
         pens = Ink(**named, axis=self.ink("dim"), mark=self.ink("dim"), cursor=self.ink("accent"))
-        lines = plot(curves, axes, pens, width, height, bands)
-        base, strips = self.rich_style, [Strip(line) for line in lines]
+        drawn = plot(curves, axes, pens, width, height - self._has_legend, bands)
+        base, strips = self.rich_style, [Strip(line) for line in drawn]
+        if self._has_legend:
+            strips.insert(0, Strip(self._legend(width).render(self.app.console, end="")))
         return [strip.adjust_cell_length(width, base).apply_style(base) for strip in strips]
 
     def _bounds(self, *, log: bool, cut: bool) -> tuple[float | None, float | None]:
@@ -371,6 +435,9 @@ class Chart(Panel, can_focus=True):
         wanted = after(now, WINDOWS) if now in WINDOWS else WINDOWS[0]
         self._turn(first=None, last=None, newest=None if wanted is None else wanted * scale)
 
+    def action_plan(self) -> None:
+        self._turn(whole_plan=not self._shared.whole_plan, first=None, last=None, newest=None)
+
     def action_smooth(self) -> None:
         now = self._shared.smoothing
         self._turn(smoothing=after(now, SMOOTHINGS) if now in SMOOTHINGS else 0)
@@ -415,7 +482,8 @@ class Chart(Panel, can_focus=True):
     def _place_of(self, event: events.MouseEvent) -> float | None:
         """Where on the horizontal axis the mouse is."""
         at = event.get_content_offset(self)
-        left = next((i for i, char in enumerate(self._strips[0].text) if char in "┤│"), -1) + 1 if self._strips else 0
+        texts = [strip.text for strip in self._strips]
+        left = next((i for text in texts for i, char in enumerate(text) if char in "┤│"), -1) + 1
         columns = self.content_size.width - left
         if at is None or not left or not left <= at.x or columns < 2:
             return None

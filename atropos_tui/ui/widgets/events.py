@@ -11,6 +11,7 @@ from textual.binding import Binding, BindingType
 from textual.message import Message
 
 from atropos_common.records import DiagnosisRecord
+from atropos_tui.monitor.format import counted, one_line
 from atropos_tui.monitor.patterns import Pattern
 from atropos_tui.monitor.timeline import Event, clock, diagnosed, timeline
 from atropos_tui.ui.theme import title
@@ -84,7 +85,18 @@ class Events(Listing[Event]):
         """Show only events that match; how many do."""
         self._pattern = pattern
         self._filter()
-        return f"{len(self.items)} events"
+        return counted(len(self.items), "event")
+
+    def accept(self) -> None:
+        """Go to the first match."""
+        self.cursor = 0
+
+    def drop(self) -> bool:
+        """Take back the search; whether there was one."""
+        if self._pattern is None:
+            return False
+        self.search(None)
+        return True
 
     def _filter(self) -> None:
         self._names = min(max((len(event.component) for event in self._all), default=0), NAME_CELLS)
@@ -96,7 +108,8 @@ class Events(Listing[Event]):
         note = str(len(self._all)) if self._all else "none yet"
         if self._pattern:
             note = f"{len(self.items)} of {len(self._all)}"
-        self.entitle(title("Events", (note, "quiet")))
+        search = f"/ {one_line(self._pattern.text)}" if self._pattern else ""
+        self.entitle(title("Events", (note, "quiet"), (search, "accent")))
 
     def draw(self, item: Event, width: int) -> Text:
         quiet = self.ink("dim")

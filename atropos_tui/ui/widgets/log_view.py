@@ -17,6 +17,7 @@ from textual.scroll_view import ScrollView
 from textual.scrollbar import ScrollTo
 from textual.strip import Strip
 
+from atropos_tui.monitor.format import counted
 from atropos_tui.monitor.log_buffer import LEVELS, Kind, Level, LogBuffer, LogEntry
 from atropos_tui.monitor.patterns import Pattern
 from atropos_tui.monitor.timeline import clock
@@ -264,7 +265,30 @@ class LogView(ScrollView, Guarded, can_focus=True):
         return self._counted(pattern)
 
     def _counted(self, pattern: Pattern | None) -> str:
-        return f"{self.buffer.count(pattern) if pattern else 0} lines"
+        return counted(self.buffer.count(pattern) if pattern else 0, "line")
+
+    def accept(self) -> None:
+        """Go to the match that is nearest: the newest one where the end is followed, otherwise the next one below."""
+        if self.pattern is not None:
+            self._marked = None
+            self._find(self.pattern, -1 if self.following else 1, "no match")
+
+    def drop(self) -> bool:
+        """Take back the filter, otherwise the search, otherwise the marked line; whether there was any."""
+        if self._filter is not None:
+            marked = self._marked
+            self.narrow(None)
+            if marked is not None:
+                self._jump(marked, "")
+            self._retitle()
+        elif self.pattern is not None:
+            self.search(None)
+        elif self._marked is not None:
+            self._marked = None
+            self.refresh()
+        else:
+            return False
+        return True
 
     def action_find(self, step: int) -> None:
         if self.pattern is not None:
@@ -328,4 +352,4 @@ class LogView(ScrollView, Guarded, can_focus=True):
         rows = range(top, top + height) if marked is None else range(marked, marked + 1)
         lines = {row[0]: row[2].text for y in rows if (row := self.buffer.row(y))}
         self.app.copy_to_clipboard("\n".join(lines.values()))
-        self.app.notify(f"copied {len(lines)} lines", timeout=2)
+        self.app.notify(f"copied {counted(len(lines), 'line')}", timeout=2)

@@ -16,7 +16,7 @@ from textual.message import Message
 from textual.widgets import Static
 
 from atropos_common.records import RolloutRecord
-from atropos_tui.monitor.format import number, one_line, plain_lines
+from atropos_tui.monitor.format import counted, number, one_line, plain_lines
 from atropos_tui.monitor.patterns import Pattern
 from atropos_tui.monitor.rollout_groups import (
     ONLY,
@@ -118,7 +118,27 @@ class Rollouts(Listing[RolloutRow]):
         """Show only groups and completions that match; how many do."""
         self._pattern = pattern
         self._fill()
-        return f"{len(self.items)} completions"
+        return counted(len(self.items), "completion")
+
+    def accept(self) -> None:
+        """Go to the first match."""
+        self.cursor = 0
+
+    def drop(self) -> bool:
+        """Take back the search, otherwise what narrows the list, otherwise the comparison; whether there was any."""
+        if self._pattern is not None:
+            self.search(None)
+        elif self._only != "all":
+            self._only = "all"
+            self._fill()
+        elif self._mark is not None or self._comparing:
+            self._mark, self._comparing = None, False
+            self._retitle()
+            self.point()
+            self.refresh()
+        else:
+            return False
+        return True
 
     def _fill(self) -> None:
         matching = chosen(groups(self._all, self._pattern), self._only)
@@ -135,6 +155,7 @@ class Rollouts(Listing[RolloutRow]):
         if self._pattern or self._only != "all":
             note = f"{len(self.items)} of {len(self._all)}"
         parts = [(note if self._all else "no data", "quiet")]
+        parts.append((f"/ {one_line(self._pattern.text)}" if self._pattern else "", "accent"))
         parts.append(({"all": "", "worse": "worse than their group", "flat": "flat groups"}[self._only], "warning"))
         parts.append(("" if self._order == "newest" else f"{self._order} advantage first", "accent"))
         if self._mark:
