@@ -137,6 +137,9 @@ def tell_end(run: RunDir, code: int | None = None, *, to: TextIO | None = None) 
             print(render_benchmarks([figures]))
     print(show.ending(result), file=to or (sys.stderr if result["exit_code"] else sys.stdout), flush=True)
     print(f"files: {one_line(str(run.root))}")
+    if result["exit_code"] in (Exit.DONE, Exit.INTERRUPTED):
+        whose = one_line(shlex.quote(str(run.root)))
+        print(f"next: atropos-tui report {whose} -o report.html · atropos-tui replay {whose}")
     return int(result["exit_code"]) if code is None else code
 
 
@@ -151,6 +154,7 @@ async def wait(options: argparse.Namespace) -> int:
     except Refused as refused:
         raise _refused(refused, options.target, entry) from None
     except NoSupervisor:
+        _check_target(options.target, entry)
         result = runs.read_result(entry.dir)
         if options.target == "done" and result is not None:
             return int(result["exit_code"])
@@ -168,6 +172,14 @@ async def wait(options: argparse.Namespace) -> int:
         print(f"impossible: {one_line(outcome.detail)}", file=sys.stderr)
         return Exit.COMPONENT_FAILED
     return Exit.DONE
+
+
+def _check_target(target: str, entry: runs.RunEntry) -> None:
+    """Refuse a target that a run does not have, once no supervisor is there to do so."""
+    known = runs.component_names(entry)
+    if known and target not in ("ready", "done", *known):
+        fix = f"{did_you_mean(target, known)}one of: ready, done, {', '.join(known)}"
+        raise UserError(f"no component {target!r}", [Problem("not part of this run", fix)])
 
 
 async def _result_soon(entry: runs.RunEntry) -> dict[str, Any] | None:

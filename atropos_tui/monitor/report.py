@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -279,9 +280,18 @@ def _component(row: Any) -> dict[str, str]:
         "state": glyph_and_word(row.state),
         "attempts": str(row.attempt or "–"),
         "crashes": str(row.restarts),
-        "exit": "–" if row.exit_code is None else str(row.exit_code),
+        "exit": _exit(row.exit_code),
         "note": masked_line(row.diagnosis or row.reason),
     }
+
+
+def _exit(code: int | None) -> str:
+    """An exit code; the signal where one ended the process, by either convention."""
+    if code is None:
+        return "–"
+    number_ = -code if code < 0 else code - 128
+    known = {one.value: one.name for one in signal.Signals}
+    return f"{code} ({known[number_]})" if number_ in known else str(code)
 
 
 # Texts of others.

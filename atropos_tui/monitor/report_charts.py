@@ -162,6 +162,8 @@ def _chart(spec: ChartSpec, state: RunState, beside: list[Mark]) -> PageChart:
     ]
     longest = max((series.count for curve, _, series in found if curve.metric != HELD_OUT), default=0)
     note = f"{longest:,} points, thinned; every slice keeps its extremes." if longest > POINTS else ""
+    if all(curve.metric != HELD_OUT for curve in spec.curves):  # else they stand under every chart and hide restarts
+        beside = [mark for mark in beside if mark.kind != "evaluation"]
     return PageChart(spec, [line for line in lines if line], beside, note)
 
 

@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import PurePath
 
 from atropos_common.control import State
 from atropos_common.records import CheckpointRecord, CommandRecord, DiagnosisRecord, StateRecord
@@ -82,5 +83,6 @@ def _commanded(record: CommandRecord) -> Event:
 
 
 def _saved(record: CheckpointRecord) -> Event:
-    text = f"step {record.step}: {bytes_text(record.bytes)} in {seconds_text(record.seconds)}"
+    name = PurePath(one_line(record.path)).name or f"step {record.step}"
+    text = f"{name}: {bytes_text(record.bytes)} in {seconds_text(record.seconds)}"
     return Event(record.time, "trainer", "▪ checkpoint", text, "dim", one_line(record.path))

@@ -78,14 +78,14 @@ class CockpitApp(CommandApp):
     VERTICAL_BREAKPOINTS = [(0, "-flat"), (12, "-short"), (30, "-normal"), (48, "-tall")]  # noqa: RUF012
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("r", "act('restart')", "Restart", tooltip="Restart the selected component and what must go with it"),
-        Binding("s", "stop_or_start", "Stop/start", tooltip="Stop the selected component, or start one that rests"),
+        Binding("s", "stop_or_start", "Stop/start", tooltip="Stop or start the selected component"),
         Binding("K", "act('kill')", "Kill", tooltip="Kill every process of the selected component"),
         Binding("R", "restart_all", "Restart all", show=False, tooltip="Restart the whole stack"),
         Binding("slash", "search", "Search", tooltip="Search the log, the rollouts or the events"),
         Binding("f", "follow", "Follow", show=False, tooltip="Follow the log's end, or stay where it is"),
         Binding("a", "all_logs", "All logs", show=False, tooltip="All logs merged, or the selected component's"),
         Binding("c", "compare", "Compare", show=False, tooltip="Compare with other runs, on the same axes"),
-        Binding("M", "choose_curves", "Curves", show=False, tooltip="Choose which other curves view 2 draws"),
+        Binding("M", "choose_curves", "Curves", show=False, tooltip="Choose extra curves for Training"),
         Binding(
             "left_square_bracket", "select(-1)", "Previous component", show=False, tooltip="Select the component above"
         ),
@@ -99,7 +99,9 @@ class CockpitApp(CommandApp):
         Binding("t", "change_theme", "Theme", show=False, tooltip="Choose other colours"),
         Binding("d", "detach", "Detach", tooltip="Leave the screen; the run goes on"),
         Binding("q", "ask_quit", "Quit", tooltip="Detach or stop"),
-        Binding("ctrl+q,ctrl+c", "ask_quit", "Quit", show=False, system=True, priority=True),
+        Binding("ctrl+q", "ask_quit", "Quit", show=False, system=True, priority=True),
+        Binding("ctrl+c", "interrupt", "Quit", show=False, system=True, priority=True),
+        Binding("ctrl+z", "suspend_process", "Suspend", show=False, system=True, priority=True),
         Binding("question_mark", "help", "Help", tooltip="This list"),
         Binding(
             "escape",

@@ -6,6 +6,7 @@ is the help, made from them, too.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -33,6 +34,9 @@ from atropos_tui.ui.widgets.components import Components
 
 Outcome = Literal["detach", "stop", "ended", "failed"]
 """How the screen was left: the run goes on, was stopped from here, or was over."""
+
+REFUSAL_S = 8.0
+"""Seconds for which a refusal stands on the screen."""
 
 Kind = TypeVar("Kind", bound=Widget)
 
@@ -70,6 +74,8 @@ class CommandApp(App[Outcome]):
         self.is_leaving = False
         """The run was told to stop from here, and its end is waited for."""
         self._seen_commands: set[str] = set()
+        self._refusal = ("", "")
+        self._refused_until = 0.0
         self._is_asking = self._asks_to_leave = False
         """A question, or what comes before and after it, is under way: impatient keys ask no second one."""
 
@@ -125,7 +131,7 @@ class CommandApp(App[Outcome]):
         if self.read_only:
             self.refuse("this screen only shows", "atropos-tui attach without --read-only can act")
         elif self.is_over:
-            self.refuse("the run is over", "atropos-tui up starts another; up --resume goes on with this one")
+            self.refuse("this run has ended", "atropos-tui up starts another; up --resume continues this one")
         elif not (self._is_asking or self._asks_to_leave):
             self.user_selects = self._is_asking = True
             self.run_worker(self._act(action, component), group="commands")
@@ -160,8 +166,11 @@ class CommandApp(App[Outcome]):
         return True
 
     def refuse(self, error: str, fix: str, heading: str = "refused") -> None:
+        """Say why nothing is done; the same words are not repeated while they are still on the screen."""
         words = one_line(error) + (f"\n{one_line(fix)}" if fix else "")
-        self.notify(words, title=heading, severity="warning", timeout=8, markup=False)
+        if (heading, words) != self._refusal or time.monotonic() >= self._refused_until:
+            self._refusal, self._refused_until = (heading, words), time.monotonic() + REFUSAL_S
+            self.notify(words, title=heading, severity="warning", timeout=REFUSAL_S, markup=False)
 
     # Leaving.
 
@@ -177,6 +186,13 @@ class CommandApp(App[Outcome]):
         elif not self._asks_to_leave:
             self._asks_to_leave = True
             self.run_worker(self._ask_quit(), group="commands")
+
+    def action_interrupt(self) -> None:
+        """Ask as `q` does; pressed again at the question, detach: that never ends the run."""
+        if self._asks_to_leave:
+            self.exit("detach")
+        else:
+            self.action_ask_quit()
 
     async def _ask_quit(self) -> None:
         try:

@@ -73,11 +73,11 @@ class QuitDialog(_Dialog):
 
     def compose(self) -> ComposeResult:
         with Vertical(classes="dialog", id="quit") as box:
-            box.border_title = "Leave the cockpit?"
+            box.border_title = "Quit?"
             yield Static(
                 Text(
-                    "Detach leaves the run going: `atropos-tui attach` brings it back.\n"
-                    "Stop ends it: the trainer saves, every process is stopped in order."
+                    "Detach: the run keeps going; `atropos-tui attach` opens it again.\n"
+                    "Stop: the trainer saves, then every process is stopped in order."
                 ),
                 classes="dialog-text",
             )
@@ -157,7 +157,7 @@ class _ChooseDialog(_Dialog):
     def compose(self) -> ComposeResult:
         with Vertical(classes="dialog", id="choose") as box:
             box.border_title = self.HEADING
-            box.border_subtitle = "space marks, enter takes, esc leaves"
+            box.border_subtitle = "space select · enter apply · esc cancel"
             if not self._lines:
                 yield Static(self.NOTHING, classes="dialog-text")
             elif self._heads:
@@ -183,7 +183,7 @@ class ChooseRunsDialog(_ChooseDialog):
     """Which runs to compare with, on the same axes. Dismissed with their directories; None leaves it as it is."""
 
     HEADING = "Compare with"
-    NOTHING = "There is no other run."
+    NOTHING = "No other run with a trainer's records, beside this one or among those that this user has started."
 
     def __init__(self, runs: Sequence[RunRow], chosen: Container[Path], columns: int) -> None:
         """Args: `columns`: of the terminal."""
@@ -194,7 +194,7 @@ class ChooseRunsDialog(_ChooseDialog):
 class ChooseCurvesDialog(_ChooseDialog):
     """Which curves to draw besides those that always are. Dismissed with their names; None leaves it as it is."""
 
-    HEADING = "Draw in view 2"
+    HEADING = "Curves in Training"
     NOTHING = "The run has no numbers yet."
 
     def __init__(self, names: Sequence[str], chosen: Container[str]) -> None:

@@ -82,7 +82,7 @@ class ReplayApp(CockpitApp):
         Binding("shift+left", "event(-1)", "Back", priority=True, show=False, tooltip="Replay: back to an event"),
         Binding("shift+right", "event(1)", "Ahead", priority=True, show=False, tooltip="Replay: ahead to an event"),
         Binding("d,q", "ask_quit", "Leave", tooltip="Leave the replay"),
-        *(Binding(*keys, show=False, tooltip="Refused: the run is over") for keys in REFUSED),
+        *(Binding(*keys, show=False, tooltip="Refused: this run has ended") for keys in REFUSED),
     ]
 
     def __init__(self, replay: Replay) -> None:

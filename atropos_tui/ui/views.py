@@ -47,7 +47,7 @@ TRAINING = (
 ALIGNMENT = ("diff", "diff-max", "logprobs", "kl")
 
 VIEWS = {
-    "overview": ViewSpec("Overview", "Everything", short="All"),
+    "overview": ViewSpec("Overview", "Everything", short="Home"),
     "training": ViewSpec(
         "Training",
         "Curves of training, and those you choose",
@@ -74,7 +74,7 @@ VIEWS = {
     ),
     "events": ViewSpec("Events", "Transitions, diagnoses, commands", Events, bottom=(Events,)),
     "component": ViewSpec(
-        "Component", "Everything known of the selected component", panels=lambda: [Details()], short="Part"
+        "Component", "Everything known of the selected component", panels=lambda: [Details()], short="Comp"
     ),
 }
 """The views by name, in the order of the number keys. A new panel is its file and a row here."""

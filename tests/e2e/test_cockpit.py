@@ -39,7 +39,7 @@ def test_the_stack_is_watched_and_driven_from_the_screen(cockpit: Callable[[int]
     live.nothing_was_lost(attempts=3)
 
     live.press(b"q")
-    terminal.shows(lambda text: "Leave the cockpit?" in text)
+    terminal.shows(lambda text: "Quit?" in text)
     live.press(b"s")
     assert terminal.ends(150) == 130
     files.assert_nothing_left()

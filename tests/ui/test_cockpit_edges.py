@@ -144,7 +144,7 @@ async def test_keys_that_can_do_nothing_are_not_offered(run: RunDir) -> None:
         assert not any("Restart " in command.title for command in screen.app.get_system_commands(screen.app.screen)
                        if "trainer" in command.title)  # fmt: skip
         await screen.press("r")
-        await screen.shows("the run is over")
+        await screen.shows("this run has ended")
 
 
 async def test_a_screen_that_only_shows_offers_to_detach_and_not_to_act(run: RunDir) -> None:

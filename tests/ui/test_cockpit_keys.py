@@ -539,7 +539,7 @@ async def test_impatient_keys_ask_once_and_send_once(tmp_path: Path) -> None:
 async def test_the_line_of_views_is_lit_and_can_be_clicked_and_esc_leads_back(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     async with cockpit(run, (80, 24), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
-        await screen.shows("1 All 2 Train 3 Logs 4 Rollouts 5 Bench 6 Machine 7 Align 8 Events 9 Part")
+        await screen.shows("1 Home 2 Train 3 Logs 4 Rollouts 5 Bench 6 Machine 7 Align 8 Events 9 Comp")
         line = screen.app.query_one(ViewsLine)
         for view in VIEWS:
             at = line._ends[view] - 2

@@ -153,9 +153,9 @@ async def test_quit_asks_and_detaching_leaves_the_run_alone(tmp_path: Path, supe
     async with cockpit(run) as screen:
         await screen.until(lambda: screen.row("trainer").state is State.HEALTHY)
         await screen.press("q")
-        await screen.shows("Leave the cockpit?")
+        await screen.shows("Quit?")
         await screen.press("escape")
-        await screen.until(lambda: "Leave the cockpit?" not in screen.text())
+        await screen.until(lambda: "Quit?" not in screen.text())
         await screen.press("q", "enter")
     assert screen.app.return_value == "detach"
     assert (await ControlClient(run.root).status()).phase is Phase.RUNNING
@@ -181,7 +181,7 @@ async def test_the_end_of_the_run_stays_on_the_screen(tmp_path: Path, supervise:
         await screen.until(lambda: screen.row("trainer").state is State.COMPLETED)
         await screen.until(lambda: screen.row("vllm").state is State.STOPPED)
         await screen.press("r")
-        await screen.until(lambda: any("the run is over" in toast for toast in screen.toasts()))
+        await screen.until(lambda: any("this run has ended" in toast for toast in screen.toasts()))
         await screen.press("q")
     assert screen.app.return_value == "ended"
 

@@ -70,6 +70,9 @@ def test_commands_that_act_take_a_run_too(two_runs: None, capsys: pytest.Capture
         assert main.run(words) == Exit.NO_RUN
         assert "add-1-bb is not running" in capsys.readouterr().err, words
     assert main.run(["wait", "add", "--for", "done"]) == 3, "its own code"
+    capsys.readouterr()
+    assert main.run(["wait", "add", "--for", "vlm"]) == Exit.USAGE
+    assert "did you mean vllm?" in capsys.readouterr().err
     assert main.run(["clean", "add", "--dry-run"]) == 0
     with pytest.raises(SystemExit):
         main.run(["ps", "add", "--run-dir", "math"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from rich.text import Text
 from textual.app import ComposeResult
@@ -113,7 +114,7 @@ class Benchmark(TextPanel):
         hits = "" if rates.prefix_hit_rate is None else f"prefix hits {rates.prefix_hit_rate:.0%}"
         used = "–" if rates.kv_use is None else f"{rates.kv_use:.0%}"
         return [
-            self._line(label, number(rates.generated_per_s, 0), f"tokens/s, {running} run, {waiting} wait"),
+            self._line(label, number(rates.generated_per_s, 0), f"tokens/s, {running} running, {waiting} waiting"),
             self._line("  KV cache", used, hits),
         ]
 
@@ -154,10 +155,11 @@ class Summary(VerticalScroll, Panel):
     def show(self, view: View) -> None:
         """Measure again: sums over all steps."""
         mine = benchmark_state(view.state, run=view.info.name or "this run", mode=view.info.mode)
+        mine = replace(mine, exit_code=view.status.exit_code if view.status else None)
         text = render_benchmarks([mine, view.other] if view.other else [mine])
         if view.runs:
             text = f"{text}\n\n{summary(view.runs)}"
-        about = f"beside {view.other.run}, x is the ratio to this run" if view.other else "c compares with other runs"
+        about = f"vs {one_line(view.other.run)} (x = ratio to this run)" if view.other else "c: compare"
         self.entitle(title("Summary", (about, "quiet")))
         if text != self._text:
             self._text = text

@@ -56,6 +56,8 @@ WINDOWS = (200.0, 50.0, None)
 """Newest steps that are drawn, one after the other."""
 ZOOM, PAN = 2.0, 0.25
 TINY = 1e-9
+LEGEND_LINES = 8
+"""Height from which a plot gives a line to its legend rather than lose the newest value."""
 
 
 @dataclass(frozen=True)
@@ -290,7 +292,8 @@ class Chart(Panel, can_focus=True):
         yield self._titled(short, named, [], gap=1)
         yield self._titled(short, [named[0], *labels[1:]], notes[:1], gap=1)
         yield self._titled(short, [named[0], *labels[1:]], [], gap=1)
-        yield self._titled(short, labels, [], gap=1)
+        if self.content_size.height < LEGEND_LINES:
+            yield self._titled(short, labels, [], gap=1)
         if len(values) == 1:
             yield self._titled(short, values, [], gap=1)
 

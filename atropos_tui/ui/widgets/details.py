@@ -136,7 +136,7 @@ class Details(VerticalScroll, Panel):
 
 def _health(row: ComponentStatus) -> str:
     if row.healthy is None:
-        return "not probed now"
+        return "no health check now"
     words = f"{row.probe or 'probe'} {'passes' if row.healthy else 'fails'} in {seconds_text(row.probe_latency_s)}"
     return words + (f": {one_line(row.probe_detail)}" if row.probe_detail else "")
 

@@ -9,7 +9,7 @@ from textual.geometry import Size
 from atropos_common.control import Phase, RunStatus, State
 from atropos_common.records import SCHEMA_VERSION, DiagnosisRecord
 from atropos_tui.monitor.bench import Pace, pace
-from atropos_tui.monitor.format import GLYPHS, TONES, duration, one_line, seconds_text
+from atropos_tui.monitor.format import GLYPHS, TONES, counted, duration, one_line, seconds_text
 from atropos_tui.monitor.why import open_diagnoses
 from atropos_tui.ui.plot import progress_bar
 from atropos_tui.ui.widgets.panel import TextPanel, View
@@ -185,7 +185,7 @@ def notices(view: View) -> list[str]:
     state = view.state
     words = [] if view.loaded else [f"reading the run's history: step {view.read_to:,}"]
     if view.bad_lines:
-        words.append(f"bad lines: {view.bad_lines} in the run's streams are no records and were skipped")
+        words.append(f"{counted(view.bad_lines, 'line')} of the run's streams skipped: not a record")
     if state.newest_version > SCHEMA_VERSION:
         words.append(
             f"a newer version wrote this run (schema {state.newest_version}, known here {SCHEMA_VERSION}): "

@@ -30,7 +30,7 @@ BENEATH_S = 1.0
 """Under a dialog, which is drawn over the whole screen anew at every change of what is beneath it."""
 ALL = "all components"
 TIME_CELLS = 9
-_LEVEL_WORDS = {"all": "", "warning": "warnings and errors", "error": "errors only", "most": "without answered polls"}
+_LEVEL_WORDS = {"all": "", "warning": "warnings and errors", "error": "errors only", "most": "health polls hidden"}
 
 
 class LogView(ScrollView, Guarded, can_focus=True):
@@ -156,7 +156,7 @@ class LogView(ScrollView, Guarded, can_focus=True):
         self._stale = True
 
     def _retitle(self) -> None:
-        mode = ("following", "success") if self.following else ("scrolled back · f follows", "warning")
+        mode = ("following", "success") if self.following else ("paused · f: follow", "warning")
         parts = [(self.component or ALL, "primary")]
         parts.append((f"attempt {self.path.stem}" if self.path else "", "quiet"))
         parts.append((_LEVEL_WORDS[self._level], "warning"))

@@ -125,7 +125,7 @@ class MachinePanel(TextPanel):
         load = [None if s.host.cpu_percent is None else s.host.cpu_percent / 100 for s in samples]
         held = [s.host.memory_used / s.host.memory_total if s.host.memory_used and s.host.memory_total else None
                 for s in samples]  # fmt: skip
-        return [*lines, self._history("CPU", load, width), self._history("memory", held, width)]
+        return [*lines, self._history("CPU use", load, width), self._history("mem. use", held, width)]
 
 
 class Nodes(TextPanel):
