@@ -6,7 +6,6 @@ is the help, made from them, too.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -34,9 +33,6 @@ from atropos_tui.ui.widgets.components import Components
 
 Outcome = Literal["detach", "stop", "ended", "failed"]
 """How the screen was left: the run goes on, was stopped from here, or was over."""
-
-REFUSAL_S = 8.0
-"""Seconds for which a refusal stands on the screen."""
 
 Kind = TypeVar("Kind", bound=Widget)
 
@@ -74,8 +70,6 @@ class CommandApp(App[Outcome]):
         self.is_leaving = False
         """The run was told to stop from here, and its end is waited for."""
         self._seen_commands: set[str] = set()
-        self._refusal = ("", "")
-        self._refused_until = 0.0
         self._is_asking = self._asks_to_leave = False
         """A question, or what comes before and after it, is under way: impatient keys ask no second one."""
 
@@ -168,9 +162,8 @@ class CommandApp(App[Outcome]):
     def refuse(self, error: str, fix: str, heading: str = "refused") -> None:
         """Say why nothing is done; the same words are not repeated while they are still on the screen."""
         words = one_line(error) + (f"\n{one_line(fix)}" if fix else "")
-        if (heading, words) != self._refusal or time.monotonic() >= self._refused_until:
-            self._refusal, self._refused_until = (heading, words), time.monotonic() + REFUSAL_S
-            self.notify(words, title=heading, severity="warning", timeout=REFUSAL_S, markup=False)
+        if all((note.title, note.message) != (heading, words) for note in self._notifications):
+            self.notify(words, title=heading, severity="warning", timeout=8, markup=False)
 
     # Leaving.
 

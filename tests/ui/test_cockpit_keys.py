@@ -291,7 +291,7 @@ async def test_another_run_stands_beside_with_ratios(tmp_path: Path) -> None:
         await screen.shows("STARTED")
         await screen.shows("20/60   0.7")
         await screen.press("enter")
-        await screen.shows("beside other")
+        await screen.shows("vs other")
         await screen.shows("(x0.54)")
         await screen.press("c")
         await screen.until(lambda: isinstance(screen.app.screen, ChooseRunsDialog))

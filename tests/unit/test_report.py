@@ -281,7 +281,7 @@ def test_a_run_without_telemetry_and_one_without_anything_say_so(tmp_path: Path)
     empty = RunDir(tmp_path / "empty")
     empty.create()
     tree = parsed(page_of(empty))
-    assert "no component is known" in text_of(tree)
+    assert "no components recorded" in text_of(tree)
     assert "holds no readable profile.toml" in text_of(tree)
 
 
