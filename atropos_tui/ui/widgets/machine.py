@@ -115,17 +115,17 @@ class MachinePanel(TextPanel):
         if host is None:
             words = "no figures yet" if view.status and view.status.phase is not Phase.ENDED else "not recorded"
             return [self.labelled(words, _LABEL)]
-        rows, lines = view.gauges.used(view.rows), list[Text]()
+        rows, lines, samples = view.gauges.used(view.rows), list[Text](), list(view.gauges.samples)
         if memory := split_memory(rows, host):
             lines += self._use(view, "memory", memory, _of(memory.used, memory.total), bytes_text, width)
+        held = [s.host.memory_used / s.host.memory_total if s.host.memory_used and s.host.memory_total else None
+                for s in samples]  # fmt: skip
+        lines.append(self._history("  past", held, width))
         if cpu := split_cpu(rows, host):
             words = f"{cpu.used / 100:.1f}/{cpu.total / 100:.0f} cores"
             lines += self._use(view, "CPU", cpu, words, percent, width)
-        samples = list(view.gauges.samples)
         load = [None if s.host.cpu_percent is None else s.host.cpu_percent / 100 for s in samples]
-        held = [s.host.memory_used / s.host.memory_total if s.host.memory_used and s.host.memory_total else None
-                for s in samples]  # fmt: skip
-        return [*lines, self._history("CPU use", load, width), self._history("mem. use", held, width)]
+        return [*lines, self._history("  past", load, width)]
 
 
 class Nodes(TextPanel):
