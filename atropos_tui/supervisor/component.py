@@ -23,10 +23,10 @@ from atropos_common.control import ComponentStatus, Role, StageStatus, State
 from atropos_common.records import ProbeRecord, StageRecord, StateRecord
 from atropos_tui.diagnoses import Diagnosis, Evidence, describe_exit, diagnose, model, node_lost, port_taken
 from atropos_tui.diagnoses.exit_rules import is_wrong_usage, lasting_error
+from atropos_tui.diagnoses.log_scanner import LogScanner, Printed
 from atropos_tui.diagnoses.model import shortened
 from atropos_tui.diagnoses.roots import same_words
 from atropos_tui.diagnoses.stall_rules import Part
-from atropos_tui.diagnoses.watcher import LogScanner, Printed
 from atropos_tui.profile.spec import ComponentSpec, RestartPolicy
 from atropos_tui.supervisor.launch import Launch
 from atropos_tui.supervisor.launchers.launcher import Host, Living, Usage

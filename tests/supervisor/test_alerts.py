@@ -13,7 +13,7 @@ import pytest
 from atropos_common.records import METRIC_KINDS, AlignmentRecord, DiagnosisRecord, EvalRecord, StepRecord
 from atropos_common.run_dir import ENV_TOKEN
 from atropos_tui.diagnoses.metric_rules import alert_rules
-from atropos_tui.diagnoses.watcher import MetricWatch
+from atropos_tui.diagnoses.metric_watch import MetricWatch
 from atropos_tui.errors import UserError
 from atropos_tui.profile.plan import build_stack
 from atropos_tui.profile.sections import parse_profile

@@ -16,8 +16,8 @@ import pytest
 from atropos_common.control import Role
 from atropos_tui.diagnoses import Diagnosis, Evidence, Names, diagnose
 from atropos_tui.diagnoses.log_rules import LOG_RULES
+from atropos_tui.diagnoses.log_scanner import HEAD, REST, LogScanner, Work
 from atropos_tui.diagnoses.model import WORK_S
-from atropos_tui.diagnoses.watcher import HEAD, REST, LogScanner, Work
 from tests.supervisor.harness import part
 
 LOGS = Path(__file__).parent / "logs"

@@ -11,8 +11,8 @@ import pytest
 from atropos_common.records import ALIGNMENT_CAUSES, EvalRecord, Record, RolloutRecord, SyncRecord, parse_line
 from atropos_tui.diagnoses import Diagnosis
 from atropos_tui.diagnoses.metric_rules import METRIC_RULES, MetricRule
+from atropos_tui.diagnoses.metric_watch import MetricWatch
 from atropos_tui.diagnoses.model import Finding
-from atropos_tui.diagnoses.watcher import MetricWatch
 
 CLEAN = Path(__file__).parent / "logs/clean"
 RUN = [parse_line(line) for line in (CLEAN / "telemetry.jsonl").read_text().splitlines()]

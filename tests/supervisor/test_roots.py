@@ -8,8 +8,8 @@ import pytest
 
 from atropos_common.control import Role
 from atropos_tui.diagnoses import Evidence, Names, diagnose
+from atropos_tui.diagnoses.log_scanner import LogScanner
 from atropos_tui.diagnoses.roots import root_error
-from atropos_tui.diagnoses.watcher import LogScanner
 from tests.supervisor.harness import part
 
 LOGS = Path(__file__).parent / "logs"

@@ -15,7 +15,7 @@ from atropos_common.bridge import MOST_DIGESTS
 from atropos_common.control import Role
 from atropos_common.records import StepRecord, parse_line
 from atropos_tui.diagnoses import Names
-from atropos_tui.diagnoses.watcher import LogScanner
+from atropos_tui.diagnoses.log_scanner import LogScanner
 from tests.supervisor.harness import part
 from tests.unit.trainer_stand_ins import Engine, RunApiThread, group, run_config
 from trainer_core.config import TrainingConfig
