@@ -145,6 +145,10 @@ class RunDir:
     def eval_jsonl(self, env: str) -> Path:
         return self.root / f"eval.{env}.jsonl"
 
+    def stages_jsonl(self, component: str) -> Path:
+        """Where one of our programs records the stages that it reaches (`atropos_common/stages.py`)."""
+        return self.root / f"stages.{component}.jsonl"
+
     def log(self, component: str, attempt: int) -> Path:
         return self.logs / component / f"{attempt}.log"
 

@@ -27,6 +27,7 @@ from tenacity import RetryError
 from atropos_common.group_reasons import FLAT, NONE, REFUSED, SURPLUS, UNANSWERED, UNSENDABLE
 from atropos_common.http import DOOR_USER
 from atropos_common.run_dir import ENV_DOOR_KEY, ENV_ENGINE_URLS, ENV_REFILL, ENV_SEQUENCES
+from atropos_common.stages import REGISTERED, reach
 from atropos_envs import Dismissed, EnvFault
 from atropos_envs.engine_client import EngineClient, EngineRefused, addresses, begin_group
 from atropos_envs.engine_gate import EngineGate
@@ -468,6 +469,7 @@ class Hosted(BaseEnv):  # type: ignore[misc]
 
     async def get_server_info(self) -> None:
         await super().get_server_info()
+        reach(REGISTERED)
         log.info("registered as environment %d at step %d", self.env_id, self.curr_step)
 
     # Leaving

@@ -29,8 +29,9 @@ from pathlib import Path
 from typing import Any
 
 from atropos_common.group_reasons import in_words
-from atropos_common.records import EnvCountsRecord, RecordError, StateRecord, parse_line
+from atropos_common.records import EnvCountsRecord, RecordError, StageRecord, StateRecord, parse_line
 from atropos_common.run_dir import RunDir
+from atropos_common.stages import ATTACHED, REGISTERED
 from benchmarks.chat_model import CONTEXT, make_chat_model
 from benchmarks.children import free_ports, up
 from benchmarks.upstream_files import OFFLINE, Candidate, find, flags, screen, why
@@ -40,7 +41,6 @@ GROUP = 4
 BATCH = 8
 A_STACK = 12
 """Files that take turns in one stack: the engine's start is what costs most."""
-REGISTERED = "registered as environment"
 SILENT = "no group came in time"
 ADJUSTMENTS = Path(__file__).with_suffix(".toml")
 FEWEST_GROUPS = STEPS * BATCH // GROUP
@@ -198,7 +198,7 @@ def run_stack(chunk: list[Try], results: Path, model: Path) -> list[Try]:
         )  # fmt: skip
     run, had = RunDir(root), []
     try:
-        if not _until(lambda: "Ready to train" in _log(run, "trainer"), stack, READY_S):
+        if not _until(lambda: _reached(run, "trainer", ATTACHED), stack, READY_S):
             raise SystemExit(f"the stack does not come up: see {results}/work/up.log")
         for attempt in chunk:
             if stack.poll() is not None:
@@ -236,11 +236,11 @@ def take_turn(attempt: Try, run: RunDir, stack: subprocess.Popen[bytes]) -> None
     def over() -> bool:
         return done() or _ended(run, name)
 
-    _until(lambda: REGISTERED in _log(run, name) or _ended(run, name), stack, EACH_S)
+    _until(lambda: _reached(run, name, REGISTERED) or _ended(run, name), stack, EACH_S)
     before = _steps(run)
     _until(over, stack, EACH_S)
     steps, counts = _steps(run) - before, _counts(run, name)
-    log, started = _log(run, name), REGISTERED in _log(run, name)
+    log, started = _log(run, name), _reached(run, name, REGISTERED)
     if stack.poll() is None:
         command = [sys.executable, "-m", "atropos_tui", "stop", name, "--run-dir", str(run.root)]
         subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=120, check=False)
@@ -275,6 +275,11 @@ def _until(condition: Callable[[], bool], stack: subprocess.Popen[bytes], second
 
 def _log(run: RunDir, name: str) -> str:
     return "".join(path.read_text(errors="replace") for path in sorted((run.logs / name).glob("*.log")))
+
+
+def _reached(run: RunDir, name: str, stage: str) -> bool:
+    """Whether a component has recorded that stage."""
+    return any(each.stage == stage for each in _records(run.stages_jsonl(name)) if isinstance(each, StageRecord))
 
 
 def _steps(run: RunDir) -> int:

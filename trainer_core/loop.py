@@ -30,6 +30,7 @@ import torch
 from atropos_common.bridge import ROUTING_FLAG
 from atropos_common.records import BenchmarkRecord, CheckpointRecord, SyncRecord
 from atropos_common.run_dir import RunDir
+from atropos_common.stages import ATTACHED, reach
 from trainer_core import checkpoint
 from trainer_core.callbacks import Callback, Callbacks, TrainResult
 from trainer_core.config import TrainingConfig, sharding_contradictions, validate
@@ -246,8 +247,10 @@ class Run:
         self.batches = self._batches(api, start, self._asker(routers), opened)
         self.bench = BenchmarkTotals(config.mode)
         print(f"Ready to train from step {self.step + 1} with weight version {self.version}")
-        if speaks_for_node():  # whoever watches over that node's log waits for the same words
+        if speaks_for_node():
             print(f"Ready to train beside rank 0, from rank {world.rank} on", file=sys.__stdout__, flush=True)
+        if not world.rank or speaks_for_node():  # one record for each component of a trainer on several nodes
+            reach(ATTACHED)
 
     def _batches(
         self, api: RolloutSource, start: checkpoint.StartingPoint, routing: RoutingAsker | None, opened: ExitStack

@@ -28,6 +28,7 @@ from atropos_common.bridge import ENV_SAMPLING, ROUTING_FLAG
 from atropos_common.files import write_private
 from atropos_common.http import allowed_hosts, run_keys
 from atropos_common.manifest import Manifest, ManifestError, Shard, left_out, read_manifest, write_manifest
+from atropos_common.stages import READY, reach
 from atropos_common.transfer import is_loopback
 from vllm_server import bridge as bridge_routes
 from vllm_server import compat, generate, lora, part, plugin, refusals
@@ -271,6 +272,7 @@ async def serve(config: ServerConfig, args: Namespace, *, waits: bool = False) -
         assert place is not None
         app = await build(config, args, engine, place.address)
         door: Access = app.state.atropos_door  # vLLM takes the state off its app at the end
+        reach(READY)
         logger.info("ready after %.1f s on %s", time.monotonic() - place.since, place.address)
         if not args.uds:  # accept connections; from here on no other process can bind the port
             with _taking_the_port(args):

@@ -21,6 +21,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import NoReturn
 
+from atropos_common.stages import READY, reach
 from vllm_server import compat
 from vllm_server.config import ConfigError
 
@@ -91,6 +92,7 @@ def run(args: Namespace) -> int:
     try:
         _on_end(told)
         here = f"part {args.node_rank + 1} of {machines(args)}"
+        reach(READY)
         logger.info("ready after %.1f s: %s, with its first at %s", time.monotonic() - began, here, args.master_addr)
         executor.start_worker_monitor(inline=True)
     except _Told:

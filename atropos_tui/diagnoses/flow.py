@@ -18,6 +18,7 @@ from atropos_common.bridge import METRIC_CAPACITY, METRIC_IDLE_S, METRIC_REQUEST
 from atropos_common.control import Role, State
 from atropos_common.group_reasons import FLAT
 from atropos_common.records import EnvCountsRecord, TimingRecord
+from atropos_common.stages import FIRST_BATCH, REGISTERED
 from atropos_tui.diagnoses.questions import asking, fetch_page
 from atropos_tui.diagnoses.stall_rules import RUNS, Flow, Part, asked_engines
 from atropos_tui.profile.spec import StackSpec, is_hosted
@@ -148,8 +149,6 @@ class FlowWatch:
 
     def printed(self, part: Part, counts: Counter[str], now: float) -> None:
         """What a component's log tells, by name as in `engine.COUNTED`."""
-        if part.role is Role.TRAINER and (counts["first batches"] or counts["recomputed"]):
-            self._has_batch = part.attempt
         if part.role is Role.TRAINER and counts["pauses"]:
             self._paused_at = now
         self._seen["groups"] += counts["groups"]
@@ -158,8 +157,15 @@ class FlowWatch:
             left_out = {FLAT: self._seen["dropped groups"]} if self._seen["dropped groups"] else {}
             sent = self._seen["groups"]
             env.counts.append(EnvCountsRecord(time=now, env=self._unhosted, sent=sent, left_out=left_out))
-        if part.role is Role.ENV and (counts["registrations"] or counts["stock registrations"]):
+        if part.role is Role.ENV and counts["stock registrations"]:
             self.registered(part, now)
+
+    def reached(self, part: Part, stage: str, at: float) -> None:
+        """A component has recorded a stage."""
+        if part.role is Role.ENV and stage == REGISTERED:
+            self.registered(part, at)
+        elif part.role is Role.TRAINER and stage == FIRST_BATCH:
+            self._has_batch = part.attempt
 
     def registered(self, part: Part, now: float) -> None:
         """run-api has taken an environment in."""

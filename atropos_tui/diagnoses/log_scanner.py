@@ -42,7 +42,6 @@ COUNTED: dict[Role, dict[str, bytes]] = {
     Role.ENV: {
         "dropped groups": b"Scores are the same in a group, skipping",
         "timed-out rollouts": b"has timed out after",
-        "registrations": b"registered as environment ",
         "stock registrations": b"Initialized env with id ",
         "refusals": b"/generate: 4",
         "stock refusals": b"ClientResponseError",
@@ -53,8 +52,6 @@ COUNTED: dict[Role, dict[str, bytes]] = {
         "groups": b'"POST /scored_data HTTP/1.1" 200',
     },
     Role.TRAINER: {
-        "first batches": b"inference_logprobs found in batch",
-        "recomputed": b"came without inference_logprobs",
         "pauses": b"Training pauses until there is room",
     },
 }

@@ -22,10 +22,12 @@ from atropos_common.control import Role, State
 from atropos_common.record_tail import RecordTail
 from atropos_common.records import (
     EnvCountsRecord,
+    StageRecord,
     StepRecord,
     TimingRecord,
 )
 from atropos_common.run_dir import RunDir
+from atropos_common.stages import REGISTERED
 from atropos_tui.diagnoses.flow import FlowWatch
 from atropos_tui.diagnoses.flow_rules import FLOW_RULES, FlowRule, explain
 from atropos_tui.diagnoses.log_scanner import NORMAL, LogScanner, Printed, Work
@@ -50,7 +52,7 @@ from atropos_tui.diagnoses.stall_rules import (
     stalled_s,
     starting_roles,
 )
-from atropos_tui.profile.spec import REGISTERED, StackSpec
+from atropos_tui.profile.spec import StackSpec
 
 LOOK_S = 1.0
 ASK_S = 30.0
@@ -85,7 +87,8 @@ class Watcher:
         self._stack, self._components = stack, components
         self._run = RunDir(Path(stack.run_dir))
         self._names = Names.of(stack)
-        self._metrics = MetricWatch(time.time(), (*METRIC_RULES, *alert_rules(stack.alerts)))
+        self._began = time.time()
+        self._metrics = MetricWatch(self._began, (*METRIC_RULES, *alert_rules(stack.alerts)))
         self._tails: dict[Path, RecordTail] = {}
         self._looking = asyncio.Lock()
         self._findings: dict[tuple[str, str, str, int], Finding] = {}
@@ -147,6 +150,7 @@ class Watcher:
         run = RunSnapshot(now, tuple(self._placed(part, now) for part, _ in seen), self._names)
         starting = starting_roles(run)
         said = [(run.trainer, found) for found in self._read_records(clock)]
+        self._read_stages(run.parts)
         for part, printed in seen:
             if printed is not None:
                 scanner = printed.scanner
@@ -210,6 +214,16 @@ class Watcher:
         if self._metrics.step_at != step:
             self._since_step.clear()
         return said
+
+    def _read_stages(self, parts: Sequence[Part]) -> None:
+        """Stages that components have recorded since the last look."""
+        for part in parts:
+            path = self._run.stages_jsonl(part.name)
+            for record in self._tails.setdefault(path, RecordTail(path)).rest():
+                if isinstance(record, StageRecord) and record.time >= self._began:
+                    if record.attempt == part.attempt:
+                        self._flows.reached(part, record.stage, record.time)
+                    self._counts["registrations"] += part.role is Role.ENV and record.stage == REGISTERED
 
     def _count(self, part: Part, scanner: LogScanner, now: float) -> None:
         counts = scanner.counts

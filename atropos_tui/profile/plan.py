@@ -11,6 +11,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from atropos_common import stages
 from atropos_common.bridge import ENV_OPEN_GENERATION, ENV_SAMPLING, ROUTING_FLAG, few_graph_sizes, server_rank
 from atropos_common.control import Role
 from atropos_common.run_dir import (
@@ -57,18 +58,17 @@ from atropos_tui.profile.site import (
 )
 from atropos_tui.profile.source import is_hostable
 from atropos_tui.profile.spec import (
-    REGISTERED,
     ComponentSpec,
     ExecCheck,
     FileCheck,
     HttpCheck,
-    LogCheck,
     Place,
     Probe,
     Probes,
     RestartPolicy,
     StackSpec,
     Stage,
+    StageCheck,
     StopPolicy,
     is_hosted,
     references,
@@ -95,19 +95,16 @@ WANDB_ID_LENGTH = 64
 
 TRAINER_STAGES = [
     Stage(
-        name="registered",
-        pattern=r"^✓ Registered with run-api",
+        name=stages.REGISTERED,
         usually="run-api does not answer yet, or another trainer has registered there: see `logs api`",
     ),
     Stage(
-        name="attached",
-        pattern=r"^Ready to train",
+        name=stages.ATTACHED,
         usually="vLLM is still loading the model, which takes up to two minutes on a GPU: see `why` and `logs` of the "
         "engine",
     ),
     Stage(
-        name="first batch",
-        pattern=r"^✓ inference_logprobs found in batch",
+        name=stages.FIRST_BATCH,
         usually="no batch is full yet: rollouts are slow, or all groups had equal scores and were dropped "
         "(--env.ensure_scores_are_not_same false keeps them): see `logs` of the environment",
     ),
@@ -130,8 +127,8 @@ ENGINE_STAGES = [
         usually="one graph a batch size; [vllm.args] enforce-eager = true leaves them out, and decodes slower",
     ),
     Stage(
-        name="its first answer",
-        pattern=r"\[vllm_server\] ready after|Application startup complete",
+        name=stages.READY,
+        pattern=r"Application startup complete",  # a server of another program
         usually="it proves on a token that each kind of layer follows new weights",
     ),
 ]
@@ -143,9 +140,8 @@ HOSTED_STAGE = Stage(
 """Environments that `atropos_envs` hosts say when it is over."""
 ENV_STAGES = [
     Stage(
-        name=REGISTERED,
-        # Ours, then atroposlib's own words.
-        pattern=r"registered as environment \d+|Initialized env with id \d+",
+        name=stages.REGISTERED,
+        pattern=r"Initialized env with id \d+",  # an environment of another program, in atroposlib's words
         usually="run-api takes environments only after the trainer's first request for a batch, and the trainer waits "
         "for vLLM: see `why trainer`",
     ),
@@ -220,9 +216,9 @@ def _spec(site: Site, options: ComponentOptions, **derived: Any) -> ComponentSpe
     return ComponentSpec(**derived)
 
 
-def _begun(pattern: str, label: str) -> Probes:
-    """Healthy from the first line that matches, however long that takes."""
-    return Probes(startup=Probe(checks=[LogCheck(pattern=pattern, label=label)], failure_threshold=1_000_000))
+def _reached(stage: str, label: str) -> Probes:
+    """Healthy once the program records that stage, however long that takes."""
+    return Probes(startup=Probe(checks=[StageCheck(stage=stage, label=label)], failure_threshold=1_000_000))
 
 
 def _prepare(site: Site, section: PrepareSection, before: list[str]) -> ComponentSpec:
@@ -311,7 +307,7 @@ def _engine(
         start_timeout_s=1800,
         standby=fed and site.traits.restarts_engine and len(names) == 1,
     )
-    ready = _begun(r"\[vllm_server\] ready after", "its workers are ready")
+    ready = _reached(stages.READY, "its workers are ready")
     return [
         spec,
         *(
@@ -521,7 +517,7 @@ def _trainer(site: Site, settings: TrainingConfig, after: list[str]) -> list[Com
         after,  # it imports and registers while vLLM loads, and waits for the manifest by itself
         command=[*_ranks_of(site, 0), *settings.to_args()],
         env=_gpus(gpus) | site.met_at | _ranks_meet(site, 0) | _tracked(site, settings),
-        probes=_begun(r"^Ready to train", "attached to the engine"),
+        probes=_reached(stages.ATTACHED, "attached to the engine"),
         gpus=gpus,
         stages=TRAINER_STAGES,
         restart_with=names[1:],

@@ -85,6 +85,17 @@ class LogCheck(ProfilePart):
     """What the line means, for people."""
 
 
+class StageCheck(ProfilePart):
+    """Passes once the component has recorded a stage in this attempt, as our own programs do."""
+
+    kind: Literal["stage"] = "stage"
+    """Which check this is."""
+    stage: str
+    """Name of the stage."""
+    label: str = ""
+    """What the stage means, for people."""
+
+
 class FileCheck(ProfilePart):
     """Passes when the file exists."""
 
@@ -94,7 +105,7 @@ class FileCheck(ProfilePart):
     """A file on this machine."""
 
 
-Check = Annotated[HttpCheck | TcpCheck | ExecCheck | LogCheck | FileCheck, Field(discriminator="kind")]
+Check = Annotated[HttpCheck | TcpCheck | ExecCheck | LogCheck | StageCheck | FileCheck, Field(discriminator="kind")]
 
 
 class Probe(ProfilePart):
@@ -148,15 +159,12 @@ class StopPolicy(ProfilePart):
     """Seconds that it has for that."""
 
 
-REGISTERED = "registered"
-"""The stage of an environment, which run-api's list of them tells as well as a log."""
-
-
 class Stage(StackPart):
-    """A milestone that gates nothing, shown by `ps` and `why`: reached once a line of the present log matches."""
+    """A named point of a component's start-up, shown by `ps` and `why`: reached once the program records it."""
 
     name: str
-    pattern: str
+    pattern: str = ""
+    """For programs of others, which record nothing: reached, too, once a line of the present log matches."""
     usually: str = ""
     """What usually keeps it from being reached, and the way out."""
 

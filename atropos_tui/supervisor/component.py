@@ -17,10 +17,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from atropos_common.control import ComponentStatus, Role, StageStatus, State
 from atropos_common.records import ProbeRecord, StageRecord, StateRecord
+from atropos_common.run_dir import RunDir
 from atropos_tui.diagnoses import Diagnosis, Evidence, describe_exit, diagnose, model, node_lost, port_taken
 from atropos_tui.diagnoses.exit_rules import is_wrong_usage, lasting_error
 from atropos_tui.diagnoses.log_scanner import LogScanner, Printed
@@ -451,15 +453,18 @@ class Component:
         attempt, post, probes = self.attempt, self._owner.post, self.spec.probes
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(self.spec.start_timeout_s, post, self._late, attempt)
-        self._stage_watch = StageWatch(self.spec.stages, self.log, lambda stage: post(self._staged, attempt, stage))
-        if self.spec.stages:
-            self._owner.task(self._stage_watch.follow())
+        records = RunDir(Path(self._host.stack.run_dir)).stages_jsonl(self.name)
+        self._stage_watch = StageWatch(
+            self.spec, records, attempt, self.log, lambda stage, at: post(self._staged, attempt, stage, at)
+        )
+        self._owner.task(self._stage_watch.follow())
         if probes.startup or probes.readiness or probes.liveness:
             self._prober = Prober(
                 probes,
                 self._host.http,
                 self._launch,
                 self.log,
+                self._stages,
                 lambda found: post(self._judged, attempt, found),
                 self._owner.task,
             )
@@ -501,13 +506,13 @@ class Component:
         return self.attempt == attempt and self.child is not None
 
     def reach(self, stage: str, attempt: int) -> None:
-        """Note a stage that was seen elsewhere than in the log."""
+        """Note a stage that run-api knows of, where the program records nothing."""
         if any(known.name == stage for known in self.spec.stages):
-            self._staged(attempt, stage)
+            self._staged(attempt, stage, time.time())
 
-    def _staged(self, attempt: int, stage: str) -> None:
-        if self._is_present(attempt) and stage not in self._stages:  # an adopted one's log still knows its line
-            self._stages[stage] = time.time()
+    def _staged(self, attempt: int, stage: str, at: float) -> None:
+        if self._is_present(attempt) and stage not in self._stages:  # an adopted one was seen by another supervisor
+            self._stages[stage] = at
             self._restarts.came_up |= not self.has_gate
             self._store.emit(StageRecord(component=self.name, stage=stage, attempt=attempt))
             self.note_progress()
@@ -649,7 +654,7 @@ class Component:
         assert self.log is not None
         self.log.finish()
         if self._stage_watch:
-            self._stage_watch.look()
+            await self._stage_watch.look()
         if look:
             await look
             await self._gpu_memory_back(attempt)

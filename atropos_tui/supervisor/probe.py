@@ -1,6 +1,6 @@
 """Probes: is it started, ready, alive? All checks of a probe must pass; thresholds decide when the verdict changes.
 
-Stages, milestones that a component prints, are looked for by the same means, and gate nothing.
+`StageWatch` reads the stages that a component records; stages of programs of others are lines of its log.
 """
 
 from __future__ import annotations
@@ -9,14 +9,27 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import httpx
 
-from atropos_tui.profile.spec import Check, ExecCheck, FileCheck, HttpCheck, LogCheck, Probe, Probes, Stage, TcpCheck
+from atropos_common.record_tail import RecordTail
+from atropos_common.records import StageRecord
+from atropos_tui.profile.spec import (
+    Check,
+    ComponentSpec,
+    ExecCheck,
+    FileCheck,
+    HttpCheck,
+    LogCheck,
+    Probe,
+    Probes,
+    StageCheck,
+    TcpCheck,
+)
 from atropos_tui.supervisor.launch import Launch
 from atropos_tui.supervisor.logs import LogDrain
 from atropos_tui.supervisor.process import spawn
@@ -38,10 +51,15 @@ class ProbeResult:
     detail: str
 
 
+def checks_of(probes: Probes) -> Iterator[Check]:
+    """Every check of a component."""
+    for probe in (probes.startup, probes.readiness, probes.liveness):
+        yield from probe.checks if probe else ()
+
+
 def log_patterns(probes: Probes) -> list[str]:
     """What the log checks of a component look for."""
-    each = (probes.startup, probes.readiness, probes.liveness)
-    return [check.pattern for probe in each if probe for check in probe.checks if isinstance(check, LogCheck)]
+    return [check.pattern for check in checks_of(probes) if isinstance(check, LogCheck)]
 
 
 class CheckFailedError(Exception):
@@ -57,10 +75,12 @@ class Prober:
         http: httpx.AsyncClient,
         launch: Launch,
         log: LogDrain,
+        reached: Collection[str],
         report: Callable[[ProbeResult], None],
         start: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
     ) -> None:
-        self._http, self._launch, self._log = http, launch, log
+        """`reached`: names of the stages that this attempt has reached, as it grows."""
+        self._http, self._launch, self._log, self._stages = http, launch, log, reached
         self._report = report
         self.last: dict[Which, ProbeResult] = {}
         self._was_ready = asyncio.Event()
@@ -145,6 +165,10 @@ class Prober:
             if not self._log.seen(check.pattern):
                 raise CheckFailedError(f"not {check.label} yet" if check.label else f"no line {check.pattern!r} yet")
             return check.label or f"log line matches {check.pattern!r}"
+        if isinstance(check, StageCheck):
+            if check.stage not in self._stages:
+                raise CheckFailedError(f"not {check.label or check.stage} yet")
+            return check.label or check.stage
         assert isinstance(check, FileCheck)
         if not Path(check.path).exists():
             raise CheckFailedError(f"{check.path} does not exist yet")
@@ -185,27 +209,36 @@ class Prober:
 
 
 class StageWatch:
-    """Finds stages in the log of one attempt."""
+    """Finds the stages of one attempt: in the records of the component, and in its log those that have a pattern."""
 
-    def __init__(self, stages: Sequence[Stage], log: LogDrain, reached: Callable[[str], None]) -> None:
-        """`reached` is told once of every stage whose line has been printed."""
-        self._log = log
-        self._reached = reached
-        self._waiting: list[Stage] = []
-        for stage in stages:
-            with contextlib.suppress(re.error):  # a stage that cannot be seen is shown as not reached
-                log.watch(stage.pattern)
-                self._waiting.append(stage)
+    def __init__(
+        self, spec: ComponentSpec, records: Path, attempt: int, log: LogDrain, reached: Callable[[str, float], None]
+    ) -> None:
+        """`reached` is called once with the name and the time, in Unix seconds, of every stage."""
+        self._attempt, self._log, self._reached = attempt, log, reached
+        self._tail = RecordTail(records)
+        asked = [check.stage for check in checks_of(spec.probes) if isinstance(check, StageCheck)]
+        self._waiting = {stage.name: stage.pattern for stage in spec.stages} | dict.fromkeys(asked, "")
+        for stage in spec.stages:
+            if stage.pattern:
+                with contextlib.suppress(re.error):  # a stage that cannot be seen is shown as not reached
+                    log.watch(stage.pattern)
 
-    def look(self) -> None:
-        """Tell of the stages that were reached since the last look."""
-        reached = [stage for stage in self._waiting if self._log.seen(stage.pattern)]
-        self._waiting = [stage for stage in self._waiting if stage not in reached]
-        for stage in reached:
-            self._reached(stage.name)
+    async def look(self) -> None:
+        """Report the stages that were reached since the last look."""
+        found: dict[str, float] = {}
+        for record in await asyncio.to_thread(lambda: list(self._tail.rest())):
+            if isinstance(record, StageRecord) and record.attempt == self._attempt:
+                found.setdefault(record.stage, record.time)
+        for name, pattern in self._waiting.items():
+            if pattern and self._log.seen(pattern):
+                found.setdefault(name, time.time())
+        for name in [name for name in self._waiting if name in found]:
+            del self._waiting[name]
+            self._reached(name, found[name])
 
     async def follow(self) -> None:
         """Look again and again until every stage is reached."""
         while self._waiting:
             await asyncio.sleep(STAGE_LOOK_S)
-            self.look()
+            await self.look()

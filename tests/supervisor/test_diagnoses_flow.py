@@ -17,6 +17,7 @@ from atropos_common.control import Role, State
 from atropos_common.group_reasons import FLAT, GROUP_SIZE, NONE, REFUSED, SURPLUS, UNSENDABLE
 from atropos_common.records import EnvCountsRecord, TimingRecord
 from atropos_common.run_dir import ENV_ENGINE_URLS
+from atropos_common.stages import FIRST_BATCH
 from atropos_tui.diagnoses import questions
 from atropos_tui.diagnoses.flow import FlowWatch, parse_look
 from atropos_tui.diagnoses.flow_rules import explain
@@ -316,7 +317,7 @@ def test_a_trainer_that_has_its_first_batch_does_not_wait() -> None:
     for second in range(20):
         watch.ask(PARTS, BEGAN + second, lambda _, at=second: page(at, at, 0.0, 0.0))
     assert watch.view(PARTS, BEGAN + 19)["env"].waiting == pytest.approx(1.0)
-    watch.printed(PARTS[3], Counter({"first batches": 1}), BEGAN + 19)
+    watch.reached(PARTS[3], FIRST_BATCH, BEGAN + 19)
     assert watch.view(PARTS, BEGAN + 19)["env"].waiting == 0.0
 
 

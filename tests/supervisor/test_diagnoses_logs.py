@@ -398,7 +398,6 @@ def test_lines_are_counted_for_those_who_wait() -> None:
     assert dict(looks.counts) | {} == {
         "dropped groups": 3,
         "timed-out rollouts": 1,
-        "registrations": 0,
         "stock registrations": 0,
         "refusals": 0,
         "stock refusals": 0,

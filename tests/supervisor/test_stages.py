@@ -1,4 +1,4 @@
-"""Stages: seen in the log of the present attempt, published, shown by the socket and, after the end, by the files."""
+"""Stages of the present attempt, as records or as lines of a log: published, shown live and from the files."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from atropos_common.control import CommandRequest, ComponentStatus, State
 from atropos_common.records import StageRecord
 from atropos_tui.monitor.run_files import load_run, status_from_files
 from atropos_tui.monitor.why import Picture
-from atropos_tui.profile.spec import RestartPolicy, Stage
+from atropos_tui.profile.spec import Probe, Probes, RestartPolicy, Stage, StageCheck
 from tests.supervisor.harness import QUICK, Running, part, python, ready
 
 STAGES = [
@@ -73,6 +74,35 @@ async def test_stages_are_reached_one_by_one_and_told(launch: Any, tmp_path: Pat
         let(tmp_path, 1)
         assert [record.stage for record in await reached(running, 2)] == ["registered", "first batch"]
         await stream.aclose()
+
+
+RECORDS = """
+import os, sys, time
+from atropos_common.stages import reach
+reach('attached')
+time.sleep(float(sys.argv[1]))
+sys.exit(1)
+"""
+ATTACHED = Probes(startup=Probe(checks=[StageCheck(stage="attached")], interval_s=0.02, failure_threshold=10**6))
+
+
+async def test_a_recorded_stage_is_health_whatever_the_program_prints(launch: Any) -> None:
+    stages = [Stage(name="registered"), Stage(name="attached")]
+    trainer = part("trainer", [sys.executable, "-c", RECORDS, "600"], probes=ATTACHED, stages=stages)
+    async with launch(trainer) as running:
+        await running.until("trainer", State.HEALTHY)
+        registered, attached = (await row(running)).stages
+        assert (registered.reached_at, attached.reached_at is None) == (None, False)
+        assert [(found.stage, found.attempt) for found in await reached(running, 1)] == [("attached", 1)]
+
+
+async def test_a_record_of_an_earlier_attempt_is_not_health(launch: Any) -> None:
+    once = RECORDS.replace("reach('attached')", "os.environ['ATROPOS_ATTEMPT'] == '1' and reach('attached')")
+    async with launch(part("trainer", [sys.executable, "-c", once, "0.5"], probes=ATTACHED, restart=QUICK)) as running:
+        await running.until("trainer", State.HEALTHY)
+        await running.until("trainer", State.STARTING, attempt=2)
+        await asyncio.sleep(0.3)
+        assert running.path("trainer").count("healthy") == 1
 
 
 async def test_a_new_attempt_begins_without_stages(launch: Any, tmp_path: Path) -> None:

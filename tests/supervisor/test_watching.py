@@ -147,7 +147,7 @@ async def test_another_cause_is_another_word(launch: Launch, monkeypatch: pytest
 
 
 DROPPED = "WARNING atroposlib.envs.base: Scores are the same in a group, skipping..."
-CAME = "INFO atropos_envs.base: registered as environment 0 at step 0"
+CAME = "INFO atroposlib.envs.base: Initialized env with id 0"
 
 
 async def test_lines_that_are_counted_name_the_cause(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:

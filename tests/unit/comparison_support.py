@@ -38,7 +38,9 @@ import json, os, pathlib, sys, time
 steps = int(sys.argv[sys.argv.index("--training-steps") + 1])
 seconds = float(os.environ.get("STEP_S", "0.05"))
 root = pathlib.Path(os.environ["ATROPOS_RUN_DIR"])
-print("Ready to train", flush=True)
+attempt, component = int(os.environ["ATROPOS_ATTEMPT"]), os.environ["ATROPOS_COMPONENT"]
+stage = {"kind": "stage", "stage": "attached", "attempt": attempt, "component": component, "time": time.time()}
+(root / f"stages.{component}.jsonl").open("a").write(json.dumps(stage) + chr(10))
 number = 0
 with (root / "telemetry.jsonl").open("a", buffering=1) as file:
     def say(kind, step, **fields):

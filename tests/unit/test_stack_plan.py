@@ -572,30 +572,39 @@ def test_an_engine_that_is_restarted_often_captures_fewer_graphs() -> None:
     assert "--cudagraph-capture-sizes" not in other, "one start is not worth it"
 
 
-def test_stages_match_what_the_programs_print() -> None:
+def test_stages_are_records_of_our_programs_or_lines_of_others() -> None:
     stages = {part.role.value: part.stages for part in stack(profile()).components}
     printed = {
-        "trainer": [
-            "✓ Registered with run-api at http://127.0.0.1:8000: 128 sequences a step, starting at step 0",
-            "Ready to train from step 1 with weight version 0",
-            "✓ inference_logprobs found in batch (sample len: 128)",
-        ],
         "engine": [
             "(MainProcess pid=23652) INFO 11-23 02:34:08 [api_utils.py:286] non-default args: {'host': '127.0.0.1'}",
             "(EngineCore pid=23970) INFO 11-23 02:34:09 [default_loader.py:501] Loading weights took 0.04 seconds",
             "(EngineCore pid=23970) INFO 11-23 02:34:10 [kv_cache_utils.py:2327] CPU KV cache size: 32,768 tokens",
             "(EngineCore pid=1) INFO 11-23 02:34:10 [gpu_model_runner.py:1] Graph capturing finished in 5 secs",
-            "INFO 11-23 02:34:11 [vllm_server] ready after 3.3 s on http://127.0.0.1:28101",
+            "INFO:     Application startup complete.",
         ],
-        "env": ["2026-11-21 12:00:00,000 INFO atropos_envs.base: registered as environment 0 at step 0"],
+        "env": ["2026-11-21 12:00:00,000 INFO atroposlib.envs.base: Initialized env with id 0"],
     }
     for role, lines in printed.items():
         assert len(stages[role]) == len(lines)
         for stage, line in zip(stages[role], lines, strict=True):
             assert [bool(re.search(other.pattern, line)) for other in stages[role]].count(True) == 1
             assert re.search(stage.pattern, line) and stage.usually
-    assert [stage.name for stage in stages["trainer"]] == ["registered", "attached", "first batch"]
+    assert [(stage.name, stage.pattern) for stage in stages["trainer"]] == [
+        ("registered", ""),
+        ("attached", ""),
+        ("first batch", ""),
+    ]
     assert stages["api"] == []
+
+
+def test_no_health_check_of_ours_reads_what_is_printed() -> None:
+    parts = stack(profile(mode="broadcast")).components
+    checks = {part.name: [check for probe in (part.probes.startup, part.probes.readiness, part.probes.liveness)
+                          if probe for check in probe.checks] for part in parts}  # fmt: skip
+    assert not [name for name, found in checks.items() if any(check.kind == "log" for check in found)]
+    assert [(check.kind, check.stage) for check in checks["trainer"] if check.kind == "stage"] == [
+        ("stage", "attached")
+    ]
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ import msgspec
 from atropos_common.bridge import TOKEN_HEADER
 from atropos_common.http import AFTER_HEADER, BATCH_HEADER, LIMITS, certificates, door_headers
 from atropos_common.run_dir import ENV_TOKEN
+from atropos_common.stages import REGISTERED, reach
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import ApiError, Stopped
 
@@ -256,6 +257,7 @@ class RunApi:
     def _greet(self, info: dict[str, Any]) -> None:
         self._complained_at = -COMPLAIN_AFTER_S
         size, longest = info.get("batch_size"), info.get("max_token_len")
+        reach(REGISTERED)
         print(f"✓ Registered with run-api at {self.url}: {size} sequences a step, starting at step {self._step}")
         wanted = self.registration.get("max_token_len")
         if longest != wanted:

@@ -17,6 +17,7 @@ from typing import Any
 
 from atropos_common.bridge import MOST_DIGESTS
 from atropos_common.records import MISSING, AlignmentRecord
+from atropos_common.stages import FIRST_BATCH, reach
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import ApiError, EngineError, EngineGone, MissingLogprobs, TooMuchLeftOut
 from trainer_core.rollouts.asking import MissingAsker, RoutingAsker
@@ -191,6 +192,8 @@ class BatchSource:
     """Place of the next batch in a rollouts file; None where they come from elsewhere."""
     _ahead: Background[Batch] | None = None
     """The batch after the last one, on its way."""
+    _began: bool = False
+    """The first batch has come."""
     _greeted: bool = False
     _warnings: RateLimitedWarnings = field(default_factory=RateLimitedWarnings)
     _named: set[str] = field(default_factory=set)
@@ -313,6 +316,9 @@ class BatchSource:
 
     def _print_remarks(self, batch: Batch) -> None:
         """On the console: the first batch with logprobs, and what is odd about any."""
+        if not self._began:
+            self._began = True
+            reach(FIRST_BATCH)
         if not self._greeted and batch.sample_len:
             self._greeted = True
             print(f"✓ inference_logprobs found in batch (sample len: {batch.sample_len})")
