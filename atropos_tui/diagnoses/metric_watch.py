@@ -68,21 +68,25 @@ class MetricWatch:
     def _feed_trainer(self, record: TrainerRecord) -> list[Diagnosis]:
         if record.rank != 0 or record.attempt < self.attempt:
             return []  # a late line of an attempt that is over
+        said: list[Diagnosis] = []
         if record.attempt > self.attempt and isinstance(record, OF_EACH_STEP):
-            self._begin_attempt(record)
+            said = self._begin_attempt(record)
         if isinstance(record, StepRecord):
             self.step, self.step_at = record.step, record.time
         elif isinstance(record, TimingRecord):
             self._pace.append(record.step_s)
-        return self._judge(record, None)
+        return said + self._judge(record, None)
 
-    def _begin_attempt(self, record: TrainerRecord) -> None:
+    def _begin_attempt(self, record: TrainerRecord) -> list[Diagnosis]:
         """From a later attempt's first step on, what earlier ones did does not count; every rule may speak again."""
         self.attempt = record.attempt
+        said: list[Diagnosis] = []
         for track in self._tracks.values():
             kept = [old for old in track.records if not isinstance(old, TrainerRecord) or old.step < record.step]
             track.records = deque(kept, maxlen=track.rule.window)
+            said += track.finding.closed(f"attempt {record.attempt} of the trainer begins")
             track.finding = Finding()
+        return said
 
     def is_open(self, rule: str) -> bool:
         """Whether the numbers say now what `rule` is about."""

@@ -6,14 +6,18 @@ import asyncio
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from atropos_common.control import CommandRequest, Role
+from atropos_common.control import CommandRequest, Role, RunStatus
 from atropos_common.records import DiagnosisRecord
-from atropos_tui.diagnoses import stall_rules, watcher
+from atropos_tui.diagnoses import log_scanner, stall_rules, watcher
+from atropos_tui.monitor.run_files import load_run, status_from_files
+from atropos_tui.monitor.verdict import verdict
+from atropos_tui.monitor.why import open_diagnoses
 from atropos_tui.profile.spec import FileCheck, LogCheck, Probe, Probes, StopPolicy
 from atropos_tui.supervisor.component import stuck
 from tests.supervisor.harness import NEVER, QUICK, SLEEP, Running, part, python, ready, wait_until
@@ -41,6 +45,10 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def diagnoses(running: Running) -> list[DiagnosisRecord]:
     return [each for each in running.records if isinstance(each, DiagnosisRecord) and not each.over]
+
+
+def ends(running: Running) -> list[DiagnosisRecord]:
+    return [each for each in running.records if isinstance(each, DiagnosisRecord) and each.over]
 
 
 def rules(running: Running) -> list[tuple[str | None, str]]:
@@ -204,6 +212,58 @@ async def test_a_start_that_drags_on(launch: Launch, monkeypatch: pytest.MonkeyP
         assert await running.end() == 4
         assert rules(running) == [("slow", "slow_start"), ("slow", "not_ready")]
         assert "last line: step 1 of 9" in diagnoses(running)[0].evidence
+
+
+AWAY_AND_BACK = """import os, pathlib, sys, time
+print('Atropos API not reachable at http://127.0.0.1:1 (ConnectError); waiting', flush=True)
+while not pathlib.Path(os.environ['ATROPOS_RUN_DIR'], 'back').exists(): time.sleep(0.01)
+print('run-api is back after 34 s', flush=True)
+time.sleep(600)"""
+
+
+def sentence(running: Running, status: RunStatus) -> str:
+    info, state, _ = load_run(running.run.root)
+    return verdict(status, info, state, time.time()).line
+
+
+async def test_run_api_away_and_back_leaves_no_alarm(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    soon = [replace(rule, patterns=tuple(replace(each, patience_s=min(each.patience_s, 0.2)) for each in rule.patterns))
+            for rule in log_scanner.LOG_RULES]  # fmt: skip
+    monkeypatch.setattr(log_scanner, "LOG_RULES", tuple(soon))
+    async with launch(part("api", role=Role.API), part("train", python(AWAY_AND_BACK), role=Role.TRAINER)) as running:
+        await wait_until(lambda: bool(diagnoses(running)))
+        status = await running.client.status()
+        assert sentence(running, status).startswith("✖ train does not reach run-api")
+        assert "does not reach run-api" in status.components[1].diagnosis
+        (running.run.root / "back").touch()
+        await wait_until(lambda: bool(ends(running)))
+        (over,) = ends(running)
+        assert (over.component, over.rule, over.severity) == ("train", "api_unreachable", "alarm")
+        assert (over.title, over.evidence) == ("train does not reach run-api", "run-api is back after 34 s")
+        status = await running.client.status()
+        assert "run-api" not in sentence(running, status) and status.components[1].diagnosis == ""
+
+
+async def test_a_line_is_over_when_its_program_works_again(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_scanner, "WORK_S", 0.3)
+    async with launch(part("train", python(SAY, 600, FILES), role=Role.TRAINER)) as running:
+        await wait_until(lambda: bool(diagnoses(running)))
+        await asyncio.sleep(0.6)
+        assert ends(running) == [], "it has made no step since"
+        with running.run.telemetry_jsonl.open("a") as file:
+            for number in (1, 2, 3):
+                file.write(step(number))
+        await wait_until(lambda: bool(ends(running)))
+        assert [(found.rule, found.over) for found in ends(running)] == [("too_many_files", True)]
+
+
+async def test_a_run_that_ended_well_leaves_no_open_diagnosis(launch: Launch) -> None:
+    async with launch(part("train", python(SAY, 0.3, OOM), role=Role.TRAINER, ends_run=True)) as running:
+        assert await running.end() == 0
+        await wait_until(lambda: bool(ends(running)))
+        assert rules(running) == [("train", "out_of_memory")]
+        info, state, _ = load_run(running.run.root)
+        assert open_diagnoses(state, status_from_files(running.run, info, state)) == []
 
 
 async def test_a_fault_of_the_watcher_is_told_once_and_the_run_goes_on(
