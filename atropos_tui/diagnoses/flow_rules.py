@@ -247,7 +247,7 @@ FLOW_RULES = (
         "environment_silent",
         "an environment is registered but sends nothing",
         silent,
-        lambda flow: flow.asked_s is not None or flow.made > 0 or flow.failures.total() > 0,
+        lambda flow: bool(flow.asked_s is not None or flow.requests or flow.made or flow.failures),
         "it sends requests",
     ),
     FlowRule(

@@ -224,10 +224,12 @@ STANDS = replace(STILL, parts=PARTS)
 TRAINS = replace(STANDS, now=STANDS.now + 10, step=8, step_at=STANDS.now + 9)
 REFUSED = next(rule for rule in STALL_RULES if rule.name == "rollouts_refused")
 FULL = replace(STANDS, now=BEGAN + 10, free_bytes=10**7, disk_bytes=10**11)
+LEFT = tuple(replace(each, state=State.COMPLETED) if each.role is Role.ENV else each for each in PARTS)
 LOADING = replace(PARTS[2], state=State.STARTING, gated=True, start_timeout_s=2000.0)
 STALLS = {
     "no_batches": (replace(STANDS, api=ApiView(problem="refused")), TRAINS),
     "slow_start": (replace(STANDS, now=BEGAN + 900, parts=(LOADING,)), TRAINS),
+    "environment_ended": (replace(STANDS, parts=LEFT), TRAINS),
     "disk_low": (FULL, replace(FULL, free_bytes=10**10)),
     "rollouts_refused": (
         replace(STANDS, refused={"env": REFUSED.diagnosis("refused 331 requests", "send top_p=1")}),
@@ -241,7 +243,7 @@ FLOWS = {
     "groups_refused": (flow(9, out=Counter({group_reasons.REFUSED: 1})), flow(3)),
     "evaluations_fail": (flow(9, evaluation_failures=Counter({"KeyError": 2})), flow(9)),
     "rollouts_fail": (flow(1, 0, 20), flow(3, 0, 2)),
-    "environment_silent": (flow(registered_s=21.0, watches_engine=True), flow(registered_s=31.0, asked_s=2.0)),
+    "environment_silent": (flow(could_ask_s=21.0, watches_engine=True), flow(could_ask_s=31.0, asked_s=2.0)),
     "environment_bound": (flow(6, 4, **WAITS), flow(6, 4, **WAITS | {"idle": 0.1})),
 }
 for name, (bad, good) in FLOWS.items():
@@ -268,7 +270,7 @@ def test_what_is_found_in_the_run_is_over_when_it_shows_the_opposite(
     look(bad, 1.0)
     check_open(run, rule)
     loading = tuple(replace(each, state=State.STARTING) for each in PARTS)
-    unknown = RunSnapshot(BEGAN + 1, loading)
+    unknown = RunSnapshot(BEGAN + 1, LEFT if rule.name == "environment_ended" else loading)
     for clock in (10.0, 100.0):
         look(unknown, clock)
     check_open(run, rule)
