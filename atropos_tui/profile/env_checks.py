@@ -171,7 +171,7 @@ def _library_fields(module: str, name: str) -> set[str] | None:
 
 def _group_size(site: Site, env: EnvSection, source: EnvSource, key: str) -> Iterator[Problem]:
     """A group size of the file's own that fills no batch."""
-    size = source.settings.get("group_size")
+    size = source.settings.get("group_size") if len(source.environments or []) == 1 else None
     if "env.group_size" in env.args or env.config or site.profile.trainer.command or not isinstance(size, int):
         return
     settings = training_config(site)

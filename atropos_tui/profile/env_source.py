@@ -148,7 +148,7 @@ class EnvSource:
             if derives is None:
                 return None
             found += [ClassSource(self.main.classes[name], self.main)] if derives else []
-        bases = {base for each in found for base in map(_base_name, each.node.bases)}
+        bases = {base for each in found for base in map(_base_name, each.node.bases) if base != each.node.name}
         return [each for each in found if each.node.name not in bases]
 
     @cached_property
@@ -187,15 +187,22 @@ class EnvSource:
     @cached_property
     def settings(self) -> dict[str, Value]:
         """Settings of the environment that its author chose, with their values where those are plain: arguments in
-        `config_init`, and defaults of a settings class of its own. A value that is computed is None."""
+        `config_init`, and defaults of a settings class of its own. A value that is computed, or that two files set
+        differently, is None."""
         chosen: dict[str, Value] = {}
         for source in self._env_files() or []:
-            own = {n for n in [*source.classes, *source.imports] if self._derives(source, n, BASE_CONFIG)}
-            for name in own & source.classes.keys():
-                chosen = _defaults(source.classes[name]) | chosen
-            for function in ast.walk(source.tree):
-                if isinstance(function, ast.FunctionDef) and function.name == "config_init":
-                    chosen |= _arguments(function, own)
+            for name, value in self._settings_in(source).items():
+                chosen[name] = value if chosen.get(name, value) == value else None
+        return chosen
+
+    def _settings_in(self, source: SourceFile) -> dict[str, Value]:
+        own = {name for name in [*source.classes, *source.imports] if self._derives(source, name, BASE_CONFIG)}
+        chosen: dict[str, Value] = {}
+        for name in own & source.classes.keys():
+            chosen |= _defaults(source.classes[name])
+        for function in ast.walk(source.tree):
+            if isinstance(function, ast.FunctionDef) and function.name == "config_init":
+                chosen |= _arguments(function, own)
         return chosen
 
     def _env_files(self) -> list[SourceFile] | None:
@@ -205,13 +212,16 @@ class EnvSource:
             return None
         files = {self.main.path: self.main}
         waiting = list(self.environments)
+        for name in self.main.imports:  # `from theirs import TheirEnv`, then `TheirEnv.cli()`
+            derives, found = self._derives(self.main, name, BASE_ENV), self._class(self.main, name)
+            if derives is None:
+                return None
+            waiting += [found] if derives and isinstance(found, ClassSource) else []
         while waiting:
             each = waiting.pop()
-            for base in map(_base_name, each.node.bases):
-                found = self._class(each.file, base)
-                if isinstance(found, ClassSource) and not _is_library(found.file.path):
-                    files[found.file.path] = found.file
-                    waiting.append(found)
+            if not _is_library(each.file.path):
+                files[each.file.path] = each.file
+                waiting += [base for base in self._bases(each) if isinstance(base, ClassSource) and base not in waiting]
         return list(files.values())
 
     def _derives(self, source: SourceFile, name: str, base: str, seen: frozenset[Any] = frozenset()) -> bool | None:
@@ -224,8 +234,18 @@ class EnvSource:
             return True
         if found.key in seen or len(seen) > MAX_FILES:
             return False
-        answers = [self._derives(found.file, _base_name(each), base, seen | {found.key}) for each in found.node.bases]
+        answers = [
+            self._derives(each.file, each.node.name, base, seen | {found.key})
+            if isinstance(each, ClassSource)
+            else each
+            for each in self._bases(found)
+        ]
         return True if True in answers else None if None in answers else False
+
+    def _bases(self, found: ClassSource) -> list[ClassSource | bool | None]:
+        """What each base of a class means, as `_class` says it. A base of the class's own name is the imported one."""
+        names = map(_base_name, found.node.bases)
+        return [self._class(found.file, name, only_imported=name == found.node.name) for name in names]
 
     def _fields(self, source: SourceFile, name: str) -> set[str] | None:
         """Annotated names of a class and its bases."""
@@ -237,20 +257,22 @@ class EnvSource:
             for node in found.node.body
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
         }
-        for base in found.node.bases:
-            above = self._fields(found.file, _base_name(base))
-            if above is None:
+        for base in self._bases(found):
+            above = self._fields(base.file, base.node.name) if isinstance(base, ClassSource) else set()
+            if base is None or above is None:
                 return None
             names |= above
         return names
 
-    def _class(self, source: SourceFile, name: str, depth: int = 0) -> ClassSource | bool | None:
+    def _class(
+        self, source: SourceFile, name: str, depth: int = 0, *, only_imported: bool = False
+    ) -> ClassSource | bool | None:
         """The class that `name` means in `source`; False for what is no class with settings, None where it cannot be
         found without running Python."""
         if name == COMPUTED:
             return None
         first, _, rest = name.partition(".")
-        if not rest and first in source.classes:
+        if not rest and first in source.classes and not only_imported:
             return ClassSource(source.classes[first], source)
         if first in source.aliases and depth < MAX_STEPS:
             return self._class(source, ".".join(filter(None, [source.aliases[first], rest])), depth + 1)
@@ -369,8 +391,6 @@ def _called(tree: ast.AST) -> set[str]:
             called = node.func
             names |= {called.attr} if isinstance(called, ast.Attribute) else set()
             names |= {called.id} if isinstance(called, ast.Name) else set()
-    if {"chat", "completions"} <= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}:
-        names.add("chat_completion")  # client.chat.completions.create(...)
     return names
 
 
