@@ -194,6 +194,9 @@ class StepRecord(TrainerRecord):
     tis_masked_fraction: Number | None = None
     left_out: dict[str, int] = Field(default_factory=dict)
     """Sequences left out by reason, those of batches in which nothing was left included."""
+    faults_by_env: dict[str, dict[str, int]] = Field(default_factory=dict)
+    """Of them the malformed ones, by environment and reason, and an example of each environment."""
+    fault_examples: dict[str, str] = Field(default_factory=dict)
     groups_by_env: dict[str, int] = Field(default_factory=dict)
     flat_groups_by_env: dict[str, int] = Field(default_factory=dict)
     """Well-formed groups of the batch by environment, and those of them that have no advantage: equal scores."""

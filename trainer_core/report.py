@@ -149,6 +149,8 @@ def step_fields(report: StepReport) -> dict[str, Any]:
         "tis_masked_fraction": outcome.tis_masked,
         "left_out": report.batch.left_out,
         "skipped": report.batch.left_out,
+        "faults_by_env": {env: dict(reasons) for env, reasons in report.batch.faults_by_env.items()},
+        "fault_examples": report.batch.fault_examples,
         "skipped_update": report.sync is None,
         "skipped_sequences": sum(report.batch.left_out.values()),
         "flat_groups": report.batch.flat_groups,

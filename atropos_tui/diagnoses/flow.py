@@ -13,11 +13,12 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import median_low
+from typing import Any
 
 from atropos_common.bridge import METRIC_CAPACITY, METRIC_IDLE_S, METRIC_REQUESTS, METRIC_SLOTS
 from atropos_common.control import Role, State
 from atropos_common.group_reasons import FLAT
-from atropos_common.records import EnvCountsRecord, TimingRecord
+from atropos_common.records import EnvCountsRecord, StepRecord, TimingRecord
 from atropos_common.stages import FIRST_BATCH, REGISTERED
 from atropos_tui.diagnoses.questions import asking, fetch_page
 from atropos_tui.diagnoses.stall_rules import RUNS, Flow, Part, asked_engines
@@ -34,6 +35,8 @@ PAUSE_S = 5.0
 """atroposlib's BaseEnv sleeps so long after its registration."""
 COUNTS_S = 30.0
 """Over which groups are counted: environments tell of them every few seconds."""
+FAULT_STEPS = 5
+"""Number of the newest steps in which malformed rollouts are counted."""
 ASK_S = 1.5
 """An engine is asked no more often."""
 ANSWER_S = 2.0
@@ -119,6 +122,7 @@ class FlowWatch:
         self._envs: dict[str, _Env] = {}
         self._looks: dict[tuple[str, int], deque[EngineLook]] = {}
         self._timings: deque[TimingRecord] = deque(maxlen=200)
+        self._steps: deque[StepRecord] = deque(maxlen=FAULT_STEPS)
         self._has_batch = 0
         """Attempt of the trainer that got its first batch."""
         self._paused_at = float("-inf")
@@ -146,6 +150,10 @@ class FlowWatch:
     def step(self, record: TimingRecord) -> None:
         """Where the time of a step went."""
         self._timings.append(record)
+
+    def trained(self, record: StepRecord) -> None:
+        """The sequences of a step, and those that were left out."""
+        self._steps.append(record)
 
     def printed(self, part: Part, counts: Counter[str], now: float) -> None:
         """What a component's log tells, by name as in `engine.COUNTED`."""
@@ -261,12 +269,26 @@ class FlowWatch:
             counts=new is not None or env.hosted,
             sent=(new.sent if new else 0) - (old.sent if old else 0),
             left_out=_grown(new.left_out if new else {}, old.left_out if old else {}),
+            **self._malformed(part.name),
             examples=new.examples if new else {},
             evaluation_failures=Counter(new.evaluation_failures if new else {}),
             failures=_grown(new.failures if new else {}, old.failures if old else {}),
             streak=_grown(new.left_out, last.left_out) if new and last else Counter(),
             bounds=_bounds([record for record in own if record.time > now - BOUNDS_S]),
         )
+
+    def _malformed(self, env: str) -> dict[str, Any]:
+        """Return what was malformed of an environment's groups in the newest steps, as fields of `Flow`.
+
+        A single environment has all of it: one that is not hosted has another name there.
+        """
+        counts, example = Counter[str](), ""
+        for step in self._steps:
+            for name, reasons in step.faults_by_env.items():
+                if name == env or len(self.environments) == 1:
+                    counts.update(reasons)
+                    example = step.fault_examples.get(name, "")
+        return {"malformed": counts, "malformed_example": example}
 
     def _of_trainer(self, trainer: Part) -> list[TimingRecord]:
         """Steps of this attempt."""

@@ -79,6 +79,19 @@ def refused(env: str, flow: Flow) -> Said:
     )
 
 
+def malformed(env: str, flow: Flow) -> Said:
+    if not flow.malformed:
+        return None
+    reasons = ", ".join(f"{count} times {reason}" for reason, count in flow.malformed.most_common(3))
+    return (
+        f"rollouts of {env} cannot be trained on",
+        f"the trainer left out {flow.malformed.total()} sequences of the newest steps: {reasons}; "
+        f"{flow.malformed_example}",
+        f"correct the named field in the program of {env}, or stop it: atropos-tui stop {env}. Token ids outside of "
+        "the vocabulary are from another model's tokenizer",
+    )
+
+
 def left_out(env: str, flow: Flow) -> Said:
     """Nearly all groups of the newest seconds, or many since the newest accepted one."""
     made, out = flow.made, flow.left_out
@@ -219,6 +232,13 @@ FLOW_RULES = (
         lambda flow: flow.sent > 0 and not any(flow.left_out[reason] for reason in (REFUSED, UNSENDABLE)),
         "run-api takes its groups",
         severity="alarm",
+    ),
+    FlowRule(
+        "rollouts_malformed",
+        "rollouts of an environment cannot be trained on",
+        malformed,
+        lambda flow: not flow.malformed,
+        "the trainer takes its rollouts",
     ),
     FlowRule(
         "groups_left_out",

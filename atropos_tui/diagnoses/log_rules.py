@@ -602,13 +602,11 @@ LOG_RULES: tuple[LogRule, ...] = (
     LogRule(
         "rollouts_left_out",
         "rollouts are left out that cannot be trained on",
-        "the evidence names the reason, an example and its environment, and left_out of each step counts: mend that "
-        "environment or stop it (atropos-tui logs {env} -n 50). Token ids outside of the vocabulary are from another "
-        "model's tokenizer; lengths and lags from seq_len, max_completion_tokens and max_policy_lag under [trainer]",
+        "the evidence names the reason, an example and its environment, and left_out of each step counts: correct that "
+        "environment or stop it. Token ids outside of the vocabulary are from another model's tokenizer; lengths and "
+        "lags from seq_len, max_completion_tokens and max_policy_lag under [trainer]",
         (
             LogPattern("nothing to train on in the last"),
-            LogPattern("sequences left out: malformed"),
-            LogPattern("sequences left out: token ids"),
             LogPattern("sequences left out: lost in run-api"),
         ),
         roles=(Role.TRAINER,),

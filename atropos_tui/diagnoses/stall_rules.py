@@ -129,6 +129,9 @@ class Flow:
     examples: Mapping[str, str] = field(default_factory=dict)
     """Newest words about a reason."""
     failures: Counter[str] = field(default_factory=Counter)
+    malformed: Counter[str] = field(default_factory=Counter)
+    """Sequences that the trainer left out as malformed, by reason."""
+    malformed_example: str = ""
     evaluation_failures: Counter[str] = field(default_factory=Counter)
     """Since the last evaluation that did not fail."""
     seconds: float | None = None

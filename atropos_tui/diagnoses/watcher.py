@@ -209,6 +209,8 @@ class Watcher:
                     self._works(record.env, record.sent - before if record.sent >= before else record.sent, clock)
                 elif isinstance(record, TimingRecord) and record.rank == 0:
                     self._flows.step(record)
+                elif isinstance(record, StepRecord) and record.rank == 0:
+                    self._flows.trained(record)
         if steps:
             self._works("", steps, clock)
         if self._metrics.step_at != step:

@@ -15,7 +15,7 @@ import pytest
 from atropos_common.bridge import METRIC_CAPACITY, METRIC_IDLE_S, METRIC_REQUESTS, METRIC_SLOTS
 from atropos_common.control import Role, State
 from atropos_common.group_reasons import FLAT, GROUP_SIZE, NONE, REFUSED, SURPLUS, UNSENDABLE
-from atropos_common.records import EnvCountsRecord, TimingRecord
+from atropos_common.records import EnvCountsRecord, StepRecord, TimingRecord
 from atropos_common.run_dir import ENV_ENGINE_URLS
 from atropos_common.stages import FIRST_BATCH
 from atropos_tui.diagnoses import questions
@@ -61,6 +61,11 @@ SHORT = Counter({GROUP_SIZE: 9})
             "evaluations_fail",
             flow(9, evaluation_failures=Counter({"ZeroDivisionError": 2})),
             "2 times ZeroDivisionError",
+        ),
+        (
+            "rollouts_malformed",
+            flow(9, malformed=Counter({"malformed masks": 8}), malformed_example="group 0 of the batch"),
+            "left out 8 sequences of the newest steps: 8 times malformed masks; group 0 of the batch",
         ),
         ("rollouts_fail", flow(1, 0, 20), "20 times KeyError: 'answer'"),
         (
@@ -139,6 +144,10 @@ STACK = StackSpec(
     ],
 )  # fmt: skip
 PARTS = [part(role, BEGAN) for role in (Role.API, Role.ENGINE, Role.ENV, Role.TRAINER)]
+STEP = StepRecord(
+    time=BEGAN, attempt=1, step=1, loss=0.0, reward_mean=0.0, reward_std=0.0, lr=0.0, grad_norm=0.0, ratio_mean=1.0,
+    clip_fraction=0.0, tokens=1, sequences=1, weight_version=1,
+)  # fmt: skip
 STEPPED = {"train_s": 1.0, "sync_s": 0.0, "checkpoint_s": 0.0, "tokens_per_s": 1.0, "attempt": 1}
 
 
@@ -275,6 +284,27 @@ def test_an_engine_that_nobody_asks_makes_a_silent_environment_and_no_bottleneck
     assert explain({"env": found}, ())["env"].rule == "environment_silent"
     again = [part(Role.ENV, BEGAN + 20, attempt=2) if each.role is Role.ENV else each for each in PARTS]
     assert explain(watch.view(again, BEGAN + 24), ()) == {}, "its next attempt is not registered yet"
+
+
+def test_malformed_rollouts_are_told_of_each_environment_that_sends_them() -> None:
+    """One that was named first kept a second one out of sight, and the fix named neither."""
+    names = ("mask01", "images", "good")
+    stack = STACK.model_copy(update={"components": [component(Role.ENV, name) for name in names]})
+    parts = [replace(part(Role.ENV, BEGAN), name=name) for name in names]
+    watch = FlowWatch(stack)
+
+    def said(**faults: dict[str, int]) -> dict[str, str]:
+        examples = {env: f"example of {env}" for env in faults}
+        watch.trained(STEP.model_copy(update={"faults_by_env": faults, "fault_examples": examples}))
+        found = explain(watch.view(parts, BEGAN + 6), ())
+        return {env: one.evidence for env, one in found.items() if one.rule == "rollouts_malformed"}
+
+    assert said(mask01={"malformed masks": 8}).keys() == {"mask01"}
+    both = said(mask01={"malformed masks": 8}, images={"with images": 4})
+    assert both.keys() == {"mask01", "images"} and "example of images" in both["images"]
+    for _ in range(5):
+        last = said()
+    assert last == {}, "both are corrected"
 
 
 def test_time_in_which_the_engine_was_not_ready_makes_no_environment_silent() -> None:

@@ -157,11 +157,6 @@ WORDS = [
     (
         TRAINER,
         "rollouts_left_out",
-        "[WARNING] 8 sequences left out: malformed masks; group 1 of the batch: x",
-    ),
-    (
-        TRAINER,
-        "rollouts_left_out",
         "[WARNING] nothing to train on in the last 10 batches (3 s): 40 sequences left out: longer than --seq-len 64.",
     ),
     (

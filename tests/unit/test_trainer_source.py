@@ -69,6 +69,8 @@ def test_a_thousand_malformed_batches_in_a_row_do_not_end_the_run(tmp_path: Path
         "malformed masks": 1600, "token ids outside of the vocabulary": 1200, "malformed tokens": 1,
         "malformed group": 2,
     }  # fmt: skip
+    faults = {reason: sum(each[reason] for each in batch.faults_by_env.values()) for reason in batch.left_out}
+    assert faults == batch.left_out and set(batch.fault_examples) == set(batch.faults_by_env), "by environment"
     said = capsys.readouterr().out
     assert len(said.splitlines()) < 12, "each reason once a minute"
     assert "4 sequences left out: malformed masks; group 0 of the batch (environment 'env 1'), sequence 0" in said

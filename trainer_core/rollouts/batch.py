@@ -27,6 +27,7 @@ from trainer_core.rollouts.fields import (
     Teacher,
     advantages,
     batches_ahead,
+    environment,
     masked_tokens,
     reference_logprobs,
     rollout_logprobs,
@@ -159,6 +160,10 @@ class Batch:
     """Sequences left out, by reason; a group that does not say how many it holds counts as one."""
     examples: dict[str, str] = field(default_factory=dict)
     """The first place where a reason was met, in words."""
+    faults_by_env: dict[str, Counter[str]] = field(default_factory=dict)
+    """Malformed sequences of each environment, by reason."""
+    fault_examples: dict[str, str] = field(default_factory=dict)
+    """The first of them by environment, in words."""
     remarks: dict[str, int] = field(default_factory=dict)
     """What is odd about that which trains, and how many times."""
     sample_len: int = 0
@@ -224,15 +229,25 @@ class Batch:
         known = sum(int((r.experts[:, 0, 0] >= 0).sum()) for r in self.rollouts if r.experts is not None)
         return known / max(1, sum(int(np.flatnonzero(r.trained)[-1]) for r in self.rollouts if r.trained.any()))
 
-    def leave_out(self, reason: str, count: int, example: str = "") -> None:
-        """Count `count` sequences that do not train."""
+    def leave_out(self, reason: str, count: int, example: str = "", env: str = "") -> None:
+        """Count `count` sequences that do not train.
+
+        Args:
+            env: the environment that sent them malformed; empty where a setting of the run leaves them out.
+        """
         self.left_out[reason] = self.left_out.get(reason, 0) + count
         self.examples.setdefault(reason, example)
+        if env:
+            self.faults_by_env.setdefault(env, Counter())[reason] += count
+            self.fault_examples.setdefault(env, example)
 
     def absorb(self, other: Batch) -> None:
         """Count what an earlier batch held, in which nothing was left to train on."""
         for reason, count in other.left_out.items():
             self.leave_out(reason, count, other.examples.get(reason, ""))
+        for env, reasons in other.faults_by_env.items():
+            self.faults_by_env.setdefault(env, Counter()).update(reasons)
+            self.fault_examples.setdefault(env, other.fault_examples[env])
         self.groups, self.flat_groups = self.groups + other.groups, self.flat_groups + other.flat_groups
         for mine, theirs in (
             (self.groups_by_env, other.groups_by_env), (self.flat_by_env, other.flat_by_env),
@@ -410,7 +425,8 @@ class _Reader:
     def _refuse(self, raw: Any, error: Malformed) -> None:
         tokens = raw.get("tokens") if isinstance(raw, dict) else None
         count = len(tokens) if isinstance(tokens, list) else 0
-        self.batch.leave_out(error.reason, max(1, count), str(error))
+        env = environment(raw) if isinstance(raw, dict) else ""
+        self.batch.leave_out(error.reason, max(1, count), str(error), env or UNNAMED)
 
     def _lone(
         self, groups: list[tuple[Group, NDArray[np.float64]]], baselines: Baselines
