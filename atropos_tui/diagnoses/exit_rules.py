@@ -134,7 +134,7 @@ def exited(found: Evidence) -> tuple[str, str, str]:
 
 
 BY_CODE = (ExitRule("no_update", "the trainer made no update", judge=made_no_update),)
-"""What the exit code alone says, whatever else the log shows."""
+"""Rules that go by the exit code alone, whatever else the log shows."""
 BY_EXIT = (
     ExitRule(
         "env_package_missing",

@@ -172,7 +172,7 @@ class Trainer:
         self.after = ""
         self.lags: list[int] = []
         self.said: set[int] = set()
-        """What groups say of their environment's `max_batches_offpolicy`."""
+        """`max_batches_offpolicy` in the groups."""
         self.long: list[int] = []
 
     async def fetch(self) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What a resumed run continues from, beside weights and optimizer, and what it says where settings differ."""
+"""A resumed run continues from more than weights and optimizer, and names the settings that differ."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ class Objective:
 
 
 def objective_hint(config: TrainingConfig) -> str:
-    """What a setting that is left out takes from the objective; "" for nothing."""
+    """The part of the objective that a missing setting leaves out, in words; "" for none."""
     published = OBJECTIVES[config.objective]
     if not published.overlong or config.max_completion_tokens is not None or config.overlong_buffer is not None:
         return ""
