@@ -222,16 +222,9 @@ class Run:
         world.share(self._require_recording)
         self.objective.balance_coef = balance_coefficient(self.model, config.router_aux_loss_coef)
         self.threads = use_cores(self.model, config, self.device, world.size)
-        self.reference = (
-            Reference(config, self.model, self.device, self.sync.spread, resumed=start.path)
-            if config.ref_kl_coef
-            else None
-        )
+        self.reference = self._reference(start) if config.ref_kl_coef else None
         self.stepper = _stepper(self.model, config, self.device, start.path if start.exact else None, world)
-        self.saver = Saver(
-            config, self.model, self.stepper, world, saved_step=start.step, stop=stop, progress=self.progress,
-            record=self.record_checkpoint, reference=self.reference,
-        )  # fmt: skip
+        self.saver = self._saver(start.step)
         self.sync.arrived = self.record_sync
         self.sync.wait_for_room = lambda folder, words: self.saver.wait_for_room(self.step, folder, words)
         self.minibatches = Minibatches(
@@ -251,6 +244,17 @@ class Run:
             print(f"Ready to train beside rank 0, from rank {world.rank} on", file=sys.__stdout__, flush=True)
         if not world.rank or speaks_for_node():  # one record for each component of a trainer on several nodes
             reach(ATTACHED)
+
+    def _reference(self, start: checkpoint.StartingPoint) -> Reference:
+        origin = start.settings.get("lora_adapter_path", self.config.lora_adapter_path)
+        spread = self.sync.spread
+        return Reference(self.config, self.model, self.device, spread, resumed=start.path, origin=origin)
+
+    def _saver(self, step: int) -> Saver:
+        return Saver(
+            self.config, self.model, self.stepper, self.world, saved_step=step, stop=self.stop, progress=self.progress,
+            record=self.record_checkpoint, reference=self.reference,
+        )  # fmt: skip
 
     def _batches(
         self, api: RolloutSource, start: checkpoint.StartingPoint, routing: RoutingAsker | None, opened: ExitStack

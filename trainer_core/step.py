@@ -132,8 +132,7 @@ def accumulate(
             loss, penalties[4] = loss + share, share.detach()
         if not row.learns:
             return part, scores, penalties, row
-        if scale is not None:
-            loss = loss * scale
+        loss = loss if scale is None else loss * scale
         if gradients is None:
             loss.backward()
         else:

@@ -144,7 +144,14 @@ def test_the_reference_of_an_adapter_is_the_one_that_it_started_from(
 
 
 def test_the_reference_of_a_new_adapter_is_the_base(base: Path, tmp_path: Path, rollouts: Path) -> None:
+    """Also where a resume names an adapter: the run did not start from it."""
     fields = {**LORA, "ref_kl_coef": 0.5, "checkpoint_interval": 2}
-    pulls = [step["ref_kl"] for step in train(offline_config(base, tmp_path, **fields), rollouts=rollouts).history]
+    whole = train(offline_config(base, tmp_path, **fields), rollouts=rollouts)
+    pulls = [step["ref_kl"] for step in whole.history]
     assert pulls[0] == pytest.approx(0.0, abs=1e-9) and pulls[1] > 0
-    assert not (tmp_path / "offline" / "adapter_step_2" / "reference").exists()
+    saved = tmp_path / "offline" / "adapter_step_2"
+    assert not (saved / "reference").exists()
+    later = {"resume": str(saved), "lora_adapter_path": str(whole.path)}
+    assert [
+        step["ref_kl"] for step in train(offline_config(base, tmp_path, **fields, **later), rollouts=rollouts).history
+    ] == pulls[2:]

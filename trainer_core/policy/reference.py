@@ -30,11 +30,12 @@ class Reference:
 
     def __init__(
         self, config: TrainingConfig, policy: nn.Module, device: torch.device, world: World = ALONE, *,
-        resumed: Path | None = None,
+        resumed: Path | None = None, origin: str | None = None,
     ) -> None:  # fmt: skip
         """Args:
         policy: on `device`; with adapters, if the configuration trains any.
         resumed: checkpoint that the run continues from, which may hold the adapter of its start.
+        origin: `lora_adapter_path` of the run's start; default: a new adapter.
         """
         self._device = device
         self._adapted = config.trains_adapters
@@ -42,7 +43,7 @@ class Reference:
         """Values of the adapter that the run started from; None: a new one, which is the same as none."""
         if self._adapted:
             self._model = policy
-            folder = world.share(lambda: _starting_adapter(config, resumed))
+            folder = world.share(lambda: _starting_adapter(resumed, origin))
             if folder is not None:
                 values = world.share(lambda: read_adapter(policy, folder))
                 self._start = {name: value.to(device).float() for name, value in values.items()}
@@ -91,8 +92,8 @@ class Reference:
         return adapters_off(self._model) if self._start is None else adapter_values(self._model, self._start)
 
 
-def _starting_adapter(config: TrainingConfig, resumed: Path | None) -> Path | None:
+def _starting_adapter(resumed: Path | None, origin: str | None) -> Path | None:
     """The folder of the adapter that the run started from; None for a new one."""
     if resumed is not None and (resumed / FOLDER).is_dir():
         return resumed / FOLDER
-    return Path(config.lora_adapter_path) if config.lora_adapter_path else None
+    return Path(origin) if origin else None
