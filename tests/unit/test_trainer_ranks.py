@@ -81,21 +81,22 @@ def test_two_ranks_train_what_one_does(folder: Path, shared: int) -> None:
         assert torch.allclose(second[name], tensor, rtol=0, atol=1e-5 * float(tensor.abs().max())), name
 
 
+@pytest.mark.slow
 def test_two_ranks_keep_the_reference_that_an_adapter_started_from(folder: Path) -> None:
     """Before the first update the KL is 0; ranks that resume go on as one rank that never stopped."""
-    lines = [{"batch": [group_of(2 * i), group_of(2 * i + 1)]} for i in range(4)]
+    lines = [{"batch": [group_of(2 * i), group_of(2 * i + 1)]} for i in range(2)]
     rollouts = write_lines(folder / "rollouts.jsonl", lines)
     adapters: dict[str, Any] = {"rollouts": str(rollouts), "weight_bridge_mode": "lora_only", "lr": 1e-2}
     start = train(offline_config(folder / "tiny", folder, training_steps=1, **adapters)).path
     assert start is not None
     adapters |= {"lora_adapter_path": str(start.rename(folder / "start")), "ref_kl_coef": 0.5}
     one = train(offline_config(folder / "tiny", folder, save_path=str(folder / "one"), **adapters)).history
-    for steps in (2, 4):
-        fields = {"training_steps": steps, "checkpoint_interval": 2, "resume": "auto"}
+    for steps in (1, 2):
+        fields = {"training_steps": steps, "checkpoint_interval": 1, "resume": "auto"}
         config = offline_config(folder / "tiny", folder, **fields, **adapters)
         ended = run_ranks("tests.unit.test_trainer_ranks:trained", folder, *config.to_args())
         assert [rank.code for rank in ended] == [0, 0], ended
-    told = [record["ref_kl"] for record in records(Path(config.save_path), "step")[-4:]]
+    told = [record["ref_kl"] for record in records(Path(config.save_path), "step")[-2:]]
     assert told == pytest.approx([step["ref_kl"] for step in one], rel=1e-4, abs=1e-9)
     assert one[0]["ref_kl"] == pytest.approx(0, abs=1e-9) and one[1]["ref_kl"] > 0
 
