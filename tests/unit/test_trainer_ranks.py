@@ -94,7 +94,9 @@ def test_two_ranks_keep_the_reference_that_an_adapter_started_from(folder: Path)
     for steps in (1, 2):
         fields = {"training_steps": steps, "checkpoint_interval": 1, "resume": "auto"}
         config = offline_config(folder / "tiny", folder, **fields, **adapters)
-        ended = run_ranks("tests.unit.test_trainer_ranks:trained", folder, *config.to_args())
+        meeting = folder / f"ranks {steps}"  # ranks of one process meet in a file, which the next ones must not find
+        meeting.mkdir()
+        ended = run_ranks("tests.unit.test_trainer_ranks:trained", meeting, *config.to_args())
         assert [rank.code for rank in ended] == [0, 0], ended
     told = [record["ref_kl"] for record in records(Path(config.save_path), "step")[-2:]]
     assert told == pytest.approx([step["ref_kl"] for step in one], rel=1e-4, abs=1e-9)
