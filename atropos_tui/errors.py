@@ -10,6 +10,9 @@ import sys
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+LEAST_FILES = 128
+"""Open files that a supervisor with a few components needs: about eight for each, and its connections."""
+
 
 class Exit(IntEnum):
     """Exit codes that scripts rely on."""

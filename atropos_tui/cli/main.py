@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import errno
 import importlib
 import os
 import platform
+import resource
 import sys
 import tempfile
 import traceback
@@ -16,7 +18,7 @@ from pathlib import Path
 
 from atropos_tui import __version__
 from atropos_tui.cli.parser import build_parser, command_names
-from atropos_tui.errors import Elsewhere, Exit, Problem, UserError
+from atropos_tui.errors import LEAST_FILES, Elsewhere, Exit, Problem, UserError
 from atropos_tui.gate import gated
 
 
@@ -65,11 +67,21 @@ def _run(argv: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return int(Exit.DONE)
     except Exception as error:
-        if isinstance(error, FileNotFoundError) and _folder_is_gone():
-            problem = Problem("it was removed or replaced after this shell entered it", "cd to a folder that exists")
-            _say(UserError("the current directory does not exist any more", [problem]))
+        if mistake := _of_this_shell(error):
+            _say(mistake)
             return int(Exit.USAGE)
         return _report_fault(argv, getattr(options, "run_dir", None))
+
+
+def _of_this_shell(error: Exception) -> UserError | None:
+    """The mistake behind an error that the shell caused: its directory is gone, or its limit of open files too low."""
+    if isinstance(error, FileNotFoundError) and _folder_is_gone():
+        problem = Problem("it was removed or replaced after this shell entered it", "cd to a folder that exists")
+        return UserError("the current directory does not exist any more", [problem])
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if isinstance(error, OSError) and error.errno == errno.EMFILE and limit < LEAST_FILES:
+        return UserError("too many open files", [Problem(f"a process here may open {limit} files", "ulimit -n 4096")])
+    return None
 
 
 def _folder_is_gone() -> bool:

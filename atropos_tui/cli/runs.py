@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import secrets
+import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from atropos_common.files import is_own, read_regular
 from atropos_common.run_dir import LATEST_TIME, RunDir, is_safe_name, registry
 from atropos_tui.cli import slurm
 from atropos_tui.errors import Exit, Problem, UserError
-from atropos_tui.profile.ports import has_supervisor
+from atropos_tui.profile.ports import has_supervisor, listener
 
 MOST_NAMED = 5
 """Runs that a message about several lists."""
@@ -235,13 +236,25 @@ def _no_run(named: Path) -> UserError:
         problem = Problem("no run is called so", f"atropos-tui up {text} starts one")
         return UserError(f"{text} is a profile", [problem], Exit.NO_RUN)
     known = [name for entry in all_runs() for name in (entry.run_id, str(entry.info.get("name")))]
-    what = (
-        "its run.json cannot be read"
-        if RunDir(named).run_json.exists()
-        else "no run.json there, and no such id or name"
-    )
     fix = f"{did_you_mean(text, known)}`atropos-tui runs` lists the runs"
-    return UserError(f"no run in {named}", [Problem(what, fix)], Exit.NO_RUN)
+    return UserError(f"no run in {named}", [_missing(RunDir(named), fix)], Exit.NO_RUN)
+
+
+def _missing(run: RunDir, fix: str) -> Problem:
+    """Why a directory has no run that can be read."""
+    from atropos_tui.supervisor.client import SocketError, socket_path
+
+    try:
+        run.run_json.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        with contextlib.suppress(OSError, SocketError):
+            if pid := listener(str(socket_path(run))):
+                what = f"the supervisor of this directory lives (pid {pid}), but its run.json is gone"
+                return Problem(what, f"kill {pid} ends the run as `down` does")
+        return Problem("no run.json there, and no such id or name", fix)
+    except OSError as error:
+        return Problem(f"its run.json cannot be reached: {error.strerror}", f"chmod u+rwx {shlex.quote(str(run.root))}")
+    return Problem("its run.json cannot be read", fix)
 
 
 def read_result(run: RunDir) -> dict[str, Any] | None:

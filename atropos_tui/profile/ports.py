@@ -10,6 +10,7 @@ import json
 import os
 import shlex
 import socket
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,18 @@ def listens(address: str) -> bool:
     except (OSError, ValueError):  # ValueError: a NUL in the address
         return False
     return True
+
+
+def listener(address: str) -> int | None:
+    """Pid of the process that listens on the Unix socket at `address`; `None` if there is none."""
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.settimeout(CONNECT_S)
+            probe.connect(address)
+            pid, _, _ = struct.unpack("3i", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    except (OSError, ValueError):
+        return None
+    return int(pid) or None
 
 
 def own_socket(run: RunDir) -> str | None:

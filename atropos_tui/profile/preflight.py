@@ -9,6 +9,7 @@ import ast
 import importlib.util
 import os
 import re
+import resource
 import shutil
 import socket
 import subprocess
@@ -27,7 +28,7 @@ from atropos_common.run_dir import (
     ENV_RUN_ID,
     ENV_TOKEN,
 )
-from atropos_tui.errors import Problem
+from atropos_tui.errors import LEAST_FILES, Problem
 from atropos_tui.profile import memory, ports
 from atropos_tui.profile.env_checks import environment_faults, environment_files, python_path, user_module
 from atropos_tui.profile.errors import counted, in_braces
@@ -82,6 +83,7 @@ def lacks(site: Site, stack: StackSpec, machine: Hardware) -> list[Problem]:
         machine: where the stack shall run.
     """
     return [
+        *_open_files(),
         *_nodes(site),
         *_taken_ports(site),
         *_packages(site, training_config(site), machine),
@@ -105,6 +107,13 @@ def mismatches(site: Site, inventory: Inventory) -> list[Problem]:
 def unfit(site: Site, inventory: Inventory) -> list[Problem]:
     """GPUs that this machine does not have, and memory that is too small for certain."""
     return [*_gpus(site, inventory.machine), *_memory(site, training_config(site), inventory)]
+
+
+def _open_files() -> Iterator[Problem]:
+    """A limit of open files under which the supervisor would stop in the middle of its work."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < LEAST_FILES:
+        yield Problem(f"a process here may open {soft} files; the supervisor needs {LEAST_FILES}", "ulimit -n 4096")
 
 
 def _places(site: Site) -> Iterator[Problem]:

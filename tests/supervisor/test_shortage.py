@@ -78,3 +78,20 @@ async def test_without_memory_for_a_thread_the_supervisor_lives(tmp_path: Path) 
         process.rlimit(resource.RLIMIT_AS, usual)
         assert (await client.wait("ready", 30)).outcome == "reached"
         assert {(row.state, row.attempt) for row in (await client.status()).components} == {(State.HEALTHY, 2)}
+
+
+async def test_a_run_directory_that_cannot_be_written_is_named(
+    launch: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system that became read-only: the fix was to look at the component's command."""
+    run_dir = tmp_path / "run"
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), f"{run_dir}/logs/one/1.log")
+
+    monkeypatch.setattr(launcher, "spawn", refuse)
+    async with launch(part("one")) as running:
+        assert await running.end() == 3
+        assert "Read-only file system" in running.result().reason
+        told = (run_dir / "supervisor.jsonl").read_text() + running.result().model_dump_json()
+        assert f"make {run_dir} readable and writable again" in told and "check its command" not in told

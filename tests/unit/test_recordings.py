@@ -6,7 +6,10 @@ import json
 import os
 import shutil
 import socket
+import subprocess
+import sys
 import tarfile
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,11 +20,13 @@ from atropos_common.files import read_regular
 from atropos_common.run_dir import RunDir, registry
 from atropos_tui.cli import cleanup, main, runs
 from atropos_tui.cli.doctor import machine
-from atropos_tui.errors import Exit
+from atropos_tui.errors import Exit, UserError
 from atropos_tui.monitor import report
 from atropos_tui.monitor.replay import Recording, Replay
+from atropos_tui.profile.ports import listener
 from atropos_tui.supervisor import procfs
 from atropos_tui.supervisor.store import ProcessTable
+from tests.strangers import NOBODY, as_another_user, needs_another_user
 from tests.ui.run_maker import make_run as make_recording
 from tests.unit.cli_places import own_places  # noqa: F401
 from tests.unit.test_cli_clean import crash, lives, make_run, supervised
@@ -235,7 +240,8 @@ def linked(run: RunDir, outside: Path, at: str) -> None:
         path.unlink(missing_ok=True)
     for file in [target, *target.rglob("*")] if target.is_dir() else [target]:
         if file.suffix in (".log", ".jsonl"):
-            file.write_text(file.read_text().replace("arithmetic", SECRET) + f"{SECRET}\n")
+            words = file.read_text().replace("arithmetic", SECRET).replace("probe passed", SECRET)
+            file.write_text(words + f"{SECRET}\n")
         elif file.is_file():
             file.write_text(file.read_text().replace("demo", SECRET))
     path.symlink_to(target)
@@ -244,7 +250,6 @@ def linked(run: RunDir, outside: Path, at: str) -> None:
 LINKED = (
     "telemetry.jsonl",
     "supervisor.jsonl",
-    "gauges.jsonl",
     "eval.arithmetic.jsonl",
     "plan.json",
     "profile.toml",
@@ -320,3 +325,49 @@ def test_a_sparse_file_of_any_size_costs_no_command_time(tmp_path: Path, at: str
     assert len(Recording.load(run).records) >= len(before.records) - 1
     assert main.run(["bundle", str(run.root), "-o", "all.tar.gz"]) == 0
     assert time.monotonic() - began < 8
+
+
+def test_a_run_directory_that_was_removed_names_its_supervisor(live: tuple[RunDir, str, int], capsys: Captured) -> None:
+    original, _, pid = live
+    supervisor = listener(str(original.control_sock.readlink()))
+    assert supervisor
+    shutil.rmtree(original.root)
+    for command in ("ps", "down", "clean"):
+        assert main.run([command, str(original.root)]) == Exit.NO_RUN
+        said = capsys.readouterr().err
+        assert f"lives (pid {supervisor})" in said and f"kill {supervisor} ends the run" in said
+    assert lives(pid)
+
+
+@needs_another_user
+def test_a_run_directory_that_its_owner_cannot_read_is_words(tmp_path: Path) -> None:
+    """`chmod 000`, as a user who may not read it all the same; it was an internal error."""
+    base = Path(tempfile.mkdtemp(dir="/tmp"))
+    base.chmod(0o755)
+    run, _ = make_run(base)
+    run.root.parent.chmod(0o755)
+    os.chown(run.root, NOBODY, NOBODY)
+    run.root.chmod(0)
+    assert runs.find(Path("no-such-run")) is None  # what is imported late is imported now
+
+    def ask() -> str:
+        os.chdir("/")
+        try:
+            runs.pick(run.root)
+        except UserError as error:
+            return str(error)
+        return ""
+
+    try:
+        said = as_another_user(ask)
+    finally:
+        shutil.rmtree(base)
+    assert "cannot be reached: Permission denied" in said and "fix: chmod u+rwx" in said
+
+
+def test_too_few_open_files_are_words_before_anything_starts() -> None:
+    command = [sys.executable, "-P", "-m", "atropos_tui", "up", "demo", "--headless", "--run-dir", "r"]
+    shell = ["bash", "-c", 'ulimit -n 40; exec "$@"', "bash", *command]
+    done = subprocess.run(shell, capture_output=True, text=True, timeout=60)
+    assert done.returncode == Exit.USAGE and not Path("r").exists()
+    assert "may open 40 files" in done.stderr and "fix: ulimit -n 4096" in done.stderr

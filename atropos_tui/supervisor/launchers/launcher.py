@@ -403,6 +403,8 @@ class Host:
             if error.errno in SCARCE:
                 raise
             fix = "check its command and cwd: atropos-tui plan shows them"
+            if Path(str(error.filename or "/")).is_relative_to(self.stack.run_dir):
+                fix = f"make {self.stack.run_dir} readable and writable again, then atropos-tui up --resume it"
             raise LaunchError(f"cannot start {spec.name}: {error}", fix) from None
         self._enter(spec.name, living)
         return living
