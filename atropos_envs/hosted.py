@@ -27,7 +27,7 @@ from tenacity import RetryError
 from atropos_common.group_reasons import FLAT, NONE, REFUSED, SURPLUS, UNANSWERED, UNSENDABLE
 from atropos_common.http import DOOR_USER
 from atropos_common.run_dir import ENV_DOOR_KEY, ENV_ENGINE_URLS, ENV_REFILL, ENV_SEQUENCES
-from atropos_common.stages import REGISTERED, reach
+from atropos_common.stages import REGISTERED, SET_UP, reach
 from atropos_envs import Dismissed, EnvFault
 from atropos_envs.engine_client import EngineClient, EngineRefused, addresses, begin_group
 from atropos_envs.engine_gate import EngineGate
@@ -453,6 +453,7 @@ class Hosted(BaseEnv):  # type: ignore[misc]
             log.info("importing vLLM for its tool parser %r", name)
             await asyncio.to_thread(load_tool_parser, name)
         log.info("set up after %.1f s", time.monotonic() - self._began_at)
+        reach(SET_UP)
         await super().setup_wandb()
 
     async def _register_env(self) -> dict[str, Any]:

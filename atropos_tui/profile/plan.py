@@ -133,8 +133,7 @@ ENGINE_STAGES = [
     ),
 ]
 HOSTED_STAGE = Stage(
-    name="its setup",
-    pattern=r"set up after \d",
+    name=stages.SET_UP,
     usually="its setup() has not ended: it loads data, or waits for a service: see its `logs`",
 )
 """Environments that `atropos_envs` hosts say when it is over."""
