@@ -99,6 +99,8 @@ class StateRecord(ComponentRecord):
     pid: int | None = None
     exit_code: int | None = None
     """Exit status; negative is the signal that ended the process. Null while it runs."""
+    retry_at: Number | None = None
+    """In backoff: when the component is started again, in Unix seconds."""
 
 
 class ProbeRecord(ComponentRecord):
@@ -197,6 +199,10 @@ class StepRecord(TrainerRecord):
     faults_by_env: dict[str, dict[str, int]] = Field(default_factory=dict)
     """Of them the malformed ones, by environment and reason, and an example of each environment."""
     fault_examples: dict[str, str] = Field(default_factory=dict)
+    too_old: int = 0
+    """Sequences of `left_out` with more policy lag than their bound allows."""
+    policy_lag_bound: int | None = None
+    """The bound that left out the newest of them; null where none was left out."""
     groups_by_env: dict[str, int] = Field(default_factory=dict)
     flat_groups_by_env: dict[str, int] = Field(default_factory=dict)
     """Well-formed groups of the batch by environment, and those of them that have no advantage: equal scores."""

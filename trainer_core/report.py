@@ -148,6 +148,8 @@ def step_fields(report: StepReport) -> dict[str, Any]:
         "tis_truncated_fraction": outcome.tis_truncated,
         "tis_masked_fraction": outcome.tis_masked,
         "left_out": report.batch.left_out,
+        "too_old": report.batch.too_old,
+        "policy_lag_bound": report.batch.policy_lag_bound,
         "skipped": report.batch.left_out,
         "faults_by_env": {env: dict(reasons) for env, reasons in report.batch.faults_by_env.items()},
         "fault_examples": report.batch.fault_examples,

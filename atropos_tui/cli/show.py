@@ -39,6 +39,7 @@ from atropos_tui.monitor.format import (
     glyph_and_word,
     number,
     one_line,
+    reason_of,
     seconds_text,
 )
 from atropos_tui.monitor.run_files import is_crashed
@@ -88,7 +89,7 @@ def event_line(record: Record) -> str:
     clock = time.strftime("%H:%M:%S", time.localtime(record.time))
     match record:
         case StateRecord():
-            reason = f"  ({one_line(record.reason)})" if record.reason else ""
+            reason = f"  ({reason_of(record)})" if record.reason else ""
             return f"{clock}  {record.component or '':<14} {record.old} → {record.new}{reason}"
         case ProbeRecord():
             said = f"{record.probe} probe {'passed' if record.ok else 'failed'}  {one_line(record.detail)}"

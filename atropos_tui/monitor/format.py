@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from atropos_common.control import State
+from atropos_common.records import StateRecord
 from atropos_tui.gate import MAX_COLUMNS as MAX_COLUMNS
 from atropos_tui.gate import one_line as one_line
 from atropos_tui.gate import plain_lines as plain_lines
@@ -120,3 +121,9 @@ def number(value: float | None, digits: int = 3) -> str:
     if size >= 1000:
         return f"{value:,.0f}"
     return f"{value:.{digits}f}" if size < 10 else f"{value:.1f}"
+
+
+def reason_of(record: StateRecord) -> str:
+    """The reason of a transition and, in backoff, the seconds to the next start."""
+    again = "" if record.retry_at is None else f"; again in {max(0.0, record.retry_at - record.time):.1f} s"
+    return one_line(record.reason) + again

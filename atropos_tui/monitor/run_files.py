@@ -219,6 +219,7 @@ def _moved(row: ComponentStatus | None, record: StateRecord) -> ComponentStatus:
             "started_at": record.time if new is State.STARTING else before.started_at,
             "exit_code": record.exit_code if record.exit_code is not None else before.exit_code,
             "reason": record.reason,
+            "retry_at": record.retry_at,
             "healthy": None,
         }
     )

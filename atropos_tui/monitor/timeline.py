@@ -10,7 +10,16 @@ from pathlib import PurePath
 
 from atropos_common.control import State
 from atropos_common.records import CheckpointRecord, CommandRecord, DiagnosisRecord, StateRecord
-from atropos_tui.monitor.format import TONES, Tone, bytes_text, glyph_and_word, one_line, plain_lines, seconds_text
+from atropos_tui.monitor.format import (
+    TONES,
+    Tone,
+    bytes_text,
+    glyph_and_word,
+    one_line,
+    plain_lines,
+    reason_of,
+    seconds_text,
+)
 from atropos_tui.monitor.state import RunState
 
 
@@ -54,7 +63,7 @@ def _moved(record: StateRecord) -> Event:
     known = next((state for state in State if state.value == record.new), None)
     mark = glyph_and_word(known) if known else f"· {one_line(record.new)}"
     attempt = f"attempt {record.attempt}" if record.attempt > 1 and record.new == State.STARTING else ""
-    words = [one_line(record.reason), attempt]
+    words = [reason_of(record), attempt]
     return Event(
         record.time,
         one_line(record.component or ""),

@@ -265,12 +265,11 @@ def starting_words(row: ComponentStatus, info: RunInfo, state: RunState, now: fl
 def _too_old(known: Known) -> Verdict | None:
     """Sequences are left out, since more versions lie between than `max_policy_lag` allows."""
     steps = known.state.newest_steps
-    old = [(why, count) for step in steps for why, count in step.left_out.items() if why.startswith("older than")]
-    out = sum(count for _, count in old)
+    out = sum(step.too_old for step in steps)
     taken = sum(step.sequences for step in steps)
     if not out or out < LEFT_OUT * (out + taken):
         return None
-    most = one_line(old[-1][0]).rpartition(" ")[2]
+    most = next(step.policy_lag_bound for step in reversed(steps) if step.too_old)
     return Verdict(
         "warning",
         f"policy lag at its bound: {out} of the newest {out + taken} sequences are older than max_policy_lag = {most} "

@@ -180,8 +180,7 @@ class Picture:
 
     def _backoff(self, row: ComponentStatus) -> list[str]:
         plan = self._plan.get(row.name)
-        cause = one_line(row.reason).rpartition("; again in")[0] or one_line(row.reason)
-        lines = [f"crashed: {cause}"]
+        lines = [f"crashed: {one_line(row.reason)}"]
         if row.retry_at is not None:
             left = row.retry_at - self._now
             lines.append(f"next start in {duration(left)}" if left > 0 else "starts again now")

@@ -256,7 +256,7 @@ class Component:
 
     # What is told of it.
 
-    def _move(self, new: State, reason: str = "", exit_code: int | None = None) -> None:
+    def _move(self, new: State, reason: str = "", exit_code: int | None = None, retry_at: float | None = None) -> None:
         """Take it to state `new`: the only way there."""
         old = self.state
         check_step(old, new)
@@ -271,6 +271,7 @@ class Component:
                 command_id=self._command_id,
                 pid=(self.child.pid or None) if self.child else None,
                 exit_code=exit_code,
+                retry_at=retry_at,
             )
         )
         if new in (State.HEALTHY, State.COMPLETED, State.FAILED):
@@ -741,7 +742,7 @@ class Component:
         if self.outcome != "killed":
             self._command_id = None
         self._retry_at = time.time() + delay
-        self._move(State.BACKOFF, f"{reason}; again in {delay:.1f} s", self.exit_code)
+        self._move(State.BACKOFF, reason, self.exit_code, retry_at=self._retry_at)
         self._command_id = None
 
 

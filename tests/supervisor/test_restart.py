@@ -13,6 +13,7 @@ import pytest
 
 from atropos_common.control import CommandRequest, Role, State
 from atropos_common.records import DiagnosisRecord, ProbeRecord
+from atropos_tui.monitor.format import reason_of
 from atropos_tui.profile.spec import HttpCheck, Probe, Probes, RestartPolicy, StopPolicy
 from atropos_tui.supervisor.component import next_delay
 from tests.supervisor.harness import QUICK, alive, part, pids_in, python, ready, script
@@ -389,7 +390,7 @@ async def test_the_backoff_begins_anew_after_health(launch: Any, monkeypatch: py
     policy = RestartPolicy(backoff_s=0.1, max_backoff_s=10, max_restarts=3)
     async with launch(part("crash", python(lives), probes=ready(), restart=policy)) as running:
         assert await running.end() == 3
-        said = [row.reason for row in running.states("crash") if row.new == "backoff"]
+        said = [reason_of(row) for row in running.states("crash") if row.new == "backoff"]
         assert said == [f"exit code 1; again in {delay} s" for delay in ("0.1", "0.2", "0.1")]
         assert "gave up after 3 restarts" in running.result().reason, "the window is not reset by health"
 

@@ -103,7 +103,7 @@ DISK = diagnosed(
 )  # fmt: skip
 FLAT = diagnosed("groups_all_flat", "math", "the groups of math are flat: nothing is learnt from them", "easier ones")
 ENGINES = [row(f"vllm-{at}", role=Role.ENGINE) for at in (1, 2)]
-OLD = step(38, left_out={"older than --max-policy-lag 2": 40}, sequences=88)
+OLD = step(38, too_old=40, policy_lag_bound=2, sequences=88)
 
 SITUATIONS: dict[str, tuple[Severity, str, Verdict]] = {
     "environment slow": (
@@ -151,7 +151,7 @@ SITUATIONS: dict[str, tuple[Severity, str, Verdict]] = {
         "policy lag at its bound: 40 of the newest 1280 sequences are older than max_policy_lag = 2 and left out; "
         "env.max_batches_offpolicy = 1 and fewer env.max_num_workers make rollouts younger, or raise [trainer] "
         "max_policy_lag",
-        said(*OLD, step(39, sequences=0, left_out={"older than --max-policy-lag 2": 60})[0], flow(0.3, 0.1)),
+        said(*OLD, step(39, sequences=0, too_old=60, policy_lag_bound=2)[0], flow(0.3, 0.1)),
     ),
     "healthy": (
         "healthy",

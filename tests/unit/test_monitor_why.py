@@ -135,7 +135,7 @@ def test_a_step_that_is_overdue_is_what_a_run_waits_for() -> None:
 
 
 def test_backoff_names_the_next_try_and_the_last_one() -> None:
-    crashed = row("trainer", State.BACKOFF, reason="exit code 9; again in 4.0 s", retry_at=NOW + 3, crashes=2)
+    crashed = row("trainer", State.BACKOFF, reason="exit code 9", retry_at=NOW + 3, crashes=2)
     found = lines(crashed)
     assert paragraph(found, "trainer") == [
         "crashed: exit code 9", "next start in 3.0 s", "crash 2 within 10:00; crash 4 is the last"

@@ -158,6 +158,10 @@ class Batch:
     """Groups that hold something which nobody reads, by its name."""
     left_out: dict[str, int] = field(default_factory=dict)
     """Sequences left out, by reason; a group that does not say how many it holds counts as one."""
+    too_old: int = 0
+    """Sequences of `left_out` with more policy lag than their bound allows."""
+    policy_lag_bound: int | None = None
+    """The bound that left out the newest of them."""
     examples: dict[str, str] = field(default_factory=dict)
     """The first place where a reason was met, in words."""
     faults_by_env: dict[str, Counter[str]] = field(default_factory=dict)
@@ -248,6 +252,8 @@ class Batch:
         for env, reasons in other.faults_by_env.items():
             self.faults_by_env.setdefault(env, Counter()).update(reasons)
             self.fault_examples.setdefault(env, other.fault_examples[env])
+        self.too_old += other.too_old
+        self.policy_lag_bound = other.policy_lag_bound if self.policy_lag_bound is None else self.policy_lag_bound
         self.groups, self.flat_groups = self.groups + other.groups, self.flat_groups + other.flat_groups
         for mine, theirs in (
             (self.groups_by_env, other.groups_by_env), (self.flat_by_env, other.flat_by_env),
