@@ -22,8 +22,8 @@ from atropos_tui.monitor.series import Series, mean
 from atropos_tui.monitor.state import RunState
 
 LAST, LAST_SHARE = 20, 4
-"""A run's final value is the mean of its newest steps: at most so many, and at most this part of the shortest run of a
-comparison, the same number for all."""
+"""Limit of the newest steps whose mean is a run's final value, and of their share: a quarter of the shortest run of a
+comparison. The number is the same for all."""
 PLACES = 300
 """Of a band, at most."""
 POINTS = 2_000

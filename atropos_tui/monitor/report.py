@@ -280,12 +280,12 @@ def _component(row: Any) -> dict[str, str]:
         "state": glyph_and_word(row.state),
         "attempts": str(row.attempt or "–"),
         "crashes": str(row.restarts),
-        "exit": _exit(row.exit_code),
+        "exit": exit_words(row.exit_code),
         "note": masked_line(row.diagnosis or row.reason),
     }
 
 
-def _exit(code: int | None) -> str:
+def exit_words(code: int | None) -> str:
     """An exit code; the signal where one ended the process, by either convention."""
     if code is None:
         return "–"

@@ -149,8 +149,12 @@ class PageChart:
 
 def charts(state: RunState) -> list[PageChart]:
     """Every chart that `state` has data for, in reading order."""
-    beside = marks(state)
-    found = [*(_chart(spec, state, beside) for spec in PAGE), _split(state, beside)]
+    every = marks(state)
+    few = [mark for mark in every if mark.kind != "evaluation"]  # under every chart they would hide the restarts
+    found = [
+        _chart(spec, state, every if any(curve.metric == HELD_OUT for curve in spec.curves) else few) for spec in PAGE
+    ]
+    found.append(_split(state, few))
     return [chart for chart in found if chart.lines]
 
 
@@ -162,8 +166,6 @@ def _chart(spec: ChartSpec, state: RunState, beside: list[Mark]) -> PageChart:
     ]
     longest = max((series.count for curve, _, series in found if curve.metric != HELD_OUT), default=0)
     note = f"{longest:,} points, thinned; every slice keeps its extremes." if longest > POINTS else ""
-    if all(curve.metric != HELD_OUT for curve in spec.curves):  # else they stand under every chart and hide restarts
-        beside = [mark for mark in beside if mark.kind != "evaluation"]
     return PageChart(spec, [line for line in lines if line], beside, note)
 
 

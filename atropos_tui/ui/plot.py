@@ -46,7 +46,7 @@ class Curve:
     style: Style
     scatter: bool = False
     mark: str = ""
-    """What stands at the points of a scatter; on a line now and then, where colours do not tell lines apart."""
+    """Character at the points of a scatter; on a line now and then, where colours do not tell lines apart."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A refusal is said once, Ctrl-C twice leaves without ending the run, and figures say what they are."""
+"""A refusal appears once, Ctrl-C twice leaves without ending the run, and figures say what they are."""
 
 from __future__ import annotations
 

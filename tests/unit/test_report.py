@@ -28,7 +28,7 @@ from atropos_common.records import (
 from atropos_common.run_dir import LATEST_TIME, RunDir
 from atropos_tui.monitor.charts import PAGE
 from atropos_tui.monitor.format import number
-from atropos_tui.monitor.report import lanes, render_report
+from atropos_tui.monitor.report import exit_words, lanes, render_report
 from atropos_tui.monitor.report_charts import POINTS, charts
 from atropos_tui.monitor.run_files import load_run, status_from_files
 from atropos_tui.monitor.series import Series, averaged, thin
@@ -454,3 +454,17 @@ def test_chromium_opens_it_without_an_error_or_a_request(tmp_path: Path) -> None
     assert_self_contained(tree)
     assert len(list(tree.iter(f"{SVG}svg"))) == len(PAGE) + 1 + len(SYSTEM)
     assert "evil.example" not in log.read_text()
+
+
+def test_evaluations_stand_only_beside_accuracies(tmp_path: Path) -> None:
+    """They stood under all charts, two splits side by side, and hid the restarts."""
+    _, state, _ = load_run(make_run(tmp_path / "run").root)
+    found = {chart.name for chart in charts(state) if any(mark.kind == "evaluation" for mark in chart.marks)}
+    assert found == {"Reward"}
+
+
+@pytest.mark.parametrize(
+    ("code", "words"), [(None, "–"), (0, "0"), (3, "3"), (-15, "-15 (SIGTERM)"), (143, "143 (SIGTERM)"), (250, "250")]
+)
+def test_an_exit_code_names_its_signal(code: int | None, words: str) -> None:
+    assert exit_words(code) == words

@@ -70,7 +70,7 @@ class Trace:
     values: Sequence[float]
     scatter: bool = False
     mark: str = ""
-    """What stands before its name, and on it where colours do not tell curves apart."""
+    """Character before its name, and on it where colours do not tell curves apart."""
     smooth: Curve | None = None
     span: int = 0
     """Points of the moving average that is drawn; 0: none."""

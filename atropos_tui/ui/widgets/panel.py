@@ -1,4 +1,4 @@
-"""What every panel is: a widget that is given a `View` to draw, in styles of its own by name. Its errors stay in it.
+"""The base of every panel: a widget that draws a `View`, in styles of its own by name. Its errors stay in it.
 
 A panel is two places: its file here, with its CSS, and one row of `ui.views.VIEWS`.
 """
