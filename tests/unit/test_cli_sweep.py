@@ -160,7 +160,7 @@ def test_a_cell_that_fails_ends_nothing_else_and_is_tried_again(
         ('"2"', "1", "1", "3"),
     ]
     assert "FAIL_AT-2_seed-0: run ended with code 3" in out and "the loss is not a number" in out
-    assert "2 runs   0.667 (0.667 to 0.667)" in out, "over the seeds of those that are done"
+    assert "2 runs   1.000 (1.000 to 1.000)" in out, "over the seeds of those that are done"
     assert "</html>" in (base / "overlay.html").read_text()
     assert f"atropos-tui sweep --resume {base}" in out
     assert set(attempts(base).values()) == {1}
