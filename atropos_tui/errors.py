@@ -62,7 +62,7 @@ class UserError(Exception):
 
     def __str__(self) -> str:
         lines = [self.title]
-        for problem, following in zip(self.problems, [*self.problems[1:], None], strict=True):
+        for problem, following in zip(self.problems, [*self.problems[1:], None], strict=False):
             lines.append(f"  {problem.what}")
             if problem.fix and not (following and following.fix == problem.fix):  # one fix of several stands once
                 lines.append(f"    fix: {problem.fix}")

@@ -25,7 +25,7 @@ def test_a_question_that_is_not_answered_does_nothing(
     async def recipe(*_: object) -> Recipe:
         return Recipe(action="restart", component="vllm", stop=["vllm"], start=["vllm"])
 
-    def unanswered(question: str) -> str:
+    def unanswered(question: str = "") -> str:
         asked.append(threading.current_thread() is threading.main_thread())
         raise end
 
