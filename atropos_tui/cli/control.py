@@ -158,6 +158,12 @@ async def wait(options: argparse.Namespace) -> int:
         result = runs.read_result(entry.dir)
         if options.target == "done" and result is not None:
             return int(result["exit_code"])
+        known = runs.component_names(entry)
+        if known and options.target not in ("ready", "done", *known):
+            fix = f"{did_you_mean(options.target, known)}one of: ready, done, {', '.join(known)}"
+            raise UserError(
+                f"nothing called {options.target!r} to wait for", [Problem("no such component", fix)]
+            ) from None
         if supervisor_gone(entry.dir):
             problem = Problem(GONE, f"atropos-tui up --resume {shlex.quote(str(entry.dir.root))} goes on with it")
             raise UserError(f"{entry.dir.root.name} crashed", [problem], Exit.COMPONENT_FAILED) from None
@@ -212,6 +218,9 @@ def open_screen(run: RunDir, *, read_only: bool = False) -> int:
         is_over = runs.read_result(run) is not None
         _say_if_heard(faults.crash_line(run.root, command="attach", is_over=is_over))
         return Exit.FAULT
+    if choice == "detach" and runs.read_result(run) is not None:
+        _say_if_heard(f"the run has ended: {one_line(str(run.root))}\n  atropos-tui why · report · replay")
+        return Exit.DONE
     if choice == "detach":
         _say_if_heard(f"detached; the run goes on: {one_line(str(run.root))}\n  atropos-tui attach · ps · down")
         return Exit.DONE

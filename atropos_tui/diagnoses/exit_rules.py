@@ -19,7 +19,7 @@ from atropos_tui.profile.spec import ComponentSpec
 
 USAGE = r"^(?:[\w ./-]+: )?error: .+|^usage: .+|unrecognized arguments.+|ValidationError.*"
 """Messages of argparse, click and pydantic, whatever their case."""
-OWN_USAGE = r"^(?:vllm_server|SmolLM2): .+|^\S+ \S+ ERROR atropos_envs\S* .+"
+OWN_USAGE = r"^(?:vllm_server|SmolLM2): .+|^atropos: cannot start .+|^\S+ \S+ ERROR atropos_envs\S* .+"
 """Messages of our own programs, which end with 2 for what another start does not change."""
 RANK_SIGKILL = re.compile(r"error: rank \d+ was killed by SIGKILL")
 

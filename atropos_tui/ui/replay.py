@@ -49,13 +49,20 @@ class ReplayBar(Widget):
     def __init__(self, clock: ReplayClock) -> None:
         super().__init__(id="replay")
         self._clock = clock
+        self._shown = 0.0
+        """The moment that stands on the screen."""
 
     def on_mount(self) -> None:
-        self.set_interval(TICK_S, self.refresh)
+        self.set_interval(TICK_S, self._tick)
+
+    def _tick(self) -> None:
+        if self._clock.now() != self._shown:  # paused and at its end nothing changes
+            self.refresh()
 
     def render(self) -> RenderResult:
         clock, width = self._clock, self.content_size.width
-        now, whole, quiet = clock.now(), clock.last - clock.first, ink(self.app, "dim")
+        now = self._shown = clock.now()
+        whole, quiet = clock.last - clock.first, ink(self.app, "dim")
         word = "▮▮ paused" if clock.paused else "■ at its end" if clock.at_end else f"▶ {clock.speed:g}×"
         left = Text.assemble((" REPLAY ", ink(self.app, "replay")), f" {word}  ", no_wrap=True)
         left.append(time_of_day(now))
@@ -92,6 +99,8 @@ class ReplayApp(CockpitApp):
         self._events = replay.recording.events()
         self.feed = Feed(run.root, replay.control, self.post_message, feed=replay.feed, logs=replay.logs)
         self.rings = Bell(run, muted=True)  # what rings has happened long ago
+        self._shown = 0.0
+        """The moment that was asked of the feed last."""
 
     def compose(self) -> ComposeResult:
         yield ReplayBar(self.replay.clock)
@@ -99,7 +108,12 @@ class ReplayApp(CockpitApp):
 
     def on_mount(self) -> None:
         """Textual calls this beside the one of the class above."""
-        self.set_interval(TICK_S, self.feed.refresh)
+        self.set_interval(TICK_S, self._tick)
+
+    def _tick(self) -> None:
+        if (now := self.replay.clock.now()) != self._shown:
+            self._shown = now
+            self.feed.refresh()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Keys that move through time are others' where a line is typed, a dialog asks or a chart is read."""

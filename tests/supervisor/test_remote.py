@@ -346,3 +346,20 @@ async def test_beats_go_on_while_the_event_loop_waits_for_a_disk() -> None:
         beats.close()
         outbox.close()
         line.close()
+
+
+async def test_a_sweep_waits_until_the_far_end_listens(tmp_path: Path) -> None:
+    """A .bashrc that reads its standard input took what was sent before, and nothing was ended."""
+    env = {**os.environ, "ATROPOS_RUN_ID": "swept-late", "ATROPOS_COMPONENT": "one"}
+    left = await asyncio.create_subprocess_exec(*python("import time; time.sleep(600)"), env=env)
+    prefix = ["bash", "-c", 'read -r -t 0.3 line; exec "$@"', "--"]
+    place = Place(node="far", host="h", address="127.0.0.1", prefix=prefix, python=sys.executable)
+    command = place.command(place.python, *remote_launcher.ARGUMENTS)
+    try:
+        assert await asyncio.to_thread(sweep_there, FarEntry(name="one", node="far", host="h", command=command),
+                                       "swept-late") == ""  # fmt: skip
+        await wait_until(lambda: not alive(left.pid))
+    finally:
+        if alive(left.pid):
+            left.kill()
+        await left.wait()

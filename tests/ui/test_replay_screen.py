@@ -19,7 +19,7 @@ from atropos_tui.cli import main
 from atropos_tui.monitor.replay import Recording, Replay
 from atropos_tui.supervisor.client import ControlClient
 from atropos_tui.supervisor.store import ProcessTable
-from atropos_tui.ui.replay import ReplayApp
+from atropos_tui.ui.replay import TICK_S, ReplayApp, ReplayBar
 from atropos_tui.ui.views import VIEWS
 from tests.ui.conftest import Screen, Supervise, small_stack
 from tests.ui.run_maker import T0, make_run, start_records, write_records
@@ -203,3 +203,22 @@ def test_a_live_run_is_reported_as_live_and_one_that_hangs_from_its_files(
     finally:
         os.kill(supervisor.supervisor.pid, signal.SIGCONT)
     assert "● running" in page.read_text()
+
+
+async def test_at_its_end_it_draws_nothing_any_more(
+    replay: tuple[Replay, Ticks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It sent 10 kB a second to the terminal for ever."""
+    player, ticks = replay
+    async with playing(player) as screen:
+        ticks.at = 99.0
+        await screen.shows("at its end")
+        await screen.shows("✔ done")
+        drawn: list[str] = []
+        render = ReplayBar.render
+        monkeypatch.setattr(ReplayBar, "render", lambda self: (drawn.append("bar"), render(self))[1])
+        monkeypatch.setattr(screen.app.feed, "refresh", lambda: drawn.append("feed"))
+        await asyncio.sleep(4 * TICK_S)
+        assert drawn == []
+        await screen.press("left")
+        await screen.until(lambda: "bar" in drawn and "feed" in drawn)

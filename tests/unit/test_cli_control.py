@@ -35,3 +35,17 @@ def test_a_question_that_is_not_answered_does_nothing(
     monkeypatch.setattr("builtins.input", unanswered)
     assert main.run(["restart", "vllm", "--run-dir", str(run.root)]) == code
     assert asked == [True]
+
+
+def test_to_wait_for_what_an_ended_run_never_had_is_wrong_usage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was 5, "no such run"."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    ended = make_run(tmp_path / "ended").root
+    (ended / "result.json").write_text('{"exit_code": 0, "reason": "trainer completed"}')
+    assert main.run(["wait", str(ended), "--for", "vlm"]) == 2
+    said = capsys.readouterr().err
+    assert "nothing called 'vlm' to wait for" in said and "did you mean vllm?" in said
+    assert main.run(["wait", str(ended), "--for", "vllm"]) == 5
+    assert main.run(["wait", str(ended), "--for", "done"]) == 0

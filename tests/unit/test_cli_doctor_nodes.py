@@ -192,6 +192,7 @@ def test_hosts_that_ssh_does_not_reach(tmp_path: Path, hosts: SshNodes) -> None:
 
 HANGS_UNLESS_BY_SOCKETS = """
 import json, sys
+print("@atropos-node {}", flush=True)
 exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())).decode().replace('__main__', 'unused'))
 say({"host": "h"})
 for line in sys.stdin:
@@ -231,3 +232,14 @@ def test_a_profile_for_this_machine_alone_has_no_nodes(capsys: pytest.CaptureFix
     assert "everything runs on this machine" in capsys.readouterr().out
     assert run(["doctor", "--nodes"]) == 2
     assert "atropos-tui doctor PROFILE --nodes" in capsys.readouterr().err
+
+
+def test_a_login_shell_that_reads_its_input_takes_nothing_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`ValueError: invalid literal for int()`, and a fix that worked by hand."""
+    reads = ("bash", "-c", 'read -r -t 0.3 line; exec "$@"', "--")
+    assert not fails(checks(tmp_path, HERE, target("far", *reads)))
+    monkeypatch.setattr(node_line, "ANSWER_S", 1.0)
+    (said,) = fails(checks(tmp_path, target("far", "sh", "-c", "read line; read line; exec sleep 60"))).values()
+    assert "no answer within 1 s" in said

@@ -23,8 +23,15 @@ from atropos_tui.diagnoses.model import plain
 from atropos_tui.diagnoses.node_rules import LAUNCHER_RULES
 from atropos_tui.profile.spec import Place
 
-BOOT = "import sys; exec(compile(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())), 'node_probe', 'exec'))"
-"""Reads the program: its length in bytes in a line, then its text."""
+BOOT = (
+    f"import sys; print({node_probe.MARK!r} + '{{}}', flush=True); "
+    "exec(compile(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())), 'node_probe', 'exec'))"
+)
+"""Says that it listens, then reads the program: its length in bytes in a line, then its text. What is sent before is
+lost where a start-up file of the login shell reads its standard input."""
+GUARD = (
+    "; in the login shell's start-up files (.bashrc) let only terminals get another shell or a question: [ -t 0 ] &&"
+)
 ANSWER_S = 30.0
 """A busy srun takes some seconds to begin a step, and so does Python on a cold network disk."""
 LEAVE_S = 2.0
@@ -69,6 +76,7 @@ class NodeLine:
     def __init__(self, place: Place, process: asyncio.subprocess.Process) -> None:
         self._place = place
         self._process = process
+        self._listens = False
         self._errors: deque[str] = deque(maxlen=40)
         self._reading = asyncio.create_task(self._read_errors())
 
@@ -91,6 +99,8 @@ class NodeLine:
             raise NodeFault(f"{program} cannot be run here: {error.strerror}", fix) from None
         line, source = cls(place, process), Path(node_probe.__file__).read_bytes()
         try:
+            await line._answer(b"", ANSWER_S, None)
+            line._listens = True
             await line._answer(b"%d\n%b" % (len(source), source), ANSWER_S, None)
             yield line
         finally:
@@ -123,6 +133,7 @@ class NodeLine:
         except TimeoutError:
             said = f" (it says: {self._errors[-1]})" if self._errors else ""
             fix = f"try it by hand: {shlex.join(self._place.command(self._place.python, '--version'))}"
+            fix += "" if self._listens else GUARD
             raise NodeFault(f"no answer within {limit_s:.0f} s{said}", fix) from None
         return answer
 

@@ -48,6 +48,8 @@ LOST_S = 20.0
 """A far end that is silent for so long, beyond `SILENT_S`, is given up."""
 CONNECT_S = 60.0
 """So long a prefix may take to reach the far end; a batch system may have to make room for a step first."""
+LOGIN_S = 20.0
+"""Seconds that a login may take before its node is said not to answer."""
 LAST_WORDS_S = 1.0
 """So long a prefix whose line has ended may take to say why."""
 SETTLE_S = 10.0
@@ -267,7 +269,7 @@ class Far:
             self._task(self._lose(f"nothing was heard from there for {quiet_s:.0f} s"))
         elif not self._begun and quiet_s > CONNECT_S:
             self._task(self._lose(f"it did not answer within {quiet_s:.0f} s"))
-        elif quiet_s > SILENT_S and not self._told:
+        elif quiet_s > (SILENT_S if self._begun else LOGIN_S) and not self._told:
             self._told = True
             what = "has said nothing" if self._begun else "has not answered"
             self._say(f"{self._where} {what} for {quiet_s:.0f} s{f': {self._words}' if self._words else ''}")
@@ -505,7 +507,9 @@ def sweep_there(entry: FarEntry, run_id: str) -> str:
     killing.start()
     try:
         asked = json.dumps(job).encode()
-        said, words = prefix.communicate(head("sweep", asked) + asked)
+        said = _until_magic(prefix)
+        rest, words = prefix.communicate(head("sweep", asked) + asked)
+        said += rest
     finally:
         killing.cancel()
         procfs.SPAWNED.discard(prefix.pid)
@@ -513,6 +517,16 @@ def sweep_there(entry: FarEntry, run_id: str) -> str:
         return ""
     last = words.decode(errors="replace").strip().splitlines()[-1:]
     return last[0] if last else f"no answer within {SWEEP_S:g} s"
+
+
+def _until_magic(prefix: subprocess.Popen[bytes]) -> bytes:
+    """The output up to the mark of a far end that listens: a start-up file of the login shell may read what comes
+    earlier."""
+    assert prefix.stdout is not None
+    said = b""
+    while MAGIC not in said and (data := os.read(prefix.stdout.fileno(), 65536)):
+        said += data
+    return said
 
 
 def far_ends(table: ProcessTable | None) -> list[FarEntry]:
