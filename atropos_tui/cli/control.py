@@ -136,7 +136,7 @@ def tell_end(run: RunDir, code: int | None = None, *, to: TextIO | None = None) 
         if figures.steps or result["exit_code"] == Exit.DONE:
             print(render_benchmarks([figures]))
     print(show.ending(result), file=to or (sys.stderr if result["exit_code"] else sys.stdout), flush=True)
-    print(f"files: {one_line(str(run.root))}")
+    print(f"files: {run.root}")
     if result["exit_code"] in (Exit.DONE, Exit.INTERRUPTED):
         whose = one_line(shlex.quote(str(run.root)))
         print(f"next: atropos-tui report {whose} -o report.html · atropos-tui replay {whose}")
@@ -222,7 +222,7 @@ def open_screen(run: RunDir, *, read_only: bool = False) -> int:
         _say_if_heard(f"the run has ended: {one_line(str(run.root))}\n  atropos-tui why · report · replay")
         return Exit.DONE
     if choice == "detach":
-        _say_if_heard(f"detached; the run goes on: {one_line(str(run.root))}\n  atropos-tui attach · ps · down")
+        _say_if_heard(f"detached; the run goes on: {run.root}\n  atropos-tui attach · ps · down")
         return Exit.DONE
     # The screen has said `down`, or has seen the end; either way the supervisor may need a moment to finish.
     asyncio.run(bring_down(run.root, timeout_s=None))

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from atropos_tui.cli.answers import Validated
 from atropos_tui.errors import Exit, Problem, UserError
-from atropos_tui.monitor.format import one_line
 from atropos_tui.profile import memory
 from atropos_tui.profile.checks import check_commands, check_graph, check_notes, check_profile, placed
 from atropos_tui.profile.errors import did_you_mean, in_words, printable, refused
@@ -279,8 +278,8 @@ def tell_unused(names: Iterable[str], used: Iterable[str]) -> None:
     """Say which names of `.env` reach nobody."""
     if unused := sorted({*names} - {*used} - {*os.environ}):
         print(
-            f".env: no component gets {one_line(', '.join(unused))}, since no ${{...}} of the profile names it; where "
-            f'one needs it, write {one_line(unused[0])} = "${{{one_line(unused[0])}}}" into its env',
+            f".env: no component gets {', '.join(unused)}, since no ${{...}} of the profile names it; where "
+            f'one needs it, write {unused[0]} = "${{{unused[0]}}}" into its env',
             file=sys.stderr,
         )
 
@@ -292,5 +291,5 @@ def _is_own(file: Path) -> bool:
     if {file.lstat().st_uid, file.stat().st_uid} == {os.geteuid()}:
         return True
     text = "belongs to another user and is not read: chown it, or export what it names"
-    print(f"{one_line(str(file))} {text}", file=sys.stderr)
+    print(f"{file} {text}", file=sys.stderr)
     return False

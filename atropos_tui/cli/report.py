@@ -13,7 +13,7 @@ from atropos_common.control import RunStatus
 from atropos_common.files import write_private
 from atropos_tui.cli import inspect, runs
 from atropos_tui.errors import Exit, Problem, UserError
-from atropos_tui.monitor.format import bytes_text, one_line
+from atropos_tui.monitor.format import bytes_text
 from atropos_tui.monitor.overlay import RunCurves, read_runs
 from atropos_tui.profile.errors import printable
 
@@ -48,7 +48,7 @@ def write(page: str, path: Path) -> None:
             "the report cannot be written",
             [Problem(getattr(error, "strerror", None) or str(error), "choose another -o FILE", printable(str(path)))],
         ) from None
-    print(f"{one_line(str(path))}  ({bytes_text(len(page.encode()))}; open it in a browser)")
+    print(f"{path}  ({bytes_text(len(page.encode()))}; open it in a browser)")
 
 
 @contextlib.contextmanager

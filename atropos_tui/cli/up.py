@@ -102,7 +102,7 @@ def up(options: argparse.Namespace) -> int:
         slurm.note_job(run)
     if options.detach:
         spawn_supervisor(run, stack, lock)
-        print(f"{run_id} runs in the background: {one_line(str(root))}\n  atropos-tui attach · ps · down")
+        print(f"{run_id} runs in the background: {root}\n  atropos-tui attach · ps · down")
         return Exit.DONE
     if options.headless or not (sys.stdin.isatty() and sys.stdout.isatty()):
         return _headless(run, stack, goes_on=profile.cluster is not None and profile.cluster.requeue, lock=lock)
@@ -168,7 +168,7 @@ def _submit(run: RunDir, profile: Profile, run_id: str, options: argparse.Namesp
     run.result_json.unlink(missing_ok=True)
     run.control_sock.unlink(missing_ok=True)  # of an attempt that was killed: the screen waits for the new one
     job = slurm.submit(run, slurm.script(profile, run, run_id))
-    print(f"{run_id} is job {job.id}: {one_line(str(run.root))}", flush=True)
+    print(f"{run_id} is job {job.id}: {run.root}", flush=True)
     if options.detach:
         print("  atropos-tui attach · ps · down")
         return Exit.DONE
@@ -245,7 +245,7 @@ def _headless(run: RunDir, stack: StackSpec, *, goes_on: bool, lock: int | None 
     from atropos_tui.supervisor.client import SocketError
     from atropos_tui.supervisor.runner import run_stack
 
-    print(f"{stack.run_id}: {one_line(str(run.root))}", flush=True)
+    print(f"{stack.run_id}: {run.root}", flush=True)
     try:
         with Printer() as printer:
             lines = StepLines(run, read_info(run).training_steps, printer.say)

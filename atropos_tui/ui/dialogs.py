@@ -17,7 +17,7 @@ from textual.widgets import Button, SelectionList, Static
 from textual.widgets.selection_list import Selection
 
 from atropos_common.control import Recipe
-from atropos_tui.monitor.format import one_line, plain_text
+from atropos_tui.monitor.format import one_line
 from atropos_tui.monitor.run_list import RunRow, table
 
 
@@ -211,6 +211,6 @@ def radius_text(recipe: Recipe) -> Text:
     if recipe.action == "kill":
         text.append("\nKILL gives it no time to save or clean up. The restart policy decides what follows.\n")
     if recipe.note:
-        text.append("\n" + plain_text(recipe.note) + "\n")
+        text.append("\n" + recipe.note + "\n")
     text.rstrip()
     return text
