@@ -62,9 +62,10 @@ class UserError(Exception):
 
     def __str__(self) -> str:
         lines = [self.title]
-        for problem, following in zip(self.problems, [*self.problems[1:], None], strict=False):
+        for number, problem in enumerate(self.problems, 1):
             lines.append(f"  {problem.what}")
-            if problem.fix and not (following and following.fix == problem.fix):  # one fix of several stands once
+            is_shared = number < len(self.problems) and self.problems[number].fix == problem.fix
+            if problem.fix and not is_shared:
                 lines.append(f"    fix: {problem.fix}")
         return "\n".join(lines)
 

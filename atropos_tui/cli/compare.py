@@ -187,8 +187,10 @@ def each(entries: Sequence[ComparedStack], work: Callable[[ComparedStack], None]
             work(entry)
         except UserError as error:
             for problem in error.problems or [Problem(error.title)]:
-                file = f"{problem.file} ({entry.label})" if several[entry.name] > 1 else problem.file
-                problems.append(replace(problem, file=file))
+                if several[entry.name] > 1:
+                    line = f":{problem.line}" if problem.line else ""
+                    problem = replace(problem, file=f"{problem.file}{line} ({entry.label})", line=None)
+                problems.append(problem)
     if problems:
         raise refused(problems, "these stacks cannot be started")
 

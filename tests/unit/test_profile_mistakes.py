@@ -173,6 +173,7 @@ def test_home_is_expanded_and_a_bare_variable_is_told(
 def test_a_fix_of_several_problems_stands_once() -> None:
     both = UserError("title", [Problem("a", "do it"), Problem("b", "do it"), Problem("c", "other")])
     assert str(both) == "title\n  a\n  b\n    fix: do it\n  c\n    fix: other"
+    assert str(UserError("title")) == "title"
 
 
 def test_a_run_that_ended_is_told_with_its_end(tmp_path: Path) -> None:
