@@ -35,6 +35,7 @@ from atropos_tui.supervisor import client, procfs, tracker
 from atropos_tui.supervisor.launchers.remote_launcher import far_ends, sweep_nodes
 from atropos_tui.supervisor.liveness import holding, left_by
 from atropos_tui.supervisor.process import remove_files
+from atropos_tui.supervisor.run_lock import named
 from atropos_tui.supervisor.store import FarEntry, ProcessTable
 from atropos_tui.supervisor.tracker import Leftover
 
@@ -83,8 +84,12 @@ def _named(run_dir: Path) -> DeadRun:
         raise
     found = find_dead(entry.dir.root, entry.info)
     if found is None:
+        run_id, table = entry.info.get("run_id"), ProcessTable.load(entry.dir.journal_json)
+        if left_by(entry.dir, str(run_id), table) is not None:  # no supervisor, and still locked
+            problem = Problem(named(entry.dir.supervisor_jsonl), "let it finish, then give `clean` again")
+            raise UserError(f"the guard of {run_id} has not finished", [problem])
         problem = Problem("its supervisor runs", f"atropos-tui down --run-dir {run_dir}")
-        raise UserError(f"{entry.info.get('run_id')} is live", [problem])
+        raise UserError(f"{run_id} is live", [problem])
     return found
 
 

@@ -158,12 +158,6 @@ async def wait(options: argparse.Namespace) -> int:
         result = runs.read_result(entry.dir)
         if options.target == "done" and result is not None:
             return int(result["exit_code"])
-        known = runs.component_names(entry)
-        if known and options.target not in ("ready", "done", *known):
-            fix = f"{did_you_mean(options.target, known)}one of: ready, done, {', '.join(known)}"
-            raise UserError(
-                f"nothing called {options.target!r} to wait for", [Problem("no such component", fix)]
-            ) from None
         if supervisor_gone(entry.dir):
             problem = Problem(GONE, f"atropos-tui up --resume {shlex.quote(str(entry.dir.root))} goes on with it")
             raise UserError(f"{entry.dir.root.name} crashed", [problem], Exit.COMPONENT_FAILED) from None

@@ -79,6 +79,10 @@ async def test_a_stopped_guard_is_named(
             with pytest.raises(RunInUseError, match=f"pid {guards[0]} .* is stopped: kill -CONT {guards[0]}"):
                 await asyncio.to_thread(lock_run, supervisor.run, patience_s=0.5)
             assert f"waiting for the run directory: pid {guards[0]}" in capsys.readouterr().err
+            info = {"run_id": supervisor.stack.run_id, "name": "t", "started_at": 1}
+            supervisor.run.run_json.write_text(json.dumps(info))
+            assert await asyncio.to_thread(run, ["clean", str(supervisor.run.root), "--yes"]) == 2
+            assert f"is stopped: kill -CONT {guards[0]}" in capsys.readouterr().err
         finally:
             os.kill(guards[0], signal.SIGCONT)
         os.close(await asyncio.to_thread(lock_run, supervisor.run))

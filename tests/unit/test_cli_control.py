@@ -46,6 +46,25 @@ def test_to_wait_for_what_an_ended_run_never_had_is_wrong_usage(
     (ended / "result.json").write_text('{"exit_code": 0, "reason": "trainer completed"}')
     assert main.run(["wait", str(ended), "--for", "vlm"]) == 2
     said = capsys.readouterr().err
-    assert "nothing called 'vlm' to wait for" in said and "did you mean vllm?" in said
+    assert "no component 'vlm'" in said and "did you mean vllm?" in said
     assert main.run(["wait", str(ended), "--for", "vllm"]) == 5
     assert main.run(["wait", str(ended), "--for", "done"]) == 0
+
+
+@pytest.mark.parametrize(("result", "said"), [(True, "the run has ended"), (False, "detached; the run goes on")])
+def test_what_is_said_when_a_signal_ends_the_screen(
+    result: bool, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from atropos_tui.cli.control import open_screen
+    from atropos_tui.ui import app
+
+    ended = make_run(tmp_path / "ended")
+    if result:
+        ended.result_json.write_text('{"exit_code": 0, "reason": "trainer completed"}')
+    monkeypatch.setattr(app, "run_cockpit", lambda *_, **__: "detach")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setattr("gc.disable", lambda: None)
+    monkeypatch.delenv("PYDANTIC_DISABLE_PLUGINS", raising=False)
+    monkeypatch.setenv("PYDANTIC_DISABLE_PLUGINS", "__all__")
+    assert open_screen(ended) == 0
+    assert said in capsys.readouterr().out
