@@ -1,11 +1,12 @@
-"""Plant fifteen situations into a run; print the sentence that is shown, after how many seconds, and when it is gone.
+"""Plant sixteen situations into a run; print the sentence that is shown, after how many seconds, and when it is gone.
 
     python -m benchmarks.situations [--only NAME...] [--json]
 
 Most are planted into one demo on real processes (vLLM, run-api, trainer, environment), one after the other, into a
 run that trains. `planted_env.py` makes a slow environment, an engine with much to do or few requests, equal scores,
 refused requests and groups, and rollouts of `None`. SIGSTOP slows the trainer down. The disk is a tmpfs that is filled.
-The hub is asked for where there is none; the clock begins when it is asked. run-api is stopped and started by commands.
+The hub is asked for where there is none; the clock begins when it is asked. run-api is stopped and started by commands, the
+engine is killed by one.
 
 The lag and the slow judge beside a fast environment need settings of their own: a demo each. Three small children stand
 in for three engines, of which one dies. The sentence is read as `ps` and the screen read it: from the run's files and
@@ -74,6 +75,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     LAG: ("policy lag at its bound",),
     "healthy": ("healthy",),
     "run-api away": ("does not reach run-api", "stopped by hand"),
+    "engine killed": ("restarting (killed by hand",),
     "group refused": ("do not reach run-api",),
     "group None": ("are left out",),
     "few requests": ("limited by the environment",),
@@ -222,18 +224,33 @@ class Stack:
     @contextmanager
     def without_api(self) -> Iterator[None]:
         """run-api is stopped, and started again at the end."""
-        self._command("stop", State.STOPPED)
+        self._command("stop", "api")
+        self._until("api", State.STOPPED)
         try:
             yield
         finally:
-            self._command("start", State.HEALTHY)
+            self._command("start", "api")
+            self._until("api", State.HEALTHY)
 
-    def _command(self, action: Literal["start", "stop"], then: State) -> None:
-        client = ControlClient(self.root)
-        asyncio.run(client.command(CommandRequest(action=action, component="api")))
+    @contextmanager
+    def without_engine(self) -> Iterator[None]:
+        """The engine is killed by a command; at the end it and the trainer are up again."""
+        self._command("kill", "vllm")
+        self._until("vllm", State.STARTING)
+        try:
+            yield
+        finally:
+            self._until("vllm", State.HEALTHY)
+            self._until("trainer", State.HEALTHY)
+
+    def _command(self, action: Literal["start", "stop", "kill"], component: str) -> None:
+        asyncio.run(ControlClient(self.root).command(CommandRequest(action=action, component=component)))
+
+    def _until(self, component: str, state: State) -> None:
         give_up = time.monotonic() + START_S
         while time.monotonic() < give_up:
-            if any(row.name == "api" and row.state is then for row in asyncio.run(client.status()).components):
+            rows = asyncio.run(ControlClient(self.root).status()).components
+            if any(row.name == component and row.state is state for row in rows):
                 return
             time.sleep(0.1)
 
@@ -270,6 +287,7 @@ IN_THE_DEMO: dict[str, Callable[[Stack], contextlib.AbstractContextManager[None]
     "hub unreachable": lambda stack: stack.without_hub(),
     "disk nearly full": lambda stack: stack.full(),
     "run-api away": lambda stack: stack.without_api(),
+    "engine killed": lambda stack: stack.without_engine(),
     "group refused": lambda stack: stack.switched("refused"),
     "group None": lambda stack: stack.switched("none"),
     "few requests": lambda stack: stack.switched("few"),
