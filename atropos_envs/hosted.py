@@ -291,7 +291,7 @@ class Hosted(BaseEnv):  # type: ignore[misc]
         slot = _slot.get()
         if self.places is None or slot is None:
             return True
-        slot.made = True
+        slot.made = any(reason in (None, FLAT) for reason in reasons)  # else as after a failure
         self.places.came_out(flat=all(reason == FLAT for reason in reasons))
         useful = reasons.count(None)
         if not useful or await slot.place():
