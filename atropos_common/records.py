@@ -427,7 +427,7 @@ class EnvCountsRecord(Record):
     max_workers: int | None = None
     """Most groups under way at a time: `max_num_workers`."""
     waiting_for_slot: Number | None = None
-    """Of the groups under way: made, and waiting for a queue slot; a mean as before."""
+    """Groups under way that are made and wait for a queue slot; a mean as before."""
     in_engine: Number | None = None
     """Completions that the environment waits for from its engines, a mean as before."""
     queue_slots: int | None = None

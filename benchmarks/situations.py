@@ -81,7 +81,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "few requests": ("limited by the environment",),
     JUDGE: ("limited by the environment judge",),
 }
-"""By situation, words of the sentence that is right."""
+"""Words of the right sentence, by situation."""
 UP = "print('up', flush=True)\nimport time\ntime.sleep(600)"
 
 
@@ -292,14 +292,14 @@ IN_THE_DEMO: dict[str, Callable[[Stack], contextlib.AbstractContextManager[None]
     "group None": lambda stack: stack.switched("none"),
     "few requests": lambda stack: stack.switched("few"),
 }
-"""What is planted into one demo, in this order."""
+"""Situations of one demo, in this order, and how each is planted."""
 
 WITHOUT_END = ("healthy",)
 """Situations whose sentence may stay."""
 
 
 class Row(NamedTuple):
-    """What was seen of a situation."""
+    """Result of one situation."""
 
     situation: str
     seconds: float | None
@@ -309,11 +309,11 @@ class Row(NamedTuple):
     """Until it was gone after the end of its cause; None: never, or not measured."""
     has_end: bool = False
     note: str = ""
-    """What else is wrong."""
+    """Another fault, in words; empty where there is none."""
 
     @property
     def wrong(self) -> str:
-        """What is wrong; empty where nothing is."""
+        """The fault, in words; empty where there is none."""
         if self.seconds is None or self.seconds > RIGHT_S:
             return "no right sentence in time"
         late = self.has_end and (self.gone_s is None or self.gone_s > GONE_S)

@@ -135,7 +135,7 @@ class EngineCapacity:
         self._clock = clock
         self._curve = StepCurve(slots)
         self._ended: dict[int, float | None] = {}
-        """By engine, when its last step ended; None where that step left it without work."""
+        """Time of each engine's last step; None where that step left it without work."""
         self.generated = 0
         """Tokens since the server began."""
 

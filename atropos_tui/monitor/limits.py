@@ -37,7 +37,7 @@ STEPS = 5
 
 OWN_GPUS = "more [vllm] gpus with tensor_parallel, or mode broadcast with GPUs"
 MORE_ENGINE = {"shared_vllm": f"{OWN_GPUS} for more engines", "lora_restart": "mode lora_only with more engines"}
-"""By mode, where the trainer feeds a single engine."""
+"""Fixes by mode, where the trainer feeds a single engine."""
 SHARED_MODES = ("shared_vllm",)
 """Modes in which trainer and engine compute on the same GPUs."""
 
@@ -55,19 +55,18 @@ class Rates:
     """Shares of the newest seconds in which one component waited for another."""
 
     waiting: float
-    """Of the trainer, for a batch."""
+    """Share in which the trainer waited for a batch."""
     idle: float
-    """Of the engine, for a request."""
+    """Share in which the engine had no request."""
     capacity: float | None = None
     """Share of the engine's capacity in use; None where it is not known."""
     env: str = ""
     flow: EnvFlow | None = None
-    """Of the environment whose engine idles most; of several at one engine the one with most groups under way: the
-    others wait for it, with their queue slots full."""
+    """Flow of the environment for which the others wait (`_rank`)."""
 
     @property
     def engine_has_room(self) -> bool:
-        """Whether the engine could make clearly more tokens in the time in which it has requests."""
+        """True where the engine could make clearly more tokens in the time in which it has requests."""
         if self.capacity is not None:
             return self.capacity < HAS_ROOM * (1.0 - self.idle)
         flow = self.flow
@@ -102,7 +101,7 @@ class Run:
 
     @property
     def has_gpus(self) -> bool:
-        """Whether the plan gives a GPU to any component."""
+        """True where the plan gives a GPU to a component."""
         return any(item.gpus for item in self.info.components)
 
     @property
@@ -152,7 +151,7 @@ Bound = Literal["slots", "workers", "unknown"]
 
 
 def bound(flow: EnvFlow | None) -> Bound:
-    """What keeps an environment from beginning more groups: free queue slots or its number of workers."""
+    """The bound on the groups of an environment under way: free queue slots or its number of workers."""
     if flow is None or flow.busy_workers is None or not flow.max_workers:
         return "unknown"
     if flow.busy_workers >= ALL_BUSY * flow.max_workers:
@@ -276,4 +275,4 @@ _SYNC = {
     "broadcast": f"{_KEEP}; adapters (lora_only) are smaller",
     "lora_only": "a smaller [trainer] lora_r",
 }
-"""By mode, what makes a publish shorter."""
+"""Fixes for a slow publish, by mode."""

@@ -35,7 +35,7 @@ class Outage:
     down: StateRecord
     """The transition out of its last healthy or unhealthy time."""
     command: CommandRecord | None
-    """What took it down or starts it."""
+    """The command that took it down or starts it; None after a crash."""
 
     @property
     def since(self) -> float:
@@ -50,7 +50,7 @@ class Restart:
     usual_s: float | None
     """Seconds that the longest of their last starts took."""
     cause: DiagnosisRecord | None = None
-    """What explains a crash; None after a command."""
+    """The diagnosis of a crash; None after a command."""
 
     @property
     def since(self) -> float:
@@ -68,7 +68,7 @@ class Restart:
         return f"{who} {verb} restarting ({how} {ago}{last})"
 
     def is_slow(self, now: float) -> bool:
-        """Whether it takes clearly longer than the last time."""
+        """True where it takes clearly longer than the last time."""
         return now - self.since > max(LEAST_LONG_S, LONG * (self.usual_s or 0.0))
 
 
@@ -135,5 +135,5 @@ def resuming(run: Run) -> str:
 
 
 def _comes_up(row: ComponentStatus) -> bool:
-    """Whether a component is up and has a stage left to reach."""
+    """True where a component is up and has a stage left to reach."""
     return row.started_at is not None and next_stage(row) is not None
