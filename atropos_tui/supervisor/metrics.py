@@ -180,7 +180,7 @@ def _components(status: RunStatus) -> Iterator[Metric]:
     said = [({"component": row.name}, float(bool(row.diagnosis))) for row in rows]
     yield _family(
         "component_diagnosed",
-        "1 where there was a diagnosis since it last became healthy or completed; `atropos-tui why` has its words.",
+        "1 while a diagnosis of it is open that is more than advice; `atropos-tui why` has its words.",
         said,
     )
     restarts = [({"component": row.name}, float(row.restarts)) for row in rows]
