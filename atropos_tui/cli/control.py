@@ -45,7 +45,8 @@ def not_live(run_dir: Path) -> UserError:
 
 def _end_of(run: RunDir, result: RunResult | None) -> Problem:
     """When and how a run ended, and the command that continues it."""
-    fix = f"atropos-tui up --resume {shlex.quote(str(run.root))} continues it; atropos-tui runs lists all runs"
+    more = " --set trainer.training_steps=N" if result and result.exit_code == Exit.DONE else ""
+    fix = f"atropos-tui up --resume {shlex.quote(str(run.root))}{more} continues it; atropos-tui runs lists all runs"
     if result is None:
         return Problem("its supervisor is gone and recorded no end", fix)
     ended = time.localtime(result.ended_at)
