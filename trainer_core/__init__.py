@@ -1,19 +1,22 @@
-"""The GRPO trainer of the stack, importable alone.
+"""GRPO trainer of the stack; importable alone.
 
     python -m trainer_core --model-name DIR --weight-bridge-mode shared_vllm --training-steps 60
     from trainer_core import TrainingConfig, train, grpo_loss
 
-A run as a function is `train`; what it is made of can be used by itself, in this order:
+`train` is a whole run as one function. Its parts also work alone, in this order:
 
-    read_batch         groups as run-api has them -> a `Batch` of `Rollout`s with advantages (`group_advantages`)
+    read_batch         run-api's groups -> a `Batch` of `Rollout`s with advantages
+                       (`group_advantages`)
     pack               rollouts -> rows without padding
-    load_model         the policy, ready for packed rows; `row_logprobs` are its logprobs of a row
-    Objective          the loss of a run's settings; `grpo_loss`, `gspo_loss`, `cispo_loss` are its formulas, `correct`
-                       the importance weights and masks of `ratio_base = proximal`
-    Stepper            optimizer and master weights; `accumulate` brings it the gradient of one optimizer step
+    load_model         the policy, ready for packed rows; `row_logprobs` gives its logprobs of a row
+    Objective          the loss of a run's settings; `grpo_loss`, `gspo_loss` and `cispo_loss` are
+                       its formulas, `correct` gives the importance weights and masks of
+                       `ratio_base = proximal`
+    Stepper            optimizer and master weights; `accumulate` gives it the gradient of one
+                       optimizer step
 
-Exports are lazy: importing this package imports neither torch nor pydantic. An example that runs: README.md beside this
-file.
+Exports are lazy: importing this package imports neither torch nor pydantic. README.md beside this
+file has an example that runs.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+# For type checkers and editors only; at run time `__getattr__` imports these.
 if TYPE_CHECKING:
     from trainer_core.callbacks import Callback, TrainResult
     from trainer_core.config import TrainingConfig
@@ -62,6 +66,7 @@ if TYPE_CHECKING:
     from trainer_core.rollouts.recorded import RecordedRollouts, Recorder
     from trainer_core.step import StepOutcome, accumulate
 
+# Module -> its exported names. A new export goes here, into `__all__` and into the imports above.
 _MODULES = {
     "callbacks": "Callback TrainResult",
     "config": "TrainingConfig",
@@ -91,6 +96,7 @@ __all__ = [
 ]  # fmt: skip
 
 
+# PEP 562: Python calls this for a name that the module does not have yet.
 def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

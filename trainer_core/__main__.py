@@ -1,12 +1,12 @@
-"""The program: a command line built from `TrainingConfig`, parsed and validated before the loop is imported.
+"""Command line of the trainer, built from `TrainingConfig`; parsed and validated before the loop is
+imported.
 
     python -m trainer_core --model-name DIR --weight-bridge-mode shared_vllm --training-steps 60
 
-Exit codes: 0 all steps done; 1 the run could not go on; 2 wrong flags; 3 it made no update, or none in its last
-steps; 130 interrupted; 143 stopped by SIGTERM (a checkpoint is saved); 70 another rank is gone. Several ranks:
-`torchrun --nproc-per-node 2 -m trainer_core ...`, or `launch.py`, whose exit codes are these too.
-
-argparse only splits the words; pydantic judges them, so one call reports every problem at once.
+Exit codes: 0 all steps done; 1 the run could not go on; 2 wrong flags; 3 no update in the run, or
+none in its last steps; 130 interrupted; 143 stopped by SIGTERM (a checkpoint is saved); 70 another
+rank is gone. For several ranks use `torchrun --nproc-per-node 2 -m trainer_core ...`, or
+`launch.py`, which has the same exit codes.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ if TYPE_CHECKING:
     from trainer_core.rollouts.client import RunApi
 
 SAME_SIGNAL_S = 3.0
-"""A terminal's signal reaches every rank twice: from itself, and from torchrun."""
+"""Seconds within which a repeated signal counts as the same one: a terminal's signal reaches a rank
+directly and again through torchrun."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the trainer; the return value is the exit code."""
+    """Run the trainer and return the exit code."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(line_buffering=True)
     try:
@@ -55,12 +56,13 @@ def main(argv: list[str] | None = None) -> int:
 def _run(config: TrainingConfig) -> int:
     stop = threading.Event()
     received: list[int] = []
-    asked = 0.0
+    last_request = 0.0
 
     def on_signal(number: int, _frame: types.FrameType | None) -> None:
-        nonlocal asked
-        again, asked = received and time.monotonic() - asked, time.monotonic()
-        if again and (rank_count() == 1 or again > SAME_SIGNAL_S):  # asked twice: leave now
+        nonlocal last_request
+        again, last_request = received and time.monotonic() - last_request, time.monotonic()
+        # A second request ends the process at once, without a checkpoint.
+        if again and (rank_count() == 1 or again > SAME_SIGNAL_S):
             os._exit(128 + number)
         received.append(number)
         stop.set()
@@ -68,7 +70,9 @@ def _run(config: TrainingConfig) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
     try:
-        start, api = (None, None) if own_rank() else _beginning(config, stop)
+        # Only rank 0 talks to run-api; the others get the starting point from it inside `train`.
+        start, api = (None, None) if own_rank() else _starting_point_and_api(config, stop)
+        # Imported late: this loads torch, which takes seconds.
         from trainer_core.loop import train
 
         done = train(config, api=api, stop=stop, start=start, keep_history=False).done
@@ -77,14 +81,16 @@ def _run(config: TrainingConfig) -> int:
     except (TrainerError, ManifestError) as error:
         if not own_rank():
             print(f"error: {error}", file=sys.stderr, flush=True)
+        # An error that all ranks raise is printed by rank 0 alone.
         elif not on_every_rank(error):
             print(f"error: rank {own_rank()}: {error}", file=sys.stderr, flush=True)
         return GONE_CODE if isinstance(error, RankGone) else getattr(error, "exit_code", 1)
     return 0 if done or not stop.is_set() else 128 + (received or [signal.SIGTERM])[0]
 
 
-def _beginning(config: TrainingConfig, stop: threading.Event) -> tuple[StartingPoint, RunApi | None]:
-    """Before torch: environments register and warm up while the rest is imported and loaded."""
+def _starting_point_and_api(config: TrainingConfig, stop: threading.Event) -> tuple[StartingPoint, RunApi | None]:
+    """Check the save path and register with run-api before torch is imported, so that environments
+    warm up while the trainer loads."""
     from trainer_core.checkpoint import starting_point
     from trainer_core.rollouts.client import open_api
 
@@ -93,10 +99,10 @@ def _beginning(config: TrainingConfig, stop: threading.Event) -> tuple[StartingP
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Every field of `TrainingConfig` as a flag; values stay strings."""
+    """Build a parser with one flag for each field of `TrainingConfig`; values stay strings."""
     parser = argparse.ArgumentParser(
         prog="atropos-trainer",
-        description="GRPO trainer: takes rollouts from run-api, trains, brings the weights to the inference server.",
+        description="GRPO trainer: trains on rollouts from run-api and publishes the weights to the inference server.",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
@@ -122,13 +128,15 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def parse_args(argv: list[str] | None = None) -> TrainingConfig:
-    """The configuration that `argv` asks for.
+    """Parse and validate `argv` (default: `sys.argv`).
 
     Raises:
-        UsageError: with every problem on a line of its own.
+        UsageError: lists every problem, one a line.
     """
+    # argparse only splits the words; pydantic checks them, so one call reports every problem at
+    # once.
     parsed, unknown = build_parser().parse_known_args(argv)
-    problems = [f"{word}: no such flag{_meant(word)}" for word in unknown if word.startswith("-")]
+    problems = [f"{word}: no such flag{_suggested_flag(word)}" for word in unknown if word.startswith("-")]
     problems += [f"{word!r}: stray argument" for word in unknown if not word.startswith("-")] if not problems else []
     values = {name: _value(name, value) for name, value in vars(parsed).items()}
     config, wrong = validate(values)
@@ -137,20 +145,22 @@ def parse_args(argv: list[str] | None = None) -> TrainingConfig:
     return config
 
 
-def _meant(word: str) -> str:
+def _suggested_flag(word: str) -> str:
     name = word.partition("=")[0].lstrip("-").replace("-", "_")
     return suggestion(name, TrainingConfig.model_fields).replace("_", "-")
 
 
 def _value(name: str, value: Any) -> Any:
     if isinstance(value, list):
+        # `--x-indices 0-3 28-31` arrives as two words; `parse_layer_indices` expects commas.
         value = ("," if name.endswith("indices") else " ").join(value)
+    # `none` and an empty word unset a field whose default is None.
     optional = TrainingConfig.model_fields[name].default is None
     return None if optional and isinstance(value, str) and value.lower() in ("none", "") else value
 
 
 def _kind(annotation: Any) -> Any:
-    """The type a flag's value has, optional and metadata taken off; tuples count as lists."""
+    """Return the type of a flag's value, without `None` and metadata; tuples count as lists."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         annotation = next(arg for arg in typing.get_args(annotation) if arg is not type(None))
     if typing.get_origin(annotation) is typing.Annotated:
@@ -168,7 +178,8 @@ def _help(text: str, field: Any) -> str:
 
 
 def _rank() -> NoReturn:
-    """One rank of several: it leaves without the interpreter's own end, which would wait for ranks that are gone."""
+    """Run one rank of several, and end with `os._exit`: the interpreter's normal exit would wait
+    for ranks that are gone."""
     restore_master()
     try:
         code = main()
@@ -179,6 +190,7 @@ def _rank() -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     if not own_rank():
+        # torchrun exits with 1 whatever its ranks return; `launch.py` reads this file instead.
         write_code(code)
     os._exit(code)
 

@@ -1,4 +1,4 @@
-"""What a caller of `train` is told while it trains."""
+"""Callbacks and result of `train`."""
 
 from __future__ import annotations
 
@@ -15,65 +15,75 @@ from trainer_core.report import StepReport
 
 @dataclass(frozen=True)
 class TrainResult:
-    """How a run ended: `done` when all steps are trained, a stop condition held or recorded rollouts came to their end,
-    else it was stopped and a checkpoint saved."""
+    """End of a run. `done`: all steps are trained, a stop condition was met, or recorded rollouts
+    ended; else the run was stopped and saved a checkpoint."""
 
     step: int
     weight_version: int
     done: bool
     path: Path | None
-    """final_model/, or the checkpoint written at the stop."""
+    """final_model/, or the checkpoint written at the stop; None if the stop had nothing to save."""
     reason: str = ""
-    """What ended the run before its last step."""
+    """Reason for an end before the last step; empty if there is none."""
     history: list[dict[str, Any]] = field(default_factory=list)
-    """The fields of the `step` record of each step of this attempt, as in docs/telemetry.md, and `step`; empty without
-    `keep_history`."""
+    """For each step of this attempt: the fields of its `step` record (docs/telemetry.md) and
+    `step`. Empty without `keep_history`."""
 
 
 class Callback(Protocol):
-    """Derive from it and override what you want, or pass any object that has some of these methods. They are called in
-    the trainer's thread, between steps.
+    """Base class for callbacks; any object with some of these methods works too. The trainer calls
+    them in its own thread, between steps.
 
-    What a method raises ends the run: the present step is saved, and `train` raises `CallbackError`, with what was
-    raised as its cause. `Stopped` ends it as a stop does, with a checkpoint and a `TrainResult`.
+    An exception in a method ends the run: the trainer saves the current step, and `train` raises
+    `CallbackError` with the exception as its cause. `Stopped` stops the run in the normal way, with
+    a checkpoint and a `TrainResult`.
     """
 
     def on_start(self, config: TrainingConfig, step: int) -> None:
-        """The policy is ready; `step` optimizer steps are done."""
+        """Called when the policy is ready; `step` optimizer steps are done."""
 
     def on_step(self, report: StepReport) -> None:
-        """A step is trained, published and reported. Its batch lives as long as you hold the report."""
+        """Called after a step is trained, published and recorded. A kept report keeps its batch in
+        memory."""
 
     def on_checkpoint(self, saved: Saved) -> None:
-        """step_N/ or final_model/ is written."""
+        """Called after step_N/ or final_model/ is written."""
 
     def on_end(self, result: TrainResult) -> None:
-        """The run is over and its result about to be returned; not called when an error ends it."""
+        """Called before `train` returns `result`; not after an error."""
 
 
 METHODS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 
 class Callbacks:
-    """Calls all of them, in order."""
+    """Several callbacks, called in order."""
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
-        """Raises: UsageError: one is a class, or has none of the methods."""
+        """Raises:
+        UsageError: a callback is a class, or has none of the methods."""
         self._callbacks = callbacks
         for callback in callbacks:
             if isinstance(callback, type):
                 raise UsageError(f"callbacks: {callback.__name__} is a class. fix: pass an instance of it")
+            # A misspelled method would be ignored without a word; an object without any is surely a
+            # mistake.
             if not any(callable(getattr(callback, method, None)) for method in METHODS):
                 raise UsageError(f"callbacks: {type(callback).__qualname__} has none of {', '.join(METHODS)}")
 
     def tell(self, method: str, *values: Any) -> None:
-        """Raises: CallbackError: one failed; in its words."""
+        """Call `method` of every callback that has it.
+
+        Raises:
+            CallbackError: a callback raised.
+        """
         for callback in self._callbacks:
             call = getattr(callback, method, None)
             if call is None:
                 continue
             try:
                 call(*values)
+            # The documented way for a callback to stop the run; it must not become an error.
             except Stopped:
                 raise
             except Exception as error:

@@ -1,9 +1,10 @@
-"""Folders of files that outlive a crash of the machine, and that tell when they are not what was written.
+"""Folders of files that survive a crash of the machine, with checksums that detect damage.
 
     files = seal(folder)            # on the disk from now on
-    damage(folder, files)           # null, or what is wrong, in words
+    damage(folder, files)           # None, or a description of the damage
 
-A checksum is SHA-256 over the SHA-256 of each part of `PART_BYTES` bytes, so that the cores can share a large file.
+A checksum is SHA-256 over the SHA-256 digests of parts of `PART_BYTES` bytes, so that several cores
+can share a large file.
 """
 
 from __future__ import annotations
@@ -22,31 +23,32 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Sealed(TypedDict):
-    """One file as it was written."""
+    """Size and checksum of one file as written."""
 
     bytes: int
     sha256: str
-    """As in the module's docstring, in hexadecimal."""
+    """Hexadecimal checksum, as in the module's docstring."""
 
 
 def seal(folder: Path) -> dict[str, Sealed]:
-    """Wait until all files below `folder` are on the disk; returns them by their path in it.
+    """Flush all files below `folder` to the disk and return their seals by relative path.
 
     Raises:
         OSError: the disk does not take them.
     """
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     sums = checksums(paths)
+    # Folders come after files: an entry must not reach the disk before the content it names.
     for path in [*paths, *(path for path in folder.rglob("*") if path.is_dir()), folder]:
         sync(path)
     return {path.relative_to(folder).as_posix(): Sealed(bytes=path.stat().st_size, sha256=sums[path]) for path in paths}
 
 
 def damage(folder: Path, files: dict[str, Sealed], *, deep: bool = True) -> str | None:
-    """What of `files` is not as it was sealed, in words; null when all is.
+    """Describe what differs from the seals in `folder`; None if nothing does.
 
     Args:
-        deep: read the files, too; else existence and size.
+        deep: also compare checksums; else only existence and size.
     """
     for name, sealed in files.items():
         try:
@@ -66,9 +68,11 @@ def damage(folder: Path, files: dict[str, Sealed], *, deep: bool = True) -> str 
 
 
 def checksums(paths: Iterable[Path]) -> dict[Path, str]:
-    """The checksum of each file."""
+    """Return the checksum of each file."""
     paths = list(paths)
+    # max(..., 1): an empty file has one empty part, so it gets a checksum too.
     parts = [(path, start) for path in paths for start in range(0, max(path.stat().st_size, 1), PART_BYTES)]
+    # Threads suffice: hashlib releases the GIL for large buffers.
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         digests = list(pool.map(lambda part: _part_digest(*part), parts))
     whole = {path: hashlib.sha256() for path in paths}
@@ -78,7 +82,7 @@ def checksums(paths: Iterable[Path]) -> dict[Path, str]:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
+    """Flush a file, or the entries of a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -87,8 +91,9 @@ def sync(path: Path) -> None:
 
 
 def why_full(error: BaseException) -> str | None:
-    """In the system's words, where `error` says that the disk is full or the quota used up: safetensors repeats them in
-    an error of its own."""
+    """Return the system's message if `error` means a full disk or an exceeded quota, else None."""
+    # safetensors repeats the message in an error of its own, without the errno, so words are
+    # compared.
     return next((words for words in map(os.strerror, _FULL) if words in str(error)), None)
 
 

@@ -1,4 +1,4 @@
-"""When a run ends, and whether it trained anything: the state behind both goes into checkpoints."""
+"""End of a run: stop conditions and the verdict on its updates. Checkpoints keep both states."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from trainer_core.config import TrainingConfig
 from trainer_core.errors import NonFiniteError, NoUpdateError, TrainerError
 
 MOST_SKIPPED = 20
-"""Limit of steps in a row without an update, after which a run fails. float16 needs some to find the scale of the loss.
-"""
+"""Limit of steps in a row without an update; then the run fails. float16 needs a few to find the
+loss scale."""
 LAST_SKIPPED = 3
-"""Last steps of a run of which at least one must have made an update, or the run fails."""
+"""Last steps of a run in which at least one update must happen, or the run fails."""
 
 NON_FINITE = """loss or gradient was not a finite number in {steps} steps in a row, so no update was made. \
 {last}. Ways out:
-  a lower --lr or --max-grad-norm, and that checkpoint or an earlier one (--resume CHECKPOINT)
-  --dtype bfloat16 or float32 instead of float16, whose largest number is 65,504
-  weights of the base model that are broken: does the server answer with NaN, too?"""
+  lower --lr or --max-grad-norm, and resume from that checkpoint or an earlier one (--resume CHECKPOINT)
+  use --dtype bfloat16 or float32 instead of float16, whose largest number is 65,504
+  check the weights of the base model: does the server return NaN, too?"""
 NOTHING_TRAINED = "no update was made, so no final model is saved: {why}"
 LAST_STEPS = """the last {skipped} of {steps} steps made no update: their loss or gradient was not a finite number. \
 No final model is saved. {last}
@@ -28,7 +28,8 @@ fix: lower --lr or --max-grad-norm, and resume from a checkpoint before the firs
 
 
 class StopConditions:
-    """The conditions that end a run before its last step: time, reward. Time counts from the first attempt on."""
+    """Conditions that end a run before its last step: time and reward. Time counts from the first
+    attempt."""
 
     def __init__(
         self, config: TrainingConfig, before: dict[str, Any] | None = None, *, clock: Callable[[], float] | None = None
@@ -36,19 +37,21 @@ class StopConditions:
         before = before or {}
         self._config = config
         self._clock = clock or time.monotonic
+        # Back-dated by the time of earlier attempts, so that --max-time covers the whole run.
         self._began = self._clock() - float(before.get("elapsed_s", 0.0))
         self._rewards: deque[float] = deque(before.get("rewards", ()), maxlen=config.stop_window)
 
     def saw(self, reward_mean: float) -> None:
-        """Take the mean reward of one more trained step."""
+        """Record the mean reward of one more trained step."""
         self._rewards.append(reward_mean)
 
     def reason(self) -> str | None:
-        """The condition that ends the run now, in words; None to go on."""
+        """Return the condition that ends the run now, as text; None to go on."""
         limit, wanted = self._config.max_time, self._config.stop_reward
         elapsed = self._clock() - self._began
         if limit is not None and elapsed >= limit:
             return f"--max-time {limit:g} s is reached"
+        # The window must be full: one lucky first step must not end the run.
         if wanted is not None and len(self._rewards) == self._config.stop_window:
             mean = sum(self._rewards) / len(self._rewards)
             if mean >= wanted:
@@ -58,48 +61,49 @@ class StopConditions:
         return None
 
     def state(self) -> dict[str, Any]:
-        """The part of a checkpoint that a later attempt continues from."""
+        """State for checkpoints; a later attempt continues from it."""
         return {"elapsed_s": self._clock() - self._began, "rewards": list(self._rewards)}
 
 
 class Updates:
-    """The updates of a run, and the verdict at its end."""
+    """Updates of a run, and the verdict at its end."""
 
     def __init__(self, step: int, version: int, before: dict[str, Any] | None = None) -> None:
         """Args:
         step: optimizer steps done before this attempt.
-        version: weight version that it starts with; 0 means that the run has made no update yet.
-        before: `state` of the checkpoint that it resumes.
-        """
+        version: weight version at the start; 0: the run has made no update yet.
+        before: `state` of the resumed checkpoint."""
         self._first, self._start = step, version
         self.skipped = int((before or {}).get("skipped", 0))
-        """Newest steps in a row without an update."""
+        """Latest steps in a row without an update."""
 
     def saw(self, *, updated: bool) -> None:
         """Count one more step."""
         self.skipped = 0 if updated else self.skipped + 1
 
     def too_many_skipped(self, version: int, last: str) -> TrainerError | None:
-        """The error of a run whose newest `MOST_SKIPPED` steps made no update.
+        """Return the error of a run whose last `MOST_SKIPPED` steps made no update; None to go on.
 
         Args:
-            last: the checkpoint that a later attempt resumes, in words.
+            last: description of the checkpoint that a later attempt resumes.
         """
         if self.skipped < MOST_SKIPPED:
             return None
+        # Without any update there is no learned state to rescue: exit code 3 instead of 1.
         kind = NonFiniteError if version else NoUpdateError
         return kind(NON_FINITE.format(steps=self.skipped, last=last))
 
     def verdict(self, step: int, version: int, left_out: str, reason: str, last: str) -> NoUpdateError | None:
-        """The error of a run that ends with nothing trained, or without an update in its last steps.
+        """Return the error of a run that trained nothing, or made no update in its last steps.
 
         Args:
             step: optimizer steps done.
-            version: weight version of the policy now.
-            left_out: what this attempt read and left out, in words; "" for nothing.
-            reason: what ended the run before its last step; "" for nothing.
-            last: the checkpoint that a later attempt resumes, in words.
+            version: current weight version of the policy.
+            left_out: description of the sequences that this attempt left out; "" for none.
+            reason: reason for an end before the last step; "" for none.
+            last: description of the checkpoint that a later attempt resumes.
         """
+        # No step in this attempt. A resumed run with updates and nothing left out is fine.
         if step == self._first and (left_out or not version):
             return NoUpdateError(NOTHING_TRAINED.format(why=left_out or f"no rollouts came ({reason})"))
         if not version:
@@ -111,5 +115,5 @@ class Updates:
         return None
 
     def state(self) -> dict[str, Any]:
-        """The part of a checkpoint that a later attempt continues from."""
+        """State for checkpoints; a later attempt continues from it."""
         return {"skipped": self.skipped}

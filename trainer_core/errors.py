@@ -1,4 +1,5 @@
-"""Errors that a user can act on: each says what happened and how to get out. Anything else is a fault of ours."""
+"""Errors that a user can act on: each message says what happened and what to do. Any other
+exception is an internal error."""
 
 from __future__ import annotations
 
@@ -6,35 +7,35 @@ from atropos_common.run_dir import NO_UPDATE_CODE
 
 
 class TrainerError(Exception):
-    """The run cannot go on; the message holds the way out. Exit code 1, no traceback."""
+    """The run cannot go on; the message holds the fix. Exit code 1, no traceback."""
 
     exit_code = 1
 
 
 class UsageError(TrainerError):
-    """Flags or a combination of them that cannot work. Exit code 2."""
+    """Flags that cannot work, alone or together. Exit code 2."""
 
     exit_code = 2
 
 
 class ApiError(TrainerError):
-    """run-api cannot be reached or refuses what it is asked."""
+    """run-api cannot be reached, or refuses a request."""
 
 
 class MissingLogprobs(TrainerError):
-    """No rollout of the first batch has logprobs: there are none, or placeholders in their place."""
+    """No rollout of the first batch has logprobs, or all have placeholders."""
 
 
 class TooMuchLeftOut(UsageError):
-    """More than `max_left_out` of what the environments send cannot be trained on."""
+    """More than `max_left_out` of the environments' sequences cannot be trained on."""
 
 
 class MemoryFullError(TrainerError):
-    """Model, gradients, optimizer state and activations do not fit."""
+    """Model, gradients, optimizer state and activations do not fit into GPU memory."""
 
 
 class DiskFull(TrainerError):
-    """The run was stopped, and there is no room for a checkpoint of its last steps."""
+    """The run was stopped, and the disk has no space for a checkpoint of its last steps."""
 
 
 class MismatchError(TrainerError):
@@ -42,7 +43,7 @@ class MismatchError(TrainerError):
 
 
 class NonFiniteError(TrainerError):
-    """Loss or gradient was not a finite number for many steps in a row: nothing is learned any more."""
+    """Loss or gradient was not a finite number for many steps in a row."""
 
 
 class NoUpdateError(TrainerError):
@@ -52,34 +53,38 @@ class NoUpdateError(TrainerError):
 
 
 class EngineError(TrainerError):
-    """The inference server that the trainer knows answered, and refuses the request itself: asking again is no use."""
+    """The inference server refused the request itself; a retry does not help."""
 
 
 class EngineGone(TrainerError):
-    """The inference server does not answer any more, or cannot do what it is asked: it ends, starts, has lost its
-    engine, or is another one. It is waited for, found again, and given the weights of now."""
+    """The inference server does not answer, or cannot serve: it is ending, starting, another
+    instance, or without its engine. The trainer waits for it, finds it again and sends it the
+    current weights."""
 
     def __init__(self, message: str, *, answered: bool = False) -> None:
         super().__init__(message)
         self.answered = answered
-        """Whether that is what a server said, rather than its silence."""
+        """A server sent this answer; False: no server answered."""
 
 
+# `__main__` exits with GONE_CODE for this one, so that `launch.py` tells the cause from its
+# effects.
 class RankGone(TrainerError):
     """Another rank of this trainer has ended, so this one cannot go on."""
 
 
 class LossError(UsageError):
-    """The loss function of one's own cannot be found, or does not return what it should."""
+    """The user's loss function cannot be found, or returns a wrong value."""
 
 
 class CallbackError(TrainerError):
-    """A callback of one's own raised."""
+    """A user's callback raised."""
 
 
+# The last two are signals for the loop, so they are not `TrainerError`s: nobody prints them.
 class RolloutsEnd(Exception):
-    """The recorded rollouts are all trained; not an error."""
+    """All recorded rollouts are trained; not an error."""
 
 
 class Stopped(Exception):
-    """A stop was asked for while waiting; not an error."""
+    """The run was stopped while it waited; not an error."""

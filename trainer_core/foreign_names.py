@@ -1,4 +1,4 @@
-"""Names that other frameworks have for settings of `TrainingConfig`, so that an error can say which one is meant."""
+"""Other frameworks' names for settings of `TrainingConfig`; errors suggest ours."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FOREIGN = {
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """The setting that `name` stands for, as the end of an error; "" where none is near.
+    """Return the end of an error message that suggests a setting for `name`; "" if none is close.
 
     Args:
         known: every setting.

@@ -1,15 +1,15 @@
-"""The trainer on several ranks: torchrun, and exit codes that say how they ended.
+"""Start the trainer on several ranks: torchrun with meaningful exit codes.
 
     python -m trainer_core.launch 4 --model-name DIR --training-steps 60 ...
     python -m trainer_core.launch --nnodes 2 --node-rank 1 4 --model-name DIR ...
 
-torchrun starts the ranks, watches over them, passes signals on and ends the others when one has ended badly; it is
-never let restart any. Its own exit code is 1 whatever they returned. So this program is torchrun with another end: the
-exit code is that of rank 0 where all left together, else 1, and the last line names the rank that ended first.
+torchrun starts the ranks, watches them, forwards signals and ends the others when one fails; it
+never restarts them. Its own exit code is 1 whatever the ranks return. This program exits with the
+code of rank 0 if all ranks left together, else with 1, and its last line names the rank that ended
+first.
 
-Its ranks meet in a file, not at a port: what torchrun leaves on a port to the other launchers it unpickles. On several
-nodes there is one of this program on each, all with the same words but for `--node-rank`, and a folder that all share
-(ATROPOS_RANKS_DIR); each has a torchrun of its own.
+On several nodes, run this program on each with the same arguments except `--node-rank`; each node
+has a torchrun of its own. All nodes share a folder (ATROPOS_RANKS_DIR).
 """
 
 from __future__ import annotations
@@ -43,24 +43,27 @@ from trainer_core.ranks import (
 )
 
 LONGEST_STOP_S = 86_400
-"""A rank that was asked to end writes a checkpoint first; whoever asks has a patience of his own."""
+"""Seconds that torchrun waits for ranks after a stop: a rank writes a checkpoint first, and the
+caller has a timeout of its own."""
 FAR_S = 5.0
-"""So long what rank 0 writes on another node may take to be seen here."""
+"""Seconds that a file of rank 0 on another node may take to appear here."""
 SLOW_BEAT_S = 3600
-"""Between two lines in torchrun's file, which only grows."""
+"""Seconds between heartbeats in torchrun's file, which only grows."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the ranks of this node; the return value is the exit code."""
+    """Run the ranks of this node and return the exit code."""
     options = _parser().parse_args(argv)
+    # torchrun's default of 1 thread would leave a trainer on a CPU with idle cores.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // options.ranks)))
-    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # what it says of an end is said here
+    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # `_end` reports failures
     if options.nnodes > 1:
         try:
             meet_nodes(options.node_rank, options.nnodes, options.ranks)
         except UsageError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
+    # torchrun overwrites MASTER_ADDR and MASTER_PORT, which name the user's broadcast group.
     keep_master()
     folder = meeting_place(os.getpid())
     (folder / LAUNCHED).touch()
@@ -72,25 +75,27 @@ def main(argv: list[str] | None = None) -> int:
     except SignalException:
         return read_code(folder)
     finally:
-        if options.nnodes == 1:  # else the others may still read there; the next start clears it
+        if options.nnodes == 1:  # other nodes may still read theirs; the next start clears it
             shutil.rmtree(folder, ignore_errors=True)
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m trainer_core.launch", allow_abbrev=False, description=__doc__)
-    parser.add_argument("--nnodes", type=int, default=1, help="on how many nodes")
-    parser.add_argument("--node-rank", type=int, default=0, help="which of them this is, from 0")
-    parser.add_argument("ranks", type=int, help="on this node")
-    parser.add_argument("flags", nargs=argparse.REMAINDER, help="of the trainer")
+    parser.add_argument("--nnodes", type=int, default=1, help="number of nodes")
+    parser.add_argument("--node-rank", type=int, default=0, help="number of this node, from 0")
+    parser.add_argument("ranks", type=int, help="number of ranks on this node")
+    parser.add_argument("flags", nargs=argparse.REMAINDER, help="flags of the trainer")
     return parser
 
 
 def _config(count: int, file: str) -> LaunchConfig:
     fields = {each.name for each in dataclasses.fields(LaunchConfig)}
+    # Fields that only newer releases of torch have; left out where they are missing.
     newer = {"virtual_local_rank": True, "shutdown_timeout": LONGEST_STOP_S}
     return LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=count, run_id="trainer", max_restarts=0, monitor_interval=0.1,
+        # A file store: torchrun unpickles what other launchers leave on a port.
         rdzv_backend="c10d", rdzv_endpoint=file, local_addr="127.0.0.1",
         rdzv_configs={"store_type": "file", "keep_alive_interval": SLOW_BEAT_S},
         logs_specs=DefaultLogsSpecs(log_dir=f"{file}.logs"),
@@ -99,8 +104,10 @@ def _config(count: int, file: str) -> LaunchConfig:
 
 
 def _end(folder: Path, failures: Mapping[int, ProcessFailure]) -> int:
-    """Say which rank ended first, and how; the exit code for that."""
+    """Report the rank that ended first and how; return the exit code."""
+    # Ranks that left because another was gone are consequences, not the cause.
     codes = {rank: each.exitcode for rank, each in failures.items() if each.exitcode != GONE_CODE}
+    # A negative exit code is the number of the signal that killed the process.
     killed = {rank: code for rank, code in codes.items() if code < 0}
     if killed:
         rank, code = min(killed.items())
@@ -108,9 +115,10 @@ def _end(folder: Path, failures: Mapping[int, ProcessFailure]) -> int:
         leave_word(folder, rank, how)
         print(f"error: rank {rank} {how}", file=sys.stderr, flush=True)
         return 1
-    if 0 in codes:  # it has said why
+    if 0 in codes:  # rank 0 has printed its own error
         return codes[0]
-    if codes and _is_of_all(folder, set(codes.values())):
+    # All ranks raised the same error, and rank 0 printed it.
+    if codes and _rank_0_has_reported(folder, set(codes.values())):
         return min(codes.values())
     rank, code = min(codes.items(), default=(min(failures), GONE_CODE))
     leave_word(folder, rank, f"exit code {code}")
@@ -118,8 +126,8 @@ def _end(folder: Path, failures: Mapping[int, ProcessFailure]) -> int:
     return 1
 
 
-def _is_of_all(folder: Path, codes: set[int]) -> bool:
-    """Whether rank 0, on another node, has ended with the same code: it has said why."""
+def _rank_0_has_reported(folder: Path, codes: set[int]) -> bool:
+    """Return True if rank 0, on another node, ended with the same code and has reported it."""
     until = time.monotonic() + (FAR_S if first_rank() else 0)
     while folder / CODE not in set(folder.iterdir()) and time.monotonic() < until:
         time.sleep(0.05)

@@ -1,9 +1,10 @@
-"""What a model is made of, for programs that must not import torch: it is built without memory, and its tensors' names
-and shapes are printed as one JSON object.
+"""Print a model's config and parameter shapes as one JSON object, for programs that must not import
+torch. The model is built without allocating memory.
 
-    python -m trainer_core.shapes FOLDER     # with a config.json; never asks the network, never runs a model's own code
+    python -m trainer_core.shapes FOLDER     # FOLDER has a config.json
 
-The object has `config`, complete with the class's defaults, and `shapes`, a tied head once; or `error` in words.
+It uses no network and runs no code from the model's folder. The JSON object has `config`, complete
+with the class's defaults, and `shapes`, with a tied head once; or `error`, a text.
 """
 
 from __future__ import annotations
@@ -17,19 +18,21 @@ from pathlib import Path
 from typing import Any
 
 LEAST_BYTES = 4 << 30
-"""Memory limit on a small machine: torch and transformers themselves take about 1 GB."""
+"""Lower bound of the memory limit in bytes, for small machines: torch and transformers alone take
+about 1 GB."""
 
 
 def describe(folder: Path) -> dict[str, Any]:
-    """The object that is printed."""
+    """Build the object that `main` prints."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        # Tensors on the meta device have a shape and no storage.
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    # Which errors a configuration of any class raises, none of its authors says.
+    # A broken config can raise anything: each model class has checks of its own.
     except Exception as error:
         return {"error": " ".join(str(error).split())[:300] or type(error).__name__}
     shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
@@ -37,7 +40,8 @@ def describe(folder: Path) -> dict[str, Any]:
 
 
 def limit_memory() -> None:
-    """Give this process half of the machine's memory at most: a hostile configuration could ask for all of it."""
+    """Limit this process to half of the machine's memory: a hostile configuration could request all
+    of it."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     most = max(total // 2, LEAST_BYTES)
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
@@ -47,7 +51,7 @@ def limit_memory() -> None:
 
 def main(arguments: list[str]) -> int:
     limit_memory()
-    with contextlib.redirect_stdout(sys.stderr):  # transformers may talk
+    with contextlib.redirect_stdout(sys.stderr):  # transformers may print
         found = describe(Path(arguments[0]))
     print(json.dumps(found))
     return 0

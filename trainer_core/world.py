@@ -1,9 +1,10 @@
-"""The ranks of one trainer, as the loop knows them; without torch, so that it is known before that is imported.
+"""The ranks of one trainer, as the loop uses them; importable without torch.
 
-torchrun starts the same program N times. The loop learns no more of that than `World`: what rank 0 alone may do (ask
-run-api, speak to servers, write records) it does inside `share`, and what it got or what went wrong there is so on
-every rank. Everything that runs the model runs on every rank. Without torchrun there is `ALONE`, which does nothing.
-Several ranks are `Ranks` in `rank_group.py`.
+torchrun starts the same program N times. The loop sees that only through `World`. What rank 0 alone
+may do (call run-api and servers, write records) runs inside `share`, which gives every rank the
+result or the exception. Everything that runs the model runs on every rank. Without torchrun the
+world is `ALONE`, where these calls do nothing. `Ranks` in `rank_group.py` is the world of several
+ranks.
 """
 
 from __future__ import annotations
@@ -24,90 +25,97 @@ KNOWN = "on_every_rank"
 
 
 def on_every_rank(error: BaseException) -> bool:
-    """Whether all ranks raise it, so that one of them may speak for all."""
+    """Return True if all ranks raise `error`, so that rank 0 reports it for all."""
+    # `Ranks._raise` sets it, on exceptions of any type.
     return bool(getattr(error, KNOWN, False))
 
 
 class World:
-    """One rank among `size`."""
+    """One rank among `size`; this class is the world of a single rank."""
 
     def __init__(self) -> None:
         self.rank, self.size = 0, 1
         self.mesh: DeviceMesh | None = None
-        """One-dimensional, "fsdp"; null for a single rank."""
+        """One-dimensional mesh named "fsdp"; None for a single rank."""
         self.context: Context | None = None
-        """The ranks that share rows with this one; null: each has rows of its own."""
+        """Ranks that share rows with this one; None: each rank has rows of its own."""
 
     @property
     def dealt(self) -> World:
-        """The ranks among which rows are dealt out; of those that share rows one each."""
+        """World of the ranks that get different rows: one of each set that shares rows."""
         return self
 
     def split(self, context: int) -> None:
-        """Let each `context` neighbours share rows from now on."""
+        """Let each `context` neighbouring ranks share rows from now on."""
 
     def share(self, make: Callable[[], T]) -> T:
-        """What `make` returns on rank 0, or the exception that it raises there, on every rank. Rank 0 alone calls it,
-        and the others wait for it as long as it takes. What it returns can be pickled; rank 0 keeps the original."""
+        """Call `make` on rank 0 alone; return its result, or raise its exception, on every rank.
+        The other ranks wait without a timeout. The result must be picklable; rank 0 gets the
+        original."""
         return make()
 
     def first(self, make: Callable[[], T]) -> T:
-        """As `share`, where what `make` returns stays on rank 0. The others get null, and may only hand that on."""
+        """Like `share`, but the result stays on rank 0. Other ranks get None, which they only pass
+        on."""
+        # `append` returns None, so the value itself is never pickled or sent.
         kept: list[T] = []
         self.share(lambda: kept.append(make()))
         return kept[0] if kept else cast(T, None)
 
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, in place."""
+        """Sum over all ranks, in place."""
         return tensor
 
     def largest(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The largest of all ranks, element by element, in place."""
+        """Elementwise maximum over all ranks, in place."""
         return tensor
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value, by rank, on every rank. For small ones: it goes through the CPU."""
+        """Return every rank's value, ordered by rank, on every rank. For small values: it goes
+        through the CPU."""
         return [value]
 
     def agree(self, error: BaseException | None) -> None:
-        """Raise on every rank what one of them has met with: the first one's, with its rank in front.
+        """Raise the first rank's error on every rank, with its rank in front.
 
         Args:
-            error: this rank's; null when all is well here.
+            error: this rank's error; None if it has none.
         """
         if error is not None:
             raise error
 
     def together(self, work: Callable[[], T]) -> T:
-        """What `work` returns, which every rank calls; what goes wrong on one is raised on all."""
+        """Run `work` on every rank and return its result; an error on one rank is raised on all."""
         done: list[T] = []
         failed: Exception | None = None
         try:
             done.append(work())
         except Exception as error:
             failed = error
+        # Every rank must reach this collective, also after an error of its own.
         self.agree(failed)
         return done[0]
 
     def known(self, error: BaseException) -> bool:
-        """Whether every rank meets with `error` now, so that what all of them do together is still possible."""
+        """Return True if every rank raises `error` now, so that collectives still work."""
         return True
 
     def check(self, *, patience_s: float = 0.0) -> None:
-        """Is every rank still there?
+        """Check that every rank is still there.
 
         Args:
-            patience_s: how long to look for one that is ending: its connections close before its process is gone.
+            patience_s: seconds to wait for the end of a rank: its connections close before its
+                process ends.
 
         Raises:
-            RankGone: one is not.
+            RankGone: a rank has ended.
         """
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leave; waits for the others, unless one is gone.
+        """Leave the world; waits for the others unless one is gone.
 
         Args:
-            error: what ends this rank; the others learn of it, where they do not know it yet.
+            error: reason why this rank ends; passed to the ranks that do not know it yet.
         """
 
 
