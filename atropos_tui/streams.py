@@ -58,15 +58,15 @@ _outputs: list[Output] = []
 
 
 def prepare() -> None:
-    """Open what is closed as /dev/null, and let no text and no full disk end a command."""
+    """Open closed streams on `os.devnull`, and let no text and no full disk end a command."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
-            null = os.open(os.devnull, os.O_RDWR)
-            if null != descriptor:
-                os.dup2(null, descriptor)
-                os.close(null)
+            nothing = os.open(os.devnull, os.O_RDWR)
+            if nothing != descriptor:
+                os.dup2(nothing, descriptor)
+                os.close(nothing)
     if sys.stdin is None:
         sys.stdin = Path(os.devnull).open(encoding="utf-8")  # noqa: SIM115
     _outputs[:] = [Output(1), Output(2)]

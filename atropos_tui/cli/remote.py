@@ -1,7 +1,7 @@
 """A run on another machine: `attach me@box`, `ps me@box:RUN`, over ssh, by the program that is installed there.
 
-The run is asked where it lies, so nothing of it comes here but what its own commands show. The words after the host are
-handed on as they are; ports, keys and jumps are what ~/.ssh/config says.
+The command runs where the run lies, so only its output comes here. The words after the host are handed on as they are;
+ports, keys and jumps are what ~/.ssh/config says.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def over_ssh(host: str, words: Sequence[str]) -> int:
 
 
 class Answer:
-    """What comes back over ssh: a greeting of the login shell, a line that ends with our mark, then the output.
+    """The answer over ssh: a greeting of the login shell, a line that ends with our mark, then the output.
 
     Without the mark the login shell has not run our command, and its exit code means nothing: 0 least of all.
     """
@@ -146,7 +146,7 @@ def _far_command(words: Sequence[str], token: str) -> str:
 
 
 def _program(words: Sequence[str], token: str) -> str:
-    """What sh runs at the far end: the program of its PATH, else the interpreter of here."""
+    """The text that sh runs at the far end: the program of its PATH, else the interpreter of here."""
     said = shlex.join(words)
     here = shlex.quote(sys.executable)
     mark = rf"printf '\036%s\n' {MARK[1:]}-{token}"

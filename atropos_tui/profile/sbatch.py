@@ -49,7 +49,7 @@ class Option:
 
     @property
     def needs_gpus(self) -> bool:
-        """SLURM refuses it for nodes of which no GPU is asked."""
+        """SLURM refuses it for nodes without requested GPUs."""
         return bool(_OF_GPUS.fullmatch(self.name)) or (self.name == "gres" and self.value.startswith("gpu"))
 
     @property
@@ -74,7 +74,7 @@ def parse(text: str) -> Option | None:
 
 
 def problem(text: str) -> tuple[str, str] | None:
-    """What is wrong with an option, and the fix; None where nothing is."""
+    """The problem of an option, and the fix; `None` for an option without a problem."""
     option = parse(text)
     if option is None:
         return f"not an option of sbatch: {text!r}", 'write it as "--NAME=VALUE"'

@@ -46,7 +46,7 @@ class LineWatch:
             self._look(before)
 
     def seen(self, pattern: str) -> bool:
-        """Whether a line matched since `watch(pattern)`."""
+        """Return whether a line matched since `watch(pattern)`."""
         if pattern in self._waiting and self._partial and time.monotonic() - self._arrived >= SILENT_S:
             self._look(self._partial)
             self._look(self._partial[self._fresh :])

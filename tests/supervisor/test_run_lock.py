@@ -1,4 +1,4 @@
-"""One supervisor in a run directory, and one `up` that prepares it: whoever is second is told who was first."""
+"""One supervisor in a run directory, and one `up` that prepares it: the second one hears who was first."""
 
 from __future__ import annotations
 
