@@ -205,7 +205,7 @@ class CockpitApp(CommandApp):
         self._dirty = True
 
     def on_records_arrived(self, message: RecordsArrived) -> None:
-        if message.anew:
+        if message.reset:
             self.state = RunState()
         for record in message.records:
             self.state.apply(record)
@@ -218,7 +218,7 @@ class CockpitApp(CommandApp):
             self.loaded, self._newest = True, None
             self._settle()
         only_clocks = bool(message.records) and all(isinstance(record, GaugesRecord) for record in message.records)
-        news = message.anew or not only_clocks
+        news = message.reset or not only_clocks
         self._dirty, self._fresh_records = self._dirty or news, self._fresh_records or news
         self._ask_the_files()
 

@@ -1,7 +1,5 @@
-"""Internal errors of the screen: each traceback goes to one private file, the terminal gets a line that names it.
-
-The file belongs to the user and not to the run: a screen may show a recording of somebody else.
-"""
+"""Internal errors of the screen: tracebacks go to a private file, the terminal shows one line with
+its path."""
 
 from __future__ import annotations
 
@@ -20,26 +18,25 @@ from atropos_tui import __version__
 from atropos_tui.monitor.format import one_line
 
 MOST = 20
-"""Errors that one screen records; the later ones are usually consequences."""
+"""Limit for recorded errors of one screen; later ones are usually consequences."""
 
 _recorded: dict[str, str] = {}
-"""Reports of this process, by place and error."""
 
 
 def path() -> Path:
-    """The file with the tracebacks of the last screen that had an internal error."""
+    """Return the file with the tracebacks of the latest screen that had an internal error."""
+    # In the user's state directory, outside of the run directory: a replay may show another user's
+    # run.
     return Path(platformdirs.user_state_dir("atropos-tui")) / "screen-error.txt"
 
 
 def record(error: BaseException, where: str) -> None:
-    """Write the traceback of `error`, once; `where` names the part of the screen.
-
-    The report has no local variables: they hold the run's whole history, rollouts included.
-    """
-    cause = getattr(error, "error", error)  # Textual wraps the error of a worker
+    """Write the traceback of `error` once; `where` names the part of the screen."""
+    cause = getattr(error, "error", error)  # Textual wraps a worker's error
     key = f"{where}: {type(cause).__name__}: {cause}"
     if key in _recorded or len(_recorded) >= MOST:
         return
+    # Without local variables: they hold the run's whole history, rollouts included.
     trace = "".join(traceback.format_exception(cause))
     _recorded[key] = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {where}\n{trace}"
     versions = f"atropos-tui {__version__}, Textual {textual.__version__}, Python {platform.python_version()}"
@@ -49,17 +46,17 @@ def record(error: BaseException, where: str) -> None:
 
 
 def recorded() -> list[str]:
-    """Place, type and message of every error of this process."""
+    """Return place, type and message of every error of this process."""
     return list(_recorded)
 
 
 def forget() -> None:
-    """Begin a new report."""
+    """Start a new report."""
     _recorded.clear()
 
 
 def crash_line(run: Path, *, command: str, is_over: bool) -> str:
-    """The one line that is printed when the screen has failed; `command` opens it again."""
+    """Return the line to print after a crash of the screen; `command` reopens it."""
     again = f"atropos-tui {command} {shlex.quote(str(run))}"
-    goes_on = f"the screen failed: {again}" if is_over else f"the screen failed, the run goes on: {again}"
-    return one_line(f"{goes_on} (traceback: {path()})")
+    what = f"the screen failed: {again}" if is_over else f"the screen failed, the run goes on: {again}"
+    return one_line(f"{what} (traceback: {path()})")

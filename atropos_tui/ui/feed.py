@@ -1,7 +1,8 @@
-"""The one crossing between the run and the screen: supervisor and files in, Textual messages out, commands back.
+"""Connection between a run and the screen: reads supervisor and files, posts Textual messages,
+sends commands.
 
-Loops here only post messages; the app's handlers change what is shown. History is read from the run's files, which
-hold all of it; the supervisor's event stream rings the bell, so that a transition is read at once.
+The loops only post messages; handlers of the app change the screen. History comes from the run's
+files, because only they are complete. An event of the supervisor's stream triggers a read at once.
 """
 
 from __future__ import annotations
@@ -27,23 +28,24 @@ from atropos_tui.monitor.run_files import RecordBatch, RunFeed, RunInfo, changed
 from atropos_tui.supervisor.client import NoSupervisor, Refused, StreamLost
 from atropos_tui.supervisor.logs import latest_attempt
 
+# Seconds between two polls of the status, the record streams and the log.
 STATUS_S = 1.0
 FEED_S = 0.25
 LOG_S = 0.1
 QUIET_S = 0.5
-"""Files that do not grow are looked at less and less often, but at least so often."""
+"""Longest interval in seconds between two reads of files that do not grow."""
 RETRY_S = 1.0
 INFO_S = 1.0
-"""At most so often is it looked whether a run was planned anew."""
+"""Shortest interval in seconds between two reads of the run's plan."""
 ANSWER_S = 5.0
-"""A supervisor that says nothing for this long is shown as silent."""
+"""Timeout in seconds for the supervisor's answer."""
 
 UNANSWERED = (TimeoutError, OSError, httpx.HTTPError, ValidationError)
-"""What goes wrong with a supervisor that may still be there."""
+"""Errors of a supervisor that may still run."""
 
 
 class Control(Protocol):
-    """What the screen needs of the supervisor; `ControlClient` has it."""
+    """Supervisor interface that the screen uses; implemented by `ControlClient`."""
 
     async def status(self) -> RunStatus: ...
     def events(self, after: int = -1) -> AsyncIterator[Snapshot | Record]: ...
@@ -52,7 +54,7 @@ class Control(Protocol):
 
 
 class Streams(Protocol):
-    """What the screen needs of the run's records; `RunFeed` has it."""
+    """Record source that the screen uses; implemented by `RunFeed`."""
 
     @property
     def bad_lines(self) -> int: ...
@@ -61,7 +63,7 @@ class Streams(Protocol):
 
 
 class Logs(Protocol):
-    """What the screen needs of the components' logs; `LogFeed` has it."""
+    """Log source that the screen uses; implemented by `LogFeed`."""
 
     def path(self, name: str) -> Path | None: ...
     def read(self, names: tuple[str, ...]) -> list[LogEntry]: ...
@@ -76,7 +78,8 @@ class StatusArrived(Message):
 
 @dataclass(eq=False)
 class SupervisorGone(Message):
-    """No supervisor answers; `ended` when there is none any more, so that the files have the last word."""
+    """No supervisor answers. `ended`: none exists any more, so the files decide how the run
+    stands."""
 
     reason: str
     ended: bool
@@ -84,7 +87,7 @@ class SupervisorGone(Message):
 
 @dataclass(eq=False)
 class NewestArrived(Message):
-    """The end of streams that are long: how the run stands, while its history is read."""
+    """The last records of long streams, posted before their history is read."""
 
     records: list[Record]
     info: RunInfo
@@ -92,10 +95,11 @@ class NewestArrived(Message):
 
 @dataclass(eq=False)
 class RecordsArrived(Message):
-    """New records of the run's streams. `anew`: forget earlier ones, they come again; `behind`: more waits."""
+    """New records of the run's streams. `reset`: drop the earlier records, the streams are read
+    again; `behind`: more are waiting."""
 
     records: list[Record]
-    anew: bool
+    reset: bool
     behind: bool
     bad_lines: int
     info: RunInfo
@@ -103,7 +107,8 @@ class RecordsArrived(Message):
 
 @dataclass(eq=False)
 class LogArrived(Message):
-    """New lines of the followed components, plain text; `path` is the log they are from, where it is one."""
+    """New plain-text lines of the followed components; `path` is their file if there is only one
+    component."""
 
     components: tuple[str, ...]
     path: Path | None
@@ -111,7 +116,7 @@ class LogArrived(Message):
 
 
 class Feed:
-    """Follows one run and posts what it learns. Each `follow_*` runs for ever in its own worker."""
+    """Follows one run and posts what it reads. Each `follow_*` runs forever in its own worker."""
 
     def __init__(
         self,
@@ -121,31 +126,33 @@ class Feed:
         feed: Streams | None = None,
         logs: Logs | None = None,
     ) -> None:
-        """Args: `feed`, `logs`: read in a thread (default: the run's files)."""
+        """Args:
+        feed: source of records, read in a thread; default: the run's files.
+        logs: source of log lines, read in a thread; default: the run's files."""
         self.run = RunDir(run_dir)
         self.control = control
         self._feed = feed or RunFeed(self.run)
         self._logs = logs or LogFeed(self.run)
         self._post = post
-        self._feed_bell = asyncio.Event()
-        self._status_bell = asyncio.Event()
-        self._log_bell = asyncio.Event()
+        self._read_files_now = asyncio.Event()
+        self._read_status_now = asyncio.Event()
+        self._read_log_now = asyncio.Event()
         self._log_of: tuple[str, ...] = ()
 
     def follow_log_of(self, components: tuple[str, ...]) -> None:
-        """Switch the log to these components; their lines start anew."""
+        """Switch the log to these components; their latest lines are read again."""
         if components != self._log_of:
             self._log_of = components
-            self._log_bell.set()
+            self._read_log_now.set()
 
     def log_of(self, component: str) -> Path | None:
-        """The newest log of a component."""
+        """Return the newest log file of a component; None before its first attempt."""
         return latest_attempt(self.run.logs / component)
 
     def refresh(self) -> None:
         """Read status and files now."""
-        self._feed_bell.set()
-        self._status_bell.set()
+        self._read_files_now.set()
+        self._read_status_now.set()
 
     async def follow_status(self) -> None:
         while True:
@@ -155,13 +162,15 @@ class Feed:
                 self._post(StatusArrived(status))
             except NoSupervisor as error:
                 self._post(SupervisorGone(str(error), ended=True))
+            # Not `ended`: a busy supervisor may answer the next poll.
             except (*UNANSWERED, Refused) as error:
                 self._post(SupervisorGone(f"the supervisor does not answer ({type(error).__name__})", ended=False))
-            await _wait(self._status_bell, STATUS_S)
+            await _wait(self._read_status_now, STATUS_S)
 
     async def follow_events(self) -> None:
-        """Ring the bells at every record. A stream that breaks is opened again; status tells whether all is well."""
+        """Trigger a read at every event; reconnect when the stream breaks."""
         while True:
+            # Errors are dropped here because `follow_status` reports them.
             with contextlib.suppress(*UNANSWERED, NoSupervisor, Refused, StreamLost, RecordError):
                 async for item in self.control.events():
                     if isinstance(item, Snapshot):
@@ -171,17 +180,20 @@ class Feed:
 
     async def follow_files(self) -> None:
         feed, about, posted, pause = self._feed, _Info(self.run), None, FEED_S
+        # Reading a long history takes seconds, so the screen first shows how the run stands now.
         if newest := await asyncio.to_thread(feed.newest):
             self._post(NewestArrived(newest, await asyncio.to_thread(about.read)))
         while True:
+            # Files are read in a thread: on a network file system a read can block for seconds.
             batch, info = await asyncio.to_thread(lambda: (feed.read(), about.read()))
             news = (batch.behind, feed.bad_lines, info)
             if batch.records or batch.anew or news != posted:
                 posted = news
                 self._post(RecordsArrived(batch.records, batch.anew, batch.behind, feed.bad_lines, info))
+            # While behind, read on without a pause.
             if not batch.behind:
                 pause = FEED_S if batch.records else min(pause * 1.5, QUIET_S)
-                await _wait(self._feed_bell, pause)
+                await _wait(self._read_files_now, pause)
 
     async def follow_log(self) -> None:
         feed, pause = self._logs, LOG_S
@@ -189,17 +201,26 @@ class Feed:
             if wanted := self._log_of:
                 entries = await asyncio.to_thread(feed.read, wanted)
                 pause = LOG_S if entries else min(pause * 1.5, QUIET_S)
+                # The user may have switched components during the read.
                 if entries and wanted == self._log_of:
                     self._post(LogArrived(wanted, feed.path(wanted[0]) if len(wanted) == 1 else None, entries))
-            await _wait(self._log_bell, pause)
+            await _wait(self._read_log_now, pause)
 
     async def recipe(self, action: Action, component: str | None) -> Recipe:
-        """What a command would touch. Raises Refused, also when nobody answers."""
+        """Return what a command would stop and start.
+
+        Raises:
+            Refused: the supervisor refuses it, or does not answer.
+        """
         async with _answering():
             return await self.control.recipe(action, component)
 
     async def send(self, request: CommandRequest) -> Accepted:
-        """Hand a command over. Raises Refused, also when nobody answers."""
+        """Send a command.
+
+        Raises:
+            Refused: the supervisor refuses it, or does not answer.
+        """
         async with _answering():
             accepted = await self.control.command(request)
         self.refresh()
@@ -207,7 +228,8 @@ class Feed:
 
 
 class _Info:
-    """What a run is, read again when its files are written again: resumed, it may have more steps."""
+    """Cache of the run's description, read again when its files change: a resumed run may have more
+    steps."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
@@ -217,6 +239,7 @@ class _Info:
 
     def read(self) -> RunInfo:
         if time.monotonic() - self._looked >= INFO_S:
+            # Limits the stat calls, which cost a round trip on network file systems.
             self._looked = time.monotonic()
             files = (self._run.plan_json, self._run.run_json, self._run.profile_toml)
             if (written := tuple(map(changed_at, files))) != self._written:
@@ -228,7 +251,7 @@ class _Info:
 
 @contextlib.asynccontextmanager
 async def _answering() -> AsyncIterator[None]:
-    """Turn every way of not being answered into a `Refused` that can be shown."""
+    """Turn a missing answer into a `Refused` with a message and a fix."""
     try:
         async with asyncio.timeout(ANSWER_S):
             yield
@@ -238,10 +261,11 @@ async def _answering() -> AsyncIterator[None]:
         raise Refused(f"the supervisor does not answer ({type(error).__name__})", "try again in a moment") from error
 
 
-async def _wait(bell: asyncio.Event, seconds: float) -> None:
-    """Until the bell rings, at most `seconds`; a short pause follows, so that a flood of rings is one."""
+async def _wait(wake: asyncio.Event, seconds: float) -> None:
+    """Wait for the event, at most `seconds`."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
-            await bell.wait()
+            await wake.wait()
+            # Merges a burst of events into one read.
             await asyncio.sleep(0.05)
-    bell.clear()
+    wake.clear()

@@ -1,7 +1,8 @@
-"""What a user has chosen for every screen: one small file, `screen.json` in the user's folder of settings.
+"""The user's choices for all screens, stored in `screen.json` in the user's configuration
+directory.
 
-A file that cannot be read, or holds what no version of ours wrote, is as if there were none, and one that cannot be
-written costs the choice, never the screen.
+An unreadable or invalid file counts as missing. A write error loses the choice and does not end the
+screen.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from atropos_tui.monitor.state import MOST_CURVES
 
 @dataclass(frozen=True)
 class Charts:
-    """Curves drawn besides those of the catalogue, and how charts are looked at."""
+    """Extra curves, and the settings of all charts."""
 
     metrics: tuple[str, ...] = ()
     smoothing: int = Lens.smoothing
@@ -29,40 +30,43 @@ class Charts:
     cuts_outliers: bool = Lens.cuts_outliers
 
     def lens(self) -> Lens:
-        """The lens of a screen that opens."""
+        """Return the lens for a new screen."""
         return Lens(along=self.along, smoothing=self.smoothing, cuts_outliers=self.cuts_outliers)
 
     def through(self, lens: Lens) -> Charts:
-        """The same curves, looked at as now."""
+        """Return the same curves with the settings of `lens`."""
         return replace(self, smoothing=lens.smoothing, along=lens.along, cuts_outliers=lens.cuts_outliers)
 
 
 def path() -> Path:
-    """Where it lies; the folder may not be there."""
+    """Return the path of the file; its directory may not exist."""
     return Path(platformdirs.user_config_dir("atropos-tui")) / "screen.json"
 
 
 def theme() -> str:
-    """The theme that was chosen; empty where none was."""
+    """Return the chosen theme; empty if there is none."""
     return str(read_json(path()).get("theme") or "")
 
 
 def charts() -> Charts:
-    """What was chosen for the charts; the defaults for what is not told, or not understood."""
+    """Return the chosen chart settings, with defaults for missing or invalid values."""
     known = read_json(path()).get("charts")
     data = known if isinstance(known, dict) else {}
     metrics, smoothing, along = data.get("metrics"), data.get("smoothing"), data.get("along")
     names = [name for name in metrics if isinstance(name, str)] if isinstance(metrics, list) else []
     return Charts(
         tuple(names[:MOST_CURVES]),
+        # `type`, because JSON's `true` is an `int` for isinstance.
         smoothing if type(smoothing) is int and 0 <= smoothing <= 10_000 else Lens.smoothing,
+        # An axis that a newer version added falls back to the default.
         Along(along) if along in list(Along) else Lens.along,
         data.get("cuts_outliers") is not False,
     )
 
 
 def keep(*, theme: str | None = None, charts: Charts | None = None) -> None:
-    """Keep a choice for the screens to come."""
+    """Store a choice for later screens."""
+    # Read first: another screen may have written the other keys.
     chosen = read_json(path())
     if theme is not None:
         chosen["theme"] = theme

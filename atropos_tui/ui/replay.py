@@ -1,6 +1,6 @@
-"""The cockpit over a recorded run: the same screen, fed by `monitor.replay`, with a bar that moves through time.
+"""The screen of a recorded run, fed by `monitor.replay`, with a bar for the position in time.
 
-atropos-tui replay RUN [--speed N]
+`atropos-tui replay RUN [--speed N]`
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from atropos_tui.ui.theme import ink
 from atropos_tui.ui.widgets.curves import Chart
 from atropos_tui.ui.widgets.log_view import LogView
 
+# Seconds between two draws of the bar and two reads of the recording.
 TICK_S = 0.25
 FASTER = 2.0
 TIME_KEYS = ("pause", "faster", "seek", "event")
@@ -34,11 +35,11 @@ REFUSED = (
     ("K", "act('kill')", "Kill"),
     ("R", "restart_all", "Restart all"),
 )
-"""Keys that only say why they do nothing here, so the footer does not offer them."""
+"""Keys that the footer hides: a replay refuses them with a reason."""
 
 
 class ReplayBar(Widget):
-    """One line: that this is a replay, how fast, which moment, how far, and the keys."""
+    """One line: replay mark, speed, moment, position and keys."""
 
     DEFAULT_CSS = """
     ReplayBar {
@@ -50,13 +51,12 @@ class ReplayBar(Widget):
         super().__init__(id="replay")
         self._clock = clock
         self._shown = 0.0
-        """The moment that stands on the screen."""
 
     def on_mount(self) -> None:
         self.set_interval(TICK_S, self._tick)
 
     def _tick(self) -> None:
-        if self._clock.now() != self._shown:  # paused and at its end nothing changes
+        if self._clock.now() != self._shown:  # while paused and at the end nothing changes
             self.refresh()
 
     def render(self) -> RenderResult:
@@ -67,6 +67,7 @@ class ReplayBar(Widget):
         left = Text.assemble((" REPLAY ", ink(self.app, "replay")), f" {word}  ", no_wrap=True)
         left.append(time_of_day(now))
         left.append(f"  {duration(now - clock.first)} of {duration(whole)} ", quiet)
+        # The key help is the first part to go on a narrow screen.
         keys = Text(" space pause · + − speed · ← → seek, shift: events", quiet, no_wrap=True)
         room = width - left.cell_len - keys.cell_len
         if room < 0:
@@ -78,7 +79,7 @@ class ReplayBar(Widget):
 
 
 class ReplayApp(CockpitApp):
-    """The screen of a recorded run; commands are refused, leaving asks nothing."""
+    """The screen of a recorded run. It refuses commands, and quits without a question."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("space", "pause", "Pause", priority=True, tooltip="Replay: pause, or go on; at the end, begin again"),
@@ -97,33 +98,37 @@ class ReplayApp(CockpitApp):
         super().__init__(run.root, control=replay.control, clock=replay.clock.now)
         self.replay = replay
         self._events = replay.recording.events()
+        # Replaces the feed of the base class, which reads the files as they are now.
         self.feed = Feed(run.root, replay.control, self.post_message, feed=replay.feed, logs=replay.logs)
-        self.rings = Bell(run, muted=True)  # what rings has happened long ago
+        self.rings = Bell(run, muted=True)  # events of a recording are old
         self._shown = 0.0
-        """The moment that was asked of the feed last."""
 
     def compose(self) -> ComposeResult:
         yield ReplayBar(self.replay.clock)
         yield from super().compose()
 
     def on_mount(self) -> None:
-        """Textual calls this beside the one of the class above."""
         self.set_interval(TICK_S, self._tick)
 
     def _tick(self) -> None:
+        # Without a new moment there is nothing new to read.
         if (now := self.replay.clock.now()) != self._shown:
             self._shown = now
             self.feed.refresh()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Keys that move through time are others' where a line is typed, a dialog asks or a chart is read."""
+        """Disable keys of the replay while a line is typed, a dialog is open or a chart has the
+        focus."""
+        # These bindings have priority, so without this check they would take keys from inputs and
+        # dialogs.
         if action in TIME_KEYS and (isinstance(self.focused, Input) or len(self.screen_stack) > 1):
             return False
         if action in ("faster", "seek", "event") and isinstance(self.focused, Chart):
-            return False  # they are the chart's: its cursor, and how near it is
+            return False  # the chart uses these keys for its cursor and zoom
         return super().check_action(action, parameters)
 
     def action_pause(self) -> None:
+        # At the end `toggle` starts the replay from the beginning, so the log has to be reloaded.
         at_end = self.replay.clock.at_end
         self.replay.clock.toggle()
         self._moved(jumped=at_end)
@@ -141,8 +146,9 @@ class ReplayApp(CockpitApp):
         self._moved(jumped=True)
 
     def _moved(self, *, jumped: bool = False) -> None:
-        """Show the new moment at once; after a jump the log begins anew."""
+        """Show the new moment at once; after a jump, reload the log."""
         log = self.find(LogView)
+        # The log view only appends. After a jump its lines no longer belong to the moment shown.
         if jumped and log:
             log.switch(log.component)
         self.feed.refresh()
@@ -156,5 +162,5 @@ class ReplayApp(CockpitApp):
 
 
 def run_replay(replay: Replay) -> Outcome:
-    """Show the screen until it is left."""
+    """Show the screen until the user leaves it."""
     return run_app(dressed(ReplayApp(replay)))

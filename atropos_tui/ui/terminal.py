@@ -1,4 +1,4 @@
-"""The terminal itself: a screen is run in it, it is handed to an editor, it rings, and a picture of it is saved."""
+"""The terminal: run a screen in it, lend it to an editor, ring its bell, save a picture of it."""
 
 from __future__ import annotations
 
@@ -35,36 +35,39 @@ from atropos_tui.ui.commands import CommandApp, Outcome
 Ground = Literal["dark", "light"]
 
 ANSWER_S = 0.5
-"""How long a terminal may take to say what its ground is."""
+"""Timeout in seconds for the terminal's answer about its background colour."""
 LEAVE_S = 3.0
-"""How long the screen may take to close once it was told to go."""
+"""Seconds before a screen that cannot close is ended with `os._exit`."""
 NEWS_S = 60.0
-"""An older record is history: the screen was opened since, or a file is read again."""
+"""Maximum age in seconds of a record that rings the bell; older ones are history that is read
+now."""
 FONTS = "'DejaVu Sans Mono', Menlo, Consolas, 'Liberation Mono', monospace"
 
 
 def run_app(app: CommandApp) -> Outcome:
-    """Show `app` until it is left. TERM, HUP and a terminal that is gone detach, as the driver itself would not."""
-    # A long history is half a million objects that stay: looking for cycles among them costs a fifth of reading it.
-    # The app turns it on again when it has read all.
+    """Show `app` until the user leaves it. SIGTERM, SIGHUP and the loss of the terminal detach."""
+    # A long history is half a million permanent objects. Searching them for cycles takes a fifth of
+    # the time to read them. The app enables the collector after it has read the history.
     gc.disable()
-    # Threads parse records and logs: a key need not wait for the usual five milliseconds of each of them.
+    # Threads parse records and logs. The default switch interval (5 ms for each) would delay keys.
     sys.setswitchinterval(0.0005)
 
     left = threading.Event()
-    # The driver's writer can block for ever on a terminal that is gone; the screen owns nothing, so it may just go.
+    # Textual's writer thread can block forever on a closed terminal. The screen owns no process of
+    # the run, so a hard exit is safe.
     last_resort = threading.Timer(LEAVE_S, os._exit, (0,))
     last_resort.daemon = True
 
-    async def attended() -> Outcome | None:
+    async def run_until_left() -> Outcome | None:
         loop = asyncio.get_running_loop()
 
         def leave() -> None:
             if not left.is_set():
-                with contextlib.suppress(RuntimeError):  # told twice
+                with contextlib.suppress(RuntimeError):  # a second signal: the timer already runs
                     last_resort.start()
                 loop.call_soon_threadsafe(app.exit, "detach")
 
+        # Textual's driver handles neither signal.
         for number in (signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, leave)
         threading.Thread(target=_watch_terminal, args=(leave,), name="terminal", daemon=True).start()
@@ -74,42 +77,43 @@ def run_app(app: CommandApp) -> Outcome:
             left.set()
             last_resort.cancel()
 
-    return asyncio.run(attended()) or ("failed" if app.return_code else "detach")
+    return asyncio.run(run_until_left()) or ("failed" if app.return_code else "detach")
 
 
 def _watch_terminal(gone: Callable[[], None]) -> None:
-    """Wait until the other side of our terminal is closed. Only who owns the terminal is told by a HUP signal; any
-    other would read its end for ever, at the cost of a whole core."""
+    """Call `gone` once the other side of the terminal has closed."""
+    # SIGHUP reaches only the process that owns the terminal. Any other process would read
+    # end-of-file in a busy loop.
     if sys.__stdin__ is None or not sys.__stdin__.isatty():
         return
     watched = select.poll()
-    watched.register(sys.__stdin__.fileno(), 0)  # a hang-up is told unasked
+    watched.register(sys.__stdin__.fileno(), 0)  # no flags: POLLHUP and POLLERR are always reported
     while not any(event & (select.POLLHUP | select.POLLERR | select.POLLNVAL) for _, event in watched.poll()):
         pass
     gone()
 
 
 def edit(app: App[Any], path: Path) -> str:
-    """Show `path` in `$VISUAL`, `$EDITOR` or `less`; what went wrong, or nothing."""
+    """Open `path` in `$VISUAL`, `$EDITOR` or `less`; return an error message, empty on success."""
     line = os.environ.get("VISUAL") or os.environ.get("EDITOR") or "less"
     try:
         words = shlex.split(line)
     except ValueError as error:
-        return f"the editor {line!r} cannot be read: {error}"
+        return f"cannot parse the editor command {line!r}: {error}"
     try:
-        with _deaf_to_ctrl_c(), app.suspend():
+        with _ignore_ctrl_c(), app.suspend():
             subprocess.run([*words, str(path)], check=False)
     except SuspendNotSupported:
-        return "this terminal cannot be handed to an editor"
+        return "this terminal cannot be suspended for an editor"
     except OSError as error:
-        return f"{words[0] if words else 'the editor'} does not start: {error.strerror}"
+        return f"{words[0] if words else 'the editor'} cannot be started: {error.strerror}"
     return ""
 
 
 @contextmanager
-def _deaf_to_ctrl_c() -> Iterator[None]:
-    """The terminal tells us, too, what is meant for the editor. A handler of ours is not inherited by it, unlike
-    SIG_IGN."""
+def _ignore_ctrl_c() -> Iterator[None]:
+    # Ctrl+C in the editor also reaches this process. A handler, unlike SIG_IGN, is not inherited by
+    # the editor.
     before = signal.signal(signal.SIGINT, lambda number, frame: None)
     try:
         yield
@@ -117,15 +121,12 @@ def _deaf_to_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def ground(patience_s: float = ANSWER_S) -> Ground | None:
-    """Whether the terminal is dark or light: as COLORFGBG says, else as it answers itself (OSC 11).
-
-    A terminal that does not know the question answers the one behind it (DA1), so nothing is waited for in vain; None
-    where it answers neither.
-    """
-    told = os.environ.get("COLORFGBG", "").rpartition(";")[2]
-    if told.isdecimal():
-        return "light" if told in ("7", "15") else "dark"
+def ground(timeout_s: float = ANSWER_S) -> Ground | None:
+    """Return the background of the terminal from COLORFGBG, otherwise from its answer to OSC 11;
+    None if unknown."""
+    colour = os.environ.get("COLORFGBG", "").rpartition(";")[2]
+    if colour.isdecimal():
+        return "light" if colour in ("7", "15") else "dark"
     if os.environ.get("TERM", "dumb") in ("dumb", "linux"):
         return None
     try:
@@ -136,8 +137,10 @@ def ground(patience_s: float = ANSWER_S) -> Ground | None:
         before = termios.tcgetattr(terminal)
         try:
             tty.setraw(terminal)
+            # OSC 11 asks for the background colour, DA1 for the device attributes. Every terminal
+            # answers DA1, so one without OSC 11 ends the wait early.
             os.write(terminal, b"\x1b]11;?\x1b\\\x1b[c")
-            return ground_of(_answer(terminal, patience_s))
+            return ground_of(_answer(terminal, timeout_s))
         finally:
             termios.tcsetattr(terminal, termios.TCSAFLUSH, before)
     except (OSError, termios.error):
@@ -146,9 +149,9 @@ def ground(patience_s: float = ANSWER_S) -> Ground | None:
         os.close(terminal)
 
 
-def _answer(terminal: int, patience_s: float) -> bytes:
-    """What comes until the answer to DA1 is complete, or for so long."""
-    answer, give_up = b"", time.monotonic() + patience_s
+def _answer(terminal: int, timeout_s: float) -> bytes:
+    answer, give_up = b"", time.monotonic() + timeout_s
+    # The answer to DA1 (`ESC [ ? ... c`) comes last.
     while not re.search(rb"\x1b\[\?[\d;]*c", answer):
         left = give_up - time.monotonic()
         if left <= 0 or not select.select([terminal], [], [], left)[0]:
@@ -158,16 +161,18 @@ def _answer(terminal: int, patience_s: float) -> bytes:
 
 
 def ground_of(answer: bytes) -> Ground | None:
-    """What a terminal's answer to OSC 11 means: `rgb:` and three numbers of one to four hexadecimal digits."""
+    """Return the background from an answer to OSC 11: `rgb:` and three numbers of one to four
+    hexadecimal digits."""
     found = re.search(rb"\]11;rgba?:([0-9a-fA-F]{1,4})/([0-9a-fA-F]{1,4})/([0-9a-fA-F]{1,4})", answer)
     if found is None:
         return None
     red, green, blue = (int(part, 16) / (16 ** len(part) - 1) for part in found.groups())
+    # Perceived luminance by the Rec. 601 weights.
     return "light" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "dark"
 
 
 class Bell:
-    """Decides about ringing; what had happened before the screen was opened is no news."""
+    """Decides which records and which exits ring the terminal's bell."""
 
     def __init__(self, run: RunDir, *, muted: bool = False) -> None:
         self._muted = muted
@@ -178,17 +183,19 @@ class Bell:
         self._saw_it_run = False
 
     def at_records(self, records: Iterable[Record], now: float) -> bool:
-        """Whether one of these records is to be rung for."""
+        """Return True if a recent record rings by the run's notify policy."""
+        # A screen that attaches late, or reads a file again, must not ring for old records.
         news = [record for record in records if record.time > now - NEWS_S]
         return any(
             self._wants(event) and any(is_event(record, event) for record in news) for event in ("mismatch", "alert")
         )
 
     def at_status(self, status: RunStatus | None) -> bool:
-        """Whether the run has just ended in a way to be rung for."""
+        """Return True if the run ended since the last call, in a way that rings."""
         if status is None:
             return False
         ended = status.phase is Phase.ENDED
+        # A run that had ended before the screen opened does not ring.
         news, self._saw_it_run = self._saw_it_run and ended, not ended
         return news and self._wants(event_of_exit(status.exit_code))
 
@@ -197,16 +204,17 @@ class Bell:
 
 
 def own_fonts(svg: str) -> str:
-    """`svg` without fonts from elsewhere."""
+    """Return `svg` with local fonts only, without downloads."""
+    # Rich's SVG export loads its fonts from a web server.
     svg = re.sub(r"@font-face\s*{[^}]*}", "", svg)
     return re.sub(r"font-family:\s*[^;]+;", f"font-family: {FONTS};", svg)
 
 
 def save_screenshot(svg: str, name: str, folder: Path) -> Path:
-    """Write a picture under a name of its own in `folder`.
+    """Write the picture to a new file in `folder` and return its path.
 
     Raises:
-        OSError: it cannot be written there.
+        OSError: the file cannot be written.
     """
     safe = re.sub(r"[^A-Za-z0-9._-]+", "-", name) or "run"
     stem = f"atropos-{safe}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -1,4 +1,4 @@
-"""The look: the theme, and one glyph, word and style per state. State is never colour alone."""
+"""Themes, and the glyph, word and style of each state. Colour is never the only sign of a state."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from atropos_tui.monitor.format import TONES, glyph_and_word
 def _named(
     theme: Theme, *, quiet: str, line: str, cursor: str, on_cursor: str, cursor_away: str, footer: str, hover: str
 ) -> Theme:
-    """`theme` with Textual's names for one and the same colour, and ours.
+    """Add the colours to `theme` that Textual and this screen read from its variables.
 
     Args:
         quiet: labels.
-        line: frames, grids, the rest of a bar.
-        cursor: behind the line that has it; `on_cursor`: its text; `cursor_away`: behind it without the focus.
-        footer: what a key does.
-        hover: a scrollbar under the mouse.
+        line: frames, grids, the empty part of a bar.
+        cursor: background of the cursor line; `on_cursor`: its text; `cursor_away`: its background
+            without the focus.
+        footer: descriptions of keys.
+        hover: scrollbar under the mouse.
     """
     lines = ("track", "grid", "frame", "border", "border-blurred", "scrollbar")
     theme.variables |= dict.fromkeys(lines, line) | {
@@ -68,30 +69,33 @@ LIGHT = _named(
 
 
 def own_colours(theme: Theme) -> dict[str, str]:
-    """What `theme` has no names for, made from its text and its background, so that it can be seen in any of them.
-
-    quiet: labels; track: the rest of a bar; grid and frame: lines; healthy: the ground behind a curve's good range;
-    found: behind what was searched for; log and log-name: lines of a log and whose they are; limit: a range's end.
-    """
-    if theme.ansi:  # sixteen colours of the terminal, which cannot be mixed
+    """Return the colours that `theme` does not define, mixed from its text and background
+    colours."""
+    if theme.ansi:  # the terminal's 16 colours cannot be mixed
         lines = dict.fromkeys(("track", "grid", "frame"), "ansi_bright_black")
         text = dict.fromkeys(("quiet", "healthy", "log"), "ansi_default")
         return lines | text | {"found": "ansi_yellow", "log-name": "ansi_blue", "limit": "ansi_yellow"}
     system = theme.to_color_system().generate()
     background = Color.parse(system["background"])
+    # Share of the named colour over the background. quiet: labels; track: empty part of a bar;
+    # healthy: background of a curve's good range; found: background of a match; log and log-name:
+    # text and component name of a log line; limit: end of a healthy range.
     mixed = {
         "quiet": ("foreground", 0.75), "track": ("foreground", 0.25), "grid": ("foreground", 0.2),
         "frame": ("foreground", 0.25), "log": ("foreground", 0.85), "healthy": ("success", 0.08),
         "found": ("warning", 0.4), "limit": ("warning", 0.6), "log-name": ("primary", 0.7),
     }  # fmt: skip
-    return {name: background.blend(Color.parse(system[of]), share).hex for name, (of, share) in mixed.items()}
+    return {name: background.blend(Color.parse(system[colour]), share).hex for name, (colour, share) in mixed.items()}
 
 
 def own_theme(wished: str, known: Collection[str], ground: Literal["dark", "light"] | None) -> str:
-    """The theme to begin with: what the user wishes if there is such a one, else ours for the terminal's ground."""
+    """Return the name of the first theme: the user's choice if it exists, otherwise the one for the
+    terminal's background."""
     return wished if wished in known else LIGHT.name if ground == "light" else THEME.name
 
 
+# Styles that panels draw with, as one table: CSS component classes would be matched against every
+# node of each panel.
 INKS = {
     "good": "$success", "busy": "$primary", "warn": "$warning", "bad": "bold $error", "dim": "$quiet",
     "text-good": "$text-success", "text-busy": "$text-primary", "text-warn": "$text-warning",
@@ -103,29 +107,30 @@ INKS = {
     "found": "bold underline on $found", "gone": "strike $error", "new": "underline $success",
     "plain": "$log", "poll": "$log", "note": "italic $quiet", "name of a log": "$log-name",
 }  # fmt: skip
-"""Every style that panels draw with, by name: as CSS of each panel they would be matched against each of its nodes."""
 
+# Parsed `INKS` by name of the theme.
 _made: dict[str, dict[str, Style]] = {}
-"""`INKS` in the colours of a theme, by its name."""
 
 
 def ink(app: App[Any], name: str) -> Style:
-    """The style `name` of `INKS`, in the theme of now."""
+    """Return the style `name` of `INKS` in the current theme."""
     if (styles := _made.get(app.theme)) is None:
         variables = own_colours(app.current_theme) | app.get_css_variables()
-        # `textual.style.Style.parse` goes by the stylesheet, which may still have the colours of the theme before.
+        # `textual.style.Style.parse` reads the stylesheet, which may still hold the old theme's
+        # colours.
         parsed = {name: parse_style(words, variables) for name, words in INKS.items()}
         styles = _made[app.theme] = {name: style.rich_style for name, style in parsed.items()}
     return styles[name]
 
 
 def state_text(state: State) -> tuple[str, str]:
-    """Glyph and word of a state, and its tone."""
+    """Return glyph and word of a state, and its tone."""
     return glyph_and_word(state), TONES[state]
 
 
 def title(name: str, *parts: tuple[str, str], gap: int = 2) -> Content:
-    """A panel's title: its name, then `(text, theme colour)` parts. Nothing in it is read as markup."""
+    """Return a panel's title: its name, then `(text, theme colour)` parts, none of which is parsed
+    as markup."""
     pieces: list[tuple[str, str]] = [(name, "bold $foreground")]
     for text, colour in parts:
         if not text:

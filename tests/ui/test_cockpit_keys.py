@@ -129,7 +129,7 @@ async def test_the_log_s_keys(tmp_path: Path, supervise: Supervise) -> None:
         await screen.press("f")
         assert not log.following
         await screen.press("o")
-        await screen.until(lambda: any("cannot be handed to an editor" in toast for toast in screen.toasts()))
+        await screen.until(lambda: any("cannot be suspended for an editor" in toast for toast in screen.toasts()))
 
 
 async def test_all_logs_in_one_and_the_brackets_choose(tmp_path: Path, supervise: Supervise) -> None:
@@ -499,7 +499,8 @@ async def test_an_editor_that_cannot_be_read_is_refused_in_words(
     monkeypatch.setenv("VISUAL", "vim -c 'set")
     async with the_log(tmp_path) as (screen, _):
         await screen.press("o")
-        await screen.until(lambda: any("cannot be read: No closing quotation" in toast for toast in screen.toasts()))
+        await screen.until(lambda: any('cannot parse the editor command "vim' in toast for toast in screen.toasts()))
+        assert any("No closing quotation" in toast for toast in screen.toasts())
 
 
 class SlowControl(FakeControl):
