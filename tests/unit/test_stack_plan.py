@@ -523,10 +523,10 @@ def test_adapters_over_the_one_copy(gpus: list[int]) -> None:
 @pytest.mark.parametrize(
     ("mode", "settings", "reason"),
     [
-        ("lora_restart", {"single_copy": True}, "single_copy belongs to weight_bridge_mode shared_vllm or lora_only"),
+        ("lora_restart", {"single_copy": True}, "single_copy needs weight_bridge_mode shared_vllm or lora_only"),
         ("broadcast", {"single_copy": True}, "single_copy and use_shared_memory exclude each other"),
-        ("lora_only", {"lora_use_dora": True}, "vLLM serves no DoRA"),
-        ("lora_only", {"lora_modules_to_save": ["lm_head"]}, "vLLM serves no adapter with whole layers"),
+        ("lora_only", {"lora_use_dora": True}, "vLLM does not serve DoRA"),
+        ("lora_only", {"lora_modules_to_save": ["lm_head"]}, "vLLM does not serve adapters with whole layers"),
         ("shared_vllm", {"lora_merged_export": True}, "lora_merged_export is for adapters"),
     ],
 )

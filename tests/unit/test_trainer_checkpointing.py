@@ -174,7 +174,7 @@ def test_what_is_saved_goes_away_and_comes_back_the_same(
 
 
 def test_without_checkpointing_there_is_nothing_to_keep_away(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match="leave out its off"):
+    with pytest.raises(ValueError, match="leave out --gradient-checkpointing off"):
         TrainingConfig(model_name="m", activation_offload=True, gradient_checkpointing="off")
     asked = TrainingConfig(model_name="m", activation_offload=True, optimizer_offload=True)
     config = for_device(asked, CPU)

@@ -74,7 +74,7 @@ def test_all_problems_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(flags.split()) == 2
     lines = capsys.readouterr().err
     for part in ("--bogus", "--model-name is required", "--lr 'x'", "--training-steps '0'", "exclude each other",
-                 "no multiple of --group-size 7"):  # fmt: skip
+                 "not a multiple of --group-size 7"):  # fmt: skip
         assert part in lines
     assert "Traceback" not in lines
 
@@ -86,11 +86,11 @@ def test_all_problems_at_once(capsys: pytest.CaptureFixture[str]) -> None:
         ("--weight-bridge-mode shared_vllm --use-shared-memory --init-method file://x", "--init-method"),
         ("--weight-bridge-mode shared_vllm --vllm-urls http://a", "--vllm-urls does nothing in single copy"),
         ("--weight-bridge-mode lora_only --in-flight wait", "--in-flight wait does nothing with adapters"),
-        ("--world-size 2", "torchrun tells the ranks"),
+        ("--world-size 2", "torchrun sets the number of ranks"),
         ("--lr inf", "--lr 'inf': Input should be a finite number"),
         ("--stop-reward nan", "finite"),
         ("--train-layer-indices 3-1", "backwards"),
-        ("--single-copy", "belongs to"),
+        ("--single-copy", "needs --weight-bridge-mode"),
         ("--weight-bridge-mode shared_vllm --resume /nowhere/step_3", "not a checkpoint"),
     ],
 )
@@ -119,7 +119,7 @@ def test_layer_indices_may_stand_apart() -> None:
 
 
 def test_layer_indices_reject_nonsense() -> None:
-    with pytest.raises(UsageError, match="no layer index"):
+    with pytest.raises(UsageError, match="not a layer index"):
         parse_args(["--model", "m", "--lora-layer-indices", "a-b"])
 
 

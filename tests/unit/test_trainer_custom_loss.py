@@ -106,7 +106,7 @@ def test_the_program_says_so_before_it_waits_for_a_server(
     base: Path, batches: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--model-name", str(base), "--loss", "no function"]) == 2
-    assert "write it as package.module:function" in capsys.readouterr().err
+    assert "write package.module:function" in capsys.readouterr().err
     flags = offline_config(base, tmp_path).to_args()
     assert main([*flags, "--rollouts", str(batches), "--loss", "tests.unit.my_losses:nan"]) == 2
     assert "returned a loss of nan" in capsys.readouterr().err

@@ -314,7 +314,7 @@ def test_training_goes_on_from_an_adapter(qwen: Path, other: Path) -> None:
         ({"lora_r": 4}, {}, r"--lora-r 4: the adapter in .* has 6"),
         ({"lora_target_modules": "q_proj v_proj"}, {}, r"--lora-target-modules .*has \['q_proj', 'up_proj'\]"),
         ({"lora_layer_indices": [0]}, {}, r"--lora-layer-indices \[0\]: .* has None"),
-        ({}, {"use_dora": True}, "DoRA cannot be trained on"),
+        ({}, {"use_dora": True}, "DoRA cannot be trained here"),
         ({}, {"modules_to_save": ["lm_head"]}, "whole layers"),
         ({}, {"rank_pattern": {"q_proj": 2}}, "several ranks"),
         ({}, {"target_modules": ".*proj"}, "modules by a pattern"),
@@ -322,8 +322,8 @@ def test_training_goes_on_from_an_adapter(qwen: Path, other: Path) -> None:
         ({}, {"target_modules": None}, "modules by a pattern"),
         ({"weight_bridge_mode": "none"}, {}, "--lora-adapter-path is for adapters"),
         ({"lora_adapter_path": "/nowhere"}, {}, "no adapter in peft's format"),
-        ({"lora_use_dora": True}, {}, "vLLM serves no DoRA"),
-        ({"lora_modules_to_save": "lm_head"}, {}, "vLLM serves no adapter with whole layers"),
+        ({"lora_use_dora": True}, {}, "vLLM does not serve DoRA"),
+        ({"lora_modules_to_save": "lm_head"}, {}, "vLLM does not serve adapters with whole layers"),
     ],
 )
 def test_what_an_adapter_cannot_be_is_said(

@@ -143,8 +143,8 @@ def test_overlong_is_a_turn_not_a_rollout() -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"tis_cap": 3.0}, "--tis-cap belongs to --ratio-base proximal"),
-        ({"tis_mask": "token"}, "--tis-mask belongs to"),
+        ({"tis_cap": 3.0}, "--tis-cap needs --ratio-base proximal"),
+        ({"tis_mask": "token"}, "--tis-mask needs --ratio-base proximal"),
         ({"ratio_base": "proximal", "tis_mask_low": 3.0}, "--tis-mask-low must not be above"),
         ({"objective": "cispo", "dual_clip": 3.0}, "--dual-clip does nothing"),
         ({"dual_clip": 0.5}, "--dual-clip 0.5 must be above 1"),
