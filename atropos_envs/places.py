@@ -123,7 +123,9 @@ class Places:
     def wanted(self) -> int:
         """How many groups should be under way, those that wait for a place or are being sent included."""
         made = sum(slot.made for slot in self._slots)
-        return made + enough(self.room - made, self.flat_share)
+        # Spare groups fill the last places of a wave. With several batches ahead there is no wave: a place that a flat
+        # group leaves is filled while other batches wait, and most spare groups would be made for nothing.
+        return made + enough(self.room - made, self.flat_share if self._ahead <= 1 else 0.0)
 
     def _assign(self) -> list[Slot]:
         """Give free places to the earliest groups without one."""

@@ -84,6 +84,19 @@ async def test_a_spare_group_gets_no_place_in_a_batch_that_is_too_late_for_it() 
     assert _looked(places, queued=0, step=2, ahead=2) == [slots[5]]
 
 
+async def test_with_several_batches_ahead_no_spare_group_begins() -> None:
+    """Half of the spare groups of a GSM8K run with four batches ahead were made and dropped."""
+    wanted = {}
+    for ahead in (1, 4):
+        places = Places()
+        _looked(places, ahead=ahead)
+        for flat in (True, False) * 20:
+            places.came_out(flat=flat)
+        wanted[ahead] = (places.wanted(), places.room)
+    assert wanted[1][0] > wanted[1][1] == 2
+    assert wanted[4] == (8, 8)
+
+
 async def test_what_run_api_says_while_groups_are_on_their_way_does_not_move_what_is_known() -> None:
     places = Places()
     _looked(places)
