@@ -1,8 +1,9 @@
-"""Records of `telemetry.jsonl`, `supervisor.jsonl` and `eval.NAME.jsonl`: one JSON object a line.
+"""Records of `telemetry.jsonl`, `supervisor.jsonl`, `gauges.jsonl` and `eval.NAME.jsonl`: one JSON
+object a line.
 
-Writers stamp every line with an `Envelope`; readers call `parse_line`, which accepts unknown fields and unknown kinds
-(a newer writer) and raises `RecordError` for anything that is not a record at all. A value that does not exist is
-`null`; a non-finite float travels as the string "NaN", "Infinity" or "-Infinity", so every line is strict JSON.
+Readers call `parse_line`. It accepts unknown fields and kinds of a newer writer, and raises
+`RecordError` for a line that is not a record. Every line is strict JSON: a missing value is `null`,
+a non-finite float is the string "NaN", "Infinity" or "-Infinity".
 """
 
 import json
@@ -15,13 +16,15 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializ
 from atropos_common.control import GpuStatus
 from atropos_common.run_dir import LATEST_TIME
 
+# Written into every line. The screen tells the user when a run has a newer version.
 SCHEMA_VERSION = 1
 
 
 class RecordError(ValueError):
-    """A line that is not a record: not JSON, not an object, or without the fields its kind needs."""
+    """The line is not JSON, not an object, or lacks a field that its kind needs."""
 
 
+# JSON has no literals for these values, and strict parsers refuse Python's `NaN`.
 def _encode_float(value: float) -> float | str:
     if math.isnan(value):
         return "NaN"
@@ -34,53 +37,61 @@ Number = Annotated[
     float,
     PlainSerializer(_encode_float, return_type=float | str, when_used="json"),
 ]
-"""A float that survives JSON whatever its value."""
+"""Float that JSON carries even if it is not finite."""
 
 
+# A recorded file may come from another machine, and its names go to the terminal as they are.
 def _as_name(text: str) -> str:
-    """A file may come from anywhere, and its names go to terminals as they are."""
     is_name = len(text) <= MAX_NAME and text.isascii() and text.isprintable()
     return text if is_name else _NO_NAME.sub("?", text[:MAX_NAME])
 
 
+# Python's integers have no limit, but numpy and conversion to float have one.
 Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-"""A whole number of a machine word."""
+"""Integer of 64 bits."""
 MAX_NAME = 64
+# Everything outside of printable ASCII, control sequences of a terminal included.
 _NO_NAME = re.compile("[^ -~]")
 Name = Annotated[str, AfterValidator(_as_name)]
-"""A word of ours, such as a component or a state: printable ASCII of at most 64 characters, whatever was written."""
+"""Name of a component, state or similar: printable ASCII, at most 64 characters; others are
+replaced or cut on reading."""
 
 
 Severity = Literal["alarm", "warning", "advice"]
-"""Of a diagnosis: training is wrong or stands still; something is broken; nothing is broken, and it can be better."""
+"""Severity of a diagnosis. alarm: training is wrong or stands still; warning: something is broken;
+advice: it works, and could be better."""
 
 
 class Record(BaseModel):
-    """Fields of every line. Subclasses add the fields of their kind."""
+    """Fields of every line; a subclass adds the fields of its kind."""
 
+    # Unknown fields stay in the record. `defer_build` saves start-up time: a process uses few
+    # kinds.
     model_config = ConfigDict(extra="allow", frozen=True, defer_build=True)
     KIND: ClassVar[str] = ""
-    """What `kind` always says in a record of this class; empty in a base of several."""
+    """Value of `kind`; empty in a base class of several kinds."""
 
     v: int = SCHEMA_VERSION
     run_id: str = ""
+    # The upper limit keeps the time within the range of `datetime`, which charts and tables use.
     time: Annotated[float, Field(ge=0, le=LATEST_TIME)] = 0.0
     """Unix seconds."""
     seq: Whole = 0
     """Position in its file, from 0, without gaps."""
     kind: str = ""
 
+    # Called after pydantic has collected the fields, when `model_fields` is complete.
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
         cls.KIND = cls.model_fields["kind"].default
 
     def to_line(self) -> str:
-        """The record as one line of strict JSON, newline included."""
+        """Return the record as one line of strict JSON, newline included."""
         return self.model_dump_json() + "\n"
 
 
 class ComponentRecord(Record):
-    """A record of the supervisor about one component."""
+    """Record of the supervisor about one component."""
 
     component: Name | None = None
     role: Name | None = None
@@ -88,25 +99,27 @@ class ComponentRecord(Record):
 
 
 class StateRecord(ComponentRecord):
-    """One transition of a component."""
+    """State transition of a component."""
 
     kind: Literal["state"] = "state"
     old: Name
     new: Name
     attempt: int = 0
     reason: str = ""
+    # The command that caused the transition; None without one.
     command_id: str | None = None
     pid: int | None = None
     exit_code: int | None = None
-    """Exit status; negative is the signal that ended the process. Null while it runs."""
+    """Exit status; negative: the signal that ended the process. None while it runs."""
     retry_at: Number | None = None
-    """In backoff: when the component is started again, in Unix seconds."""
+    """Time of the next start in backoff, Unix seconds."""
 
 
 class ProbeRecord(ComponentRecord):
-    """A probe whose verdict changed (not every probe that ran)."""
+    """Changed result of a health check; unchanged results are not recorded."""
 
     kind: Literal["probe"] = "probe"
+    # A health check; the trainer's logprob probe is in `AlignmentRecord`.
     probe: Literal["startup", "readiness", "liveness"]
     ok: bool
     latency_s: Number | None = None
@@ -114,7 +127,7 @@ class ProbeRecord(ComponentRecord):
 
 
 class StageRecord(ComponentRecord):
-    """A milestone that a component reached in this attempt."""
+    """Stage that a component reached in this attempt."""
 
     kind: Literal["stage"] = "stage"
     stage: str
@@ -122,7 +135,7 @@ class StageRecord(ComponentRecord):
 
 
 class CommandRecord(ComponentRecord):
-    """A command that was accepted, refused, done or failed."""
+    """Command that was accepted, refused, done or failed."""
 
     kind: Literal["command"] = "command"
     command_id: str
@@ -133,27 +146,28 @@ class CommandRecord(ComponentRecord):
 
 
 class DiagnosisRecord(ComponentRecord):
-    """A detected problem with its evidence and fix, or (`over`) its end."""
+    """Detected problem with its evidence and fix, or (`over`) its end."""
 
     kind: Literal["diagnosis"] = "diagnosis"
     rule: str = ""
-    """Stable name of the rule that spoke, such as `alignment_mismatch`; empty when none did."""
+    """Name of the rule, such as `alignment_mismatch`; empty without a rule."""
     severity: Severity | Literal[""] = ""
     """Empty in recordings of versions that did not write it."""
     over: bool = False
-    """The diagnosis with the same component, rule and title is over; `evidence` says why."""
+    """The open diagnosis with the same component, rule and title has ended; `evidence` has the
+    reason."""
     title: str
     evidence: str = ""
     fix: str = ""
 
 
 class TrainerRecord(Record):
-    """A record of the trainer."""
+    """Record of the trainer."""
 
     attempt: int = 1
     rank: int = 0
     step: Whole = 0
-    """Optimizer step this record belongs to, from 1."""
+    """Optimizer step of this record, from 1."""
 
 
 class StepRecord(TrainerRecord):
@@ -170,7 +184,8 @@ class StepRecord(TrainerRecord):
     tokens: int
     sequences: int
     policy_lag_mean: Number | None = None
-    """Weight versions between generation and training, by the oldest token; null when no version is known."""
+    """Weight versions between generation and training, counted from the oldest token; None if no
+    version is known."""
     policy_lag_max: Number | None = None
     weight_version: Whole
     objective: str = ""
@@ -178,47 +193,55 @@ class StepRecord(TrainerRecord):
     """Estimate of KL(rollout policy || trainer) over the trained tokens, policy lag included."""
     clip_fraction_low: Number | None = None
     clip_fraction_high: Number | None = None
-    """Shares of tokens with a ratio below and above the clip range; together `clip_fraction`."""
+    """Shares of tokens with a ratio below and above the clip range; they add up to
+    `clip_fraction`."""
     dual_clip_fraction: Number | None = None
     ratio_max: Number | None = None
-    """The largest ratio of a trained token, however it was clipped."""
+    """Largest ratio of a trained token, before clipping."""
     entropy_mean: Number | None = None
-    """Of the policy at the sampling temperature, over trained tokens, in nats."""
+    """Entropy of the policy at the sampling temperature over trained tokens, in nats."""
     completion_tokens_mean: Number | None = None
-    """Generated tokens of a sequence, all of its turns together."""
+    """Generated tokens of a sequence, summed over its turns."""
     truncated_fraction: Number | None = None
-    """Share of completions that were cut off; null where nothing tells it."""
+    """Share of completions that were cut off; None if unknown."""
     optimizer_steps: int = 1
-    """On this batch (`minibatches` x `epochs`); the figures beside it are their means."""
+    """Optimizer steps on this batch (`minibatches` x `epochs`); the other figures are their
+    means."""
     tis_mean: Number | None = None
-    """Mean importance weight trainer/rollout; null with `ratio_base = rollout`, as the next two."""
+    """Mean importance weight trainer/rollout. This and the next two are None with `ratio_base =
+    rollout`."""
     tis_truncated_fraction: Number | None = None
     tis_masked_fraction: Number | None = None
     left_out: dict[str, int] = Field(default_factory=dict)
-    """Sequences left out by reason, those of batches in which nothing was left included."""
+    """Sequences left out, by reason; includes batches in which every sequence was left out."""
     faults_by_env: dict[str, dict[str, int]] = Field(default_factory=dict)
-    """Of them the malformed ones, by environment and reason, and an example of each environment."""
+    """Malformed sequences of `left_out`, by environment and reason; and one example for each
+    environment."""
     fault_examples: dict[str, str] = Field(default_factory=dict)
     too_old: int = 0
-    """Sequences of `left_out` with more policy lag than their bound allows."""
+    """Sequences of `left_out` whose policy lag exceeds the bound."""
     policy_lag_bound: int | None = None
-    """The bound that left out the newest of them; null where none was left out."""
+    """Bound that left out the newest of them; None if none was left out."""
     groups_by_env: dict[str, int] = Field(default_factory=dict)
     flat_groups_by_env: dict[str, int] = Field(default_factory=dict)
-    """Well-formed groups of the batch by environment, and those of them that have no advantage: equal scores."""
+    """Well-formed groups of the batch by environment, and the flat groups (equal scores) among
+    them."""
     unused_fields: dict[str, int] = Field(default_factory=dict)
-    """Groups that hold something which the trainer does not use, by its name: a field, or TABLE.KEY."""
+    """Groups with something that the trainer does not use, by its name: a field, or TABLE.KEY."""
     logprobs_from: dict[str, int] = Field(default_factory=dict)
-    """Sequences by who gave the rollout logprobs: environment, engine (asked for those that came without), trainer."""
+    """Sequences by source of their rollout logprobs: environment, engine (for those that came
+    without), trainer."""
     ref_kl: Number | None = None
-    """Estimate (k3) of KL(policy || frozen reference) over the trained tokens; null without `ref_kl_coef`."""
+    """Estimate (k3) of KL(policy || frozen reference) over the trained tokens; None without
+    `ref_kl_coef`."""
     distill_kl: Number | None = None
-    """KL(policy || teacher) on the teacher's tokens and one remaining outcome, by tokens that have one; null where none
-    has."""
+    """KL(policy || teacher) over the teacher's tokens plus one outcome for the rest, averaged over
+    tokens with a teacher; None without one."""
     skipped: dict[str, int] = Field(default_factory=dict)
-    """The same, under its older name."""
+    """Copy of `left_out` under its older name."""
 
 
+# Causes of an alignment verdict. Rules compare these constants, so their text must stay.
 STALE_WEIGHTS = "stale weights"
 STALE_PREFIX = "stale prefix cache"
 TEMPERATURE = "temperature"
@@ -235,18 +258,18 @@ ALIGNMENT_CAUSES = (
     STALE_WEIGHTS, STALE_PREFIX, TEMPERATURE, SHIFTED, MISSING, HEAD_DTYPE, BROKEN_WEIGHTS, OTHER_WEIGHTS, SAMPLING,
     POLICY_LAG, OUTLIER, ROUNDING,
 )  # fmt: skip
-"""What `AlignmentRecord.cause` begins with, before a colon and what was seen."""
+"""First words of `AlignmentRecord.cause`; a colon and the observation follow."""
 
 HEALTHY_RATIO = (0.8, 1.2)
 HEALTHY_CLIP_FRACTION = 0.3
 HEALTHY_LOGPROB_DIFF = 0.1
-"""The guides' health numbers, which charts shade and diagnoses judge by: a step's `ratio_mean` lies in this range, its
-`clip_fraction` and the alignment's `logprob_diff_abs_mean` (in nats) below these."""
+"""Health limits of the guides, for charts and diagnoses: range of `ratio_mean`, upper limits of
+`clip_fraction` and of `logprob_diff_abs_mean` (nats)."""
 
 
 class AlignmentRecord(TrainerRecord):
-    """Trainer logprobs against the engine's. `logprob_diff_*` over rollout tokens, policy lag included;
-    `probe_*` at the same weights on both sides."""
+    """Trainer logprobs against the engine's: `logprob_diff_*` over rollout tokens, policy lag
+    included; `probe_*` at the same weights on both sides."""
 
     kind: Literal["alignment"] = "alignment"
     logprob_diff_mean: Number | None = None
@@ -254,21 +277,23 @@ class AlignmentRecord(TrainerRecord):
     logprob_diff_abs_max: Number | None = None
     kl_k3: Number | None = None
     train_mean: Number | None = None
+    # Mean logprob of the rollout tokens, by the trainer (`train_mean`) and by the engine.
     inference_mean: Number | None = None
     tokens: int = 0
     probe_diff_abs_mean: Number | None = None
     probe_diff_abs_max: Number | None = None
     probe_tokens: int = 0
     probe_cached_tokens: int | None = None
-    """Prompt tokens that the engine took from its prefix cache; 0: the cache was not tested."""
+    """Prompt tokens that the engine took from its prefix cache; with 0 the cache was not tested."""
     routing_replayed: Number | None = None
-    """Share of the batch's tokens that took the engine's experts; null without `routing_replay`."""
+    """Share of the batch's tokens that used the engine's choice of experts; None without
+    `routing_replay`."""
     verdict: Literal["ok", "drift", "mismatch"] = "ok"
     cause: str = ""
 
 
 class TimingRecord(TrainerRecord):
-    """Where the seconds of a step went."""
+    """Seconds of a step, by activity."""
 
     kind: Literal["timing"] = "timing"
     step_s: Number
@@ -277,17 +302,19 @@ class TimingRecord(TrainerRecord):
     sync_s: Number
     checkpoint_s: Number
     tokens_per_s: Number
+    # FLOP utilization of the training part (`train_s`); None if the GPU's peak is unknown.
     mfu: Number | None = None
     engine_idle_fraction: Number | None = None
-    """Share of the time in which no request for completions was under way at the engines, by their own count."""
+    """Share of the time without a completion request at the engines, by the engines' own count."""
     engine_capacity_used: Number | None = None
-    """Generated tokens a second by the most that the engines can make, 0 to 1; null while that is not known."""
+    """Generated tokens a second, divided by the most that the engines can make (0 to 1); None while
+    that is unknown."""
     accepted_tokens_per_s: Number | None = None
-    """Generated tokens that were trained on, by the seconds of the step."""
+    """Generated tokens that were trained on, a second of the step."""
 
 
 class MemoryRecord(TrainerRecord):
-    """Memory of the trainer process, in bytes; GPU fields are null on a CPU machine."""
+    """Memory of the trainer process, in bytes; GPU fields are None on a CPU machine."""
 
     kind: Literal["memory"] = "memory"
     allocated_bytes: int | None = None
@@ -303,18 +330,19 @@ class RankUse(BaseModel):
 
     rank: int
     gpu: str | None = None
-    """Of the machine, by index or UUID; null on a CPU."""
+    """Index or UUID on its machine; None on a CPU."""
     tokens: int = 0
-    """Of its rows: all ranks pass through the model together, and wait for the one with the longest."""
+    """Tokens of its rows. All ranks run the model in step, so they wait for the longest rows."""
     alone_s: Number
-    """Seconds of what it did without the others: packing, the optimizer's update. The slowest rank needs most."""
+    """Seconds of work outside of the collective passes: packing, the optimizer's update. The
+    slowest rank has the most."""
     allocated_bytes: int | None = None
     peak_bytes: int | None = None
     rss_bytes: int | None = None
 
 
 class RanksRecord(TrainerRecord):
-    """The ranks of a trainer in one step, by rank; not written where there is one."""
+    """Ranks of a trainer in one step, by rank; written only for several ranks."""
 
     kind: Literal["ranks"] = "ranks"
     ranks: list[RankUse]
@@ -327,15 +355,18 @@ class SyncRecord(TrainerRecord):
     mode: str
     weight_version: Whole
     seconds: Number
+    # Seconds by phase, adding up to `seconds`; the names depend on the mode.
     phases: dict[str, Number] = Field(default_factory=dict)
     moved: bool = True
-    """Whether the engine got the version; between two loads of `none` and `lora_restart` only the trainer has it."""
+    """The engine received this version. `none` and `lora_restart` load only some versions; the
+    others stay in the trainer."""
     left_out: dict[str, str] = Field(default_factory=dict)
-    """Of several engines those that the run goes on without, by address, and why."""
+    """Engines that the run continues without: address -> reason."""
 
 
 class RolloutRecord(TrainerRecord):
-    """One completion of a batch, a few per step. Text is data from a model: escape before showing it."""
+    """One completion of a batch; a few are written per step. The text comes from a model: escape it
+    before showing it."""
 
     kind: Literal["rollout"] = "rollout"
     env: str = ""
@@ -345,13 +376,13 @@ class RolloutRecord(TrainerRecord):
     advantage: Number
     policy_lag: Number | None = None
     group_size: int | None = None
-    """Completions of this prompt in the step's batch, of which perhaps not all are written."""
+    """Completions of this prompt in the step's batch; some may not be written."""
     tokens: int | None = None
-    """Generated ones, with what an environment put in between its turns."""
+    """Generated tokens, with the text that an environment put between its turns."""
 
 
 class CheckpointRecord(TrainerRecord):
-    """A checkpoint that was written."""
+    """A written checkpoint."""
 
     kind: Literal["checkpoint"] = "checkpoint"
     path: str
@@ -360,7 +391,7 @@ class CheckpointRecord(TrainerRecord):
 
 
 class BenchmarkRecord(TrainerRecord):
-    """The guides' BENCHMARK SUMMARY as data; seconds and bytes."""
+    """The guides' BENCHMARK SUMMARY as data, in seconds and bytes."""
 
     kind: Literal["benchmark"] = "benchmark"
     mode: str
@@ -374,9 +405,9 @@ class BenchmarkRecord(TrainerRecord):
     avg_data_wait_s: Number
     total_data_wait_s: Number
     engine_idle_fraction: Number | None = None
-    """Mean over the seconds of all steps."""
+    """Mean over the steps, weighted by their seconds."""
     engine_capacity_used: Number | None = None
-    """The same."""
+    """Mean over the steps, weighted by their seconds."""
     accepted_tokens_per_s: Number | None = None
     peak_bytes: int | None = None
     avg_bytes: int | None = None
@@ -384,11 +415,12 @@ class BenchmarkRecord(TrainerRecord):
 
 
 OF_EACH_STEP = (StepRecord, AlignmentRecord, TimingRecord, MemoryRecord, RolloutRecord)
-"""Kinds that tell where an attempt begins. A sync or checkpoint may carry the step that was resumed from."""
+"""Kinds whose first record marks the first step of an attempt. A sync or checkpoint record may
+still carry the step of the checkpoint that the attempt resumed from."""
 
 
 class EvalRecord(Record):
-    """Held-out accuracy, written by an environment to its own `eval.NAME.jsonl`."""
+    """Held-out accuracy; an environment writes it to its own `eval.NAME.jsonl`."""
 
     kind: Literal["eval"] = "eval"
     env: str
@@ -396,52 +428,57 @@ class EvalRecord(Record):
     accuracy: Number
     correct: int | None = None
     questions: int | None = None
-    """How many; null where the environment tells only the share."""
+    """Number of questions; None if the environment reports only the share."""
     weight_version: Whole | None = None
     policy_step: Whole | None = None
-    """run-api's step (batches drained) when the evaluation began."""
+    """run-api's step (batches drained) at the start of the evaluation."""
 
 
 class EnvCountsRecord(Record):
-    """What became of an environment's groups since it started; in its own `eval.NAME.jsonl`."""
+    """Counts of an environment's groups since its start; in its own `eval.NAME.jsonl`."""
 
     kind: Literal["env_counts"] = "env_counts"
     env: str
     policy_step: Whole | None = None
     requests: int | None = None
-    """Requests to engines by atroposlib's servers; the environment's own clients are not counted."""
+    """Requests to engines through atroposlib's servers; requests of the environment's own clients
+    are not counted."""
     sent: int
     """Groups that run-api accepted."""
     left_out: dict[str, int] = {}
-    """Groups that run-api does not have, by reason (`group_reasons.py`)."""
+    """Groups that did not reach run-api, by reason (`group_reasons.py`)."""
     examples: dict[str, str] = {}
-    """Newest words about a reason: which field run-api refused, which type JSON cannot hold."""
+    """Newest detail of each reason: the field that run-api refused, the type that JSON cannot
+    hold."""
     failures: dict[str, int] = {}
-    """Groups that were not made, by reason."""
+    """Groups whose rollout failed, by reason."""
     evaluation_failures: dict[str, int] = {}
-    """Evaluations that failed since the last one that did not, by reason."""
+    """Evaluations that failed since the last success, by reason."""
     adjusted: dict[str, int] = {}
-    """Requests of which the engine left a sampling option out, by the option."""
+    """Requests from which the engine removed a sampling option, by option."""
     workers: Number | None = None
-    """Groups under way, a mean over the time since the record before; null where nobody counts, as the next five."""
+    """Groups in flight, mean since the previous record. This and the next five are None if
+    unknown."""
     max_workers: int | None = None
-    """Most groups under way at a time: `max_num_workers`."""
+    """Limit of groups in flight: `max_num_workers`."""
     waiting_for_slot: Number | None = None
-    """Groups under way that are made and wait for a queue slot; a mean as before."""
+    """Finished groups that wait for a queue slot; mean since the previous record."""
     in_engine: Number | None = None
-    """Completions that the environment waits for from its engines, a mean as before."""
+    """Completions that the environment waits for from its engines; mean since the previous
+    record."""
     queue_slots: int | None = None
-    """Groups that may wait in run-api and be under way together: `max_batches_offpolicy` batches."""
+    """Limit of groups queued in run-api and in flight together: `max_batches_offpolicy` batches."""
     free_slots: Number | None = None
-    """Queue slots that no group under way takes; a mean as before."""
+    """Queue slots without a group in flight; mean since the previous record."""
     group_size: int | None = None
-    """Completions of a group."""
+    """Completions in a group."""
     awaited: float | None = None
-    """Share of the time in which a batch waited for this environment's share; None where it has the queue alone."""
+    """Share of the time in which a batch waited for groups of this environment; None if it is the
+    only one in the queue."""
 
 
 class EnvMetricsRecord(Record):
-    """Every number that an environment logs, wandb or not; in its own `eval.NAME.jsonl`."""
+    """All numbers that an environment logs, with or without wandb; in its own `eval.NAME.jsonl`."""
 
     kind: Literal["env_metrics"] = "env_metrics"
     env: str
@@ -449,34 +486,37 @@ class EnvMetricsRecord(Record):
     metrics: dict[str, Number]
 
 
+# Engines answer with any number they like: negative or non-finite values are refused here.
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, le=2**60)]
 
 
 class Figures(BaseModel):
-    """A part of a `GaugesRecord`. None where nobody tells."""
+    """Part of a `GaugesRecord`; None means unknown."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, defer_build=True)
 
 
 class EngineGauges(Figures):
-    """One look at an engine's counters."""
+    """Sample of an engine's metrics."""
 
     running: Amount | None = None
-    """Requests in the present batch."""
+    """Requests in the current batch."""
     waiting: Amount | None = None
     kv_use: Amount | None = None
-    """Share of the KV cache in use, 0 to 1; the mean of several engines behind one port."""
+    """Share of the KV cache in use, 0 to 1; mean over the engines behind one port."""
+    # Counters since the engine started; readers take differences of two samples.
     prefix_queries: Amount | None = None
     prefix_hits: Amount | None = None
     prompt_tokens: Amount | None = None
     generated_tokens: Amount | None = None
     weight_version: Amount | None = None
-    """Of the weights that answer."""
+    """Version of the weights that answer."""
 
 
 class HostUse(Figures):
-    """The whole machine, or the container where that has limits of its own; memory in bytes, CPU in percent of all."""
+    """Use of the whole machine, or of the container if it has its own limits; memory in bytes, CPU
+    in percent of all cores."""
 
     cpu_percent: Amount | None = None
     cores: Amount | None = None
@@ -485,7 +525,8 @@ class HostUse(Figures):
 
 
 class ComponentUse(Figures):
-    """What one component uses; CPU in percent of one core, memory in bytes, as in `control.ComponentStatus`."""
+    """Use of one component; CPU in percent of one core, memory in bytes, as in
+    `control.ComponentStatus`."""
 
     cpu_percent: Amount | None = None
     memory_bytes: Count | None = None
@@ -493,31 +534,33 @@ class ComponentUse(Figures):
 
 
 class EnvFlow(Figures):
-    """What one environment makes, and who waits for it, over the newest seconds (`diagnoses.flow.FlowWatch`)."""
+    """Throughput of one environment and the waits around it, over the last seconds
+    (`diagnoses.flow.FlowWatch`)."""
 
     engine: str
-    """Which it asks."""
+    """Name of its engine component."""
     workers: str | None = None
     """`max_num_workers` of its command."""
     made: Count = 0
-    """Groups in `counted_s` seconds, and those of them with equal scores."""
+    """Groups finished in `counted_s` seconds, and the flat groups among them."""
     flat: Count = 0
     counted_s: Amount = 0.0
     waiting: Amount | None = None
-    """Share of the time in which the trainer had no batch; None while too little was measured, as the next three."""
+    """Share of the time in which the trainer had no batch. This and the next three are None until
+    enough is measured."""
     idle: Amount | None = None
     """Share of the time in which its engine had no request."""
     running: Amount | None = None
-    """Sequences in the engine, and how many it computes at a time, at most."""
+    """Sequences that the engine computes now, and the most that it computes at a time."""
     slots: Amount | None = None
     queued: Amount | None = None
-    """Sequences that wait in the engine for one of its slots."""
+    """Sequences that wait in the engine for a slot."""
     tokens_per_s: Amount | None = None
-    """Generated by its engines."""
+    """Tokens a second that its engines generate."""
     capacity_used: Amount | None = None
-    """Share of the tokens a second that its engines can make at most; None while that is not known."""
+    """Share of the engines' largest token rate; None while that is unknown."""
     busy_workers: Amount | None = None
-    """As in `EnvCountsRecord`, as the rest."""
+    """From here on as in `EnvCountsRecord`."""
     max_workers: Count | None = None
     waiting_for_slot: Amount | None = None
     in_engine: Amount | None = None
@@ -528,7 +571,8 @@ class EnvFlow(Figures):
 
 
 class GaugesRecord(Record):
-    """How busy machine, components, engines and run-api are; in `gauges.jsonl`, which is thinned as it grows."""
+    """Load of machine, components, engines and run-api; in `gauges.jsonl`, which is thinned as it
+    grows."""
 
     kind: Literal["gauges"] = "gauges"
     components: dict[Name, ComponentUse] = {}
@@ -536,16 +580,17 @@ class GaugesRecord(Record):
     gpus: list[GpuStatus] = []
     host: HostUse = Field(default_factory=HostUse)
     queue: Count | None = None
-    """Groups that wait in run-api for the trainer; None where nobody answers."""
+    """Groups that wait in run-api for the trainer; None without an answer."""
     disk_free_bytes: Count | None = None
-    """Of the disk that holds the run directory."""
+    """Free space of the disk that holds the run directory."""
     disk_bytes: int | None = None
-    """Its size."""
+    """Size of that disk."""
     flows: dict[Name, EnvFlow] = {}
-    """By environment."""
+    """Figures by environment."""
 
 
 def _concrete(root: type[Record]) -> list[type[Record]]:
+    # Bases of several kinds, such as `TrainerRecord`, have an empty `KIND`.
     found = [root] if root.KIND else []
     for child in root.__subclasses__():
         found += _concrete(child)
@@ -553,32 +598,38 @@ def _concrete(root: type[Record]) -> list[type[Record]]:
 
 
 RECORD_TYPES: dict[str, type[Record]] = {cls.KIND: cls for cls in _concrete(Record)}
-"""Every kind that this version knows, by its `kind`."""
+"""Record classes of this version, by `kind`."""
 
 
 def _is_number(annotation: Any) -> bool:
+    # A table of counts is not one number that a chart or alert can follow.
     if get_origin(annotation) is dict:
         return False
+    # `Number | None` is a union of an `Annotated`: look two levels down.
     parts = get_args(annotation) or (annotation,)
     return bool({int, float} & {*parts, *(inner for part in parts for inner in get_args(part))})
 
 
 METRIC_KINDS: dict[str, type[TrainerRecord]] = {
     name: kind
+    # Later classes overwrite earlier ones, so `StepRecord` comes last.
     for kind in (MemoryRecord, TimingRecord, AlignmentRecord, StepRecord)
     for name, field in kind.model_fields.items()
     if name not in TrainerRecord.model_fields and not name.startswith("optimizer") and _is_number(field.annotation)
 }
-"""Every number of a step by its name, and the record that holds it; of two with one name the step's own."""
+"""Metric name -> record class, for every number of a step. If two classes share a name,
+`StepRecord` wins."""
 HELD_OUT_METRIC = "eval/"
-"""Begins the name of a held-out accuracy: `eval/SPLIT`, or `eval/ENV/SPLIT` of one environment alone."""
+"""Prefix of held-out accuracies: `eval/SPLIT` over all environments, `eval/ENV/SPLIT` for one."""
 
 
+# Our writers put `kind` in every line; a regular expression finds it without decoding the JSON.
 _KIND = re.compile(rb'"kind": ?"(\w+)"')
 
 
 def _parsed_at_once(line: bytes) -> Record | None:
-    """The record of an ordinary line, in half the time; None where a second, careful look is needed."""
+    """Parse an ordinary line in one pass, in half the time; return None if it needs the slow
+    path."""
     named = _KIND.search(line)
     if named is None:
         return None
@@ -587,15 +638,18 @@ def _parsed_at_once(line: bytes) -> Record | None:
         record = RECORD_TYPES.get(kind, Record).model_validate_json(line)
     except ValidationError:
         return None
+    # The match may lie inside of a text field, such as a completion that quotes a record.
     return record if record.kind == kind else None
 
 
 def parse_line(line: str | bytes) -> Record:
-    """One line as its typed record; a kind this version does not know comes back as a plain `Record`.
+    """Return one line as its typed record; a kind that this version does not know becomes a plain
+    `Record`.
 
     Raises:
-        RecordError: the line is no JSON object, or lacks a field that its kind needs.
+        RecordError: the line is not a JSON object, or lacks a field that its kind needs.
     """
+    # The slow path also gives the exact error, and handles `kind` inside of other text.
     if isinstance(line, bytes) and (record := _parsed_at_once(line)) is not None:
         return record
     try:
