@@ -1,11 +1,15 @@
-"""One component of a run: its state, its present attempt, and every step from one to the next.
+"""One component of a run: its state, its current attempt, and every transition.
 
-    PENDING -> STARTING -> HEALTHY <-> UNHEALTHY -> STOPPING -> COMPLETED, STOPPED, FAILED or BACKOFF -> PENDING
+    PENDING -> STARTING -> HEALTHY <-> UNHEALTHY -> STOPPING -> COMPLETED, STOPPED, FAILED or
+    BACKOFF -> PENDING
 
-(`TRANSITIONS` is the table.) `start` makes an attempt; its end (`_exited`, or `end` from outside) begins `_end`, which
-returns when no process of the set is left; then `_gone` hands an `Ended` to the supervisor, who decides what follows;
-`Restarts` says whether and when a crash is answered with another start. Only `Component` writes a component's fields,
-and only in the supervisor's event loop: one state machine over one record, so one file, although a long one.
+`TRANSITIONS` is the full table. `start` makes an attempt. Its exit (`_exited`) or a stop from
+outside calls `_begin_end`, whose task `_end` returns when no process of the set is left. Then
+`_gone` passes an `Ended` to the supervisor, which decides what follows. `Restarts` decides whether
+and when a crash leads to another start.
+
+Only `Component` writes a component's fields, and only in the supervisor's event loop. It is one
+state machine over one record, therefore one long file.
 """
 
 from __future__ import annotations
@@ -49,61 +53,62 @@ TRANSITIONS: dict[State, frozenset[State]] = {
     State.FAILED: frozenset({State.PENDING}),
     State.COMPLETED: frozenset({State.PENDING}),
 }
-"""From each state, where a component may go next."""
+"""Allowed next states of each state."""
 HEALTHY_RESET_S = 60.0
-"""After so long in health the backoff begins anew."""
+"""Seconds of health after which the backoff starts again at its first delay."""
 ALIKE_S = 10.0
-"""Minimum seconds between two equal failures of a start before they are final: a network disk may be back by then."""
+"""Minimum seconds between two equal failures of a start before they are final: a network disk may
+be back by then."""
 REASON_ROOM = 300
-"""Characters of an error line in the reason of a state."""
+"""Most characters of an error line in the reason of a state."""
 PROVEN_S = 5.0
-"""A component without probes that lived this long has shown that it can start."""
+"""Seconds of life that prove a start, for a component without health checks."""
 SILENT_START_S = 60.0
-"""The same for one whose stages tell of its start, and who has reached none."""
+"""The same limit for a component with stages that has reached none."""
 PORT_PATIENCE_S = 5.0
-"""How long a port that a stranger holds may take to become free."""
+"""Seconds to wait for a port that another process holds."""
 ROOM_PATIENCE_S = 60.0
-"""So long a start waits for a machine that is out of descriptors, processes, memory or disk."""
+"""Seconds to retry a start while the machine is out of descriptors, processes, memory or disk."""
 EVIDENCE = 200
-"""Lines of a log in which rules look for what explains an end."""
+"""Last log lines in which the exit rules search."""
 LOOKED_BACK = 1000
-"""Lines in which the cause of that may lie: vLLM's tracebacks are long, and each of its processes prints one."""
+"""Log lines in which the root cause is searched: vLLM prints one long traceback per process."""
 SIGNALS = {name: getattr(signal, f"SIG{name}") for name in ("TERM", "INT", "HUP", "QUIT", "KILL")}
 
 Outcome = Literal["", "stopped", "crash", "killed", "timeout"]
 
 
 class IllegalTransitionError(AssertionError):
-    """A step that `TRANSITIONS` does not allow: a fault of the supervisor."""
+    """A transition that `TRANSITIONS` does not allow: an internal error."""
 
 
 def check_step(old: State, new: State) -> None:
-    """Let an allowed step pass.
+    """Check a transition against `TRANSITIONS`.
 
     Raises:
-        IllegalTransitionError: the step is not in the table.
+        IllegalTransitionError: the transition is not in the table.
     """
     if new not in TRANSITIONS[old]:
         raise IllegalTransitionError(f"{old} -> {new}")
 
 
 class Restarts:
-    """What the crashes of one component and the times between them say about its next start."""
+    """Crash history of one component; decides about its next start."""
 
     def __init__(self, policy: RestartPolicy) -> None:
         self._policy = policy
         self.count = 0
-        """Starts that answered a crash."""
+        """Starts that followed a crash."""
         self.proven = False
-        """It was healthy once, so an exit is a crash and no mistake in its arguments."""
+        """Was healthy once, so an exit is a crash and not a mistake in its arguments."""
         self.came_up = False
-        """It was past its start once, so how a later start fails is not how all do."""
+        """Has started successfully at least once; later failures of a start may be temporary."""
         self.healthy_at: float | None = None
-        """When the present attempt became healthy."""
+        """Monotonic time at which the current attempt became healthy."""
         self.start_error = ""
-        """The error line of the start that failed last, if another start would fail in the same way."""
+        """Error line of the last failed start, if another start would fail alike; "" otherwise."""
         self._error_since = 0.0
-        """Monotonic time of the first of the failures in a row that have these words."""
+        """Monotonic time of the first failure in a row with this error line."""
         self._crashes: deque[float] = deque()
         self._streak = 0
 
@@ -112,20 +117,22 @@ class Restarts:
         return sum(time.monotonic() - crash <= self._policy.window_s for crash in self._crashes)
 
     def delay(self, error: str, *, usage: bool = False, final: bool = False) -> tuple[float | None, str]:
-        """Seconds from this crash to the next start; or None, and why there is none.
+        """Return seconds from this crash to the next start, or None and the reason for no start.
 
         Args:
-            error: the error line of a start that would fail in the same way again; "" for any other crash.
-            usage: it refused its arguments.
-            final: its exit code says that another start is no use.
+            error: error line of a start that would fail alike again; "" for any other crash.
+            usage: the component refused its arguments.
+            final: the exit code says that another start is useless.
         """
         now = time.monotonic()
+        # A long healthy life starts the backoff again: this crash is not part of the last series.
         if self.healthy_at is not None and now - self.healthy_at > HEALTHY_RESET_S:
             self._streak = 0
+        # The last of these reasons that applies is shown.
         hopeless = "wrong usage, not retried" if usage and not self.proven else ""
         hopeless = "final, not retried" if final else hopeless
         if self._fails_alike(error, now):
-            hopeless = f"the start failed twice in the same words, not tried again: {shortened(error, REASON_ROOM)}"
+            hopeless = f"the start failed twice with the same error, not retried: {shortened(error, REASON_ROOM)}"
         if hopeless:
             return None, hopeless
         policy = self._policy
@@ -138,8 +145,10 @@ class Restarts:
         return delay, ""
 
     def _fails_alike(self, error: str, now: float) -> bool:
-        """Note that a start failed with this error line ("": in a way that may pass). Return whether starts have failed
-        in these words for `ALIKE_S`."""
+        """Record the error line of a failed start ("" if it may pass). Return True once starts have
+        failed with the same words for `ALIKE_S`."""
+        # A component that has started once may fail for reasons that pass, so its error is not
+        # compared.
         last, self.start_error = self.start_error, "" if self.came_up else error
         alike = same_words(self.start_error, last)
         if not alike:
@@ -148,58 +157,61 @@ class Restarts:
 
 
 def next_delay(policy: RestartPolicy, crashes: deque[float], streak: int, now: float) -> float | None:
-    """Seconds until the next start after a crash at `now`; None when the policy is exhausted.
+    """Return seconds until the next start after a crash at `now`; None if the policy is exhausted.
 
     Args:
-        crashes: times of earlier crashes; those outside the window are removed, this one is added.
+        crashes: monotonic times of earlier crashes; those outside the window are removed, `now` is
+            added.
         streak: crashes since the last minute of health.
     """
     while crashes and now - crashes[0] > policy.window_s:
         crashes.popleft()
+    # Counted also where no start follows, because `Restarts.recent` shows it.
     crashes.append(now)
     if policy.policy == "never" or len(crashes) > policy.max_restarts:
         return None
+    # Random +-20 %, so that components that crashed together do not start together.
     return min(policy.max_backoff_s, policy.backoff_s * 2.0**streak) * random.uniform(0.8, 1.2)
 
 
 @dataclass(frozen=True)
 class Ended:
-    """An attempt of which no process is left, and whose GPU memory is back."""
+    """A finished attempt: no process is left, and its GPU memory is free."""
 
     outcome: Outcome
     exit_code: int
     killed: int = 0
-    """How many processes did not go by themselves."""
+    """Processes that needed SIGKILL."""
     diagnosis: Diagnosis | None = None
     error: str = ""
-    """The error line of its log, where another start would fail in the same way."""
+    """Error line of its log, if another start would fail alike."""
     usage: bool = False
-    """It refused its arguments."""
+    """The component refused its arguments."""
     lost: str = ""
-    """How its node was lost, if that is why it ended."""
+    """How its node was lost, if that ended it."""
 
 
 class Owner(Protocol):
-    """What a component needs of its supervisor."""
+    """The supervisor, as a component sees it."""
 
     def post(self, act: Callable[..., None], *args: Any) -> None:
-        """Call `act` soon, then look at what has become possible."""
+        """Call `act` soon, then reconcile."""
 
     def task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run `work` beside everything else; a fault in it ends the run."""
+        """Run `work` in the background; an exception in it ends the run."""
 
     def on_gone(self, component: Component, ended: Ended) -> None:
-        """Nothing of an attempt is left."""
+        """Handle a finished attempt."""
 
     def on_port_taken(self, component: Component, found: Diagnosis) -> None:
-        """A stranger holds its port and did not let it go."""
+        """Handle a port that another process did not release in time."""
 
 
 class Component:
     """Live state of one component."""
 
     def __init__(self, spec: ComponentSpec, host: Host, store: Store, owner: Owner, attempt: int) -> None:
-        """`attempt` counts those of earlier supervisors of the run."""
+        """Start in PENDING. `attempt` is the number of the last attempt of earlier supervisors."""
         self.spec = spec
         self._host, self._store, self._owner = host, store, owner
         self.state = State.PENDING
@@ -209,37 +221,39 @@ class Component:
         self.attempt = attempt
         self.started_at: float | None = None
         self.exited_at: float | None = None
-        """When its main process ended; others of its set, or its GPU memory, may take longer."""
+        """Unix time of the main process's exit; the rest of its set and its GPU memory may take
+        longer."""
         self.exit_code: int | None = None
         self._command_id: str | None = None
-        """The command that its next transitions belong to."""
+        """Command that caused the next transitions."""
 
         self.child: Leader | None = None
-        """The main process of the present attempt, until nothing of its set is left."""
+        """Main process of the current attempt; None once no process of its set is left."""
         self.log: LogDrain | None = None
         self._scanner: LogScanner | None = None
-        """Looks for telling lines in what the present attempt prints."""
+        """Searches the output of the current attempt for known lines."""
         self.outcome: Outcome = ""
-        """What the end of the set means; empty: the process ended by itself, its exit code decides."""
+        """Why it is ending; empty: it exited by itself, and the exit code decides."""
         self._launch: Launch | None = None
         self._prober: Prober | None = None
         self._stage_watch: StageWatch | None = None
         self._stages: dict[str, float] = {}
-        """When each stage of the present attempt was reached, in Unix seconds."""
+        """Unix time at which the current attempt reached each stage."""
         self._timer: asyncio.TimerHandle | None = None
         self._ending: asyncio.Task[None] | None = None
-        """Runs while the process set is being ended."""
+        """Task that ends the process set."""
         self._draining = ""
-        """GPU memory that is not back yet, while no process is left."""
+        """GPU memory that is not free yet although no process is left, in words."""
         self._hurry = asyncio.Event()
 
         self._restarts = Restarts(spec.restart)
         self._retry_at: float | None = None
-        """While it is in backoff: when it is started again, in Unix seconds."""
+        """In backoff: Unix time of the next start."""
         self._port_wait: float | None = None
-        """When its port was first found taken."""
+        """Monotonic time at which its port was first found in use; infinity once that is
+        reported."""
         self._room_wait: float | None = None
-        """When the machine was first found out of what a start needs."""
+        """Monotonic time at which a start first failed for lack of resources."""
 
     @property
     def name(self) -> str:
@@ -247,17 +261,17 @@ class Component:
 
     @property
     def one_shot(self) -> bool:
-        """A step that is done when it exits with 0, not when it is healthy."""
+        """True for a step that is done at exit code 0 instead of at health."""
         return self.spec.role is Role.PREPARE or self.spec.creates is not None
 
     @property
     def has_gate(self) -> bool:
         return self.spec.probes.startup is not None or self.spec.probes.readiness is not None
 
-    # What is told of it.
+    # Records and status.
 
     def _move(self, new: State, reason: str = "", exit_code: int | None = None, retry_at: float | None = None) -> None:
-        """Take it to state `new`: the only way there."""
+        """Move to state `new` and record the transition. Nothing else sets `state`."""
         old = self.state
         check_step(old, new)
         self.state, self.reason, self.since, self.waiting_for = new, reason, time.time(), ""
@@ -274,6 +288,7 @@ class Component:
                 retry_at=retry_at,
             )
         )
+        # The command is finished; later transitions are not its effect.
         if new in (State.HEALTHY, State.COMPLETED, State.FAILED):
             self._command_id = None
 
@@ -281,24 +296,25 @@ class Component:
         """Publish a diagnosis, or the end of one (`Ledger.add`).
 
         Args:
-            attempt: that the finding belongs to, the present one by default.
+            attempt: attempt of the finding; None: the current one.
             how: `ending`, `again`.
         """
         self._store.diagnoses.add(self.name, found, self.attempt if attempt is None else attempt, **how)
 
     @property
     def found(self) -> Diagnosis | None:
-        """The newest open diagnosis that is more than advice."""
+        """Newest open diagnosis that is more than advice."""
         found = [each for each in self._store.diagnoses.of(self.name) if each.severity != "advice"]
         return found[-1] if found else None
 
     def newest_probe(self) -> ProbeResult | None:
-        """The round that matters now: readiness once it runs, else startup or liveness."""
+        """Latest result of the check that matters now: readiness once it runs, else startup or
+        liveness."""
         last = self._prober.last if self._prober else {}
         return last.get("readiness") or last.get("startup") or last.get("liveness")
 
     def observe(self) -> tuple[Part, Printed | None]:
-        """For the watcher: what is seen of it now, and what it printed since the last call."""
+        """Return the watcher's view of the component, and the lines printed since the last call."""
         last = self.log.tail(1) if self.log and self.state in (State.STARTING, State.COMPLETED) else []
         part = Part(
             self.name,
@@ -318,9 +334,10 @@ class Component:
         return part, Printed(self._scanner, self._scanner.take(), self.child is None, on_purpose)
 
     def row(self, usage: Usage) -> ComponentStatus:
-        """One row of `ps`."""
+        """Return one row of `ps`."""
         probe = self.newest_probe()
         child = self.child
+        # A sample older than the child belongs to the previous attempt.
         current = usage if child and usage.at >= child.started_at else Usage([child.pid] if child and child.pid else [])
         running = child is not None and child.exit_code is None
         return ComponentStatus(
@@ -362,10 +379,11 @@ class Component:
             return probe.detail if probe and not probe.ok else "its probe" if self.has_gate else "its exit"
         return self.waiting_for if self.state in (State.PENDING, State.STARTING) else ""
 
-    # A start.
+    # Starting.
 
     def release(self, reason: str, command_id: str | None = None) -> None:
-        """It shall run. By a command (`command_id`) whatever hindered it may have been mended."""
+        """Allow it to start. A command (`command_id`) also resets the waits for port and
+        resources."""
         if command_id is not None:
             self._command_id = command_id
             self._port_wait = self._room_wait = None
@@ -374,16 +392,17 @@ class Component:
             self._move(State.PENDING, reason)
 
     def start(self, missing: str = "") -> None:
-        """Start it, unless something is in the way: what it depends on (`missing`), its port, memory of its cards.
+        """Start it, unless it waits for dependencies (`missing`), its port or GPU memory.
 
         Raises:
-            LaunchError: it cannot be started as written.
+            LaunchError: it cannot be started as configured.
         """
         self.waiting_for = missing
         if missing:
             return
         attempt = self.attempt + 1
         launch = self._host.launch(self.spec, attempt)
+        # A prepare step whose result exists already (`creates`) is skipped.
         if launch.creates and launch.creates.exists():
             self._move(State.COMPLETED, f"skipped: {launch.creates} exists")
         elif self._port_is_free() and self._gpus_are_free():
@@ -393,16 +412,16 @@ class Component:
                 self._wait_for_room(error)
                 return
             self._begin(living)
-            self._move(State.STARTING, f"attempt {attempt}{', which waited' if living.waited else ''}")
+            self._move(State.STARTING, f"attempt {attempt}{', from the standby process' if living.waited else ''}")
             self._watch()
             if not self.has_gate and not self.one_shot:
                 self._healthy("started; it has no probe")
 
     def _wait_for_room(self, error: OSError) -> None:
-        """The machine is out of something now: look again in a second, for a while.
+        """Retry the start in a second, up to `ROOM_PATIENCE_S`.
 
         Raises:
-            LaunchError: it has been so for too long.
+            LaunchError: that time is over.
         """
         self._room_wait = self._room_wait or time.monotonic()
         if time.monotonic() - self._room_wait > ROOM_PATIENCE_S:
@@ -412,7 +431,8 @@ class Component:
         asyncio.get_running_loop().call_later(1.0, self._owner.post, look_again)
 
     def adopt(self) -> None:
-        """Go on with what an earlier supervisor started; if it ended since, that is told at once."""
+        """Take over a component that an earlier supervisor started. If it has exited since, its
+        exit follows at once."""
         entry = self._host.launcher.inherited[self.name].entry
         self._begin(self._host.adopt(self.name, *self._listeners(entry.attempt)))
         self._stages = dict(entry.stages)
@@ -424,11 +444,11 @@ class Component:
             self._healthy("adopted; it has no probe")
 
     def done_before(self) -> None:
-        """It was done under an earlier supervisor whose other components live on."""
+        """Mark it as completed under an earlier supervisor whose other components still run."""
         self._move(State.COMPLETED, "done before, under the earlier supervisor")
 
     def _listeners(self, attempt: int) -> tuple[Callable[[], None], Callable[[str], None]]:
-        """Whom its end and trouble with its log are told."""
+        """Return the callbacks for its exit and for log errors."""
         return lambda: self._owner.post(self._exited, attempt), self._disk_trouble
 
     def _disk_trouble(self, problem: str) -> None:
@@ -438,7 +458,7 @@ class Component:
         self._owner.post(lambda: self.diagnose(found if problem else over, again=True))
 
     def _begin(self, living: Living) -> None:
-        """A new attempt: nothing of the last one counts any more."""
+        """Set the fields of a new attempt and reset those of the last."""
         child = living.child
         self._launch, self.log = living.launch, living.log
         self._scanner = LogScanner(self.spec, self._host.names)
@@ -449,8 +469,9 @@ class Component:
         self._restarts.healthy_at = None
 
     def _watch(self) -> None:
-        """Watch its log, its probes and the clock."""
+        """Start its start timeout, stage watch and health checks."""
         assert self._launch and self.log
+        # Each callback carries the attempt, so that one that arrives after its end is ignored.
         attempt, post, probes = self.attempt, self._owner.post, self.spec.probes
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(self.spec.start_timeout_s, post, self._late, attempt)
@@ -482,7 +503,7 @@ class Component:
             self.waiting_for = f"port {port}, which another process holds"
             asyncio.get_running_loop().call_later(0.25, self._owner.post, look_again)
         elif self._port_wait != float("inf"):
-            self._port_wait = float("inf")  # said once
+            self._port_wait = float("inf")  # reported once, see `_name_holder`
             self._owner.task(self._name_holder(port))
         return False
 
@@ -495,33 +516,35 @@ class Component:
         gpus, name = self._host.gpus, self.name
         if self.spec.is_far or gpus.admitted(name, self.spec.gpus):
             return True
+        # Admission reads memory of the GPUs in a task; its callback triggers the next try.
         if name not in gpus.asking:
             shared, again = self._host.shares_with(name), lambda: self._owner.post(look_again)
             self._owner.task(gpus.admit(name, self.spec.gpus, shared, again))
-        self.waiting_for = gpus.asking.get(name, "a look at its GPU memory")
+        self.waiting_for = gpus.asking.get(name, "a reading of its GPU memory")
         return False
 
-    # What happens to a living attempt. `attempt` tells a late call from a present one.
+    # Events of a live attempt. `attempt` lets a callback that arrives late be ignored.
 
     def _is_present(self, attempt: int) -> bool:
         return self.attempt == attempt and self.child is not None
 
     def reach(self, stage: str, attempt: int) -> None:
-        """Note a stage that run-api knows of, where the program records nothing."""
+        """Record a stage that run-api reports, for a program that records none."""
         if any(known.name == stage for known in self.spec.stages):
             self._staged(attempt, stage, time.time())
 
     def _staged(self, attempt: int, stage: str, at: float) -> None:
-        if self._is_present(attempt) and stage not in self._stages:  # an adopted one was seen by another supervisor
+        if self._is_present(attempt) and stage not in self._stages:  # an adopted attempt has stages already
             self._stages[stage] = at
             self._restarts.came_up |= not self.has_gate
             self._store.emit(StageRecord(component=self.name, stage=stage, attempt=attempt))
             self.note_progress()
 
     def _judged(self, attempt: int, found: ProbeResult) -> None:
-        """A probe changed its mind."""
+        """Handle a health check whose verdict changed."""
         if not self._is_present(attempt) or self._ending is not None:
             return
+        # Failures are normal while it starts; recording them would flood the journal.
         if found.ok or self.state is not State.STARTING:
             self._store.emit(
                 ProbeRecord(
@@ -535,6 +558,7 @@ class Component:
         if found.which == "liveness":
             if not found.ok:
                 self._does_not_answer(found.detail)
+        # With a readiness check, a passed startup check does not make it healthy yet.
         elif found.which == "startup" and (not found.ok or self.spec.probes.readiness):
             return
         elif found.ok and self.state in (State.STARTING, State.UNHEALTHY):
@@ -543,6 +567,7 @@ class Component:
             self._move(State.UNHEALTHY, found.detail)
 
     def _healthy(self, reason: str) -> None:
+        # The start timeout of a one-shot step runs until its exit.
         if self._timer and not self.one_shot:
             self._timer.cancel()
         self._restarts.proven |= self.has_gate
@@ -550,6 +575,7 @@ class Component:
         self._restarts.healthy_at = self._restarts.healthy_at or time.monotonic()
         self.note_progress()
         self._move(State.HEALTHY, reason)
+        # Create the standby process of the next attempt while nothing waits for it.
         self._host.prepare_next(self.spec, self.attempt + 1)
 
     def _does_not_answer(self, detail: str) -> None:
@@ -562,7 +588,7 @@ class Component:
         self._move(State.STOPPING, reason)
 
     def _late(self, attempt: int) -> None:
-        """`start_timeout_s` is over."""
+        """Handle the end of `start_timeout_s`."""
         if not self._is_present(attempt) or self.state is not State.STARTING or self._ending is not None:
             return
         probe = self.newest_probe()
@@ -575,17 +601,18 @@ class Component:
         self._move(State.STOPPING, reason)
 
     def note_progress(self) -> None:
-        """Write down what an adopting supervisor could not find out: health, lines seen, sessions of descendants."""
+        """Journal facts that an adopting supervisor cannot find out: health, matched patterns,
+        stages, sessions of descendants."""
         if self._host.launcher.adoptable:
             patterns = log_patterns(self.spec.probes) + [stage.pattern for stage in self.spec.stages]
             seen = [pattern for pattern in patterns if self.log and self.log.seen(pattern)]
             found = {"proven": self._restarts.proven, "seen": seen, "stages": dict(self._stages)}
             self._host.note_progress(self.name, found)
 
-    # An end.
+    # Ending.
 
     def stop(self, command_id: str | None, reason: str) -> None:
-        """End it on purpose, with its signal and its grace; an end that is under way counts as that."""
+        """Stop it with its signal and grace period. An end in progress then counts as this stop."""
         if self.state is not State.STOPPING:
             self._command_id = command_id
             self._begin_end("stopped")
@@ -594,29 +621,30 @@ class Component:
             self._begin_end("stopped")
 
     def kill(self, command_id: str | None) -> None:
-        """End it at once, which counts as a crash."""
+        """Send SIGKILL at once; the supervisor treats it as a crash."""
         self._command_id = command_id
         self._begin_end("killed", signal.SIGKILL)
 
     def hurry(self) -> None:
-        """Patience is over: kill what is left of it."""
+        """Skip the grace period: kill the rest of the set."""
         if self.child is not None:
             self._begin_end("stopped", signal.SIGKILL)
 
     def call_off(self, command_id: str | None, reason: str) -> None:
-        """It is not started after all."""
+        """Cancel a pending start."""
         self._command_id = command_id
         self._move(State.STOPPED, reason)
 
     def _exited(self, attempt: int) -> None:
-        """The main process ended; others of its set may live."""
+        """Handle the exit of the main process; others of its set may live."""
         if self._is_present(attempt):
             self.exited_at = time.time()
             if self._ending is None:
                 self._begin_end("", signal.SIGKILL)
 
     def _begin_end(self, outcome: Outcome, number: int | None = None) -> None:
-        """Start ending the set; `_gone` follows. While that runs, a stop overrides and a KILL hurries."""
+        """Start ending the set; `_gone` follows. During an end, a stop overrides the outcome and a
+        SIGKILL skips the grace period."""
         assert self.child is not None
         if self._ending is not None:
             if outcome == "stopped" or not self.outcome:
@@ -639,6 +667,8 @@ class Component:
 
     async def _end(self, child: Leader, attempt: int, number: int, grace_s: float) -> None:
         host, post = self._host, self._owner.post
+        # Note the GPU pids while the processes still live; `_gpu_memory_back` waits for these to
+        # go.
         look = self._owner.task(host.look_at_gpus(self.name)) if self.spec.gpus and not self.spec.is_far else None
         ending = Ending(
             number=number,
@@ -650,11 +680,14 @@ class Component:
             group=host.table.components[self.name].group,
         )
         killed = await child.end_set(ending)
+        # Order: processes first, then their last output, then the log's end, since the diagnosis
+        # reads the log.
         await child.settle()
         await host.remove_shared_memory(self.name)
         assert self.log is not None
         self.log.finish()
         if self._stage_watch:
+            # A stage reached just before the exit may not be read yet.
             await self._stage_watch.look()
         if look:
             await look
@@ -675,20 +708,21 @@ class Component:
             self._owner.post(self.diagnose, found)
 
     async def _explain(self, child: Leader, log: LogDrain) -> tuple[Diagnosis | None, str, bool]:
-        """Return why it ended by itself, its error line where another start would fail in the same way, and whether it
-        refused its arguments."""
+        """Return the diagnosis of an exit by itself, the error line if another start would fail
+        alike, and whether it refused its arguments."""
         if child.lost:
             return node_lost(child.lost), "", False
         if not child.exit_code or self.outcome:
             return None, "", False
         lines = log.tail(LOOKED_BACK)
         found = Evidence(self.spec, child.exit_code, lines[-EVIDENCE:], self._host.names, tuple(lines[:-EVIDENCE]))
+        # In a thread: rules search up to `LOOKED_BACK` lines with regular expressions.
         diagnosis = await asyncio.to_thread(diagnose, found)
         error = lasting_error(diagnosis.rule, lines) if child.exit_code > 0 else ""
         return diagnosis, error, is_wrong_usage(found)
 
     def _left_over(self, attempt: int, count: int) -> None:
-        """It ended by itself and left so many others, which are being ended."""
+        """Report that it exited by itself and left `count` processes, which are being ended."""
         if not self._is_present(attempt) or self.child is None or self.child.exit_code is None:
             return
         if self.state is not State.STOPPING:
@@ -696,18 +730,19 @@ class Component:
             self._move(State.STOPPING, reason, self.child.exit_code)
 
     def _drains(self, attempt: int, memory: str) -> None:
-        """No process of its set is left, but this much GPU memory is not back yet."""
+        """Report GPU memory that is not free yet although no process of the set is left."""
         if not self._is_present(attempt) or self.child is None or self.child.exit_code is None:
             return
         if self.state is not State.STOPPING:
             end = describe_exit(self.child.exit_code)
             self._move(State.STOPPING, f"{end}; waiting for {memory}", self.child.exit_code)
+            # The record has the wait; `row` adds the current amount to this shorter reason.
             self.reason = end
         self._draining = memory
         self._store.notify()
 
     def _gone(self, attempt: int, killed: int, diagnosis: Diagnosis | None, error: str, usage: bool) -> None:
-        """No process of its set is left, and its GPU memory is back."""
+        """Finish the attempt: no process of its set is left, and its GPU memory is free."""
         if not self._is_present(attempt):
             return
         child, launch = self.child, self._launch
@@ -716,29 +751,32 @@ class Component:
         try:
             self._host.leave(self.spec, child, launch, done=self.one_shot and child.exit_code == 0)
         except OSError as problem:
+            # A file that the next attempt would mistake for its own could not be removed.
             fix = "remove it by hand before the next start"
             self.diagnose(model.STALE_FILE.diagnosis(str(problem), fix))
         self.child, self._ending, self._prober, self._stage_watch = None, None, None, None
         self._draining = ""
         self.exit_code = child.exit_code
         if not self.has_gate:
+            # Without a health check only its lifetime shows that it started.
             lived_s = (self.exited_at or time.time()) - (self.started_at or 0.0)
             self._restarts.proven |= lived_s > PROVEN_S
             self._restarts.came_up |= lived_s > (SILENT_START_S if self.spec.stages else PROVEN_S)
         self._owner.on_gone(self, Ended(self.outcome, child.exit_code, killed, diagnosis, error, usage, child.lost))
 
-    # What follows from an end, as the supervisor decides.
+    # After an end, as the supervisor decides.
 
     def rest(self, state: State, reason: str) -> None:
-        """It is down: COMPLETED, STOPPED or FAILED."""
+        """Move to a final state: COMPLETED, STOPPED or FAILED."""
         self._move(state, reason, self.exit_code)
 
     def delay_after_crash(self, error: str, *, usage: bool) -> tuple[float | None, str]:
-        """Seconds until it is started again, which is counted; or None, and why it is not (`Restarts.delay`)."""
+        """Return seconds until the next start, which is counted; or None and the reason
+        (`Restarts.delay`)."""
         return self._restarts.delay(error, usage=usage, final=self.exit_code in self.spec.final_codes)
 
     def back_off(self, delay: float, reason: str) -> None:
-        """It crashed, and is started again after `delay` seconds."""
+        """Wait `delay` seconds after a crash before the next start."""
         if self.outcome != "killed":
             self._command_id = None
         self._retry_at = time.time() + delay
@@ -747,10 +785,10 @@ class Component:
 
 
 def stuck(who: str) -> Diagnosis:
-    """The diagnosis for processes (by pid and state) that outlive SIGKILL."""
+    """Return the diagnosis for processes (by pid and state) that outlive SIGKILL."""
     fix = "state D is a wait inside the kernel, for a disk or a driver (GPU: see dmesg); only that can end it"
     return model.UNKILLABLE.diagnosis(who, fix)
 
 
 def look_again() -> None:
-    """Nothing but a reason to look at what has become possible."""
+    """No-op that triggers a reconcile."""

@@ -201,7 +201,7 @@ class GpuMemory:
         Args:
             changed: called when there is something new to say or `admitted` will answer differently.
         """
-        self.asking[name] = "a look at its GPU memory"
+        self.asking[name] = "a reading of its GPU memory"
         pause = LOOK_S[0]
         try:
             while (cards := await self._cards(gpus)) is not None:

@@ -1,9 +1,12 @@
-"""What a run writes down and tells: its journal, the table of its processes, its result, and the hub of its events.
+"""Files of a run that the supervisor writes, and the event hub.
 
-`supervisor.jsonl` (`Journal`: every record, one writer), `journal.json` (`ProcessTable`: who lives) and `result.json`
-(`RunResult`: how it ended). Records go to the file before anyone hears of them (`Store.emit`, `Hub`). On open a torn
-last line is repaired and the sequence goes on. A full disk does not stop the run: lines wait in memory and are written,
-in order, as soon as the disk takes them.
+- `supervisor.jsonl` (`Journal`): every record, one writer.
+- `journal.json` (`ProcessTable`): the run's processes.
+- `result.json` (`RunResult`): how the run ended.
+
+A record reaches the file before the subscribers (`Store.emit`, `Hub`). Opening the journal repairs
+a torn last line and continues its sequence. A full disk does not stop the run: records wait in
+memory and are written in order once the disk accepts them.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ OnEvent = Callable[[Record], object]
 
 _SEQ = re.compile(rb'"seq":\s*(\d+)')
 BACKLOG_LINES = 10_000
-"""Lines kept in memory while the disk refuses them."""
+"""Most records kept in memory while the disk refuses them."""
 
 
 class RunInUseError(ValueError):
@@ -43,13 +46,13 @@ class RunInUseError(ValueError):
 
 
 class Journal:
-    """The single writer of `supervisor.jsonl`."""
+    """Only writer of `supervisor.jsonl`."""
 
     def __init__(self, path: Path, run_id: str, descriptor: int | None = None) -> None:
-        """Open `path`, repairing its end.
+        """Open `path` and repair its end.
 
         Args:
-            descriptor: what `locked(path)` gave; it is closed with the journal.
+            descriptor: result of `locked(path)`, closed with the journal; None: lock here.
 
         Raises:
             RunInUseError: another supervisor has it open.
@@ -62,13 +65,14 @@ class Journal:
         self._torn = b""
 
     def fileno(self) -> int:
-        """The locked descriptor: who inherits it keeps the run directory locked."""
+        """Locked descriptor. A process that inherits it keeps the run directory locked."""
         return self._fd
 
     def append(self, record: AnyRecord) -> AnyRecord:
-        """Stamp `record` with run, time and sequence, write it, and give back the stamped one."""
+        """Set run id, time and sequence number of `record`, write it, and return that copy."""
         self.seq += 1
         stamped = record.model_copy(update={"run_id": self.run_id, "time": time.time(), "seq": self.seq})
+        # The deque drops the oldest line when it is full.
         self._backlog.append(stamped.to_line().encode())
         self._flush()
         return stamped
@@ -79,6 +83,8 @@ class Journal:
             try:
                 written = os.write(self._fd, line)
             except OSError:
+                # The rest of a partly written line goes first at the next append, so no line is
+                # torn.
                 self._torn = line
                 return
             self._torn = line[written:]
@@ -91,9 +97,10 @@ class Journal:
                     yield line.decode()
 
     def diagnoses(self) -> Iterator[DiagnosisRecord]:
-        """Every diagnosis and every end of one in the file."""
+        """All records of diagnoses in the file, including their ends."""
         with self.path.open("rb") as file:
             for line in file:
+                # Cheap text test before the JSON parser.
                 if b'"diagnosis"' in line:
                     with contextlib.suppress(RecordError):
                         if isinstance(record := parse_line(line), DiagnosisRecord):
@@ -107,13 +114,15 @@ class Journal:
 
 
 def locked(path: Path) -> int:
-    """Open `supervisor.jsonl` and lock it; who inherits the descriptor keeps the lock.
+    """Open and lock `supervisor.jsonl`. A process that inherits the descriptor keeps the lock.
 
     Raises:
         RunInUseError: another process has the lock.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
+        # The kernel releases the lock when the last process with this descriptor ends, even after
+        # SIGKILL.
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(descriptor)
@@ -124,103 +133,110 @@ def locked(path: Path) -> int:
 
 
 def _seq_of(line: bytes) -> int:
-    """Sequence of a line, -1 if it has none; without parsing it, since a long run has many."""
+    """Sequence number of a line, -1 if it has none."""
+    # A regular expression is faster than parsing each line of a long journal as JSON.
     found = _SEQ.search(line)
     return int(found.group(1)) if found else -1
 
 
 class Entry(BaseModel):
-    """A part of a file of the run directory; what a later version has besides is left out."""
+    """Part of a file of the run directory. Fields of later versions are ignored."""
 
     model_config = ConfigDict(extra="ignore", defer_build=True)
 
 
 class Kept(Entry):
-    """A file of the run directory that is replaced as a whole."""
+    """File of the run directory that is replaced as a whole."""
 
     def write(self, path: Path) -> None:
-        """Replace `path` atomically. A disk that refuses leaves the old file: the run goes on, and ends, without."""
+        """Replace `path` atomically. If the disk refuses, the old file stays and the run goes
+        on."""
         with contextlib.suppress(OSError):
             write_private(path, self.model_dump_json(indent=1))
 
 
 class FarEntry(Entry, frozen=True):
-    """A component on another node, and how that node is reached."""
+    """A component on another node, and how to reach that node."""
 
     name: str
     node: str
     host: str
     command: list[str]
-    """Starts a far end there."""
+    """Command that starts a node agent there."""
     pid: int = 0
-    """On that node; 0 until it is known."""
+    """Process id on that node; 0 until it is known."""
     ticks: int = 0
     end_pid: int = 0
-    """Of its far end."""
+    """Process id of its node agent."""
     end_ticks: int = 0
     clears: list[str] = Field(default_factory=list)
-    """Files that must not outlive it."""
+    """Files to delete when it ends."""
     folders: list[str] = Field(default_factory=list)
     """Names of its temporary folders there."""
     turn: str = ""
-    """Of SLURM's job, whose end is that of all that was started in it."""
+    """SLURM job id; the end of that job ends everything started in it."""
 
 
 class ProcessEntry(Entry, frozen=True):
-    """One process that the supervisor started. `create_time` counts seconds after the boot named by `boot_id`."""
+    """One process that the supervisor started. `create_time` is in seconds since the boot
+    `boot_id`."""
 
     pid: int
     create_time: float
     ticks: int
-    """The same in clock ticks, exact."""
+    """`create_time` in clock ticks, exact."""
     pgid: int
     boot_id: str
     attempt: int = 0
     group: str = ""
-    """Its control group, if it has one."""
+    """Control group; "" if it has none."""
     clears: list[str] = Field(default_factory=list)
-    """Files that must not outlive it."""
+    """Files to delete when it ends."""
     sessions: dict[int, int] = Field(default_factory=dict)
-    """Sessions that its descendants started: session id -> start ticks of its leader."""
+    """Sessions of its descendants: session id -> start ticks of the leader."""
     keeper: str = ""
-    """Address of the process that keeps it while no supervisor runs (`survive`)."""
+    """Address of the keeper that holds it while no supervisor runs (`survive`)."""
     keeper_pid: int = 0
     keeper_ticks: int = 0
     digest: str = ""
-    """Of what was started, to tell whether the plan still says the same."""
+    """Digest of its launch, to detect a changed plan."""
     far: FarEntry | None = None
-    """Where the component really is, if this process only reaches it."""
+    """The component on another node, if this process only connects to it."""
     proven: bool = False
-    """It was healthy once."""
+    """Was healthy once."""
     seen: list[str] = Field(default_factory=list)
-    """Patterns of its log checks and stages that a line has matched."""
+    """Patterns of its log checks and stages that have matched."""
     stages: dict[str, float] = Field(default_factory=dict)
-    """Stages that it has reached, and when, in Unix seconds."""
+    """Stages that it has reached -> Unix time."""
 
 
 class ProcessTable(Kept):
-    """`journal.json`: which processes a crashed supervisor may have left. Where it is old, the marker finds them."""
+    """`journal.json`: processes that a crashed supervisor may have left. If it is outdated, the
+    environment marker finds them."""
 
     run_id: str
     supervisor: ProcessEntry | None = None
     components: dict[str, ProcessEntry] = Field(default_factory=dict)
     group: str = ""
-    """The run's control group, if it has one."""
+    """Control group of the run; "" if it has none."""
     done: list[str] = Field(default_factory=list)
-    """One-shot steps that were done; they are not repeated under components that live on."""
+    """Completed one-shot steps, not repeated when components are adopted."""
     written_at: float = Field(0.0, exclude=True)
-    """Of a table that was read: when its file was written, in Unix seconds."""
+    """Unix time of the file; set by `load`."""
 
     def write(self, path: Path) -> None:
         content = self.model_dump(mode="json")
+        # `clean` and `up --resume` kill processes and run commands from this file, so a MAC guards
+        # it.
         sealed = content | {"mac": mac_of(path.parent, content)}
         with contextlib.suppress(OSError):
             write_private(path, json.dumps(sealed, indent=1))
 
     @classmethod
     def load(cls, path: Path) -> ProcessTable | None:
-        """Read the table in `path`. `None` if it is missing, unreadable or not sealed by this installation for this
-        run directory: `clean` and `up --resume` end processes and run commands that the table names."""
+        """Read the table in `path`; None if it is missing, unreadable or not sealed by this
+        installation for this run directory."""
+        # Refuse a file or folder of another user before reading it.
         if not (is_own(path) and is_own(path.parent)):
             return None
         try:
@@ -234,40 +250,43 @@ class ProcessTable(Kept):
 
 
 class RunResult(Kept):
-    """Exit code as in the table of exit codes: 0 done, 1 fault, 3 failed, 4 timed out, 130 interrupted."""
+    """`result.json`. Exit codes: 0 done, 1 internal error, 3 failed, 4 timeout, 130 interrupted."""
 
     exit_code: int
     reason: str
     component: str | None = None
-    """The component that decided it."""
+    """Component that decided the result."""
     last_lines: list[str] = Field(default_factory=list)
-    """The end of its log."""
+    """Last lines of its log."""
     ended_by: Literal["", "command", "signal", "time_limit"] = ""
-    """Origin of an end that was asked for: `down`, SIGTERM or SIGINT, or SLURM's signal before its time limit."""
+    """Origin of a requested end: `down`, SIGTERM or SIGINT, or SLURM's signal before its time
+    limit."""
     ended_at: float = Field(default_factory=time.time)
 
     def write(self, path: Path) -> None:
-        """Write `result.json` into the room that `reserve` took at the start of the run, else as any other file."""
+        """Write `result.json` into the space that `reserve` took at the start of the run, or as an
+        ordinary file if that fails."""
         try:
             self._write_in_place(path)
         except OSError:
             super().write(path)
 
     def _write_in_place(self, path: Path) -> None:
-        room = _room(path)
+        reserved = _reserved(path)
         data = self.model_dump_json(indent=1).encode()
-        if len(data) > RESULT_BYTES:  # long lines of a log: the rest matters more
+        if len(data) > RESULT_BYTES:  # very long log lines: drop them and keep the rest
             data = self.model_copy(update={"last_lines": [], "reason": self.reason[:4096]}).model_dump_json().encode()
-        with room.open("r+b") as file:
+        with reserved.open("r+b") as file:
             file.write(data)
+            # The reserved file is longer than the result: cut it after the write.
             file.truncate()
             file.flush()
             os.fsync(file.fileno())
-        room.replace(path)
+        reserved.replace(path)
 
     @classmethod
     def load(cls, path: Path) -> RunResult | None:
-        """The result in `path`; None while the run goes on, or when it was cut short."""
+        """Read the result in `path`; None while the run goes on, or if it was cut short."""
         try:
             return cls.model_validate_json(read_regular(path))
         except (OSError, ValueError):
@@ -275,25 +294,28 @@ class RunResult(Kept):
 
 
 RESULT_BYTES = 32 * 1024
-"""Room for `result.json`: the forty last lines of a log are most of it."""
+"""Bytes reserved for `result.json`; most of them hold the last forty log lines."""
 
 
-def _room(path: Path) -> Path:
+def _reserved(path: Path) -> Path:
     return path.with_name(f"{path.name}.reserved")
 
 
 def reserve(path: Path) -> None:
-    """Take the room of a `result.json` on the disk, so that a run which ends on a full disk can say how."""
+    """Reserve disk space for `result.json`, so that a run can write its result on a full disk."""
     with contextlib.suppress(OSError):
-        descriptor = os.open(_room(path), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(
+            _reserved(path), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+        )
         with os.fdopen(descriptor, "wb") as file:
+            # Write zeros: a sparse file would reserve no blocks.
             file.write(bytes(RESULT_BYTES))
             file.flush()
             os.fsync(file.fileno())
 
 
 class SubscriberDroppedError(Exception):
-    """This subscriber was too slow and has lost events; subscribe again for a fresh snapshot."""
+    """A subscriber was too slow and has lost events. Subscribe again for a new snapshot."""
 
 
 class Subscription:
@@ -309,6 +331,7 @@ class Subscription:
 
     def _offer(self, event: Record) -> None:
         if len(self._events) >= self._limit:
+            # Free the memory at once: the subscriber needs a new snapshot anyway.
             self.dropped = True
             self._events.clear()
             self._hub.unsubscribe(self)
@@ -334,16 +357,18 @@ class Subscription:
                 raise SubscriberDroppedError
             if self._closed:
                 raise StopAsyncIteration
+            # Cleared before the wait; records that arrive in between set it again.
             self._wake.clear()
             await self._wake.wait()
         return self._events.popleft()
 
 
 class Hub:
-    """Hands every record to every subscriber.
+    """Passes every record to every subscriber.
 
-    The publisher never waits; a subscriber that falls behind is dropped, and told so. All methods belong to the thread
-    of the event loop: what is looked at after `subscribe` and before the next `await` is as of its first record.
+    Publishing never blocks; a subscriber that falls behind is dropped (`SubscriberDroppedError`).
+    All methods belong to the thread of the event loop. State read between `subscribe` and the next
+    `await` is therefore consistent with the first record.
     """
 
     def __init__(self, limit: int = 2000) -> None:
@@ -352,12 +377,12 @@ class Hub:
         self._closed = False
 
     def publish(self, event: Record) -> None:
-        """Give `event` to all; never waits."""
+        """Pass `event` to all subscribers; never blocks."""
         for subscriber in list(self._subscribers):
             subscriber._offer(event)
 
     def subscribe(self) -> Subscription:
-        """All records from now on."""
+        """Return a subscription to all records from now on."""
         subscription = Subscription(self, self._limit)
         if self._closed:
             subscription._end()
@@ -369,7 +394,7 @@ class Hub:
         self._subscribers.discard(subscription)
 
     def close(self) -> None:
-        """End every subscription once it has delivered what it holds."""
+        """End every subscription after it has delivered its queue."""
         self._closed = True
         for subscriber in list(self._subscribers):
             subscriber._end()
@@ -377,7 +402,7 @@ class Hub:
 
 
 class Store:
-    """The stream of a run's records: written to the journal, then told to everyone."""
+    """Record stream of a run: journal first, then subscribers."""
 
     def __init__(self, stack: StackSpec, journal: Journal, on_event: OnEvent | None = None) -> None:
         self.journal = journal
@@ -390,7 +415,7 @@ class Store:
         self.diagnoses = Ledger(self.emit)
 
     def emit(self, record: Record) -> None:
-        """Stamp a component's record with its role and this node, journal it, then tell everyone."""
+        """Set role and node of a component's record, write it to the journal, then publish it."""
         if isinstance(record, ComponentRecord):
             role = self._roles.get(record.component or "", record.role)
             node = self._nodes.get(record.component or "", self._node)
@@ -398,18 +423,19 @@ class Store:
         stamped = self.journal.append(record)
         self.hub.publish(stamped)
         if self._on_event:
-            with contextlib.suppress(Exception):  # a listener's fault must not stop the run
+            with contextlib.suppress(Exception):  # an error in a listener must not stop the run
                 self._on_event(stamped)
         if isinstance(record, StateRecord):
             self.diagnoses.moved(record)
         self.notify()
 
     def notify(self) -> None:
-        """Wake everyone who waits for a change."""
+        """Wake everything that waits for a change."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     @property
     def changed(self) -> asyncio.Event:
-        """Set at the next change; take it before looking, then wait for it."""
+        """Event that is set at the next change. Take it before reading the state, then wait for
+        it."""
         return self._changed

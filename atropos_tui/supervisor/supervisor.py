@@ -1,8 +1,9 @@
 """The supervisor: runs one stack to its end. Read `run`, then `_do` and `_reconcile`.
 
-Whatever happens (an exit, a probe's verdict, a command, a timer) is one call, handled to its end before the next one:
-helpers `post` it to the event loop. It changes a component by that component's own methods; then `_reconcile` looks at
-what has become possible: stop the next one, start what its gates allow, finish commands, end the run.
+Every event (an exit, a health check's verdict, a command, a timer) is one call that `post` puts
+into the event loop; it is handled to its end before the next one. The call changes a component by
+that component's own methods. Then `_reconcile` does what has become possible: stop the next
+component, start those whose gates allow it, finish commands, end the run.
 """
 
 from __future__ import annotations
@@ -47,15 +48,16 @@ from atropos_tui.supervisor.store import RunResult, Store
 KEPT_OPERATIONS = 200
 RESULT_LINES = 40
 SWEEP_S = 5.0
-"""How often adopted zombies are collected and new sessions of members are told to the guard."""
+"""Seconds between two surveys of the process table, which reap adopted zombies and pass new
+sessions of members to the guard."""
 TIME_LIMIT = signal.SIGUSR1.name
 """Signal that SLURM sends some minutes before the time limit of a job."""
 STRAYS_S = 10.0
-"""So long strays are killed again and again at the end; then they are named, and the result is written."""
+"""Seconds in which strays are killed repeatedly at the end; then a diagnosis names them."""
 
 
 class RefusedError(Exception):
-    """A command that was not taken: HTTP status and the reason."""
+    """A refused command: HTTP status and reason."""
 
     def __init__(self, status: int, error: str, fix: str = "") -> None:
         super().__init__(error)
@@ -65,24 +67,25 @@ class RefusedError(Exception):
 
 @dataclass
 class Operation:
-    """One recipe on its way. `stop`: each gone before the next; `start`: all released together, gates order them."""
+    """One recipe in progress. Components in `stop` go one after the other; those in `start` are
+    released together, and their gates order them."""
 
     id: str
     request: CommandRequest
     recipe: Recipe
     by_hand: bool = True
-    """False for restarts by policy and for the end of the run: no command records."""
+    """False for restarts by policy and for the end of the run, which write no command records."""
     why: str = ""
-    """The reason to tell, where it is neither a command nor a crash."""
+    """Reason to show if it is neither a command nor a crash."""
     stage: Literal["stop", "start", "settle", "over"] = "stop"
     stop: list[str] = field(default_factory=list)
     start: list[str] = field(default_factory=list)
     not_before: float = 0.0
-    """Monotonic time before which nothing is started (backoff)."""
+    """Earliest monotonic time of a start (backoff)."""
     attempt: int = 0
-    """For `kill`: the attempt that shall end."""
+    """For `kill`: the attempt to end."""
     sent: bool = False
-    """For `kill`: whether the signal went out."""
+    """For `kill`: the signal has been sent."""
     status: Literal["accepted", "running", "done", "failed"] = "accepted"
     detail: str = ""
 
@@ -92,15 +95,15 @@ class Operation:
 
     @property
     def own_id(self) -> str | None:
-        """What its transitions carry as their command; None where nobody gave one."""
+        """Command id of its transitions; None if no command caused it."""
         return self.id if self.by_hand else None
 
     def holds(self, name: str) -> bool:
-        """Whether `name` must not be started yet because of this operation."""
+        """Return True if `name` must not start yet because of this operation."""
         return self.stage in ("stop", "start") and name in self.start
 
     def said(self) -> str:
-        """The reason of what it makes happen."""
+        """Return the reason of the transitions that it causes."""
         if self.why:
             return self.why
         if self.action == "down":
@@ -110,7 +113,7 @@ class Operation:
         return f"{self.action} of {whose} {who if self.by_hand else 'after its crash'}"
 
     def stopped_for(self, name: str) -> str:
-        """What a component that it has stopped is told to have been stopped for."""
+        """Return the reason of the stop of component `name`."""
         if self.why:
             return f"stopped, since {self.why}"
         if self.action == "down":
@@ -135,7 +138,8 @@ class Operation:
 
 
 class Supervisor:
-    """Dependency gates, commands, restarts and the end of one run; what a component is in is the component's."""
+    """Dependency gates, commands, restarts and the end of one run. Each component owns its own
+    state."""
 
     def __init__(self, store: Store, host: Host) -> None:
         stack = host.stack
@@ -152,11 +156,11 @@ class Supervisor:
         self.reason = ""
         self.exit_code: int | None = None
         self.result: RunResult | None = None
-        """How the run ends, as soon as that is decided."""
+        """Result of the run, set as soon as it is decided."""
         self._unwanted: set[str] = set()
-        """Components that shall not run, since someone has stopped them by hand."""
+        """Components that stay down because a user stopped them."""
         self._stopped_with: dict[str, str] = {}
-        """Who was stopped by hand only because of another, and of whom: it comes back with that one."""
+        """Component that was stopped only with another -> that other, which brings it back."""
         self._interrupts = 0
         self._began = procfs.ticks_now()
         self._watcher = Watcher(stack, self.components)
@@ -165,14 +169,15 @@ class Supervisor:
         self._begun = asyncio.Event()
         self._over: asyncio.Future[None] = self._loop.create_future()
 
-    # What others may call.
+    # Public interface.
 
     async def submit(self, request: CommandRequest) -> Accepted:
-        """Hand in a command; answered at once.
+        """Accept a command and answer at once.
 
         Raises:
-            RefusedError: it cannot be taken now.
+            RefusedError: it is not possible now.
         """
+        # Commands may arrive before `run` has adopted the components of an earlier supervisor.
         await self._begun.wait()
         if self._over.done():
             raise RefusedError(409, "the run has ended", "start a new one: atropos-tui up PROFILE")
@@ -181,14 +186,15 @@ class Supervisor:
         return await answer
 
     def interrupt(self, name: str) -> None:
-        """A signal arrived: stop the stack; the second time, kill it. SIGUSR1 only announces SLURM's time limit."""
+        """Handle a signal: stop the stack; the second time, kill it. SIGUSR1 only announces SLURM's
+        time limit."""
         if name == TIME_LIMIT:
             self.post(self._out_of_time)
         else:
             self.post(self._interrupted, name)
 
     def recipe_for(self, request: CommandRequest) -> Recipe:
-        """What `request` would do.
+        """Return the recipe of `request` without executing it.
 
         Raises:
             RefusedError: no such component.
@@ -200,7 +206,7 @@ class Supervisor:
             raise self._unknown(request.component) from None
 
     def status(self, usage: Mapping[str, Usage]) -> RunStatus:
-        """Everything, as of the last record; `usage` is the sampler's newest."""
+        """Return the complete status as of the last record; `usage` is the sampler's newest."""
         return RunStatus(
             run_id=self.stack.run_id,
             name=self.stack.name,
@@ -218,12 +224,13 @@ class Supervisor:
         )
 
     async def measured(self) -> RunStatus:
-        """The status, with what the components use now."""
+        """Return the status with the current resource usage."""
         usage = await self.sampler.fresh()
         return self.status(usage)
 
     def ready(self) -> bool:
-        """Every long-running component is healthy or done, every one-shot step done."""
+        """Return True if every long-running component is healthy or done, and every one-shot step
+        is done."""
         return all(
             each.state is State.COMPLETED or (each.state is State.HEALTHY and not each.one_shot)
             for each in self.components.values()
@@ -232,23 +239,26 @@ class Supervisor:
     # The run.
 
     async def run(self) -> RunResult:
-        """Start everything, stay until the end, leave nothing behind."""
+        """Start everything, wait for the end, clean up, and write the result."""
         urls = {spec.name: spec.url for spec in self.stack.components}
         gauges = record_gauges(self.run_dir.gauges_jsonl, self.measured, lambda: self._watcher.flows, urls)
-        besides = [self.task(work) for work in (self._sweep_forever(), self._watcher.watch(), gauges)]
+        background = [self.task(work) for work in (self._sweep_forever(), self._watcher.watch(), gauges)]
         try:
+            # Adopt first: a command or a start before it could start a component twice.
             self._do(self._take_over)
             self._begun.set()
             await self._over
         finally:
-            for task in besides:
+            for task in background:
                 task.cancel()
+            # Close before the strays are killed: nothing may start a process any more.
             await self._close()
         assert self.result is not None
         await self._end_strays()
-        with contextlib.suppress(Exception):  # a fault of the diagnosing must not hide how the run ended
+        with contextlib.suppress(Exception):  # an error in a rule must not hide the result
             await self._watcher.look()
         if self.result.exit_code == Exit.DONE:
+            # Open diagnoses of a run that is done are no problem any more.
             self.store.diagnoses.end_all("the run ended well")
         self.result.ended_at = time.time()
         self.result.write(self.run_dir.result_json)
@@ -256,12 +266,12 @@ class Supervisor:
         return self.result
 
     def ended(self, result: RunResult) -> None:
-        """Tell everyone that the run is over."""
+        """Publish the end of the run."""
         self.exit_code, self.reason, self.phase = result.exit_code, result.reason, Phase.ENDED
         self.store.notify()
 
     def post(self, act: Callable[..., None], *args: Any) -> None:
-        """Call `act` soon, then look at what has become possible."""
+        """Call `act` soon, then reconcile."""
         self._loop.call_soon(self._do, act, *args)
 
     def _do(self, act: Callable[..., None], *args: Any) -> None:
@@ -270,15 +280,16 @@ class Supervisor:
         try:
             act(*args)
             self._reconcile()
-        except Exception as error:  # a fault of ours: `run` raises it
+        except Exception as error:  # an internal error: `run` raises it
             self._over.set_exception(error)
             return
+        # `child` stays set until the whole process set and its GPU memory are gone.
         resting = all(each.state.is_resting and each.child is None for each in self.components.values())
         if self.phase is Phase.STOPPING and resting:
             self._over.set_result(None)
 
     def task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run `work` beside everything else; if it raises, so does `run`."""
+        """Run `work` in the background; if it raises, `run` raises."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._task_done)
@@ -290,7 +301,8 @@ class Supervisor:
             self._over.set_exception(error)
 
     async def _close(self) -> None:
-        """Cancel what runs beside, and let go of what the components shared."""
+        """Cancel background tasks and release what the components shared."""
+        # The launcher first, so that its standby processes are gone before the tasks end.
         self.host.launcher.close()
         for task in list(self._tasks):
             task.cancel()
@@ -300,7 +312,7 @@ class Supervisor:
     async def _sweep_forever(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_S)
-            with contextlib.suppress(OSError):  # without a descriptor nobody is seen; the next look has one
+            with contextlib.suppress(OSError):  # out of descriptors: the next survey may succeed
                 await self.host.survey()
             for component in self.components.values():
                 component.note_progress()
@@ -318,7 +330,8 @@ class Supervisor:
         await asyncio.to_thread(tracker.survey)  # collects their zombies
 
     def _take_over(self) -> None:
-        """Go on with what an earlier supervisor left; what its plan has changed is restarted, by its recipe."""
+        """Adopt what an earlier supervisor left running, and restart components whose plan has
+        changed."""
         inherited = self.host.launcher.inherited
         for component in self.components.values():
             if component.name in inherited:
@@ -329,16 +342,18 @@ class Supervisor:
         if changed:
             plans = [recipe(self.stack, "restart", name) for name in changed]
             touched = {name for plan in plans for name in (*plan.stop, *plan.start) if name in inherited}
+            # Profile order is start order; stops go the other way.
             order = [name for name in self.components if name in touched]
             request = CommandRequest(action="restart", component=changed[0])
             why = f"the plan of {', '.join(changed)} has changed"
             self._begin(Operation(new_id(), request, plans[0], False, why, stop=order[::-1], start=order))
 
-    # What has become possible.
+    # Reconciling.
 
     def _reconcile(self) -> None:
+        # Below every sequence number, so that the first pass always runs.
         seen = -2
-        while seen != self.store.journal.seq:  # every step is a record: look again until nothing more happens
+        while seen != self.store.journal.seq:  # every transition is a record: repeat until none follows
             seen = self.store.journal.seq
             for operation in self._active():
                 self._advance(operation)
@@ -360,6 +375,7 @@ class Supervisor:
             op.stage = "settle"
         if op.stage == "settle":
             started = [self.components[name] for name in op.start]
+            # A component that failed or was stopped again by the user will not become healthy.
             lost = [
                 each
                 for each in started
@@ -371,7 +387,8 @@ class Supervisor:
                 self._finish(op, "done")
 
     def _is_down(self, op: Operation, component: Component) -> bool:
-        """Whether it is out of the way of `op`; if not, see to it. The caller stops at the first that is not."""
+        """Return True if the component does not block `op`; otherwise stop it. The caller stops at
+        the first that blocks."""
         if op.action == "kill":
             if component.child is None or component.attempt != op.attempt:
                 return True
@@ -383,7 +400,7 @@ class Supervisor:
             component.stop(op.own_id, op.said())
             return False
         if op.action == "stop":
-            # What it has read by then may not be what is there at the next start.
+            # The standby process has loaded files that may change before the next start.
             self.host.launcher.drop_next(component.name)
         if op.action in ("stop", "down") and component.state in (State.PENDING, State.BACKOFF):
             component.call_off(op.own_id, op.stopped_for(component.name))
@@ -414,10 +431,10 @@ class Supervisor:
         if done and self.phase is not Phase.STOPPING:
             self._end_run(RunResult(exit_code=Exit.DONE, reason="every component is done"))
 
-    # An attempt is over: what follows.
+    # After an attempt.
 
     def on_gone(self, component: Component, ended: Ended) -> None:
-        """Nothing of an attempt is left: it is down for good, or is started again."""
+        """Decide what follows a finished attempt: a final state or a restart."""
         end = ended.lost or describe_exit(ended.exit_code)
         stopping = self.phase is Phase.STOPPING
         spec, outcome = component.spec, ended.outcome
@@ -440,7 +457,7 @@ class Supervisor:
             self._crash(component, end, ended)
 
     def on_port_taken(self, component: Component, found: Diagnosis) -> None:
-        """A stranger holds its port and did not let it go."""
+        """Fail a component whose port another process holds."""
         if component.state is State.PENDING and component.name not in self._unwanted:
             component.diagnose(found)
             self._fail(component, Exit.COMPONENT_FAILED, f"{found.title}: {found.evidence}")
@@ -449,7 +466,8 @@ class Supervisor:
         return any(op.stage == "stop" and op.action != "kill" and component.name in op.stop for op in self._active())
 
     def _stopped_how(self, component: Component, ended: Ended) -> str:
-        """Words for a stop that was asked for; the exit code only where it is not what the stop signal gives."""
+        """Return the reason of an intended stop; the exit code only if it differs from the usual
+        one of the stop signal."""
         number = SIGNALS[component.spec.stop.signal]
         op = next((op for op in self._active() if op.stage == "stop" and component.name in op.stop), None)
         said = op.stopped_for(component.name) if op else "stopped with the stack"
@@ -465,6 +483,7 @@ class Supervisor:
         if delay is None:
             self._fail(component, Exit.COMPONENT_FAILED, f"{reason}; {why_not}")
             return
+        # The stop of partners starts now, and overlaps with the backoff.
         again_at = time.monotonic() + delay
         plan = recipe(self.stack, "restart", component.name)
         partners = [name for name in plan.stop if name != component.name and self._comes_along(name)]
@@ -472,12 +491,14 @@ class Supervisor:
         request = CommandRequest(action="restart", component=component.name)
         start = [name for name in plan.start if name == component.name or name in partners]
         self._begin(Operation(new_id(), request, plan, False, stop=partners, start=start, not_before=again_at))
+        # Reconcile just after `not_before`; an event loop timer may fire slightly early.
         self._loop.call_later(delay + 0.001, self._do, look_again)
 
     def _comes_along(self, name: str) -> bool:
         return name not in self._unwanted and not self.components[name].state.is_resting
 
     def _fail(self, component: Component, code: int, reason: str) -> None:
+        # `result.json` keeps the last log lines of the component that ended the run.
         lines = component.log.tail(RESULT_LINES) if component.log else []
         component.rest(State.FAILED, reason)
         name, found = component.name, component.found
@@ -487,14 +508,15 @@ class Supervisor:
         self._end_run(RunResult(exit_code=code, reason=said, component=name, last_lines=lines))
 
     def _end_run(self, result: RunResult, operation: Operation | None = None) -> None:
-        """Begin the end; whoever came first decides how it is told."""
+        """Begin the end of the run. The first caller decides the result."""
         if self.phase is Phase.STOPPING:
             if operation:
                 self._begin(operation)
             if self.result and self.result.ended_by == "time_limit" and result.ended_by in ("command", "signal"):
-                self.result, self.reason = result, result.reason  # else the job would be queued again
+                self.result, self.reason = result, result.reason  # otherwise the job would be requeued
             return
         self.result = result
+        # Before the stop: from here on no standby process and no surviving component.
         self.host.end()
         self.phase, self.reason = Phase.STOPPING, result.reason
         for other in self._active():
@@ -515,7 +537,7 @@ class Supervisor:
             return
         plan = self.recipe_for(request)
         operation = Operation(command_id, request, plan, stop=list(plan.stop), start=list(plan.start))
-        if request.action == "kill":  # the rest is what follows from the crash
+        if request.action == "kill":  # the restart follows from the crash
             operation.stop, operation.start = plan.stop[:1], []
         if request.component:
             operation.attempt = self.components[request.component].attempt
@@ -532,10 +554,10 @@ class Supervisor:
         answer.set_result(Accepted(command_id=command_id, recipe=plan))
 
     def _check(self, request: CommandRequest) -> None:
-        """Let a command pass that can be taken now.
+        """Check that a command is possible now.
 
         Raises:
-            RefusedError: it cannot.
+            RefusedError: it is not.
         """
         action, name = request.action, request.component
         whole = action == "restart" and not name
@@ -551,7 +573,7 @@ class Supervisor:
         if name:
             self._check_state(action, self.components[name])
         elif all(component.state.is_resting for component in self.components.values()):
-            raise RefusedError(409, "nothing runs", "start the components that shall run")
+            raise RefusedError(409, "nothing runs", "start the components that you need")
         if action not in ("start", "restart"):
             return  # stop and kill always win
         for other in self._by_hand():
@@ -570,13 +592,13 @@ class Supervisor:
         if action == "stop" and (state.is_resting or state is State.STOPPING):
             raise RefusedError(409, f"{name} is {state} already", "nothing to do")
         if action == "kill" and component.child is None:
-            raise RefusedError(409, f"{name} has no process ({state})", f"use: stop {name}, if it shall stay down")
+            raise RefusedError(409, f"{name} has no process ({state})", f"use: stop {name}, if it must stay stopped")
 
     def _unknown(self, name: str | None) -> RefusedError:
         return RefusedError(404, f"no component {name!r}", f"one of: {', '.join(self.components)}")
 
     def _by_hand(self) -> Iterator[Operation]:
-        """Commands that are stopping components, or about to start some."""
+        """Yield user commands that are stopping components or about to start some."""
         return (op for op in self._active() if op.by_hand and op.stage in ("stop", "start"))
 
     def _interrupted(self, name: str) -> None:
@@ -588,7 +610,7 @@ class Supervisor:
             self._end_run(RunResult(exit_code=Exit.INTERRUPTED, reason=reason, ended_by="signal"))
 
     def _out_of_time(self) -> None:
-        """The time limit of the job is near: save and stop, unless the run is being stopped already."""
+        """Save and stop before the job's time limit, unless the run is stopping already."""
         if self.phase is Phase.STOPPING:
             return
         plan = recipe(self.stack, "down", None)
@@ -607,14 +629,17 @@ class Supervisor:
 
     def _begin(self, operation: Operation) -> None:
         self.operations[operation.id] = operation
+        # Keep the last finished operations for `/commands/ID`.
         over = [op.id for op in self.operations.values() if op.stage == "over"]
         for command_id in over[: max(0, len(over) - KEPT_OPERATIONS)]:
             del self.operations[command_id]
 
     def _make_way(self, operation: Operation) -> None:
-        """A command by hand ends the waiting of backoffs that it touches; a stop takes its components out of them."""
+        """Let a user command end the backoffs that it touches; a stop also removes its components
+        from them."""
         touched = {*operation.stop, *operation.start}
         for other in self._active():
+            # A start by hand does not wait for the backoff of an earlier crash.
             if touched & set(other.start):
                 other.not_before = 0.0
                 if operation.action == "stop":
@@ -628,7 +653,9 @@ class Supervisor:
                     self._stopped_with[name] = operation.request.component or ""
 
     def _partners(self, action: str, component: str | None) -> set[str]:
-        """Components that `action` on `component` can take along, in the state that they are in now."""
+        """Return the components that `action` on `component` may include, in their current
+        state."""
+        # Components that an operation is about to start count as running.
         held = {name for op in self._active() for name in op.start if op.holds(name)} - self._unwanted
         lives = {name for name in self.components if self._comes_along(name)} | held
         resting = {name for name, whose in self._stopped_with.items() if whose == component}
@@ -664,6 +691,7 @@ def new_id() -> str:
 
 
 def _attempts_so_far(folder: Path) -> int:
-    """A resumed run goes on counting, so that no log is overwritten and telemetry tells its attempts apart."""
+    """Return the number of the last attempt, so that a resumed run continues the count and
+    overwrites no log."""
     latest = latest_attempt(folder)
     return int(latest.stem) if latest else 0

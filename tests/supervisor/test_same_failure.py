@@ -43,7 +43,7 @@ async def starts_of(launch: Any, command: list[str], **fields: Any) -> tuple[int
 async def test_the_same_words_twice_are_final(launch: Any) -> None:
     starts, reason = await starts_of(launch, raises("the config has no heads"))
     assert starts == 2
-    assert "the start failed twice in the same words, not tried again: ValueError: " in reason
+    assert "the start failed twice with the same error, not retried: ValueError: " in reason
     assert "the config has no heads" in reason
 
 
@@ -59,7 +59,7 @@ async def test_an_engine_that_cannot_start_is_started_twice(launch: Any) -> None
     command = python(code, LOG)
     starts, reason = await starts_of(launch, command, role=Role.ENGINE, probes=ready(LogCheck(pattern="^ready after")))
     assert starts == 2
-    assert f"not tried again: {HEADS}" in reason
+    assert f"not retried: {HEADS}" in reason
 
 
 COUNTS = "import os\nraise ValueError('abc'[int(os.environ['ATROPOS_ATTEMPT']) - 1])"

@@ -58,7 +58,7 @@ async def test_a_restart_takes_the_one_that_waits(launch: Any, tmp_path: Path, e
         again = await running.until("engine", State.HEALTHY, attempt=2)
         assert again.pid == second[0] and not alive(first[0])
         started = next(row for row in running.states("engine") if row.new == "starting" and row.attempt == 2)
-        assert started.reason == "attempt 2, which waited"
+        assert started.reason == "attempt 2, from the standby process"
         assert running.run.log("engine", 2).read_text().split() == ["prepared", "up"]
         third = (await begun(tmp_path, 3))[2]
         assert third[1:] == (3, True)
