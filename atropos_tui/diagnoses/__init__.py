@@ -1,7 +1,8 @@
-"""What is wrong, how we know, and the way out: rules over exits, log lines, telemetry and waiting.
+"""Diagnoses: title, evidence and fix of a problem, from exits, log lines, telemetry and stalls.
 
-Rules are data and small pure functions; `RULES` has them all. `watcher.Watcher` feeds them while the run goes,
-`diagnose` explains an end. One name may speak over several things: over a log line, and over a number.
+Rules are data and small pure functions; `RULES` lists them all. `watcher.Watcher` evaluates them
+while the run goes on, `diagnose` explains why a component ended. Rules may share a name, such as a
+log rule and a metric rule for the same problem.
 """
 
 from collections.abc import Iterable
@@ -27,31 +28,32 @@ RULES: tuple[Rule, ...] = (
 )
 """Every rule; `docs/troubleshooting.md` has an entry for each name."""
 BY_NAME: dict[str, Rule] = {rule.name: rule for rule in reversed(RULES)}
-"""Of rules that share a name the first: severity, layer and event are the same for all of them."""
+"""First rule of each name; severity, layer and event are equal for all rules of one name."""
 UNKNOWN = Rule("", "")
-"""Stands for a rule that this version does not know, or that an older one did not name."""
+"""Placeholder for a rule that this version does not know, or that an older version left empty."""
 SEVERITIES: tuple[Severity, ...] = ("alarm", "warning", "advice")
 """Gravest first."""
 
 
 def rule_of(found: DiagnosisRecord) -> Rule:
-    """The rule of a record."""
+    """Return the rule of a record."""
     return BY_NAME.get(found.rule, UNKNOWN)
 
 
 def severity_of(found: DiagnosisRecord) -> Severity:
-    """The severity of a record; an older version's record has that of its rule."""
+    """Return the severity of a record; a record of an older version has none and gets that of its
+    rule."""
     return found.severity or rule_of(found).severity
 
 
 def gravest_first(found: Iterable[DiagnosisRecord]) -> list[DiagnosisRecord]:
-    """Records by severity, then by layer (causes before what follows from them), then the newest first."""
+    """Sort records by severity, then by layer (causes before consequences), then newest first."""
     newest = sorted(found, key=lambda each: each.time, reverse=True)
     return sorted(newest, key=lambda each: (SEVERITIES.index(severity_of(each)), rule_of(each).layer))
 
 
 ALIGNMENT_RULES = frozenset(rule.name for rule in METRIC_RULES if rule.kinds == ALIGNMENTS)
-"""Names of the rules about alignment alone."""
+"""Names of the rules that use alignment records only."""
 
 __all__ = [
     "ALIGNMENT_RULES",

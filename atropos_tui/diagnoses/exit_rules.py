@@ -1,7 +1,8 @@
-"""Why did it die? Exit code and last log lines give a title, the evidence and the fix.
+"""Explain why a component ended: exit code and last log lines give title, evidence and fix.
 
-Log rules come first, in their order; then what the exit code itself says; then lines that only tell what was being
-waited for; last, any Python exception. `diagnose` may look at the machine (who holds a port) and is called in a thread.
+Order: log rules; then rules of the exit code; then log patterns that were still waiting; last, any
+Python exception. `diagnose` may inspect the machine (which process holds a port), so call it in a
+thread.
 """
 
 from __future__ import annotations
@@ -18,31 +19,32 @@ from atropos_tui.diagnoses.roots import is_passing, root_error
 from atropos_tui.profile.spec import ComponentSpec
 
 USAGE = r"^(?:[\w ./-]+: )?error: .+|^usage: .+|unrecognized arguments.+|ValidationError.*"
-"""Messages of argparse, click and pydantic, whatever their case."""
+"""Error messages of argparse, click and pydantic, in any case."""
 OWN_USAGE = r"^(?:vllm_server|SmolLM2): .+|^atropos: cannot start .+|^\S+ \S+ ERROR atropos_envs\S* .+"
-"""Messages of our own programs, which end with 2 for what another start does not change."""
+"""Error messages of our own programs, which exit with 2 if a restart cannot help."""
 RANK_SIGKILL = re.compile(r"error: rank \d+ was killed by SIGKILL")
 
 
 UNKNOWN_FLAGS = re.compile(r"unrecognized arguments: (.+)")
 WRONG_FLAG = re.compile(r"error: argument (-.+)")
 LONGEST_FLAG = 100
-"""Characters of a refused flag and the reason that a title holds."""
+"""Limit of the refused flag and its reason in a title, in characters."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known about an end: `exit_code` is negative for a signal, `lines` are the last of the log."""
+    """Facts about the end of a component: `exit_code` is negative for a signal, `lines` are its
+    last log lines."""
 
     spec: ComponentSpec
     exit_code: int
     lines: list[str]
     names: Names = USUAL
     above: tuple[str, ...] = ()
-    """Lines before those: no rule recognises anything in them, but the cause of what one recognised may lie there."""
+    """Log lines before `lines`. Rules match `lines` only, but may search these for the cause."""
 
     def last(self, pattern: str) -> tuple[re.Match[str], str] | None:
-        """The last line that matches, with its match."""
+        """Return the last line that matches, and its match."""
         for line in reversed(self.lines):
             if match := re.search(pattern, line, re.IGNORECASE):
                 return match, line.strip()
@@ -51,22 +53,23 @@ class Evidence:
 
 @dataclass(frozen=True)
 class ExitRule(Rule):
-    """A rule over how a component ended. `title` and `fix` may name `{name}` and groups of the match (`{0}`)."""
+    """A rule for the end of a component. `title` and `fix` may contain `{name}` and groups of the
+    match (`{0}`)."""
 
     fix: str = ""
     pattern: str = ""
-    """On the log's lines; the last that matches, whatever its case, is the evidence."""
+    """Regular expression for log lines, in any case; the last match is the evidence."""
     codes: tuple[int, ...] = ()
-    """Exit codes that it is about; none: all."""
+    """Exit codes to which the rule applies; empty: all."""
     judge: Callable[[Evidence], tuple[str, str, str] | None] | None = None
-    """Title, evidence and fix where it recognises the case; replaces all of that."""
+    """Return title, evidence and fix if the case applies; replaces `pattern` and `codes`."""
     layer: Layer = field(default=Layer.PROCESS, kw_only=True)
 
     def explain(self, found: Evidence) -> Diagnosis | None:
-        """The diagnosis of an end, where this rule recognises it."""
+        """Return the diagnosis if this rule applies."""
         if self.judge is not None:
-            said = self.judge(found)
-            return self.stamp(Diagnosis(*said)) if said else None
+            case = self.judge(found)
+            return self.stamp(Diagnosis(*case)) if case else None
         hit = found.last(self.pattern)
         if hit is None or (self.codes and found.exit_code not in self.codes):
             return None
@@ -84,7 +87,7 @@ def not_executable(found: Evidence) -> tuple[str, str, str] | None:
 
 
 def refused_arguments(found: Evidence) -> tuple[str, str, str] | None:
-    """Exit code 2 with a message of argparse or pydantic; the title names the flags that it names."""
+    """Recognise exit code 2 with a message of argparse or pydantic; the title names the flags."""
     if found.exit_code != 2 or (hit := found.last(USAGE)) is None:
         return None
     unknown, wrong = UNKNOWN_FLAGS.search(hit[1]), WRONG_FLAG.search(hit[1])
@@ -95,13 +98,14 @@ def refused_arguments(found: Evidence) -> tuple[str, str, str] | None:
 
 
 def is_wrong_usage(found: Evidence) -> bool:
-    """Whether a program ended with code 2 since it cannot use its arguments: make and others end so after any error."""
+    """Return True if a program exited with 2 because of its arguments, which no restart changes."""
     hit = found.last(f"{USAGE}|{OWN_USAGE}") if found.exit_code == 2 else None
     return hit is not None and not is_passing(hit[1])
 
 
 def killed_by_signal(found: Evidence) -> tuple[str, str, str] | None:
-    if found.exit_code in (128 + signal.SIGTERM, 128 + signal.SIGINT):  # a program that ended by itself after one
+    # A program that handles the signal and exits reports it as 128 + N.
+    if found.exit_code in (128 + signal.SIGTERM, 128 + signal.SIGINT):
         found = replace(found, exit_code=128 - found.exit_code)
     if found.exit_code >= 0:
         return None
@@ -113,11 +117,11 @@ def killed_by_signal(found: Evidence) -> tuple[str, str, str] | None:
         fix = "a crash in native code: see the last log lines"
     else:
         fix = "someone sent that signal: atropos-tui stop is the way that keeps it stopped"
-    return f"killed by {describe_exit(found.exit_code)}", _last_words(found), fix
+    return f"killed by {describe_exit(found.exit_code)}", _last_line(found), fix
 
 
 def made_no_update(found: Evidence) -> tuple[str, str, str] | None:
-    """Recognise our trainer's own verdict at its end, by the exit code that its plan calls final."""
+    """Recognise a trainer that made no update, by the exit code that its plan calls final."""
     if found.spec.role is not Role.TRAINER or found.exit_code not in found.spec.final_codes:
         return None
     hit = found.last(r"^error: ")
@@ -125,16 +129,16 @@ def made_no_update(found: Evidence) -> tuple[str, str, str] | None:
         "correct what the line names: masks, tokens or logprobs of the environment's groups; or lr, dtype or loss "
         "under [trainer]"
     )
-    return f"{found.spec.name} made no update, or none in its last steps", hit[1] if hit else _last_words(found), fix
+    return f"{found.spec.name} made no update, or none in its last steps", hit[1] if hit else _last_line(found), fix
 
 
 def exited(found: Evidence) -> tuple[str, str, str]:
     fix = f"atropos-tui logs {found.spec.name} shows the whole log"
-    return f"{found.spec.name} exited with code {found.exit_code}", _last_words(found), fix
+    return f"{found.spec.name} exited with code {found.exit_code}", _last_line(found), fix
 
 
 BY_CODE = (ExitRule("no_update", "the trainer made no update", judge=made_no_update),)
-"""Rules that go by the exit code alone, whatever else the log shows."""
+"""Rules that need the exit code only, whatever the log contains."""
 BY_EXIT = (
     ExitRule(
         "env_package_missing",
@@ -201,35 +205,42 @@ AT_LAST = (
     ),
     ExitRule("exited", "a component exited", judge=exited),
 )
-"""Where nothing else explains the end; the last one always does."""
+"""Rules for everything that no other rule explains; the last one always applies."""
 EXIT_RULES = BY_CODE + BY_EXIT + AT_LAST
 PASSING_RULES = frozenset(rule.name for rule in (*LOG_RULES, *EXIT_RULES) if rule.passing)
 
 
 def diagnose(found: Evidence) -> Diagnosis:
-    """The first rule that recognises the case, else the plain exit code with the last log line."""
+    """Return the diagnosis of the first rule that applies."""
     found = replace(found, lines=[ANSI.sub("", line) for line in found.lines])
-    if killed := [line for line in found.lines if RANK_SIGKILL.match(line)]:  # what else was said does not explain that
+    # The ranks that ended because of the killed one print errors that hide it.
+    if killed := [line for line in found.lines if RANK_SIGKILL.match(line)]:
         found = replace(found, lines=killed)
-    said = _first(BY_CODE, found) or _from_lines(found, waits=False) or _first(BY_EXIT, found)
-    said = said or _from_lines(found, waits=True) or _first(AT_LAST, found)
-    assert said is not None
-    return said
+    # Patterns with patience only show what the component waited for, so they come late.
+    diagnosis = _first(BY_CODE, found) or _from_lines(found, waits=False) or _first(BY_EXIT, found)
+    diagnosis = diagnosis or _from_lines(found, waits=True) or _first(AT_LAST, found)
+    assert diagnosis is not None
+    return diagnosis
 
 
 def lasting_error(rule: str, lines: list[str]) -> str:
-    """The error line of a log whose end `rule` explains; empty where there is none, or where another try can help."""
+    """Return the error line of a log whose end `rule` explains; empty if there is none, or if a
+    retry can help."""
     line = root_error(lines)
     return "" if line is None or rule in PASSING_RULES or is_passing(line) else line
 
 
 def _first(rules: tuple[ExitRule, ...], found: Evidence) -> Diagnosis | None:
-    return next((said for rule in rules if (said := rule.explain(found)) is not None), None)
+    return next((diagnosis for rule in rules if (diagnosis := rule.explain(found)) is not None), None)
 
 
 def _from_lines(found: Evidence, *, waits: bool) -> Diagnosis | None:
-    """What a log rule says; with `waits` from patterns that need patience and were not cleared."""
-    for rule in LOG_RULES:
+    """Return the diagnosis of the first log rule that matches.
+
+    Args:
+        waits: use the patterns with `patience_s` that no later line cleared; else those without.
+    """
+    for rule in LOG_RULES:  # in order: the first match explains the exit
         if rule.at_exit and rule.concerns(found.spec.role):
             for pattern in rule.patterns:
                 if (pattern.patience_s > 0) is waits and (hit := _last_match(pattern, found.lines)) is not None:
@@ -245,12 +256,12 @@ def _last_match(pattern: LogPattern, lines: list[str]) -> tuple[str, re.Match[st
         if (match := pattern.match(line)) is not None:
             return line, match
         if any(text in line for text in pattern.cleared_by):
-            return None
+            return None  # read backwards: everything above this line is cleared
     return None
 
 
 def describe_exit(code: int) -> str:
-    """`exit code 1` or `SIGKILL`."""
+    """Return `exit code 1` or `SIGKILL`."""
     if code >= 0:
         return f"exit code {code}"
     try:
@@ -259,5 +270,5 @@ def describe_exit(code: int) -> str:
         return f"signal {-code}"
 
 
-def _last_words(found: Evidence) -> str:
+def _last_line(found: Evidence) -> str:
     return shortened(next((line for line in reversed(found.lines) if line.strip()), "it printed nothing"))

@@ -1,8 +1,8 @@
-"""What rollouts do on their way, measured over the newest seconds: what environments make, what an engine and the
-trainer wait.
+"""Measure the rollout path over the newest seconds: output of environments, idle time of engines,
+waits of the trainer.
 
-`FlowWatch` is fed with what the `Watcher` reads anyway, asks each engine's `/metrics` (the server's own exact count of
-the time without a request, `vllm_server/auth.py`), and gives a `Flow` for each environment.
+`FlowWatch` gets the records that the `Watcher` reads, polls `/metrics` of each engine (the server
+counts its own idle seconds, `vllm_server/auth.py`), and returns a `Flow` for each environment.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ from atropos_tui.diagnoses.stall_rules import RUNS, Flow, Part, asked_engines
 from atropos_tui.profile.spec import StackSpec, is_hosted
 
 WINDOW_S = 12.0
-"""Over which waiting is measured, or over the newest `STEPS` steps where those are fewer seconds: whole steps say how
-it is now, and what was before them fades sooner."""
+"""Longest window, in seconds, for shares of waiting. The newest `STEPS` steps are used if they took
+less: whole steps, and none that is out of date."""
 STEPS, STEPS_S = 4, 6.0
-"""And over how many seconds at least, for an engine is looked at only now and then."""
+"""Steps of that window, and its shortest length in seconds: engines are polled only every
+`ASK_S`."""
 LEAST_S = 8.0
-"""Less says nothing where too few steps came."""
+"""Shortest window, in seconds, from which waiting is concluded."""
 PAUSE_S = 5.0
-"""atroposlib's BaseEnv sleeps so long after its registration."""
+"""Seconds that atroposlib's BaseEnv sleeps after its registration."""
 COUNTS_S = 30.0
-"""Over which groups are counted: environments tell of them every few seconds."""
+"""Window for counting groups, in seconds; environments report counts every few seconds."""
 FAULT_STEPS = 5
 """Number of the newest steps in which malformed rollouts are counted."""
 ASK_S = 1.5
-"""An engine is asked no more often."""
+"""Shortest interval, in seconds, between two polls of the engines."""
 ANSWER_S = 2.0
 RUNNING, TOKENS = "vllm:num_requests_running", "vllm:generation_tokens_total"
 QUEUED = "vllm:num_requests_waiting"
@@ -49,14 +50,14 @@ BOUNDS = {
     "workers": "busy_workers", "waiting_for_slot": "waiting_for_slot", "free_slots": "free_slots", "awaited": "awaited",
     "in_engine": "in_engine",
 }  # fmt: skip
-"""Means of an `env_counts` record, and their fields of `EnvFlow`."""
+"""Averaged fields of an `env_counts` record -> their fields in `EnvFlow`."""
 BOUNDS_S = 12.0
-"""Age in seconds of the records whose means are taken."""
+"""Age limit, in seconds, of the records that are averaged."""
 
 
 @dataclass(frozen=True)
 class EngineLook:
-    """One engine's counters at one moment, in Unix seconds."""
+    """Counters of one engine at one moment, in Unix seconds."""
 
     at: float
     figures: dict[str, float]
@@ -66,8 +67,11 @@ class EngineLook:
 
 
 def read_figures(text: str, names: Collection[str]) -> dict[str, list[float]]:
-    """The values of `names` on a Prometheus page, finite and not negative: one per set of labels, such as an engine
-    each with data parallelism. Lines that cannot be read are left out."""
+    """Read the values of `names` from a Prometheus page, finite and not negative.
+
+    A name has one value for each set of labels, such as one for each engine with data parallelism.
+    Lines that cannot be parsed are skipped.
+    """
     found: dict[str, list[float]] = {}
     begins = tuple(names)
     for line in text.splitlines():
@@ -84,7 +88,7 @@ def read_figures(text: str, names: Collection[str]) -> dict[str, list[float]]:
 
 
 def parse_look(text: str, at: float) -> EngineLook | None:
-    """What is read of an engine's `/metrics`; None where it does not count its own idleness."""
+    """Parse an engine's `/metrics`; None if that server does not count its idle seconds."""
     found = {name: sum(values) for name, values in read_figures(text, READ).items()}
     return EngineLook(at, found) if METRIC_IDLE_S in found else None
 
@@ -95,24 +99,24 @@ class _Env:
 
     attempt: int
     engines: tuple[str, ...]
-    """Whom it asks."""
+    """Engines it sends requests to."""
     hosted: bool
-    """It counts its groups itself."""
+    """`atropos_envs` runs it, and it counts its own groups."""
     counts: deque[EnvCountsRecord] = field(default_factory=lambda: deque(maxlen=40))
     registered_at: float | None = None
     asked_before: float | None = None
-    """Requests that its engines had got when this attempt was first seen."""
+    """Request count of its engines when this attempt was first seen."""
     asks_since: float | None = None
-    """When they got another."""
+    """Time when that count first grew, in Unix seconds."""
 
     def cap(self, now: float) -> None:
-        """Nothing was later than `now`, unless a clock was set back."""
+        """Limit its times to `now`: they are later only if the clock was set back."""
         self.registered_at = None if self.registered_at is None else min(self.registered_at, now)
         self.asks_since = None if self.asks_since is None else min(self.asks_since, now)
 
 
 class FlowWatch:
-    """Measures of one run. Times are Unix seconds, and one thread calls."""
+    """Measurements of one run. Times are Unix seconds; all calls come from one thread."""
 
     def __init__(self, stack: StackSpec) -> None:
         self._asks = asked_engines(stack.components)
@@ -124,44 +128,46 @@ class FlowWatch:
         self._timings: deque[TimingRecord] = deque(maxlen=200)
         self._steps: deque[StepRecord] = deque(maxlen=FAULT_STEPS)
         self._has_batch = 0
-        """Attempt of the trainer that got its first batch."""
+        """Attempt of the trainer that received its first batch."""
         self._paused_at = float("-inf")
-        """When the trainer said that it waits for room on a disk, not for a batch."""
+        """Time when the trainer last reported that it waits for disk space, not for a batch."""
         self._asked_at = float("-inf")
         self.environments = [spec.name for spec in stack.components if spec.role is Role.ENV]
         self._hosted = {spec.name for spec in stack.components if is_hosted(spec.command)}
         alone = len(self.environments) == 1 and self.environments[0] not in self._hosted
         self._unhosted = self.environments[0] if alone else ""
-        """The one environment, where it does not count its groups: what logs tell of groups is about it."""
+        """The only environment, if it does not count its groups: group lines in any log are about
+        it."""
         self._seen: Counter[str] = Counter()
         self._http = asking("", ANSWER_S)
         steps = next(
             (_flag(spec.command, "--training-steps") for spec in stack.components if spec.role is Role.TRAINER), ""
         )
         self.last_step = int(steps) if steps and steps.isdecimal() else math.inf
-        """After it the trainer waits for nothing."""
+        """Last optimizer step; after it the trainer waits for nothing."""
         self._workers = {spec.name: _flag(spec.command, "--env.max_num_workers") for spec in stack.components}
 
     def count(self, record: EnvCountsRecord) -> None:
-        """What an environment says of its groups."""
+        """Add an environment's report of its group counts."""
         if (env := self._envs.get(record.env)) is not None:
             env.counts.append(record)
 
     def step(self, record: TimingRecord) -> None:
-        """Where the time of a step went."""
+        """Add the timing of a step."""
         self._timings.append(record)
 
     def trained(self, record: StepRecord) -> None:
-        """The sequences of a step, and those that were left out."""
+        """Add a step, for the sequences that the trainer left out as malformed."""
         self._steps.append(record)
 
     def printed(self, part: Part, counts: Counter[str], now: float) -> None:
-        """What a component's log tells, by name as in `engine.COUNTED`."""
+        """Add counts of log lines, by the names in `log_scanner.COUNTED`."""
         if part.role is Role.TRAINER and counts["pauses"]:
             self._paused_at = now
         self._seen["groups"] += counts["groups"]
         self._seen["dropped groups"] += counts["dropped groups"]
         if (counts["groups"] or counts["dropped groups"]) and (env := self._envs.get(self._unhosted)) is not None:
+            # A stock environment logs flat groups as dropped, and run-api logs each accepted group.
             left_out = {FLAT: self._seen["dropped groups"]} if self._seen["dropped groups"] else {}
             sent = self._seen["groups"]
             env.counts.append(EnvCountsRecord(time=now, env=self._unhosted, sent=sent, left_out=left_out))
@@ -169,24 +175,24 @@ class FlowWatch:
             self.registered(part, now)
 
     def reached(self, part: Part, stage: str, at: float) -> None:
-        """A component has recorded a stage."""
+        """Note that a component reached a stage."""
         if part.role is Role.ENV and stage == REGISTERED:
             self.registered(part, at)
         elif part.role is Role.TRAINER and stage == FIRST_BATCH:
             self._has_batch = part.attempt
 
     def registered(self, part: Part, now: float) -> None:
-        """run-api has taken an environment in."""
+        """Note that run-api registered an environment."""
         env = self._env(part)
         env.registered_at = env.registered_at or now
 
     def is_registered(self, part: Part) -> bool:
-        """Whether this attempt is known to be."""
+        """Return True if this attempt is known to be registered."""
         return self._env(part).registered_at is not None
 
     def ask(self, parts: Sequence[Part], now: float, get: Callable[[str], str | None] | None = None) -> None:
-        """Look at the engines that run."""
-        if abs(now - self._asked_at) < ASK_S:  # a clock that was set back stops no look
+        """Poll `/metrics` of the running engines."""
+        if abs(now - self._asked_at) < ASK_S:  # abs(): a clock that was set back does not stop polling
             return
         self._asked_at = now
         for part in parts:
@@ -198,23 +204,24 @@ class FlowWatch:
             if look is not None:
                 looks = self._looks.setdefault((part.name, part.attempt), deque(maxlen=40))
                 if looks and look.at <= looks[-1].at:
-                    looks.clear()  # the clock was set back: what lies between is not known
+                    looks.clear()  # the clock was set back: intervals across that are unknown
                 looks.append(look)
         for part in parts:
             if part.role is Role.ENV and part.state in RUNS:
                 self._note_requests(self._env(part), parts)
 
     def view(self, parts: Sequence[Part], now: float) -> dict[str, Flow]:
-        """By environment that runs, where its engine is known."""
+        """Return the flow of each running environment."""
         trainer = next((part for part in parts if part.role is Role.TRAINER and part.state is State.HEALTHY), None)
         flows, span = {}, self._span(trainer, now)
-        self._paused_at = min(self._paused_at, now)  # as `_Env.cap`
+        self._paused_at = min(self._paused_at, now)  # the clock may have been set back
         for part in parts:
             if part.role is Role.ENV and part.state in RUNS:
                 env = self._env(part)
                 env.cap(now)
                 flow = self._counted(part, env, parts, now)
                 looks = self._of_engines(env, parts)
+                # A start or restart of api, engine or trainer makes everyone wait: measure after it.
                 settled = max((each.since for each in parts if each.role is not Role.ENV), default=now)
                 begin = max(now - span, settled, env.asks_since or now, (env.registered_at or 0.0) + PAUSE_S)
                 if trainer is not None and looks and now - begin >= min(span, LEAST_S):
@@ -238,23 +245,26 @@ class FlowWatch:
         if not looks:
             return
         asked = sum(each[-1][METRIC_REQUESTS] for each in looks)
+        # A count that falls means a restarted engine: it counts from 0 again.
         if env.asked_before is None or asked < env.asked_before:
             env.asked_before = asked
         elif asked > env.asked_before:
             env.asks_since = env.asks_since or max(each[-1].at for each in looks)
 
     def _could_ask_s(self, env: _Env, parts: Sequence[Part], now: float) -> float | None:
-        """Return the seconds since the environment is registered and one of its engines is healthy."""
+        """Return the seconds since the environment is registered and one of its engines is
+        healthy."""
         healthy = [part.since for part in parts if part.name in env.engines and part.state is State.HEALTHY]
         if env.registered_at is None or not healthy:
             return None
         return now - max(env.registered_at, min(healthy))
 
     def _counted(self, part: Part, env: _Env, parts: Sequence[Part], now: float) -> Flow:
-        """Groups of the newest seconds."""
+        """Return a `Flow` with the group counts of the newest `COUNTS_S` seconds."""
         own = [record for record in env.counts if record.time >= part.started_at]
         old = next((record for record in reversed(own) if record.time <= now - COUNTS_S), None)
         new = own[-1] if own else None
+        # Oldest record with the newest `sent`: groups left out since then are the current streak.
         last = next((record for record in own if new and record.sent == new.sent), None)
         asked = None if env.asks_since is None else max(0.0, now - env.asks_since)
         return Flow(
@@ -278,9 +288,10 @@ class FlowWatch:
         )
 
     def _malformed(self, env: str) -> dict[str, Any]:
-        """Return what was malformed of an environment's groups in the newest steps, as fields of `Flow`.
+        """Return the malformed sequences of an environment in the newest steps, as fields of
+        `Flow`.
 
-        A single environment has all of it: one that is not hosted has another name there.
+        A single environment gets all of them: without hosting, its name in the records differs.
         """
         counts, example = Counter[str](), ""
         for step in self._steps:
@@ -291,20 +302,23 @@ class FlowWatch:
         return {"malformed": counts, "malformed_example": example}
 
     def _of_trainer(self, trainer: Part) -> list[TimingRecord]:
-        """Steps of this attempt."""
+        """Return the steps of this attempt."""
         return [timing for timing in self._timings if timing.time >= trainer.since]
 
     def _span(self, trainer: Part | None, now: float) -> float:
-        """Seconds over which waiting is measured."""
+        """Return the length of the window for shares of waiting, in seconds."""
         newest = self._of_trainer(trainer)[-STEPS:] if trainer is not None else []
         if len(newest) < STEPS:
             return WINDOW_S
         return min(WINDOW_S, max(STEPS_S, now - (newest[0].time - newest[0].step_s)))
 
     def _waiting(self, trainer: Part, begin: float, now: float) -> float:
-        """Share of the time from `begin` on in which the trainer waited for a batch; a step begins with its wait."""
+        """Return the share of the time since `begin` in which the trainer waited for a batch. A
+        step starts with its wait."""
         own = self._of_trainer(trainer)
         waits = [(t.time - t.step_s, t.time - t.step_s + t.data_wait_s) for t in own]
+        # The current step has no record yet. Count its time since the last step as waiting, except
+        # for the usual seconds of work of a step.
         if own and own[-1].step < self.last_step and own[-1].time > self._paused_at:
             busy = median_low([t.step_s - t.data_wait_s for t in own[-5:]])
             waits.append((own[-1].time, now - busy))
@@ -314,7 +328,8 @@ class FlowWatch:
 
 
 def _bounds(records: Sequence[EnvCountsRecord]) -> dict[str, float]:
-    """Workers and queue slots of an environment, by the field of `EnvFlow`: means over the `records` that have them."""
+    """Return workers and queue slots of an environment as fields of `EnvFlow`: means over the
+    `records` that have them."""
     records = [record for record in records if record.workers is not None]
     found: dict[str, float] = {}
     for name, field_ in BOUNDS.items():
@@ -334,7 +349,7 @@ def _grown(new: dict[str, int], old: dict[str, int]) -> Counter[str]:
 
 
 def _with_engines(flow: Flow, looks: Iterable[Iterable[EngineLook]], begin: float) -> Flow:
-    """With what its engines did together from `begin` on."""
+    """Add the combined counters of its engines since `begin`."""
     each = [one for one in (_with_engine(flow, own, begin) for own in looks) if one.seconds is not None]
     if not each:
         return flow
@@ -345,12 +360,14 @@ def _with_engines(flow: Flow, looks: Iterable[Iterable[EngineLook]], begin: floa
         running=sum(one.running for one in each),
         queued=sum(one.queued for one in each),
         slots=sum(one.slots for one in each),
+        # One engine of unknown capacity makes the sum unknown.
         ceiling=sum(one.ceiling or 0.0 for one in each) if all(one.ceiling for one in each) else None,
     )
 
 
 def _with_engine(flow: Flow, looks: Iterable[EngineLook], begin: float) -> Flow:
-    """With what one of its engines did from `begin` on."""
+    """Add the counters of one engine since `begin`."""
+    # One look before `begin` is allowed, since looks are up to ASK_S apart.
     inside = [look for look in looks if look.at >= begin - ASK_S]
     if len(inside) < 2:
         return flow

@@ -1,5 +1,8 @@
-"""Rules about what environments make: all flat, all left out, all failing, nothing at all, or less than the others wait
-for. Each judges one environment by its `Flow`; the first that speaks explains it, the others are silent then.
+"""Rules for the output of environments: flat groups, groups left out, failing rollouts, silence, a
+bottleneck.
+
+Each rule judges one environment by its `Flow`. The first rule that applies explains the
+environment; later rules stay silent.
 """
 
 from __future__ import annotations
@@ -25,23 +28,25 @@ from atropos_tui.diagnoses.model import Diagnosis, Ends, Layer, Rule, shortened
 from atropos_tui.diagnoses.stall_rules import Flow, Part, RunSnapshot
 
 MANY = 8
-"""Groups, or failures; fewer may be chance."""
+"""Smallest number of groups or failures that a rule judges; fewer may be chance."""
 SILENT_S = 20.0
-"""Seconds without a request, from which on a registered environment is silent: BaseEnv begins after five."""
+"""Seconds without a request after which a registered environment is silent; BaseEnv starts after
+five."""
 HOSTED_WAITS = "What blocks its event loop (time.sleep, requests, a large computation) belongs into asyncio.to_thread"
 PROGRAM_WAITS = (
     "A program of your own must ask the engines of ATROPOS_ENGINE_URLS; started by script = or module =, it does so by "
     "itself"
 )
-"""What usually keeps an environment from asking."""
+"""Usual reasons why an environment sends no requests."""
 BOTH_WAIT = 0.3
-"""Share of the time in which trainer and engine both have no work, from which on it is worth a word."""
+"""Smallest share of the time without work, for trainer and engine at once, that makes an
+environment the bottleneck."""
 AWAITED = 0.3
-"""Share of the time in which a batch waits for one of several environments, below which it is not the bottleneck."""
+"""An environment is not the bottleneck if the batch waits for it in a smaller share of the time."""
 MUCH_FLAT = 0.3
-"""Share of an environment's groups with equal scores, from which on it is worth a word."""
+"""Share of flat groups above which the fix mentions them."""
 REFUSALS = ("EngineRefused", "BadRequestError", "ClientResponseError")
-"""Errors of requests that the engine refuses, which it explains itself (`rollouts_refused`)."""
+"""Errors of requests that the engine refuses; the rule `rollouts_refused` explains those."""
 
 LEFT_OUT_FIXES = {
     NONE: "return the group with its scores instead of None, in collect_trajectories: flat groups are counted "
@@ -51,13 +56,13 @@ LEFT_OUT_FIXES = {
     NOT_FINITE: "correct its scores: NaN and infinities cannot be trained on",
     UNANSWERED: "atropos-tui why api; atropos-tui restart api",
 }
-"""The way out for each reason."""
+"""Fix for each reason."""
 
-Said = tuple[str, str, str] | None
+Judgement = tuple[str, str, str] | None
 """Title, evidence and fix."""
 
 
-def all_flat(env: str, flow: Flow) -> Said:
+def all_flat(env: str, flow: Flow) -> Judgement:
     if flow.made < MANY or flow.flat < NEARLY_ALL * flow.made:
         return None
     return (
@@ -67,7 +72,7 @@ def all_flat(env: str, flow: Flow) -> Said:
     )
 
 
-def refused(env: str, flow: Flow) -> Said:
+def refused(env: str, flow: Flow) -> Judgement:
     reasons = [(reason, flow.left_out[reason]) for reason in (REFUSED, UNSENDABLE) if flow.left_out[reason]]
     if not reasons:
         return None
@@ -79,7 +84,7 @@ def refused(env: str, flow: Flow) -> Said:
     )
 
 
-def malformed(env: str, flow: Flow) -> Said:
+def malformed(env: str, flow: Flow) -> Judgement:
     if not flow.malformed:
         return None
     reasons = ", ".join(f"{count} times {reason}" for reason, count in flow.malformed.most_common(3))
@@ -92,9 +97,11 @@ def malformed(env: str, flow: Flow) -> Said:
     )
 
 
-def left_out(env: str, flow: Flow) -> Said:
-    """Nearly all groups of the newest seconds, or many since the newest accepted one."""
+def left_out(env: str, flow: Flow) -> Judgement:
+    """Apply if nearly all groups of the newest seconds were left out, or many since the last
+    accepted one."""
     made, out = flow.made, flow.left_out
+    # A streak may be older than the counting window of a slow environment.
     if _others(flow.streak).total() >= MANY:
         made, out = flow.streak.total(), flow.streak
     others = _others(out)
@@ -109,11 +116,11 @@ def left_out(env: str, flow: Flow) -> Said:
 
 
 def _others(out: Counter[str]) -> Counter[str]:
-    """Groups that are left out because something is wrong with them."""
+    """Return the groups that were left out because of an error."""
     return Counter({reason: count for reason, count in out.items() if reason not in (FLAT, SURPLUS)})
 
 
-def evaluations_fail(env: str, flow: Flow) -> Said:
+def evaluations_fail(env: str, flow: Flow) -> Judgement:
     if not flow.evaluation_failures:
         return None
     reason, count = flow.evaluation_failures.most_common(1)[0]
@@ -125,7 +132,8 @@ def evaluations_fail(env: str, flow: Flow) -> Said:
     )
 
 
-def failing(env: str, flow: Flow) -> Said:
+def failing(env: str, flow: Flow) -> Judgement:
+    # Requests that the engine refuses are explained by the engine's own lines.
     failures = Counter({why: count for why, count in flow.failures.items() if not why.startswith(REFUSALS)})
     failed = failures.total()
     if failed < MANY or failed < NEARLY_ALL * (failed + flow.made):
@@ -139,9 +147,10 @@ def failing(env: str, flow: Flow) -> Said:
     )
 
 
-def silent(env: str, flow: Flow) -> Said:
+def silent(env: str, flow: Flow) -> Judgement:
     if flow.could_ask_s is None or flow.could_ask_s < SILENT_S or flow.asked_s is not None or flow.requests:
         return None
+    # Without the engine's counter, silence and uncounted traffic look alike.
     if not flow.watches_engine or flow.made or flow.failures:
         return None
     return (
@@ -152,12 +161,14 @@ def silent(env: str, flow: Flow) -> Said:
     )
 
 
-def bottleneck(env: str, flow: Flow) -> Said:
-    """Both wait: by the share of the time in which the trainer has no batch and the engine no request."""
+def bottleneck(env: str, flow: Flow) -> Judgement:
+    """Apply if the trainer has no batch and the engine no request at the same time, by their shares
+    of the time."""
+    # waiting + idle - 1 is the least share of the time in which both are without work.
     if flow.seconds is None or flow.waiting + flow.idle - 1.0 < BOTH_WAIT:
         return None
     if flow.bounds.get("awaited", 1.0) < AWAITED:
-        return None  # the batch waits for another environment's share
+        return None  # batches wait for another environment
     came, could = "no group" if flow.counts else "groups that nobody counts", ""
     if flow.made:
         per_s = flow.made / max(flow.counted_s, 1.0)
@@ -183,39 +194,42 @@ def bottleneck(env: str, flow: Flow) -> Said:
 
 @dataclass(frozen=True)
 class FlowRule(Rule):
-    """A rule over one environment."""
+    """A rule for one environment."""
 
-    judge: Callable[[str, Flow], Said]
+    judge: Callable[[str, Flow], Judgement]
     opposite: Callable[[Flow], bool]
-    """Whether the flow shows the opposite: few groups, from which `judge` concludes nothing, may do so."""
+    """Return True if the flow shows the opposite; a few groups are enough for that, while `judge`
+    needs more."""
     end: str
-    """Why a diagnosis is over then, for the record."""
+    """Reason recorded when the diagnosis ends."""
     each_attempt = True
     ends: Ends = field(default=Ends.LOOK, kw_only=True)
     layer: Layer = field(default=Layer.ROLLOUTS, kw_only=True)
 
     def refuted(self, run: RunSnapshot, part: Part) -> bool:
-        """Whether the environment's present flow shows the opposite."""
+        """Return True if the environment's current flow shows the opposite."""
         flow = run.flows.get(part.name)
         return flow is not None and self.opposite(flow)
 
     def look(self, run: RunSnapshot) -> dict[str, Diagnosis | None]:
-        """What it says, by environment."""
+        """Return the findings of this rule, by environment."""
         return {env: found for env, found in run.explained.items() if found.rule == self.name}
 
 
 def explain(flows: Mapping[str, Flow], refused: Collection[str]) -> dict[str, Diagnosis]:
-    """What the first rule that speaks of an environment says; nothing of those whose requests are refused."""
+    """Return the first finding for each environment; skip those whose requests the engine
+    refuses."""
     found = {}
     for env, flow in flows.items():
-        said = ((rule, rule.judge(env, flow)) for rule in FLOW_RULES if env not in refused)
-        spoke = next(((rule, words) for rule, words in said if words is not None), None)
-        if spoke is not None:
-            rule, (title, evidence, fix) = spoke
+        judged = ((rule, rule.judge(env, flow)) for rule in FLOW_RULES if env not in refused)
+        first = next(((rule, words) for rule, words in judged if words is not None), None)
+        if first is not None:
+            rule, (title, evidence, fix) = first
             found[env] = rule.diagnosis(shortened(evidence), fix, title)
     return found
 
 
+# The lambda of each rule is `opposite`, which ends its diagnosis.
 FLOW_RULES = (
     FlowRule(
         "rollouts_fail",
@@ -279,4 +293,4 @@ FLOW_RULES = (
         severity="advice",
     ),
 )
-"""The more certain first."""
+"""Rules by certainty, highest first."""

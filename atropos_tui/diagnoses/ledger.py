@@ -1,4 +1,5 @@
-"""The open diagnoses of a run, in the supervisor: each opening and each end becomes one record of the journal."""
+"""Open diagnoses of a run, kept by the supervisor: each opening and each end becomes one journal
+record."""
 
 from __future__ import annotations
 
@@ -15,14 +16,15 @@ Key = tuple[str | None, str, str]
 
 @dataclass(frozen=True)
 class _Open:
-    """An open diagnosis and the attempt of its component that it belongs to."""
+    """An open diagnosis, and the attempt of its component in which it was found."""
 
     found: Diagnosis
     attempt: int
 
 
 class Ledger:
-    """Open diagnoses by component, rule and title, oldest first. Belongs to the supervisor's event loop."""
+    """Open diagnoses by component, rule and title, oldest first. Used by the supervisor's event
+    loop only."""
 
     def __init__(self, emit: Callable[[DiagnosisRecord], None]) -> None:
         self._emit = emit
@@ -31,12 +33,13 @@ class Ledger:
     def add(
         self, component: str | None, found: Diagnosis, attempt: int = 0, *, ending: bool = False, again: bool = False
     ) -> None:
-        """Record that `found` is open or, for the end of one, that it is over.
+        """Record that `found` is open or, if `found.over`, that it has ended.
 
         Args:
-            attempt: of the component; within one attempt an open diagnosis is recorded once.
-            ending: it explains the end of the attempt: recorded again where another diagnosis came after it.
-            again: its evidence is new: recorded again.
+            attempt: attempt of the component; an open diagnosis is recorded once per attempt.
+            ending: `found` explains the end of the attempt; record it again if another diagnosis
+                came later.
+            again: record it again, because its evidence is new.
         """
         key = component, found.rule, found.title
         known = self._open.get(key)
@@ -47,12 +50,12 @@ class Ledger:
         again = again or (ending and self._newest(component) is not known)
         if known is not None and known.attempt == attempt and not again:
             return
-        self._open.pop(key, None)
+        self._open.pop(key, None)  # insert it again at the end: the order is by age
         self._open[key] = _Open(found, attempt)
         self._emit(found.record(component))
 
     def restore(self, records: Iterable[DiagnosisRecord]) -> None:
-        """Take over what an earlier supervisor of the run left open; what was about the run as a whole is over."""
+        """Restore what an earlier supervisor left open; end diagnoses about the run as a whole."""
         left: dict[Key, _Open] = {}
         for record in records:
             key = record.component, record.rule, record.title
@@ -60,27 +63,30 @@ class Ledger:
             if not record.over:
                 found = Diagnosis(record.title, record.evidence, record.fix, record.rule, record.severity or "warning")
                 left[key] = _Open(found, 0)
+        # Diagnoses of this supervisor, made before the restore, replace older ones.
         self._open = left | self._open
         for key in [key for key in left if key[0] is None]:
             self._close(key, "the run goes on under a new supervisor")
 
     def moved(self, record: StateRecord) -> None:
-        """End what the new state of a component ends: health in a later attempt, and completion."""
+        """End the diagnoses that a component's new state ends: a healthy later attempt, or
+        completion."""
         done = record.new == State.COMPLETED
         if not done and record.new != State.HEALTHY:
             return
         for key, known in list(self._open.items()):
+            # The attempt that has the problem may be healthy as well: only a later one ends it.
             later = known.attempt < record.attempt and known.found.ends is not Ends.LOOK
             if key[0] == record.component and known.found.ends is not Ends.RUN and (done or later):
                 self._close(key, "it completed" if done else f"attempt {record.attempt} is healthy")
 
     def end_all(self, why: str) -> None:
-        """End every diagnosis: the run has ended well."""
+        """End every diagnosis, because the run ended well."""
         for key in list(self._open):
             self._close(key, why)
 
     def of(self, component: str) -> list[Diagnosis]:
-        """Open diagnoses of a component, oldest first."""
+        """Return the open diagnoses of a component, oldest first."""
         return [known.found for key, known in self._open.items() if key[0] == component]
 
     def _newest(self, component: str | None) -> _Open | None:

@@ -1,7 +1,8 @@
-"""Rules over what a component prints. To add one: an entry in `LOG_RULES`, where order matters, and its test.
+"""Rules for log lines of components. To add one: an entry in `LOG_RULES`, where order matters, and
+its test.
 
-An entry is data: the stable name, the title, the way out, and the patterns of its lines. One list, since at an exit the
-first rule that recognises its line explains it: the more telling stand first.
+An entry is data: stable name, title, fix, and patterns. At an exit the first rule with a matching
+line explains it, so the more specific rules come first.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ NO_LOGPROBS_FIX = (
 
 
 def port_taken(name: str, port: int | None, evidence: str) -> Diagnosis:
-    """The diagnosis for a port that someone else holds, naming them where the system tells."""
+    """Return the diagnosis of a port in use; it names the holder if the system shows it."""
     holder = ports.holder(port) if port else None
     held = f"; held by {holder}" if holder else ""
     return Diagnosis(
@@ -66,8 +67,8 @@ def _port_in_use(match: LogMatch) -> Diagnosis:
 
 
 def _engine_dead(match: LogMatch) -> Diagnosis:
-    """The evidence is what the dying process said, not what others say of its death."""
-    root = root_error(match.around) or match.line
+    """Use the dying process's own error as evidence, not later lines about its death."""
+    root = root_error(match.around) or match.line  # the matched line may be a wrapper
     fix = "its traceback, and what led to it: atropos-tui logs {engine} --grep 'Error|ERROR' -n 40"
     if VANISHED.search(root):
         fix = (
@@ -93,6 +94,7 @@ LOG_RULES: tuple[LogRule, ...] = (
         passing=True,
         layer=Layer.MACHINE,
     ),
+    # Before out_of_memory: the fix is the opposite one.
     LogRule(
         "kv_cache_too_small",
         "no room for {engine}'s KV cache: GPU memory is exhausted",
@@ -212,6 +214,7 @@ LOG_RULES: tuple[LogRule, ...] = (
         "free space (df -h; du -sh RUN/checkpoints), or put the run elsewhere: --run-dir DIR; the run itself goes on "
         "as far as its parts do, and training pauses at a checkpoint until it can be written",
         (
+            # A full /dev/shm is the rule shm_full.
             LogPattern("No space left on device", r"^(?!.*(?:/dev/shm|</torch_)).*No space left on device"),
             LogPattern("Disk quota exceeded"),
         ),
@@ -233,7 +236,7 @@ LOG_RULES: tuple[LogRule, ...] = (
         "too many open files",
         "raise the limit before atropos-tui up: ulimit -n 65536; or fewer rollouts at once: "
         "env.max_num_workers_per_node under [env.args]",
-        # vLLM warns at every start that a low limit "can cause" this error, and quotes it.
+        # At every start vLLM warns that a low limit "can cause" this error, and quotes it.
         (LogPattern("Too many open files", r"^(?!.*can cause).*Too many open files"),),
         passing=True,
         layer=Layer.MACHINE,
@@ -281,6 +284,7 @@ LOG_RULES: tuple[LogRule, ...] = (
             LogPattern("ncclUnhandledCudaError"),
             LogPattern("Duplicate GPU detected"),
             LogPattern("Watchdog caught collective operation timeout"),
+            # NCCL follows Gloo: its silence after Gloo's success is the failure.
             LogPattern(
                 "Gloo group created", patience_s=120, cleared_by=("NCCL group created",), waits_for=(Role.ENGINE,)
             ),
@@ -480,7 +484,7 @@ LOG_RULES: tuple[LogRule, ...] = (
         "trainer_not_registered",
         "run-api has forgotten the trainer",
         "run-api keeps its state in memory: restart it with its partners (atropos-tui restart {api})",
-        # Our trainer registers again by itself, and says so in the same line.
+        # Our trainer registers again by itself; the same line then contains "Registering again".
         (LogPattern("Trainer not registered", r"Trainer not registered(?!.*Registering again)"),),
         passing=True,
         layer=Layer.LINK,
@@ -644,13 +648,15 @@ LOG_RULES: tuple[LogRule, ...] = (
         "alignment_mismatch",
         "trainer and engine disagree about the same tokens: alignment MISMATCH",
         ALIGNMENT_FIX,
-        # The alignment record of the same step says it with numbers; the line alone speaks where there is none.
+        # Patience, because the alignment record of the same step has numbers and comes first. The line
+        # is used only without such a record.
         (LogPattern("MISMATCH", r"LogProb Alignment: \[?MISMATCH|\[MISMATCH!\]", patience_s=5),),
         roles=(Role.TRAINER,),
         at_exit=False,
         severity="alarm",
         event="mismatch",
     ),
+    # The rules from here on are general, so they come last.
     LogRule(
         "out_of_host_memory",
         "the machine's memory is exhausted",
@@ -675,6 +681,7 @@ LOG_RULES: tuple[LogRule, ...] = (
             LogPattern("the engine died; its own log lines"),
         ),
         roles=(Role.ENGINE,),
+        # These explain the death of the engine process better.
         unless=("kv_cache_too_small", "out_of_memory", "out_of_host_memory", "shm_full", "gpu_unusable"),
         tell=_engine_dead,
         settle_s=2.0,

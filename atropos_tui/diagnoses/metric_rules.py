@@ -1,8 +1,8 @@
-"""Rules over the trainer's records, ours and the alerts that a profile asks for: each is a pure function on the last
-records of its kinds, oldest first.
+"""Rules for the trainer's records: ours, and the alerts of a profile.
 
-A judge gives the evidence (numbers with their steps) while something is wrong, None while all is well. Thresholds are
-the guides' health numbers, or stand with the reason for their value.
+Each rule has a pure function, its judge. It gets the last records, oldest first, and returns
+evidence (numbers with their steps), or None if all is well. Thresholds are the health numbers of
+the guides; others have their reason beside them.
 """
 
 from __future__ import annotations
@@ -44,23 +44,24 @@ from atropos_tui.profile.spec import AlertSpec
 
 LOSS = -10.0
 IN_A_ROW = 3
-"""One odd step is noise; the guides' numbers speak of a state."""
+"""Records in a row that must be bad: one bad step is noise."""
 BLOCK = 10
-"""Steps that are averaged: one batch alone says little."""
+"""Steps that are averaged; a single batch is too noisy."""
 REMEMBERED = 200
 SMALL_DROP = 0.05
 LAG = 3.0
-"""A mean lag below this is what an environment's bound of 1 to 3 batches gives."""
+"""Mean policy lag from which a growing lag is reported; an environment's bound of 1 to 3 batches
+stays below it."""
 SLOWER = 3.0
-"""Steps that take so many times the usual are slow."""
+"""Factor on the usual step time above which steps are slow."""
 WAIT_SHARE = 0.8
 WORTH_SAYING_S = 5.0
 LONG_WAIT_S = 30.0
 LOOKED_AT = 12
 SHARE = 0.5
-"""Of the rollouts looked at."""
+"""Share of the newest rollouts that must be bad."""
 LONG = 120
-"""Characters of the end of a completion that must be one and the same piece over and over."""
+"""Characters at the end of a completion that must repeat one piece."""
 LONGEST_PIECE = 40
 SHOWN = 60
 NEARLY_ALL = 0.9
@@ -70,13 +71,13 @@ LOOK_AT_ROLLOUTS = (
     "Easier questions, or a reward with steps between. All right: harder questions. Now and then one differs: a larger "
     "env.group_size under [env.args]"
 )
-"""What to do about groups of equal scores."""
+"""Fix for groups of equal scores."""
 
 ALERT = Rule("alert", "a metric is where the profile's [[alert]] does not want it", ends=Ends.RECORDS, event="alert")
 SLOPE_STEPS = 5
-"""A slope is taken over no fewer steps."""
+"""Smallest number of steps for a slope."""
 BASE_STEPS = 50
-"""A z-score is against the mean and the deviation of so many steps before."""
+"""Steps before the newest ones that give the mean and deviation of a z-score."""
 LEAST_BASE = 10
 SHOWN_VALUES = 5
 COLLAPSE_FIX = (
@@ -89,7 +90,8 @@ Judge = Callable[[Sequence[Any]], str | None]
 
 @dataclass(frozen=True)
 class MetricRule(Rule):
-    """A rule over the newest `window` records of `kinds`; over after `good` records in a row without evidence."""
+    """A rule for the newest `window` records of `kinds`; its diagnosis ends after `good` records in
+    a row without evidence."""
 
     fix: str
     kinds: tuple[type[Record], ...]
@@ -100,12 +102,13 @@ class MetricRule(Rule):
 
 
 def reward_collapsed(steps: Sequence[StepRecord]) -> str | None:
-    """The mean reward of the last block lies more than a standard deviation of single rewards below the best block.
+    """Apply if the mean reward of the last block is more than one standard deviation below the best
+    block.
 
-    The deviation within batches is the scale, so it does not matter whether rewards are 0/1 or -1/+1; 59 % to 7 %, the
-    guides' case, is such a fall, and 99 % to 85 % is not.
+    The scale is the deviation of single rewards within batches, so 0/1 and -1/+1 rewards behave
+    alike. A fall from 59 % to 7 %, the guides' case, counts; one from 99 % to 85 % does not.
     """
-    blocks = _blocks(steps)
+    blocks = _blocks(steps)  # the first one may be shorter
     if len(blocks) < 2:
         return None
     now = blocks[-1]
@@ -121,15 +124,17 @@ def reward_collapsed(steps: Sequence[StepRecord]) -> str | None:
 
 
 def held_out_collapsed(evals: Sequence[EvalRecord]) -> str | None:
-    """The last two accuracies of a split are below half of its best, by more than chance on so few questions."""
+    """Apply if the last two accuracies of a split are below half of its best, by more than
+    chance."""
     if len(evals) < 3:
         return None
     best, last = max(evals[:-2], key=lambda record: record.accuracy), evals[-2:]
+    # Two standard deviations of a mean of 0/1 answers are at most 2 * sqrt(0.25 / n).
     chance = 2 * math.sqrt(0.25 / max(best.questions or 1, 1)) + SMALL_DROP
     if any(record.accuracy > best.accuracy / 2 or best.accuracy - record.accuracy < chance for record in last):
         return None
-    said = " then ".join(f"{record.accuracy:.1%}{_at(record)}" for record in last)
-    return f"{best.env}, {best.split}: {best.accuracy:.1%}{_at(best)}, {said}"
+    recent = " then ".join(f"{record.accuracy:.1%}{_at(record)}" for record in last)
+    return f"{best.env}, {best.split}: {best.accuracy:.1%}{_at(best)}, {recent}"
 
 
 def _at(record: EvalRecord) -> str:
@@ -137,7 +142,7 @@ def _at(record: EvalRecord) -> str:
 
 
 def lag_grows(steps: Sequence[StepRecord]) -> str | None:
-    """The mean policy lag of the last block is high, and well above that of the block before."""
+    """Apply if the mean policy lag of the last block is high, and well above the block before."""
     if len(steps) < 2 * BLOCK:
         return None
     before, now = (
@@ -153,7 +158,8 @@ def lag_grows(steps: Sequence[StepRecord]) -> str | None:
 
 
 def slow(timings: Sequence[TimingRecord]) -> str | None:
-    """Steps take much longer than before, or nearly all of a long step is waiting for data. Names the bottleneck."""
+    """Apply if steps take much longer than before, or a long step is mostly waiting for data. Names
+    the bottleneck."""
     if len(timings) < BLOCK:
         return None
     now, before = timings[-BLOCK:], timings[:-BLOCK]
@@ -184,27 +190,29 @@ def _parts(timings: Sequence[TimingRecord]) -> dict[str, float]:
 
 
 def _blocks(steps: Sequence[StepRecord]) -> list[Sequence[StepRecord]]:
-    """Blocks of `BLOCK` steps, the last one ending with the newest step."""
+    """Return blocks of `BLOCK` steps; the last block ends with the newest step."""
     first = len(steps) % BLOCK
     return [steps[at : at + BLOCK] for at in range(first, len(steps), BLOCK)]
 
 
 def repeated_piece(text: str) -> str | None:
-    """The piece that the last `LONG` characters repeat, at least three times; None where they do not.
+    """Return the piece that fills the last `LONG` characters, at least three times; None if there
+    is none.
 
-    A row of dots or spaces, as tables have them, counts: a completion that ends in 120 of them is no answer.
+    A row of dots or spaces, as in tables, counts: a completion that ends in 120 of them is no
+    answer.
     """
     end = text.rstrip("\n")[-LONG:]
     if len(end) < LONG:
         return None
     for size in range(1, LONGEST_PIECE + 1):
-        if end[size:] == end[:-size]:
+        if end[size:] == end[:-size]:  # the text has the period `size`
             return end[-size:]
     return None
 
 
 def repeating(rollouts: Sequence[RolloutRecord]) -> str | None:
-    """Half of the last rollouts or more end in a repetition."""
+    """Apply if half of the last rollouts or more end in a repetition."""
     found = [(rollout, piece) for rollout in rollouts if (piece := repeated_piece(rollout.completion)) is not None]
     if len(rollouts) < LOOKED_AT or len(found) < SHARE * len(rollouts):
         return None
@@ -215,7 +223,8 @@ def repeating(rollouts: Sequence[RolloutRecord]) -> str | None:
 
 
 def in_a_row(bad: Callable[[Any], str | None], count: int = IN_A_ROW) -> Judge:
-    """A judge that speaks when each of the last `count` records is bad; `bad` gives the evidence of one."""
+    """Return a judge that applies if each of the last `count` records is bad; `bad` returns the
+    evidence of one."""
 
     def judge(records: Sequence[Any]) -> str | None:
         found = [bad(record) for record in records[-count:]]
@@ -225,7 +234,7 @@ def in_a_row(bad: Callable[[Any], str | None], count: int = IN_A_ROW) -> Judge:
 
 
 def ratio_out_of_range(record: StepRecord) -> str | None:
-    low, high = HEALTHY_RATIO
+    low, high = HEALTHY_RATIO  # NaN and infinity are the rule non_finite
     bad = not low <= record.ratio_mean <= high and math.isfinite(record.ratio_mean)
     return f"step {record.step}: ratio_mean {record.ratio_mean:.3g}" if bad else None
 
@@ -250,6 +259,7 @@ def mismatch(record: AlignmentRecord) -> str | None:
 def drift(record: AlignmentRecord) -> str | None:
     mean = record.logprob_diff_abs_mean
     far = mean is not None and mean >= HEALTHY_LOGPROB_DIFF
+    # An outlier or rounding explains a drift and needs no action.
     drifts = record.verdict == "drift" and not record.cause.startswith((OUTLIER, ROUNDING))
     return _alignment(record) if drifts or (far and record.verdict == "ok") else None
 
@@ -266,14 +276,14 @@ def _alignment(record: AlignmentRecord) -> str:
 
 
 def not_finite(record: Record) -> str | None:
-    """Names of fields that are NaN or infinite."""
+    """Name the fields that are NaN or infinite."""
     step = getattr(record, "step", 0)
     bad = [f"{name} is {value}" for name, value in record if isinstance(value, float) and not math.isfinite(value)]
     return f"step {step} ({record.kind}): {', '.join(bad)}" if bad else None
 
 
 def gradients_lost(record: StepRecord) -> str | None:
-    """A gradient of exactly nothing although the groups differ in reward."""
+    """Apply if the gradient is exactly 0 although rewards within groups differ."""
     teaches = record.reward_std > 0 and not _all_flat(record)
     gone = record.grad_norm == 0 and teaches
     return f"step {record.step}: grad_norm 0 with reward_std {record.reward_std:.3g}" if gone else None
@@ -287,13 +297,14 @@ def reward_constant(record: StepRecord) -> str | None:
 
 def groups_flat(record: StepRecord) -> str | None:
     groups, flat = _groups(record)
+    # A deviation of 0 is the rule reward_constant.
     if not groups or flat < NEARLY_ALL * groups or record.reward_std == 0:
         return None
     return f"step {record.step}: {flat} of {groups} groups have equal scores, reward_mean {record.reward_mean:.3g}"
 
 
 def _groups(record: StepRecord) -> tuple[int, int]:
-    """Groups of the batch and those with equal scores, by the trainer's own count; 0 where it gives none."""
+    """Return the number of groups and of flat groups, by the trainer's own count; 0 without one."""
     extra = record.model_extra or {}
     return extra.get("groups") or 0, extra.get("flat_groups") or 0
 
@@ -304,7 +315,8 @@ def _all_flat(record: StepRecord) -> bool:
 
 
 def _mismatch_by(cause: str) -> Judge:
-    """A judge of mismatches with this cause alone; without one, of those with none that is known."""
+    """Return a judge of mismatches with this cause; an empty cause means those without a known
+    one."""
 
     def bad(record: AlignmentRecord) -> str | None:
         known = next((known for known in CAUSE_FIXES if record.cause.startswith(f"{known}:")), "")
@@ -314,7 +326,7 @@ def _mismatch_by(cause: str) -> Judge:
 
 
 def engines_left_out(record: SyncRecord) -> str | None:
-    """The engines that this publish did not reach, each with the reason."""
+    """Name the engines that this publish did not reach, and the reasons."""
     return "; ".join(f"{url}: {why}" for url, why in record.left_out.items()) or None
 
 
@@ -355,7 +367,7 @@ CAUSE_FIXES = {
         "requests, no generation-config under [vllm.args], and its temperature in generation_params"
     ),
 }
-"""Cause of an alignment record -> what to do: one rule for each, all under one name."""
+"""Cause of an alignment mismatch -> fix: one rule for each, all with one name."""
 
 METRIC_RULES: tuple[MetricRule, ...] = (
     MetricRule(
@@ -509,10 +521,12 @@ METRIC_RULES: tuple[MetricRule, ...] = (
 
 
 def alert_rules(alerts: Sequence[AlertSpec]) -> tuple[MetricRule, ...]:
-    """The `[[alert]]`s of a profile: a rule for each condition of each, under one name.
+    """Return the rules of the profile's `[[alert]]` tables: one for each condition, all with one
+    name.
 
-    They are over a metric of the trainer's records, or over a held-out accuracy, whose steps are the weight versions.
-    An alert speaks once while its condition holds, on the screen, in `events`, `why` and the report, and by `[notify]`.
+    The metric is a field of the trainer's records, or a held-out accuracy with weight versions as
+    its steps. An alert is reported once while its condition holds, on the screen, in `events`,
+    `why` and the report, and by `[notify]`.
     """
     return tuple(_rule(alert, words, judge) for alert in alerts for words, judge in _conditions(alert))
 
@@ -528,7 +542,7 @@ def _rule(alert: AlertSpec, words: str, judge: Judge) -> MetricRule:
 
 
 def _conditions(alert: AlertSpec) -> list[tuple[str, Judge]]:
-    """What has to hold, in words and as a judge."""
+    """Return each condition in words, and its judge."""
     below, above, slope, z = alert.below, alert.above, alert.slope, alert.z
     count = alert.for_steps
     found: list[tuple[str, Judge]] = []
@@ -545,7 +559,7 @@ def _conditions(alert: AlertSpec) -> list[tuple[str, Judge]]:
 
 
 def _values(records: Sequence[Any], metric: str) -> list[tuple[int, float]]:
-    """Step and value of each record that has one."""
+    """Return step and value of each record that has one."""
     known = (_value(record, metric) for record in records)
     return [(step, float(value)) for step, value in known if value is not None and math.isfinite(value)]
 
@@ -559,11 +573,11 @@ def _value(record: Any, metric: str) -> tuple[int, float | None]:
 
 def _all(records: Sequence[Any], metric: str, count: int, holds: Any) -> str | None:
     newest = _values(records, metric)[-count:]
-    return _said(newest) if len(newest) == count and all(holds(value) for _, value in newest) else None
+    return _value_list(newest) if len(newest) == count and all(holds(value) for _, value in newest) else None
 
 
 def _steep(records: Sequence[Any], metric: str, slope: float, count: int) -> str | None:
-    """The line of least squares through the newest values is as steep, in the same direction."""
+    """Apply if the least-squares slope of the newest values is as steep, in the same direction."""
     newest = _values(records, metric)[-max(count, SLOPE_STEPS) :]
     if len(newest) < max(count, SLOPE_STEPS):
         return None
@@ -571,21 +585,23 @@ def _steep(records: Sequence[Any], metric: str, slope: float, count: int) -> str
     spread = sum((step - middle) ** 2 for step, _ in newest)
     found = sum((step - middle) * (value - mean) for step, value in newest) / spread if spread else 0.0
     steep = found >= slope if slope > 0 else found <= slope
-    return f"{found:+.3g} a step; {_said(newest)}" if steep else None
+    return f"{found:+.3g} a step; {_value_list(newest)}" if steep else None
 
 
 def _odd(records: Sequence[Any], metric: str, z: float, count: int) -> str | None:
-    """Each of the newest values is `z` deviations away from the mean of those before them."""
+    """Apply if each of the newest values is `z` deviations away from the mean of those before
+    them."""
     values = _values(records, metric)
     base, newest = [value for _, value in values[:-count]][-BASE_STEPS:], values[-count:]
     if len(base) < LEAST_BASE or len(newest) < count:
         return None
     mean, deviation = fmean(base), pstdev(base)
+    # A constant base has no scale.
     if not deviation or any(abs(value - mean) < z * deviation for _, value in newest):
         return None
-    return f"{_said(newest)}; the {len(base)} steps before: {mean:.3g} ± {deviation:.2g}"
+    return f"{_value_list(newest)}; the {len(base)} steps before: {mean:.3g} ± {deviation:.2g}"
 
 
-def _said(values: Sequence[tuple[int, float]]) -> str:
+def _value_list(values: Sequence[tuple[int, float]]) -> str:
     shown = values[-SHOWN_VALUES:]
     return f"{', '.join(f'{value:.4g}' for _, value in shown)} at steps {values[0][0]}-{values[-1][0]}"

@@ -1,4 +1,4 @@
-"""Rules over the trainer's records and the evaluations, fed record by record."""
+"""Evaluate the metric rules, record by record, on the trainer's records and the evaluations."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from atropos_tui.diagnoses.model import Diagnosis, Finding, shortened
 
 PACE_STEPS = 20
 SLOWEST = 8
-"""Limit of the factor on `MetricRule.good` for a number that goes wrong again and again."""
+"""Limit of the factor on `MetricRule.good` for a number that goes wrong repeatedly."""
 
 
 class _Track:
-    """One rule over one series: its window, its finding, and how many records without evidence came last."""
+    """One rule on one series: its window, its finding, and the number of good records since the
+    last evidence."""
 
     def __init__(self, rule: MetricRule) -> None:
         self.rule = rule
@@ -38,27 +39,28 @@ class _Track:
 
 
 class MetricWatch:
-    """Rules over the trainer's records: each opens one diagnosis while its trouble lasts, in each attempt."""
+    """All metric rules of a run: each opens one diagnosis per attempt while its problem lasts."""
 
     def __init__(self, since: float, rules: Sequence[MetricRule] = METRIC_RULES) -> None:
-        """`since`: Unix seconds; older records (of a run that is resumed) are known, but not spoken of."""
+        """`since`: Unix seconds. Older records, of a resumed run, fill the windows but are not
+        reported."""
         self._rules = rules
         self.attempt = 0
         self.step = 0
         """Newest optimizer step, 0 before the first."""
         self.step_at: float | None = None
-        """When it was written."""
+        """Time of that step's record, in Unix seconds."""
         self._since = since
         self._pace: deque[float] = deque(maxlen=PACE_STEPS)
         self._tracks: dict[Hashable, _Track] = {}
 
     @property
     def pace_s(self) -> float:
-        """Seconds between the newest steps, the longest of them; 0 where there is none."""
+        """Longest of the newest step times, in seconds; 0 without one."""
         return max(self._pace, default=0.0)
 
     def feed(self, record: Record) -> list[Diagnosis]:
-        """Diagnoses, and ends of diagnoses, now that `record` has come."""
+        """Return the diagnoses, and ends of diagnoses, that `record` causes."""
         if isinstance(record, TrainerRecord):
             return self._feed_trainer(record)
         if isinstance(record, EvalRecord):
@@ -67,37 +69,39 @@ class MetricWatch:
 
     def _feed_trainer(self, record: TrainerRecord) -> list[Diagnosis]:
         if record.rank != 0 or record.attempt < self.attempt:
-            return []  # a late line of an attempt that is over
-        said: list[Diagnosis] = []
+            return []  # rank 0 speaks for all ranks; late records of an ended attempt do not count
+        results: list[Diagnosis] = []
+        # Other records can come before the first step of an attempt that then fails.
         if record.attempt > self.attempt and isinstance(record, OF_EACH_STEP):
-            said = self._begin_attempt(record)
+            results = self._begin_attempt(record)
         if isinstance(record, StepRecord):
             self.step, self.step_at = record.step, record.time
         elif isinstance(record, TimingRecord):
             self._pace.append(record.step_s)
-        return said + self._judge(record, None)
+        return results + self._judge(record, None)
 
     def _begin_attempt(self, record: TrainerRecord) -> list[Diagnosis]:
-        """From a later attempt's first step on, what earlier ones did does not count; every rule may speak again."""
+        """Drop steps that the new attempt repeats, and let every rule report again."""
         self.attempt = record.attempt
-        said: list[Diagnosis] = []
+        results: list[Diagnosis] = []
         for track in self._tracks.values():
             kept = [old for old in track.records if not isinstance(old, TrainerRecord) or old.step < record.step]
             track.records = deque(kept, maxlen=track.rule.window)
-            said += track.finding.closed(f"attempt {record.attempt} of the trainer begins")
+            results += track.finding.closed(f"attempt {record.attempt} of the trainer begins")
             track.finding = Finding()
-        return said
+        return results
 
     def is_open(self, rule: str) -> bool:
-        """Whether the numbers say now what `rule` is about."""
+        """Return True if a diagnosis of `rule` is open."""
         return any(track.rule.name == rule and track.finding.open for track in self._tracks.values())
 
     def _judge(self, record: Record, series: Hashable) -> list[Diagnosis]:
-        said: list[Diagnosis] = []
+        results: list[Diagnosis] = []
         for rule in self._rules:
             if isinstance(record, rule.kinds):
+                # Rules share names (alignment, alerts), so the title and kinds are part of the key.
                 key = (rule.name, rule.title, rule.kinds, series)
                 found = self._tracks.setdefault(key, _Track(rule)).put(record)
                 if record.time >= self._since:
-                    said += found
-        return said
+                    results += found
+        return results

@@ -1,7 +1,7 @@
-"""The parts of every rule: `Rule` with its severity and its end, `Diagnosis`, log rules, and `Finding`.
+"""Base classes of diagnoses: `Rule`, `LogRule`, `Diagnosis`, and `Finding` (one problem over time).
 
-The rules themselves are in the files `*_rules.py`; `OWN_RULES`, at the end of this file, are those that the
-supervisor names where it finds the trouble itself.
+The rules are in the files `*_rules.py`. `OWN_RULES` at the end of this file are those that the
+supervisor reports without a watcher.
 """
 
 from __future__ import annotations
@@ -18,32 +18,37 @@ from atropos_common.records import DiagnosisRecord, Severity
 from atropos_tui.profile.spec import ComponentSpec, StackSpec
 
 QUIET_S = 600.0
-"""Limit of the time, in seconds, that a finding which comes and goes must be gone before its diagnosis is over."""
+"""Longest time, in seconds, that a recurring finding must be absent before its diagnosis is
+over."""
 WORK_S = 20.0
-"""Seconds that a component works without the line of a log rule before the diagnosis is over."""
+"""Seconds of normal work without the line of a log rule before its diagnosis is over."""
 LONGEST_EVIDENCE = 600
 ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 LONGEST_LINE = 8 * 1024
-"""A rule looks at most at so many characters around its anchor."""
+"""Bytes of a line that are decoded; a rule searches this much text around its anchor."""
 
 
 class Ends(StrEnum):
-    """When a diagnosis is over. Each is also over when its component completes, or when the run ends with code 0."""
+    """When a diagnosis is over. Each is also over when its component completes, or when the run
+    ends with code 0."""
 
     ATTEMPT = "attempt"
-    """The component's next healthy attempt: crashes, failed starts, and facts of a whole attempt."""
+    """At the next healthy attempt of the component: crashes, failed starts, facts about a whole
+    attempt."""
     WORK = "work"
-    """A line that clears it; else the component is healthy and works for `WORK_S` without the line (`LogScanner`)."""
+    """At a line that clears it, or after `WORK_S` of healthy work without the line (see
+    `LogScanner`)."""
     RECORDS = "records"
-    """`MetricRule.good` records in a row without evidence (`MetricWatch`), or the next healthy attempt."""
+    """After `MetricRule.good` records in a row without evidence (see `MetricWatch`), or at the next
+    healthy attempt."""
     LOOK = "look"
-    """The rule looks at the whole run and no longer finds it (`Watcher`)."""
+    """When the rule checks the whole run and finds the opposite (see `Watcher`)."""
     RUN = "run"
-    """The end of the run, or of the supervisor that found it."""
+    """At the end of the run, or of the supervisor that found it."""
 
 
 class Layer(IntEnum):
-    """How deep the cause lies: of two diagnoses of one severity the deeper one explains the other."""
+    """Depth of the cause. Among diagnoses of one severity, the deeper one explains the others."""
 
     MACHINE = 0
     PROCESS = 1
@@ -54,7 +59,7 @@ class Layer(IntEnum):
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """A detected problem: what went wrong, its evidence, and the way out. `Rule.diagnosis` makes one."""
+    """A detected problem: title, evidence and fix. `Rule.diagnosis` creates it."""
 
     title: str
     evidence: str
@@ -63,14 +68,14 @@ class Diagnosis:
     severity: Severity = "warning"
     ends: Ends = Ends.ATTEMPT
     over: bool = False
-    """The end of the diagnosis with this rule and title; `evidence` then says why it is over."""
+    """This object ends the diagnosis with the same rule and title; `evidence` is the reason."""
 
     def ended(self, why: str) -> Diagnosis:
-        """The end of this diagnosis."""
+        """Return the object that ends this diagnosis."""
         return replace(self, evidence=why, fix="", over=True)
 
     def record(self, component: str | None = None) -> DiagnosisRecord:
-        """The journal's record of it; without a component it is about the run."""
+        """Return its record for the journal; without a component it is about the run."""
         return DiagnosisRecord(
             component=component,
             rule=self.rule,
@@ -84,35 +89,37 @@ class Diagnosis:
 
 @dataclass(frozen=True)
 class Rule:
-    """Something that can be wrong: the stable name of its diagnoses, their severity, and when they are over.
+    """A kind of problem: the stable name of its diagnoses, their severity, and when they end.
 
-    `docs/troubleshooting.md` has an entry for each, under that name.
+    `docs/troubleshooting.md` has an entry for each name.
     """
 
     name: str
     title: str
     passing: bool = field(default=False, kw_only=True)
-    """Another process, or the machine, holds or has not done something yet: the next start may find it otherwise."""
+    """The cause may be gone at the next start: another process holds a resource, or the machine is
+    not ready."""
     severity: Severity = field(default="warning", kw_only=True)
     ends: Ends = field(default=Ends.ATTEMPT, kw_only=True)
     layer: Layer = field(default=Layer.TRAINING, kw_only=True)
     shows_evidence: bool = field(default=False, kw_only=True)
-    """The sentence about the run adds the evidence, since the title alone does not say enough."""
+    """The verdict line shows the evidence as well, because the title alone does not say enough."""
     event: Literal["", "mismatch", "alert"] = field(default="", kw_only=True)
-    """The event of `[notify]` that a diagnosis of this rule is."""
+    """Event of `[notify]` that a diagnosis of this rule triggers."""
 
     def diagnosis(self, evidence: str, fix: str, title: str = "") -> Diagnosis:
-        """A diagnosis of this rule; `title` where more is known than the rule's own."""
+        """Create a diagnosis of this rule; `title` replaces the rule's title where more is
+        known."""
         return self.stamp(Diagnosis(title or self.title, evidence, fix))
 
     def stamp(self, found: Diagnosis) -> Diagnosis:
-        """`found` as a diagnosis of this rule."""
+        """Return `found` with the name, severity and end of this rule."""
         return replace(found, rule=self.name, severity=self.severity, ends=self.ends)
 
 
 @dataclass(frozen=True)
 class Names:
-    """What this stack calls its parts, so that a fix names a command that can be typed."""
+    """Names of the components of this stack, so that a fix shows a command that can be pasted."""
 
     api: str = "api"
     env: str = "env"
@@ -121,12 +128,15 @@ class Names:
 
     @classmethod
     def of(cls, stack: StackSpec) -> Names:
-        """The first component of each role; where there is none, what a profile would call it."""
+        """Return the first component of each role; a missing role gets the default name of a
+        profile."""
+        # Reversed, so that the first component of a role overwrites later ones.
         first = {spec.role.value: spec.name for spec in reversed(stack.components)}
         return cls(**{role: name for role, name in first.items() if role in cls.__dataclass_fields__})
 
     def fill(self, text: str, *groups: str, name: str = "") -> str:
-        """`text` with `{name}`, `{api}`, `{env}`, `{engine}`, `{trainer}` and `{0}`, `{1}`... replaced."""
+        """Replace `{name}`, `{api}`, `{env}`, `{engine}`, `{trainer}` and `{0}`, `{1}`... in
+        `text`."""
         return text.format(*groups, name=name, **vars(self))
 
 
@@ -135,14 +145,15 @@ USUAL = Names()
 
 @dataclass(frozen=True)
 class LogMatch:
-    """A telling line of one component, stripped of colours, with the groups of the match."""
+    """One matching log line of a component, without ANSI colours, and the groups of the match."""
 
     spec: ComponentSpec
     names: Names
     line: str
     groups: tuple[str, ...] = ()
     around: tuple[str, ...] = ()
-    """What the component printed last, the line included, for rules that look for a cause there."""
+    """Newest lines of the component, this one included, for rules that search them for the
+    cause."""
 
     def fill(self, text: str) -> str:
         return self.names.fill(text, *self.groups, name=self.spec.name)
@@ -150,11 +161,12 @@ class LogMatch:
 
 @dataclass(frozen=True)
 class LogPattern:
-    """A line that tells.
+    """A log line that a rule recognises.
 
-    `anchor` is in every such line, byte for byte; `pattern` (default: the anchor) is a regular expression on the line.
-    With `patience_s` the line alone is no trouble yet: it becomes one when nothing with `cleared_by` followed in that
-    time, and the clock does not run while a component of a role in `waits_for` is starting.
+    `anchor` occurs in every such line, byte for byte; `pattern` (default: the anchor) is a regular
+    expression for the line. With `patience_s`, the line opens a diagnosis only if no text of
+    `cleared_by` follows in that time. The clock stops while a component of a role in `waits_for` is
+    starting.
     """
 
     anchor: str
@@ -176,64 +188,66 @@ class LogPattern:
         return re.compile(self.pattern or re.escape(self.anchor))
 
     def ending(self, text: bytes, at: int) -> bytes:
-        """The text of `cleared_by` that begins at `at`."""
-        return next(end for end in self.ends if text.startswith(end, at))
+        """Return the text of `cleared_by` that begins at `at`."""
+        return next(end for end in self.ends if text.startswith(end, at))  # one does: `at` is a hit
 
     def match(self, line: str) -> re.Match[str] | None:
-        """The match in a line that is free of colours."""
+        """Match a line that has no ANSI colours."""
+        # The anchor is much cheaper to search than the regular expression.
         return self.regex.search(line) if self.anchor in line else None
 
 
 @dataclass(frozen=True)
 class LogRule(Rule):
-    """Patterns of one trouble in the logs of components of `roles` (none: of all), and the way out.
+    """Log patterns of one problem in components of `roles` (empty: all roles), and the fix.
 
-    `title` and `fix` may name parts (`{engine}`) and groups of the match (`{0}`). `tell`, where given, replaces both
-    and may look at the machine; it is called in a thread. All speak while the run goes, `at_exit` ones explain an end.
+    `title` and `fix` may contain component names (`{engine}`) and groups of the match (`{0}`).
+    `tell` replaces both if given; it runs in a thread and may inspect the machine. Every rule
+    reports while the run goes on; those with `at_exit` also explain why a component ended.
     """
 
     fix: str | Mapping[Role | None, str]
-    """One way out, or one by role (`None`: for every other role)."""
+    """One fix, or one for each role (`None`: every other role)."""
     patterns: tuple[LogPattern, ...]
     roles: tuple[Role, ...] = ()
     at_exit: bool = True
     unless: tuple[str, ...] = ()
-    """Rules that explain the same line better; this one is silent while one of them has spoken."""
+    """Rules that explain the same line better; this rule stays silent while one of them is open."""
     tell: Callable[[LogMatch], Diagnosis] | None = None
     settle_s: float = 0.0
-    """So long a program goes on telling why after such a line: only then is it explained."""
+    """Seconds to wait after the line, because the program prints the cause later."""
     ends: Ends = field(default=Ends.WORK, kw_only=True)
     quiet_s: float | None = field(default=None, kw_only=True)
-    """Instead of `WORK_S`, where the program repeats the line less often than that."""
+    """Replaces `WORK_S` for a program that repeats the line less often than that."""
 
     def concerns(self, role: Role) -> bool:
         return not self.roles or role in self.roles
 
     def explain(self, match: LogMatch) -> Diagnosis:
-        """The diagnosis of a match."""
         if self.tell is not None:
-            said = self.tell(match)
+            found = self.tell(match)
         else:
             fix = self.fix if isinstance(self.fix, str) else self.fix.get(match.spec.role) or self.fix[None]
-            said = Diagnosis(match.fill(self.title), match.line, match.fill(fix))
-        return self.stamp(replace(said, evidence=shortened(said.evidence)))
+            found = Diagnosis(match.fill(self.title), match.line, match.fill(fix))
+        return self.stamp(replace(found, evidence=shortened(found.evidence)))
 
 
 @dataclass
 class Finding:
-    """One finding through time: its diagnosis is open while the evidence comes.
+    """One problem over time: its diagnosis stays open while evidence comes.
 
-    A finding that comes back opens a new diagnosis at once. Its end then takes twice as long as the time before, so
-    that one which comes and goes is recorded less and less often. Times are seconds of any one clock.
+    A problem that returns opens a new diagnosis at once. That one must then be absent twice as long
+    as the one before, so that an intermittent problem is recorded less and less often. Times are
+    seconds of any one clock.
     """
 
     open: Diagnosis | None = None
     seen_at: float = float("-inf")
     times: int = 0
-    """Diagnoses that it has opened."""
+    """Number of diagnoses it has opened."""
 
     def raised(self, now: float, found: Callable[[], Diagnosis]) -> list[Diagnosis]:
-        """The evidence is there: the new diagnosis, or nothing while one is open."""
+        """Note evidence at `now`: return the new diagnosis, or nothing while one is open."""
         self.seen_at = now
         if self.open is not None:
             return []
@@ -242,28 +256,30 @@ class Finding:
         return [self.open]
 
     def is_gone(self, now: float, after_s: float) -> bool:
-        """Whether the evidence of the open diagnosis has been gone for long enough; a clock set back counts as that."""
+        """Return True if the open diagnosis has had no evidence for long enough, or the clock
+        jumped as far."""
+        # abs(): after the clock was set back, `seen_at` may lie far ahead.
         return self.open is not None and abs(now - self.seen_at) >= min(QUIET_S, after_s * self.slower)
 
     @property
     def slower(self) -> int:
-        """Factor on the time to the end, by how often it has come back."""
+        """Factor on the time to the end: doubles each time the problem returns."""
         return 1 << min(max(self.times - 1, 0), 16)
 
     def closed(self, why: str) -> list[Diagnosis]:
-        """The end of the open diagnosis, if there is one."""
+        """End the open diagnosis, if there is one."""
         found, self.open = self.open, None
         return [found.ended(why)] if found else []
 
 
 def shortened(text: str, limit: int = LONGEST_EVIDENCE) -> str:
-    """`text` stripped, cut in its middle where it is too long."""
+    """Strip `text`, and cut its middle if it is longer than `limit` characters."""
     text = text.strip()
     return text if len(text) <= limit else f"{text[: limit * 2 // 3]} ... {text[-limit // 3 :]}"
 
 
 def plain(line: bytes) -> str:
-    """A line as text: decoded with replacement, without colours, cut."""
+    """Decode a log line with replacement, cut to `LONGEST_LINE`, and remove ANSI colours."""
     return ANSI.sub("", line[:LONGEST_LINE].decode(errors="replace")).strip()
 
 
@@ -293,4 +309,4 @@ OWN_RULES = (
     NO_METRICS,
     GUARD_DIES,
 )
-"""Rules without a watcher: the supervisor finds the trouble itself and says so."""
+"""Rules that the supervisor reports itself; no watcher evaluates them."""

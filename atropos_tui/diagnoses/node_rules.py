@@ -1,8 +1,7 @@
-"""How a node was lost, or could not be reached, and the way out: told by what its launcher printed last.
+"""Rules for a lost or unreachable node, by the last output of its launcher (ssh, srun, kubectl).
 
-What ssh, srun and kubectl say when a program does not get to its node stands in the component's log, whose output
-passes through the launcher; `doctor --nodes` and `attach user@host` explain a failure with the same rules. HOST in a
-fix is the node as the launcher knows it.
+That output is in the component's log. `doctor --nodes` and `attach user@host` use the same rules.
+HOST in a fix stands for the node as the launcher knows it.
 """
 
 from __future__ import annotations
@@ -122,7 +121,7 @@ _WAYS_OUT = (
 
 
 def node_lost(words: str) -> Diagnosis:
-    """The diagnosis of a component whose node (`node NAME (HOST)`) was lost in the way that `words` tell after it."""
+    """Return the diagnosis of a lost node; `words` is `node NAME (HOST): REASON`."""
     where, _, how = words.partition(": ")
     known = [rule.fix for rule in LAUNCHER_RULES if any(pattern.match(how) for pattern in rule.patterns)]
     known += [fix for pattern, fix in _WAYS_OUT if re.search(pattern, how, re.IGNORECASE)]

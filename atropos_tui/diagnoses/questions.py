@@ -1,4 +1,6 @@
-"""Questions to the servers of a run, in whose place a program of the user's may be: run-api's routes, engines' pages.
+"""HTTP requests to the servers of a run (run-api, engines), with limits on time and size.
+
+A user's own program may run in their place, so no response is trusted to end:
 
 with asking(url, timeout_s) as http: fetch(http, "/status")
 """
@@ -13,16 +15,16 @@ import httpx
 from atropos_common.http import LIMITS, certificates, door_headers
 
 PATIENCE_S = 10.0
-"""So long an answer may take as a whole, however it drips."""
+"""Limit of a whole response, in seconds, however slowly it arrives."""
 MOST_BYTES = 64 * 1024 * 1024
-"""A longer answer is none; the newest group of run-api may be large."""
+"""Limit of a response body; the newest group of run-api can be large."""
 
 
 def asking(url: str, timeout_s: float) -> httpx.Client:
-    """For questions to servers of the run: no proxy, and with its key where other machines reach them.
+    """Return a client for servers of the run: no proxy, and with the run's key for other machines.
 
     Args:
-        url: what addresses are relative to; empty where each is given in full.
+        url: base of relative addresses; empty if every address is absolute.
     """
     return httpx.Client(
         base_url=url, timeout=timeout_s, limits=LIMITS, trust_env=False, follow_redirects=True,
@@ -31,10 +33,10 @@ def asking(url: str, timeout_s: float) -> httpx.Client:
 
 
 def fetch(http: httpx.Client, url: str, most_bytes: int = MOST_BYTES) -> bytes:
-    """What a server answers to GET `url`.
+    """Return the response body of GET `url`.
 
     Raises:
-        httpx.HTTPError: none answers, or with another status than 200, or its answer does not end.
+        httpx.HTTPError: no response, a status other than 200, or a body over the limits.
     """
     give_up, parts, size = time.monotonic() + PATIENCE_S, list[bytes](), 0
     with http.stream("GET", url) as answer:
@@ -48,7 +50,7 @@ def fetch(http: httpx.Client, url: str, most_bytes: int = MOST_BYTES) -> bytes:
 
 
 def fetch_page(http: httpx.Client, url: str, most_bytes: int = MOST_BYTES) -> str | None:
-    """The same as text, decoded with replacement; None where there is none to be had."""
+    """Return the body as text, decoded with replacement; None if the request fails."""
     try:
         return fetch(http, url, most_bytes).decode(errors="replace")
     except (httpx.HTTPError, OSError):

@@ -1,7 +1,8 @@
-"""Which line of a log is the error, not one of those that wrap it, and would it come again? Pure.
+"""Find the error line of a log behind the lines that wrap it, and judge if a restart can help.
+Pure.
 
-When vLLM's engine dies, the last lines are wrappers ("See root cause above"); the first traceback of the process that
-failed holds the reason.
+When vLLM's engine dies, the last lines are wrappers ("See root cause above"); the first traceback
+of the failed process has the reason.
 """
 
 from __future__ import annotations
@@ -13,27 +14,29 @@ from collections.abc import Iterator, Sequence
 from atropos_tui.diagnoses.model import ANSI
 
 FAILED = re.compile(r"(?:EngineCore|WorkerProc) (?:failed|encountered a fatal error|hit an exception)")
-"""With such a line a process of vLLM begins to say why it dies."""
+"""Line with which a vLLM process begins to report its failure."""
 WRAPPER = re.compile(
     r"root cause|[Ss]ee stack trace|EngineDeadError|Engine core initialization failed|Executor failed\b|lines are above"
     r"|^(?:\w+\.)*(?:SystemExit|KeyboardInterrupt|CancelledError)\b"
 )
 VANISHED = re.compile(r"died unexpectedly|engine core exited unexpectedly")
-"""A process that could say nothing more: it was killed."""
-SAID = re.compile(
+"""A process that could not report its failure: it was killed."""
+ERROR_LINE = re.compile(
     r"^(?:[\w.-]+: )?(?:[Ff]atal )?[Ee]rror: .+|^(?:\d[\d:., -]+ )?(?:CRITICAL|ERROR|FATAL)\b:? .+|^vllm_server: .+"
 )
-"""How a program says its last error where it prints no traceback; ours too."""
+"""Last error line of a program without a traceback, ours included."""
 TRACEBACK = "Traceback (most recent call last):"
 SOURCE = re.compile(
     r"^(\(\w+(?: [\w=]+)* pid=\d+\) )?((?:DEBUG|INFO|WARNING|ERROR|CRITICAL|FATAL) [\d-]+ [\d:]+ \[[^\]]*\] ?)?"
 )
-"""What vLLM puts before each line: the process, then level, time and place."""
+"""Prefix of vLLM's log lines: the process; then level, time and place."""
 
 
 def root_error(lines: Sequence[str]) -> str | None:
-    """The line that tells why a program failed, without what a logger put before it; None where there is none."""
+    """Return the line with the cause of a failure, without its log prefix; None if there is
+    none."""
     lines = [ANSI.sub("", line).rstrip() for line in lines]
+    # After vLLM's failure line the first exception is the cause; later ones come from other processes.
     begin = next((index for index, line in enumerate(lines) if FAILED.search(line)), None)
     raised = [line for line in _exceptions(lines[begin or 0 :]) if not WRAPPER.search(line)]
     if begin is not None and raised:
@@ -41,24 +44,26 @@ def root_error(lines: Sequence[str]) -> str | None:
     vanished = next((line for line in lines if VANISHED.search(line)), None)
     if vanished is not None:
         return _split(vanished)[1]
-    said = [line for line in lines if SAID.match(line) and not WRAPPER.search(line)]
-    return next(iter([*raised[-1:], *said[-1:]]), None)
+    errors = [line for line in lines if ERROR_LINE.match(line) and not WRAPPER.search(line)]
+    return next(iter([*raised[-1:], *errors[-1:]]), None)
 
 
 def _exceptions(lines: Sequence[str]) -> Iterator[str]:
-    """The last line of each traceback, in the order in which they end; processes may print at once."""
+    """Yield the last line of each traceback, in the order of their ends; processes may print at the
+    same time."""
     inside: set[str] = set()
     for line in lines:
         source, bare = _split(line)
         if bare == TRACEBACK:
             inside.add(source)
+        # The exception is the first line of that process without indentation.
         elif source in inside and bare and not bare[0].isspace():
             inside.remove(source)
             yield bare
 
 
 def _split(line: str) -> tuple[str, str]:
-    """Who says a line, and the line."""
+    """Split a line into its process and its text."""
     match = SOURCE.match(line)
     assert match is not None, "both parts are optional"
     return match[1] or "", line[match.end() :]
@@ -70,7 +75,8 @@ PASSING_WORDS = re.compile(
     r"|cannot allocate|no space left",
     re.IGNORECASE,
 )
-"""Words for what another process holds or the machine has not done yet, in errors that no rule knows."""
+"""Words of errors that a restart may cure: another process holds a resource, or the machine is not
+ready."""
 PASSING_ERRNO = frozenset(
     number
     for name in (
@@ -81,7 +87,7 @@ PASSING_ERRNO = frozenset(
     )
     if (number := getattr(errno, name, None)) is not None
 )  # fmt: skip
-"""Errors of a network, of a network disk, and of a machine that is out of something."""
+"""Error numbers of networks, network disks, and exhausted resources."""
 _ERRNO = re.compile(r"\[Errno (\d+)\]|\(os error (\d+)\)")
 _NETWORK_ERROR = re.compile(
     r"^(?:\w+\.)*(?:SSL(?!Cert)\w*Error|IncompleteRead|(?:Chunked|Content)\w*Error|\w*ProtocolError|Remote\w*Error"
@@ -89,18 +95,19 @@ _NETWORK_ERROR = re.compile(
     r"|URLError|(?:HfHub)?HTTPError|(?:Read|Write|Pool)(?:Error|Timeout)|NVMLError_(?:Unknown|GpuIsLost|Timeout"
     r"|ResetRequired|DriverNotLoaded))\b(?!.*CERTIFICATE_VERIFY_FAILED)"
 )
-"""Exceptions of clients of HTTP and TLS, and of a driver that does not answer."""
+"""Exceptions of HTTP and TLS clients, and of a GPU driver that does not answer."""
 _VARIES = re.compile(r"0x[0-9a-fA-F]+|\b(?=\w*\d)[0-9a-f]+\b|\btmp\w+|\d+")
 """Addresses, ids, times, ports and pids."""
 
 
 def is_passing(line: str) -> bool:
-    """Return whether another start may succeed, by error number, exception or words of its error line."""
+    """Return True if a restart may succeed, by the error number, exception or words of the error
+    line."""
     number = next((int(found[1] or found[2]) for found in _ERRNO.finditer(line)), None)
     known = number in PASSING_ERRNO or _NETWORK_ERROR.search(line)
     return bool(known or VANISHED.search(line) or PASSING_WORDS.search(line))
 
 
 def same_words(one: str, other: str) -> bool:
-    """Whether two error lines differ in numbers only. What says nothing is like nothing."""
+    """Return True if two error lines differ in numbers only; an empty line equals none."""
     return bool(one) and _VARIES.sub("#", one) == _VARIES.sub("#", other)

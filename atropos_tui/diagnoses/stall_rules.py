@@ -1,9 +1,11 @@
-"""Rules about time that passes: nothing trains, rollouts are refused, a start is slow, a disk fills up.
+"""Rules about time: no training progress, refused rollouts, slow starts, a disk that fills up.
 
-Each looks at one `RunSnapshot` and says what it finds, by component. `RefusalWatch` feeds the one about refusals with
-the engine's own lines; `vllm_server/refusals.py` writes one at the first refusal of a reason, then less and less often:
+Each rule reads one `RunSnapshot` and returns its findings by component. `RefusalWatch` reads the
+engine's lines about refused requests; `vllm_server/refusals.py` prints one at the first refusal for
+a reason, later ones less and less often:
 
-    refused 331 requests to /generate (400): top_p=0.95: changes ... Send top_p=1 [of 332 since 10:04:51]
+    refused 331 requests to /generate (400): top_p=0.95: changes ... Send top_p=1 [of 332 since
+    10:04:51]
 """
 
 from __future__ import annotations
@@ -21,25 +23,28 @@ from atropos_tui.diagnoses.model import USUAL, Diagnosis, Ends, Layer, Names, Ru
 from atropos_tui.profile.spec import ComponentSpec, StackSpec
 
 STALL_S = 180.0
-"""No optimizer step for so long, or for `STALL_STEPS` times the slowest of the last ones, is a stall."""
+"""Seconds without an optimizer step that count as a stall, or `STALL_STEPS` times the slowest
+recent step if that is longer."""
 STALL_STEPS = 10.0
 SLOW_START_S = {Role.API: 20.0, Role.ENGINE: 240.0, Role.TRAINER: 300.0}
-"""A start that takes longer is worth a word; a quarter of the time-out where that is longer."""
+"""Usual start times in seconds; longer ones are reported. A quarter of the start timeout applies if
+that is longer."""
 SLOW_START_ANY_S = 60.0
 LOW_BYTES = 200_000_000
 NEVER_LOW_SHARE = 0.02
-"""A disk that is small as a whole is low only below this share."""
+"""Free share of a disk above which it is never low, for disks that are small as a whole."""
 ENOUGH = 5
-"""Refusals; fewer may be an accident."""
+"""Smallest number of refusals that is reported; fewer may be chance."""
 SHARE = 0.5
-"""Of the requests since the first refusal: below it rollouts come."""
+"""Smallest share of refused requests, since the first refusal, that is reported."""
 LASTS_S = 320.0
-"""An engine that goes on refusing says so at least every 300 s."""
+"""Seconds after which a refusal is out of date: the engine repeats a lasting one within 300 s."""
 KEPT = 40
-"""Lines of one reason."""
+"""Refusal lines kept for each reason."""
 SOME = 3
-"""Accepted groups (or steps, where nobody counts groups) which show that requests are no longer refused."""
-SAID = re.compile(r"(refused (\d+) requests? to (\S+) \((\d+)\): (.*) \[of (\d+) since [\d:]+\])$")
+"""Accepted groups (or steps, if no groups are counted) that show that requests are accepted
+again."""
+REFUSAL_LINE = re.compile(r"(refused (\d+) requests? to (\S+) \((\d+)\): (.*) \[of (\d+) since [\d:]+\])$")
 RUNS = (State.HEALTHY, State.UNHEALTHY)
 
 FIXES = (
@@ -67,7 +72,7 @@ FIXES = (
         "restart {env}",
     ),
 )
-"""Words of a reason, and the way out; the first that fits."""
+"""Pattern of a refusal's reason, and the fix; the first match applies."""
 
 
 @dataclass(frozen=True)
@@ -82,81 +87,83 @@ class Part:
     started_at: float = 0.0
     attempt: int = 0
     gated: bool = False
-    """It has a probe that says when it is ready."""
+    """It has a health check that decides when it is ready."""
     waiting_for: str = ""
     last_line: str = ""
 
 
 @dataclass(frozen=True)
 class ApiView:
-    """What run-api says of itself. `problem` is set when it does not answer."""
+    """Answers of run-api about its state. `problem` is set if it does not answer."""
 
     batch_size: int = -1
     """Sequences of a batch; -1 before a trainer has registered."""
     queue: int = 0
-    """Groups that wait."""
+    """Queued groups."""
     group: int = 0
-    """Sequences of the newest group, 0 when there is none."""
+    """Sequences of the newest group; 0 if there is none."""
     step: int = 0
     problem: str = ""
 
 
 @dataclass(frozen=True)
 class Flow:
-    """One environment over the newest seconds."""
+    """Measurements of one environment over the newest seconds."""
 
     engine: str = "vllm"
-    """Which it asks; of several their names."""
+    """Names of the engines it uses."""
     workers: str | None = None
     """`max_num_workers` of its command."""
     could_ask_s: float | None = None
-    """Since it is registered and an engine of its is healthy; None while it is not both."""
+    """Seconds since it is registered and one of its engines is healthy; None before."""
     hosted: bool = False
     """`atropos_envs` runs it."""
     requests: int = 0
-    """That it sent to engines, as far as it counts them itself."""
+    """Requests it sent to engines, by its own count."""
     asked_s: float | None = None
-    """Since its engine's first request in this attempt; None before."""
+    """Seconds since its engine's first request in this attempt; None before."""
     watches_engine: bool = False
-    """The engine tells how many it got."""
+    """The engine reports how many requests it received."""
     counts: bool = True
-    """Somebody counts its groups."""
+    """Its groups are counted."""
     counted_s: float = 0.0
-    """Over which they are counted."""
+    """Seconds over which they are counted."""
     sent: int = 0
     left_out: Counter[str] = field(default_factory=Counter)
-    """Groups that run-api does not have, by reason."""
+    """Groups not sent to run-api, by reason."""
     examples: Mapping[str, str] = field(default_factory=dict)
-    """Newest words about a reason."""
+    """Newest message for each reason."""
     failures: Counter[str] = field(default_factory=Counter)
     malformed: Counter[str] = field(default_factory=Counter)
     """Sequences that the trainer left out as malformed, by reason."""
     malformed_example: str = ""
     evaluation_failures: Counter[str] = field(default_factory=Counter)
-    """Since the last evaluation that did not fail."""
+    """Failed evaluations since the last successful one, by reason."""
     seconds: float | None = None
-    """Over which the rest was measured; None while it is too short, or nobody tells."""
+    """Seconds over which the fields below were measured; None if too short, or without an engine's
+    counters."""
     waiting: float = 0.0
-    """Share in which the trainer had no batch."""
+    """Share of the time in which the trainer had no batch."""
     idle: float = 0.0
-    """Share in which the engine had no request."""
+    """Share of the time in which the engine had no request."""
     tokens_per_s: float = 0.0
     running: float = 0.0
-    """Sequences in the engine, a mean over some looks."""
+    """Mean number of sequences in the engine."""
     slots: float = 0.0
-    """Sequences that it computes at a time, at most."""
+    """Most sequences that the engine computes at a time."""
     queued: float = 0.0
     """Sequences that wait in the engine for a slot."""
     ceiling: float | None = None
-    """Tokens a second that the engine can make; None while it does not know that."""
+    """Tokens a second that the engine can generate; None before it has measured that."""
     streak: Counter[str] = field(default_factory=Counter)
-    """Groups left out by reason since the newest accepted one."""
+    """Groups left out since the last accepted one, by reason."""
     bounds: Mapping[str, float] = field(default_factory=dict)
-    """Workers and queue slots: fields of `EnvFlow`; empty where the environment does not count them."""
+    """Workers and queue slots: fields of `EnvFlow`; empty if the environment does not count
+    them."""
 
     @property
     def capacity_used(self) -> float | None:
-        """Share of what the engine can make; None while that is not known."""
+        """Used share of the engine's capacity; None if unknown."""
         return None if self.seconds is None or not self.ceiling else min(1.0, self.tokens_per_s / self.ceiling)
 
     @property
@@ -177,29 +184,29 @@ class RunSnapshot:
     names: Names = USUAL
     step: int = 0
     last_step: float = math.inf
-    """After it the trainer waits for nothing."""
+    """Last optimizer step; after it the trainer waits for nothing."""
     step_at: float | None = None
     pace_s: float = 0.0
     counts: Mapping[str, int] = field(default_factory=dict)
-    """Counted log lines since the newest step, see `scanner.COUNTED`."""
+    """Counts of log lines since the newest step, by the names in `log_scanner.COUNTED`."""
     ghosts: int = 0
-    """Environments that run-api still counts although they are gone."""
+    """Registrations at run-api of environments that no longer run."""
     refused: Mapping[str, Diagnosis] = field(default_factory=dict)
-    """Environments whose requests the engine refuses, which is said of them."""
+    """Diagnosis of each environment whose requests the engine refuses."""
     accepted: Collection[str] = ()
-    """Environments whose groups came since their engine last refused anything."""
+    """Environments with accepted groups since their engine's last refusal."""
     flows: Mapping[str, Flow] = field(default_factory=dict)
-    """By environment."""
+    """Measurements by environment."""
     explained: Mapping[str, Diagnosis] = field(default_factory=dict)
-    """What is said of environments by their flow."""
+    """Diagnoses of environments by the flow rules."""
     api: ApiView | None = None
-    """Asked for only when a run stands still."""
+    """State of run-api; fetched only while the run is stalled."""
     free_bytes: int | None = None
     disk_bytes: int | None = None
 
     @property
     def trainer(self) -> str:
-        """Of whom it is said what concerns the run as a whole."""
+        """Component that gets the diagnoses about the run as a whole."""
         return next((part.name for part in self.of(Role.TRAINER)), self.parts[0].name)
 
     def of(self, role: Role) -> list[Part]:
@@ -208,29 +215,32 @@ class RunSnapshot:
 
 @dataclass(frozen=True)
 class StallRule(Rule):
-    """A rule over a whole run at one moment; `look` says what it finds, by component."""
+    """A rule for a whole run at one moment; `look` returns its findings by component."""
 
     look: Callable[[RunSnapshot], Mapping[str, Diagnosis | None]]
     refuted: Callable[[RunSnapshot, Part], bool]
-    """Whether a component shows the opposite: only then is a diagnosis over that `look` no longer finds."""
+    """Return True if a component shows the opposite. A diagnosis that `look` no longer finds ends
+    only then."""
     end: str
-    """Why it is over then, for the record."""
+    """Reason recorded when the diagnosis ends."""
     each_attempt: bool = False
-    """Each attempt opens a diagnosis of its own."""
+    """Each attempt of the component opens a diagnosis of its own."""
     ends: Ends = field(default=Ends.LOOK, kw_only=True)
 
 
 def starting_roles(run: RunSnapshot) -> frozenset[Role]:
-    """Roles of which a component is on its way up: who waits for them is right to wait."""
+    """Return the roles with a component that is starting or stopping; waiting for it is normal."""
     coming = (State.PENDING, State.STARTING, State.BACKOFF, State.STOPPING)
     return frozenset(part.role for part in run.parts if part.state in coming)
 
 
 def stalled_s(run: RunSnapshot) -> float | None:
-    """Seconds without an optimizer step, once that is too long while everything should be running."""
+    """Return the seconds without an optimizer step if they are a stall; None if not, or if a
+    component is starting."""
     trainer = next((part for part in run.of(Role.TRAINER) if part.state is State.HEALTHY), None)
     if trainer is None or starting_roles(run):
         return None
+    # A component that just became healthy gets the full time as well.
     last = max([part.since for part in run.parts if part.state is State.HEALTHY] + [run.step_at or 0.0])
     silent = run.now - last
     return silent if silent > max(STALL_S, STALL_STEPS * run.pace_s) else None
@@ -238,7 +248,7 @@ def stalled_s(run: RunSnapshot) -> float | None:
 
 @dataclass(frozen=True)
 class Cause:
-    """Why no batch comes, in words, and the way out."""
+    """Reason for missing batches, and the fix."""
 
     title: str
     evidence: str
@@ -246,10 +256,10 @@ class Cause:
 
 
 def no_batches(run: RunSnapshot) -> Diagnosis | None:
-    """The trainer stands still: which of the usual causes fits what is seen, and is not said elsewhere."""
+    """Return why the stalled trainer gets no batch; None if another rule reports the reason."""
     silent = stalled_s(run)
     if all(part.state.is_resting for part in run.of(Role.ENV)) and ended_early(run):
-        return None  # that rule says it
+        return None  # the rule environment_ended reports it
     cause = next((found for look in CAUSES if (found := look(run)) is not None), None)
     if silent is None or cause is None:
         return None
@@ -273,6 +283,7 @@ def _nobody_registered(run: RunSnapshot) -> Cause | None:
 
 def _sizes(run: RunSnapshot) -> Cause | None:
     api = run.api
+    # run-api returns whole groups only, so a batch must be a multiple of the group size.
     if api is None or api.group < 1 or api.queue < 1 or api.batch_size % api.group == 0:
         return None
     evidence = f"groups of {api.group} never add up to a batch of {api.batch_size} ({api.queue} groups wait)"
@@ -349,15 +360,17 @@ CAUSES: tuple[Callable[[RunSnapshot], Cause | None], ...] = (
     _api_away, _nobody_registered, _sizes, _trainer_hangs, _no_environment, _engine_unwell, _timed_out, _ghosts,
     _slow_rollouts,
 )  # fmt: skip
-"""The more certain first; the last one fits wherever it is not known why no rollouts come."""
+"""Checks by certainty, highest first; the last one applies whenever no other explains missing
+rollouts."""
 
 
 def slow_start(part: Part, now: float) -> Diagnosis | None:
-    """A component has been starting for longer than its role usually takes."""
+    """Return a diagnosis if a component has been starting longer than its role usually takes."""
     if part.state is not State.STARTING or not part.gated:
         return None
     usual = max(SLOW_START_S.get(part.role, SLOW_START_ANY_S), part.start_timeout_s / 4)
     took = now - part.since
+    # Report before the timeout ends the start, even if that is short.
     if took <= min(usual, part.start_timeout_s * 0.8):
         return None
     evidence = f"starting for {took:.0f} s (given up after {part.start_timeout_s:g} s)"
@@ -371,12 +384,12 @@ def slow_start(part: Part, now: float) -> Diagnosis | None:
 
 
 def is_low(free: int | None, size: int | None) -> bool:
-    """Whether a disk of `size` bytes is nearly full; not where nobody knows."""
+    """Return True if a disk of `size` bytes is nearly full; False if its size is unknown."""
     return free is not None and size is not None and free < min(LOW_BYTES, size * NEVER_LOW_SHARE)
 
 
 def disk_low(run: RunSnapshot) -> Diagnosis | None:
-    """The disk of the run directory is nearly full."""
+    """Return a diagnosis if the disk of the run directory is nearly full."""
     if run.free_bytes is None or run.disk_bytes is None or not is_low(run.free_bytes, run.disk_bytes):
         return None
     fix = "free space (df -h; du -sh RUN/checkpoints), or raise checkpoint_interval under [trainer]"
@@ -386,64 +399,66 @@ def disk_low(run: RunSnapshot) -> Diagnosis | None:
 
 @dataclass(frozen=True)
 class _Row:
-    """One line of the engine."""
+    """One parsed refusal line of an engine."""
 
     at: float
-    """When it was read, in Unix seconds."""
+    """Time of reading, in Unix seconds."""
     text: str
     status: str
     reason: str
     count: int
     """Refusals for this reason."""
     seen: int
-    """Requests since the first of them, those under way included."""
+    """Requests since the first refusal, including those in flight."""
 
 
 class RefusalWatch:
-    """What each engine refuses, and which environment that stops."""
+    """Refused requests of each engine, and the environments that they stop."""
 
     def __init__(self, stack: StackSpec) -> None:
         self._asks = asked_engines(stack.components)
         self._attempts: dict[str, int] = {}
         self._rows: dict[str, dict[tuple[str, ...], list[_Row]]] = {}
-        self._heard: Counter[tuple[str, int]] = Counter()
+        self._logged: Counter[tuple[str, int]] = Counter()
         self._accepted: dict[str, int | None] = {}
-        """Groups of each environment since its engine's newest refusal; None before the first count after it, which
-        may tell of groups from before."""
+        """Accepted groups of each environment since its engine's newest refusal. None before the
+        first count after it, which may include older groups."""
 
     def feed(self, engine: str, attempt: int, lines: Iterable[str], now: float) -> None:
-        """What `engine` has said since the last call."""
+        """Parse the new lines of `engine`."""
         if self._attempts.get(engine) != attempt:
             self._attempts[engine], self._rows[engine] = attempt, {}
         for line in lines:
-            if (said := SAID.search(line)) is None:
+            if (match := REFUSAL_LINE.search(line)) is None:
                 continue
-            text, count, path, status, reason, seen = said.groups()
+            text, count, path, status, reason, seen = match.groups()
             rows = self._rows[engine].setdefault((path, status, reason), [])
             if rows and rows[-1].count >= int(count):
-                rows.clear()  # it was forgotten, and begins anew
+                rows.clear()  # the engine has dropped this reason and counts from 1 again
             rows.append(_Row(now, text, status, reason, int(count), int(seen)))
             del rows[:-KEPT]
+            # The next count may still include groups from before this refusal.
             self._accepted |= {env: None for env, engines in self._asks.items() if engine in engines}
 
     def accepted(self, env: str, count: int) -> None:
-        """run-api took `count` more groups of `env`."""
+        """Note that run-api accepted `count` more groups of `env`."""
         if env in self._accepted:
             before = self._accepted[env]
             self._accepted[env] = 0 if before is None else before + count
 
     def working(self) -> frozenset[str]:
-        """Environments whose groups came since their engine last refused anything."""
+        """Return the environments with accepted groups since their engine's last refusal."""
         return frozenset(env for env, count in self._accepted.items() if count is not None and count >= SOME)
 
-    def hear(self, env: str, attempt: int, count: int) -> None:
-        """The log of `env` tells of `count` more refusals."""
-        self._heard[env, attempt] += count
+    def note_refusals(self, env: str, attempt: int, count: int) -> None:
+        """Note that the log of `env` shows `count` more refusals."""
+        self._logged[env, attempt] += count
 
     def judge(self, parts: Sequence[Part], now: float) -> dict[str, Diagnosis]:
-        """By environment: its engine refuses what it asks.
+        """Return a diagnosis for each environment whose requests its engine refuses.
 
-        Where several ask one engine, those are meant whose own log tells of refusals, and all where none does.
+        If several environments use one engine, those whose own log shows refusals are meant, or all
+        if no log does.
         """
         works = self.working()
         running = [p for p in parts if p.role is Role.ENV and p.state in RUNS and p.name not in works]
@@ -452,45 +467,49 @@ class RefusalWatch:
         for env in running:
             for engine in engines.intersection(self._asks.get(env.name, ())):
                 beside = [part for part in running if engine in self._asks.get(part.name, ())]
-                heard = self._heard[env.name, env.attempt]
-                if not heard and any(self._heard[part.name, part.attempt] for part in beside):
+                logged = self._logged[env.name, env.attempt]
+                # Another environment of this engine shows refusals in its log, so they are its own.
+                if not logged and any(self._logged[part.name, part.attempt] for part in beside):
                     continue
-                worst = self._worst(engine, env.started_at, heard >= ENOUGH, now)
+                worst = self._worst(engine, env.started_at, logged >= ENOUGH, now)
                 if worst is not None:
                     found[env.name] = _diagnosis(env.name, engine, worst)
         return found
 
-    def _worst(self, engine: str, started_at: float, heard: bool, now: float) -> _Row | None:
-        """The most frequent reason, if `engine` refuses most of what came since the environment was started."""
+    def _worst(self, engine: str, started_at: float, logged: bool, now: float) -> _Row | None:
+        """Return the most frequent reason, if `engine` refuses most requests since the environment
+        started."""
         standing = []
         for rows in self._rows.get(engine, {}).values():
             if now - rows[-1].at <= LASTS_S:
-                standing.append((rows[-1], *_since(rows, started_at, heard)))
+                standing.append((rows[-1], *_since(rows, started_at, logged)))
         refused, seen = sum(count for _, count, _ in standing), max((seen for *_, seen in standing), default=0)
         if refused < ENOUGH or refused < SHARE * seen:
             return None
         return max(standing, key=lambda row: row[1])[0]
 
 
-def _since(rows: Sequence[_Row], started_at: float, heard: bool) -> tuple[int, int]:
-    """Refused and seen requests that an environment started at `started_at` may have sent.
+def _since(rows: Sequence[_Row], started_at: float, logged: bool) -> tuple[int, int]:
+    """Return refused and seen requests that an environment started at `started_at` may have sent.
 
-    What was refused before may be told only after that, so the first line then does not count, unless the environment
-    itself has heard of refusals.
+    The engine may report older refusals after that start, so the first line does not count, unless
+    the environment's own log shows refusals.
     """
     newest, after = rows[-1], [row for row in rows if row.at >= started_at]
-    if heard or len(after) == len(rows):
+    if logged or len(after) == len(rows):
         return newest.count, newest.seen
     return (newest.count - after[0].count, newest.seen - after[0].seen) if after else (0, 0)
 
 
 def asked_engines(components: Iterable[ComponentSpec]) -> dict[str, tuple[str, ...]]:
-    """The engines of each environment: those whose ports its variable or its command names, else the first."""
+    """Return the engines of each environment: those whose ports its variable or command names, else
+    the first."""
     components = list(components)
     engines = [spec for spec in components if spec.role is Role.ENGINE]
     asked = {}
     for spec in components:
         if spec.role is Role.ENV and engines:
+            # Hosted environments get the variable; others have the URL in their command.
             urls = spec.env.get(ENV_ENGINE_URLS) or " ".join(spec.command)
             named = [each.name for each in engines if re.search(rf":{each.port}\b", urls)]
             asked[spec.name] = tuple(named or [engines[0].name])
@@ -498,24 +517,25 @@ def asked_engines(components: Iterable[ComponentSpec]) -> dict[str, tuple[str, .
 
 
 def _diagnosis(env: str, engine: str, row: _Row) -> Diagnosis:
-    said, fix = next((match, fix) for pattern, fix in FIXES if (match := pattern.search(row.reason)))
-    words = [f"{group[0].lower()}{group[1:]}" for group in said.groups()]
+    hit, fix = next((match, fix) for pattern, fix in FIXES if (match := pattern.search(row.reason)))
+    # The reason is a sentence; here it continues one.
+    words = [f"{group[0].lower()}{group[1:]}" for group in hit.groups()]
     title = f"{engine} refuses the requests of {env} ({row.status})"
     return REFUSED.diagnosis(shortened(row.text), fix.format(*words, env=env, engine=engine), title)
 
 
 def is_training(run: RunSnapshot) -> bool:
-    """Whether the newest optimizer step is not older than a stall."""
+    """Return True if the newest optimizer step is more recent than a stall."""
     return run.step_at is not None and run.now - run.step_at <= max(STALL_S, STALL_STEPS * run.pace_s)
 
 
 def has_room(run: RunSnapshot) -> bool:
-    """Whether the disk of the run directory is known not to be nearly full."""
+    """Return True if the disk of the run directory is known to have enough free space."""
     return run.free_bytes is not None and not is_low(run.free_bytes, run.disk_bytes)
 
 
 def ended_early(run: RunSnapshot) -> dict[str, Diagnosis | None]:
-    """Environments that left by themselves while the trainer has steps to do."""
+    """Return a diagnosis for each environment that exited while the trainer has steps left."""
     trainers = run.of(Role.TRAINER)
     if not trainers or all(part.state.is_resting for part in trainers) or run.step >= run.last_step:
         return {}
@@ -526,9 +546,9 @@ def ended_early(run: RunSnapshot) -> dict[str, Diagnosis | None]:
 
 
 def _ended(part: Part, rest: str) -> Diagnosis:
-    said = f"; its last line: {part.last_line}" if part.last_line else ""
+    last = f"; its last line: {part.last_line}" if part.last_line else ""
     return ENDED.diagnosis(
-        f"it exited with 0 after {max(0.0, part.since - part.started_at):.0f} s{said}; {rest}",
+        f"it exited with 0 after {max(0.0, part.since - part.started_at):.0f} s{last}; {rest}",
         f"atropos-tui logs {part.name} -n 50 shows why; correct that, then atropos-tui start {part.name}. "
         "One that counts batches itself leaves at env.total_steps (-1 is read as 1)",
         f"{part.name} ended before the run",

@@ -1,7 +1,7 @@
-"""What looks while a run goes: about once a second, at what components printed and what the trainer recorded.
+"""Evaluate all live rules about once a second, on output of components and records of the trainer.
 
-`Watcher` belongs to the supervisor's event loop; everything that takes time (`_work`: finding lines, parsing records,
-asking run-api) happens in a thread.
+`Watcher` belongs to the supervisor's event loop. Everything slow (`_work`: searching lines, parsing
+records, requests to run-api) runs in a thread.
 """
 
 from __future__ import annotations
@@ -56,32 +56,34 @@ from atropos_tui.profile.spec import StackSpec
 
 LOOK_S = 1.0
 ASK_S = 30.0
-"""run-api is asked no more often than this, and only while nothing trains."""
+"""Shortest interval, in seconds, between two queries of run-api's state, made only while the run is
+stalled."""
 ANSWER_S = 3.0
 LIST_S = 2.0
-"""Nor which environments are registered there, and only while one is not known to be."""
+"""Shortest interval, in seconds, between two queries for registered environments, made only while
+one is missing."""
 DISK_S = 10.0
-CAME = ("registrations", "stock registrations")
-HEARD = ("refusals", "stock refusals", "openai refusals")
+REGISTRATIONS = ("registrations", "stock registrations")
+REFUSAL_COUNTS = ("refusals", "stock refusals", "openai refusals")
 GONE_S = 8.0
-"""Seconds for which a look at the whole run no longer finds something before its diagnosis is over."""
+"""Seconds for which a whole-run rule must find the opposite before its diagnosis ends."""
 
 
 class Watched(Protocol):
-    """What the watcher needs of a component."""
+    """Interface of a component that the watcher needs."""
 
     def observe(self) -> tuple[Part, Printed | None]:
-        """What is seen of it now, and what it printed since the last call; None before its first attempt."""
+        """Return its state, and its output since the last call; None before its first attempt."""
 
     def diagnose(self, found: Diagnosis, attempt: int | None = None) -> None:
-        """Publish what is known about a failure."""
+        """Publish a diagnosis."""
 
     def reach(self, stage: str, attempt: int) -> None:
-        """Note that `attempt` has reached a stage that its log does not tell of."""
+        """Note that `attempt` has reached a stage."""
 
 
 class Watcher:
-    """Runs every rule that speaks while the run goes. `look` belongs to the event loop; one at a time."""
+    """Evaluates every live rule. Call `look` from the event loop; looks do not overlap."""
 
     def __init__(self, stack: StackSpec, components: Mapping[str, Watched]) -> None:
         self._stack, self._components = stack, components
@@ -92,48 +94,50 @@ class Watcher:
         self._tails: dict[Path, RecordTail] = {}
         self._looking = asyncio.Lock()
         self._findings: dict[tuple[str, str, str, int], Finding] = {}
-        """By rule, component, title (another title is another cause) and, where each opens its own, attempt."""
+        """Findings by rule, component, title (another title is another cause) and attempt (0 for
+        rules without `each_attempt`)."""
         self._work_done: dict[str, deque[float]] = {}
-        """Times of the newest accepted groups by environment, and of the newest steps under an empty name, on the
-        monotonic clock."""
+        """Times of the newest accepted groups by environment, and of the newest steps under an
+        empty name, on the monotonic clock."""
         self._sent: dict[str, int] = {}
-        """Groups of each environment that counts them."""
+        """Accepted groups of each environment that counts them."""
         self._fault: Diagnosis | None = None
         self._counts: Counter[str] = Counter()
         self._since_step: Counter[str] = Counter()
         self._refusals = RefusalWatch(stack)
         self._flows = FlowWatch(stack)
         self.flows: Mapping[str, Flow] = {}
-        """What was seen of each environment at the last look."""
+        """Measurements of each environment at the last look."""
         api = next((spec for spec in stack.components if spec.role is Role.API and spec.port), None)
         self._api_url = api.url if api else ""
         self._api_attempt = 0
         self._api: ApiView | None = None
         self._asked_at = self._disk_at = self._listed_at = float("-inf")
         self._ahead: dict[float, float] = {}
-        """Moments that a clock which was set back has yet to reach -> when that was seen."""
+        """Times ahead of a clock that was set back -> time when that was noticed."""
         self._disk: tuple[int, int] | tuple[None, None] = (None, None)
 
     async def watch(self) -> None:
-        """Look again and again, until cancelled. A fault in here is told, and never ends the run."""
+        """Look repeatedly until cancelled. An exception becomes a diagnosis; the run goes on."""
         while True:
             await asyncio.sleep(LOOK_S)
             try:
-                # Shielded: what a look has read is not read again, so its end must come even when we are cancelled.
+                # Shielded: records are read once, so a look must publish its findings even if this
+                # task is cancelled.
                 await asyncio.shield(asyncio.ensure_future(self.look()))
                 if self._fault is not None:
-                    self._tell_of_fault(self._fault.ended("it works again"))
+                    self._publish_fault(self._fault.ended("it works again"))
                     self._fault = None
             except Exception as error:
                 fix = "the run goes on, its diagnoses may be missing; please report it with the run's supervisor.jsonl"
                 self._fault = WATCHER_FAULT.diagnosis(repr(error), fix)
-                self._tell_of_fault(self._fault)
+                self._publish_fault(self._fault)
 
-    def _tell_of_fault(self, found: Diagnosis) -> None:
+    def _publish_fault(self, found: Diagnosis) -> None:
         next(iter(self._components.values())).diagnose(found, 0)
 
     async def look(self) -> None:
-        """One look at everything; what is found is told."""
+        """Evaluate everything once and publish the findings."""
         async with self._looking:
             seen = [component.observe() for component in self._components.values()]
             attempts = {part.name: part.attempt for part, _ in seen}
@@ -143,20 +147,21 @@ class Watcher:
                 if part.role is Role.ENV and self._flows.is_registered(part):
                     self._components[part.name].reach(REGISTERED, part.attempt)
 
-    # In the thread.
+    # The methods below run in the thread.
 
     def _work(self, now: float, seen: list[tuple[Part, Printed | None]]) -> list[tuple[str, Diagnosis]]:
-        clock = time.monotonic()  # what a scanner waits for has nothing to do with the time of day
+        clock = time.monotonic()  # patience must not depend on changes of the time of day
         run = RunSnapshot(now, tuple(self._placed(part, now) for part, _ in seen), self._names)
         starting = starting_roles(run)
-        said = [(run.trainer, found) for found in self._read_records(clock)]
+        results = [(run.trainer, found) for found in self._read_records(clock)]
         self._read_stages(run.parts)
+        # Records and stages first: the end of a log finding depends on the newest work.
         for part, printed in seen:
             if printed is not None:
                 scanner = printed.scanner
-                found_here = scanner.scan(printed.pieces, clock, starting, self._work_of(part))
-                found_here += scanner.close(clock) if printed.over else []
-                said += [(part.name, found) for found in found_here if self._is_told(part, printed, found)]
+                in_log = scanner.scan(printed.pieces, clock, starting, self._work_of(part))
+                in_log += scanner.close(clock) if printed.over else []
+                results += [(part.name, found) for found in in_log if self._is_news(part, printed, found)]
                 self._count(part, scanner, now)
         self._look_for_registrations(run.parts, now)
         run = self._completed(run)
@@ -164,44 +169,47 @@ class Watcher:
         for rule in rules:
             stalls = rule.look(run)
             for part in run.parts:
-                said += self._speak(rule, part, stalls.get(part.name), run, clock)
-        return said
+                results += self._update(rule, part, stalls.get(part.name), run, clock)
+        return results
 
-    def _is_told(self, part: Part, printed: Printed, found: Diagnosis) -> bool:
-        """Whether a finding in a log is news: not while the component is stopped on purpose, nor where the trainer's
-        numbers say the same."""
+    def _is_news(self, part: Part, printed: Printed, found: Diagnosis) -> bool:
+        """Return True if a log finding is news: the component was not stopped on purpose, and no
+        metric rule reports the same."""
         if printed.asked_to_go:
             return False
         return found.over or part.role is not Role.TRAINER or not self._metrics.is_open(found.rule)
 
     def _work_of(self, part: Part) -> Work:
-        """Health and newest work of a component, for the ends of what its log told."""
+        """Return health and newest work of a component."""
         steps: Sequence[float] | None = None
         if part.role in (Role.TRAINER, Role.ENV):
             steps = self._work_done.get(part.name, self._work_done.get("", ()))
         return Work(part.state is State.HEALTHY, steps)
 
     def _works(self, name: str, count: int, clock: float) -> None:
-        """`count` more steps (of the trainer, whose name here is empty) or accepted groups (of environment `name`)."""
+        """Note `count` more accepted groups of environment `name`, or steps of the trainer if
+        `name` is empty."""
         self._work_done.setdefault(name, deque(maxlen=NORMAL)).extend([clock] * min(count, NORMAL))
+        # A step proves that batches arrive: it counts for every environment without its own counts.
         for env in [name] if name else set(self._flows.environments) - set(self._sent):
             self._refusals.accepted(env, count)
 
     def _past(self, at: float, now: float) -> float:
-        """`at`, unless it lies ahead: the clock was set back since, and it counts from when that was seen."""
+        """Return `at`; if it is in the future (the clock was set back), the time when that was
+        noticed."""
         return self._ahead.setdefault(at, now) if at > now else self._ahead.get(at, at)
 
     def _placed(self, part: Part, now: float) -> Part:
         return replace(part, since=self._past(part.since, now), started_at=self._past(part.started_at, now))
 
     def _read_records(self, clock: float) -> list[Diagnosis]:
-        said: list[Diagnosis] = []
+        results: list[Diagnosis] = []
         step = self._metrics.step_at
         steps = 0
         for path in (self._run.telemetry_jsonl, *sorted(self._run.root.glob("eval.*.jsonl"))):
             tail = self._tails.setdefault(path, RecordTail(path))
             for record in tail.rest():
-                said += self._metrics.feed(record)
+                results += self._metrics.feed(record)
                 steps += isinstance(record, StepRecord) and record.rank == 0
                 if isinstance(record, EnvCountsRecord):
                     self._flows.count(record)
@@ -213,12 +221,12 @@ class Watcher:
                     self._flows.trained(record)
         if steps:
             self._works("", steps, clock)
-        if self._metrics.step_at != step:
+        if self._metrics.step_at != step:  # log counts explain missing steps only
             self._since_step.clear()
-        return said
+        return results
 
     def _read_stages(self, parts: Sequence[Part]) -> None:
-        """Stages that components have recorded since the last look."""
+        """Read the stages that components recorded since the last look."""
         for part in parts:
             path = self._run.stages_jsonl(part.name)
             for record in self._tails.setdefault(path, RecordTail(path)).rest():
@@ -231,22 +239,23 @@ class Watcher:
         counts = scanner.counts
         self._flows.printed(part, counts, now)
         if part.role is Role.ENV:
-            self._refusals.hear(part.name, part.attempt, sum(counts[name] for name in HEARD))
+            self._refusals.note_refusals(part.name, part.attempt, sum(counts[name] for name in REFUSAL_COUNTS))
         if part.role is Role.ENGINE:
             self._refusals.feed(part.name, part.attempt, scanner.noted, now)
             scanner.noted.clear()
         if part.role is Role.API and part.attempt != self._api_attempt:
             self._api_attempt = part.attempt
-            self._counts.clear()  # a new run-api knows nobody
+            self._counts.clear()  # a new run-api has no registrations
         self._counts.update(counts)
         self._since_step.update(counts)
         counts.clear()
 
     def _completed(self, bare: RunSnapshot) -> RunSnapshot:
-        """`bare` with what is known of steps, logs, the disk and, once nothing trains, run-api."""
+        """Add steps, log counts and disk space to `bare`, and run-api's state if the run is
+        stalled."""
         metrics = self._metrics
         live = sum(not part.state.is_resting for part in bare.of(Role.ENV))
-        came = sum(self._counts[name] for name in CAME)
+        came = sum(self._counts[name] for name in REGISTRATIONS)
         free, size = self._free(bare.now)
         self._flows.ask(bare.parts, bare.now)
         self.flows = flows = {} if starting_roles(bare) else self._flows.view(bare.parts, bare.now)
@@ -258,6 +267,7 @@ class Watcher:
             step_at=None if metrics.step_at is None else self._past(metrics.step_at, bare.now),
             pace_s=metrics.pace_s,
             counts=dict(self._since_step),
+            # A dead environment never disconnects, so its registration remains.
             ghosts=max(0, came - self._counts["disconnections"] - live),
             free_bytes=free,
             disk_bytes=size,
@@ -274,7 +284,7 @@ class Watcher:
         return replace(run, api=self._api)
 
     def _look_for_registrations(self, parts: Sequence[Part], now: float) -> None:
-        """Ask run-api about environments that have not said themselves that they are registered."""
+        """Query run-api for environments whose registration is unknown."""
         missing = [p for p in parts if p.role is Role.ENV and p.state in RUNS and not self._flows.is_registered(p)]
         if not missing or not self._api_url or abs(now - self._listed_at) < LIST_S:
             return
@@ -282,6 +292,7 @@ class Watcher:
         for name, at in registrations(self._api_url):
             for part in missing:
                 spec = next(spec for spec in self._stack.components if spec.name == part.name)
+                # A stock environment registers under a name from its command line.
                 meant = name in (part.name, *spec.command) or len(self._flows.environments) == 1
                 if meant and at >= part.started_at:
                     self._flows.registered(part, at)
@@ -296,29 +307,31 @@ class Watcher:
                 self._disk = (None, None)
         return self._disk
 
-    def _speak(
+    def _update(
         self, rule: StallRule | FlowRule, part: Part, found: Diagnosis | None, run: RunSnapshot, clock: float
     ) -> list[tuple[str, Diagnosis]]:
-        """The diagnosis `found` if it is new, and the ends of those that it replaces or that no longer hold."""
-        said: list[Diagnosis] = []
+        """Return `found` as a new diagnosis, and the ends of those that it replaces or that are
+        refuted."""
+        results: list[Diagnosis] = []
         cause = found.title if found else "", part.attempt if rule.each_attempt else 0
         for key, finding in self._findings.items():
             if key[:2] != (rule.name, part.name) or finding.open is None:
                 continue
-            if found is not None:
-                said += finding.closed(f"now: {found.title}") if key[2:] != cause else []
+            if found is not None:  # another cause replaces the old one at once
+                results += finding.closed(f"now: {found.title}") if key[2:] != cause else []
             elif not rule.refuted(run, part):
-                finding.seen_at = clock
+                finding.seen_at = clock  # neither found nor refuted: keep it open
             elif finding.is_gone(clock, GONE_S):
-                said += finding.closed(rule.end)
+                results += finding.closed(rule.end)
         if found is not None:
             finding = self._findings.setdefault((rule.name, part.name, *cause), Finding())
-            said += finding.raised(clock, lambda: rule.stamp(found))
-        return [(part.name, each) for each in said]
+            results += finding.raised(clock, lambda: rule.stamp(found))
+        return [(part.name, each) for each in results]
 
 
 def registrations(url: str) -> list[tuple[str, float]]:
-    """Name and moment (Unix seconds) of each environment at the run-api at `url`; nothing where it does not tell."""
+    """Return name and registration time (Unix seconds) of each environment at `url`; empty if the
+    request fails."""
     try:
         with asking(url, ANSWER_S) as http:
             answer = json.loads(fetch(http, "/envs"))
@@ -328,7 +341,8 @@ def registrations(url: str) -> list[tuple[str, float]]:
 
 
 def _newest_group(http: httpx.Client) -> int:
-    """Sequences of the group that came last; 0 where run-api does not give it, such as one with a NaN."""
+    """Return the number of sequences in the newest group; 0 if run-api cannot return it, for
+    example with a NaN."""
     try:
         return len(json.loads(fetch(http, "/latest_example")).get("tokens") or [])
     except (httpx.HTTPError, ValueError, AttributeError, TypeError):
@@ -336,7 +350,8 @@ def _newest_group(http: httpx.Client) -> int:
 
 
 def ask_api(url: str) -> ApiView:
-    """What the run-api at `url` says of itself; its newest group only when groups wait, since it may be large."""
+    """Query the state of run-api; fetch its newest group only if groups wait, because it may be
+    large."""
     try:
         with asking(url, ANSWER_S) as http:
             status, info = (json.loads(fetch(http, path)) for path in ("/status", "/info"))
@@ -344,5 +359,6 @@ def ask_api(url: str) -> ApiView:
             group = _newest_group(http) if queue else 0
             return ApiView(int(info.get("batch_size", -1)), queue, group, int(status.get("current_step") or 0))
     except (httpx.HTTPError, ValueError, AttributeError, TypeError) as error:
-        words = str(error).partition("\n")[0] or type(error).__name__  # httpx adds where to read of a status
+        # httpx appends a link about the status on a second line.
+        words = str(error).partition("\n")[0] or type(error).__name__
         return ApiView(problem=f"{url}: {words}")

@@ -263,7 +263,7 @@ def test_what_is_found_in_the_run_is_over_when_it_shows_the_opposite(
     def look(scene: RunSnapshot, clock: float) -> None:
         found = rule.look(scene)
         for each in scene.parts:
-            for name, said in watcher._speak(rule, each, found.get(each.name), scene, clock):
+            for name, said in watcher._update(rule, each, found.get(each.name), scene, clock):
                 run.tell(name, [said])
 
     bad, good = STALLS[rule.name]

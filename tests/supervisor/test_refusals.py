@@ -112,7 +112,7 @@ def test_an_environment_that_was_restarted_is_not_told_of_what_was_before() -> N
     assert set(looks.judge((vllm, again), BEGAN + 30)) == {"rg"}
     third = replace(rg, started_at=BEGAN + 40, attempt=3)
     assert looks.judge((vllm, third), BEGAN + 41) == {}
-    looks.hear("rg", 3, 5)
+    looks.note_refusals("rg", 3, 5)
     assert set(looks.judge((vllm, third), BEGAN + 42)) == {"rg"}, "it says so itself"
     assert looks.judge((replace(vllm, state=State.BACKOFF), third), BEGAN + 42) == {}
     looks.feed("vllm", 2, [], BEGAN + 50)
@@ -123,7 +123,7 @@ def test_of_several_environments_those_that_hear_of_it_else_all() -> None:
     looks, parts = watch(engine(), engine("judge", 9002), environment("a"), environment("b"), environment("c", 9002))
     looks.feed("vllm", 1, [line(50, 60)], BEGAN + 10)
     assert set(looks.judge(parts, BEGAN + 10)) == {"a", "b"}
-    looks.hear("b", 1, 1)
+    looks.note_refusals("b", 1, 1)
     assert set(looks.judge(parts, BEGAN + 10)) == {"b"}
     looks.feed("judge", 1, [line(50, 60)], BEGAN + 10)
     assert set(looks.judge(parts, BEGAN + 10)) == {"b", "c"}
