@@ -1,9 +1,10 @@
-"""The cockpit: wiring only. Workers of the feed post messages, handlers here change state, panels draw a `View`.
+"""The cockpit app. It only connects parts: the feed posts messages, handlers update the state,
+panels draw a `View`.
 
-    atropos-tui attach [RUN]
+`atropos-tui attach [RUN]`
 
-It owns nothing: killing it changes nothing, attaching late shows the whole history, and when the supervisor is gone
-the files of the run have the last word.
+The app owns no process and no file of the run. Killing it changes nothing, and attaching late shows
+the whole history. When no supervisor is left, the files of the run decide what is shown.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from atropos_tui.ui.commands import CommandApp, Outcome, explained, palette
 from atropos_tui.ui.dialogs import ChooseCurvesDialog, ChooseRunsDialog, HelpDialog, TextDialog
 from atropos_tui.ui.feed import Control, Feed, LogArrived, NewestArrived, RecordsArrived, StatusArrived, SupervisorGone
 from atropos_tui.ui.terminal import Bell, edit, ground, run_app, save_screenshot
-from atropos_tui.ui.theme import LIGHT, THEME, own_colours, own_theme
+from atropos_tui.ui.theme import LIGHT, THEME, first_theme, theme_colours
 from atropos_tui.ui.views import ENLARGED, VIEWS, arrange, compose_screen, view_spec, visible
 from atropos_tui.ui.widgets.bars import Apply, Keys, SearchBar, ViewsLine
 from atropos_tui.ui.widgets.components import Components
@@ -55,18 +56,20 @@ from atropos_tui.ui.widgets.log_view import LogView
 from atropos_tui.ui.widgets.panel import Panel, View
 from atropos_tui.ui.widgets.rollouts import RolloutDetail, Rollouts
 
+# Seconds between two draws: of changes, and of curves.
 REFRESH_S = 0.25
 CURVES_S = 1.0
+# Seconds between two draws of figures that always change (uptimes, ages, use of the machine):
+# usually, and after `QUIET_S` seconds without another change.
 CLOCKS_S, QUIET_CLOCKS_S = 1.0, 2.0
-"""How often figures that always change are drawn: uptimes, ages, use of the machine; and so where nothing else has
-happened for `QUIET_S`."""
 QUIET_S = 5.0
+# Seconds to wait for the lines of a log that was switched to, and number of checks in that time.
 FILL_S, FILL_LOOKS = 0.6, 6
-"""How long the log that was switched to is waited for."""
 COLLECT_S = 60.0
-"""Between two full collections of garbage: each stops the screen for a quarter of a second."""
+"""Seconds between two full garbage collections, each of which stops the screen for a quarter of a
+second."""
 SEARCHED = (LogView, Rollouts, Events)
-"""Panels that can be searched, and have keys of their own."""
+"""Panels with search and keys of their own."""
 
 
 class CockpitApp(CommandApp):
@@ -82,7 +85,7 @@ class CockpitApp(CommandApp):
         Binding("K", "act('kill')", "Kill", tooltip="Kill every process of the selected component"),
         Binding("R", "restart_all", "Restart all", show=False, tooltip="Restart the whole stack"),
         Binding("slash", "search", "Search", tooltip="Search the log, the rollouts or the events"),
-        Binding("f", "follow", "Follow", show=False, tooltip="Follow the log's end, or stay where it is"),
+        Binding("f", "follow", "Follow", show=False, tooltip="Follow the end of the log, or stop following"),
         Binding("a", "all_logs", "All logs", show=False, tooltip="All logs merged, or the selected component's"),
         Binding("c", "compare", "Compare", show=False, tooltip="Compare with other runs, on the same axes"),
         Binding("M", "choose_curves", "Curves", show=False, tooltip="Choose extra curves for Training"),
@@ -93,10 +96,14 @@ class CockpitApp(CommandApp):
             "right_square_bracket", "select(1)", "Next component", show=False, tooltip="Select the component below"
         ),
         Binding(
-            "w", "last_words", "Last words", show=False, tooltip="The newest error in the selected component's log"
+            "w",
+            "last_words",
+            "Last words",
+            show=False,
+            tooltip="Jump to the newest error in the selected component's log",
         ),
         Binding("p", "picture", "Picture", show=False, tooltip="Save a picture of the screen as SVG"),
-        Binding("t", "change_theme", "Theme", show=False, tooltip="Choose other colours"),
+        Binding("t", "change_theme", "Theme", show=False, tooltip="Choose a theme"),
         Binding("d", "detach", "Detach", tooltip="Leave the screen; the run goes on"),
         Binding("q", "ask_quit", "Quit", tooltip="Detach or stop"),
         Binding("ctrl+q", "ask_quit", "Quit", show=False, system=True, priority=True),
@@ -108,8 +115,8 @@ class CockpitApp(CommandApp):
             "view_before",
             "Back",
             show=False,
-            tooltip="Drop the filter, then the search, then the marked "
-            "line or comparison; then back to the view before",
+            tooltip="Remove the filter, then the search, then the marked "
+            "line or comparison; then return to the view before",
         ),
         *(
             Binding(str(number % 10), f"view('{name}')", view.title, show=False, tooltip=view.about)
@@ -131,43 +138,44 @@ class CockpitApp(CommandApp):
         self.info = RunInfo()
         self.state = RunState()
         self._newest: RunState | None = None
-        """What the ends of long streams tell, until all is read."""
+        """State from the last records of long streams, until the history is read."""
         self.status: RunStatus | None = None
         self.loaded = False
-        """Whether the files were read to their end once; until then the curves wait."""
+        """The files were read to their end once; until then no curve is drawn."""
         self._bad_lines = 0
+        # Not drawn yet: anything; records of the streams, which alone move the curves.
         self._dirty = self._fresh_records = True
-        """What is not drawn yet: anything; records of the streams, which alone move the curves."""
+        # Panels that show the newest drawn records. A panel that appears later is missing here and
+        # gets a `View`.
         self._current: set[Widget] = set()
-        """Panels that show the newest records of those that were drawn; one that appears later has to be told."""
         self._drawn_at = self._curves_at = self._news_at = float("-inf")
         self._log_of_all = False
+        # Actions that the footer hides now.
         self._idle: tuple[str, ...] = ()
-        """What the footer does not offer."""
         self._view_name = "overview"
         self._way_back: list[str] = []
-        """Views that led to the present one."""
+        """Earlier views, for Esc."""
         self.chosen = preferences.charts()
         self.looking = Looking(self.chosen.lens())
         self.others: dict[Path, RunCurves] = {}
-        """Runs on the same axes as this one, by their directories, in the order they were chosen."""
+        """Runs on the same axes as this one, by directory, in the order of the choice."""
         self.other: RunBenchmark | None = None
-        """The first of them in figures."""
+        """Figures of the first of `others`."""
         self._settings: dict[str, str] = {}
         self._enlarged: Chart | None = None
-        """The chart that has the whole screen, where it stands among others."""
+        """Chart that was enlarged from a view."""
         for theme in (THEME, LIGHT):
             self.register_theme(theme)
         self.theme = THEME.name
         self.keep_theme: Callable[[str], object] = lambda name: None
-        """Called with a theme that the user has chosen."""
+        """Called with a theme that the user chooses."""
 
     def watch_theme(self, name: str) -> None:
         if self.is_running:
             self.keep_theme(name)
 
     def get_theme_variable_defaults(self) -> dict[str, str]:
-        return own_colours(self.current_theme)
+        return theme_colours(self.current_theme)
 
     def compose(self) -> ComposeResult:
         yield from compose_screen()
@@ -181,7 +189,7 @@ class CockpitApp(CommandApp):
         self.set_interval(REFRESH_S, self._refresh_panels)
         self.run_worker(self.draw_chosen(), group="curves")
 
-    # What the feed tells.
+    # Messages of the feed.
 
     def on_status_arrived(self, message: StatusArrived) -> None:
         news = self.status is None or bool(self.gone) or standing(message.status) != standing(self.status)
@@ -190,11 +198,12 @@ class CockpitApp(CommandApp):
 
     def on_supervisor_gone(self, message: SupervisorGone) -> None:
         self.gone, self.is_over = one_line(message.reason) or "no supervisor", message.ended
-        self._ask_the_files()
+        self._use_status_from_files()
         self._after_status(True)
 
-    def _ask_the_files(self) -> None:
-        """They have the last word on a run that nobody owns any more, and the first where the supervisor is silent."""
+    def _use_status_from_files(self) -> None:
+        # The files decide when the run has no supervisor any more, or when the supervisor has never
+        # answered.
         if self.gone and self.loaded and (self.is_over or self.status is None):
             self.status = status_from_files(self.feed.run, self.info, self.state)
 
@@ -210,35 +219,41 @@ class CockpitApp(CommandApp):
         for record in message.records:
             self.state.apply(record)
             if isinstance(record, CommandRecord):
-                self.tell_command(record, silently=not self.loaded)
+                # History must not open toasts.
+                self.report_command(record, silently=not self.loaded)
         if self.rings.at_records(message.records, self.clock()):
             self.bell()
         self.info, self._bad_lines = message.info, message.bad_lines
         if not self.loaded and not message.behind:
             self.loaded, self._newest = True, None
-            self._settle()
+            self._tune_garbage_collector()
+        # Gauges arrive every few seconds and change no curve, so they wait for the next draw of the
+        # clocks.
         only_clocks = bool(message.records) and all(isinstance(record, GaugesRecord) for record in message.records)
         news = message.reset or not only_clocks
         self._dirty, self._fresh_records = self._dirty or news, self._fresh_records or news
-        self._ask_the_files()
+        self._use_status_from_files()
 
-    def _settle(self) -> None:
-        """Collect garbage in small bites from now on, and never look at what is there already: a key would wait."""
+    def _tune_garbage_collector(self) -> None:
+        """Tune the garbage collector for a large history: small and frequent collections."""
+        # The history stays until the end. `freeze` excludes it from collections, which would delay
+        # keys.
         gc.freeze()
         gc.set_threshold(2_000, 5, 1_000_000)
         gc.enable()
         self.set_interval(COLLECT_S, self._collect)
 
-    def _collect(self) -> None:  # a timer cannot call a builtin
+    def _collect(self) -> None:  # Textual's timers need a Python function
         gc.collect()
 
     def on_log_arrived(self, message: LogArrived) -> None:
         log = self.find(LogView)
+        # Lines of the component that was shown before may still arrive.
         if log and message.components == self._log_names():
             log.extend(message.entries, message.path)
 
     def _after_status(self, news: bool) -> None:
-        """What is no news is drawn with the clocks."""
+        # A status without news changes only figures, which are drawn with the clocks.
         self._dirty = self._dirty or news
         if self.rings.at_status(self.status):
             self.bell()
@@ -253,30 +268,34 @@ class CockpitApp(CommandApp):
     # Drawing.
 
     def _refresh_panels(self) -> None:
-        """Draw what changed, and the clocks from time to time; beneath a dialog nothing more often."""
+        """Draw what changed, and the clocks at intervals."""
         now = time.monotonic()
         known = self.loaded or self._newest is not None
-        at_once = self._dirty and known and self.screen_stack[-1:] == [self.main]  # none while it ends
-        if self._dirty or not self._stands():
+        # Under a dialog only the clocks trigger a draw, because each draw repaints the whole
+        # screen. The slice, because the stack is empty while the app ends.
+        at_once = self._dirty and known and self.screen_stack[-1:] == [self.main]
+        # While a component starts or fails, the user watches the seconds: draw the clocks at the
+        # shorter interval.
+        if self._dirty or not self._is_steady():
             self._news_at = now
         clocks = CLOCKS_S if now - self._news_at < QUIET_S else QUIET_CLOCKS_S
         if self.main and (now - self._drawn_at >= clocks or at_once):
             curves = self._fresh_records and self.loaded and now - self._curves_at >= CURVES_S
             self._draw(curves)
 
-    def _stands(self) -> bool:
-        """Whether every component is up or at rest: nobody counts the seconds until it is."""
+    def _is_steady(self) -> bool:
+        """Return True if every component is up or at rest."""
         return self.status is not None and all(
             row.state in (State.HEALTHY, State.PENDING) or row.state.is_resting for row in self.status.components
         )
 
     @property
     def has_news(self) -> bool:
-        """Whether something is known that is not drawn yet."""
+        """True while something is known that is not drawn yet."""
         return self._dirty or (self._fresh_records and self.loaded)
 
     def _draw(self, curves: bool) -> None:
-        """Give the visible panels what is known now; those that only records change when `curves`."""
+        """Draw the visible panels; panels that follow only the records are drawn if `curves`."""
         self._drawn_at = time.monotonic()
         self._dirty = False
         if curves:
@@ -288,13 +307,15 @@ class CockpitApp(CommandApp):
     def _show(self, widgets: Iterable[Widget], curves: bool) -> None:
         view = self._view()
         for widget in widgets:
-            lacks = curves or (self.loaded and widget not in self._current)
-            if isinstance(widget, Panel) and (lacks or not widget.follows_records):
+            # Panels that follow records skip draws without new curves, unless they have just
+            # appeared.
+            needs_records = curves or (self.loaded and widget not in self._current)
+            if isinstance(widget, Panel) and (needs_records or not widget.follows_records):
                 widget.present(view)
                 self._current.add(widget)
 
+    # A panel that appears needs a `View`; after the end of a run no record would trigger one.
     def on_resize(self) -> None:
-        """Panels may have appeared, which no record will come for if the run is over."""
         self._dirty = True
 
     def _view(self) -> View:
@@ -315,14 +336,16 @@ class CockpitApp(CommandApp):
         )
 
     def draw_now(self, kind: type[Chart] | None = None) -> None:
-        """Charts are asked at once, for a key waits; what reads the step under their cursor, too."""
+        """Draw at once, for a key; `kind`: only charts and the panel of the step under their
+        cursor."""
         if self.main:
             wanted = (Chart, StepPanel) if kind else Widget
             self._show([widget for widget in visible(self.main) if isinstance(widget, wanted)], self.loaded)
 
     def _choose_component(self) -> None:
-        """Until the user chooses, the cursor is on what matters: failed, starting, else the trainer."""
         table = self.find(Components)
+        # Until the user moves the cursor it follows what matters most: a failed component, a
+        # starting one, the trainer.
         if table and not (self.user_selects or table.is_users) and self.status and self.status.components:
             rows = self.status.components
             for wanted in (State.FAILED, State.BACKOFF, State.STARTING):
@@ -338,7 +361,7 @@ class CockpitApp(CommandApp):
             self._follow_logs(message.component)
 
     def _follow_logs(self, component: str) -> None:
-        """Show the log of one component, or with "" of all."""
+        """Show the log of one component; "": of all."""
         log = self.find(LogView)
         if log and (component != log.component or not log.is_begun):
             log.switch(component)
@@ -366,7 +389,7 @@ class CockpitApp(CommandApp):
         self.run_worker(self._go_to_log(message.component, message.moment), group="jump", exclusive=True)
 
     async def _go_to_log(self, component: str, time: float) -> None:
-        """The log at that second; what lies further back than the lines kept is read from the file, in a dialog."""
+        """Show the log at `time` (Unix seconds)."""
         table, log = self.find(Components), self.find(LogView)
         if table is None or log is None:
             return
@@ -374,23 +397,25 @@ class CockpitApp(CommandApp):
         table.select(component)
         self.user_selects = True
         self._follow_logs(component)
+        # The lines arrive by message, after the switch.
         for _ in range(FILL_LOOKS):
             await asyncio.sleep(FILL_S / FILL_LOOKS)
             if log.component == component and log.buffer and log.go_to(time):
                 self.action_view("logs")
                 return
+        # The moment lies before the lines kept: read that part of the file and show it in a dialog.
         entries = await asyncio.to_thread(LogFeed(self.feed.run).around, component, time)
         lines = [f"{clock(entry.time)}  {entry.text}" for entry in entries]
-        words = "\n".join(lines) or "its log does not reach that far back"
+        words = "\n".join(lines) or "the log does not go back that far"
         self.push_screen(TextDialog(f"{component} about {clock(time)}", Text(words)))
 
     def action_last_words(self) -> None:
-        """The newest error of the selected component's log."""
+        """Jump to the newest error in the selected component's log."""
         self.action_view("logs")
         if log := self.find(LogView):
             log.action_error(-1)
 
-    # Looking.
+    # Views.
 
     def action_view(self, name: str) -> None:
         if main := self.main:
@@ -403,23 +428,25 @@ class CockpitApp(CommandApp):
             if name == "rollouts":
                 main.query_one(Rollouts).point()
             self._focus(main, name)
-            main.refresh(layout=True)  # at once, else what was there is painted a last time before the layout
+            main.refresh(layout=True)  # now: otherwise the old panels are painted once more before the layout
             self._show([widget for widget in visible(main) if widget not in before], self.loaded)
             if name == "events" and (diagnosis := main.query_one(Notices).diagnosis):
                 main.query_one(Events).point(diagnosis)
 
     def _focus(self, main: Screen[object], name: str) -> None:
-        """The panel that gets the keys: the first of its kind on the screen."""
+        """Give the keys to the first panel of the view's kind."""
         kind = view_spec(name).focus
         next((widget for widget in visible(main) if isinstance(widget, kind)), main.query_one(kind)).focus()
 
     def action_view_before(self) -> None:
-        """Take back one thing that narrows a panel on the screen; if there is none, go to the view before."""
+        """Undo one filter, search or mark on the screen; if there is none, return to the view
+        before."""
         if any(panel.drop() for panel in self._searchable()):
             return
         if self._way_back:
             *way, name = self._way_back
             self.action_view(name)
+            # `action_view` has just added the view that was left.
             self._way_back = way
 
     def action_select(self, by: int) -> None:
@@ -436,12 +463,12 @@ class CockpitApp(CommandApp):
         self._follow_logs("" if self._log_of_all or not (table and table.selected) else table.selected.name)
 
     def action_search(self) -> None:
-        """In the panel with the focus, if it can be searched, else in the first that is on the screen."""
+        """Search the focused panel if it can be searched, otherwise the first one on the screen."""
         if seen := self._searchable():
             self._ask_line("/", seen[0].search, seen[0])
 
     def _searchable(self) -> list[LogView | Rollouts | Events]:
-        """The panels on the screen that can be searched, the one with the focus first."""
+        """Return the searchable panels on the screen, the focused one first."""
         seen = [widget for widget in visible(self.main) if isinstance(widget, SEARCHED)] if self.main else []
         return sorted(seen, key=lambda widget: widget is not self.focused)
 
@@ -459,16 +486,18 @@ class CockpitApp(CommandApp):
         if path is None and table and table.selected:
             path = self.feed.log_of(table.selected.name)
         if path is None:
-            self.refuse("there is no log yet", "", "open")
+            self.refuse("this component has no log yet", "", "open")
         elif problem := edit(self, path):
-            self.refuse(problem, f"the file is {path}", "open")
+            self.refuse(problem, f"open the file elsewhere: {path}", "open")
 
     def action_picture(self) -> None:
         try:
             svg = self.export_screenshot(title=f"atropos-tui · {self.info.name}")
             path = save_screenshot(svg, self.info.name, Path())
         except OSError as error:
-            self.refuse(f"no picture: {error.strerror}", "", "picture")
+            self.refuse(
+                f"cannot save the picture: {error.strerror}", "start the screen in a writable directory", "picture"
+            )
         else:
             self.notify(f"saved {path.resolve()}", markup=False)
 
@@ -479,11 +508,11 @@ class CockpitApp(CommandApp):
         panels_with_keys = [widget for kind in SEARCHED if (widget := self.find(kind))]
         return palette(self, panels_with_keys, self.status.components if self.status and self.can_act else (), self.act)
 
-    # Charts: another lens for all, one alone, other curves, the rollouts of a step.
+    # Charts.
 
     @property
     def runs(self) -> Sequence[RunCurves]:
-        """This run and those on the same axes; empty where it is alone."""
+        """This run and those on the same axes; empty without a comparison."""
         if not self.others:
             return ()
         return [RunCurves("this run", self.info, self.state, self._settings), *self.others.values()]
@@ -508,11 +537,12 @@ class CockpitApp(CommandApp):
             self._shrink(message.chart)
 
     def _go_to_step(self, what: str, step: int) -> None:
-        """What the trainer said, or what happened, when that step was done."""
+        """Show the trainer's log, or the events, at the end of `step`."""
+        # A step's record is written at its end, so its time is the end of the step.
         ends = self.state.metric("step_s")
         at = bisect_left(ends.steps, step)
         if at == len(ends):
-            self.notify(f"no record tells when step {step} was", timeout=3)
+            self.notify(f"no record has the time of step {step}", timeout=3)
         elif what == "log":
             trainer = next((part.name for part in self.info.components if part.role == "trainer"), "")
             self.post_message(Events.Asked(trainer, ends.times[at]))
@@ -532,13 +562,14 @@ class CockpitApp(CommandApp):
         self.action_view(ENLARGED)
 
     def _shrink(self, chart: Chart) -> None:
-        """Back to where the chart was enlarged; from a view of its own, to the view before."""
+        """Return to the view from which the chart was enlarged."""
         self.action_view_before()
+        # Only a chart in the full-screen view gives the focus back to the chart it came from.
         if self._enlarged is not None and any(node.id == f"view-{ENLARGED}" for node in chart.ancestors):
             self._enlarged.focus()
 
     async def draw_chosen(self) -> None:
-        """Charts of the chosen curves in their view."""
+        """Add charts of the chosen curves to the training view."""
         if self.main:
             await self.main.query_one("#view-training").query_one(ChartGrid).also(self.chosen.metrics)
             self.draw_now()
@@ -562,6 +593,7 @@ class CockpitApp(CommandApp):
 
     async def _compare(self) -> None:
         root = self.feed.run.root
+        # Listing and reading runs is file work: it must not block the screen.
         found = await asyncio.to_thread(other_runs, root)
         wanted = await self.push_screen_wait(ChooseRunsDialog(found, self.others, self.size.width))
         if not isinstance(wanted, list):
@@ -572,6 +604,7 @@ class CockpitApp(CommandApp):
         self._settings = await asyncio.to_thread(settings_of, self.feed.run)
         first = next(iter(self.others), None)
         self.other = self._figures(first) if first else None
+        # A window or cursor of this run alone may lie outside the new axes.
         self.looking.lens = self.chosen.lens()
         self.draw_now()
 
@@ -582,22 +615,25 @@ class CockpitApp(CommandApp):
 
 
 def standing(status: RunStatus) -> object:
-    """How a run stands, without the figures that are never twice the same."""
+    """Return how a run stands, without the figures that change in every status."""
     rows = [(row.name, row.state, row.pid, row.attempt, row.healthy, row.waiting_for) for row in status.components]
     return status.phase, status.exit_code, rows
 
 
 def run_cockpit(run_dir: Path, *, read_only: bool = False) -> Outcome:
-    """Show the screen of `run_dir` until it is left; `read_only`: no command is sent from it."""
+    """Show the screen of `run_dir` until the user leaves it; `read_only`: send no commands."""
     app = CockpitApp(run_dir)
     app.read_only = read_only
-    return run_app(dressed(app))
+    return run_app(with_theme(app))
 
 
-def dressed(app: CockpitApp) -> CockpitApp:
-    """In the colours that the user chose the last time or by ATROPOS_THEME, else in ours for this terminal."""
+def with_theme(app: CockpitApp) -> CockpitApp:
+    """Set the theme of `app`: ATROPOS_THEME, the user's last choice, or the default for this
+    terminal."""
     wish = os.environ.get("ATROPOS_THEME") or preferences.theme()
     known = app.available_themes
-    app.theme = own_theme(wish, known, None if wish in known else ground())
+    # Ask the terminal for its background only without a valid choice: the answer may take up to
+    # half a second.
+    app.theme = first_theme(wish, known, None if wish in known else ground())
     app.keep_theme = lambda name: preferences.keep(theme=name)
     return app

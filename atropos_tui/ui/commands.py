@@ -1,7 +1,7 @@
-"""Commands from the screen: ask with the blast radius, send, say what became of it; and how the screen is left.
+"""Commands from the screen, and the ways to leave it.
 
-`palette` is what Ctrl+P offers: every action, made from the bindings, and each component's actions by name; `explained`
-is the help, made from them, too.
+A command shows what it will stop and start, is sent after a confirmation, and its result is
+reported. `palette` builds the entries of Ctrl+P and `explained` the help, both from the bindings.
 """
 
 from __future__ import annotations
@@ -32,14 +32,17 @@ from atropos_tui.ui.widgets.bars import CommandBar
 from atropos_tui.ui.widgets.components import Components
 
 Outcome = Literal["detach", "stop", "ended", "failed"]
-"""How the screen was left: the run goes on, was stopped from here, or was over."""
+"""How the user left the screen. `detach`: the run goes on; `stop`: stopped from here; `ended`: it
+was over; `failed`: an internal error ended the screen."""
 
 Kind = TypeVar("Kind", bound=Widget)
 
 
 class OnlyPlainText(LineFilter):
-    """Drop whatever a terminal would obey from the text of every line that any widget draws."""
+    """Removes control characters from every line that a widget draws."""
 
+    # Rollouts and logs are untrusted text: escape sequences must not reach the terminal. A line
+    # filter covers every widget.
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
         if all(text.isprintable() for text, _, _ in segments):
             return segments
@@ -47,35 +50,37 @@ class OnlyPlainText(LineFilter):
 
 
 def _plain_segment(segment: Segment) -> Segment:
+    # Pad to the old width, so that the columns of the line stay aligned.
     text = harmless(segment.text).replace("\n", " ").replace("\t", " ")
     return Segment(text + " " * (cell_len(segment.text) - cell_len(text)), segment.style)
 
 
 class CommandApp(App[Outcome]):
-    """An app over one run whose keys act on the component under the cursor."""
+    """App for one run; its keys act on the component under the cursor."""
 
     feed: Feed
 
     def __init__(self) -> None:
         super().__init__()
         self._only_plain_text = OnlyPlainText()
+        # The run has ended, or its supervisor is gone for good.
         self.is_over = False
-        """The run has ended, or nobody owns it any more."""
         self.gone = ""
-        """Why no supervisor answers; empty while one does."""
+        """Reason why no supervisor answers; empty while one does."""
+        # The user has moved the cursor, so the screen no longer moves it.
         self.user_selects = False
-        """The cursor is where the user put it."""
         self.read_only = False
-        """No command is sent from here."""
+        # Stopping was requested here; the screen closes once the run has ended.
         self.is_leaving = False
-        """The run was told to stop from here, and its end is waited for."""
         self._seen_commands: set[str] = set()
+        # A dialog is open, or its recipe is being fetched: further key presses must not open a
+        # second one.
         self._is_asking = self._asks_to_leave = False
-        """A question, or what comes before and after it, is under way: impatient keys ask no second one."""
 
     def _fatal_error(self) -> None:
-        """End after an unhandled error. Textual's own method prints a traceback with all local variables: for a long
-        run that takes minutes, in which no key works."""
+        """End after an unhandled error."""
+        # Textual's method prints a traceback with all local variables. For a long run that takes
+        # minutes, in which no key works.
         faults.record(self._exception or RuntimeError("unknown"), "the screen")
         self._close_messages_no_wait()
 
@@ -84,16 +89,19 @@ class CommandApp(App[Outcome]):
 
     @property
     def main(self) -> Screen[object] | None:
-        """The screen below any dialog; None while the app comes up or goes down, when messages may still arrive."""
+        """Return the screen below any dialog; None while the app starts or ends, when messages can
+        still arrive."""
         return self.screen_stack[0] if self.is_running and self._screen_stack else None
 
     def find(self, kind: type[Kind]) -> Kind | None:
-        """The panel of this kind, whatever dialog is above it."""
+        """Return the panel of this kind, even below a dialog."""
         return next(iter(self.main.query(kind)), None) if self.main else None
 
     def tell_command(self, record: CommandRecord, *, silently: bool = False) -> None:
-        """Say how a command ended, once, whoever gave it; `silently`: it is history, also if it comes again."""
+        """Report the end of a command once, whichever client sent it; `silently`: only mark it as
+        reported."""
         if record.status in ("done", "failed") and record.command_id not in self._seen_commands:
+            # A record may arrive again when the streams are read from the start.
             self._seen_commands.add(record.command_id)
             if silently:
                 return
@@ -105,11 +113,11 @@ class CommandApp(App[Outcome]):
 
     @property
     def can_act(self) -> bool:
-        """Whether there is a run that takes commands from here."""
+        """Return True if the run accepts commands from here."""
         return not (self.is_over or self.read_only)
 
     def idle_actions(self) -> tuple[str, ...]:
-        """Actions that only say why they do nothing."""
+        """Return the actions that would only be refused."""
         return () if self.can_act else ACTS if not self.is_over else (*ACTS, "detach")
 
     def action_act(self, action: Action) -> None:
@@ -121,11 +129,14 @@ class CommandApp(App[Outcome]):
         self.act(action, row.name)
 
     def act(self, action: Action, component: str | None) -> None:
-        """Ask for `action` on a component, or on the whole stack, unless something is being asked."""
+        """Ask for confirmation of `action` on a component (None: the whole stack), unless a
+        question is open."""
         if self.read_only:
-            self.refuse("this screen only shows", "atropos-tui attach without --read-only can act")
+            self.refuse("this screen is read-only", "attach without --read-only to send commands")
         elif self.is_over:
-            self.refuse("this run has ended", "atropos-tui up starts another; up --resume continues this one")
+            self.refuse(
+                "this run has ended", "start another with `atropos-tui up`, or continue this one with `up --resume`"
+            )
         elif not (self._is_asking or self._asks_to_leave):
             self.user_selects = self._is_asking = True
             self.run_worker(self._act(action, component), group="commands")
@@ -141,13 +152,15 @@ class CommandApp(App[Outcome]):
 
     def action_stop_or_start(self) -> None:
         table = self.find(Components)
-        rests = table and table.selected and table.selected.state.is_resting
-        self.action_act("start" if rests else "stop")
+        is_resting = table and table.selected and table.selected.state.is_resting
+        self.action_act("start" if is_resting else "stop")
 
     async def _ask_and_send(self, action: Action, component: str | None, *, ask: bool = True) -> bool:
-        """Show the blast radius, then send. Whether the command was accepted."""
+        """Show what the command will stop and start, then send it; return True if it was
+        accepted."""
         try:
             recipe = await self.feed.recipe(action, component)
+            # A start ends nothing, so it needs no confirmation.
             if ask and action != "start" and not await self.push_screen_wait(ConfirmDialog(recipe)):
                 return False
             accepted = await self.feed.send(CommandRequest(action=action, component=component))
@@ -155,13 +168,15 @@ class CommandApp(App[Outcome]):
             self.refuse(refusal.error, refusal.fix, f"{action} {component or 'the stack'} refused")
             return False
         if bar := self.find(CommandBar):
+            # The accepted recipe, which may differ from the one that was confirmed.
             bar.note(accepted.command_id, accepted.recipe)
         self.notify(f"{action} {component or 'the stack'}: accepted", timeout=2, markup=False)
         return True
 
     def refuse(self, error: str, fix: str, heading: str = "refused") -> None:
-        """Say why nothing is done; the same words are not repeated while they are still on the screen."""
+        """Show why nothing is done, unless the same message is still on the screen."""
         words = one_line(error) + (f"\n{one_line(fix)}" if fix else "")
+        # A held key would otherwise fill the screen with the same toast.
         if all((note.title, note.message) != (heading, words) for note in self._notifications):
             self.notify(words, title=heading, severity="warning", timeout=8, markup=False)
 
@@ -171,17 +186,18 @@ class CommandApp(App[Outcome]):
         self.exit("ended" if self.is_over else "detach")
 
     def action_ask_quit(self) -> None:
-        """Over: leave. Running: ask. Asked again while the run stops: leave without waiting."""
+        """Leave if the run is over, otherwise ask. While the run stops, leave at once."""
         if self.read_only:
             self.action_detach()
         elif self.is_over or self.is_leaving:
+            # Still stopping: the exit must read as `stop`, as the user chose.
             self.exit("ended" if self.is_over and not self.is_leaving else "stop")
         elif not self._asks_to_leave:
             self._asks_to_leave = True
             self.run_worker(self._ask_quit(), group="commands")
 
     def action_interrupt(self) -> None:
-        """Ask as `q` does; pressed again at the question, detach: that never ends the run."""
+        """Ask as `q` does; a second press at the question detaches, which never ends the run."""
         if self._asks_to_leave:
             self.exit("detach")
         else:
@@ -200,9 +216,9 @@ class CommandApp(App[Outcome]):
 
 
 ACTS = ("act('restart')", "stop_or_start", "act('kill')")
-"""Of keys in the footer, those that change the run."""
+"""Actions of footer keys that change the run."""
 _NAMED = {"left_square_bracket": "left bracket", "right_square_bracket": "right bracket"}
-"""Keys whose own sign would be read as markup."""
+"""Names for keys whose own character would be parsed as markup."""
 
 Act = Callable[[Action, str], object]
 
@@ -210,11 +226,11 @@ Act = Callable[[Action, str], object]
 def palette(
     app: App[Any], panels: Iterable[DOMNode], rows: Iterable[ComponentStatus], act: Act
 ) -> Iterator[SystemCommand]:
-    """Commands for the palette.
+    """Yield the commands of the palette.
 
     Args:
-        panels: whose keys work when they have the focus.
-        act: asks for an action on a component.
+        panels: panels with keys of their own.
+        act: starts an action on a component.
     """
     for owner in (app, *panels):
         for binding in _bindings(owner):
@@ -233,8 +249,10 @@ def palette(
 
 
 def _bindings(owner: DOMNode) -> list[Binding]:
-    """One for each action, its first key; a class's own stand before, and instead of, those it inherits."""
+    """Return one binding for each action, with its first key; bindings of a subclass win over
+    inherited ones."""
     by_key: dict[str, Binding] = {}
+    # The method resolution order lists the class itself first.
     for kind in type(owner).__mro__:
         for binding in Binding.make_bindings(vars(kind).get("BINDINGS", ())):
             by_key.setdefault(binding.key, binding)
@@ -251,17 +269,19 @@ def _possible(row: ComponentStatus) -> tuple[Action, ...]:
 
 
 def explained(app: App[Any], widgets: Iterable[Widget]) -> dict[str, dict[str, str]]:
-    """Keys by what they act on, each with what it does: of the panel that has them, everywhere, then of other panels.
+    """Return key and description by section: keys of the focused panel, keys of the app, keys of
+    other panels.
 
     Args:
-        widgets: those on the screen.
+        widgets: the widgets on the screen.
     """
     sections: dict[str, dict[str, str]] = {}
 
     def explain(binding: Binding) -> None:
-        """Put a key where it belongs: a tooltip begins with the panel that it is of, unless it is of all."""
+        """Add a key to its section."""
         if binding.system or not binding.tooltip:
             return
+        # A tooltip starts with its panel's name and a colon, except for keys that work everywhere.
         panel, colon, words = binding.tooltip.partition(": ")
         if binding.action.startswith("view("):
             panel, words = "Views", f"{binding.description}: {binding.tooltip}"
@@ -269,8 +289,10 @@ def explained(app: App[Any], widgets: Iterable[Widget]) -> dict[str, dict[str, s
             panel, words = "Everywhere", binding.tooltip
         sections.setdefault(panel, {}).setdefault(app.get_key_display(binding), words)
 
+    # These come first in the order of the focus chain: panel, screen, app.
     for active in app.screen.active_bindings.values():
         explain(active.binding)
+    # Move the general sections behind the focused panel's.
     for everywhere in ("Everywhere", "Views"):
         sections[everywhere] = sections.pop(everywhere, {})
     here = set(sections)
@@ -278,5 +300,5 @@ def explained(app: App[Any], widgets: Iterable[Widget]) -> dict[str, dict[str, s
         for binding in Binding.make_bindings(type(widget).BINDINGS):
             if binding.tooltip.partition(": ")[0] not in here:
                 explain(binding)
-    away = " (tab or a click leads there)"
+    away = " (focus it with tab or a click)"
     return {name if name in here else f"{name}{away}": keys for name, keys in sections.items() if keys}

@@ -1,4 +1,4 @@
-"""Dialogs: a command with its blast radius, leaving, and the help that is made from the bindings."""
+"""Dialogs: confirm a command, quit, choose runs or curves, read a text, and help."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from atropos_tui.monitor.run_list import RunRow, table
 
 
 class _Dialog(ModalScreen[object]):
-    """Shared behaviour: arrows move between buttons, Esc closes."""
+    """Base of all dialogs: arrows move between buttons, Esc closes."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "dismiss", "Cancel"),
@@ -32,9 +32,10 @@ class _Dialog(ModalScreen[object]):
 
 
 class ConfirmDialog(_Dialog):
-    """Asks before a command that stops something. Dismissed with True, or None.
+    """Confirmation of a command. Returns True, or None.
 
-    Enter does a restart of one component; what ends more, or for longer, needs `y` or a step to its button.
+    Enter confirms a restart of one component. Commands that end more need `y` or a move to the
+    button.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("y", "dismiss(True)", "Yes", show=False)]
@@ -55,16 +56,18 @@ class ConfirmDialog(_Dialog):
                 yield Button("Cancel  esc", id="no")
 
     def on_mount(self) -> None:
+        # The focus decides what Enter does, so anything but a mild command starts on Cancel.
         is_mild = self.recipe.action == "restart" and self.recipe.component is not None
         self.query_one("#yes" if is_mild else "#no").focus()
 
     def on_button_pressed(self, event: Button.Pressed) -> None:
         event.stop()
+        # None, as for Esc.
         self.dismiss(True if event.button.id == "yes" else None)
 
 
 class QuitDialog(_Dialog):
-    """Detach or stop. Dismissed with the choice, or None to stay."""
+    """Asks whether to detach or stop. Returns `detach`, `stop`, or None to stay."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("d", "dismiss('detach')", "Detach"),
@@ -87,6 +90,7 @@ class QuitDialog(_Dialog):
                 yield Button("Stay  esc", id="stay")
 
     def on_mount(self) -> None:
+        # The choice that never ends the run.
         self.query_one("#detach").focus()
 
     def on_button_pressed(self, event: Button.Pressed) -> None:
@@ -95,7 +99,7 @@ class QuitDialog(_Dialog):
 
 
 class TextDialog(_Dialog):
-    """Something to read, and to copy."""
+    """Text to read and copy."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter,q", "dismiss", "Close", show=False),
@@ -119,12 +123,13 @@ class TextDialog(_Dialog):
 
 
 class HelpDialog(TextDialog):
-    """Every key that works now, from the bindings themselves."""
+    """Every key that works now, taken from the bindings."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("question_mark", "dismiss", "Close", show=False)]
 
     def __init__(self, sections: Mapping[str, Mapping[str, str]]) -> None:
-        """Args: `sections`: by heading, what each key does."""
+        """Args:
+        sections: by heading, each key with its description."""
         width = max((len(key) for keys in sections.values() for key in keys), default=0)
         text = Text()
         for heading, keys in sections.items():
@@ -135,21 +140,26 @@ class HelpDialog(TextDialog):
 
 
 BOX = 4
-"""Columns of what says whether a line is marked."""
+"""Cells of the check box before a line."""
 AROUND = 10
-"""Columns beside the lines of a dialog that is as wide as the terminal allows."""
+"""Cells of frame and padding beside the lines."""
 
 
 class _ChooseDialog(_Dialog):
-    """Some of many. Space marks; Enter takes what is marked, or, of nothing marked, the line under the cursor."""
+    """Multiple choice. Space marks; Enter returns the marked values, or the one under the cursor if
+    none is marked."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "take", "Take", priority=True)]
     HEADING: ClassVar[str]
     NOTHING: ClassVar[str]
-    """What stands there where there is nothing to choose from."""
+    """Text if there is nothing to choose from."""
 
     def __init__(self, lines: Sequence[str], values: Sequence[object], chosen: Container[object], heads: str) -> None:
-        """Args: `values`: what each line stands for, to be dismissed with; `heads`: above the lines."""
+        """Args:
+        lines: texts to choose from.
+        values: value of each line.
+        chosen: values that are marked at first.
+        heads: heading above the lines."""
         super().__init__()
         self._lines, self._values, self._heads = lines, values, heads
         self._marked = {at for at, value in enumerate(values) if value in chosen}
@@ -162,6 +172,7 @@ class _ChooseDialog(_Dialog):
                 yield Static(self.NOTHING, classes="dialog-text")
             elif self._heads:
                 yield Static(Text(" " * BOX + self._heads, no_wrap=True), classes="dialog-heads")
+            # `Text`, because names of runs and curves must not be parsed as markup.
             options = [
                 Selection(Text(line, no_wrap=True), at, at in self._marked) for at, line in enumerate(self._lines)
             ]
@@ -171,45 +182,49 @@ class _ChooseDialog(_Dialog):
         self.query_one(SelectionList).focus()
 
     def action_take(self) -> None:
-        """In the order they were marked."""
+        """Return the marked values in the order they were marked."""
         options = self.query_one(SelectionList)
         taken = options.selected
+        # Unmarking everything is an answer too: only a list that started empty falls back to the
+        # cursor.
         if not taken and not self._marked and options.highlighted is not None:
             taken = [options.highlighted]
         self.dismiss([self._values[at] for at in taken])
 
 
 class ChooseRunsDialog(_ChooseDialog):
-    """Which runs to compare with, on the same axes. Dismissed with their directories; None leaves it as it is."""
+    """Asks for the runs to compare with, on the same axes. Returns their directories; None changes
+    nothing."""
 
     HEADING = "Compare with"
-    NOTHING = "No other run with a trainer's records, beside this one or among those that this user has started."
+    NOTHING = "No other run with training records was found, neither beside this one nor among your own."
 
     def __init__(self, runs: Sequence[RunRow], chosen: Container[Path], columns: int) -> None:
-        """Args: `columns`: of the terminal."""
+        """Args:
+        columns: width of the terminal."""
         heads, *lines = table(runs, time.time(), columns - AROUND - BOX)
         super().__init__(lines, [run.dir for run in runs], chosen, heads)
 
 
 class ChooseCurvesDialog(_ChooseDialog):
-    """Which curves to draw besides those that always are. Dismissed with their names; None leaves it as it is."""
+    """Asks for extra curves to draw. Returns their names; None changes nothing."""
 
     HEADING = "Curves in Training"
-    NOTHING = "The run has no numbers yet."
+    NOTHING = "The run has recorded no metrics yet."
 
     def __init__(self, names: Sequence[str], chosen: Container[str]) -> None:
         super().__init__([*map(one_line, names)], names, chosen, "")
 
 
 def radius_text(recipe: Recipe) -> Text:
-    """Who stops and who starts, in order, and why."""
+    """Return what stops and what starts, in order, with the reason."""
     text = Text()
     if recipe.stop:
         text.append("stops   ", "dim").append(" → ".join(recipe.stop), "bold").append("\n")
     if recipe.start:
         text.append("starts  ", "dim").append(" → ".join(recipe.start), "bold").append("\n")
     if recipe.action == "kill":
-        text.append("\nKILL gives it no time to save or clean up. The restart policy decides what follows.\n")
+        text.append("\nKill leaves no time to save or clean up. The restart policy decides what happens next.\n")
     if recipe.note:
         text.append("\n" + recipe.note + "\n")
     text.rstrip()

@@ -16,7 +16,7 @@ from textual.widgets import Input
 from atropos_tui.monitor.format import duration
 from atropos_tui.monitor.replay import Replay, ReplayClock
 from atropos_tui.monitor.timeline import clock as time_of_day
-from atropos_tui.ui.app import CockpitApp, dressed
+from atropos_tui.ui.app import CockpitApp, with_theme
 from atropos_tui.ui.commands import Outcome
 from atropos_tui.ui.feed import Feed
 from atropos_tui.ui.plot import progress_bar
@@ -163,4 +163,4 @@ class ReplayApp(CockpitApp):
 
 def run_replay(replay: Replay) -> Outcome:
     """Show the screen until the user leaves it."""
-    return run_app(dressed(ReplayApp(replay)))
+    return run_app(with_theme(ReplayApp(replay)))

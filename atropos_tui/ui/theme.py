@@ -68,7 +68,7 @@ LIGHT = _named(
 )  # fmt: skip
 
 
-def own_colours(theme: Theme) -> dict[str, str]:
+def theme_colours(theme: Theme) -> dict[str, str]:
     """Return the colours that `theme` does not define, mixed from its text and background
     colours."""
     if theme.ansi:  # the terminal's 16 colours cannot be mixed
@@ -88,7 +88,7 @@ def own_colours(theme: Theme) -> dict[str, str]:
     return {name: background.blend(Color.parse(system[colour]), share).hex for name, (colour, share) in mixed.items()}
 
 
-def own_theme(wished: str, known: Collection[str], ground: Literal["dark", "light"] | None) -> str:
+def first_theme(wished: str, known: Collection[str], ground: Literal["dark", "light"] | None) -> str:
     """Return the name of the first theme: the user's choice if it exists, otherwise the one for the
     terminal's background."""
     return wished if wished in known else LIGHT.name if ground == "light" else THEME.name
@@ -115,7 +115,7 @@ _made: dict[str, dict[str, Style]] = {}
 def ink(app: App[Any], name: str) -> Style:
     """Return the style `name` of `INKS` in the current theme."""
     if (styles := _made.get(app.theme)) is None:
-        variables = own_colours(app.current_theme) | app.get_css_variables()
+        variables = theme_colours(app.current_theme) | app.get_css_variables()
         # `textual.style.Style.parse` reads the stylesheet, which may still hold the old theme's
         # colours.
         parsed = {name: parse_style(words, variables) for name, words in INKS.items()}

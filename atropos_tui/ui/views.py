@@ -1,4 +1,4 @@
-"""Where the panels are: the tree of the main screen, and the table of views, one for each number key."""
+"""Layout of the main screen, and the table of views, one for each number key."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from atropos_tui.ui.widgets.rollouts import RolloutDetail, Rollouts
 
 
 class ViewSpec(NamedTuple):
-    """What a number key shows below the table of components."""
+    """Content of the screen below the components table, shown by a number key."""
 
     title: str
     about: str
     focus: type[Widget] = Components
-    """The panel that gets the keys."""
+    """Panel that gets the focus."""
     panels: Callable[[], Sequence[Widget]] = tuple
-    """Makes the panels that stand side by side in this view alone."""
+    """Factory of the panels that only this view has, side by side."""
     bottom: tuple[type[Widget], ...] = ()
-    """Panels of the overview's bottom row that fill the place instead: what was read in them stays as it was."""
+    """Panels of the overview's bottom row that fill this view; they keep their scroll position."""
     short: str = ""
-    """Its title where there is little room, if that is another one."""
+    """Title on a narrow screen; empty: the same."""
 
 
 TRAINING = (
@@ -50,7 +50,7 @@ VIEWS = {
     "overview": ViewSpec("Overview", "Everything", short="Home"),
     "training": ViewSpec(
         "Training",
-        "Curves of training, and those you choose",
+        "Training curves, and those you choose",
         Chart,
         panels=lambda: [ChartGrid(*TRAINING, columns="three")],
         short="Train",
@@ -74,19 +74,20 @@ VIEWS = {
     ),
     "events": ViewSpec("Events", "Transitions, diagnoses, commands", Events, bottom=(Events,)),
     "component": ViewSpec(
-        "Component", "Everything known of the selected component", panels=lambda: [Details()], short="Comp"
+        "Component", "Everything known about the selected component", panels=lambda: [Details()], short="Comp"
     ),
 }
-"""The views by name, in the order of the number keys. A new panel is its file and a row here."""
+"""Views by name, in the order of the number keys. To add a panel, write its file and add a row
+here."""
 ENLARGED = "enlarged"
 NUMBERLESS = {
     ENLARGED: ViewSpec("Chart", "One chart on the whole screen", Chart, panels=lambda: [Chart("reward"), StepPanel()])
 }
-"""Views that something leads to, and no number key."""
+"""Views without a number key."""
 
 
 def compose_screen() -> ComposeResult:
-    """Every widget of the main screen."""
+    """Yield every widget of the main screen."""
     yield Header()
     yield Notices()
     with Horizontal(id="top"):
@@ -107,6 +108,8 @@ def compose_screen() -> ComposeResult:
         yield Rollouts()
         yield RolloutDetail()
         yield Events()
+    # All panels exist from the start; a view only shows and hides them, so each keeps its cursor
+    # and scroll position.
     for name, view in {**VIEWS, **NUMBERLESS}.items():
         if panels := view.panels():
             yield Horizontal(*panels, id=f"view-{name}", classes="view")
@@ -118,15 +121,15 @@ def compose_screen() -> ComposeResult:
 
 
 def view_spec(name: str) -> ViewSpec:
-    """A view, whether a number key leads to it or not."""
+    """Return a view, with or without a number key."""
     return VIEWS.get(name) or NUMBERLESS[name]
 
 
 def arrange(root: Widget, name: str) -> None:
-    """Show the panels of a view, and no others; those of the overview are the style sheet's, by the terminal's size.
-
-    Widgets are shown and hidden one by one, for restyling all of them would take a quarter of a second.
-    """
+    """Show the panels of a view and hide the others."""
+    # Set `display` widget by widget: a class on the screen would restyle all widgets, which takes a
+    # quarter of a second. In the overview the style sheet decides by the size of the terminal, so
+    # inline rules are cleared.
     view, overview = view_spec(name), name == "overview"
     for row in root.query(".overview"):
         _display(row, None if overview else bool(view.bottom) and row.id == "bottom")
@@ -135,21 +138,26 @@ def arrange(root: Widget, name: str) -> None:
     for own in root.query(".view"):
         _display(own, True if own.id == f"view-{name}" else None)
     _display(root.query_one("#top"), False if name == ENLARGED else None)
+    # The machine view shows the same figures in its own panel.
     _display(root.query_one("#machine"), False if name == "machine" else None)
 
 
 def _display(widget: Widget, shown: bool | None) -> None:
-    """Show or hide; None leaves it to the style sheet."""
+    """Show or hide; None returns the decision to the style sheet."""
     if shown is not None:
         widget.styles.display = "block" if shown else "none"
     elif widget.styles.inline.has_rule("display"):
         widget.styles.clear_rule("display")
+        # `clear_rule` alone does not trigger a layout.
         widget.styles.refresh(layout=True, parent=True)
 
 
 def visible(root: Widget) -> Iterator[Widget]:
-    """Every widget below `root` that the present view shows, and panels that hide themselves."""
+    """Yield every widget below `root` that the current view shows, and panels that hide
+    themselves."""
     for child in root.children:
+        # A hidden panel of this kind decides from each `View` whether to appear, so it must get
+        # one.
         if child.display or (isinstance(child, Panel) and child.hides_itself):
             yield child
             yield from visible(child)

@@ -566,7 +566,7 @@ async def test_a_screen_that_only_shows_sends_nothing(tmp_path: Path) -> None:
         await screen.shows("step 37/60")
         for key in ("r", "s", "K", "R"):
             await screen.press(key)
-            await screen.until(lambda: any("only shows" in words for words in screen.toasts()))
+            await screen.until(lambda: any("read-only" in words for words in screen.toasts()))
             assert len(screen.app.screen_stack) == 1, "and asks nothing"
             screen.app.clear_notifications()
         await screen.press("q")

@@ -272,7 +272,7 @@ async def test_help_lists_every_binding_of_the_app(run: RunDir) -> None:
                 assert binding.tooltip in help_text(screen)  # type: ignore[union-attr]
         headings = [line for line in help_text(screen).splitlines() if line and "   " not in line]
         assert headings.index("Views") == headings.index("Everywhere") + 1
-        assert headings.index("Log (tab or a click leads there)") > headings.index("Views")
+        assert headings.index("Log (focus it with tab or a click)") > headings.index("Views")
         assert "1   Overview: Everything" in help_text(screen)
         await screen.press("escape")
         await screen.until(lambda: "Keys" not in screen.text())

@@ -16,7 +16,7 @@ from rich.style import Style
 from textual.color import Color
 
 from atropos_tui.ui import preferences, theme
-from atropos_tui.ui.app import CockpitApp, dressed
+from atropos_tui.ui.app import CockpitApp, with_theme
 from atropos_tui.ui.theme import LIGHT, THEME, ink
 from atropos_tui.ui.widgets.benchmark import Benchmark
 from atropos_tui.ui.widgets.curves import Chart
@@ -175,16 +175,16 @@ def test_what_the_user_chose_goes_before_what_the_terminal_is(tmp_path: Path, mo
     monkeypatch.setenv("COLORFGBG", "0;15")
     monkeypatch.delenv("ATROPOS_THEME", raising=False)
     run = make_run(tmp_path / "run")
-    assert dressed(CockpitApp(run.root)).theme == LIGHT.name
+    assert with_theme(CockpitApp(run.root)).theme == LIGHT.name
     preferences.keep(theme="nord")
-    assert dressed(CockpitApp(run.root)).theme == "nord"
+    assert with_theme(CockpitApp(run.root)).theme == "nord"
     monkeypatch.setenv("ATROPOS_THEME", "dracula")
-    assert dressed(CockpitApp(run.root)).theme == "dracula"
+    assert with_theme(CockpitApp(run.root)).theme == "dracula"
     monkeypatch.setenv("ATROPOS_THEME", "no such theme")
-    assert dressed(CockpitApp(run.root)).theme == LIGHT.name
+    assert with_theme(CockpitApp(run.root)).theme == LIGHT.name
     preferences.path().write_text("[not an object]")
     monkeypatch.setenv("COLORFGBG", "15;0")
-    assert dressed(CockpitApp(run.root)).theme == THEME.name
+    assert with_theme(CockpitApp(run.root)).theme == THEME.name
 
 
 async def test_a_theme_that_is_chosen_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
