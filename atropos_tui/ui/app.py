@@ -1,10 +1,8 @@
 """The cockpit app. It only connects parts: the feed posts messages, handlers update the state,
 panels draw a `View`.
 
-`atropos-tui attach [RUN]`
-
-The app owns no process and no file of the run. Killing it changes nothing, and attaching late shows
-the whole history. When no supervisor is left, the files of the run decide what is shown.
+The app owns no process and no file of the run: killing it changes nothing, and attaching late shows
+the whole history. Without a supervisor the files of the run decide what is shown.
 """
 
 from __future__ import annotations
@@ -66,10 +64,8 @@ QUIET_S = 5.0
 # Seconds to wait for the lines of a log that was switched to, and number of checks in that time.
 FILL_S, FILL_LOOKS = 0.6, 6
 COLLECT_S = 60.0
-"""Seconds between two full garbage collections, each of which stops the screen for a quarter of a
-second."""
+"""Seconds between two full garbage collections, each of which stops the screen for 0.25 s."""
 SEARCHED = (LogView, Rollouts, Events)
-"""Panels with search and keys of their own."""
 
 
 class CockpitApp(CommandApp):
@@ -141,7 +137,7 @@ class CockpitApp(CommandApp):
         """State from the last records of long streams, until the history is read."""
         self.status: RunStatus | None = None
         self.loaded = False
-        """The files were read to their end once; until then no curve is drawn."""
+        """The files were read to their end once; no curve is drawn before."""
         self._bad_lines = 0
         # Not drawn yet: anything; records of the streams, which alone move the curves.
         self._dirty = self._fresh_records = True
@@ -158,12 +154,11 @@ class CockpitApp(CommandApp):
         self.chosen = preferences.charts()
         self.looking = Looking(self.chosen.lens())
         self.others: dict[Path, RunCurves] = {}
-        """Runs on the same axes as this one, by directory, in the order of the choice."""
+        """Runs on the same axes as this one, in the order of the choice."""
         self.other: RunBenchmark | None = None
         """Figures of the first of `others`."""
         self._settings: dict[str, str] = {}
         self._enlarged: Chart | None = None
-        """Chart that was enlarged from a view."""
         for theme in (THEME, LIGHT):
             self.register_theme(theme)
         self.theme = THEME.name
@@ -235,7 +230,6 @@ class CockpitApp(CommandApp):
         self._use_status_from_files()
 
     def _tune_garbage_collector(self) -> None:
-        """Tune the garbage collector for a large history: small and frequent collections."""
         # The history stays until the end. `freeze` excludes it from collections, which would delay
         # keys.
         gc.freeze()
@@ -268,7 +262,6 @@ class CockpitApp(CommandApp):
     # Drawing.
 
     def _refresh_panels(self) -> None:
-        """Draw what changed, and the clocks at intervals."""
         now = time.monotonic()
         known = self.loaded or self._newest is not None
         # Under a dialog only the clocks trigger a draw, because each draw repaints the whole
@@ -284,7 +277,6 @@ class CockpitApp(CommandApp):
             self._draw(curves)
 
     def _is_steady(self) -> bool:
-        """Return True if every component is up or at rest."""
         return self.status is not None and all(
             row.state in (State.HEALTHY, State.PENDING) or row.state.is_resting for row in self.status.components
         )
@@ -295,7 +287,7 @@ class CockpitApp(CommandApp):
         return self._dirty or (self._fresh_records and self.loaded)
 
     def _draw(self, curves: bool) -> None:
-        """Draw the visible panels; panels that follow only the records are drawn if `curves`."""
+        """Draw the visible panels; those that follow only the records if `curves`."""
         self._drawn_at = time.monotonic()
         self._dirty = False
         if curves:
@@ -361,7 +353,6 @@ class CockpitApp(CommandApp):
             self._follow_logs(message.component)
 
     def _follow_logs(self, component: str) -> None:
-        """Show the log of one component; "": of all."""
         log = self.find(LogView)
         if log and (component != log.component or not log.is_begun):
             log.switch(component)
@@ -376,7 +367,7 @@ class CockpitApp(CommandApp):
     def on_rollouts_pointed(self, message: Rollouts.Pointed) -> None:
         detail = self.find(RolloutDetail)
         if detail and detail.display:
-            detail.tell(message)
+            detail.show_rollout(message)
 
     def on_listing_chosen(self, message: Listing.Chosen) -> None:
         if isinstance(message.listing, Events) and (event := message.listing.current):
@@ -389,7 +380,6 @@ class CockpitApp(CommandApp):
         self.run_worker(self._go_to_log(message.component, message.moment), group="jump", exclusive=True)
 
     async def _go_to_log(self, component: str, time: float) -> None:
-        """Show the log at `time` (Unix seconds)."""
         table, log = self.find(Components), self.find(LogView)
         if table is None or log is None:
             return
@@ -410,7 +400,6 @@ class CockpitApp(CommandApp):
         self.push_screen(TextDialog(f"{component} about {clock(time)}", Text(words)))
 
     def action_last_words(self) -> None:
-        """Jump to the newest error in the selected component's log."""
         self.action_view("logs")
         if log := self.find(LogView):
             log.action_error(-1)
@@ -434,13 +423,11 @@ class CockpitApp(CommandApp):
                 main.query_one(Events).point(diagnosis)
 
     def _focus(self, main: Screen[object], name: str) -> None:
-        """Give the keys to the first panel of the view's kind."""
         kind = view_spec(name).focus
         next((widget for widget in visible(main) if isinstance(widget, kind)), main.query_one(kind)).focus()
 
     def action_view_before(self) -> None:
-        """Undo one filter, search or mark on the screen; if there is none, return to the view
-        before."""
+        """Undo one filter, search or mark; if there is none, return to the view before."""
         if any(panel.drop() for panel in self._searchable()):
             return
         if self._way_back:
@@ -463,7 +450,6 @@ class CockpitApp(CommandApp):
         self._follow_logs("" if self._log_of_all or not (table and table.selected) else table.selected.name)
 
     def action_search(self) -> None:
-        """Search the focused panel if it can be searched, otherwise the first one on the screen."""
         if seen := self._searchable():
             self._ask_line("/", seen[0].search, seen[0])
 
@@ -537,7 +523,6 @@ class CockpitApp(CommandApp):
             self._shrink(message.chart)
 
     def _go_to_step(self, what: str, step: int) -> None:
-        """Show the trainer's log, or the events, at the end of `step`."""
         # A step's record is written at its end, so its time is the end of the step.
         ends = self.state.metric("step_s")
         at = bisect_left(ends.steps, step)
@@ -562,7 +547,6 @@ class CockpitApp(CommandApp):
         self.action_view(ENLARGED)
 
     def _shrink(self, chart: Chart) -> None:
-        """Return to the view from which the chart was enlarged."""
         self.action_view_before()
         # Only a chart in the full-screen view gives the focus back to the chart it came from.
         if self._enlarged is not None and any(node.id == f"view-{ENLARGED}" for node in chart.ancestors):
@@ -615,21 +599,20 @@ class CockpitApp(CommandApp):
 
 
 def standing(status: RunStatus) -> object:
-    """Return how a run stands, without the figures that change in every status."""
+    """Return the parts of a status that do not change all the time."""
     rows = [(row.name, row.state, row.pid, row.attempt, row.healthy, row.waiting_for) for row in status.components]
     return status.phase, status.exit_code, rows
 
 
 def run_cockpit(run_dir: Path, *, read_only: bool = False) -> Outcome:
-    """Show the screen of `run_dir` until the user leaves it; `read_only`: send no commands."""
+    """Show the screen of `run_dir` until the user leaves it."""
     app = CockpitApp(run_dir)
     app.read_only = read_only
     return run_app(with_theme(app))
 
 
 def with_theme(app: CockpitApp) -> CockpitApp:
-    """Set the theme of `app`: ATROPOS_THEME, the user's last choice, or the default for this
-    terminal."""
+    """Apply ATROPOS_THEME, the user's last choice, or the default for this terminal."""
     wish = os.environ.get("ATROPOS_THEME") or preferences.theme()
     known = app.available_themes
     # Ask the terminal for its background only without a valid choice: the answer may take up to

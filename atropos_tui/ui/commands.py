@@ -1,8 +1,4 @@
-"""Commands from the screen, and the ways to leave it.
-
-A command shows what it will stop and start, is sent after a confirmation, and its result is
-reported. `palette` builds the entries of Ctrl+P and `explained` the help, both from the bindings.
-"""
+"""Commands from the screen, the palette (Ctrl+P), the help, and the ways to leave the screen."""
 
 from __future__ import annotations
 
@@ -32,8 +28,8 @@ from atropos_tui.ui.widgets.bars import CommandBar
 from atropos_tui.ui.widgets.components import Components
 
 Outcome = Literal["detach", "stop", "ended", "failed"]
-"""How the user left the screen. `detach`: the run goes on; `stop`: stopped from here; `ended`: it
-was over; `failed`: an internal error ended the screen."""
+"""`detach`: the run goes on; `stop`: stopped from here; `ended`: it was over; `failed`: an internal
+error."""
 
 Kind = TypeVar("Kind", bound=Widget)
 
@@ -78,7 +74,6 @@ class CommandApp(App[Outcome]):
         self._is_asking = self._asks_to_leave = False
 
     def _fatal_error(self) -> None:
-        """End after an unhandled error."""
         # Textual's method prints a traceback with all local variables. For a long run that takes
         # minutes, in which no key works.
         faults.record(self._exception or RuntimeError("unknown"), "the screen")
@@ -89,17 +84,16 @@ class CommandApp(App[Outcome]):
 
     @property
     def main(self) -> Screen[object] | None:
-        """Return the screen below any dialog; None while the app starts or ends, when messages can
-        still arrive."""
+        """Screen below any dialog; None while the app starts or ends, when messages can still
+        arrive."""
         return self.screen_stack[0] if self.is_running and self._screen_stack else None
 
     def find(self, kind: type[Kind]) -> Kind | None:
         """Return the panel of this kind, even below a dialog."""
         return next(iter(self.main.query(kind)), None) if self.main else None
 
-    def tell_command(self, record: CommandRecord, *, silently: bool = False) -> None:
-        """Report the end of a command once, whichever client sent it; `silently`: only mark it as
-        reported."""
+    def report_command(self, record: CommandRecord, *, silently: bool = False) -> None:
+        """Report the end of a command once, whichever client sent it."""
         if record.status in ("done", "failed") and record.command_id not in self._seen_commands:
             # A record may arrive again when the streams are read from the start.
             self._seen_commands.add(record.command_id)
@@ -113,11 +107,10 @@ class CommandApp(App[Outcome]):
 
     @property
     def can_act(self) -> bool:
-        """Return True if the run accepts commands from here."""
+        """True if the run accepts commands from here."""
         return not (self.is_over or self.read_only)
 
     def idle_actions(self) -> tuple[str, ...]:
-        """Return the actions that would only be refused."""
         return () if self.can_act else ACTS if not self.is_over else (*ACTS, "detach")
 
     def action_act(self, action: Action) -> None:
@@ -174,7 +167,7 @@ class CommandApp(App[Outcome]):
         return True
 
     def refuse(self, error: str, fix: str, heading: str = "refused") -> None:
-        """Show why nothing is done, unless the same message is still on the screen."""
+        """Show why nothing is done."""
         words = one_line(error) + (f"\n{one_line(fix)}" if fix else "")
         # A held key would otherwise fill the screen with the same toast.
         if all((note.title, note.message) != (heading, words) for note in self._notifications):
@@ -216,7 +209,6 @@ class CommandApp(App[Outcome]):
 
 
 ACTS = ("act('restart')", "stop_or_start", "act('kill')")
-"""Actions of footer keys that change the run."""
 _NAMED = {"left_square_bracket": "left bracket", "right_square_bracket": "right bracket"}
 """Names for keys whose own character would be parsed as markup."""
 
@@ -226,12 +218,7 @@ Act = Callable[[Action, str], object]
 def palette(
     app: App[Any], panels: Iterable[DOMNode], rows: Iterable[ComponentStatus], act: Act
 ) -> Iterator[SystemCommand]:
-    """Yield the commands of the palette.
-
-    Args:
-        panels: panels with keys of their own.
-        act: starts an action on a component.
-    """
+    """Yield the commands of the palette; `panels`: those with keys of their own."""
     for owner in (app, *panels):
         for binding in _bindings(owner):
             if binding.tooltip and not binding.system:
@@ -249,8 +236,7 @@ def palette(
 
 
 def _bindings(owner: DOMNode) -> list[Binding]:
-    """Return one binding for each action, with its first key; bindings of a subclass win over
-    inherited ones."""
+    """Return one binding for each action, with its first key."""
     by_key: dict[str, Binding] = {}
     # The method resolution order lists the class itself first.
     for kind in type(owner).__mro__:
@@ -269,16 +255,11 @@ def _possible(row: ComponentStatus) -> tuple[Action, ...]:
 
 
 def explained(app: App[Any], widgets: Iterable[Widget]) -> dict[str, dict[str, str]]:
-    """Return key and description by section: keys of the focused panel, keys of the app, keys of
-    other panels.
-
-    Args:
-        widgets: the widgets on the screen.
-    """
+    """Return key and description by section: focused panel, app, views, other panels of the
+    screen."""
     sections: dict[str, dict[str, str]] = {}
 
     def explain(binding: Binding) -> None:
-        """Add a key to its section."""
         if binding.system or not binding.tooltip:
             return
         # A tooltip starts with its panel's name and a colon, except for keys that work everywhere.

@@ -1,4 +1,4 @@
-"""Dialogs: confirm a command, quit, choose runs or curves, read a text, and help."""
+"""Dialogs: confirm a command, quit, choose runs or curves, read a text, help."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ from atropos_tui.monitor.run_list import RunRow, table
 
 
 class _Dialog(ModalScreen[object]):
-    """Base of all dialogs: arrows move between buttons, Esc closes."""
-
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "dismiss", "Cancel"),
         Binding("left,up", "app.focus_previous", "Previous", show=False),
@@ -32,10 +30,9 @@ class _Dialog(ModalScreen[object]):
 
 
 class ConfirmDialog(_Dialog):
-    """Confirmation of a command. Returns True, or None.
+    """Confirmation of a command. Returns True or None.
 
-    Enter confirms a restart of one component. Commands that end more need `y` or a move to the
-    button.
+    Enter confirms only a restart of one component. Other commands need `y` or a move to the button.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("y", "dismiss(True)", "Yes", show=False)]
@@ -67,7 +64,7 @@ class ConfirmDialog(_Dialog):
 
 
 class QuitDialog(_Dialog):
-    """Asks whether to detach or stop. Returns `detach`, `stop`, or None to stay."""
+    """Detach or stop. Returns `detach`, `stop`, or None to stay."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("d", "dismiss('detach')", "Detach"),
@@ -128,8 +125,6 @@ class HelpDialog(TextDialog):
     BINDINGS: ClassVar[list[BindingType]] = [Binding("question_mark", "dismiss", "Close", show=False)]
 
     def __init__(self, sections: Mapping[str, Mapping[str, str]]) -> None:
-        """Args:
-        sections: by heading, each key with its description."""
         width = max((len(key) for keys in sections.values() for key in keys), default=0)
         text = Text()
         for heading, keys in sections.items():
@@ -146,19 +141,16 @@ AROUND = 10
 
 
 class _ChooseDialog(_Dialog):
-    """Multiple choice. Space marks; Enter returns the marked values, or the one under the cursor if
-    none is marked."""
+    """Multiple choice. Space marks; Enter returns the marked values, or the one under the
+    cursor."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "take", "Take", priority=True)]
     HEADING: ClassVar[str]
-    NOTHING: ClassVar[str]
-    """Text if there is nothing to choose from."""
+    NOTHING: ClassVar[str]  # text of an empty list
 
     def __init__(self, lines: Sequence[str], values: Sequence[object], chosen: Container[object], heads: str) -> None:
         """Args:
-        lines: texts to choose from.
         values: value of each line.
-        chosen: values that are marked at first.
         heads: heading above the lines."""
         super().__init__()
         self._lines, self._values, self._heads = lines, values, heads
@@ -182,7 +174,6 @@ class _ChooseDialog(_Dialog):
         self.query_one(SelectionList).focus()
 
     def action_take(self) -> None:
-        """Return the marked values in the order they were marked."""
         options = self.query_one(SelectionList)
         taken = options.selected
         # Unmarking everything is an answer too: only a list that started empty falls back to the
@@ -193,21 +184,18 @@ class _ChooseDialog(_Dialog):
 
 
 class ChooseRunsDialog(_ChooseDialog):
-    """Asks for the runs to compare with, on the same axes. Returns their directories; None changes
-    nothing."""
+    """Choice of runs to compare with. Returns their directories; None changes nothing."""
 
     HEADING = "Compare with"
     NOTHING = "No other run with training records was found, neither beside this one nor among your own."
 
     def __init__(self, runs: Sequence[RunRow], chosen: Container[Path], columns: int) -> None:
-        """Args:
-        columns: width of the terminal."""
         heads, *lines = table(runs, time.time(), columns - AROUND - BOX)
         super().__init__(lines, [run.dir for run in runs], chosen, heads)
 
 
 class ChooseCurvesDialog(_ChooseDialog):
-    """Asks for extra curves to draw. Returns their names; None changes nothing."""
+    """Choice of extra curves. Returns their names; None changes nothing."""
 
     HEADING = "Curves in Training"
     NOTHING = "The run has recorded no metrics yet."

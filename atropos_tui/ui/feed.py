@@ -1,8 +1,8 @@
-"""Connection between a run and the screen: reads supervisor and files, posts Textual messages,
-sends commands.
+"""Connection between a run and the screen: reads supervisor and files, posts messages, sends
+commands.
 
-The loops only post messages; handlers of the app change the screen. History comes from the run's
-files, because only they are complete. An event of the supervisor's stream triggers a read at once.
+History comes from the run's files, because only they are complete. An event of the supervisor's
+stream triggers a read at once.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ UNANSWERED = (TimeoutError, OSError, httpx.HTTPError, ValidationError)
 
 
 class Control(Protocol):
-    """Supervisor interface that the screen uses; implemented by `ControlClient`."""
+    """Supervisor interface of the screen; implemented by `ControlClient`."""
 
     async def status(self) -> RunStatus: ...
     def events(self, after: int = -1) -> AsyncIterator[Snapshot | Record]: ...
@@ -54,7 +54,7 @@ class Control(Protocol):
 
 
 class Streams(Protocol):
-    """Record source that the screen uses; implemented by `RunFeed`."""
+    """Source of records; implemented by `RunFeed`."""
 
     @property
     def bad_lines(self) -> int: ...
@@ -63,7 +63,7 @@ class Streams(Protocol):
 
 
 class Logs(Protocol):
-    """Log source that the screen uses; implemented by `LogFeed`."""
+    """Source of log lines; implemented by `LogFeed`."""
 
     def path(self, name: str) -> Path | None: ...
     def read(self, names: tuple[str, ...]) -> list[LogEntry]: ...
@@ -71,8 +71,6 @@ class Logs(Protocol):
 
 @dataclass(eq=False)
 class StatusArrived(Message):
-    """The supervisor answered."""
-
     status: RunStatus
 
 
@@ -95,8 +93,8 @@ class NewestArrived(Message):
 
 @dataclass(eq=False)
 class RecordsArrived(Message):
-    """New records of the run's streams. `reset`: drop the earlier records, the streams are read
-    again; `behind`: more are waiting."""
+    """New records of the run's streams. `reset`: drop the earlier ones; `behind`: more are
+    waiting."""
 
     records: list[Record]
     reset: bool
@@ -107,8 +105,7 @@ class RecordsArrived(Message):
 
 @dataclass(eq=False)
 class LogArrived(Message):
-    """New plain-text lines of the followed components; `path` is their file if there is only one
-    component."""
+    """New plain-text lines of the followed components; `path`: their file, if there is only one."""
 
     components: tuple[str, ...]
     path: Path | None
@@ -127,8 +124,7 @@ class Feed:
         logs: Logs | None = None,
     ) -> None:
         """Args:
-        feed: source of records, read in a thread; default: the run's files.
-        logs: source of log lines, read in a thread; default: the run's files."""
+        feed, logs: sources, read in a thread; default: the run's files."""
         self.run = RunDir(run_dir)
         self.control = control
         self._feed = feed or RunFeed(self.run)
@@ -150,7 +146,6 @@ class Feed:
         return latest_attempt(self.run.logs / component)
 
     def refresh(self) -> None:
-        """Read status and files now."""
         self._read_files_now.set()
         self._read_status_now.set()
 
@@ -168,7 +163,6 @@ class Feed:
             await _wait(self._read_status_now, STATUS_S)
 
     async def follow_events(self) -> None:
-        """Trigger a read at every event; reconnect when the stream breaks."""
         while True:
             # Errors are dropped here because `follow_status` reports them.
             with contextlib.suppress(*UNANSWERED, NoSupervisor, Refused, StreamLost, RecordError):
@@ -228,7 +222,7 @@ class Feed:
 
 
 class _Info:
-    """Cache of the run's description, read again when its files change: a resumed run may have more
+    """Cached description of the run, read again when its files change: a resumed run may have more
     steps."""
 
     def __init__(self, run: RunDir) -> None:
@@ -251,7 +245,6 @@ class _Info:
 
 @contextlib.asynccontextmanager
 async def _answering() -> AsyncIterator[None]:
-    """Turn a missing answer into a `Refused` with a message and a fix."""
     try:
         async with asyncio.timeout(ANSWER_S):
             yield
@@ -262,7 +255,6 @@ async def _answering() -> AsyncIterator[None]:
 
 
 async def _wait(wake: asyncio.Event, seconds: float) -> None:
-    """Wait for the event, at most `seconds`."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await wake.wait()

@@ -1,11 +1,10 @@
-"""Curves with axes, bars and sparklines in characters: pure functions from figures to styled text, no Textual.
+"""Curves, bars and sparklines in characters: pure functions from values to styled text, without
+Textual.
 
-A cell of a curve holds 2 x 4 Braille dots. A value that is not finite breaks its line and leaves a `×` at its step:
-shown, never joined over. A value beyond the vertical axis leaves a `▴` or `▾` at its edge; logarithmic axes draw values
-at or below the floor on the floor. Figures that no scale can hold count as not finite, and points outside the
-horizontal axis are left out: no foreign record can end what draws it.
-
-The parts of a bar are named by a legend in the same order; where there are no colours, they differ in texture, too.
+A cell of a curve holds 2 x 4 Braille dots. A value that is not finite interrupts its line and is
+drawn as `×`; a value beyond the vertical axis as `▴` or `▾` at the edge. On a logarithmic axis,
+values below the lower end are drawn there. Points outside the horizontal axis are dropped, and
+values too large for a scale count as not finite: no record can make a plot fail.
 """
 
 from __future__ import annotations
@@ -26,32 +25,32 @@ from atropos_tui.monitor.series import MOST_STEPS, SMALLEST, on_scale
 TEXTURES = "█▓▒▚▞▤▥"
 OTHER_TEXTURE, FREE = "░", "·"
 _LEVELS = "▁▂▃▄▅▆▇█"
+# Different characters, so that a bar is readable without colours.
 _DONE, _LEFT = "━", "┄"
-"""They differ without colours, too."""
 StyleOf = Callable[[str], Style]
-"""The style of a part of a bar, by its label; `free` for what nobody holds."""
+"""Returns the style of a part of a bar by its label; `free` is the unused part."""
 TextureOf = Callable[[str], str]
-"""The character that a part is drawn in, by its label."""
+"""Returns the character of a part of a bar by its label."""
 Line = list[Segment]
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
-"""Braille bit by row and column inside a cell."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Values over steps, ascending. `scatter` draws unjoined marks."""
+    """Values over ascending steps; `scatter`: marks without lines."""
 
     steps: Sequence[float]
     values: Sequence[float]
     style: Style
     scatter: bool = False
     mark: str = ""
-    """Character at the points of a scatter; on a line now and then, where colours do not tell lines apart."""
+    """Character of a scatter's points; on a line at intervals, where colours do not tell lines
+    apart."""
 
 
 @dataclass(frozen=True)
 class Band:
-    """From the lowest to the highest of several curves at each place, as ground beneath them."""
+    """Range of several curves at each step, drawn as background."""
 
     steps: Sequence[float]
     low: Sequence[float]
@@ -61,7 +60,7 @@ class Band:
 
 @dataclass(frozen=True)
 class Axes:
-    """What a plot spans. None: taken from the data."""
+    """Ranges of the plot. None: taken from the data."""
 
     first: float = 0
     last: float | None = None
@@ -69,40 +68,36 @@ class Axes:
     high: float | None = None
     log: bool = False
     healthy: tuple[float | None, float | None] | None = None
-    """From, to; None where it is open. Shaded, with a dashed line where an end is in range."""
+    """Healthy range (from, to), None for an open end; shaded, with a dashed line at each end in
+    view."""
     cursor: float | None = None
-    """Where a vertical line stands."""
     marks: Sequence[tuple[float, str]] = ()
-    """Place and glyph of what happened, the most important first: in a line of their own below the plot, or, where it
-    is low, in its lowest row."""
+    """Place and glyph of events, most important first: in a line below the plot, or in its lowest
+    row."""
 
 
 @dataclass(frozen=True)
 class Ink:
-    """Styles of what is not a curve."""
-
     axis: Style
     grid: Style
     limit: Style
     bad: Style
     healthy: Style = field(default_factory=Style)
-    """Laid under what stands in the healthy range."""
     cursor: Style = field(default_factory=Style)
     mark: Style = field(default_factory=Style)
 
 
 @dataclass
 class _Canvas:
-    """Braille dots and single characters over `width` x `height` cells."""
+    """Braille dots and characters over `width` x `height` cells, by cell number, row by row."""
 
     width: int
     height: int
     dots: dict[int, int] = field(default_factory=dict)
-    """Braille bits by cell, counted row by row, as are the others."""
     marks: dict[int, tuple[str, Style]] = field(default_factory=dict)
     styles: dict[int, Style] = field(default_factory=dict)
     under: dict[int, tuple[str, Style]] = field(default_factory=dict)
-    """What shows where no curve is."""
+    """Characters for cells without a curve."""
     ground: dict[int, Style] = field(default_factory=dict)
 
     def dot(self, x: int, y: int, style: Style) -> None:
@@ -112,13 +107,15 @@ class _Canvas:
             self.styles[cell] = style
 
     def line(self, start: tuple[int, int], end: tuple[int, int], style: Style) -> None:
-        """Two dots thick, between dots of the canvas."""
+        """Draw a line between two dots, two dots thick."""
         (x, y), lowest = start, 4 * self.height - 1
         across, down = end[0] - x, end[1] - y
         steps = max(abs(across), abs(down), 1)
         half, width, dots, styles = steps // 2, self.width, self.dots, self.styles
-        for at in range(steps + 1):  # in whole numbers, and without calls: this is most of what a chart costs
+        # Integer arithmetic without calls: most of the time of a chart is spent here.
+        for at in range(steps + 1):
             here_x, here_y = x + (at * across + half) // steps, y + (at * down + half) // steps
+            # The second dot lies below, or above in the lowest row.
             for row in (here_y, here_y + 1 if here_y < lowest else here_y - 1):
                 cell = (row >> 2) * width + (here_x >> 1)
                 dots[cell] = dots.get(cell, 0) | _DOTS[row & 3][here_x & 1]
@@ -131,7 +128,7 @@ class _Canvas:
 
 @dataclass(frozen=True)
 class _Scale:
-    """Maps values to dots: `low` on the bottom row, `high` on the top row."""
+    """Maps values to rows of dots: `low` is the bottom row, `high` the top row."""
 
     low: float
     high: float
@@ -143,7 +140,6 @@ class _Scale:
 
     @cached_property
     def _ends(self) -> tuple[float, float]:
-        """Where the scale begins, and its length, as its values are compared."""
         low = self.of(self.low)
         return low, self.of(self.high) - low
 
@@ -154,25 +150,28 @@ class _Scale:
 
 
 POINT_COLUMNS = 4
-"""Columns from one point of a scatter to the next: with fewer, points hide the curve behind them."""
+"""Columns between two points of a scatter; closer points would hide the curve behind them."""
 MARK_COLUMNS = 16
-"""Columns from one mark on a line to the next."""
 LOW = 8
-"""A plot of fewer lines has none to spare for marks."""
+"""Height in lines below which a plot has no line of its own for marks."""
 
 
 def plot(
     curves: Sequence[Curve], axes: Axes, ink: Ink, width: int, height: int, bands: Sequence[Band] = ()
 ) -> list[Line]:
-    """Draw `curves`, the first on top, into `height` lines of `width` cells; blank lines where there is no room."""
+    """Draw `curves`, the first on top, as `height` lines; blank lines if the space is too small."""
+    # Steps beyond MOST_STEPS come from corrupt records and would compress the whole plot.
     ends = [step for curve in curves for step in curve.steps if abs(step) <= MOST_STEPS]
     last = axes.first + 1 if axes.last is None and not ends else max(ends) if axes.last is None else axes.last
     last = last if last - axes.first > SMALLEST else axes.first + 1
     curves = [_in_view(curve, axes.first, last) for curve in curves]
+    # One line is the x axis; marks take another one if the plot is high enough.
     rows = height - 1 - bool(axes.marks and height >= LOW)
+    # Four rows of dots a cell.
     scale = _scale([*curves, *_edges(bands, axes.first, last)], axes, 4 * rows)
     ticks = _even_ticks(scale, max(2, (rows + 1) // 2))
     labels = {scale.y(value) // 4: tick_label(value, scale.log, ticks) for value in ticks}
+    # Width of the labels on the left; two more cells hold the axis and the space before it.
     gutter = max((len(label) for label in labels.values()), default=0)
     columns = width - gutter - 2
     if columns < 4 or height < 3:
@@ -180,6 +179,8 @@ def plot(
     canvas = _Canvas(columns, rows)
     for band in bands:
         _lay(canvas, band, scale, axes.first, last)
+    # The first curve is drawn last, so it is on top. Points follow, because a line must not cover
+    # them.
     for curve in reversed(curves):
         if not curve.scatter:
             _draw(canvas, curve, scale, axes.first, last)
@@ -196,13 +197,14 @@ def plot(
 
 
 def column_of(place: float, first: float, last: float, columns: int) -> int:
-    """The column of cells in which `place` lies."""
+    """Return the column of cells that contains `place`."""
     return round((place - first) / (last - first) * (2 * columns - 1)) // 2
 
 
 def _beside(canvas: _Canvas, axes: Axes, last: float, ink: Ink, *, own_line: bool) -> str:
-    """Cursor and marks; the line of marks, where they have one."""
+    """Draw the cursor and the marks; return the line of marks, empty without `own_line`."""
     line = [" "] * canvas.width
+    # In reverse, so that the most important mark wins a shared column.
     for place, glyph in reversed(axes.marks):
         if axes.first <= place <= last:
             column = column_of(place, axes.first, last, canvas.width)
@@ -218,13 +220,11 @@ def _beside(canvas: _Canvas, axes: Axes, last: float, ink: Ink, *, own_line: boo
 
 
 def _edges(bands: Sequence[Band], first: float, last: float) -> list[Curve]:
-    """The ends of `bands` as curves, for the scale."""
     edges = [Curve(band.steps, values, band.style) for band in bands for values in (band.low, band.high)]
     return [_in_view(edge, first, last) for edge in edges]
 
 
 def _lay(canvas: _Canvas, band: Band, scale: _Scale, first: float, last: float) -> None:
-    """Colour the ground of every cell between the ends of `band`."""
     for step, low, high in zip(band.steps, band.low, band.high, strict=True):
         if first <= step <= last and math.isfinite(low) and math.isfinite(high):
             column = column_of(step, first, last, canvas.width)
@@ -233,13 +233,13 @@ def _lay(canvas: _Canvas, band: Band, scale: _Scale, first: float, last: float) 
 
 
 def _in_view(curve: Curve, first: float, last: float) -> Curve:
+    # `on_scale` turns values beyond any scale into infinities.
     points = [(step, on_scale(value)) for step, value in zip(curve.steps, curve.values, strict=True)
               if first <= step <= last]  # fmt: skip
     return replace(curve, steps=[step for step, _ in points], values=[value for _, value in points])
 
 
 def _healthy_rows(scale: _Scale, healthy: tuple[float | None, float | None] | None) -> tuple[range, set[int]]:
-    """Rows inside the healthy range, and those of its ends that are in view."""
     if healthy is None:
         return range(0), set()
     low, high = healthy
@@ -252,24 +252,27 @@ def _healthy_rows(scale: _Scale, healthy: tuple[float | None, float | None] | No
 
 
 def y_ticks(low: float, high: float, log: bool, most: int) -> list[float]:
-    """Round values between `low` and `high`: decades, or multiples of 1, 2, 2.5 or 5 times a power of ten."""
+    """Return round values between `low` and `high`: decades, or multiples of 1, 2, 2.5 or 5 times a
+    power of ten."""
     if log:
+        # The small tolerance keeps ends that rounding moved just past a decade.
         decades = range(math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9) + 1)
         return [10.0**power for power in decades][:: max(1, math.ceil(len(decades) / most))]
     step = nice_step((high - low) / max(1, most - 1))
     while True:
         first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+        # At least three ticks, where that many are wanted: halve the step until they fit.
         if last - first + 1 >= min(most, 3) or most < 2:
             return [at * step for at in range(first, last + 1)]
         step /= 2
 
 
 def _even_ticks(scale: _Scale, most: int) -> list[float]:
-    """Ticks of `scale`; where rounding to rows would put them at unequal distances, other round values that it does
-    not."""
+    """Return ticks at equal distances in rows, which rounding may prevent for the usual ones."""
     ticks = y_ticks(scale.low, scale.high, scale.log, most)
     if scale.log or _is_even(ticks, scale):
         return ticks
+    # Try other steps and take the one whose number of ticks is closest to the usual one.
     power = 10.0 ** math.floor(math.log10(scale.high - scale.low))
     found = []
     for factor in (0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.75, 1, 1.5, 2, 2.5, 3, 4, 5):
@@ -287,13 +290,13 @@ def _is_even(ticks: Sequence[float], scale: _Scale) -> bool:
 
 
 def nice_step(rough: float) -> float:
-    """The smallest of 1, 2, 2.5, 5 or 10 times a power of ten that is not below `rough`."""
+    """Return the smallest of 1, 2, 2.5, 5, 10 or 20 times a power of ten that is at least
+    `rough`."""
     power = 10.0 ** math.floor(math.log10(rough))
     return next(factor * power for factor in (1, 2, 2.5, 5, 10, 20) if factor * power >= rough * (1 - 1e-9))
 
 
 def tick_label(value: float, log: bool, ticks: Sequence[float]) -> str:
-    """A tick as short as its neighbours allow."""
     if log:
         return f"1e{round(math.log10(value))}" if not 0.01 <= value <= 100 else f"{value:g}"
     step = ticks[1] - ticks[0] if len(ticks) > 1 else abs(value) or 1.0
@@ -312,6 +315,7 @@ def _scale(curves: Sequence[Curve], axes: Axes, rows: int) -> _Scale:
         return _Scale(low, high if high > low else low * 10, True, max(rows, 1))
     low = axes.low if axes.low is not None else min(finite, default=0.0)
     high = axes.high if axes.high is not None else max(finite, default=1.0)
+    # A constant curve: widen the range, which also avoids a division by zero.
     if not high - low > 1e-12 * max(abs(high), abs(low)):
         pad = abs(high) / 10 or 1.0
         low, high = (low if axes.low is not None else low - pad), high + pad
@@ -321,11 +325,13 @@ def _scale(curves: Sequence[Curve], axes: Axes, rows: int) -> _Scale:
 def _draw(canvas: _Canvas, curve: Curve, scale: _Scale, first: float, last: float) -> None:
     width = 2 * canvas.width - 1
     before: tuple[int, int] | None = None
+    # Extent of the points in the current column of dots: many points in one column make a single
+    # stroke.
     highest = lowest = 0
-    """Of the points of one column of dots, which are a single stroke however many they are."""
     for step, value in zip(curve.steps, curve.values, strict=True):
         x = round((step - first) / (last - first) * width)
         if not math.isfinite(value):
+            # NaN compares false, so it is marked at the bottom; infinity at the top.
             canvas.mark(x, 0 if value > 0 else scale.rows - 1, "×", curve.style)
             before = None
             continue
@@ -336,6 +342,8 @@ def _draw(canvas: _Canvas, curve: Curve, scale: _Scale, first: float, last: floa
             else:
                 canvas.line(before, here, curve.style)
             highest = lowest = here[1]
+        # Row numbers grow downwards, so `highest` is the smaller one. Draw only what the stroke
+        # does not cover yet.
         elif not highest <= here[1] <= lowest:
             canvas.line((x, highest if here[1] > lowest else lowest), here, curve.style)
             highest, lowest = min(highest, here[1]), max(lowest, here[1])
@@ -345,7 +353,8 @@ def _draw(canvas: _Canvas, curve: Curve, scale: _Scale, first: float, last: floa
 
 
 def _draw_points(canvas: _Canvas, curves: Sequence[Curve], scale: _Scale, first: float, last: float) -> None:
-    """A mark at the points of scatters: the newest one, and of earlier ones those with `POINT_COLUMNS` to the next."""
+    """Draw the newest point of scatters, and earlier ones at least `POINT_COLUMNS` before the
+    next."""
     points = [
         (column_of(step, first, last, canvas.width), value, curve)
         for curve in curves
@@ -353,6 +362,7 @@ def _draw_points(canvas: _Canvas, curves: Sequence[Curve], scale: _Scale, first:
     ]
     free = canvas.width
     kept = set()
+    # From the right, so that the newest point is always kept.
     for column in sorted({column for column, _, _ in points}, reverse=True):
         if column <= free:
             kept.add(column)
@@ -367,7 +377,7 @@ def _draw_points(canvas: _Canvas, curves: Sequence[Curve], scale: _Scale, first:
 
 
 def _mark_lines(canvas: _Canvas, curves: Sequence[Curve], scale: _Scale, first: float, last: float) -> None:
-    """The mark of each line on it, each in columns of its own; at least at its end."""
+    """Draw the mark of each line on it: at its end, and in columns that no other line uses."""
     for at, curve in enumerate(curves):
         points = {
             column_of(step, first, last, canvas.width): value
@@ -376,6 +386,7 @@ def _mark_lines(canvas: _Canvas, curves: Sequence[Curve], scale: _Scale, first: 
         }
         end = max(points, default=0)
         for column, value in points.items():
+            # Offset by line, so that two lines do not put their marks in the same column.
             if (column - 4 * at) % MARK_COLUMNS == 0 or column == end:
                 canvas.mark(2 * column, scale.y(value), curve.mark, curve.style)
 
@@ -389,34 +400,37 @@ def _row(
     first, end = row * canvas.width, (row + 1) * canvas.width
     run, run_style, run_ground = "", style, under
     for cell in range(first, end):
-        here, its = _cell(canvas, cell, ink) or (glyph, style)
+        here, cell_style = _cell(canvas, cell, ink) or (glyph, style)
         ground = canvas.ground.get(cell, under)
-        if its is not run_style or ground is not run_ground:  # cells of one style are one stretch: it costs by these
+        # Merge neighbouring cells of one style: the cost of a line grows with its segments.
+        if cell_style is not run_style or ground is not run_ground:
             if run:
                 line.append(Segment(run, run_ground + run_style))
-            run, run_style, run_ground = "", its, ground
+            run, run_style, run_ground = "", cell_style, ground
         run += here
     line.append(Segment(run, run_ground + run_style))
     return line
 
 
 def _cell(canvas: _Canvas, cell: int, ink: Ink) -> tuple[str, Style] | None:
-    """What was drawn in one cell, and its style."""
+    # Order of layers: marks, curves, then what shows where no curve is.
     if cell in canvas.marks:
         glyph, style = canvas.marks[cell]
         return glyph, ink.bad if glyph == "×" else style
     if cell in canvas.dots:
-        return chr(0x2800 + canvas.dots[cell]), canvas.styles[cell]
+        return chr(0x2800 + canvas.dots[cell]), canvas.styles[cell]  # U+2800 is the empty Braille cell
     return canvas.under.get(cell)
 
 
 def _x_axis(first: float, last: float, columns: int, gutter: int, style: Style) -> Line:
-    """Round places under the plot at equal distances, each centred below its own."""
+    """Return the line of labels below the plot: round places at equal distances, centred if they
+    fit."""
     cells = [" "] * (gutter + 2 + columns)
     step = nice_step((last - first) / max(1, columns // 8))
     while True:
         ticks = [at * step for at in range(math.ceil(first / step), math.floor(last / step + 1e-9) + 1)]
         texts = _placed(ticks, first, last, columns, gutter)
+        # Widen the step until no two labels touch.
         if len(ticks) < 2 or all(end + 1 < start for (_, end), (start, _) in pairwise(texts.values())):
             break
         step = nice_step(step * 1.5)
@@ -426,7 +440,8 @@ def _x_axis(first: float, last: float, columns: int, gutter: int, style: Style) 
 
 
 def _placed(ticks: Sequence[float], first: float, last: float, columns: int, gutter: int) -> dict[str, tuple[int, int]]:
-    """Where each label begins and ends; one that would not end within the plot is moved to its end."""
+    """Return start and end column of each label; one that would pass the end of the plot moves
+    left."""
     found: dict[str, tuple[int, int]] = {}
     whole = gutter + 2 + columns
     for value in ticks:
@@ -439,7 +454,6 @@ def _placed(ticks: Sequence[float], first: float, last: float, columns: int, gut
 
 
 def place_label(value: float, step: float) -> str:
-    """A place on the horizontal axis, whose labels are `step` apart."""
     for size, letter in ((1e9, "G"), (1e6, "M")):
         if abs(value) >= size:
             return f"{value / size:.3g}{letter}"
@@ -449,7 +463,7 @@ def place_label(value: float, step: float) -> str:
 
 
 def textures(order: Sequence[str], *, colours: bool) -> TextureOf:
-    """How components are drawn: by their place among all, the same in every bar."""
+    """Return the texture of each component, the same in every bar."""
 
     def texture(label: str) -> str:
         if label not in order:
@@ -460,13 +474,13 @@ def textures(order: Sequence[str], *, colours: bool) -> TextureOf:
 
 
 def progress_bar(share: float, width: int, done: Style, left: Style) -> Text:
-    """A line of exactly `width` cells, of which `share` (0 to 1) is done."""
+    """Return a line of `width` cells of which `share` (0 to 1) is done."""
     count = round(share * width)
     return Text.assemble((_DONE * count, done), (_LEFT * (width - count), left), no_wrap=True, end="")
 
 
 def split_bar(split: Split, texture: TextureOf, style: StyleOf, width: int) -> Text:
-    """A bar of exactly `width` cells."""
+    """Return a bar of `width` cells."""
     bar = Text(no_wrap=True, end="")
     taken = 0
     for part, count in zip(split.parts, cells(split, width), strict=True):
@@ -476,7 +490,7 @@ def split_bar(split: Split, texture: TextureOf, style: StyleOf, width: int) -> T
 
 
 def legend(split: Split, texture: TextureOf, style: StyleOf, write: Callable[[float], str], width: int) -> list[Text]:
-    """`█ vllm 60 GB  ▓ trainer 12 GB`, in as many lines as it takes."""
+    """Return a legend such as `█ vllm 60 GB  ▓ trainer 12 GB`, in as many lines as it needs."""
     lines = [Text(no_wrap=True, end="")]
     for part in split.parts:
         entry = Text.assemble((texture(part.label), style(part.label)), f" {part.label} {write(part.amount)}")
@@ -489,7 +503,7 @@ def legend(split: Split, texture: TextureOf, style: StyleOf, write: Callable[[fl
 
 
 def sparkline(values: Iterable[float | None], width: int) -> str:
-    """The newest `width` values, 0 to 1, right-aligned; a gap where a value is unknown."""
+    """Return the newest `width` values (0 to 1), right-aligned; unknown values are blank."""
     newest = list(values)[-width:] if width > 0 else []
     drawn = "".join(_level(value) for value in newest)
     return f"{drawn:>{max(width, 0)}}"

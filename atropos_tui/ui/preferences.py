@@ -1,8 +1,6 @@
-"""The user's choices for all screens, stored in `screen.json` in the user's configuration
-directory.
+"""The user's choices for all screens: `screen.json` in the user's configuration directory.
 
-An unreadable or invalid file counts as missing. A write error loses the choice and does not end the
-screen.
+An unreadable or invalid file counts as missing; a choice that cannot be written is lost.
 """
 
 from __future__ import annotations
@@ -30,16 +28,13 @@ class Charts:
     cuts_outliers: bool = Lens.cuts_outliers
 
     def lens(self) -> Lens:
-        """Return the lens for a new screen."""
         return Lens(along=self.along, smoothing=self.smoothing, cuts_outliers=self.cuts_outliers)
 
     def through(self, lens: Lens) -> Charts:
-        """Return the same curves with the settings of `lens`."""
         return replace(self, smoothing=lens.smoothing, along=lens.along, cuts_outliers=lens.cuts_outliers)
 
 
 def path() -> Path:
-    """Return the path of the file; its directory may not exist."""
     return Path(platformdirs.user_config_dir("atropos-tui")) / "screen.json"
 
 

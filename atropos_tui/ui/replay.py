@@ -1,7 +1,4 @@
-"""The screen of a recorded run, fed by `monitor.replay`, with a bar for the position in time.
-
-`atropos-tui replay RUN [--speed N]`
-"""
+"""The screen of a recorded run, fed by `monitor.replay`, with a bar for the position in time."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ REFUSED = (
     ("K", "act('kill')", "Kill"),
     ("R", "restart_all", "Restart all"),
 )
-"""Keys that the footer hides: a replay refuses them with a reason."""
+"""Keys that a replay refuses with a reason; hidden from the footer."""
 
 
 class ReplayBar(Widget):
@@ -79,8 +76,6 @@ class ReplayBar(Widget):
 
 
 class ReplayApp(CockpitApp):
-    """The screen of a recorded run. It refuses commands, and quits without a question."""
-
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("space", "pause", "Pause", priority=True, tooltip="Replay: pause, or go on; at the end, begin again"),
         Binding("plus", "faster(1)", "Faster", priority=True, show=False, tooltip="Replay: twice as fast"),
@@ -146,7 +141,6 @@ class ReplayApp(CockpitApp):
         self._moved(jumped=True)
 
     def _moved(self, *, jumped: bool = False) -> None:
-        """Show the new moment at once; after a jump, reload the log."""
         log = self.find(LogView)
         # The log view only appends. After a jump its lines no longer belong to the moment shown.
         if jumped and log:

@@ -1,4 +1,4 @@
-"""The terminal: run a screen in it, lend it to an editor, ring its bell, save a picture of it."""
+"""The terminal: run a screen, lend it to an editor, ring its bell, save a picture."""
 
 from __future__ import annotations
 
@@ -39,8 +39,7 @@ ANSWER_S = 0.5
 LEAVE_S = 3.0
 """Seconds before a screen that cannot close is ended with `os._exit`."""
 NEWS_S = 60.0
-"""Maximum age in seconds of a record that rings the bell; older ones are history that is read
-now."""
+"""Maximum age in seconds of a record that rings the bell."""
 FONTS = "'DejaVu Sans Mono', Menlo, Consolas, 'Liberation Mono', monospace"
 
 
@@ -81,7 +80,6 @@ def run_app(app: CommandApp) -> Outcome:
 
 
 def _watch_terminal(gone: Callable[[], None]) -> None:
-    """Call `gone` once the other side of the terminal has closed."""
     # SIGHUP reaches only the process that owns the terminal. Any other process would read
     # end-of-file in a busy loop.
     if sys.__stdin__ is None or not sys.__stdin__.isatty():
@@ -122,8 +120,8 @@ def _ignore_ctrl_c() -> Iterator[None]:
 
 
 def ground(timeout_s: float = ANSWER_S) -> Ground | None:
-    """Return the background of the terminal from COLORFGBG, otherwise from its answer to OSC 11;
-    None if unknown."""
+    """Return the terminal's background from COLORFGBG, otherwise from its answer to OSC 11; None if
+    unknown."""
     colour = os.environ.get("COLORFGBG", "").rpartition(";")[2]
     if colour.isdecimal():
         return "light" if colour in ("7", "15") else "dark"
@@ -161,8 +159,7 @@ def _answer(terminal: int, timeout_s: float) -> bytes:
 
 
 def ground_of(answer: bytes) -> Ground | None:
-    """Return the background from an answer to OSC 11: `rgb:` and three numbers of one to four
-    hexadecimal digits."""
+    """Parse an answer to OSC 11: `rgb:` and three numbers of one to four hexadecimal digits."""
     found = re.search(rb"\]11;rgba?:([0-9a-fA-F]{1,4})/([0-9a-fA-F]{1,4})/([0-9a-fA-F]{1,4})", answer)
     if found is None:
         return None
@@ -204,7 +201,6 @@ class Bell:
 
 
 def own_fonts(svg: str) -> str:
-    """Return `svg` with local fonts only, without downloads."""
     # Rich's SVG export loads its fonts from a web server.
     svg = re.sub(r"@font-face\s*{[^}]*}", "", svg)
     return re.sub(r"font-family:\s*[^;]+;", f"font-family: {FONTS};", svg)

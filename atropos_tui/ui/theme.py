@@ -19,13 +19,13 @@ from atropos_tui.monitor.format import TONES, glyph_and_word
 def _named(
     theme: Theme, *, quiet: str, line: str, cursor: str, on_cursor: str, cursor_away: str, footer: str, hover: str
 ) -> Theme:
-    """Add the colours to `theme` that Textual and this screen read from its variables.
+    """Add the colours that Textual and this screen read from a theme's variables.
 
     Args:
         quiet: labels.
         line: frames, grids, the empty part of a bar.
-        cursor: background of the cursor line; `on_cursor`: its text; `cursor_away`: its background
-            without the focus.
+        cursor: background of the cursor line; `on_cursor`: its text; `cursor_away`: without the
+            focus.
         footer: descriptions of keys.
         hover: scrollbar under the mouse.
     """
@@ -89,8 +89,7 @@ def theme_colours(theme: Theme) -> dict[str, str]:
 
 
 def first_theme(wished: str, known: Collection[str], ground: Literal["dark", "light"] | None) -> str:
-    """Return the name of the first theme: the user's choice if it exists, otherwise the one for the
-    terminal's background."""
+    """Return the user's theme if it exists, otherwise the default for the terminal's background."""
     return wished if wished in known else LIGHT.name if ground == "light" else THEME.name
 
 

@@ -31,11 +31,10 @@ class ViewSpec(NamedTuple):
     title: str
     about: str
     focus: type[Widget] = Components
-    """Panel that gets the focus."""
     panels: Callable[[], Sequence[Widget]] = tuple
-    """Factory of the panels that only this view has, side by side."""
+    """Factory of the panels of this view alone, side by side."""
     bottom: tuple[type[Widget], ...] = ()
-    """Panels of the overview's bottom row that fill this view; they keep their scroll position."""
+    """Panels of the overview's bottom row that this view shows instead."""
     short: str = ""
     """Title on a narrow screen; empty: the same."""
 
@@ -87,7 +86,6 @@ NUMBERLESS = {
 
 
 def compose_screen() -> ComposeResult:
-    """Yield every widget of the main screen."""
     yield Header()
     yield Notices()
     with Horizontal(id="top"):
@@ -121,7 +119,6 @@ def compose_screen() -> ComposeResult:
 
 
 def view_spec(name: str) -> ViewSpec:
-    """Return a view, with or without a number key."""
     return VIEWS.get(name) or NUMBERLESS[name]
 
 
@@ -143,7 +140,7 @@ def arrange(root: Widget, name: str) -> None:
 
 
 def _display(widget: Widget, shown: bool | None) -> None:
-    """Show or hide; None returns the decision to the style sheet."""
+    """Show or hide; None leaves it to the style sheet."""
     if shown is not None:
         widget.styles.display = "block" if shown else "none"
     elif widget.styles.inline.has_rule("display"):

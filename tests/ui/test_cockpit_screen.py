@@ -233,8 +233,8 @@ async def test_foreign_lines_are_counted_on_the_screen(run: RunDir) -> None:
     with run.telemetry_jsonl.open("ab") as file:
         file.write(b'\xff\x00garbage\n{"kind": "step"}\n{"kind": "hologram"}\n{"torn": ')
     async with cockpit(run, (160, 45), FakeControl(live_status(run, NOW)), now) as screen:
-        await screen.shows("2 lines of the run's streams skipped: not a record")
-        await screen.shows("1 records are of a kind this version does not know")
+        await screen.shows("2 lines of the run's streams skipped: not a valid record")
+        await screen.shows("1 records of an unknown kind are not shown")
 
 
 async def test_new_records_are_drawn_as_they_come(run: RunDir) -> None:

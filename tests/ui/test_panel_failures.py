@@ -62,7 +62,7 @@ async def test_a_growing_run_is_drawn_along_every_axis(run: RunDir, along: Along
         (Components, "render_line", "1"),
         (Details, "_lines", "9"),
         (Header, "lines", "1"),
-        (Notices, "_said", "1"),
+        (Notices, "_sentences", "1"),
         (LogView, "render_line", "3"),
         (LogView, "_arrange", "3"),
     ],

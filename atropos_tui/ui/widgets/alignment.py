@@ -1,4 +1,5 @@
-"""The alignment panel: do trainer and engine agree on the tokens' probabilities? Figures, verdict, cause, fix."""
+"""Alignment panel: do trainer and engine compute the same token probabilities? Verdict, cause and
+fix."""
 
 from __future__ import annotations
 
@@ -17,13 +18,13 @@ _VALUE = 9
 
 
 def verdict_text(alignment: AlignmentRecord) -> tuple[str, str]:
-    """Glyph and word, and tone."""
+    """Return glyph and word, and tone."""
     glyph, tone = VERDICTS[alignment.verdict]
     return f"{glyph} {alignment.verdict}", tone
 
 
 class AlignmentPanel(TextPanel):
-    """The newest alignment record in words; its history is in the charts beside it."""
+    """Newest alignment record in words; the charts beside it show the history."""
 
     SCOPED_CSS = False
     DEFAULT_CSS = """
@@ -45,11 +46,13 @@ class AlignmentPanel(TextPanel):
         words, tone = verdict_text(found)
         head = Text(words, self.ink(tone), no_wrap=True, end="")
         head.append_text(self._age(view, found))
+        # What to do comes before the numbers: a low panel cuts the end.
         lines = [head]
         if found.verdict != "ok":
             lines += self._wrapped("cause", found.cause, width) + self._wrapped("fix", fix_of(view), width)
         return [
             *lines,
+            # Absolute differences of log-probabilities, trainer against engine.
             self._pair("", "mean", "max"),
             self._pair("rollouts", number(found.logprob_diff_abs_mean), number(found.logprob_diff_abs_max)),
             self._pair("probe", number(found.probe_diff_abs_mean), number(found.probe_diff_abs_max)),
@@ -60,8 +63,8 @@ class AlignmentPanel(TextPanel):
         ]
 
     def _age(self, view: View, found: AlignmentRecord) -> Text:
-        """How old the figures are; a silent trainer is said loudly, unless it is done."""
         age, silent = view.now - found.time, silent_s(view.state, view.now)
+        # The age means nothing in a finished run, or when a clock is behind.
         over = bool(view.gone) or view.state.benchmark is not None
         if over or age < 0:
             return Text(f"  step {found.step}", self.ink("dim"))
@@ -75,7 +78,6 @@ class AlignmentPanel(TextPanel):
         return line.append(f"{first:>{_VALUE}}", quiet).append(f"  {second:>{_VALUE}}", quiet)
 
     def _wrapped(self, label: str, words: str, width: int) -> list[Text]:
-        """`label` and `words` below each other, in at most three lines."""
         if not words:
             return []
         room = max(8, width - 7)
@@ -86,6 +88,6 @@ class AlignmentPanel(TextPanel):
 
 
 def fix_of(view: View) -> str:
-    """What the newest diagnosis about alignment advises; empty where there is none."""
+    """Return the fix of the newest diagnosis about alignment; empty if there is none."""
     found = [item for item in view.state.diagnoses if item.rule in ALIGNMENT_RULES and item.fix]
     return found[-1].fix if found else ""

@@ -1,4 +1,4 @@
-"""The lines below the panels: a search or a filter that is typed, the commands that are under way, the views."""
+"""Lines below the panels: search bar, pending commands, list of views, footer."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from atropos_tui.ui.theme import state_text
 from atropos_tui.ui.widgets.panel import TextPanel, View
 
 Apply = Callable[[Pattern | None], str]
-"""Takes what is looked for, or None; says in words how much matches."""
+"""Applies a pattern, or None; returns how much matches, in words."""
+# Note for patterns with a syntax error, for example a lone bracket.
 PLAIN = "not a regular expression, searched as plain text"
 
 
 class SearchBar(Horizontal):
-    """The line in which a search or a filter is typed: it takes effect at once; Enter keeps it, Esc drops it."""
+    """Input line of a search or a filter. It takes effect at once; Enter keeps it, Esc drops it."""
 
     DEFAULT_CSS = """
     SearchBar {
@@ -61,8 +62,8 @@ class SearchBar(Horizontal):
 
         Args:
             apply: called at every change.
-            done: called when the line closes; gives the focus back.
-            accept: called after Enter, where something was typed.
+            done: called when the line closes; returns the focus.
+            accept: called after Enter, unless the line is empty.
         """
         self._apply, self._done, self._accept = apply, done, accept
         self.query_one("#search-what", Label).update(what)
@@ -79,10 +80,10 @@ class SearchBar(Horizontal):
 
     @staticmethod
     def _applied(apply: Apply, text: str) -> str:
-        """Look for `text`; the words that are shown beside it: what matches, or why it is no pattern."""
         try:
             pattern = compiled(text) if text else None
         except PatternError as error:
+            # Remove the last valid pattern, or it would stay active beside the error.
             apply(None)
             return str(error)
         result = apply(pattern)
@@ -107,7 +108,8 @@ class SearchBar(Horizontal):
 
 
 class CommandBar(TextPanel):
-    """A line per command: what was asked, how long ago, where its components stand. Hidden while there is none."""
+    """One line per pending command: action, age, state of its components. Hidden if there is
+    none."""
 
     DEFAULT_CLASSES = ""
     DEFAULT_CSS = """
@@ -124,12 +126,12 @@ class CommandBar(TextPanel):
     def __init__(self) -> None:
         super().__init__(id="commands")
         self._recipes: dict[str, Recipe] = {}
+        # Unix seconds of each command.
         self._since: dict[str, float] = {}
-        """When each command was given."""
         self._count = 0
 
     def note(self, command_id: str, recipe: Recipe) -> None:
-        """Remember what a command of this screen touches."""
+        """Remember the recipe of a command that this screen sent."""
         self._recipes[command_id] = recipe
 
     def show(self, view: View) -> None:
@@ -145,19 +147,22 @@ class CommandBar(TextPanel):
         return Text("\n").join(lines)
 
     def _open(self, view: View) -> list[CommandRecord]:
-        """What the present supervisor was told; one that is dead left its own open for ever."""
+        # A supervisor that died left its pending commands in the records forever: show only those
+        # of the current one.
         since = view.status.started_at or 0.0 if view.status else 0.0
         commands = [] if view.gone else [command for command in view.state.open_commands() if command.time >= since]
-        for command in commands:  # here, for the state of a view that was drawn grows on: a repaint may be the first
+        # Here, because `view.state` grows: a repaint may be the first to see a command.
+        for command in commands:
             self._since.setdefault(command.command_id, command.time)
         return commands
 
     def _line(self, view: View, command: CommandRecord) -> Text:
-        by = "" if command.initiator == "user" else f" (asked by the {command.initiator})"
+        by = "" if command.initiator == "user" else f" (by the {command.initiator})"
         line = Text(f"◔ {command.action} {command.component or 'the stack'}{by}", self.ink("busy"), no_wrap=True)
         line.append(f"  {duration(view.now - self._since[command.command_id])}", self.ink("dim"))
         recipe = self._recipes.get(command.command_id)
         rows = {row.name: row for row in view.status.components} if view.status else {}
+        # The recipe is known only for commands of this screen.
         names = dict.fromkeys([*recipe.stop, *recipe.start]) if recipe else [command.component]
         for name in names:
             if name in rows:
@@ -169,14 +174,14 @@ class CommandBar(TextPanel):
 
 
 class Keys(Footer):
-    """The keys that the footer offers, made anew only where they are others: Textual does so at every change of focus,
-    which took a sixth of what a key costs."""
+    """Footer that rebuilds its keys only when they change."""
 
     _offered: object = None
     idle: Callable[[], Collection[str]] = staticmethod(tuple)
-    """Actions that can do nothing now: their keys say so, and are not offered."""
+    """Returns the actions that would be refused now; the footer hides their keys."""
 
     async def recompose(self) -> None:
+        # Textual calls this at every change of focus; it took a sixth of the time of a key press.
         found = [(one.binding, one.enabled) for one in self.screen.active_bindings.values() if one.binding.show]
         if (found, idle := self.idle()) != self._offered:
             self._offered = (found, idle)
@@ -190,7 +195,7 @@ class Keys(Footer):
 
 
 class ViewsLine(TextPanel):
-    """Every view with its number key, the present one lit; a click goes there."""
+    """Every view with its number key, the current one highlighted; a click opens a view."""
 
     DEFAULT_CLASSES = ""
     DEFAULT_CSS = """
@@ -202,25 +207,28 @@ class ViewsLine(TextPanel):
     """
 
     def __init__(self, titles: Mapping[str, tuple[str, str]]) -> None:
-        """Args: `titles`: by view, in the order of their keys, the whole title and a short one."""
+        """Args:
+        titles: long and short title by view, in the order of the keys."""
         super().__init__(id="views")
         self._titles = titles
         self._here = next(iter(titles))
+        # Cell behind each title, as last drawn.
         self._ends: dict[str, int] = {}
-        """Cell behind each of them, as drawn last."""
 
     def light(self, name: str) -> None:
-        """Another view is shown."""
+        """Highlight another view."""
         self._here = name
         self.refresh()
 
     async def on_click(self, event: events.Click) -> None:
         at = event.get_content_offset(self)
+        # Titles are drawn left to right, so the first end beyond the click is the one.
         name = next((name for name, end in self._ends.items() if at is not None and at.x < end), "")
         if name:
             await self.app.run_action(f"view({name!r})")
 
     def lines(self, view: View, width: int, height: int) -> list[Text]:
+        # A run that ended well shows no open diagnoses.
         open_ones = len(open_diagnoses(view.state, view.status)) if view.status and view.status.exit_code != 0 else 0
         whole = self._line(0, open_ones)
         return [whole if whole.cell_len <= width else self._line(1, open_ones)]

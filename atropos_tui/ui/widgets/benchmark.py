@@ -1,4 +1,4 @@
-"""The benchmark panels: where a step's time goes, throughput, memory, lag, the verdict; and the guides' summary."""
+"""Benchmark panels: time per part of a step, throughput, memory, lag; and the summary table."""
 
 from __future__ import annotations
 
@@ -46,6 +46,7 @@ class Benchmark(TextPanel):
         self.entitle(title("Benchmark", note))
 
     def lines(self, view: View, width: int, height: int) -> list[Text]:
+        # The most important figures first: a low panel cuts the end.
         speed = pace(view.state, view.info.training_steps)
         return [*self._split(speed, width), *self._figures(view, speed)]
 
@@ -55,8 +56,8 @@ class Benchmark(TextPanel):
         return line.append("  ").append_text(rest if isinstance(rest, Text) else Text(rest, self.ink("dim")))
 
     def _split(self, speed: Pace, width: int) -> list[Text]:
-        """The mean step and a bar per part of it."""
         lines = [self._line("step", seconds_text(speed.step_s))]
+        # Two cells of gap, and six for the percentage.
         room = max(0, width - _LABEL - _VALUE - 2 - 6)
         for name, value in speed.parts.items():
             bar = Text(no_wrap=True, end="")
@@ -68,8 +69,8 @@ class Benchmark(TextPanel):
         return lines
 
     def _figures(self, view: View, speed: Pace) -> list[Text]:
-        """The most telling first: what does not fit is cut at the end."""
         state = view.state
+        # Model FLOPs utilization (MFU), a share from 0 to 1.
         mfu = state.metric("mfu").last
         lag, most = state.metric("policy_lag_mean").last, state.metric("policy_lag_max").last
         used = f"trained, MFU {mfu:.1%}" if mfu is not None and math.isfinite(mfu) else "trained"
@@ -88,13 +89,13 @@ class Benchmark(TextPanel):
         ]
         if state.alignment:
             words, tone = verdict_text(state.alignment)
+            # Second, because a mismatch makes the throughput worthless.
             lines.insert(1, self._line("alignment", words, one_line(state.alignment.cause), tone))
         if state.benchmark:
             lines.append(self._line("total", duration(state.benchmark.total_s), f"{state.benchmark.steps} steps"))
         return lines
 
     def _engine_use(self, speed: Pace) -> list[Text]:
-        """Capacity of the engines in use, accepted tokens and idle time, as far as they are known."""
         lines = []
         if speed.engine_capacity is not None:
             accepted = number(speed.accepted_per_s, 0)
@@ -105,7 +106,6 @@ class Benchmark(TextPanel):
         return lines
 
     def _engine(self, view: View, name: str) -> list[Text]:
-        """Tokens a second of one engine, its batch and its caches, from its own counters."""
         rates = view.gauges.rates(name)
         label = one_line(name)[: _LABEL - 1]
         if rates is None:
@@ -121,10 +121,11 @@ class Benchmark(TextPanel):
     def _memory(self, view: View) -> list[Text]:
         state = view.state
         gpu, held, rss = (state.metric(f"{name}_bytes") for name in ("peak", "allocated", "rss"))
+        # Only components with a known value.
         total = [row.memory_bytes for row in view.rows if row.memory_bytes]
         queue = view.gauges.last.queue if view.gauges.last else None
         lines = [self._line("queue", "–" if queue is None else str(queue), "groups in run-api")]
-        if not view.loaded:  # who has not read all knows no peak
+        if not view.loaded:  # peaks are unknown until the history is loaded
             return lines
         if len(gpu):
             words = f"peak, mean {bytes_text(held.mean)}" if len(held) else "peak"
@@ -135,7 +136,7 @@ class Benchmark(TextPanel):
 
 
 class Summary(VerticalScroll, Panel):
-    """The guides' summary, beside the run that was chosen with `c`; scrolls where it is larger than its room."""
+    """Summary table of this run and the compared one; scrolls."""
 
     DEFAULT_CSS = """
     Summary { width: 1fr; height: 1fr; }
@@ -153,14 +154,15 @@ class Summary(VerticalScroll, Panel):
         self.border_title = title("Summary")
 
     def show(self, view: View) -> None:
-        """Measure again: sums over all steps."""
         mine = benchmark_state(view.state, run=view.info.name or "this run", mode=view.info.mode)
         mine = replace(mine, exit_code=view.status.exit_code if view.status else None)
+        # Two columns with a comparison, one without.
         text = render_benchmarks([mine, view.other] if view.other else [mine])
         if view.runs:
             text = f"{text}\n\n{summary(view.runs)}"
         about = f"vs {one_line(view.other.run)} (x = ratio to this run)" if view.other else "c: compare"
         self.entitle(title("Summary", (about, "quiet")))
+        # An update causes a new layout, so skip it without a change.
         if text != self._text:
             self._text = text
             self.query_one("#summary-text", Static).update(Text(text, no_wrap=True))

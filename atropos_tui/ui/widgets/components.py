@@ -1,4 +1,4 @@
-"""The components table: state, health, process, memory, and the last word about each."""
+"""Components table: state, health, process, memory and latest message of each component."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from atropos_tui.ui.theme import ink, state_text, title
 from atropos_tui.ui.widgets.panel import Panel, View
 
 _WIDE = 90
-"""From this width on there is room for ports, and for GPU memory where a component has some."""
+"""Width from which the table has columns for ports and GPU memory."""
 
 Column = tuple[str, int, bool]
 _COLUMNS: tuple[Column, ...] = (
@@ -40,13 +40,15 @@ _COLUMNS: tuple[Column, ...] = (
     ("port", 5, True),
     ("", 0, False),
 )
-"""Title, width in cells without the gap behind it, right-aligned. The last takes what is left."""
+"""Title, width in cells without the gap, right-aligned. The last column takes the remaining
+width."""
 _GIVES_WAY = {"port": 24, "pid": 24, "probe": 24, "rst": 24, "err": 12, "up": 10, "memory": 10, "cpu": 10}
-"""Columns in the order in which they make room for the last, each while its words have fewer cells than this."""
+"""Columns to drop, in order, while the last one has fewer cells than this and than its longest
+text."""
 
 
 class Components(DataTable[Text], Panel):
-    """One row per component, in start order; the cursor row is what the action keys act on."""
+    """One row per component, in start order; action keys act on the cursor row."""
 
     DEFAULT_CSS = """
     Components {
@@ -72,49 +74,46 @@ class Components(DataTable[Text], Panel):
         Binding("k", "cursor_up", "Up", show=False),
         Binding("j", "cursor_down", "Down", show=False),
         Binding(
-            "enter", "app.view('component')", "Open", show=False, tooltip="Components: all of the one at the cursor"
+            "enter",
+            "app.view('component')",
+            "Open",
+            show=False,
+            tooltip="Components: details of the component under the cursor",
         ),
     ]
 
     @dataclass(eq=False)
     class Selected(Message):
-        """The cursor moved to another component; `by_user` unless the table did it."""
+        """The cursor moved to another component; `by_user`: by a key or the mouse."""
 
         component: str
         by_user: bool
 
     def __init__(self) -> None:
-        self._fills = False
-        """Cells are being written, each of which is painted on its own."""
+        # Set before the base class, whose constructor calls `refresh`.
+        self._writes_cells = False
         super().__init__(id="components", cursor_type="row", zebra_stripes=False, cell_padding=0)
-        self.statuses: list[ComponentStatus] = []
-        """What the rows show, top to bottom."""
+        self.statuses: list[ComponentStatus] = []  # one per row, top to bottom
         self._now = 0.0
-        self._news: dict[str | None, str] = {}
-        """Diagnoses that still hold, by component."""
-        self._stale = False
-        """Nobody vouches for these states any more."""
-        self._is_over = False
-        """Nothing is left to be measured."""
+        self._news: dict[str | None, str] = {}  # open diagnoses by component
+        self._stale = False  # no supervisor confirms these states any more
+        self._is_over = False  # no process is left to measure
+        # Rows and columns of the table as it was built; another set needs a rebuild.
         self._built: tuple[list[str], list[Column]] = [], []
-        """Rows and columns that the table was built of."""
-        self._touched = False
-        """A key or a click came since the cursor last moved."""
-        self.is_users = False
-        """The user has moved the cursor."""
+        self._touched = False  # a key or a click arrived since the cursor last moved
+        self.is_users = False  # the user has moved the cursor
         self.border_title = title("Components")
 
     @property
     def selected(self) -> ComponentStatus | None:
-        """The component under the cursor."""
         return self.statuses[self.cursor_row] if 0 <= self.cursor_row < len(self.statuses) else None
 
     def show(self, view: View) -> None:
-        """Take the newest; the title says what is not well, and how many rows there is no room for."""
+        """Take the newest view. The title counts failed components and rows that do not fit."""
         if view.status is None:
             return
         self.statuses, self._now = list(view.status.components), view.now
-        if view.status.exit_code == 0:  # all went well in the end
+        if view.status.exit_code == 0:  # earlier diagnoses no longer matter
             self.statuses = [row.model_copy(update={"diagnosis": ""}) for row in self.statuses]
         self._news = {item.component: item.title for item in reversed(open_diagnoses(view.state, view.status))}
         self._stale = bool(view.gone)
@@ -127,23 +126,24 @@ class Components(DataTable[Text], Panel):
 
     def recover(self) -> None:
         if self.failure:
-            self._built = [], []  # perhaps in part: build it again
+            self._built = [], []  # may be incomplete after the error: rebuild
         super().recover()
 
     def select(self, component: str) -> None:
-        """Move the cursor on the screen's own account."""
+        """Move the cursor on behalf of the screen."""
         names = [row.name for row in self.statuses]
         if component in names and names.index(component) != self.cursor_row:
             self.move_cursor(row=names.index(component))
 
     def step(self, by: int) -> None:
-        """Move the cursor as the user's keys do."""
+        """Move the cursor on behalf of the user."""
         self._touched = self.is_users = True
         self.move_cursor(row=min(max(self.cursor_row + by, 0), max(len(self.statuses) - 1, 0)))
 
     def _retitle(self) -> None:
         dead = sum(row.state is State.FAILED for row in self.statuses)
         hidden = len(self.statuses) + self.header_height - self.content_size.height if self.content_size else 0
+        # The table has no scrollbar, so the title tells of rows below.
         failed = (f"{dead} failed" if dead else "", "error")
         self.entitle(title("Components", failed, (f"{hidden} more: ↑ ↓" if hidden > 0 else "", "warning")))
 
@@ -159,6 +159,7 @@ class Components(DataTable[Text], Panel):
         self._touched = False
 
     def on_key(self, event: events.Key) -> None:
+        # Keys that move the cursor. The table also moves it itself, for example after a rebuild.
         self._touched = event.key in ("up", "down", "k", "j", "pageup", "pagedown", "home", "end")
         self.is_users = self.is_users or self._touched
 
@@ -170,6 +171,7 @@ class Components(DataTable[Text], Panel):
         hidden = set() if wide else {"gpu", "port"}
         if not any(row.gpu_bytes for row in self.statuses):
             hidden.add("gpu")
+        # Columns without a value in any row give their space to the others.
         if not any(row.errors for row in self.statuses):
             hidden.add("err")
         if len({row.node for row in self.statuses}) < 2:
@@ -190,7 +192,6 @@ class Components(DataTable[Text], Panel):
         return columns
 
     def _left(self, columns: Sequence[Column]) -> int:
-        """Cells for the last of `columns`."""
         return self.content_size.width - sum(width + self._gap for _, width, _ in columns[:-1]) - self._gap
 
     @property
@@ -198,7 +199,6 @@ class Components(DataTable[Text], Panel):
         return 3 if self.size.width >= 140 else 2 if self.size.width >= 100 else 1
 
     def _fit(self, text: str, width: int, right: bool, style: str | Style) -> Text:
-        """`text` in exactly `width` cells and the gap behind it."""
         cell = Text(text, style=style, no_wrap=True, end="")
         cell.truncate(width, overflow="ellipsis")
         space = " " * max(0, width - cell.cell_len)
@@ -220,24 +220,25 @@ class Components(DataTable[Text], Panel):
         for y, item in enumerate(self.statuses):
             for x, ((name, _, _), cell) in enumerate(zip(columns, self._cells(item, columns), strict=True)):
                 if self.get_cell(item.name, name or "last") != cell:
-                    self._fills = True
+                    self._writes_cells = True
                     self.update_cell(item.name, name or "last", cell)
-                    self._fills = False
+                    self._writes_cells = False
                     changed.append(Coordinate(y, x))
         for cell_at in changed:
             self.refresh_coordinate(cell_at)
 
     def refresh(self, *regions: Region, repaint: bool = True, layout: bool = False, recompose: bool = False) -> Self:
-        """A cell that has changed is painted alone, which Textual's `update_cell` does not know."""
-        if self._fills:
+        # `update_cell` repaints the whole table. `_fill` repaints only the cells that changed.
+        if self._writes_cells:
             return self
         return super().refresh(*regions, repaint=repaint, layout=layout, recompose=recompose)
 
     def _cells(self, row: ComponentStatus, columns: Sequence[Column]) -> list[Text]:
         words, tone = state_text(row.state)
         if self._stale and row.state is not State.PENDING and not row.state.is_resting:
-            words, tone = f"? {row.state.value}", "dim"
+            words, tone = f"? {row.state.value}", "dim"  # last known state
         coming = row.state is State.STARTING
+        # While a component starts, a failing health check is normal.
         health = "–" if row.healthy is None else "ok" if row.healthy else "…" if coming else "fails"
         if row.healthy and row.probe_latency_s is not None:
             health = seconds_text(row.probe_latency_s)
@@ -259,16 +260,15 @@ class Components(DataTable[Text], Panel):
         return [self._fit(texts[name][0], width, right, texts[name][1]) for name, width, right in columns]
 
     def _words(self, row: ComponentStatus) -> tuple[str, str | Style]:
-        """The last column, and its style."""
         if row.name in self._news and row.state is State.HEALTHY:
             return f"▲ {one_line(self._news[row.name])}", ink(self.app, "warn")
         return last_word(row), ink(self.app, "error") if row.state is State.FAILED else "dim"
 
 
 def last_word(row: ComponentStatus) -> str:
-    """What to know about a component now: a diagnosis, what it waits for, or why it is where it is."""
+    """Return what matters now: a diagnosis, what it waits for, or the reason of its state."""
     if row.state in (State.HEALTHY, State.COMPLETED):
-        return ""  # calm: what is well needs no words
+        return ""
     if row.diagnosis:
         return one_line(row.diagnosis)
     if row.state is State.STARTING:

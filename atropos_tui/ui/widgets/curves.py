@@ -1,7 +1,6 @@
-"""Curves over optimizer steps, tokens or minutes, with axes; healthy ranges are shaded. `monitor.charts` has the
-catalogue, `monitor.reading` how a curve is smoothed and cut, `monitor.overlay` several runs on the same axes.
+"""Charts: curves over optimizer steps, tokens or minutes, with axes and shaded healthy ranges.
 
-All charts share one `Lens`: a key pressed in one of them moves the cursor, or the window, in all.
+All charts share one `Lens`, so a key moves the cursor or the window of all.
 """
 
 from __future__ import annotations
@@ -50,19 +49,20 @@ from atropos_tui.ui.widgets.legend import POINTS, RUN_COLOURS, Entry, legend_lin
 from atropos_tui.ui.widgets.panel import Panel, View, after
 
 SPLIT_COLOURS = ("accent", "success", "warning", "secondary")
-"""Of held-out accuracy, by split."""
+# Points of the moving average, in the order of the key `m`; 0: none.
 SMOOTHINGS = (10, 50, 0)
 WINDOWS = (200.0, 50.0, None)
-"""Newest steps that are drawn, one after the other."""
+"""Numbers of newest steps to draw, in the order of the key `w`; None: all."""
+# Factor of one zoom step; share of the window of one pan step.
 ZOOM, PAN = 2.0, 0.25
 TINY = 1e-9
 LEGEND_LINES = 8
-"""Height from which a plot gives a line to its legend rather than lose the newest value."""
+"""Height in lines from which a legend line is worth more than a value cut from the title."""
 
 
 @dataclass(frozen=True)
 class Trace:
-    """One curve as it is drawn and named: raw points, their moving average, or the span of several runs."""
+    """One curve of a chart: raw points, their moving average, or the range of several runs."""
 
     label: str
     colour: str
@@ -70,17 +70,18 @@ class Trace:
     values: Sequence[float]
     scatter: bool = False
     mark: str = ""
-    """Character before its name, and on it where colours do not tell curves apart."""
+    """Character before its name; also on the curve where colours do not tell curves apart."""
     smooth: Curve | None = None
     span: int = 0
-    """Points of the moving average that is drawn; 0: none."""
+    """Window of the moving average in points; 0: not smoothed."""
     band: tuple[Sequence[float], Sequence[float]] | None = None
     last: float | None = None
     read: Curve | None = None
-    """What is read off, where that is something else than what is drawn: means of steps, not their extremes."""
+    """Curve to read values from, if another is drawn: means of merged steps, not their extremes."""
 
     def at(self, cursor: float | None) -> float | None:
-        """The value under the cursor, otherwise the newest; not smoothed, unless runs are compared."""
+        """Return the value under the cursor, otherwise the newest; smoothed only if runs are
+        compared."""
         if cursor is None:
             return self.last
         if self.read:
@@ -89,7 +90,7 @@ class Trace:
 
 
 class Chart(Panel, can_focus=True):
-    """Some curves with axes; the title carries the newest values, or those under the cursor."""
+    """Curves with axes; the title has the newest values, or those under the cursor."""
 
     DEFAULT_CSS = """
     Chart {
@@ -98,59 +99,59 @@ class Chart(Panel, can_focus=True):
     }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("left,h", "cursor(-1)", "Cursor", show=False, tooltip="Charts: read the values at the point before"),
+        Binding("left,h", "cursor(-1)", "Cursor", show=False, tooltip="Charts: read the values at the previous point"),
         Binding("right", "cursor(1)", "Cursor", show=False, tooltip="Charts: read the values at the next point"),
         Binding("shift+left", "cursor(-10)", "Cursor", show=False, tooltip="Charts: ten points back"),
         Binding("shift+right", "cursor(10)", "Cursor", show=False, tooltip="Charts: ten points ahead"),
-        Binding("plus,equals_sign", "zoom(1)", "Nearer", show=False, tooltip="Charts: half of what is drawn, around "
-                "the cursor"),
-        Binding("minus", "zoom(-1)", "Farther", show=False, tooltip="Charts: twice as much"),
+        Binding("plus,equals_sign", "zoom(1)", "Nearer", show=False, tooltip="Charts: zoom in, around the cursor"),
+        Binding("minus", "zoom(-1)", "Farther", show=False, tooltip="Charts: zoom out"),
         Binding("less_than_sign,comma", "pan(-1)", "Pan", show=False, tooltip="Charts: move the window back"),
         Binding("greater_than_sign,full_stop", "pan(1)", "Pan", show=False, tooltip="Charts: move the window ahead"),
         Binding("w", "window", "Newest", show=False, tooltip="Charts: the newest 200 steps, 50 steps, or all"),
-        Binding("W", "plan", "Plan", show=False, tooltip="Charts: the axis to the planned end of the run, or as far as "
-                "the run has come"),
+        Binding("W", "plan", "Plan", show=False, tooltip="Charts: the axis to the planned end of the run, or to "
+                "the newest step"),
         Binding("m", "smooth", "Smooth", show=False, tooltip="Charts: moving average over 10 points, over 50, or none"),
         Binding("l", "log", "Log axis", show=False, tooltip="Charts: logarithmic or linear axis of this chart"),
-        Binding("b", "outliers", "Outliers", show=False, tooltip="Charts: leave outliers beyond the axis, or show all"),
+        Binding("b", "outliers", "Outliers", show=False, tooltip="Charts: cut outliers off the axis, or show all"),
         Binding("x", "along", "Axis", show=False, tooltip="Charts: over steps, tokens or minutes"),
-        Binding("enter,z", "enlarge", "Full screen", show=False, tooltip="Charts: this one alone, and all values of "
-                "the step; Esc returns"),
+        Binding("enter,z", "enlarge", "Full screen", show=False, tooltip="Charts: full screen, with all values "
+                "of the step; Esc returns"),
         Binding("g", "ask('rollouts')", "Rollouts", show=False, tooltip="Charts: the rollouts of the step under the "
                 "cursor"),
         Binding("o", "ask('log')", "Log", show=False, tooltip="Charts: the trainer's log at the step under the cursor"),
-        Binding("v", "ask('events')", "Events", show=False, tooltip="Charts: what happened about that step"),
+        Binding("v", "ask('events')", "Events", show=False, tooltip="Charts: the events at the step under the cursor"),
         Binding("y", "copy", "Copy", show=False, tooltip="Charts: copy the values under the cursor"),
-        Binding("escape", "back", "Back", show=False, tooltip="Charts: no cursor, the whole run, out of full screen"),
+        Binding("escape", "back", "Back", show=False, tooltip="Charts: remove the cursor, the window, the full "
+                "screen, in this order"),
     ]  # fmt: skip
 
     view: reactive[View | None] = reactive(None, layout=False)
 
     class Turned(Message):
-        """The lens that all charts share has changed."""
+        """The shared lens has changed."""
 
     @dataclass(eq=False)
     class Asked(Message):
-        """A key asks for more than a chart knows: this one on the whole screen, out of it; rollouts of a step, the log
-        and the events of its time."""
+        """A key wants something outside the chart; `step` is the step under the cursor."""
 
         chart: Chart
         what: Literal["enlarge", "back", "rollouts", "log", "events"]
         step: int = 0
 
     def __init__(self, name: str) -> None:
-        """Args: `name`: of a chart in the catalogue, else of any curve."""
+        """Args:
+        name: chart of the catalogue, or any metric."""
         super().__init__()
         self.spec = CHARTS.get(name) or chart_of(name)
         self.follows_records = not self.spec.over_seconds
+        # View, size and theme that `_strips` were drawn for.
         self._drawn_for: object = None
-        """View, size and theme that the strips were made for."""
+        # View, width and chart that `_traces` were built for.
         self._prepared_for: object = None
-        """View, width and chart that the traces were made for."""
         self._strips: list[Strip] = []
         self._traces: list[Trace] = []
+        # The plot starts with a legend line, because the title has no space for the names.
         self._has_legend = False
-        """The names of the curves stand in the first line of the plot: the title has no room for them."""
 
     def on_mount(self) -> None:
         self.entitle(title(one_line(self.spec.name)))
@@ -162,22 +163,21 @@ class Chart(Panel, can_focus=True):
             self.show(self.view)
 
     def show(self, view: View) -> None:
-        """Take the newest points; the last known run length spans the x axis. Without a size, it is asked again."""
         self.view = view
         self._drawn_for = None
+        # A hidden chart has no size yet; it draws in `on_resize`.
         if self.size:
             self._prepare(view)
             self.entitle(self._title(view))
 
     def on_resize(self) -> None:
-        """Another title may fit now; a chart that was hidden had no width at all. What is drawn, its size decides."""
+        # Another title may fit, and the number of points depends on the width.
         if self.view is not None:
             self.show(self.view)
 
     # What is drawn.
 
     def _prepare(self, view: View) -> None:
-        """Make the traces, once for a view and a width."""
         wanted = (view, self.content_size.width, self.spec)
         if wanted == self._prepared_for:
             return
@@ -192,11 +192,9 @@ class Chart(Panel, can_focus=True):
 
     @property
     def _shows_runs(self) -> bool:
-        """Several runs are drawn, which the legend line of the view names."""
         return self.view is not None and bool(self.view.runs) and not self.spec.over_seconds
 
     def _marked(self, traces: Sequence[Trace]) -> list[Trace]:
-        """`traces` with the marks that tell them apart."""
         joined = sum(not trace.scatter for trace in traces)
         strokes = iter(line_marks(joined, 1 if self.app.no_color else joined))
         points = iter(POINTS * len(traces))
@@ -206,10 +204,11 @@ class Chart(Panel, can_focus=True):
         return Lens(smoothing=0) if self.spec.over_seconds else view.lens
 
     def _whole(self, view: View, lens: Lens) -> tuple[float, float]:
-        """First and last of the x axis: the whole run as planned, or the time that was watched."""
+        """Return both ends of the x axis: the whole planned run, or the observed time."""
         found = [series for _, series in curves_of(self.spec, view) if len(series)]
         if self.spec.over_seconds:
             return min([-60.0, *(float(series.steps[0]) for series in found)]), 0.0
+        # Places beyond MOST_STEPS come from corrupt records and would compress the whole axis.
         ends = [
             place
             for series in found
@@ -228,6 +227,7 @@ class Chart(Panel, can_focus=True):
         if self.spec.over_seconds:
             return Trace(curve.label, curve.colour, series.steps, series.values, last=series.last)
         part = view.ruler.part(series, self._first, self._last)
+        # Two points per column of dots, lowest and highest: more cannot be seen.
         raw = thin(part, 4 * max(self.content_size.width, 1))
         average = None
         if curve.metric in NOISY and is_smoothed(len(series), lens.smoothing):
@@ -246,7 +246,6 @@ class Chart(Panel, can_focus=True):
         )
 
     def _of_runs(self, view: View, lens: Lens) -> list[Trace]:
-        """The chart's first curve of every setting."""
         marks = line_marks(len(view.settings), 1 if self.app.no_color else len(RUN_COLOURS))
         found = []
         for at, drawn in enumerate(lines(view.settings, self.spec.curves[0].metric, lens.along, lens.smoothing)):
@@ -262,7 +261,8 @@ class Chart(Panel, can_focus=True):
     # Title and plot.
 
     def _title(self, view: View) -> Content:
-        """The fullest title that fits and names every mark in it; where none does, the names stand in the plot."""
+        """Return the longest title that fits and names every curve; else the plot gets a legend
+        line."""
         full, short = one_line(self.spec.name), one_line(self.spec.short or self.spec.name)
         self._has_legend = False
         if not any(len(trace.values) for trace in self._traces):
@@ -276,11 +276,10 @@ class Chart(Panel, can_focus=True):
         return title(short, (self._value(self._traces[0]), self._traces[0].colour), *notes)
 
     def _titles(self, full: str, short: str, notes: list[tuple[str, str]]) -> Iterator[Content]:
-        """Titles in ever fewer words."""
         values = [self._value(trace) for trace in self._traces]
         labels = [one_line(trace.label) for trace in self._traces]
         named = [f"{label} {value}" for label, value in zip(labels, values, strict=True)]
-        if self._shows_runs:  # what the marks mean stands in the legend line of the view
+        if self._shows_runs:  # the view's legend line names the marks
             for count in range(len(values), 0, -1):
                 more = [("…", "quiet")] if count < len(values) else []
                 yield self._titled(full if count == len(values) else short, values[:count], [*more, *notes], gap=2)
@@ -306,7 +305,6 @@ class Chart(Panel, can_focus=True):
         return WRITERS[self.spec.unit](trace.at(cursor))
 
     def _legend(self, width: int) -> Text:
-        """The names of the curves, with their values where there is room."""
         entries = []
         for trace in self._traces:
             label = one_line(trace.label)
@@ -314,7 +312,6 @@ class Chart(Panel, can_focus=True):
         return legend_line(entries, width)
 
     def _notes(self, lens: Lens) -> list[tuple[str, str]]:
-        """How the chart is looked at, where it is not the usual way."""
         notes = []
         if any(trace.span for trace in self._traces):
             notes.append((f"~{lens.smoothing}", "quiet"))
@@ -329,7 +326,7 @@ class Chart(Panel, can_focus=True):
         return notes
 
     def render_line(self, y: int) -> Strip:
-        """One line of the plot, which is drawn once for all of them."""
+        # Textual asks for single lines; the plot is drawn once for all of them.
         drawn_for = (self.view, self.content_size, self.app.theme)
         if drawn_for != self._drawn_for:
             self._drawn_for, self._strips = drawn_for, self._draw()
@@ -342,6 +339,7 @@ class Chart(Panel, can_focus=True):
         self._prepare(self.view)
         lens, curves, bands = self._lens(self.view), [], []
         letters = [trace.mark if trace.mark.isalpha() else "" for trace in self._traces]
+        # Averages first: `plot` draws the first curves on top of the raw points.
         for trace, letter in zip(self._traces, letters, strict=True):
             if trace.smooth:
                 curves.append(replace(trace.smooth, mark=letter))
@@ -351,6 +349,7 @@ class Chart(Panel, can_focus=True):
             ink = self.ink("frame") if trace.smooth else self.ink(trace.colour)
             mark = trace.mark if trace.scatter else "" if trace.smooth else letter
             curves.append(Curve(trace.places, trace.values, ink, trace.scatter, mark))
+        # `other_axis` holds the charts whose axis the user switched.
         log = self.spec.log != (self.spec.name in lens.other_axis)
         low, high = self._bounds(log=log, cut=lens.cuts_outliers)
         marks = [] if self.spec.over_seconds else self.view.marks
@@ -367,7 +366,11 @@ class Chart(Panel, can_focus=True):
         return [strip.adjust_cell_length(width, base).apply_style(base) for strip in strips]
 
     def _bounds(self, *, log: bool, cut: bool) -> tuple[float | None, float | None]:
-        """The axis' own ends, each unless a value lies beyond it; else, of the values, without outliers."""
+        """Return the ends of the y axis; None: taken from the data.
+
+        A fixed end of the chart holds unless a value lies beyond it. Other ends may leave out
+        outliers.
+        """
         seen = [[value for value in trace.values if abs(value) < LARGEST] for trace in self._traces]
         seen = [values for values in seen if values]
         low, high = self.spec.low, self.spec.high
@@ -378,6 +381,7 @@ class Chart(Panel, can_focus=True):
         high = high if high is not None and most <= high else None
         if log or not cut or self.spec.over_seconds:
             return low, high
+        # Per curve: an outlier of one curve must not hide the range of another.
         ranges = [sensible_range(values) or (min(values), max(values)) for values in seen]
         lowest, highest = min(low for low, _ in ranges), max(high for _, high in ranges)
         return lowest if low is None and lowest > least else low, highest if high is None and highest < most else high
@@ -386,7 +390,6 @@ class Chart(Panel, can_focus=True):
 
     @property
     def _shared(self) -> Lens:
-        """The lens of all charts as it is now; before anything was told, one that nothing is seen through."""
         return self.view.lens if self.view else Lens()
 
     def _turn(self, **changes: object) -> None:
@@ -395,13 +398,13 @@ class Chart(Panel, can_focus=True):
             self.post_message(self.Turned())
 
     def action_cursor(self, by: int) -> None:
-        """To the point so many further; from none, the last one in view."""
+        """Move the cursor by `by` points; without a cursor, start at the last point in view."""
         places = next((trace.places for trace in self._traces if len(trace.places) and not trace.scatter), ())
         if self.view is None or not places:
             return
-        places = sorted(set(places))  # a point that stands for several steps is drawn as two
+        places = sorted(set(places))  # a point of merged steps is drawn twice, at its lowest and highest
         cursor, at = self.view.lens.cursor, len(places) - 1
-        if cursor is not None:  # perhaps between two of them, where the mouse put it
+        if cursor is not None:  # a mouse click may have put it between two points
             at = by + (bisect_right(places, cursor) - 1 if by > 0 else bisect_left(places, cursor))
         self._turn(cursor=float(places[min(max(at, 0), len(places) - 1)]))
 
@@ -417,6 +420,7 @@ class Chart(Panel, can_focus=True):
         if around is None:
             around = lens.cursor if lens.cursor is not None else self._last
         first = min(max(around - width / 2, whole[0]), whole[1] - width)
+        # Do not zoom to less than two steps.
         if width > (2 if lens.along is Along.STEPS else TINY):
             self._turn(first=first, last=first + width, newest=None)
 
@@ -429,10 +433,11 @@ class Chart(Panel, can_focus=True):
         self._turn(first=first, last=first + width, newest=None)
 
     def action_window(self) -> None:
-        """The newest so many steps; along other axes, their share of all."""
+        """Show the next number of newest steps; on other axes, the equal share of the axis."""
         if self.view is None:
             return
         lens, steps = self.view.lens, max(self.view.state.step, 1)
+        # Length of the axis per step.
         scale = 1.0 if lens.along is Along.STEPS else self._whole(self.view, lens)[1] / steps
         now = None if lens.newest is None else round(lens.newest / scale)
         wanted = after(now, WINDOWS) if now in WINDOWS else WINDOWS[0]
@@ -452,14 +457,14 @@ class Chart(Panel, can_focus=True):
         self._turn(cuts_outliers=not self._shared.cuts_outliers)
 
     def action_along(self) -> None:
-        """Another axis; a window and a cursor on the old one mean nothing there."""
+        # A window and a cursor on the old axis mean nothing on the new one.
         self._turn(along=after(self._shared.along, list(Along)), first=None, last=None, newest=None, cursor=None)
 
     def action_enlarge(self) -> None:
         self.post_message(self.Asked(self, "enlarge"))
 
     def action_back(self) -> None:
-        """One thing after the other: the cursor, the window, the full screen."""
+        """Remove one thing: the cursor, then the window, then the full screen."""
         lens = self._shared
         if lens.cursor is not None:
             self._turn(cursor=None)
@@ -473,7 +478,6 @@ class Chart(Panel, can_focus=True):
             self.post_message(self.Asked(self, what, self.view.cursor_step))
 
     def action_copy(self) -> None:
-        """Name, place and values as lines of tab-separated words."""
         if self.view is not None:
             cursor = self.view.lens.cursor
             first, last = self.view.cursor_steps
@@ -483,9 +487,10 @@ class Chart(Panel, can_focus=True):
             self.app.notify(f"copied {self.spec.name} at {step}", timeout=2, markup=False)
 
     def _place_of(self, event: events.MouseEvent) -> float | None:
-        """Where on the horizontal axis the mouse is."""
+        """Return the mouse position as a place on the x axis; None outside of the plot."""
         at = event.get_content_offset(self)
         texts = [strip.text for strip in self._strips]
+        # The plot starts after the y axis, whose position depends on the labels.
         left = next((i for text in texts for i, char in enumerate(text) if char in "┤│"), -1) + 1
         columns = self.content_size.width - left
         if at is None or not left or not left <= at.x or columns < 2:
@@ -505,14 +510,14 @@ class Chart(Panel, can_focus=True):
         self._wheel(event, -1)
 
     def _wheel(self, event: events.MouseEvent, direction: int) -> None:
-        """The wheel zooms a chart that has the focus; else it scrolls what the chart is in."""
+        # Without the focus the wheel scrolls the grid that the chart is in.
         if self.has_focus:
             event.stop()
             self.action_zoom(direction, self._place_of(event))
 
 
 class ChartGrid(ScrollableContainer, can_focus=False):
-    """Charts in rows; scrolls where there is little room."""
+    """Charts in rows; scrolls if they do not fit."""
 
     SCOPED_CSS = False
     DEFAULT_CSS = """
@@ -531,10 +536,11 @@ class ChartGrid(ScrollableContainer, can_focus=False):
     }
     """
     LOWEST = 9
-    """Lines of a chart."""
+    """Minimum height of a chart in lines."""
 
     def __init__(self, *charts: str, columns: Literal["two", "three"]) -> None:
-        """Args: `columns`: how many stand side by side; one less where the screen is narrow."""
+        """Args:
+        columns: charts side by side; one less on a narrow screen."""
         super().__init__(*map(Chart, charts), classes=columns)
         self._columns = 2 if columns == "two" else 3
 
@@ -542,14 +548,14 @@ class ChartGrid(ScrollableContainer, can_focus=False):
         self.fit()
 
     def fit(self) -> None:
-        """As many lines for each chart as there are, but not too few to be read."""
+        # Divide the height among the rows; below `LOWEST` lines a chart is unreadable, so scroll.
         columns = self._columns - self.app.screen_stack[0].has_class("-narrow")
         rows = -(-len(self.children) // columns)
         height = max(self.LOWEST, self.size.height // max(rows, 1))
         self.styles.grid_rows = str(height) if height * rows > self.size.height else "1fr"
 
     async def also(self, names: Sequence[str]) -> None:
-        """Charts of these curves after those of the catalogue, and of no others."""
+        """Show charts of these metrics after the fixed ones, and remove other extra charts."""
         chosen = [chart for chart in self.query(Chart) if chart.spec.name not in _CATALOGUE]
         for chart in chosen:
             if chart.spec.name not in names:
@@ -563,7 +569,7 @@ _CATALOGUE = {spec.name for spec in CHARTS.values()}
 
 
 def curves_of(spec: ChartSpec, view: View) -> list[tuple[CurveSpec, Series]]:
-    """The curves of a chart with their points; held-out accuracy has one for each environment and split."""
+    """Return the curves of a chart with their points."""
     found: list[tuple[CurveSpec, Series]] = []
     for curve in spec.curves:
         if curve.metric == HELD_OUT:
@@ -571,7 +577,7 @@ def curves_of(spec: ChartSpec, view: View) -> list[tuple[CurveSpec, Series]]:
             for at, (name, series) in enumerate(view.state.evals.items()):
                 label = (name.partition("/")[2] if len(envs) == 1 else name).replace("held_out", "held-out")
                 found.append((replace(curve, label=label, colour=SPLIT_COLOURS[at % len(SPLIT_COLOURS)]), series))
-        elif curve.metric == QUEUE:
+        elif curve.metric == QUEUE:  # sampled by the supervisor, so over seconds before now
             times, depths = view.gauges.queue()
             found.append((curve, Series([round(time - times[-1]) for time in times], depths, times)))
         else:

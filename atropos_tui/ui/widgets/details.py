@@ -1,6 +1,5 @@
-"""Everything that is known of one thing: of the component under the cursor (what it is, how it stands, what was said of
-it), and, beside the chart that has the whole screen, of one step: where its time went, which weights it made, what
-happened then, and every number of its records."""
+"""Details of one thing: the component under the cursor, or the step beside the chart in full
+screen."""
 
 from __future__ import annotations
 
@@ -26,18 +25,17 @@ from atropos_tui.ui.theme import state_text, title
 from atropos_tui.ui.widgets.panel import Panel, TextPanel, View
 
 _LABEL = 12
-_DIAGNOSES = 5
-COLUMN = 36
-"""Cells of a name with its value."""
+_DIAGNOSES = 5  # newest diagnoses that are listed
+COLUMN = 36  # cells of a metric's name with its value
+# Metrics with a chart are listed first, in the order of the charts.
 _ORDER = {curve.metric: at for at, curve in enumerate(curve for spec in CHARTS.values() for curve in spec.curves)}
-"""What has a chart comes first."""
 
 
 class Details(VerticalScroll, Panel):
-    """Scrolls where there is more than fits."""
+    """Everything known about the selected component; scrolls."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("y", "copy", "Copy", show=False, tooltip="Component: copy what stands there, the command included")
+        Binding("y", "copy", "Copy", show=False, tooltip="Component: copy all lines, with the command")
     ]
 
     def __init__(self) -> None:
@@ -54,6 +52,7 @@ class Details(VerticalScroll, Panel):
         row = next((row for row in view.rows if row.name == view.selected), None)
         self.entitle(title("Component", (view.selected, "primary")))
         text = Text("\n").join(self._lines(view, row) if row else [Text("no component is selected")])
+        # An update causes a new layout, so skip it without a change.
         if text != self._text:
             self._text = text
             self.query_one("#details-text", Static).update(text)
@@ -91,10 +90,11 @@ class Details(VerticalScroll, Panel):
         yield from self._diagnoses(view, row)
 
     def _ranks(self, record: RanksRecord) -> Iterator[Text]:
-        """Each rank of the newest step: all wait for the slowest."""
+        # All ranks wait for the slowest at every collective. `alone_s` excludes that wait.
         slowest = max(record.ranks, key=lambda use: real(use.alone_s), default=None)
         for use in record.ranks:
             where = "CPU" if use.gpu is None else f"GPU {one_line(use.gpu)}"
+            # Peak GPU memory, or the resident memory of a rank on the CPU.
             memory = bytes_text(use.rss_bytes if use.peak_bytes is None else use.peak_bytes)
             words = f"{where}, memory {memory}, {use.tokens:,} tokens, alone {seconds_text(real(use.alone_s))}"
             last = use is slowest and len(record.ranks) > 1
@@ -110,8 +110,8 @@ class Details(VerticalScroll, Panel):
         yield self._line("command", one_line(" ".join(plan.command)))
 
     def _engines(self, view: View, chosen: ComponentStatus) -> Iterator[Text]:
-        """What each engine serves and has in flight, side by side."""
         yield self._line("engines", f"{'version':>8}{'running':>9}{'waiting':>9}{'tokens/s':>10}{'KV cache':>10}")
+        # All engines: a difference in weight version or load shows only side by side.
         for row in view.rows:
             if row.role is Role.ENGINE and row.port:
                 now = view.gauges.rates(row.name)
@@ -124,8 +124,8 @@ class Details(VerticalScroll, Panel):
                 yield name.append(f"{words}{share:>10}")
 
     def _diagnoses(self, view: View, row: ComponentStatus) -> Iterator[Text]:
-        """The newest first, each with evidence and fix."""
         own = [item for item in view.state.diagnoses if item.component == row.name]
+        # The last `_DIAGNOSES` of the list, backwards.
         for item in own[: -_DIAGNOSES - 1 : -1]:
             yield Text()
             yield self._line(clock(item.time), f"▲ {one_line(item.title)}", "warn")
@@ -142,7 +142,7 @@ def _health(row: ComponentStatus) -> str:
 
 
 class StepPanel(TextPanel):
-    """The step under the charts' cursor, else the newest; of steps that share a point, their means."""
+    """Step under the charts' cursor, otherwise the newest; means if several steps share a point."""
 
     SCOPED_CSS = False
     DEFAULT_CSS = """
@@ -173,19 +173,19 @@ class StepPanel(TextPanel):
         names = sorted(view.state.names(), key=lambda name: _ORDER.get(name, len(_ORDER)))
         cells = [self._cell(name, view.state.metric(name), step) for name in names]
         columns = max(1, width // COLUMN)
-        rows = -(-len(cells) // columns)
+        rows = -(-len(cells) // columns)  # rounded up; the order runs down the columns
         return found + [Text("", no_wrap=True, end="").join(cells[at::rows]) for at in range(rows)]
 
     def _when(self, view: View, step: int) -> Text:
         steps = view.state.metric("step_s")
         time = value_at(steps.steps, steps.times, step)
+        # A mean of weight versions has no meaning.
         of_many = len(set(view.cursor_steps)) > 1
         weights = None if of_many else view.state.metric("weight_version").at(step)
         words = [clock(time) if time is not None else "", f"weights {weights:.0f}" if weights is not None else ""]
         return Text("  ".join(filter(None, words)), self.ink("dim"))
 
     def _time(self, view: View, step: int) -> Text | None:
-        """Where the seconds of the step went."""
         whole = view.state.metric("step_s").at(step)
         if not whole:
             return None
@@ -196,6 +196,7 @@ class StepPanel(TextPanel):
     def _cell(self, name: str, series: Series, step: int) -> Text:
         value = value_at(series.steps, series.values, step)
         cut = one_line(name)
+        # The end of a metric's name tells more than its beginning.
         cut = cut if len(cut) <= COLUMN - 12 else f"…{cut[-(COLUMN - 13) :]}"
         text = Text(f"{cut:<{COLUMN - 11}}", self.ink("dim"), no_wrap=True, end="")
         return text.append(f"{WRITERS[chart_of(name).unit](value):>9}  ")

@@ -1,4 +1,4 @@
-"""The events panel: transitions, diagnoses, commands and checkpoints as a timeline, newest first."""
+"""Events panel: transitions, diagnoses, commands and checkpoints as a timeline, newest first."""
 
 from __future__ import annotations
 
@@ -19,35 +19,33 @@ from atropos_tui.ui.widgets.listing import Listing
 from atropos_tui.ui.widgets.panel import View
 
 NAME_CELLS = 12
-"""A longer name of a component is cut."""
 
 
 class Events(Listing[Event]):
-    """One line per event; Enter shows evidence and fix."""
+    """One line per event; Enter shows its evidence and fix."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding(
-            "enter", "choose", "Open", show=False, tooltip="Events: show evidence and fix of the one at the cursor"
+            "enter", "choose", "Open", show=False, tooltip="Events: show evidence and fix of the event under the cursor"
         ),
-        Binding("o", "go", "Log", show=False, tooltip="Events: the log of that component at that second"),
+        Binding("o", "go", "Log", show=False, tooltip="Events: show the component's log at that time"),
         Binding("y", "copy", "Copy", show=False, tooltip="Events: copy the event, with evidence and fix"),
     ]
 
     @dataclass(eq=False)
     class Asked(Message):
-        """The log of a component at a moment is wanted."""
-
         component: str
         moment: float
         """Unix seconds."""
 
     def __init__(self) -> None:
         super().__init__(id="events")
+        # Newest supervisor record and newest checkpoint that the list was built from. The initial
+        # value matches no run.
         self._seen: tuple[int, int] = (-2, -1)
         self._all: list[Event] = []
         self._pattern: Pattern | None = None
-        self._names = 0
-        """Width of the components' names."""
+        self._names = 0  # width of the component names
 
     def on_mount(self) -> None:
         self._retitle()
@@ -56,6 +54,7 @@ class Events(Listing[Event]):
         return item
 
     def show(self, view: View) -> None:
+        # The timeline is built from all records, so rebuild it only for a new one.
         last = view.state.checkpoints[-1].step if view.state.checkpoints else -1
         seen = (view.state.supervisor_seq, last)
         if seen != self._seen:
@@ -72,17 +71,18 @@ class Events(Listing[Event]):
             self.app.notify("copied the event", timeout=2)
 
     def point(self, diagnosis: DiagnosisRecord) -> None:
-        """Put the cursor on a diagnosis, unless it was moved already."""
+        """Put the cursor on a diagnosis, unless the user has moved it."""
         wanted = diagnosed(diagnosis)
         if self.cursor == 0 and wanted in self.items:
             self.cursor = self.items.index(wanted)
 
     def go_to(self, time: float) -> None:
-        """Put the cursor on the newest event at that time (Unix seconds) or before, else on the first of all."""
+        """Put the cursor on the newest event at or before `time` (Unix seconds), else on the
+        oldest."""
         self.cursor = next((at for at, item in enumerate(self.items) if item.time <= time), len(self.items) - 1)
 
     def search(self, pattern: Pattern | None) -> str:
-        """Show only events that match; how many do."""
+        """Show only matching events; return their number in words."""
         self._pattern = pattern
         self._filter()
         return counted(len(self.items), "event")
@@ -92,7 +92,7 @@ class Events(Listing[Event]):
         self.cursor = 0
 
     def drop(self) -> bool:
-        """Take back the search; whether there was one."""
+        """Remove the search; return False if there was none."""
         if self._pattern is None:
             return False
         self.search(None)
@@ -116,6 +116,7 @@ class Events(Listing[Event]):
         line = Text(f"{clock(item.time)} ", quiet, no_wrap=True, end="")
         line.append(f"{item.component:<{self._names}.{NAME_CELLS}} ", "bold")
         line.append(f"{item.mark:<12} ", self.ink(item.tone))
+        # Only warnings and errors stand out.
         return line.append(item.text, None if item.tone in ("warn", "bad") else quiet)
 
 

@@ -1,4 +1,4 @@
-"""The lines on top: what runs and how it stands; progress, or what is waited for; then what has to be said of it."""
+"""Lines at the top: identity, state and progress of the run, its verdict, and notices."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ from atropos_tui.ui.plot import progress_bar
 from atropos_tui.ui.widgets.panel import TextPanel, View
 
 ROOM_FOR_SHARES = 110
-"""Columns from which on the two idle shares stand in the header."""
+"""Width from which the header also shows the idle shares."""
 
 
 class Header(TextPanel):
-    """Profile, mode, model, health; step, progress and time left."""
-
     DEFAULT_CLASSES = ""
     DEFAULT_CSS = """
     Header {
@@ -38,12 +36,14 @@ class Header(TextPanel):
         glyph, words, tone = standing(view)
         right = Text.assemble((f"{glyph} {words}", self.ink(tone)))
         if status and status.started_at:
+            # The clock stops at the last transition.
             end = max((row.since or 0 for row in status.components), default=0) if _over(view) else view.now
             right.append(f"  {duration(max(0.0, end - status.started_at))}", self.ink("dim"))
         left = Text.assemble((one_line(info.name or (status.name if status else "")), self.ink("title")))
         for part in (info.mode or (status.mode if status else ""), info.short_model):
             if part:
                 left.append("  ·  ", self.ink("dim")).append(one_line(part), self.ink("dim"))
+        # The state on the right is never cut.
         left.truncate(max(0, width - right.cell_len - 2), overflow="ellipsis")
         left.append(" " * max(1, width - left.cell_len - right.cell_len))
         return left.append_text(right)
@@ -52,6 +52,7 @@ class Header(TextPanel):
         state, steps = view.state, view.info.training_steps
         if is_coming(view):
             done, of = sum(row.state in (State.HEALTHY, State.COMPLETED) for row in view.rows), len(view.rows)
+            # The bar counts components while the stack starts, later steps.
             left, share, right = Text(f"{done}/{of} up "), done / max(of, 1), Text()
         else:
             speed = pace(state, steps)
@@ -70,22 +71,23 @@ class Header(TextPanel):
 
 
 def _shares(speed: Pace) -> str:
-    """Waiting time of the trainer and capacity of the engines in use (while unknown: their idle time), in shares of the
-    newest steps; nothing where nobody knows."""
+    # The idle share stands in while the capacity is unknown.
     used, idle = speed.engine_capacity, speed.engine_idle
     known = {"trainer waits": speed.waiting, **({"engine idle": idle} if used is None else {"capacity used": used})}
     return "".join(f"  {name} {value:.0%}" for name, value in known.items() if value is not None)
 
 
 def standing(view: View) -> tuple[str, str, str]:
-    """How the run stands: glyph, words, tone."""
+    """Return the state of the run: glyph, words, tone."""
     status = view.status
     if status is None:
         return "◔", view.gone or "connecting", "busy"
+    # The order is by importance: the first reason found is shown.
     if status.phase is Phase.ENDED or view.gone:
         return _ended(status)
     if status.phase is Phase.STOPPING:
         return "◕", "stopping", "busy"
+    # Worst state first.
     for state in (State.FAILED, State.BACKOFF, State.UNHEALTHY):
         if names := [row.name for row in status.components if row.state is state]:
             return GLYPHS[state], f"{', '.join(names)} {state.value}", TONES[state]
@@ -110,7 +112,7 @@ def _ended(status: RunStatus) -> tuple[str, str, str]:
 
 
 def is_coming(view: View) -> bool:
-    """Whether components are still coming up, before the first step."""
+    """True while components start, before the first step."""
     starts = any(row.state in (State.STARTING, State.PENDING, State.BACKOFF) for row in view.rows)
     return starts and not view.state.step and not _over(view)
 
@@ -120,7 +122,7 @@ def _over(view: View) -> bool:
 
 
 class Notices(TextPanel):
-    """The one sentence about the run, in one line or two; below it what a reader has to know of what is shown."""
+    """Verdict about the run, and notices about the data on the screen."""
 
     DEFAULT_CLASSES = ""
     DEFAULT_CSS = """
@@ -134,7 +136,7 @@ class Notices(TextPanel):
     def __init__(self) -> None:
         super().__init__(id="notices")
         self.diagnosis: DiagnosisRecord | None = None
-        """The one that the sentence is about, else the newest that holds."""
+        """Diagnosis of the verdict, otherwise the newest open one."""
 
     def show(self, view: View) -> None:
         found = view.verdict
@@ -144,16 +146,17 @@ class Notices(TextPanel):
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
         if self.view and not self.failure:
             with self.guard():
-                return max(1, len(self._said(self.view, width)))
+                return max(1, len(self._sentences(self.view, width)))
         return 1
 
     def lines(self, view: View, width: int, height: int) -> list[Text]:
-        return self._said(view, width)
+        return self._sentences(view, width)
 
-    def _said(self, view: View, width: int) -> list[Text]:
+    def _sentences(self, view: View, width: int) -> list[Text]:
         found = view.verdict
         lines = []
         if found:
+            # Without the diagnosis that the verdict already shows.
             more = len(diagnoses(view)) - (found.diagnosis is not None)
             end = f"  (8 ⏎ fix{f', {more} more' if more > 0 else ''})" if self.diagnosis else ""
             lines = in_two(found.line, end, width, self.ink(f"text-{found.tone}"))
@@ -162,7 +165,7 @@ class Notices(TextPanel):
 
 
 def in_two(words: str, end: str, width: int, style: Style) -> list[Text]:
-    """`words` in at most two lines, the last one cut where they do not fit; `end` is never cut."""
+    """Wrap `words` into at most two lines and cut the rest; `end` is never cut."""
     first, rest = words, ""
     if len(words) + len(end) > width > 0:
         at = words.rfind(" ", 0, width + 1)
@@ -174,23 +177,23 @@ def in_two(words: str, end: str, width: int, style: Style) -> list[Text]:
 
 
 def diagnoses(view: View) -> list[DiagnosisRecord]:
-    """Diagnoses that hold, newest first; none of a run that came to a good end."""
+    """Return the open diagnoses, newest first; none after a successful end."""
     if view.status is None or view.status.exit_code == 0 or not view.loaded:
         return []
     return open_diagnoses(view.state, view.status)
 
 
 def notices(view: View) -> list[str]:
-    """What a reader of this screen has to know of what it was drawn from."""
+    """Return notices about gaps in the data on the screen."""
     state = view.state
     words = [] if view.loaded else [f"reading the run's history: step {view.read_to:,}"]
     if view.bad_lines:
-        words.append(f"{counted(view.bad_lines, 'line')} of the run's streams skipped: not a record")
+        words.append(f"{counted(view.bad_lines, 'line')} of the run's streams skipped: not a valid record")
     if state.newest_version > SCHEMA_VERSION:
         words.append(
-            f"a newer version wrote this run (schema {state.newest_version}, known here {SCHEMA_VERSION}): "
-            "what this one does not know is not shown"
+            f"a newer version wrote this run (schema {state.newest_version}, this one reads {SCHEMA_VERSION}): "
+            "what it added is not shown; update atropos-tui"
         )
     elif state.unknown:
-        words.append(f"{state.unknown} records are of a kind this version does not know")
+        words.append(f"{state.unknown} records of an unknown kind are not shown")
     return words

@@ -1,4 +1,4 @@
-"""Names of what charts draw: marks of curves, a legend line, and the panel that names the runs of a comparison."""
+"""Marks of curves, legend lines, and the panel that names the compared runs."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from atropos_tui.monitor.overlay import Setting, last_steps
 from atropos_tui.ui.widgets.panel import TextPanel, View
 
 RUN_COLOURS = ("primary", "accent", "warning", "success", "secondary")
-"""Colours of runs on the same axes, this one first."""
+"""Colours of runs on the same axes, this run first."""
 LINE, POINTS = "━", "◆●■✚"
-"""Marks of curves, and of series of points."""
 GAP = "   "
 
 
 def line_marks(count: int, colours: int) -> list[str]:
-    """Marks of `count` curves: a stroke where `colours` colours tell them apart, otherwise letters."""
+    """Return marks for `count` curves: lines if `colours` colours tell them apart, otherwise
+    letters."""
     if count <= colours:
         return [LINE] * count
     return [ascii_lowercase[at % len(ascii_lowercase)] for at in range(count)]
@@ -29,7 +29,7 @@ def line_marks(count: int, colours: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Entry:
-    """One curve in a legend. `texts`: its name in ever fewer words, the last of which is cut where there is no room."""
+    """One curve in a legend. `texts`: its names from long to short."""
 
     mark: str
     style: Style
@@ -37,7 +37,8 @@ class Entry:
 
 
 def legend_line(entries: Sequence[Entry], width: int) -> Text:
-    """All entries in one line of at most `width` cells, in as many words as fit; none is left out."""
+    """Return all entries in one line of at most `width` cells, with the longest names that fit."""
+    # Shorten all names together, so that the entries stay comparable.
     for level in range(max((len(entry.texts) for entry in entries), default=0)):
         words = [entry.texts[min(level, len(entry.texts) - 1)] for entry in entries]
         line = _joined(entries, words, GAP)
@@ -59,7 +60,8 @@ def _cut(text: str, room: int) -> str:
 
 
 class RunsLegend(TextPanel):
-    """One line for all charts: the runs on their axes, and what tells them apart. Hidden while the run is alone."""
+    """One line for all charts: the compared runs and how they differ. Hidden without a
+    comparison."""
 
     DEFAULT_CLASSES = ""
     DEFAULT_CSS = """
@@ -82,17 +84,19 @@ class RunsLegend(TextPanel):
         return [self._line(view, width)] if view.runs else []
 
     def _line(self, view: View, width: int) -> Text:
+        # Without colours every curve needs a letter.
         marks = line_marks(len(view.settings), 1 if self.app.no_color else len(RUN_COLOURS))
         entries = [
             Entry(mark, self.ink(RUN_COLOURS[at % len(RUN_COLOURS)]), run_texts(setting))
             for at, (setting, mark) in enumerate(zip(view.settings, marks, strict=True))
         ]
         line = legend_line(entries, width)
+        # The note is the first part to go.
         note = f"{GAP}values: mean of the last {counted(last_steps(view.runs), 'step')}"
         return line.append(note, self.ink("dim")) if line.cell_len + len(note) <= width else line
 
 
 def run_texts(setting: Setting) -> tuple[str, ...]:
-    """The runs of a setting by name, with what differs; then without the names."""
+    """Return names and difference of a setting's runs, then the difference alone."""
     label, names = one_line(setting.label), ", ".join(one_line(run.name) for run in setting.runs)
     return (label,) if not label or label == names else (f"{names}: {label}", label)

@@ -1,4 +1,4 @@
-"""A list with a cursor over any number of items: only what is on the screen is turned into text."""
+"""List with a cursor over any number of items; only visible items become text."""
 
 from __future__ import annotations
 
@@ -21,10 +21,7 @@ Item = TypeVar("Item")
 
 
 class Listing(ScrollView, Panel, Generic[Item], can_focus=True):
-    """Items top to bottom; the cursor stays on its item when others come, or on the first one where it was there.
-
-    Subclasses say how an item is identified (`key_of`) and drawn (`draw`).
-    """
+    """Items from top to bottom. The cursor stays on its item when new ones arrive."""
 
     DEFAULT_CSS = """
     Listing {
@@ -48,11 +45,11 @@ class Listing(ScrollView, Panel, Generic[Item], can_focus=True):
     """Index of the item that keys act on."""
 
     class Moved(Message):
-        """The cursor is on another item, or its item has changed."""
+        """The cursor moved, or its item changed."""
 
     @dataclass(eq=False)
     class Chosen(Message):
-        """Enter was pressed on an item."""
+        """The user pressed Enter."""
 
         listing: Listing[Any]
 
@@ -61,23 +58,22 @@ class Listing(ScrollView, Panel, Generic[Item], can_focus=True):
         self.items: Sequence[Item] = ()
 
     def key_of(self, item: Item) -> Hashable:
-        """What tells an item from others, now and later."""
+        """Return a key that identifies the item in later lists."""
         raise NotImplementedError
 
     def draw(self, item: Item, width: int) -> Text:
-        """One line."""
+        """Return one line of text."""
         raise NotImplementedError
 
     @property
     def current(self) -> Item | None:
-        """The item under the cursor."""
         return self.items[self.cursor] if 0 <= self.cursor < len(self.items) else None
 
     def put(self, items: Sequence[Item]) -> None:
-        """Show other items."""
         before = self.current
         self.items = items
         self.virtual_size = Size(self.size.width, self.head + len(items))
+        # On the first row the cursor stays there, so it follows the newest item.
         if self.cursor and before is not None:
             wanted = self.key_of(before)
             self.cursor = next((at for at, item in enumerate(items) if self.key_of(item) == wanted), 0)
@@ -85,6 +81,7 @@ class Listing(ScrollView, Panel, Generic[Item], can_focus=True):
         self.post_message(self.Moved())
 
     def watch_cursor(self) -> None:
+        # Scroll only as far as the cursor needs.
         top, height = round(self.scroll_y), max(self.scrollable_content_region.height - self.head, 1)
         if self.cursor < top:
             self.scroll_to(y=self.cursor, animate=False)
@@ -94,10 +91,9 @@ class Listing(ScrollView, Panel, Generic[Item], can_focus=True):
         self.post_message(self.Moved())
 
     head = 0
-    """Lines above the items that do not scroll."""
+    """Number of lines above the items that do not scroll."""
 
     def head_line(self) -> Text:
-        """What stands above the items."""
         return Text()
 
     def action_move(self, by: int) -> None:
@@ -117,11 +113,14 @@ class Listing(ScrollView, Panel, Generic[Item], can_focus=True):
         at = event.get_content_offset(self)
         if at is not None and self.head <= at.y < len(self.items) - self.scroll_offset.y + self.head:
             self.cursor = at.y - self.head + self.scroll_offset.y
+            # A double click opens the item.
             if event.chain == 2:
                 self.action_choose()
 
     def render_line(self, y: int) -> Strip:
         width = self.scrollable_content_region.width
+        # Textual calls this for each visible line only, which keeps a list of thousands of items
+        # fast.
         background = self.rich_style
         if y < self.head:
             line = self.head_line()
@@ -130,6 +129,7 @@ class Listing(ScrollView, Panel, Generic[Item], can_focus=True):
             if at >= len(self.items):
                 return Strip.blank(width, background)
             line = self.draw(self.items[at], width)
+            # Without the focus there is no cursor, because keys go to another panel.
             if at == self.cursor and self.has_focus:
                 background = background + self.ink("lit")
         line.truncate(width, overflow="ellipsis")

@@ -1,4 +1,4 @@
-"""The log of one component, or of all merged: a window over a bounded buffer, repainted at most ten times a second."""
+"""Log of one component, or of all merged: a window over a bounded buffer."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from atropos_tui.ui.widgets.panel import Guarded, after
 LINES_KEPT = 20_000
 REPAINT_S = 0.1
 BENEATH_S = 1.0
-"""Under a dialog, which is drawn over the whole screen anew at every change of what is beneath it."""
+"""Seconds between two repaints under a dialog, where every change repaints the whole screen."""
 ALL = "all components"
 TIME_CELLS = 9
 _LEVEL_WORDS = {"all": "", "warning": "warnings and errors", "error": "errors only", "most": "health polls hidden"}
 
 
 class LogView(ScrollView, Guarded, can_focus=True):
-    """Lines of what is followed. Follows the end until scrolled away from it; `f` or End follows again."""
+    """Lines of the followed log. It follows the end until the user scrolls away."""
 
     DEFAULT_CLASSES = "panel"
     DEFAULT_CSS = """
@@ -53,40 +53,42 @@ class LogView(ScrollView, Guarded, can_focus=True):
         Binding("N", "find(-1)", "Previous match", show=False, tooltip="Log: previous match of the search"),
         Binding("e", "error(1)", "Next error", show=False, tooltip="Log: jump to the next error"),
         Binding("E", "error(-1)", "Previous error", show=False, tooltip="Log: jump to the previous error"),
-        Binding("l", "level", "Level", show=False, tooltip="Log: all, warnings and errors, errors only, all but polls"),
+        Binding(
+            "l",
+            "level",
+            "Level",
+            show=False,
+            tooltip="Log: all, warnings and errors, errors only, all but health polls",
+        ),
         Binding("ampersand", "app.filter_log", "Filter", show=False, tooltip="Log: show only lines that match"),
-        Binding("T", "times", "Times", show=False, tooltip="Log: when each line came, or not"),
+        Binding("T", "times", "Times", show=False, tooltip="Log: show or hide the time of each line"),
         Binding("w", "wrap", "Wrap", show=False, tooltip="Log: wrap long lines"),
-        Binding("y", "copy", "Copy", show=False, tooltip="Log: copy the marked line, or what is on the screen"),
-        Binding("x", "clear", "Clear", show=False, tooltip="Log: clear the screen's copy; the file keeps all"),
+        Binding("y", "copy", "Copy", show=False, tooltip="Log: copy the marked line, or all visible lines"),
+        Binding("x", "clear", "Clear", show=False, tooltip="Log: clear the view; the file keeps all lines"),
         Binding("o", "app.open_log", "Open", show=False, tooltip="Log: open the file in $EDITOR"),
     ]
 
     following: reactive[bool] = reactive(True)
-    """Whether new lines scroll into view by themselves."""
 
     def __init__(self, capacity: int = LINES_KEPT) -> None:
         super().__init__(id="log")
         self.buffer = LogBuffer(capacity)
         self.component = ""
-        """What is followed; empty for all components."""
+        """Followed component; empty: all."""
         self.path: Path | None = None
         self.pattern: Pattern | None = None
-        """What is searched for, highlighted."""
+        """Search pattern, highlighted."""
         self._filter: Pattern | None = None
         self._level: Level = "all"
         self._wraps = self._timed = False
-        self._marked: int | None = None
-        """Number of the entry that was jumped to."""
-        self._names = 0
-        """Width of component names, where several are shown."""
+        self._marked: int | None = None  # number of the entry that was jumped to
+        self._names = 0  # width of the component names, if several components are shown
+        # A component was chosen; something is not drawn yet.
         self.is_begun = self._stale = False
-        """Whether it was told what to show; whether that is not drawn yet."""
         self._painted = 0.0
 
     @property
     def text_lines(self) -> list[str]:
-        """The lines kept, oldest first."""
         return [entry.text for entry in self.buffer.entries]
 
     def on_mount(self) -> None:
@@ -94,9 +96,9 @@ class LogView(ScrollView, Guarded, can_focus=True):
         self.set_interval(REPAINT_S, self._repaint)
 
     def switch(self, component: str) -> None:
-        """Show another component, or all, from the latest lines on."""
+        """Show another component; "": all."""
         self.component, self.path, self._names = component, None, 0
-        if self._level in ("all", "most"):  # polls of several would drown the rest
+        if self._level in ("all", "most"):  # health polls of all components would hide the other lines
             self._level = "all" if component else "most"
         self.buffer.clear()
         self._marked = None
@@ -105,11 +107,13 @@ class LogView(ScrollView, Guarded, can_focus=True):
         self.refresh()
 
     def extend(self, entries: Sequence[LogEntry], path: Path | None) -> None:
-        """Append lines; `path` is the log that they are from, None for several."""
+        """Append lines; `path` is their log file, None if they are from several."""
         self.path = path
         if not self.component:
             self._names = max([self._names, *(len(entry.component) for entry in entries)])
         gone = self.buffer.extend(entries)
+        # Lines that left the buffer move all others up: scroll along, so that the text stands
+        # still.
         if gone and not self.following:
             self.scroll_target_y = max(0, self.scroll_target_y - gone)
             self.scroll_y = max(0, self.scroll_y - gone)
@@ -118,6 +122,7 @@ class LogView(ScrollView, Guarded, can_focus=True):
     # Drawing.
 
     def _repaint(self) -> None:
+        # At most one repaint per `REPAINT_S`, however fast lines arrive.
         if not self._stale or not self.is_on_screen:
             return
         now = time.monotonic()
@@ -133,7 +138,6 @@ class LogView(ScrollView, Guarded, can_focus=True):
             self.refresh()
 
     def _arrange(self) -> None:
-        """Fit rows and sizes to what is shown now."""
         room = self.scrollable_content_region.width - self._margin
         wrap = room if self._wraps and room > 8 else None
         self.buffer.show(level=self._level, pattern=self._filter, wrap=wrap)
@@ -145,7 +149,7 @@ class LogView(ScrollView, Guarded, can_focus=True):
         return (self._names + 1 if self._names else 0) + (TIME_CELLS if self._timed else 0)
 
     def watch_show_vertical_scrollbar(self) -> None:
-        """A scrollbar that appears only now takes its place after the layout."""
+        # A new scrollbar has no position until after the layout.
         self.call_after_refresh(self._place_scrollbar)
 
     def _place_scrollbar(self) -> None:
@@ -190,7 +194,6 @@ class LogView(ScrollView, Guarded, can_focus=True):
         return strip.apply_style(background)
 
     def _segments(self, text: str, style: Style) -> list[Segment]:
-        """The line, with what is searched for highlighted."""
         if self.pattern is None:
             return [Segment(text, style)]
         marked = style + ink(self.app, "found")
@@ -206,6 +209,7 @@ class LogView(ScrollView, Guarded, can_focus=True):
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
         super().watch_scroll_y(old_value, new_value)
+        # The user has scrolled down to the end.
         if old_value < new_value >= self.max_scroll_y:
             self.following = True
 
@@ -213,7 +217,7 @@ class LogView(ScrollView, Guarded, can_focus=True):
         self._retitle()
 
     def _hold(self) -> None:
-        """Stop following before the scroll begins, so that the next repaint does not pull it back."""
+        # Call it before the scroll begins: otherwise the next repaint returns to the end.
         if self.max_scroll_y > 0:
             self.following = False
 
@@ -228,8 +232,7 @@ class LogView(ScrollView, Guarded, can_focus=True):
     def on_mouse_scroll_up(self, _: events.MouseScrollUp) -> None:
         self._hold()
 
-    def on_scroll_to(self, message: ScrollTo) -> None:
-        """The scrollbar is dragged."""
+    def on_scroll_to(self, message: ScrollTo) -> None:  # drag of the scrollbar
         if message.y is not None and message.y < self.max_scroll_y:
             self._hold()
 
@@ -243,23 +246,22 @@ class LogView(ScrollView, Guarded, can_focus=True):
         self.scroll_home(animate=False)
 
     def toggle_follow(self) -> None:
-        """Stop following where it stands, or jump to the end and follow."""
         if self.following:
             self.following = False
         else:
             self.action_follow_end()
 
-    # Searching, filtering, and what else is done to lines.
+    # Search, filter and other actions on lines.
 
     def search(self, pattern: Pattern | None) -> str:
-        """Highlight what matches; how many lines do."""
+        """Highlight matches; return the number of matching lines in words."""
         self.pattern, self._stale = pattern, True
         self.refresh()
         self._retitle()
         return self._counted(pattern)
 
     def narrow(self, pattern: Pattern | None) -> str:
-        """Show only lines that match; how many do."""
+        """Show only matching lines; return their number in words."""
         self._filter, self._marked, self._stale = pattern, None, True
         self._arrange()
         return self._counted(pattern)
@@ -268,14 +270,15 @@ class LogView(ScrollView, Guarded, can_focus=True):
         return counted(self.buffer.count(pattern) if pattern else 0, "line")
 
     def accept(self) -> None:
-        """Go to the match that is nearest: the newest one where the end is followed, otherwise the next one below."""
+        """Jump to the newest match while following, otherwise to the next one below."""
         if self.pattern is not None:
             self._marked = None
             self._find(self.pattern, -1 if self.following else 1, "no match")
 
     def drop(self) -> bool:
-        """Take back the filter, otherwise the search, otherwise the marked line; whether there was any."""
+        """Remove the filter, else the search, else the mark; return False if there was none."""
         if self._filter is not None:
+            # `narrow` removes the mark; keep the marked line in view among all lines.
             marked = self._marked
             self.narrow(None)
             if marked is not None:
@@ -295,14 +298,14 @@ class LogView(ScrollView, Guarded, can_focus=True):
             self._find(self.pattern, step, "no match")
 
     def action_error(self, step: int) -> None:
-        self._find("error", step, "no error in the lines kept")
+        self._find("error", step, "no error in these lines")
 
     def _find(self, wanted: Pattern | Kind, step: int, otherwise: str) -> None:
         self._jump(self.buffer.find(wanted, self._start(step), step), otherwise)
 
     def _start(self, step: int) -> int:
-        """The row next to the marked entry's; else the first or last one on the screen."""
         self._arrange()
+        # Search on from the marked entry, otherwise from the edge of the screen.
         row = self.buffer.next_row(self._marked, step) if self._marked is not None else None
         if row is not None:
             return row
@@ -319,7 +322,9 @@ class LogView(ScrollView, Guarded, can_focus=True):
         self.refresh()
 
     def go_to(self, time: float) -> bool:
-        """Jump to the last line that had come at `time` (Unix seconds); False where the lines kept begin later."""
+        """Jump to the last line at or before `time` (Unix seconds); return False if the buffer
+        starts later."""
+        # 1 ms of tolerance for rounded times; entries without a time have 0.
         numbers = [number for number, at in self.buffer.times() if 0 < at <= time + 1e-3]
         if not numbers:
             return False
@@ -350,6 +355,7 @@ class LogView(ScrollView, Guarded, can_focus=True):
         marked = self.buffer.row_of(self._marked) if self._marked is not None else None
         top, height = round(self.scroll_y), self.scrollable_content_region.height
         rows = range(top, top + height) if marked is None else range(marked, marked + 1)
+        # By entry number: a wrapped line takes several rows and is copied once.
         lines = {row[0]: row[2].text for y in rows if (row := self.buffer.row(y))}
         self.app.copy_to_clipboard("\n".join(lines.values()))
         self.app.notify(f"copied {counted(len(lines), 'line')}", timeout=2)

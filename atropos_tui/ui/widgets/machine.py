@@ -1,8 +1,5 @@
-"""The machine panel: a bar per GPU split by component, utilisation, power, temperature, history.
-
-Without a GPU the same panel shows the host's memory and CPU by component, and says so. Beside it stand the nodes of a
-stack that runs on several: what each is used for and how much, and when it was last heard.
-"""
+"""Machine panel: GPUs, or memory and CPU of the host, split by component; and the nodes of the
+stack."""
 
 from __future__ import annotations
 
@@ -24,7 +21,6 @@ _LABEL = 8
 
 
 def _note(view: View, gpus: list[GpuStatus]) -> str:
-    """Which cards these are, or why there are none; of a run that is over, when the figures were recorded."""
     last = view.gauges.last
     if gpus:
         return f"{len(gpus)} × {one_line(gpus[0].name)}" if gpus[0].name else ""
@@ -36,17 +32,16 @@ def _note(view: View, gpus: list[GpuStatus]) -> str:
 
 
 def _node_of(view: View, gpu: GpuStatus) -> str:
-    """Where a card is: those of the supervisor's own node bear no name."""
+    # Cards of the supervisor's own node have no name.
     return gpu.node or (view.status.nodes[0].name if view.status and view.status.nodes else "")
 
 
 def _of(used: float, total: float) -> str:
-    """`1.5/16.0 GB`."""
     return f"{used / 1e9:.1f}/{bytes_text(total)}"
 
 
 class MachinePanel(TextPanel):
-    """GPUs, or the host; as many lines each as there is room for."""
+    """One group of lines per GPU, or for the host; the height decides how many."""
 
     SCOPED_CSS = False
     DEFAULT_CSS = """
@@ -62,6 +57,7 @@ class MachinePanel(TextPanel):
         gpus = view.status.gpus if view.status else []
         if not gpus:
             return self._host(view, width)
+        # One line is kept for the count of the hidden cards.
         shown = gpus if len(gpus) <= height else gpus[: max(0, height - 1)]
         each = max(1, height // len(gpus))
         lines = [line for gpu in shown for line in self._gpu(view, gpu, width)[:each]]
@@ -72,12 +68,13 @@ class MachinePanel(TextPanel):
     def _use(
         self, view: View, label: str, split: Split, words: str, write: Callable[[float], str], width: int
     ) -> list[Text]:
-        """A bar with what it comes to, and its legend below."""
-        order = [row.name for row in view.rows if row.role is not Role.PREPARE]  # one-shot steps hold nothing
+        order = [
+            row.name for row in view.rows if row.role is not Role.PREPARE
+        ]  # these steps end before the run and hold nothing
         texture = textures(order, colours=not self.app.no_color)
 
         def style(part: str) -> Style:
-            """Components go round the colours."""
+            # Colours repeat after the last one; a component has the same colour in every bar.
             if part in order:
                 return self.ink(_COLOURS[order.index(part) % len(_COLOURS)])
             return self.ink("track" if part == "free" else "dim")
@@ -90,8 +87,8 @@ class MachinePanel(TextPanel):
         ]
 
     def _gpu(self, view: View, gpu: GpuStatus, width: int) -> list[Text]:
-        """The most important line first: memory; then load and history; then who holds what."""
         planned = {item.name: item.gpus for item in view.info.components}
+        # Only components on the card's own node.
         there = [row for row in view.gauges.used(view.rows) if row.node == _node_of(view, gpu)]
         split = split_gpu(gpu, there, planned, view.state.metric("reserved_bytes").last)
         busy = percent(gpu.utilization_percent)
@@ -100,9 +97,11 @@ class MachinePanel(TextPanel):
         words = f"{_of(gpu.used_bytes, gpu.total_bytes)}  {busy:>4}  {power:>5}  {heat}"
         history = view.gauges.card(gpu.index, gpu.node)
         label = f"{gpu.node[: _LABEL - 3]} {gpu.index}" if gpu.node else f"GPU {gpu.index}"
+        # The most important line first, because a low panel shows only one for each card.
         lines = self._use(view, label, split, words, bytes_text, width)
         if split.note:
             lines.append(self.labelled("", _LABEL).append(split.note))
+        # A history sample is (utilization, memory), each a share, or None where it is missing.
         load, held = ([found and found[part] for found in history] for part in (0, 1))
         return [*lines, self._history("busy", load, width), self._history("memory", held, width)]
 
@@ -122,6 +121,7 @@ class MachinePanel(TextPanel):
                 for s in samples]  # fmt: skip
         lines.append(self._history("  past", held, width))
         if cpu := split_cpu(rows, host):
+            # CPU amounts are percent of one core.
             words = f"{cpu.used / 100:.1f}/{cpu.total / 100:.0f} cores"
             lines += self._use(view, "CPU", cpu, words, percent, width)
         load = [None if s.host.cpu_percent is None else s.host.cpu_percent / 100 for s in samples]
@@ -129,7 +129,7 @@ class MachinePanel(TextPanel):
 
 
 class Nodes(TextPanel):
-    """Two lines a node: its figures, and what runs there. Where there is one machine the panel is not shown."""
+    """Two lines per node: its figures, its components. Hidden if there is only one node."""
 
     hides_itself = True
     SCOPED_CSS = False
@@ -163,9 +163,10 @@ class Nodes(TextPanel):
         load = f" {sum(busy) / len(busy):.0f}%" if busy else ""
         line = Text(f"{node.name:<{width}}  ", "bold", no_wrap=True, end="")
         line.append(f"CPU {percent(node.cpu_percent):>4}  memory {memory}  {node.gpus} GPUs{load}")
-        words, ink = self._heard(node, view.now)
+        words, tone = self._heard(node, view.now)
         if view.status.phase is not Phase.ENDED:
-            line.append(f"  {words}", self.ink(ink))
+            line.append(f"  {words}", self.ink(tone))
+        # A lost node shows as a diagnosis of the components on it.
         lost = next((row.diagnosis for row in rows if row.diagnosis and not row.state.is_resting), "")
         below = Text(f"{'':<{width}}  ", no_wrap=True, end="")
         below.append(", ".join(row.name for row in rows) or "nothing runs there", self.ink("dim"))
@@ -174,7 +175,6 @@ class Nodes(TextPanel):
         return [line, below]
 
     def _heard(self, node: NodeStatus, now: float) -> tuple[str, str]:
-        """When it last spoke, and the ink for that."""
         if node.heard_at is None:
             return "not heard yet", "dim"
         quiet_s = max(0.0, now - node.heard_at)

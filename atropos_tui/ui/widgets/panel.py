@@ -1,6 +1,6 @@
-"""The base of every panel: a widget that draws a `View`, in styles of its own by name. Its errors stay in it.
+"""Base classes of panels, which draw a `View` and keep their errors to themselves.
 
-A panel is two places: its file here, with its CSS, and one row of `ui.views.VIEWS`.
+A panel has two places: its file here, with its CSS, and one row of `ui.views.VIEWS`.
 """
 
 from __future__ import annotations
@@ -39,108 +39,104 @@ Choice = TypeVar("Choice")
 
 
 def after(now: Choice, choices: Sequence[Choice]) -> Choice:
-    """What a key that goes round `choices` leads to."""
+    """Return the choice that follows `now`, in a circle."""
     return choices[(choices.index(now) + 1) % len(choices)]
 
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """The run as the screen knows it now.
+    """The run as the screen knows it.
 
-    `state` is shared and grows on: a panel may draw a view again after later records. Whatever is derived from the
-    state and kept (`ruler`, `marks`) copies what it needs, so that no index into a copy meets a newer series.
+    `state` is shared and grows: a panel may draw a view again after later records. Cached values
+    (`ruler`, `marks`) copy what they need, so their indexes match their own data.
     """
 
     info: RunInfo
     state: RunState
     status: RunStatus | None
-    """None until the supervisor or the files have told."""
+    """None until the first answer of the supervisor or the files."""
     gone: str
-    """Why no supervisor answers; empty while one does."""
+    """Reason why no supervisor answers; empty while one does."""
     now: float
     """Unix seconds."""
     bad_lines: int = 0
-    """Lines in the run's streams that were no records."""
+    """Lines of the run's streams that were not valid records."""
     other: RunBenchmark | None = None
-    """The run that this one is compared with."""
     selected: str = ""
-    """The component under the cursor."""
     loaded: bool = True
-    """Whether the files were read to their end once; before, `state` may hold no more than the newest records."""
+    """The files were read to their end once; until then `state` may hold only the newest
+    records."""
     read_to: int = 0
-    """The step up to which they were read."""
+    """Step up to which the files were read."""
     looking: Looking = field(default_factory=lambda: Looking(Lens()))
-    """How charts are looked at."""
     runs: Sequence[RunCurves] = ()
-    """On the same axes: this one first, then the others; empty where it is alone."""
+    """Runs on the same axes, this one first; empty without a comparison."""
 
     @cached_property
     def verdict(self) -> Verdict | None:
-        """The one sentence about the run; None until something has told of it."""
+        """Verdict about the run in one sentence; None until enough is known."""
+        # A verdict from part of the history could be wrong.
         if self.status is None or not (self.loaded or self.is_live):
             return None
         return verdict(self.status, self.info, self.state, self.now)
 
     @property
     def is_live(self) -> bool:
-        """Whether the run goes on, and its newest step is known: where it stands is told from its newest records."""
+        """True while the newest step is known but the history is still being read."""
         ended = self.status is None or self.status.phase is Phase.ENDED
         return not ended and not self.gone and self.state.step > self.read_to
 
     @property
     def gauges(self) -> GaugeHistory:
-        """What the supervisor recorded of machine and engines."""
         return self.state.gauges
 
     @property
     def rows(self) -> list[ComponentStatus]:
-        """Components in start order; empty until something has told."""
         return self.status.components if self.status else []
 
     @property
     def lens(self) -> Lens:
-        """How charts are looked at now."""
         return self.looking.lens
 
     @cached_property
     def ruler(self) -> Ruler:
-        """Where this run's steps lie on the axis of the charts."""
         return Ruler(self.state, self.lens.along)
 
     @cached_property
     def marks(self) -> list[tuple[float, Mark]]:
-        """What happened, with its place on the axis, the most important kind first."""
+        """Events with their place on the axis, the most important kind first."""
         found = sorted(marks(self.state), key=lambda mark: list(MARKS).index(mark.kind))
+        # `Ruler.place` takes a series.
         at = Series([mark.step for mark in found], [0.0] * len(found), [mark.time for mark in found])
         return list(zip(self.ruler.place(at), found, strict=True))
 
     @cached_property
     def settings(self) -> list[Setting]:
-        """The runs on the same axes, seeds of one setting together."""
+        """Runs on the same axes, with the seeds of one setting together."""
         return by_setting(self.runs)
 
     @property
     def cursor_steps(self) -> tuple[int, int]:
-        """First and last of the steps that the point under the cursor stands for."""
+        """First and last step of the point under the cursor."""
         return self.state.metric("step_s").reach(self.cursor_step)
 
     @property
     def cursor_step(self) -> int:
-        """The step under the charts' cursor, else the newest."""
+        """Step under the charts' cursor, otherwise the newest."""
         if self.lens.cursor is None:
             return self.state.step
         return self.ruler.step_at(self.lens.cursor, self.state.metric("step_s"))
 
 
 class Guarded(Widget):
-    """A widget that keeps its errors to itself: it shows the reason in one line, and the rest of the screen goes on."""
+    """Widget that shows its own error in one line, while the rest of the screen goes on."""
 
     failure: str = ""
-    """Why it cannot be drawn; empty while it can be."""
+    """Reason why it cannot be drawn; empty if there is none."""
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Turn an error of the block into this widget's `failure`; the traceback goes to a file."""
+        """Turn an error of the block into `failure`; the traceback goes to a file."""
         try:
             yield
         except Exception as error:
@@ -151,13 +147,14 @@ class Guarded(Widget):
         if self.failure:
             return
         self.failure = reason
+        # On the instance, so that it wins over the method of any subclass.
         self.render_line = self._failure_line  # type: ignore[method-assign]
         self._hide_children(True)
 
     def recover(self) -> None:
-        """Try to draw again."""
         if self.failure:
             self.failure = ""
+            # Uncovers the method of the class.
             del self.render_line
             self._hide_children(False)
 
@@ -172,6 +169,7 @@ class Guarded(Widget):
         words = [Segment(lines[y], ink(self.app, "bad"))] if y < len(lines) else []
         return Strip(words).crop_extend(0, width, style).apply_style(style)
 
+    # Textual calls these three methods; an exception in any of them would end the app.
     async def on_event(self, event: events.Event) -> None:
         with self.guard():
             await super().on_event(event)
@@ -185,45 +183,43 @@ class Guarded(Widget):
     def render_lines(self, crop: Region) -> list[Strip]:
         with self.guard():
             return super().render_lines(crop)
-        return super().render_lines(crop)  # by `_failure_line`
+        return super().render_lines(crop)  # after an error: draws `_failure_line`
 
 
 class Panel(Guarded):
-    """A widget that draws a `View`. Framed panels have the class `panel`, whose look is in `app.tcss`."""
+    """Widget that draws a `View`. Framed panels have the class `panel`, styled in `app.tcss`."""
 
     DEFAULT_CLASSES = "panel"
     hides_itself: ClassVar[bool] = False
-    """Shown only while it has something to say, which it has to be asked."""
+    """The panel sets its own `display` in `show`, so it gets every view even while hidden."""
     follows_records: bool = False
-    """Only the run's records change it: it is drawn less often than what moves with the clock."""
+    """Only the run's records change the panel, so it is drawn less often than the clocks."""
     _title_words: Content | None = None
 
     def show(self, view: View) -> None:
-        """Take the newest."""
+        """Take the newest view."""
         raise NotImplementedError
 
     def present(self, view: View) -> None:
-        """Show `view`, or why that failed."""
+        # An error may have come from one odd record; each new view gets a new attempt.
         self.recover()
         with self.guard():
             self.show(view)
 
     def entitle(self, words: Content) -> None:
-        """Set the title in the frame, which paints the whole panel anew, where it is another one."""
+        # Textual repaints the whole panel for every assignment to `border_title`.
         if words != self._title_words:
             self._title_words = self.border_title = words
 
     def ink(self, name: str) -> Style:
-        """A style of `theme.INKS`."""
         return ink(self.app, name)
 
     def labelled(self, label: str, width: int) -> Text:
-        """The beginning of a line: `label` in `width` cells."""
         return Text(f"{label:<{width}}", self.ink("dim"), no_wrap=True, end="")
 
 
 class TextPanel(Panel):
-    """A panel of lines that are cut where there is no room. Those that are not what it shows are painted."""
+    """Panel of lines, cut at the panel's width."""
 
     view: View | None = None
 
@@ -234,13 +230,14 @@ class TextPanel(Panel):
     def show(self, view: View) -> None:
         self.view = view
         before, self._painted = self._painted, self._cut()
+        # Another number of lines may change the height of the panel.
         if len(self._painted) != len(before):
             self.refresh(layout=self.styles.is_auto_height)
         elif changed := [y for y, line in enumerate(self._painted) if line != before[y]]:
             self.refresh(*(Region(0, y, self.content_size.width, 1) for y in changed))
 
     def lines(self, view: View, width: int, height: int) -> list[Text]:
-        """What there is to say, the most important first."""
+        """Return the lines to show, the most important first."""
         raise NotImplementedError
 
     def render(self) -> RenderResult:

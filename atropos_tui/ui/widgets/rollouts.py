@@ -1,4 +1,7 @@
-"""Rollouts by group, newest first, searched, and one against another. Their text is data: shown, never obeyed."""
+"""Rollouts by group, newest first, with search and comparison.
+
+Their text is untrusted and shown as plain text.
+"""
 
 from __future__ import annotations
 
@@ -39,21 +42,19 @@ from atropos_tui.ui.widgets.listing import Listing
 from atropos_tui.ui.widgets.panel import Guarded, View, after
 
 MOST_SPREAD = 16
-"""Rewards of a group that are shown."""
+"""Limit for the rewards of a group that are shown."""
 STEP, REWARD, ADVANTAGE, GAP = 6, 6, 7, 2
-"""Cells of the columns before the answer."""
 LEGIBLE = 30
-"""Cells that an answer has before advantages and the rewards of its group get any."""
+"""Cells that the answer keeps when advantage and rewards get columns."""
 ASKED = 40
-"""Cells of an answer beside which its question has room, too, where both are long."""
+"""Cells from which the question is shown beside a long answer."""
 BOTH_ENDS = 16
-"""An answer is cut in its middle where it has so many cells: groups begin alike, and end with what was asked for."""
+"""Cells from which an answer is cut in its middle: answers of a group start alike and end with the
+result."""
 
 
 @dataclass(frozen=True)
 class RolloutRow:
-    """One completion; the first of its group also speaks for the group."""
-
     group: RolloutGroup
     at: int
 
@@ -63,7 +64,8 @@ class RolloutRow:
 
 
 class Rollouts(Listing[RolloutRow]):
-    """One line per completion, which comes first; beside a group's first stand its question and its rewards."""
+    """One line per completion; a group's first one also has the question and the group's
+    rewards."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter", "choose", "Open", show=False, tooltip="Rollouts: open the completion under the cursor"),
@@ -79,15 +81,13 @@ class Rollouts(Listing[RolloutRow]):
 
     @dataclass(eq=False)
     class Pointed(Message):
-        """Another completion is to be shown in full, perhaps against `base`."""
+        """Show another completion, compared with `base` if there is one."""
 
         rollout: RolloutRecord | None
         base: RolloutRecord | None
         words: str
         group: tuple[RolloutRecord, ...] = ()
-        """Of the same prompt, as far as the list shows it."""
         pattern: Pattern | None = None
-        """What is searched for."""
 
     def __init__(self) -> None:
         super().__init__(id="rollouts")
@@ -97,10 +97,8 @@ class Rollouts(Listing[RolloutRow]):
         self._comparing = False
         self._only: Only = "all"
         self._order: Order = "newest"
-        self._shared = 0
-        """Characters that all questions begin with."""
-        self._spread = 0
-        """Cells of the rewards of a group."""
+        self._shared = 0  # characters that all questions begin with; not shown
+        self._spread = 0  # width in cells of a group's rewards
 
     def on_mount(self) -> None:
         self._retitle()
@@ -109,13 +107,14 @@ class Rollouts(Listing[RolloutRow]):
         return item.group.step, item.group.prompt, item.at
 
     def show(self, view: View) -> None:
+        # The list has a limit: when it is full, only its last item shows that it has changed.
         if len(view.state.rollouts) == len(self._all) and (not self._all or view.state.rollouts[-1] is self._all[-1]):
             return
         self._all = list(view.state.rollouts)
         self._fill()
 
     def search(self, pattern: Pattern | None) -> str:
-        """Show only groups and completions that match; how many do."""
+        """Show only matching groups and completions; return the number of completions in words."""
         self._pattern = pattern
         self._fill()
         return counted(len(self.items), "completion")
@@ -125,7 +124,8 @@ class Rollouts(Listing[RolloutRow]):
         self.cursor = 0
 
     def drop(self) -> bool:
-        """Take back the search, otherwise what narrows the list, otherwise the comparison; whether there was any."""
+        """Remove the search, else the restriction, else the comparison; return False if there was
+        none."""
         if self._pattern is not None:
             self.search(None)
         elif self._only != "all":
@@ -180,14 +180,14 @@ class Rollouts(Listing[RolloutRow]):
         self.point()
 
     def go_to(self, step: int) -> None:
-        """Put the cursor on the first completion of `step`, or of the newest step before it that has any."""
+        """Put the cursor on the first completion of `step`, else of the newest earlier step."""
         self.cursor = next((at for at, item in enumerate(self.items) if item.rollout.step <= step), self.cursor)
 
     def point(self) -> None:
-        """Say which completion is to be shown in full."""
         rollout = self.current.rollout if self.current else None
         base, words = None, ""
         if self._comparing and rollout:
+            # Without a mark, compare with the same prompt in an earlier step.
             base = self._mark or earlier_twin(rollout, self._all)
             words = f"against step {base.step}" if base else "no earlier step to compare with"
             words += ", another prompt" if base and base.prompt != rollout.prompt else ""
@@ -195,6 +195,7 @@ class Rollouts(Listing[RolloutRow]):
         self.post_message(self.Pointed(rollout, base, words, group, self._pattern))
 
     def action_mark(self) -> None:
+        # A second press removes the mark.
         now = self.current.rollout if self.current else None
         self._mark = None if now is self._mark else now
         self._retitle()
@@ -214,10 +215,10 @@ class Rollouts(Listing[RolloutRow]):
         return Text(f"{line}{' ' * GAP}answer ← question", self.ink("dim"), no_wrap=True, end="")
 
     def _columns(self, width: int) -> tuple[str, ...]:
-        """What stands between the reward and the answer, as far as the answer stays legible."""
         cells = {"advantage": ADVANTAGE, "spread": 1 + self._spread if self._spread > 1 else 0}
         wanted = ("advantage", "spread") if self._order != "newest" else ("spread", "advantage")
         room, found = width - STEP - REWARD - GAP - LEGIBLE, set()
+        # Sorted by advantage, the advantage is the column to keep.
         for name in wanted:
             if cells[name] and cells[name] <= room:
                 room -= cells[name]
@@ -226,6 +227,7 @@ class Rollouts(Listing[RolloutRow]):
 
     def draw(self, item: RolloutRow, width: int) -> Text:
         record, columns = item.rollout, self._columns(width)
+        # Sorted by advantage, groups are torn apart, so every row shows its question.
         is_first = item.at == 0 or self._order != "newest"
         tone = "good" if record.advantage > 0 else "bad" if record.advantage < 0 else "dim"
         mark = "◆" if record is self._mark else " "
@@ -241,37 +243,42 @@ class Rollouts(Listing[RolloutRow]):
         room = width - line.cell_len - GAP
         answered = one_line(answer(record.completion))
         beside = f" ← {'…' if self._shared else ''}{asked}" if asked else ""
+        # The question gives way to the answer: at most half of the space, none on narrow screens.
         if len(answered) + len(beside) > room:
             beside = "" if room < ASKED else beside if len(beside) <= room // 2 else f"{beside[: room // 2 - 1]}…"
         line.append(" " * GAP).append(self._seen(answered, room - len(beside)))
         line.append(beside, self.ink("dim"))
+        # Search the line as drawn, so that the highlight fits the cut text.
         for start, end in self._pattern.spans(line.plain) if self._pattern else ():
             line.stylize(self.ink("found"), start, end)
         return line
 
     def _seen(self, text: str, room: int) -> str:
-        """As much of `text` as there is room for: its two ends, or what is searched for from shortly before."""
+        """Return the part of `text` that fits: both ends, or the surroundings of the first
+        match."""
         if len(text) <= room:
             return text
         hit = next((start for start, _ in self._pattern.spans(text)), None) if self._pattern else None
         if hit is None and room >= BOTH_ENDS:
             end = room // 2
             return f"{text[: room - end - 1]}…{text[-end:]}"
+        # The match would be cut off: start shortly before it.
         if hit is not None and hit > room - 8:
             text = f"…{text[max(hit - room // 3, 0) :]}"
         return text if len(text) <= room else f"{text[: max(room - 1, 0)]}…"
 
 
 def spread(rollouts: Sequence[RolloutRecord]) -> str:
-    """The rewards of a group, a cell each, from its lowest to its highest."""
+    """Return the rewards of a group as a sparkline, one cell each."""
     rewards = [one.reward for one in rollouts[:MOST_SPREAD]]
     known = known_rewards(rollouts[:MOST_SPREAD])
+    # Lowest to highest reward of this group; equal rewards are drawn at half height.
     low, high = min(known, default=0.0), max(known, default=0.0)
     return sparkline([(reward - low) / (high - low) if high > low else 0.5 for reward in rewards], len(rewards))
 
 
 class RolloutDetail(VerticalScroll, Guarded):
-    """One completion in full, or what changed between two: told by the list, not by a `View`."""
+    """One completion in full, or the changes between two. Its content comes from the list."""
 
     DEFAULT_CLASSES = "panel"
     DEFAULT_CSS = """
@@ -290,13 +297,12 @@ class RolloutDetail(VerticalScroll, Guarded):
     def on_mount(self) -> None:
         self.border_title = title("Rollout")
 
-    def tell(self, message: Rollouts.Pointed) -> None:
-        """Show what the list points at."""
+    def show_rollout(self, message: Rollouts.Pointed) -> None:
         self.recover()
         with self.guard():
-            self._tell(message)
+            self._show(message)
 
-    def _tell(self, message: Rollouts.Pointed) -> None:
+    def _show(self, message: Rollouts.Pointed) -> None:
         rollout = message.rollout
         about = f"step {rollout.step} · {one_line(rollout.env)}" if rollout else "no data"
         self.border_title = title("Rollout", (about, "quiet"), (message.words, "accent"))
@@ -316,6 +322,7 @@ class RolloutDetail(VerticalScroll, Guarded):
         ]
         if len(group) > 1:
             known = known_rewards(group) or [math.nan]
+            # The list may hold only part of the group.
             of = f", {len(group)} of {rollout.group_size}" if (rollout.group_size or 0) > len(group) else ""
             figures.append(("group", f"{number(min(known), 2)} {spread(group)} {number(max(known), 2)}{of}"))
         for name, value in figures:
@@ -327,8 +334,7 @@ class RolloutDetail(VerticalScroll, Guarded):
         return text
 
     def _changes(self, old: str, new: str) -> Text:
-        """What went stands in [-brackets-], what came in {+others+}: to be read without colours and strokes, and in
-        copied text."""
+        # Brackets as in `wdiff`: the changes stay readable without colours and in copied text.
         styles: dict[str, Style | str] = {
             "same": "",
             "gone": ink(self.app, "gone"),
