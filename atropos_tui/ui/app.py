@@ -187,7 +187,7 @@ class CockpitApp(CommandApp):
     # Messages of the feed.
 
     def on_status_arrived(self, message: StatusArrived) -> None:
-        news = self.status is None or bool(self.gone) or standing(message.status) != standing(self.status)
+        news = self.status is None or bool(self.gone) or stable_fields(message.status) != stable_fields(self.status)
         self.status, self.gone, self.is_over = message.status, "", message.status.phase is Phase.ENDED
         self._after_status(news)
 
@@ -411,7 +411,7 @@ class CockpitApp(CommandApp):
             if name != self._view_name:
                 self._way_back = [*self._way_back, self._view_name] if name != "overview" else []
             self._view_name = name
-            main.query_one(ViewsLine).light(name)
+            main.query_one(ViewsLine).highlight(name)
             before = set(visible(main))
             arrange(main, name)
             if name == "rollouts":
@@ -555,7 +555,7 @@ class CockpitApp(CommandApp):
     async def draw_chosen(self) -> None:
         """Add charts of the chosen curves to the training view."""
         if self.main:
-            await self.main.query_one("#view-training").query_one(ChartGrid).also(self.chosen.metrics)
+            await self.main.query_one("#view-training").query_one(ChartGrid).set_extra(self.chosen.metrics)
             self.draw_now()
 
     def action_choose_curves(self) -> None:
@@ -598,7 +598,7 @@ class CockpitApp(CommandApp):
         return replace(figures, exit_code=exit_code(RunDir(root)))
 
 
-def standing(status: RunStatus) -> object:
+def stable_fields(status: RunStatus) -> object:
     """Return the parts of a status that do not change all the time."""
     rows = [(row.name, row.state, row.pid, row.attempt, row.healthy, row.waiting_for) for row in status.components]
     return status.phase, status.exit_code, rows

@@ -178,7 +178,7 @@ def plot(
         return [[]] * height
     canvas = _Canvas(columns, rows)
     for band in bands:
-        _lay(canvas, band, scale, axes.first, last)
+        _fill_band(canvas, band, scale, axes.first, last)
     # The first curve is drawn last, so it is on top. Points follow, because a line must not cover
     # them.
     for curve in reversed(curves):
@@ -186,7 +186,7 @@ def plot(
             _draw(canvas, curve, scale, axes.first, last)
     _draw_points(canvas, [curve for curve in curves if curve.scatter], scale, axes.first, last)
     _mark_lines(canvas, [curve for curve in curves if curve.mark and not curve.scatter], scale, axes.first, last)
-    below = _beside(canvas, axes, last, ink, own_line=rows < height - 1)
+    below = _draw_cursor_and_marks(canvas, axes, last, ink, own_line=rows < height - 1)
     healthy, limits = _healthy_rows(scale, axes.healthy)
     lines = [
         _row(canvas, row, labels.get(row), gutter, ink, is_limit=row in limits, is_healthy=row in healthy)
@@ -201,7 +201,7 @@ def column_of(place: float, first: float, last: float, columns: int) -> int:
     return round((place - first) / (last - first) * (2 * columns - 1)) // 2
 
 
-def _beside(canvas: _Canvas, axes: Axes, last: float, ink: Ink, *, own_line: bool) -> str:
+def _draw_cursor_and_marks(canvas: _Canvas, axes: Axes, last: float, ink: Ink, *, own_line: bool) -> str:
     """Draw the cursor and the marks; return the line of marks, empty without `own_line`."""
     line = [" "] * canvas.width
     # In reverse, so that the most important mark wins a shared column.
@@ -224,7 +224,7 @@ def _edges(bands: Sequence[Band], first: float, last: float) -> list[Curve]:
     return [_in_view(edge, first, last) for edge in edges]
 
 
-def _lay(canvas: _Canvas, band: Band, scale: _Scale, first: float, last: float) -> None:
+def _fill_band(canvas: _Canvas, band: Band, scale: _Scale, first: float, last: float) -> None:
     for step, low, high in zip(band.steps, band.low, band.high, strict=True):
         if first <= step <= last and math.isfinite(low) and math.isfinite(high):
             column = column_of(step, first, last, canvas.width)
@@ -386,7 +386,7 @@ def _mark_lines(canvas: _Canvas, curves: Sequence[Curve], scale: _Scale, first: 
         }
         end = max(points, default=0)
         for column, value in points.items():
-            # Offset by line, so that two lines do not put their marks in the same column.
+            # Offset by line, so that neighbouring lines mark different columns.
             if (column - 4 * at) % MARK_COLUMNS == 0 or column == end:
                 canvas.mark(2 * column, scale.y(value), curve.mark, curve.style)
 
@@ -429,7 +429,7 @@ def _x_axis(first: float, last: float, columns: int, gutter: int, style: Style) 
     step = nice_step((last - first) / max(1, columns // 8))
     while True:
         ticks = [at * step for at in range(math.ceil(first / step), math.floor(last / step + 1e-9) + 1)]
-        texts = _placed(ticks, first, last, columns, gutter)
+        texts = _label_columns(ticks, first, last, columns, gutter)
         # Widen the step until no two labels touch.
         if len(ticks) < 2 or all(end + 1 < start for (_, end), (start, _) in pairwise(texts.values())):
             break
@@ -439,7 +439,9 @@ def _x_axis(first: float, last: float, columns: int, gutter: int, style: Style) 
     return [Segment("".join(cells), style)]
 
 
-def _placed(ticks: Sequence[float], first: float, last: float, columns: int, gutter: int) -> dict[str, tuple[int, int]]:
+def _label_columns(
+    ticks: Sequence[float], first: float, last: float, columns: int, gutter: int
+) -> dict[str, tuple[int, int]]:
     """Return start and end column of each label; one that would pass the end of the plot moves
     left."""
     found: dict[str, tuple[int, int]] = {}

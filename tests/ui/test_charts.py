@@ -64,7 +64,7 @@ async def test_from_between_two_points_the_cursor_goes_to_the_nearest_on_either_
         await screen.shows("step 120/120")
         await screen.press("2", "home")
         for key, step in (("right", 61.0), ("left", 60.0)):
-            chart(screen)._turn(cursor=60.4)
+            chart(screen)._change_lens(cursor=60.4)
             await screen.press(key)
             assert screen.app.looking.lens.cursor == step
 
@@ -82,7 +82,7 @@ async def test_of_a_long_run_the_cursor_says_how_many_steps_its_values_are_the_m
         first, last = rewards.reach(rewards.steps[at])
         assert last > first
         await screen.press("2", "home", "m", "m")  # as it is, not smoothed
-        chart(screen)._turn(cursor=float(first))
+        chart(screen)._change_lens(cursor=float(first))
         await screen.shows(f"@{first:,}, mean of {last - first + 1}")
         trace = chart(screen)._traces[0]
         assert trace.smooth is None and trace.at(float(first)) == rewards.values[at]
@@ -99,7 +99,7 @@ async def test_a_step_leads_to_the_trainer_s_log_and_to_the_events_of_its_time(r
         await screen.shows("step 120/120")
         when = screen.app.state.metric("step_s").times[9]
         await screen.press("2", "home")
-        chart(screen)._turn(cursor=10.0)
+        chart(screen)._change_lens(cursor=10.0)
         await screen.press("v")
         shown = screen.app.query_one(Events)
         await screen.until(lambda: shown.has_focus and shown.current is not None)

@@ -215,7 +215,7 @@ class ViewsLine(TextPanel):
         # Cell behind each title, as last drawn.
         self._ends: dict[str, int] = {}
 
-    def light(self, name: str) -> None:
+    def highlight(self, name: str) -> None:
         """Highlight another view."""
         self._here = name
         self.refresh()

@@ -43,7 +43,7 @@ class Benchmark(TextPanel):
         note = (f"last {window} steps", "quiet") if window else ("no data", "quiet")
         if view.state.benchmark:
             note = (f"final, all {window} steps", "success")
-        self.entitle(title("Benchmark", note))
+        self.set_title(title("Benchmark", note))
 
     def lines(self, view: View, width: int, height: int) -> list[Text]:
         # The most important figures first: a low panel cuts the end.
@@ -161,7 +161,7 @@ class Summary(VerticalScroll, Panel):
         if view.runs:
             text = f"{text}\n\n{summary(view.runs)}"
         about = f"vs {one_line(view.other.run)} (x = ratio to this run)" if view.other else "c: compare"
-        self.entitle(title("Summary", (about, "quiet")))
+        self.set_title(title("Summary", (about, "quiet")))
         # An update causes a new layout, so skip it without a change.
         if text != self._text:
             self._text = text

@@ -42,7 +42,7 @@ _COLUMNS: tuple[Column, ...] = (
 )
 """Title, width in cells without the gap, right-aligned. The last column takes the remaining
 width."""
-_GIVES_WAY = {"port": 24, "pid": 24, "probe": 24, "rst": 24, "err": 12, "up": 10, "memory": 10, "cpu": 10}
+_DROP_ORDER = {"port": 24, "pid": 24, "probe": 24, "rst": 24, "err": 12, "up": 10, "memory": 10, "cpu": 10}
 """Columns to drop, in order, while the last one has fewer cells than this and than its longest
 text."""
 
@@ -145,7 +145,7 @@ class Components(DataTable[Text], Panel):
         hidden = len(self.statuses) + self.header_height - self.content_size.height if self.content_size else 0
         # The table has no scrollbar, so the title tells of rows below.
         failed = (f"{dead} failed" if dead else "", "error")
-        self.entitle(title("Components", failed, (f"{hidden} more: ↑ ↓" if hidden > 0 else "", "warning")))
+        self.set_title(title("Components", failed, (f"{hidden} more: ↑ ↓" if hidden > 0 else "", "warning")))
 
     def on_resize(self, event: events.Resize) -> None:
         if self.statuses:
@@ -185,7 +185,7 @@ class Components(DataTable[Text], Panel):
         columns = [(name, min(nodes, 12), right) if name == "node" else (name, width, right)
                    for name, width, right in columns]  # fmt: skip
         words = max((len(self._words(row)[0]) for row in self.statuses), default=0)
-        for name, enough in _GIVES_WAY.items():
+        for name, enough in _DROP_ORDER.items():
             if self._left(columns) < min(enough, words):
                 columns = [column for column in columns if column[0] != name]
         columns[-1] = ("", max(1, self._left(columns)), False)

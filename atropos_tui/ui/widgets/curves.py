@@ -154,7 +154,7 @@ class Chart(Panel, can_focus=True):
         self._has_legend = False
 
     def on_mount(self) -> None:
-        self.entitle(title(one_line(self.spec.name)))
+        self.set_title(title(one_line(self.spec.name)))
 
     def become(self, spec: ChartSpec) -> None:
         """Show another chart of the catalogue."""
@@ -168,7 +168,7 @@ class Chart(Panel, can_focus=True):
         # A hidden chart has no size yet; it draws in `on_resize`.
         if self.size:
             self._prepare(view)
-            self.entitle(self._title(view))
+            self.set_title(self._title(view))
 
     def on_resize(self) -> None:
         # Another title may fit, and the number of points depends on the width.
@@ -183,9 +183,9 @@ class Chart(Panel, can_focus=True):
             return
         self._prepared_for = wanted
         lens = self._lens(view)
-        self._first, self._last = lens.window(*self._whole(view, lens))
+        self._first, self._last = lens.window(*self._full_range(view, lens))
         if self._shows_runs:
-            self._traces = self._of_runs(view, lens)
+            self._traces = self._traces_of_runs(view, lens)
         else:
             found = [self._trace(curve, series, view, lens) for curve, series in curves_of(self.spec, view)]
             self._traces = self._marked([trace for trace in found if len(trace.values)] or found[:1])
@@ -203,7 +203,7 @@ class Chart(Panel, can_focus=True):
     def _lens(self, view: View) -> Lens:
         return Lens(smoothing=0) if self.spec.over_seconds else view.lens
 
-    def _whole(self, view: View, lens: Lens) -> tuple[float, float]:
+    def _full_range(self, view: View, lens: Lens) -> tuple[float, float]:
         """Return both ends of the x axis: the whole planned run, or the observed time."""
         found = [series for _, series in curves_of(self.spec, view) if len(series)]
         if self.spec.over_seconds:
@@ -245,7 +245,7 @@ class Chart(Panel, can_focus=True):
             read=Curve(view.ruler.place(part), part.values, self.ink(curve.colour)) if part.is_merged else None,
         )
 
-    def _of_runs(self, view: View, lens: Lens) -> list[Trace]:
+    def _traces_of_runs(self, view: View, lens: Lens) -> list[Trace]:
         marks = line_marks(len(view.settings), 1 if self.app.no_color else len(RUN_COLOURS))
         found = []
         for at, drawn in enumerate(lines(view.settings, self.spec.curves[0].metric, lens.along, lens.smoothing)):
@@ -392,7 +392,7 @@ class Chart(Panel, can_focus=True):
     def _shared(self) -> Lens:
         return self.view.lens if self.view else Lens()
 
-    def _turn(self, **changes: object) -> None:
+    def _change_lens(self, **changes: object) -> None:
         if self.view is not None and not self.spec.over_seconds:
             self.view.looking.lens = replace(self.view.lens, **changes)  # type: ignore[arg-type]
             self.post_message(self.Turned())
@@ -406,31 +406,31 @@ class Chart(Panel, can_focus=True):
         cursor, at = self.view.lens.cursor, len(places) - 1
         if cursor is not None:  # a mouse click may have put it between two points
             at = by + (bisect_right(places, cursor) - 1 if by > 0 else bisect_left(places, cursor))
-        self._turn(cursor=float(places[min(max(at, 0), len(places) - 1)]))
+        self._change_lens(cursor=float(places[min(max(at, 0), len(places) - 1)]))
 
     def action_zoom(self, direction: int, around: float | None = None) -> None:
         if self.view is None:
             return
         lens = self.view.lens
         width = (self._last - self._first) / ZOOM if direction > 0 else (self._last - self._first) * ZOOM
-        whole = self._whole(self.view, replace(lens, newest=None))
+        whole = self._full_range(self.view, replace(lens, newest=None))
         if width >= whole[1] - whole[0]:
-            self._turn(first=None, last=None, newest=None)
+            self._change_lens(first=None, last=None, newest=None)
             return
         if around is None:
             around = lens.cursor if lens.cursor is not None else self._last
         first = min(max(around - width / 2, whole[0]), whole[1] - width)
         # Do not zoom to less than two steps.
         if width > (2 if lens.along is Along.STEPS else TINY):
-            self._turn(first=first, last=first + width, newest=None)
+            self._change_lens(first=first, last=first + width, newest=None)
 
     def action_pan(self, direction: int) -> None:
         if self.view is None:
             return
         width = self._last - self._first
-        whole = self._whole(self.view, replace(self.view.lens, newest=None))
+        whole = self._full_range(self.view, replace(self.view.lens, newest=None))
         first = min(max(self._first + direction * PAN * width, whole[0]), max(whole[1] - width, whole[0]))
-        self._turn(first=first, last=first + width, newest=None)
+        self._change_lens(first=first, last=first + width, newest=None)
 
     def action_window(self) -> None:
         """Show the next number of newest steps; on other axes, the equal share of the axis."""
@@ -438,27 +438,27 @@ class Chart(Panel, can_focus=True):
             return
         lens, steps = self.view.lens, max(self.view.state.step, 1)
         # Length of the axis per step.
-        scale = 1.0 if lens.along is Along.STEPS else self._whole(self.view, lens)[1] / steps
+        scale = 1.0 if lens.along is Along.STEPS else self._full_range(self.view, lens)[1] / steps
         now = None if lens.newest is None else round(lens.newest / scale)
         wanted = after(now, WINDOWS) if now in WINDOWS else WINDOWS[0]
-        self._turn(first=None, last=None, newest=None if wanted is None else wanted * scale)
+        self._change_lens(first=None, last=None, newest=None if wanted is None else wanted * scale)
 
     def action_plan(self) -> None:
-        self._turn(whole_plan=not self._shared.whole_plan, first=None, last=None, newest=None)
+        self._change_lens(whole_plan=not self._shared.whole_plan, first=None, last=None, newest=None)
 
     def action_smooth(self) -> None:
         now = self._shared.smoothing
-        self._turn(smoothing=after(now, SMOOTHINGS) if now in SMOOTHINGS else 0)
+        self._change_lens(smoothing=after(now, SMOOTHINGS) if now in SMOOTHINGS else 0)
 
     def action_log(self) -> None:
-        self._turn(other_axis=self._shared.other_axis ^ {self.spec.name})
+        self._change_lens(other_axis=self._shared.other_axis ^ {self.spec.name})
 
     def action_outliers(self) -> None:
-        self._turn(cuts_outliers=not self._shared.cuts_outliers)
+        self._change_lens(cuts_outliers=not self._shared.cuts_outliers)
 
     def action_along(self) -> None:
         # A window and a cursor on the old axis mean nothing on the new one.
-        self._turn(along=after(self._shared.along, list(Along)), first=None, last=None, newest=None, cursor=None)
+        self._change_lens(along=after(self._shared.along, list(Along)), first=None, last=None, newest=None, cursor=None)
 
     def action_enlarge(self) -> None:
         self.post_message(self.Asked(self, "enlarge"))
@@ -467,9 +467,9 @@ class Chart(Panel, can_focus=True):
         """Remove one thing: the cursor, then the window, then the full screen."""
         lens = self._shared
         if lens.cursor is not None:
-            self._turn(cursor=None)
+            self._change_lens(cursor=None)
         elif (lens.first, lens.last, lens.newest) != (None, None, None):
-            self._turn(first=None, last=None, newest=None)
+            self._change_lens(first=None, last=None, newest=None)
         else:
             self.post_message(self.Asked(self, "back"))
 
@@ -501,7 +501,7 @@ class Chart(Panel, can_focus=True):
         if event.chain == 2:
             self.action_enlarge()
         elif (place := self._place_of(event)) is not None:
-            self._turn(cursor=max(place, 0.0))
+            self._change_lens(cursor=max(place, 0.0))
 
     def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
         self._wheel(event, 1)
@@ -554,7 +554,7 @@ class ChartGrid(ScrollableContainer, can_focus=False):
         height = max(self.LOWEST, self.size.height // max(rows, 1))
         self.styles.grid_rows = str(height) if height * rows > self.size.height else "1fr"
 
-    async def also(self, names: Sequence[str]) -> None:
+    async def set_extra(self, names: Sequence[str]) -> None:
         """Show charts of these metrics after the fixed ones, and remove other extra charts."""
         chosen = [chart for chart in self.query(Chart) if chart.spec.name not in _CATALOGUE]
         for chart in chosen:

@@ -50,7 +50,7 @@ class Details(VerticalScroll, Panel):
 
     def show(self, view: View) -> None:
         row = next((row for row in view.rows if row.name == view.selected), None)
-        self.entitle(title("Component", (view.selected, "primary")))
+        self.set_title(title("Component", (view.selected, "primary")))
         text = Text("\n").join(self._lines(view, row) if row else [Text("no component is selected")])
         # An update causes a new layout, so skip it without a change.
         if text != self._text:
@@ -158,7 +158,7 @@ class StepPanel(TextPanel):
         super().show(view)
         first, last = view.cursor_steps
         words = f"{first:,}" if first == last else f"{first:,} to {last:,}, means"
-        self.entitle(title("Step" if first == last else "Steps", (words, "accent")))
+        self.set_title(title("Step" if first == last else "Steps", (words, "accent")))
 
     def lines(self, view: View, width: int, height: int) -> list[Text]:
         step, (first, last) = view.cursor_step, view.cursor_steps

@@ -109,7 +109,7 @@ class Events(Listing[Event]):
         if self._pattern:
             note = f"{len(self.items)} of {len(self._all)}"
         search = f"/ {one_line(self._pattern.text)}" if self._pattern else ""
-        self.entitle(title("Events", (note, "quiet"), (search, "accent")))
+        self.set_title(title("Events", (note, "quiet"), (search, "accent")))
 
     def draw(self, item: Event, width: int) -> Text:
         quiet = self.ink("dim")

@@ -50,7 +50,7 @@ class Header(TextPanel):
 
     def _progress(self, view: View, width: int) -> Text:
         state, steps = view.state, view.info.training_steps
-        if is_coming(view):
+        if is_starting(view):
             done, of = sum(row.state in (State.HEALTHY, State.COMPLETED) for row in view.rows), len(view.rows)
             # The bar counts components while the stack starts, later steps.
             left, share, right = Text(f"{done}/{of} up "), done / max(of, 1), Text()
@@ -111,7 +111,7 @@ def _ended(status: RunStatus) -> tuple[str, str, str]:
     return "✖", f"ended with {status.exit_code}: {one_line(status.reason)}" if status.reason else "ended", "bad"
 
 
-def is_coming(view: View) -> bool:
+def is_starting(view: View) -> bool:
     """True while components start, before the first step."""
     starts = any(row.state in (State.STARTING, State.PENDING, State.BACKOFF) for row in view.rows)
     return starts and not view.state.step and not _over(view)

@@ -216,25 +216,25 @@ class LogView(ScrollView, Guarded, can_focus=True):
     def watch_following(self) -> None:
         self._retitle()
 
-    def _hold(self) -> None:
+    def _stop_following(self) -> None:
         # Call it before the scroll begins: otherwise the next repaint returns to the end.
         if self.max_scroll_y > 0:
             self.following = False
 
     def action_scroll_up(self) -> None:
-        self._hold()
+        self._stop_following()
         super().action_scroll_up()
 
     def action_page_up(self) -> None:
-        self._hold()
+        self._stop_following()
         super().action_page_up()
 
     def on_mouse_scroll_up(self, _: events.MouseScrollUp) -> None:
-        self._hold()
+        self._stop_following()
 
     def on_scroll_to(self, message: ScrollTo) -> None:  # drag of the scrollbar
         if message.y is not None and message.y < self.max_scroll_y:
-            self._hold()
+            self._stop_following()
 
     def action_follow_end(self) -> None:
         self.following = True
@@ -242,7 +242,7 @@ class LogView(ScrollView, Guarded, can_focus=True):
         self.scroll_end(animate=False, x_axis=False, force=True)
 
     def action_top(self) -> None:
-        self._hold()
+        self._stop_following()
         self.scroll_home(animate=False)
 
     def toggle_follow(self) -> None:
@@ -316,7 +316,7 @@ class LogView(ScrollView, Guarded, can_focus=True):
         if row is None:
             self.app.notify(otherwise, timeout=2)
             return
-        self._hold()
+        self._stop_following()
         self._marked = number
         self.scroll_to(y=max(0, row - self.scrollable_content_region.height // 2), animate=False, force=True)
         self.refresh()

@@ -51,7 +51,7 @@ class MachinePanel(TextPanel):
     def show(self, view: View) -> None:
         super().show(view)
         gpus = view.status.gpus if view.status else []
-        self.entitle(title("GPUs" if gpus else "Host", (_note(view, gpus), "quiet")))
+        self.set_title(title("GPUs" if gpus else "Host", (_note(view, gpus), "quiet")))
 
     def lines(self, view: View, width: int, height: int) -> list[Text]:
         gpus = view.status.gpus if view.status else []
@@ -68,9 +68,8 @@ class MachinePanel(TextPanel):
     def _use(
         self, view: View, label: str, split: Split, words: str, write: Callable[[float], str], width: int
     ) -> list[Text]:
-        order = [
-            row.name for row in view.rows if row.role is not Role.PREPARE
-        ]  # these steps end before the run and hold nothing
+        # One-shot steps end before the run and hold nothing.
+        order = [row.name for row in view.rows if row.role is not Role.PREPARE]
         texture = textures(order, colours=not self.app.no_color)
 
         def style(part: str) -> Style:
@@ -144,7 +143,7 @@ class Nodes(TextPanel):
     def show(self, view: View) -> None:
         nodes = view.status.nodes if view.status else []
         self.display = len(nodes) > 1
-        self.entitle(title("Nodes", (str(len(nodes)), "quiet")))
+        self.set_title(title("Nodes", (str(len(nodes)), "quiet")))
         super().show(view)
 
     def lines(self, view: View, width: int, height: int) -> list[Text]:

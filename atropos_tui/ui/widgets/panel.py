@@ -206,7 +206,7 @@ class Panel(Guarded):
         with self.guard():
             self.show(view)
 
-    def entitle(self, words: Content) -> None:
+    def set_title(self, words: Content) -> None:
         # Textual repaints the whole panel for every assignment to `border_title`.
         if words != self._title_words:
             self._title_words = self.border_title = words

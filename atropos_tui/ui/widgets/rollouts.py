@@ -160,7 +160,7 @@ class Rollouts(Listing[RolloutRow]):
         parts.append(("" if self._order == "newest" else f"{self._order} advantage first", "accent"))
         if self._mark:
             parts.append((f"marked: step {self._mark.step}", "accent"))
-        self.entitle(title("Rollouts", *parts))
+        self.set_title(title("Rollouts", *parts))
 
     def action_only(self) -> None:
         self._only = after(self._only, ONLY)
@@ -246,14 +246,14 @@ class Rollouts(Listing[RolloutRow]):
         # The question gives way to the answer: at most half of the space, none on narrow screens.
         if len(answered) + len(beside) > room:
             beside = "" if room < ASKED else beside if len(beside) <= room // 2 else f"{beside[: room // 2 - 1]}…"
-        line.append(" " * GAP).append(self._seen(answered, room - len(beside)))
+        line.append(" " * GAP).append(self._fitted(answered, room - len(beside)))
         line.append(beside, self.ink("dim"))
         # Search the line as drawn, so that the highlight fits the cut text.
         for start, end in self._pattern.spans(line.plain) if self._pattern else ():
             line.stylize(self.ink("found"), start, end)
         return line
 
-    def _seen(self, text: str, room: int) -> str:
+    def _fitted(self, text: str, room: int) -> str:
         """Return the part of `text` that fits: both ends, or the surroundings of the first
         match."""
         if len(text) <= room:
