@@ -1,18 +1,21 @@
-"""What a component prints: the drain of its pipe, the files of each attempt, and when each byte arrived.
+"""Logs of a component: the drain of its pipe, the files of each attempt, and the arrival time of
+each byte.
 
-`LogDrain` moves bytes from the pipe whatever else happens. `LogFile` writes them: `ATTEMPT.log` is what is being
-written, `ATTEMPT.log.1` what came just before; together they hold `max_bytes`, each at most half. Output that rotation
-drops is counted and said in the first line of the new file; output that a full disk refuses is counted, told as a
-problem, and said in the log where it is missing.
+`LogDrain` reads the pipe, and never waits for the disk. `LogFile` writes two segments:
+`ATTEMPT.log` is the current one, `ATTEMPT.log.1` the one before. Together they hold `max_bytes`,
+each at most half. Output that rotation drops is counted in the first line of the new file. Output
+that a full disk refuses is counted, reported as a problem, and noted in the log where it is
+missing.
 
-A log holds what a program printed and nothing else, so its times lie beside it, in `ATTEMPT.times` and `.times.1`:
-after a head that names the log by inode, 16 bytes per entry, "from this offset on, bytes arrived at this Unix time".
-Entries come at most `RATE` a second over time, with a reserve so that what several quiet programs print keeps its exact
-order; in a flood a line is told up to 1/`RATE` s too early. An entry is written before its bytes: who sees a line finds
-its time. Nothing depends on the times: where they are missing, torn or cut short by a full disk, the last entry before
-a line counts, then the first one, and without any the time at which the log itself was last written.
+A log holds only what a program printed. Its times are therefore in separate files, `ATTEMPT.times`
+and `.times.1`: a head that names the log's inode, then 16 bytes per entry, "from this offset on,
+bytes arrived at this Unix time". Entries are limited to `RATE` per second, with a reserve that
+keeps the exact order of lines of quiet programs. In a flood, the time of a line is up to 1/`RATE` s
+too early. An entry is written before its bytes, so a reader of a line finds its time. If times are
+missing, torn or cut short by a full disk, the last entry before a line counts, then the first
+entry, then the log's modification time.
 
-Imports little, because every keeper uses it, too.
+Imports little, because every keeper uses this module.
 """
 
 from __future__ import annotations
@@ -32,61 +35,63 @@ from atropos_common.files import IN_LOGS, names_in, open_regular
 from atropos_tui.supervisor.log_watch import LineWatch
 
 CHUNK = 256 * 1024
-"""Bytes read from a component's pipe at once."""
+"""Bytes per read from a component's pipe."""
 MOST_LEFT = 64 * 1024 * 1024
-"""At the end at most so much is read from a pipe whose other end a stranger floods."""
+"""Most bytes drained at the end from a pipe that another process keeps flooding."""
 PIPE_BYTES = 1024 * 1024
 F_SETPIPE_SZ = 1031
 SAY_AGAIN_S = 60.0
-"""A disk at its limit takes some output and refuses some: not each time is told."""
+"""Seconds between two reports of a refused write: a nearly full disk refuses some of many
+writes."""
 RECOVERED_S = 10.0
 """Seconds without a refused write after which a disk counts as recovered."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 TAIL_BYTES = 64 * 1024
 RATE = 20.0
-"""Entries a second."""
+"""Time entries per second."""
 RESERVE = 50.0
-"""Entries that may come at once after a quiet time."""
+"""Time entries allowed in a burst after a quiet time."""
 MAGIC = b"atropos1"
 _HEAD = struct.Struct("<8sQ")
 _ENTRY = struct.Struct("<Qd")
 
 
 class LogDrain:
-    """Moves bytes from a component's pipe to its log file, inside the event loop, without waiting for anyone."""
+    """Moves bytes from a component's pipe to its log file, in the event loop."""
 
     def __init__(
         self, descriptor: int | None, file: LogFile | None, on_problem: Callable[[str], None] | None = None
     ) -> None:
-        """Without a `descriptor` somebody else reads the output, and hands it to `take`."""
+        """Read from `descriptor`. None: another object reads the output and calls `take`."""
         self.file = file
         self._fd = -1 if descriptor is None else descriptor
         self._tail = bytearray()
         self._lines = LineWatch()
         self._on_problem = on_problem
         self.scanner: Callable[[bytes], None] | None = None
-        """Gets every chunk; must only keep it."""
-        self._said = (-SAY_AGAIN_S, 0)
-        """When a problem was last told, and how much was lost by then."""
+        """Callback for every chunk; must only store it."""
+        self._reported = (-SAY_AGAIN_S, 0)
+        """Monotonic time of the last report, and the lost bytes by then."""
         self._failed_at: float | None = None
-        """When the disk last refused output, until it has recovered."""
-        import asyncio  # not for every keeper
+        """Monotonic time of the last refused write; None once the disk has recovered."""
+        import asyncio  # here, because keepers do not need it
 
         self._loop = asyncio.get_running_loop()
         if self._fd >= 0:
+            # A blocking read would stop the whole event loop.
             os.set_blocking(self._fd, False)
             self._loop.add_reader(self._fd, self._read_once)
 
     def watch(self, pattern: str) -> None:
-        """Look for `pattern` in every line from now on (and in the tail kept so far)."""
+        """Match `pattern` against every line from now on, and against the tail kept so far."""
         self._lines.watch(pattern, bytes(self._tail))
 
     def seen(self, pattern: str) -> bool:
-        """Whether a line matched since `watch(pattern)`."""
+        """Return True if a line has matched since `watch(pattern)`."""
         return self._lines.seen(pattern)
 
     def tail(self, count: int = 40) -> list[str]:
-        """The last lines, decoded with replacement."""
+        """Return the last lines, decoded with replacement."""
         return bytes(self._tail).decode(errors="replace").splitlines()[-count:]
 
     def _read_once(self) -> bool:
@@ -98,26 +103,27 @@ class LogDrain:
         return bool(data)
 
     def take(self, data: bytes) -> None:
-        """What the component printed next."""
+        """Process output of the component."""
         self.note(data)
         self._lines.take(data)
 
     def note(self, data: bytes) -> None:
-        """What stands in the log besides: it is explained like all else, but no pattern of the component's own waits
-        for it."""
+        """Write our own text to the log. Diagnosis rules read it, but patterns of the component's
+        checks do not."""
         if self.file:
             problem = self.file.write(data)
-            if problem and time.monotonic() - self._said[0] >= SAY_AGAIN_S:
-                self._tell(problem)
+            if problem and time.monotonic() - self._reported[0] >= SAY_AGAIN_S:
+                self._report(problem)
             self._note_recovery(bool(problem))
         self._tail += data[-TAIL_BYTES:]
         if len(self._tail) > 2 * TAIL_BYTES:
+            # Cut only at double size, so that not every chunk moves the buffer.
             del self._tail[:-TAIL_BYTES]
         if self.scanner:
             self.scanner(data)
 
     def _note_recovery(self, failed: bool) -> None:
-        """Report an empty problem once the disk has taken everything for `RECOVERED_S`."""
+        """Report an empty problem once the disk has accepted every write for `RECOVERED_S`."""
         now = time.monotonic()
         if failed:
             self._failed_at = now
@@ -126,9 +132,9 @@ class LogDrain:
             if self._on_problem:
                 self._on_problem("")
 
-    def _tell(self, problem: str) -> None:
+    def _report(self, problem: str) -> None:
         if self._on_problem and self.file:
-            self._said = time.monotonic(), self.file.lost_bytes
+            self._reported = time.monotonic(), self.file.lost_bytes
             self._on_problem(f"{problem}; {self.file.lost_bytes:,} bytes of output are lost so far")
 
     def _close_pipe(self) -> None:
@@ -138,19 +144,20 @@ class LogDrain:
             self._fd = -1
 
     def finish(self) -> None:
-        """Take what is still in the pipe and close it, even if a stranger holds the other end."""
+        """Read the rest of the pipe and close it, even if another process holds the other end."""
         taken = 0
+        # Count whole chunks: short reads of a flood would otherwise keep this loop alive.
         while self._fd >= 0 and taken < MOST_LEFT and self._read_once():
             taken += CHUNK
         self._close_pipe()
         if self.file:
-            if self.file.lost_bytes > self._said[1]:
-                self._tell(f"{self.file.path}: the disk was full{room_beside(self.file.path)}")
+            if self.file.lost_bytes > self._reported[1]:
+                self._report(f"{self.file.path}: the disk was full{room_beside(self.file.path)}")
             self.file.close()
 
 
 def read_some(descriptor: int) -> bytes | None:
-    """One chunk; empty at the end, whatever ended it, and None where there is nothing to read yet."""
+    """Return one chunk; b"" at the end or after an error; None if there is nothing to read yet."""
     try:
         return os.read(descriptor, CHUNK)
     except BlockingIOError:
@@ -160,7 +167,8 @@ def read_some(descriptor: int) -> bytes | None:
 
 
 def widen(pipe: int) -> None:
-    """Let a pipe hold a megabyte; a user who has used up what the kernel allows for pipes keeps a small one."""
+    """Enlarge a pipe to a megabyte. It keeps its size if the user's kernel limit for pipes is used
+    up."""
     with contextlib.suppress(OSError):
         fcntl.fcntl(pipe, F_SETPIPE_SZ, PIPE_BYTES)
 
@@ -169,10 +177,10 @@ class LogFile:
     """Append-only file in two segments."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
-        """Open `path`; on a full disk it is opened as soon as there is room.
+        """Open `path`; on a full disk, at the first write that has space.
 
         Raises:
-            OSError: it cannot be opened, for another reason.
+            OSError: it cannot be opened for another reason.
         """
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.path = path
@@ -182,9 +190,9 @@ class LogFile:
         self._half = max(max_bytes // 2, 1)
         self._size = self._lines = self._older_size = self._older_lines = 0
         self._end = 0
-        """Bytes in the file: those of the component and our own notes."""
-        self._unsaid = 0
-        """Lost bytes that no note speaks of yet."""
+        """Bytes in the file: output of the component and our own notes."""
+        self._unnoted = 0
+        """Lost bytes that no note mentions yet."""
         self._midline = False
         self._times = TimesWriter(path)
         self._fd = -1
@@ -200,9 +208,11 @@ class LogFile:
         self._times.mark(0)
 
     def write(self, data: bytes) -> str:
-        """Append `data`; what is wrong with the disk, or nothing. Never raises for a full disk: it counts."""
+        """Append `data`. Return the disk's problem, or "". A full disk never raises; lost bytes are
+        counted."""
         while data:
             room = self._half - self._size
+            # Cut at the last line end that fits; a single line longer than a segment is split.
             cut = len(data) if len(data) <= room else data.rfind(b"\n", 0, room) + 1 if room > 0 else 0
             if cut == 0 and self._size == 0:
                 cut = room
@@ -212,13 +222,14 @@ class LogFile:
                 self._lose(len(data))
                 return problem
             if data and not self._rotate():
-                return self._put(data)  # too long a file is better than lost output
+                return self._put(data)  # a file over its limit is better than lost output
         return ""
 
     def _put(self, data: bytes) -> str:
+        # The time entry comes before its bytes (see the module docstring).
         if b"\n" in data:
             self._times.mark(self._end)
-        problem = self._say_lost()
+        problem = self._note_lost()
         written = 0
         if not problem:
             written, problem = self._append(data)
@@ -231,25 +242,27 @@ class LogFile:
 
     def _lose(self, count: int) -> None:
         self.lost_bytes += count
-        self._unsaid += count
+        self._unnoted += count
 
-    def _say_lost(self) -> str:
-        """Where output is missing from the log, say so as soon as the disk takes it."""
-        if not self._unsaid:
+    def _note_lost(self) -> str:
+        """Note missing output in the log as soon as the disk accepts it. Return the disk's problem,
+        or ""."""
+        if not self._unnoted:
             return ""
         break_line = "\n" if self._midline else ""
-        note = f"{break_line}[atropos] {self._unsaid} bytes of output are missing here: the disk did not take them\n"
+        note = f"{break_line}[atropos] {self._unnoted} bytes of output are missing here: the disk did not take them\n"
         written, problem = self._append(note.encode())
         if not problem:
-            self._unsaid, self._midline = 0, False
+            self._unnoted, self._midline = 0, False
         elif written:
+            # Remove the half of the note, so that the next try writes it whole.
             self._end -= written
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, self._end)
         return problem
 
     def _append(self, data: bytes) -> tuple[int, str]:
-        """Bytes written, and what kept the rest out."""
+        """Return the bytes written and the problem that stopped the rest."""
         view = memoryview(data)
         try:
             if self._fd < 0:
@@ -263,7 +276,7 @@ class LogFile:
         return len(data), ""
 
     def _rotate(self) -> bool:
-        """Whether a new file was begun; else the present one goes on."""
+        """Begin a new file. Return False if that fails; the present file goes on."""
         aside = self.path.with_name(self.path.name + ".new")
         try:
             descriptor = _open(aside)  # first, since a full disk may refuse it
@@ -277,6 +290,7 @@ class LogFile:
         self._begin(descriptor)
         self.dropped_bytes += self._older_size
         self.dropped_lines += self._older_lines
+        # The new older segment; its numbers count as dropped at the next rotation.
         self._older_size, self._older_lines = self._size, self._lines
         self._size = self._lines = 0
         if self.dropped_bytes:
@@ -284,7 +298,7 @@ class LogFile:
                 f"[atropos] {self.dropped_bytes} bytes ({self.dropped_lines} lines) of this attempt were dropped: "
                 f"logs.max_bytes = {self.max_bytes}; {self.older.name} holds what came just before this line\n"
             )
-            self._append(note.encode())  # not counted: the numbers speak of the component's own output
+            self._append(note.encode())  # not counted: the numbers are the component's output
         return True
 
     def close(self) -> None:
@@ -299,7 +313,7 @@ def _open(path: Path) -> int:
 
 
 def room_beside(path: Path) -> str:
-    """What `df` says of the disk, in words."""
+    """Return free space, size and free inodes of the disk of `path`, in words."""
     try:
         disk = os.statvfs(path.parent)
     except OSError:
@@ -309,12 +323,12 @@ def room_beside(path: Path) -> str:
 
 
 def times_path(log: Path) -> Path:
-    """`N.log` -> `N.times`, `N.log.1` -> `N.times.1`."""
+    """Return the index of a log: `N.log` -> `N.times`, `N.log.1` -> `N.times.1`."""
     return log.with_name(log.name.replace(".log", ".times"))
 
 
 class TimesWriter:
-    """Writes the times of the log that is written now."""
+    """Writes the times of the current log segment."""
 
     def __init__(self, log: Path) -> None:
         self._path = times_path(log)
@@ -326,7 +340,7 @@ class TimesWriter:
         self._last = time.monotonic()
 
     def begin(self, log: int) -> None:
-        """Start anew for the log that is open as descriptor `log`."""
+        """Begin the index of the log that is open as descriptor `log`."""
         self.close()
         self._head = _HEAD.pack(MAGIC, os.fstat(log).st_ino)
         self._size = 0
@@ -334,15 +348,18 @@ class TimesWriter:
             self._fd = _open(self._path)
 
     def step_aside(self) -> None:
-        """Become the older one. Comes before the log does so: no index may outlive the log whose inode it names."""
+        """Rename the index to that of the older segment. Call before the log is renamed: no index
+        may outlive the log whose inode it names."""
         with contextlib.suppress(OSError):
             self._path.replace(self._older)
 
     def mark(self, offset: int) -> None:
-        """What is appended at `offset` arrives now."""
+        """Record that bytes at `offset` arrive now."""
         now = time.monotonic()
+        # Token bucket: `RATE` tokens per second, at most `RESERVE`.
         self._left = min(RESERVE, self._left + (now - self._last) * RATE)
         self._last = now
+        # The first entry is always written, because it carries the head.
         if self._left < 1 and self._size:
             return
         self._left = max(self._left - 1, 0.0)
@@ -363,7 +380,7 @@ class TimesWriter:
 
 
 class LogTimes:
-    """Reads the times of one log that is open as `log`, under the name `path` a moment ago."""
+    """Reads the times of a log that is open as `log` and was found at `path`."""
 
     def __init__(self, path: Path, log: BinaryIO) -> None:
         self._path = path
@@ -373,7 +390,7 @@ class LogTimes:
         self._times: list[float] = []
 
     def refresh(self) -> None:
-        """Read the entries that came since the last call; call it after reading the bytes they speak of."""
+        """Read new entries. Call it after reading the bytes that they describe."""
         if self._file is None:
             self._file = self._find()
         if self._file is None:
@@ -381,13 +398,14 @@ class LogTimes:
         data = self._file.read()
         whole = len(data) - len(data) % _ENTRY.size
         if whole < len(data):
+            # The last entry may be half written: read it again next time.
             self._file.seek(whole - len(data), os.SEEK_CUR)
         for offset, when in _ENTRY.iter_unpack(data[:whole]):
             self._offsets.append(offset)
             self._times.append(when)
 
     def at(self, offset: int) -> float:
-        """When the byte at `offset` arrived, in Unix seconds."""
+        """Return the arrival of the byte at `offset`, in Unix seconds."""
         if not self._times:
             return os.fstat(self._log.fileno()).st_mtime
         return self._times[max(bisect_right(self._offsets, offset) - 1, 0)]
@@ -397,9 +415,11 @@ class LogTimes:
             self._file.close()
 
     def _find(self) -> BinaryIO | None:
-        """The index that names this log's inode; in a copied folder, where none names any log, the one beside it."""
+        """Return the index that names this log's inode; in a copied folder, where no index names a
+        log, the one beside it."""
         base = self._path.with_suffix("") if self._path.name.endswith(".1") else self._path
         logs = [base, base.with_name(base.name + ".1")]
+        # Rotation may have renamed the log since it was opened, so the inode decides.
         inode = os.fstat(self._log.fileno()).st_ino
         named = {path: _inode_named_in(times_path(path)) for path in logs}
         found = next((path for path in logs if named[path] == inode), None)
@@ -425,7 +445,7 @@ def _inode(path: Path) -> int:
 
 
 def _opened(path: Path, inode: int | None) -> BinaryIO | None:
-    """`path` open behind its head, if it still is the index that names `inode`."""
+    """Return `path`, opened and past its head, if it is still the index of `inode`."""
     try:
         file = open_regular(path, IN_LOGS)
     except OSError:
@@ -437,8 +457,9 @@ def _opened(path: Path, inode: int | None) -> BinaryIO | None:
 
 
 def last_lines(path: Path, count: int) -> list[str]:
-    """The last `count` lines of a log, over both of its segments; empty when there is none."""
+    """Return the last `count` lines of a log over both segments; empty if there is no log."""
     data = b""
+    # The current segment first, then the older one in front of it.
     for part in (path, path.with_name(path.name + ".1")):
         data = _end_of(part, count - data.count(b"\n")) + data
         if data.count(b"\n") >= count:
@@ -451,6 +472,7 @@ def _end_of(path: Path, count: int) -> bytes:
         with open_regular(path, IN_LOGS) as file:
             position = file.seek(0, os.SEEK_END)
             data = b""
+            # One line end more than lines, because the first line may be incomplete.
             while position > 0 and data.count(b"\n") <= count:
                 step = min(CHUNK, position)
                 position -= step
@@ -462,11 +484,12 @@ def _end_of(path: Path, count: int) -> bytes:
 
 
 def attempts(folder: Path) -> list[Path]:
-    """Every `ATTEMPT.log` in a component's log folder, in no order; empty when there is no folder."""
+    """Return every `ATTEMPT.log` in a component's log folder, unordered; empty if there is no
+    folder."""
     names = names_in(folder, IN_LOGS - 1)
     return [folder / name for name in names if name.endswith(".log") and name.removesuffix(".log").isdecimal()]
 
 
 def latest_attempt(folder: Path) -> Path | None:
-    """The newest `ATTEMPT.log` in a component's log folder."""
+    """Return the newest `ATTEMPT.log` in a component's log folder, or None."""
     return max(attempts(folder), key=lambda path: int(path.stem), default=None)

@@ -1,7 +1,7 @@
-"""Run a stack to its end: `await run_stack(stack)`; meanwhile its control socket answers (`Routes`).
+"""Run a stack to its end: `await run_stack(stack)`. Meanwhile its control socket serves `Routes`.
 
-`python -m atropos_tui.supervisor < stack.json` does the same in the background: own session, SIGHUP ignored. The routes
-are exactly those that `atropos_common.control` names.
+`python -m atropos_tui.supervisor < stack.json` does the same in the background: own session, SIGHUP
+ignored. The routes are exactly those of `atropos_common.control`.
 """
 
 from __future__ import annotations
@@ -65,48 +65,55 @@ from atropos_tui.supervisor.supervisor import RefusedError, Supervisor
 from atropos_tui.supervisor.tracker import reap_leftovers
 
 SWITCH_S = 0.0005
-"""Threads that read /proc or logs ask for the interpreter after every system call; while a flood is drained, each such
-turn would take Python's default of 5 ms."""
+"""Seconds of Python's thread switch interval. Threads that read /proc or logs request the
+interpreter after every system call; with the default of 5 ms each such switch is slow while a log
+floods."""
 THREADS = 6
-"""For what blocks, made before they are needed: a machine that is out of processes would give none at an end."""
+"""Threads for blocking calls, started in advance (see `ready_threads`)."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 MOST_LINES = 100_000
 LARGEST_COMMAND = 1 << 20
-"""Bytes."""
+"""Largest request body of a command in bytes."""
 
 
 async def run_stack(stack: StackSpec, *, on_event: OnEvent | None = None, lock: int | None = None) -> int:
-    """Run `stack` in this process; its exit code (0, 1, 3, 4, 130).
+    """Run `stack` in this process and return its exit code (0, 1, 3, 4, 130).
 
-    SIGTERM and SIGINT stop the stack, a second one kills it; in a job of SLURM SIGUSR1 stops it, too. Must run in the
-    main thread. `on_event` is called with every record after it was journaled, in order. `lock` is what `lock_run` gave
-    for this run directory; the descriptor is closed at the end.
+    SIGTERM and SIGINT stop the stack, a second one kills it. In a SLURM job SIGUSR1 stops it as
+    well. Must run in the main thread.
+
+    Args:
+        on_event: called with every record, in order, after the journal has it.
+        lock: result of `lock_run` for this run directory, closed at the end; None: lock here.
 
     Raises:
-        StackError: the stack cannot be run as written.
+        StackError: the stack cannot run as configured.
         RunInUseError: another supervisor owns the run directory.
-        SocketError: the control socket cannot be made safely.
+        SocketError: the control socket cannot be created safely.
     """
     sys.setswitchinterval(SWITCH_S)
     asyncio.get_running_loop().set_default_executor(ready_threads())
     run = RunDir(Path(stack.run_dir))
     run.create()
     with _Signals() as signals, contextlib.closing(await _journal(run, stack.run_id, lock)) as journal:
+        # The lock comes first: everything below writes into the run directory.
         check_stack(stack)
         store = Store(stack, journal, on_event)
         store.diagnoses.restore(list(journal.diagnoses()))
+        # Before any child: orphans of components must become children of this process.
         become_subreaper()
         estate = await asyncio.to_thread(claim, stack, run)
         for name, found in (await asyncio.to_thread(sweep_nodes, ProcessTable.load(run.journal_json))).items():
             store.emit(found.record(name))
+        # A resumed run must not show the result of its earlier life.
         run.result_json.unlink(missing_ok=True)
         reserve(run.result_json)
         return await _with_socket(stack, store, run, signals, estate)
 
 
 def ready_threads() -> ThreadPoolExecutor:
-    """Threads that run already: a machine that is out of processes or memory gives no new one, and every end of a
-    component needs one."""
+    """Return a pool of threads that run already. A machine out of processes or memory starts no new
+    thread, and every end of a component needs one."""
     pool, all_run = ThreadPoolExecutor(THREADS, "supervisor"), threading.Barrier(THREADS)
     for _ in range(THREADS):
         pool.submit(all_run.wait)
@@ -117,18 +124,19 @@ async def _with_socket(stack: StackSpec, store: Store, run: RunDir, signals: _Si
     listening, path = listen(run, estate.socket)
     lock, own = store.journal.fileno(), (path, run.control_sock)
     group = _group(stack.run_id, estate)
-    told = functools.partial(_tell_of_guard, store)
-    guard = Guard(stack.run_id, lock, group=group, own=own, keep=stack.survive, on_trouble=told)
+    on_trouble = functools.partial(_report_guard, store)
+    guard = Guard(stack.run_id, lock, group=group, own=own, keep=stack.survive, on_trouble=on_trouble)
     api: ApiServer | None = None
     figures: ApiServer | None = None
     try:
         token = _token(estate)
-        _hand_out_key(stack, token)
+        _export_key(stack, token)
         launcher = _launcher(stack, guard.group, str(path), token, estate)
         supervisor = Supervisor(store, Host(stack, guard, launcher, str(path), token, estate.table))
         api = ApiServer(Routes(supervisor, run).app(), listening)
         await api.started()
         figures = await _serve_metrics(supervisor, run, token if stack.nodes else "")
+        # Signals that came while the run was being set up are delivered now.
         signals.attach(supervisor)
         notifier = Notifier(stack, store, lambda: supervisor.result)
         try:
@@ -144,6 +152,7 @@ async def _with_socket(stack: StackSpec, store: Store, run: RunDir, signals: _Si
     finally:
         if not guard.keeps:
             reap_leftovers(stack.run_id, ProcessTable.load(run.journal_json))
+        # Close the hub first: open `/events` streams end, and the servers can stop.
         store.hub.close()
         for server in filter(None, (figures, api)):
             await server.stop()
@@ -159,18 +168,19 @@ def _launcher(stack: StackSpec, group: str, socket: str, token: str, estate: Est
     return DirectLauncher(stack, group)
 
 
-def _tell_of_guard(store: Store, trouble: str) -> None:
-    fix = "see dmesg for what kills it; if the supervisor is killed meanwhile, atropos-tui clean ends what it leaves"
+def _report_guard(store: Store, trouble: str) -> None:
+    fix = "see dmesg for what kills it; if the supervisor is killed too, run atropos-tui clean"
     found = GUARD_DIES.diagnosis(trouble, fix)
-    store.diagnoses.add(None, found if trouble else found.ended("it lives again"))
+    store.diagnoses.add(None, found if trouble else found.ended("it is running again"))
 
 
 async def _serve_metrics(supervisor: Supervisor, run: RunDir, token: str) -> ApiServer | None:
-    """The server of `[metrics]`, if the profile wants one; a port that was taken since it was checked ends no run."""
+    """Start the server of `[metrics]`, if the profile has a port. A port in use is a diagnosis and
+    does not end the run."""
     policy = supervisor.stack.metrics
     if policy.port is None:
         return None
-    from atropos_tui.supervisor.metrics import listen_tcp, metrics_app  # costs nothing where it is off
+    from atropos_tui.supervisor.metrics import listen_tcp, metrics_app  # imported only where `[metrics]` is on
 
     try:
         listening = await asyncio.to_thread(listen_tcp, policy)
@@ -190,27 +200,29 @@ async def _journal(run: RunDir, run_id: str, lock: int | None) -> Journal:
 
 
 def _group(run_id: str, estate: Estate) -> str:
-    """The run's control group: the one that adopted components are in, or a new one."""
+    """Return the run's control group: that of the adopted components, or a new one."""
     earlier = estate.table.group if estate.table else ""
     return earlier if procfs.is_group_of(earlier, run_id) else procfs.run_group(run_id)
 
 
-def _hand_out_key(stack: StackSpec, token: str) -> None:
-    """What opens servers that other machines reach goes to everyone, by the environment: to ourselves, too."""
-    os.environ.pop(ENV_DOOR_KEY, None)  # of a run that this one was started in
+def _export_key(stack: StackSpec, token: str) -> None:
+    """Put the key for servers that other machines can reach into the environment of this process
+    and its components."""
+    os.environ.pop(ENV_DOOR_KEY, None)  # it may belong to an enclosing run
     if stack.nodes:
         os.environ[ENV_DOOR_KEY] = door_key(token)
 
 
 def _token(estate: Estate) -> str:
-    """The run's token: the one that adopted components hold, the one of our own environment, or a new one."""
+    """Return the run's token: that of the adopted components, that of the environment, or a new
+    one."""
     if estate.token and ENV_TOKEN in os.environ:
         os.environ[ENV_TOKEN] = estate.token  # components inherit this environment
     return estate.token or os.environ.get(ENV_TOKEN) or secrets.token_urlsafe(32)
 
 
 class _Signals:
-    """While entered, signals to this process go to the supervisor; early ones wait for it, late ones do no harm."""
+    """Pass signals to the supervisor while entered. Signals before `attach` are kept for it."""
 
     def __init__(self) -> None:
         self._supervisor: Supervisor | None = None
@@ -239,18 +251,20 @@ class _Signals:
         for number in self._numbers:
             loop.remove_signal_handler(number)
         if signal.SIGUSR1 in self._numbers:
-            signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it comes on time, although the run is over
+            # SLURM may still send it after the run's end, and its default action kills.
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def _fault(supervisor: Supervisor, guard: Guard) -> int:
-    """A fault of ours: everything is ended, unless it shall survive us; the report lies beside the run."""
+    """Handle an internal error: write the report, kill all components that need not survive, and
+    write the result."""
     report, run, run_id = traceback.format_exc(), supervisor.run_dir, supervisor.stack.run_id
     states = "\n".join(f"{each.name}: {each.state} {each.reason}" for each in supervisor.components.values())
     with contextlib.suppress(OSError):
         run.fault_txt.write_text(
             f"atropos-tui supervisor fault, run {run_id}\n\n{report}\n{states}\n", encoding="utf-8", errors="replace"
         )
-    reason = f"a fault of the supervisor: {report.strip().splitlines()[-1]}; please report {run.fault_txt}"
+    reason = f"internal error of the supervisor: {report.strip().splitlines()[-1]}; please report {run.fault_txt}"
     if guard.keeps:
         reason += f"; the components go on: atropos-tui up --resume {run.root} adopts them, atropos-tui clean ends them"
     else:
@@ -262,14 +276,14 @@ def _fault(supervisor: Supervisor, guard: Guard) -> int:
 
 
 class Routes:
-    """Answers requests from the supervisor's state; changes nothing but through `Supervisor.submit`."""
+    """HTTP routes of the control socket. They change state only through `Supervisor.submit`."""
 
     def __init__(self, supervisor: Supervisor, run: RunDir) -> None:
         self._supervisor = supervisor
         self._run = run
 
     def app(self) -> Starlette:
-        """The application."""
+        """Return the ASGI application."""
         return Starlette(
             routes=[
                 Route("/status", self.status),
@@ -292,15 +306,18 @@ class Routes:
             after = int(request.query_params["after"]) if "after" in request.query_params else None
         except ValueError:
             raise RefusedError(422, "after must be a number", "leave it out to begin with now") from None
+        # Measured before the subscription, because it awaits.
         usage = await self._supervisor.sampler.fresh()
         store = self._supervisor.store
-        live, status = store.hub.subscribe(), self._supervisor.status(usage)  # no record can come between the two
+        # No await between the two calls: no record is lost or sent twice.
+        live, status = store.hub.subscribe(), self._supervisor.status(usage)
         missed = iter(()) if after is None else store.journal.between(after, status.seq)
         lines = self._lines(Snapshot(status=status), missed, live)
         return StreamingResponse(lines, media_type="application/x-ndjson")
 
     async def _lines(self, snapshot: Snapshot, missed: Iterator[str], live: Subscription) -> AsyncIterator[str]:
-        """Dropped subscribers see their connection break: `SubscriberDroppedError` leaves through here."""
+        """Yield the snapshot, the missed records and the live ones. `SubscriberDroppedError` passes
+        through, so a dropped subscriber's connection breaks."""
         try:
             yield snapshot.model_dump_json() + "\n"
             for line in missed:
@@ -346,7 +363,7 @@ class Routes:
         try:
             timeout = float(request.query_params["timeout"]) if "timeout" in request.query_params else None
             if timeout is not None and math.isnan(timeout):
-                raise ValueError  # it is never over, and wakes the loop at once, again and again
+                raise ValueError  # NaN never expires: `wait_for` would spin
         except ValueError:
             raise RefusedError(422, "timeout must be a number of seconds") from None
         if target not in ("ready", "done") and target not in self._supervisor.components:
@@ -356,7 +373,8 @@ class Routes:
 
 
 class OnlyThisRun:
-    """Refuse a request whose header names another run: its client read the run.json of another run directory."""
+    """Refuse a request whose header names another run: the client has read the run.json of another
+    run directory."""
 
     def __init__(self, app: ASGIApp, run_id: str) -> None:
         self._app, self._run_id = app, run_id
@@ -370,7 +388,7 @@ class OnlyThisRun:
 
 
 def answer(message: BaseModel, status: int = 200) -> Response:
-    """A message as JSON."""
+    """Return a message as a JSON response."""
     return Response(message.model_dump_json(), status, media_type="application/json")
 
 
@@ -380,10 +398,10 @@ async def refused(_: Request, error: Exception) -> Response:
 
 
 def request_of(data: bytes | dict[str, str]) -> CommandRequest:
-    """The request in a body, or in the parameters of an address.
+    """Parse a command from a request body or query parameters.
 
     Raises:
-        RefusedError: it is none.
+        RefusedError: it is not valid.
     """
     try:
         if isinstance(data, bytes):
@@ -396,9 +414,11 @@ def request_of(data: bytes | dict[str, str]) -> CommandRequest:
 
 
 async def wait_for(supervisor: Supervisor, target: str, timeout_s: float | None) -> WaitResult:
-    """Wait until `target` (ready, done, a component's name) is reached, becomes impossible, or time is up."""
+    """Wait until `target` (ready, done, a component's name) is reached, becomes impossible, or
+    `timeout_s` passes."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     while True:
+        # Take the event before reading the state, or a change in between would be missed.
         changed = supervisor.store.changed
         found = _reached(supervisor, target)
         if found is not None:
@@ -418,6 +438,7 @@ def _reached(supervisor: Supervisor, target: str) -> WaitResult | None:
     component = supervisor.components.get(target)
     if component is not None and component.state in (State.HEALTHY, State.COMPLETED):
         return WaitResult(outcome="reached", detail=f"{target} is {component.state}")
+    # `component` is None for the target `ready`.
     if component is None and supervisor.ready():
         return WaitResult(outcome="reached", detail="every component is healthy or done")
     for one in [component] if component else supervisor.components.values():
@@ -447,7 +468,7 @@ def _missing(supervisor: Supervisor, target: str) -> str:
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the supervisor."""
+    """uvicorn server that leaves signals to the supervisor."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -466,13 +487,14 @@ class ApiServer:
             access_log=False,
             lifespan="off",
             ws="none",
+            # Event streams never end by themselves.
             timeout_graceful_shutdown=1,
         )
         self._server = _Server(config)
         self._task = asyncio.create_task(self._server.serve(sockets=[listening]))
 
     async def started(self, timeout_s: float = 10.0) -> None:
-        """Return when requests are answered."""
+        """Return once the server answers requests."""
         give_up = time.monotonic() + timeout_s
         while not self._server.started and not self._task.done() and time.monotonic() < give_up:
             await asyncio.sleep(0.005)
@@ -481,19 +503,22 @@ class ApiServer:
         assert self._server.started, "the socket did not start"
 
     async def stop(self) -> None:
-        """Finish what is being answered (at most a second) and close."""
+        """Finish the responses in progress (at most one second) and close."""
         self._server.should_exit = True
         await self._task
 
 
 def listen(run: RunDir, known_as: str = "") -> tuple[socket.socket, Path]:
-    """Bind the run's socket (mode 0600) and point `RUN/control.sock` at it. A dead one is replaced.
+    """Bind the run's socket (mode 0600) and point `RUN/control.sock` at it. A dead socket is
+    replaced.
 
-    `known_as` is where components that live on look for it; taken if that folder is still there and private.
+    `known_as` is the socket path that adopted components know. It is reused if its folder still
+    exists and is private.
     """
     path = Path(known_as) if known_as and is_private(Path(known_as).parent) else socket_path(run)
     path.unlink(missing_ok=True)
     server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    # The umask sets mode 0600 from the first moment; a chmod after `bind` would leave a gap.
     before = os.umask(0o177)
     try:
         server.bind(str(path))
@@ -503,13 +528,14 @@ def listen(run: RunDir, known_as: str = "") -> tuple[socket.socket, Path]:
     server.setblocking(False)
     aside = run.control_sock.with_name(f".{run.control_sock.name}.{os.getpid()}")
     aside.unlink(missing_ok=True)
+    # A new link and a rename replace the old link atomically.
     aside.symlink_to(path)
     aside.replace(run.control_sock)
     return server, path
 
 
 def unlisten(server: socket.socket, path: Path, run: RunDir) -> None:
-    """Stop listening and remove both names."""
+    """Close the socket and remove both names."""
     server.close()
     with contextlib.suppress(OSError):
         path.unlink(missing_ok=True)

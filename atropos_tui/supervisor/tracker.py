@@ -1,11 +1,12 @@
-"""Which processes belong to which component, and which a run has left: never told by name or port.
+"""Membership of processes in components, and leftovers of a run. Never decided by name or port.
 
-Told by control group, session, process group, marker and descent. What `Tracker` has once seen as a member stays one
-(by pid and start time), even if it cleans its environment, starts a session and loses its parent afterwards.
+The signs are control group, session, process group, environment marker and descent. A process that
+`Tracker` has seen as a member once stays one (by pid and start time), even if it then cleans its
+environment, starts a session and loses its parent.
 
-Leftovers are found by the same means and by the run's `journal.json`: the runner looks for them before a start (what
-did a crashed supervisor leave?) and after every end (is nothing left?), `clean` and `doctor` for people. Files in
-/dev/shm that killed processes leave are ours because our own processes had them mapped.
+Leftovers are found by the same signs and by the run's `journal.json`. The runner searches for them
+before a start and after every end; `clean` and `doctor` do so for users. Files in /dev/shm belong
+to the run if its own processes had them mapped.
 """
 
 from __future__ import annotations
@@ -22,30 +23,31 @@ from typing import TYPE_CHECKING, Any
 from atropos_common.run_dir import ENV_COMPONENT, ENV_RUN_DIR, ENV_RUN_ID
 from atropos_tui.supervisor import procfs
 
-if TYPE_CHECKING:  # its validation is not for the far end of a launcher
+if TYPE_CHECKING:  # pydantic would slow down the start of a node agent
     from atropos_tui.supervisor.store import ProcessTable
 
 REAP_S = 10.0
 SAME_MOMENT_S = 2.0
-"""What a component started that long after its line was written may still be its own."""
+"""Seconds after the table was written in which a new process may still belong to a component."""
 
 
 @dataclass
 class _Tracked:
-    """One component: the session of its leader, its control group or "", and what was seen of it at the last look."""
+    """One component: session of its leader, control group or "", and its members at the last
+    survey."""
 
     leader: int
     group: str
     known: set[tuple[int, int]]
     """Members, by pid and start ticks."""
     led: dict[int, int]
-    """Sessions that members lead: session id -> start ticks of its leader."""
+    """Sessions that members lead: session id -> start ticks of the leader."""
     shared: set[str] = field(default_factory=set)
-    """Files in /dev/shm that they have mapped."""
+    """Files in /dev/shm that members have mapped."""
 
 
 class Tracker:
-    """Members of each component of one run. Methods may be called from any thread."""
+    """Members of each component of one run. Methods are safe to call from any thread."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
@@ -55,15 +57,16 @@ class Tracker:
         self._lock = threading.Lock()
         self._looking = threading.Lock()
         self._looked = 0.0
-        """When the newest look at the process table began."""
+        """Monotonic time at which the newest scan of the process table began."""
         self._table: dict[int, procfs.Proc] = {}
         self._children: dict[int, list[int]] = {}
 
     def add(self, name: str, leader: int, group: str = "", sessions: Mapping[int, int] | None = None) -> None:
-        """Component `name` was spawned as session `leader`, in control group `group` if that is not "".
+        """Track component `name`, spawned as session `leader` in control group `group` ("": none).
 
         Args:
-            sessions: further sessions of it, as an earlier supervisor knew them, with their leaders' start ticks.
+            sessions: its further sessions that an earlier supervisor knew -> start ticks of their
+                leaders.
         """
         if self._aside.get(name) == leader:
             del self._aside[name]
@@ -71,23 +74,25 @@ class Tracker:
         self._tracked[name] = _Tracked(leader, group, set(led.items()), led)
 
     def set_aside(self, name: str, session: int) -> None:
-        """Processes of `session` bear the marker of `name`, but are none of its members until they are added."""
+        """Exclude the standby process in `session` from the members of `name` until it is added."""
         self._aside[name] = session
 
     def remove(self, name: str) -> None:
-        """Nothing of `name` is left."""
+        """Stop tracking `name`."""
         self._tracked.pop(name, None)
 
     def note_shared_memory(self, found: dict[str, list[procfs.Proc]]) -> None:
-        """Remember which files in /dev/shm these members have mapped: nobody can tell once they were killed."""
+        """Remember the files in /dev/shm that these members have mapped."""
         for name, rows in found.items():
+            # Read while they live: /proc/PID/maps of a killed process is gone.
             files = {path for row in rows for path in procfs.mapped_by(row.pid)}
             with self._lock:
                 if name in self._tracked:
                     self._tracked[name].shared |= files
 
     def shared_files(self, name: str) -> set[str]:
-        """Files in /dev/shm that members of `name` had mapped when they were looked at; none once it is removed."""
+        """Files in /dev/shm that members of `name` had mapped when surveyed; empty once it is
+        removed."""
         with self._lock:
             one = self._tracked.get(name)
             return set(one.shared) if one else set()
@@ -104,9 +109,10 @@ class Tracker:
         return self.survey([name])[name]
 
     def survey(self, names: Iterable[str] | None = None) -> dict[str, list[procfs.Proc]]:
-        """Live processes of each component (all that run, if `names` is None), with one look at the table."""
+        """Live processes of each component (None: all that are tracked), from one scan of the
+        process table."""
         asked = time.monotonic()
-        with self._looking:  # who waited here may share the look that began meanwhile
+        with self._looking:  # threads that waited here share one newer scan
             if self._looked < asked:
                 self._looked = time.monotonic()
                 self._table = procfs.scan()
@@ -118,17 +124,19 @@ class Tracker:
             return {name: self._of(name, table, found, children) for name, found in seeds.items()}
 
     def _seeds(self, names: Iterable[str], table: dict[int, procfs.Proc]) -> dict[str, set[int]]:
-        """By component the processes that are told to be its own by themselves, not by descent. Each process is looked
-        at once, however many components there are."""
+        """Return the pids of each component that have a sign of their own, without descent. Visits
+        each process once, however many components there are."""
         seeds: dict[str, set[int]] = {}
         claims: dict[object, list[str]] = {}
         for name in names:
             one = self._tracked.get(name)
             seeds[name] = procfs.grouped(table, one.group) if one else set()
+            # A sign is a session or group id (int) or a (pid, start ticks) key.
             for sign in (one.leader, *one.known) if one else ():
                 claims.setdefault(sign, []).append(name)
         for row in table.values():
             owners = [name for sign in {row.session, row.pgrp, row.key} for name in claims.get(sign, ())]
+            # Reading the environment is slow, so only processes without another sign reach it.
             for name in owners or [procfs.component_of(row.pid, self._run)]:
                 if name in seeds:
                     seeds[name].add(row.pid)
@@ -148,12 +156,14 @@ class Tracker:
         return alive
 
     def strays(self, since_ticks: int) -> list[procfs.Proc]:
-        """Adopted processes started since then that no component claims: they left session and environment behind."""
+        """Return adopted processes started since `since_ticks` that no component claims: they left
+        their session and cleaned their environment."""
         table = procfs.scan()
         mine, session = os.getpid(), os.getsid(0)
         adopted = {
             row.pid
             for row in table.values()
+            # A subreaper adopts orphans of its components, so a stray is always its child.
             if row.ppid == mine
             and row.session != session
             and row.pid not in procfs.SPAWNED
@@ -164,14 +174,15 @@ class Tracker:
 
 
 class UseMeter:
-    """CPU and memory of components, from one look to the next."""
+    """CPU and memory of components, from one reading to the next."""
 
     def __init__(self) -> None:
         self._cpu: dict[tuple[int, int], int] = {}
         self._looked = 0.0
 
     def read(self, members: Mapping[str, list[procfs.Proc]]) -> dict[str, dict[str, Any]]:
-        """By component its `pids`, `memory_bytes`, and `cpu_percent` of one core since the last look."""
+        """Return for each component `pids`, `memory_bytes`, and `cpu_percent` of one core since the
+        last reading."""
         now = time.monotonic()
         elapsed_s, self._looked = now - self._looked, now
         found = {name: self._of(rows, elapsed_s) for name, rows in members.items()}
@@ -180,6 +191,7 @@ class UseMeter:
 
     def _of(self, rows: list[procfs.Proc], elapsed_s: float) -> dict[str, Any]:
         memory = [size for size in (procfs.resident(row.pid) for row in rows) if size is not None]
+        # A pid may be reused, so ticks are compared by (pid, start ticks).
         known = [row.cpu_ticks - self._cpu[row.key] for row in rows if row.key in self._cpu]
         return {
             "pids": sorted(row.pid for row in rows),
@@ -194,23 +206,24 @@ class Leftover:
 
     pid: int
     ticks: int
-    """Start time in clock ticks after boot: with the pid, its name."""
+    """Start time in clock ticks after boot; with the pid it identifies the process."""
     component: str
-    """Also for its keeper; empty when it cleaned its environment."""
+    """Component name, also of a keeper's; empty if the process cleaned its environment."""
     command: str
     adoptable: bool = False
-    """Its component has a keeper: `up --resume` goes on with it."""
+    """Its component has a keeper: `up --resume` adopts it."""
 
 
 def find_leftovers(run_id: str, table: ProcessTable | None = None, root: Path | None = None) -> list[Leftover]:
-    """Live processes of run `run_id`, but for the caller.
+    """Return the live processes of run `run_id`, except the caller.
 
     Args:
-        table: the run's `journal.json`, which finds those that cleaned their environment but not their session or
-            control group.
-        root: only processes that were started in this run directory; `None`: in any. A copied run directory bears the
-            id of the run that it was copied from.
+        table: the run's `journal.json`. It finds processes that cleaned their environment but kept
+            their session or control group.
+        root: only processes that were started in this run directory; None: in any. A copied run
+            directory has the id of the original.
     """
+    # Pids and ticks of an earlier boot mean nothing now.
     boot = procfs.boot_id()
     entries = {name: entry for name, entry in (table.components if table else {}).items() if entry.boot_id == boot}
     sessions: dict[int, int] = {}
@@ -220,6 +233,7 @@ def find_leftovers(run_id: str, table: ProcessTable | None = None, root: Path | 
         if entry.keeper and procfs.lives(entry.keeper_pid, entry.keeper_ticks):
             keepers[entry.keeper_pid] = name
     found = []
+    # Session ids of the table may have been reused by later processes.
     known_until = procfs.ticks_at(table.written_at + SAME_MOMENT_S) if table and table.written_at else None
     counts = None if root is None else (lambda pid: is_at(root, procfs.environ(pid)))
     for row in procfs.run_members(run_id, sessions, {os.getpid()}, _group(run_id, table), known_until, counts):
@@ -230,13 +244,14 @@ def find_leftovers(run_id: str, table: ProcessTable | None = None, root: Path | 
 
 
 def is_at(root: Path, env: Mapping[str, str]) -> bool:
-    """Whether the process with this environment was started in the run directory `root`, or in one that is gone."""
+    """Return True if the process with this environment was started in run directory `root`, or in
+    one that no longer exists."""
     there = env.get(ENV_RUN_DIR, "")
     return not os.path.isdir(there) or os.path.realpath(there) == os.path.realpath(root)  # noqa: PTH112
 
 
 def supervisor_alive(table: ProcessTable) -> bool:
-    """Whether the supervisor that wrote `table` still runs."""
+    """Return True if the supervisor that wrote `table` still runs."""
     entry = table.supervisor
     return entry is not None and entry.boot_id == procfs.boot_id() and procfs.lives(entry.pid, entry.ticks)
 
@@ -248,14 +263,15 @@ def reap_leftovers(
     root: Path | None = None,
     spared: Callable[[], set[int]] | None = None,
 ) -> list[Leftover]:
-    """Kill what `find_leftovers` finds until nothing is found, and remove the control groups; blocks up to `REAP_S`.
+    """Kill the processes of `find_leftovers` until none is found, then remove the control groups.
+    Blocks up to `REAP_S` seconds.
 
     Args:
         root: as in `find_leftovers`.
-        spared: asked after every look: pids that shall live.
+        spared: returns the pids to leave alive; called after every scan.
 
     Returns:
-        What was found first.
+        The processes of the first scan.
     """
 
     def look() -> list[Leftover]:
@@ -263,16 +279,18 @@ def reap_leftovers(
         spare = spared() if spared and found else set()
         return [one for one in found if one.pid not in spare]
 
+    # A control group is killed as a whole, which would include spared processes.
     group = "" if spared else _group(run_id, table)
     first = found = look()
     deadline = time.monotonic() + REAP_S
     while found and time.monotonic() < deadline:
         for leftover in found:
             row = procfs.read(leftover.pid)
+            # Never signal a process that has reused the pid.
             if row is not None and row.ticks == leftover.ticks:
                 procfs.send(row, signal.SIGKILL)
         if group:
-            procfs.kill_group(group)  # and what they have forked since the look
+            procfs.kill_group(group)  # includes children forked since the scan
         time.sleep(0.01)
         found = look()
     procfs.remove_group(group)
@@ -280,7 +298,8 @@ def reap_leftovers(
 
 
 def _group(run_id: str, table: ProcessTable | None) -> str:
-    """The run's control group; a name in a file is believed only if it is the one that this run must have."""
+    """Return the run's control group; "" if the table's name is not the one that this run must
+    have."""
     return table.group if table is not None and procfs.is_group_of(table.group, run_id) else ""
 
 
