@@ -1,19 +1,24 @@
-"""The guard, the last one to leave: when the supervisor is gone, it ends every process of the run, then itself.
+"""The guard: a process that kills the rest of a run after the supervisor has died, and then exits.
 
-    python -I -S -c '... from atropos_tui.supervisor.guard import main; main()' ROOT FD RUN_ID GROUP E|K
+    python -I -S -c '... from atropos_tui.supervisor.guard import main; main()' ROOT FD RUN_ID GROUP
+    E|K
 
-Direct children of a killed supervisor die by their parent-death signal; their descendants do not, and double-forked
-ones belong to nobody. The guard holds the read end of a pipe, learns from it the sessions that the run started
-(`S SESSION TICKS`, `F SESSION` when one is gone) and the files that go with them (`C PATH`, `D PATH`), and acts on its
-end of file: it kills the run's control group, if it has one, and by the run-id marker in the environment, by those
-sessions, and all descendants of these; then it removes the files, and those in /dev/shm that only the run had mapped
-(`M PATH`).
+Children of a killed supervisor die by their parent-death signal; their descendants and
+double-forked processes do not. The guard reads notes from a pipe:
 
-Components that shall survive the supervisor (`K`, until the note `E` says that the run is being ended) are left alone;
-then only the files that speak of the supervisor itself are removed (`A PATH`).
+- `S SESSION TICKS`, `F SESSION`: a session of the run has started, is gone.
+- `C PATH`, `D PATH`: a file to remove with the run, no longer to remove.
+- `M PATH`: a file in /dev/shm that processes of the run have mapped.
+- `A PATH`: a file to remove with the supervisor.
+- `E`: the run is being ended.
 
-`Guard` is the supervisor's side: it starts the process, keeps it informed, and replaces it when someone kills it. What
-only that side needs is imported inside of it, since the process must stay small.
+At end of file it kills the run's control group, the processes with the run id in their environment,
+those of the sessions, and all descendants. Then it removes the files. With `K`, components survive
+the supervisor until the note `E`: the guard then leaves them alone and removes only the files of
+`A`.
+
+`Guard` is the supervisor's side: it starts the process, sends the notes, and replaces a guard that
+dies. Imports for that side are local, because the process must stay small.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ import time
 
 from atropos_tui.supervisor import bare, procfs
 
-TYPE_CHECKING = False  # `typing` alone would double the guard
+TYPE_CHECKING = False  # importing `typing` would double the guard's memory
 if TYPE_CHECKING:
     import asyncio
     import subprocess
@@ -33,16 +38,17 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 QUIET_ROUNDS = 3
-"""Empty looks at the process table, one after the other, before the run counts as gone."""
+"""Consecutive scans without a process after which the run counts as gone."""
 GIVE_UP_S = 60.0
 MAX_DEATHS = 5
-"""Deaths after which a guard is started again only every `AGAIN_S`."""
+"""Deaths after which a guard is restarted only every `AGAIN_S`."""
 AGAIN_S = 60.0
-"""Seconds between two starts of a guard that cannot live."""
+"""Seconds between two starts of a guard that keeps dying."""
 
 
 def sweep(run_id: str, sessions: dict[int, int], exclude: set[int], group: str = "") -> None:
-    """Kill until nothing of the run has been seen for some rounds."""
+    """Kill until `QUIET_ROUNDS` scans have found nothing of the run, for at most `GIVE_UP_S`
+    seconds."""
     give_up = time.monotonic() + GIVE_UP_S
     quiet = 0
     while quiet < QUIET_ROUNDS and time.monotonic() < give_up:
@@ -50,23 +56,23 @@ def sweep(run_id: str, sessions: dict[int, int], exclude: set[int], group: str =
         for member in members:
             procfs.send(member, signal.SIGKILL)
         if members and group:
-            procfs.kill_group(group)  # and what they have forked since the look
+            procfs.kill_group(group)  # includes children forked since the scan
         quiet = 0 if members else quiet + 1
         time.sleep(0.01)
 
 
 class Notes:
-    """What the supervisor has said so far."""
+    """State from the supervisor's notes."""
 
     def __init__(self, keep: bool) -> None:
         self.keep = keep
         self.sessions: dict[int, int] = {}
         self.files: set[bytes] = set()
-        """They must not outlive the components."""
+        """Files to remove with the components."""
         self.own: set[bytes] = set()
-        """They must not outlive the supervisor."""
+        """Files to remove with the supervisor."""
         self.shared: set[str] = set()
-        """Files in /dev/shm that components had mapped."""
+        """Files in /dev/shm that components have mapped."""
 
     def read(self, line: bytes) -> None:
         kind, _, rest = line.rstrip(b"\n").partition(b" ")
@@ -88,17 +94,18 @@ class Notes:
 
 
 def follow(descriptor: int, keep: bool) -> Notes:
-    """Read notes until the supervisor is gone; what was so then."""
+    """Read notes until the supervisor is gone."""
     notes = Notes(keep)
     with open(descriptor, "rb") as pipe:
         for line in pipe:
+            # A supervisor killed in mid-write leaves a torn last line.
             if line.endswith(b"\n"):
                 notes.read(line)
     return notes
 
 
 def remove(path: bytes) -> None:
-    """Delete one file, or one folder for temporary files, if it is there."""
+    """Delete a file or a folder for temporary files, if it exists."""
     try:
         os.unlink(path)  # noqa: PTH108
     except IsADirectoryError:
@@ -111,28 +118,32 @@ def remove(path: bytes) -> None:
 
 
 def main() -> None:
+    # Only the end of the pipe ends the guard: Ctrl-C reaches the whole terminal.
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     notes = follow(int(sys.argv[1]), sys.argv[4] == "K")
     if not notes.keep:
         sweep(sys.argv[2], notes.sessions, {os.getpid()}, sys.argv[3])
         procfs.remove_group(sys.argv[3])
+        # After the kill, when only other users' processes may still map these files.
         procfs.remove_unused(notes.shared)
     for path in notes.own if notes.keep else notes.own | notes.files:
         remove(path)
 
 
 class Guard:
-    """A process outside every session of the run that outlives the supervisor by some milliseconds.
+    """The supervisor's side of the guard process, which is outside every session of the run.
 
-    It inherits the lock of the run directory, so that no new supervisor begins there before it has finished.
+    The guard inherits the lock of the run directory: no new supervisor starts there before the
+    guard has finished.
 
     Args:
         lock: descriptor of the run directory's lock.
-        group: the run's control group, if it has one.
-        own: files that must not outlive the supervisor.
-        keep: whether components live on when the supervisor is killed.
-        on_trouble: called with words when the guard cannot live, and with "" when it lives again.
+        group: the run's control group; "" if it has none.
+        own: files to remove with the supervisor.
+        keep: components survive a killed supervisor.
+        on_trouble: called with the problem if the guard does not stay alive, and with "" once it
+            does.
     """
 
     def __init__(
@@ -149,16 +160,17 @@ class Guard:
 
         self._loop = asyncio.get_running_loop()
         self._run_id, self._lock, self.group = run_id, lock, group
+        # Notes end at a newline, so such a path cannot be sent.
         self._own = [str(path) for path in own if "\n" not in str(path)]
         self.keeps = keep
-        """Whether the components would live on if the supervisor died now."""
+        """The components would survive if the supervisor died now."""
         self._sessions: dict[int, int] = {}
         self._files: set[str] = set()
         self._shared: set[str] = set()
         self._deaths = 0
         self._on_trouble = on_trouble
         self._again: asyncio.TimerHandle | None = None
-        """Starts it again, or counts its deaths anew once it has lived for a while."""
+        """Timer that restarts the guard, or resets its deaths once it has stayed alive."""
         self._unsent = b""
         self._pidfd = -1
         self._start()
@@ -169,11 +181,13 @@ class Guard:
         from atropos_common.run_dir import ENV_COMPONENT, ENV_RUN_ID
 
         reading, self._pipe = os.pipe2(os.O_CLOEXEC)
+        # A stopped guard must never block the supervisor's event loop.
         os.set_blocking(self._pipe, False)
         arguments = [str(reading), self._run_id, self.group, "K" if self.keeps else "E"]
         try:
             self._popen: subprocess.Popen[bytes] = subprocess.Popen(
                 [sys.executable, *bare(__name__), *arguments],
+                # Without the markers, so that the guard does not count as a member of the run.
                 env={key: value for key, value in os.environ.items() if key not in (ENV_RUN_ID, ENV_COMPONENT)},
                 pass_fds=(reading, self._lock),
                 stdin=subprocess.DEVNULL,
@@ -230,7 +244,7 @@ class Guard:
     def _release(self) -> None:
         self._loop.remove_reader(self._pidfd)
         self._loop.remove_writer(self._pipe)
-        self._unsent = b""  # a new guard is told everything
+        self._unsent = b""  # a new guard gets every note again
         os.close(self._pidfd)
         os.close(self._pipe)
         self._pidfd = self._pipe = -1
@@ -238,7 +252,7 @@ class Guard:
         procfs.SPAWNED.discard(self._popen.pid)
 
     def _note(self, line: str) -> None:
-        """Tell the guard; what its pipe has no room for, since it stands still, waits here."""
+        """Send a note. Notes that a full pipe refuses wait in `_unsent`."""
         if self._pipe < 0:
             return
         waits = bool(self._unsent)
@@ -253,50 +267,50 @@ class Guard:
             self._unsent = self._unsent[os.write(self._pipe, self._unsent) :]
         except BlockingIOError:
             return
-        except OSError:  # it has died, and the next one is told everything
+        except OSError:  # it has died; the next guard gets every note again
             self._unsent = b""
         if not self._unsent:
             self._loop.remove_writer(self._pipe)
 
     def end_keeping(self) -> None:
-        """The run is being ended: from here on whoever dies, nothing is left."""
+        """End the survival of components, because the run is ending."""
         if self.keeps:
             self.keeps = False
             self._note("E")
 
     def remember(self, session: int, ticks: int) -> None:
-        """A session of this run was started."""
+        """Add a session of this run."""
         if self._sessions.get(session) != ticks:
             self._sessions[session] = ticks
             self._note(f"S {session} {ticks}")
 
     def forget(self, session: int) -> None:
-        """Nothing of that session is left; its number may be given to a stranger."""
+        """Drop a session that is gone; the kernel may reuse its id."""
         if self._sessions.pop(session, None) is not None:
             self._note(f"F {session}")
 
     def clear(self, paths: Iterable[Path]) -> None:
-        """These files must not outlive the run: a manifest, weights in /dev/shm."""
+        """Add files to remove with the run: a manifest, weights in /dev/shm."""
         for path in map(str, paths):
             if "\n" not in path and path not in self._files:
                 self._files.add(path)
                 self._note(f"C {path}")
 
     def cleared(self, paths: Iterable[Path]) -> None:
-        """They are gone, or someone else's from here on."""
+        """Drop files that are removed, or that belong to another owner from now on."""
         for path in map(str, paths):
             if path in self._files:
                 self._files.discard(path)
                 self._note(f"D {path}")
 
     def note_shared_memory(self, paths: set[str]) -> None:
-        """Members of the run have these files in /dev/shm mapped."""
+        """Add files in /dev/shm that members of the run have mapped."""
         for path in paths - self._shared:
             self._note(f"M {path}")
         self._shared |= paths
 
     async def close(self, timeout_s: float = 5.0) -> None:
-        """Let it take its last look and leave."""
+        """Close the pipe, and wait until the guard has finished its last sweep."""
         if self._again:
             self._again.cancel()
         if self._pidfd < 0:
@@ -311,8 +325,10 @@ class Guard:
         self._loop.add_reader(self._pidfd, end)
         timer = self._loop.call_later(timeout_s, end)
         os.close(self._pipe)
+        # Later notes go to /dev/null: the descriptor stays valid for `_release`.
         self._pipe = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
         await over
         timer.cancel()
+        # Only if it has not finished in time; a dead process ignores this.
         self._popen.kill()
         self._release()

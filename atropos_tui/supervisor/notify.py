@@ -1,9 +1,10 @@
-"""`[notify]`: tell someone who is not looking that the run failed, is done, or trains against the wrong weights, and
-when a metric leaves the bounds of an `[[alert]]`.
+"""`[notify]`: notifications about a run that fails, ends, or trains on wrong weights, and about an
+`[[alert]]`.
 
-One JSON object per event, by POST and on the standard input of a command, beside the run: a dead host or an answer that
-never comes costs the run nothing but a diagnosis. (A name server that never answers holds up the end of the process
-until the resolver gives up.) The address is resolved (`${VAR}`) in memory and written nowhere.
+One JSON object per event, by POST and on the standard input of a command. Delivery runs beside the
+run: a dead host or a missing answer costs only a diagnosis. (A name server that never answers
+delays the exit of the process until the resolver gives up.) The address is resolved (`${VAR}`) in
+memory and never written to disk.
 """
 
 from __future__ import annotations
@@ -35,43 +36,44 @@ from atropos_tui.supervisor.process import LaunchError
 from atropos_tui.supervisor.store import RunResult, Store, SubscriberDroppedError
 
 Event = Literal["failed", "mismatch", "alert", "done", "test"]
-"""What is posted, and what the bell of a screen rings for."""
+"""Events that are posted and that ring the terminal bell."""
 TRY_S = 5.0
-"""One try takes at most so long, however the other side drips its answer."""
+"""Timeout in seconds of one try, however slowly the answer arrives."""
 COMMAND_S = 10.0
-"""So long a command may take."""
+"""Timeout of the command in seconds."""
 PAUSES_S = (0.5, 1.0)
-"""Before the second and the third try."""
+"""Seconds before the second and the third try."""
 END_PATIENCE_S = 10.0
-"""So long the end of the run waits for what is still under way."""
+"""Seconds that the end of the run waits for deliveries in progress."""
 FAILURES = (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError, RuntimeError)
-"""What a POST may raise; RuntimeError where no thread can be started that looks a name up."""
+"""Exceptions of a POST; RuntimeError if no thread can start for the name lookup."""
 QUIET_S = 600.0
-"""A mismatch that goes on is posted again only after so long, in seconds."""
+"""Seconds before a lasting mismatch is posted again."""
 MOST_TEXT = 1500
-"""Discord refuses more than 2,000 characters."""
+"""Most characters of the message; Discord refuses more than 2,000."""
 
-logging.getLogger("httpx").setLevel(logging.WARNING)  # at INFO it would log the address
+logging.getLogger("httpx").setLevel(logging.WARNING)  # INFO logs the address, which may be a secret
 
 
 def is_event(record: Record, event: Event) -> TypeGuard[DiagnosisRecord]:
-    """Whether `record` opens a diagnosis that is this event."""
+    """Return True if `record` opens a diagnosis of this event."""
     return isinstance(record, DiagnosisRecord) and not record.over and rule_of(record).event == event
 
 
 def event_of_exit(code: int | None) -> Event | None:
-    """What an exit code of a run means; None for one that was stopped by hand, or still runs."""
+    """Return the event of a run's exit code; None if a user stopped the run, or it still runs."""
     if code is None or code == Exit.INTERRUPTED:
         return None
     return "failed" if code else "done"
 
 
 class DeliveryError(Exception):
-    """The other side did not take it; the message names neither address nor token."""
+    """The receiver did not accept a notification; the message has neither address nor token."""
 
 
 def payload(stack: StackSpec, event: Event, reason: str, component: str | None, code: int | None) -> dict[str, Any]:
-    """The object that is posted; `text` is read by Slack, `content` by Discord, and neither may mention anybody."""
+    """Return the JSON object to post. Slack reads `text`, Discord reads `content`; neither can
+    mention a user."""
     reason = mask(reason)
     host = platform.node()
     message = f"atropos-tui: {stack.name} {event}: {reason} ({stack.run_id} on {host})"[:MOST_TEXT]
@@ -85,6 +87,7 @@ def payload(stack: StackSpec, event: Event, reason: str, component: str | None, 
         "time": time.time(),
         "host": host,
         "run_dir": stack.run_dir,
+        # Slack's escapes; `<!channel>` would otherwise notify everyone.
         "text": message.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;"),
         "content": message,
         "allowed_mentions": {"parse": []},
@@ -95,7 +98,7 @@ async def post(url: str, body: dict[str, Any]) -> None:
     """POST `body`, up to three times.
 
     Raises:
-        DeliveryError: no try was answered with 2xx, or the answer says that another would not help.
+        DeliveryError: no try got a 2xx answer, or an answer excluded another try.
     """
     try:
         async with httpx.AsyncClient(timeout=None) as client:
@@ -106,14 +109,15 @@ async def post(url: str, body: dict[str, Any]) -> None:
                     return
                 if not may_help:
                     break
-    except FAILURES as error:  # a proxy or certificates that cannot be used
+    except FAILURES as error:  # an unusable proxy or certificate
         problem = f"{type(error).__name__}: {error}"
     raise DeliveryError(_without_address(problem, url))
 
 
 async def _try(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> tuple[str, bool]:
-    """What kept `body` from being taken, if anything, and whether another try may help."""
+    """Return the problem of one try ("" if none), and True if another try may help."""
     try:
+        # A total limit: httpx's own timeouts restart with each byte.
         async with asyncio.timeout(TRY_S), client.stream("POST", url, json=body) as answer:
             status = answer.status_code
     except TimeoutError:
@@ -122,6 +126,7 @@ async def _try(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> tup
         return f"{type(error).__name__}: {error}", True
     if 200 <= status < 300:
         return "", False
+    # Redirects and 4xx are final, except request timeout, too early and rate limit.
     return f"status {status}", not 300 <= status < 500 or status in (408, 425, 429)
 
 
@@ -129,7 +134,7 @@ async def run_command(command: Sequence[str], body: dict[str, Any]) -> None:
     """Run a program with `body` on its standard input, without the run's token.
 
     Raises:
-        DeliveryError: it cannot be started, ends with another code than 0, or does not end in time.
+        DeliveryError: it does not start, exits with a code other than 0, or exceeds `COMMAND_S`.
     """
     environment = {name: value for name, value in os.environ.items() if name != ENV_TOKEN}
     pipe, nowhere = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
@@ -147,23 +152,24 @@ async def run_command(command: Sequence[str], body: dict[str, Any]) -> None:
     finally:
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
+                # It is the leader of a session of its own, so its children die too.
                 os.killpg(process.pid, signal.SIGKILL)
     if process.returncode:
-        said = (errors.decode(errors="replace").strip().splitlines() or [""])[-1]
-        raise DeliveryError(f"{command[0]} ended with code {process.returncode}: {mask(said)}")
+        last = (errors.decode(errors="replace").strip().splitlines() or [""])[-1]
+        raise DeliveryError(f"{command[0]} ended with code {process.returncode}: {mask(last)}")
 
 
 def resolved(policy: NotifyPolicy, variables: Mapping[str, str]) -> str | None:
-    """The address of the webhook with its references filled in; None without one.
+    """Return the webhook's address with its variables filled in; None if there is none.
 
     Raises:
-        LaunchError: it cannot be used.
+        LaunchError: the address is not usable.
     """
     if policy.webhook is None:
         return None
     url = resolve(policy.webhook, dict(variables), "notify.webhook")
     if not url.startswith(("http://", "https://")):
-        fix = "give an http:// or https:// address, or ${VAR} of an environment variable that holds one"
+        fix = "set an http:// or https:// address, or ${VAR} of an environment variable that holds one"
         raise LaunchError("it is no http address", fix)
     return url
 
@@ -171,16 +177,18 @@ def resolved(policy: NotifyPolicy, variables: Mapping[str, str]) -> str | None:
 def _without_address(text: str, url: str) -> str:
     with contextlib.suppress(httpx.InvalidURL):
         parts = httpx.URL(url)
+        # The path of a webhook is its secret; libraries print it in several forms.
         for secret in (url, str(parts), parts.raw_path.decode(), parts.host):
             text = text.replace(secret, REDACTED) if len(secret) > 1 else text
     return text.replace(url, REDACTED)
 
 
 class Notifier:
-    """Listens to one run and posts what happens, in the supervisor's event loop, into which nothing here raises."""
+    """Posts the events of one run, in the supervisor's event loop. Never raises into it."""
 
     def __init__(self, stack: StackSpec, store: Store, decided: Callable[[], RunResult | None]) -> None:
-        """`decided` gives the outcome as soon as it is known, which is before the stack has stopped."""
+        """`decided` returns the run's result once it is known, which is before the stack has
+        stopped."""
         self._stack, self._store = stack, store
         self._policy = stack.notify
         self._decided = decided
@@ -191,7 +199,8 @@ class Notifier:
         self._listener = asyncio.create_task(self._listen())
 
     def _resolved(self) -> str | None:
-        """The address; one that cannot be resolved is diagnosed at the start of the run, not after a week."""
+        """Return the address. A bad one is diagnosed at the start of the run, long before the first
+        event."""
         try:
             return resolved(self._policy, self._stack.variables | os.environ)
         except LaunchError as error:
@@ -206,7 +215,7 @@ class Notifier:
                         self._on_mismatch(record)
                     elif is_event(record, "alert"):
                         self._notify("alert", f"{record.title}: {record.evidence}", record.component, None)
-                    self._look_at_the_end()
+                    self._post_end()
                 return
             except SubscriberDroppedError:
                 continue
@@ -217,7 +226,7 @@ class Notifier:
             self._mismatch_at = now
             self._notify("mismatch", f"{record.title}: {record.evidence}", record.component, None)
 
-    def _look_at_the_end(self) -> None:
+    def _post_end(self) -> None:
         result = self._decided()
         if result is not None and not self._posted_end:
             self._posted_end = True
@@ -226,6 +235,7 @@ class Notifier:
                 self._notify(event, result.reason, result.component, result.exit_code)
 
     def _notify(self, event: Event, reason: str, component: str | None, code: int | None) -> None:
+        # The profile's `on` lists the wanted events.
         if event not in self._policy.on:
             return
         if self._policy.bell and sys.stderr.isatty():
@@ -236,6 +246,7 @@ class Notifier:
         ways += [run_command(self._policy.command, body)] if self._policy.command else []
         for way in ways:
             task = asyncio.create_task(self._deliver(event, way))
+            # asyncio keeps only weak references to tasks.
             self._under_way.add(task)
             task.add_done_callback(self._under_way.discard)
 
@@ -255,10 +266,11 @@ class Notifier:
         self._store.diagnoses.add(None, NOT_NOTIFIED.diagnosis(evidence, fix, title))
 
     async def close(self, result: RunResult | None) -> None:
-        """The run is over: tell how, wait a little for what is under way, and let go of the rest."""
+        """Post the result, wait up to `END_PATIENCE_S` for deliveries, and cancel the rest."""
+        # After an internal error only the written result tells how the run ended.
         if self._decided() is None and result is not None:
             self._decided = lambda: result
-        self._look_at_the_end()
+        self._post_end()
         self._listener.cancel()
         _, late = await asyncio.wait({self._listener, *self._under_way}, timeout=END_PATIENCE_S)
         for task in late:

@@ -1,8 +1,10 @@
-"""One command: what it is started with, its child in a session of its own, and the end of its whole set.
+"""Start of a component's process, and the end of its whole process set.
 
-The exit of a child is seen through a pidfd within a millisecond. The leader stays a zombie until its whole set is gone
-(`reap`): as long as it is not reaped the kernel gives neither its pid nor its process group to anyone else, so
-signalling the group is safe. Imports only the standard library, because the far end of a launcher uses it, too.
+A child runs in a session of its own; a pidfd reports its exit within a millisecond. The leader
+stays a zombie until its whole set is gone (`reap`). Until then the kernel reuses neither its pid
+nor its process group, so signals to the group are safe.
+
+Imports only the standard library, because node agents use this module.
 """
 
 from __future__ import annotations
@@ -29,15 +31,15 @@ from atropos_tui.supervisor.logs import widen
 SHIM = str(parent_death.__file__)
 PR_SET_CHILD_SUBREAPER = 36
 FOLLOWERS_S = 2.0
-"""After the leader went by itself, others of its group get at most this much of the grace."""
+"""Most seconds of the grace period for other group members after the leader's exit."""
 STUCK_S = 10.0
-"""A process that SIGKILL has not ended after this long waits inside the kernel."""
+"""Seconds after SIGKILL before a live process counts as stuck in the kernel."""
 LOOK_S = (0.005, 0.1)
-"""Shortest and longest pause between two looks at the process table."""
+"""Shortest and longest pause in seconds between two scans of the process table."""
 
 
 class LaunchError(ValueError):
-    """A component that cannot be started as written: what is wrong, and the way out."""
+    """A component cannot start as configured: the problem and the fix."""
 
     def __init__(self, problem: str, fix: str) -> None:
         super().__init__(problem)
@@ -46,9 +48,10 @@ class LaunchError(ValueError):
 
 
 def gpus_within(env: Mapping[str, str], given: str | None) -> dict[str, str]:
-    """`env` with the GPUs that it names counted among those that a batch system has given here: the others of this
-    node are somebody else's."""
+    """Return `env` with its GPU numbers mapped to the GPUs that a batch system has assigned; the
+    node's other GPUs belong to other jobs."""
     name, there = "CUDA_VISIBLE_DEVICES", (given or "").split(",")
+    # Values that are no plain numbers, such as UUIDs, stay as they are.
     wanted = env.get(name, "").split(",")
     if not given or not all(each.isdecimal() and int(each) < len(there) for each in wanted):
         return dict(env)
@@ -56,10 +59,10 @@ def gpus_within(env: Mapping[str, str], given: str | None) -> dict[str, str]:
 
 
 def make_scratch(folder: Path | None) -> None:
-    """Make a folder for temporary files, if there shall be one.
+    """Create a folder for temporary files; None: do nothing.
 
     Raises:
-        LaunchError: somebody else has made it.
+        LaunchError: the folder belongs to another user or has another mode.
     """
     if folder is None:
         return
@@ -69,8 +72,10 @@ def make_scratch(folder: Path | None) -> None:
 
 
 def remove_files(paths: list[Path]) -> None:
-    """Delete files that must not outlive a process; missing ones are fine, folders other than ours are left alone."""
+    """Delete files that must not outlive a process. Missing files are fine; folders are deleted
+    only if they are our temporary ones."""
     for path in paths:
+        # A symbolic link to a folder is removed itself, never its target.
         if path.is_symlink() or not path.is_dir():
             path.unlink(missing_ok=True)
         elif path.name.startswith(procfs.SCRATCH):
@@ -78,46 +83,48 @@ def remove_files(paths: list[Path]) -> None:
 
 
 def become_subreaper() -> bool:
-    """Orphans of our components become our children instead of init's. False where the kernel refuses."""
+    """Become the parent of orphans of our components, instead of init. Return False if the kernel
+    refuses."""
     return ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How a whole set is ended."""
+    """How to end a process set."""
 
     number: int
-    """First signal, sent to the process group; SIGKILL means at once."""
+    """First signal, sent to the process group; SIGKILL skips the grace period."""
     grace_s: float
     """Seconds between that signal and SIGKILL."""
     hurry: asyncio.Event
-    """Set by anyone who wants the rest killed now."""
+    """Set to skip the rest of the grace period."""
     members: Callable[[], list[procfs.Proc]]
-    """Live processes of the set; called in a thread."""
+    """Returns the live processes of the set; called in a thread."""
     on_leftover: Callable[[int], None]
-    """Told how many were still there when the leader had already ended by itself."""
+    """Called with the number of other processes left after the leader has exited by itself."""
     on_stuck: Callable[[str], None]
-    """Told once, by pid and state, what is still there `STUCK_S` after SIGKILL."""
+    """Called once with pids and states of the processes alive `STUCK_S` after SIGKILL."""
     group: str = ""
-    """Their control group, if they have one: it is killed as a whole, too."""
+    """Control group of the set, killed as a whole; "" if it has none."""
 
 
 def end_words(number: int, grace_s: float) -> bytes:
-    """What `end` says over a line."""
+    """Return the arguments of the command `end` of the line protocol."""
     return f"{number:d} {grace_s}".encode()
 
 
 class Leader(Protocol):
-    """The main process of a component, whoever its parent is: leader of a session and a process group of its own."""
+    """Main process of a component: leader of its own session and process group. Its parent may be
+    another process, or on another node."""
 
     pid: int
     ticks: int
     started_at: float
     exit_code: int | None
-    """Negative for a signal; None while it runs."""
+    """Exit status, negative for a signal; None while it runs."""
     exited: asyncio.Event
     lost: str
-    """In words, how whoever held it was lost, if that is why it counts as ended."""
+    """How its keeper or node was lost, if that counts as its end; "" otherwise."""
 
     def signal_group(self, number: int) -> None:
         """Signal its process group."""
@@ -126,14 +133,14 @@ class Leader(Protocol):
         """End its whole set, as the function `end_set` does."""
 
     async def settle(self) -> None:
-        """Nothing of its set is left: its last output is on its way to the log."""
+        """Wait until its last output is in the log. Called when its set is gone."""
 
     def reap(self) -> None:
-        """Let its pid and group go."""
+        """Release its pid and process group."""
 
 
 class Local:
-    """What leaders on this machine have in common."""
+    """Common methods of leaders on this machine."""
 
     lost = ""
 
@@ -142,7 +149,7 @@ class Local:
 
 
 class Child(Local):
-    """One spawned process, leader of its own session and process group; `exit_code` is negative for a signal."""
+    """A process that we spawned, leader of its own session and process group."""
 
     def __init__(self, popen: subprocess.Popen[bytes]) -> None:
         self._popen = popen
@@ -154,6 +161,7 @@ class Child(Local):
         self.started_at = time.time()
         self.exit_code: int | None = None
         self.exited = asyncio.Event()
+        # The start ticks identify the process; 0 if /proc cannot be read.
         row = procfs.read(popen.pid)
         self.ticks = row.ticks if row else 0
         procfs.SPAWNED.add(self.pid)
@@ -164,40 +172,43 @@ class Child(Local):
         self.exit_code = procfs.exit_of(self._pidfd)
         if self.exit_code is None:
             return
+        # `exit_of` does not reap: the zombie keeps pid and group reserved.
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
         self._pidfd = -1
         self.exited.set()
+        # Nobody else will reap it.
         if self._abandoned:
             self.reap()
         if self._on_exit:
             self._on_exit(self)
 
     def begin(self, on_exit: Callable[[Child], None]) -> None:
-        """Its time as a component counts from now, and its end is told to `on_exit`."""
+        """Start its life as a component now; call `on_exit` at its exit."""
         self.started_at, self._on_exit = time.time(), on_exit
 
     def signal_group(self, number: int) -> None:
-        """Signal the process group of the launch; safe because the leader is not reaped."""
+        """Signal its process group; safe because the leader is not reaped."""
         if not self._reaped:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, number)
 
     async def settle(self) -> None:
-        """Its output is drained here already."""
+        """No-op: its output is drained in this process."""
 
     def reap(self) -> None:
-        """Collect the exit status: pid and group may be re-used from here on."""
+        """Collect the exit status. From here on the kernel may reuse pid and group."""
         if self._reaped or self.exit_code is None:
             return
         self._reaped = True
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.pid, os.WNOHANG)
+        # Otherwise `Popen.__del__` would wait for the pid, which may be another process by then.
         self._popen.returncode = self.exit_code
         procfs.SPAWNED.discard(self.pid)
 
     def abandon(self) -> None:
-        """Kill the group and collect the status whenever it comes."""
+        """Kill the group, and reap the leader whenever it exits."""
         self._on_exit = None
         self._abandoned = True
         self.signal_group(signal.SIGKILL)
@@ -214,10 +225,14 @@ def spawn(
     stdin: int = subprocess.DEVNULL,
     stdout: int | None = None,
 ) -> tuple[Child, int]:
-    """Start `command` through the shim; the child and the read end of the pipe with its stdout and stderr.
+    """Start `command` through the shim. Return the child and the read end of its output pipe.
 
-    `group` is the control group that it joins, if any; with `stdout` the pipe has its stderr alone. Must run in the
-    main thread: the parent-death signal of the child follows the thread that forks.
+    Must run in the main thread: the parent-death signal of the child follows the thread that forks.
+
+    Args:
+        group: control group to join; "" for none.
+        stdout: descriptor for its stdout; the pipe then has only its stderr. None: both go to the
+            pipe.
 
     Raises:
         OSError: the working directory is missing, or the system is out of processes or descriptors.
@@ -226,6 +241,8 @@ def spawn(
     widen(reading)
     try:
         popen = subprocess.Popen(
+            # The shim sets the parent-death signal, joins the control group, and executes the
+            # command.
             [sys.executable, "-I", "-S", SHIM, str(os.getpid()), group, *command],
             env=dict(env),
             cwd=cwd,
@@ -238,10 +255,11 @@ def spawn(
         os.close(reading)
         raise
     finally:
+        # Only the child may hold the write end, or the pipe never reports its end.
         os.close(writing)
     try:
         return Child(popen), reading
-    except OSError:  # no descriptor is left to watch it with
+    except OSError:  # out of descriptors: it cannot be watched
         popen.kill()
         popen.wait()
         os.close(reading)
@@ -249,27 +267,31 @@ def spawn(
 
 
 async def end_set(child: Leader, ending: Ending) -> int:
-    """Return when no process of the set is left; how many had to be killed."""
+    """End the set and return when none of it is left. Returns the number of processes that were
+    killed."""
     if child.exit_code is not None:
         left = await asyncio.to_thread(ending.members)
         if left:
             ending.on_leftover(len(left))
     elif ending.number != signal.SIGKILL and ending.grace_s > 0 and not ending.hurry.is_set():
-        await _ask(child, ending)
+        await _terminate(child, ending)
     return await _kill(child, ending)
 
 
-async def _ask(child: Leader, ending: Ending) -> None:
+async def _terminate(child: Leader, ending: Ending) -> None:
     hurry, deadline = ending.hurry, time.monotonic() + ending.grace_s
     child.signal_group(ending.number)
+    # Whichever comes first: the leader's exit or `hurry`.
     waiting = [asyncio.create_task(child.exited.wait()), asyncio.create_task(hurry.wait())]
     await asyncio.wait(waiting, timeout=ending.grace_s, return_when=asyncio.FIRST_COMPLETED)
     for task in waiting:
         task.cancel()
+    # Other members of the group get the same signal, and a short time to finish.
     deadline = min(deadline, time.monotonic() + FOLLOWERS_S)
     pause = LOOK_S[0]
     while not hurry.is_set() and time.monotonic() < deadline:
         rows = await asyncio.to_thread(ending.members)
+        # Processes that left group and session did not get the signal; they are killed at once.
         if not any(child.pid in (row.pgrp, row.session) for row in rows):
             return
         with contextlib.suppress(TimeoutError):
@@ -278,7 +300,7 @@ async def _ask(child: Leader, ending: Ending) -> None:
 
 
 async def _kill(child: Leader, ending: Ending) -> int:
-    told, patience = False, time.monotonic() + STUCK_S
+    reported, stuck_at = False, time.monotonic() + STUCK_S
     killed: set[tuple[int, int]] = set()
     pause = LOOK_S[0]
     while True:
@@ -286,19 +308,20 @@ async def _kill(child: Leader, ending: Ending) -> int:
         if not rows and child.exit_code is not None:
             return len(killed)
         if child.exit_code is None:
+            # The group first: it is one atomic call, the scan below may miss a new fork.
             child.signal_group(signal.SIGKILL)
         for row in rows:
             if procfs.send(row, signal.SIGKILL):
                 killed.add(row.key)
         if rows and ending.group:
-            procfs.kill_group(ending.group)  # and what they have forked since the look
-        if not told and time.monotonic() > patience:
-            told = True
+            procfs.kill_group(ending.group)  # includes children forked since the scan
+        if not reported and time.monotonic() > stuck_at:
+            reported = True
             ending.on_stuck(describe(rows))
         await asyncio.sleep(pause)
         pause = min(pause * 2, LOOK_S[1])
 
 
 def describe(rows: list[procfs.Proc]) -> str:
-    """Processes by pid and state."""
+    """Return processes as text: pids and states."""
     return ", ".join(f"pid {row.pid} (state {row.state})" for row in rows)

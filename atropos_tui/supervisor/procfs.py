@@ -1,15 +1,16 @@
-"""The process table, read from /proc, and control groups: who lives, started when, with which marker, in which group.
+"""Process table from /proc, and cgroup v2 groups.
 
-A process is named by (pid, start ticks): a pid alone may have been given to someone else since.
+A process is identified by (pid, start ticks), because the kernel reuses pids.
 
-Where this user may make cgroup v2 groups, there is one per run and one below it per attempt of a component: no process
-leaves its group by double-forking, starting a session or cleaning its environment, and `cgroup.kill` ends a group even
-while it forks. Where the hierarchy is missing, read-only or someone else's, every function about groups says so by its
-empty or false result, and the other means (session, marker, descent, parent-death signal) do alone. No controller is
-enabled, so groups with processes may have groups below them.
+If this user may create control groups, each run gets one, with a group for each attempt of a
+component. No process leaves its group by double-forking, starting a session or cleaning its
+environment, and `cgroup.kill` ends a group even while it forks. If the hierarchy is missing,
+read-only or another user's, the functions for groups return "" or False, and the other means
+(session, marker, descent, parent-death signal) suffice. No controller is enabled, so groups with
+processes may have child groups.
 
-Imports only `os`, `signal` and `time` (pathlib alone costs 2 MB), because the guard, one small process per run, uses
-it.
+Imports only `os`, `signal` and `time` (pathlib alone costs 2 MB), because the guard, a small
+process per run, uses this module.
 """
 
 from __future__ import annotations
@@ -18,32 +19,36 @@ import os
 import signal
 import time
 
-TYPE_CHECKING = False  # `typing` costs as much
+TYPE_CHECKING = False  # importing `typing` costs as much memory as pathlib
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 TICKS_PER_SECOND: int = os.sysconf("SC_CLK_TCK")
 SPAWNED: set[int] = set()
-"""Children that were started here and are not reaped yet; all others in foreign sessions are adopted."""
+"""Pids of children that this process started and has not reaped; other children are adopted
+orphans."""
 CONTAINER = "/sys/fs/cgroup"
-"""The control group that a container takes for the root of all."""
+"""Root of the control groups inside a container."""
 PREFIX = "atropos-"
-"""Every group of ours is called this and the run's id; nothing else is ever killed or removed."""
+"""Prefix of our control groups, before the run id. No other group is ever killed or removed."""
 SCRATCH = "atropos-scratch-"
-"""How the names of folders for temporary files begin; no other folder is ever removed."""
+"""Prefix of our folders for temporary files. No other folder is ever removed."""
 SHARED_MEMORY = "/dev/shm/"
-"""Semaphores, tensors and CUDA's own segments lie there under names of their makers' choice: whose a file is, is told
-by who has it mapped, and of a killed process by nothing."""
+"""Folder of POSIX shared memory. Names there are arbitrary: only a live process that has mapped a
+file shows its owner."""
 PATIENCE_S = 1.0
-"""How long the kernel may take to let go of a group whose last process was killed."""
+"""Seconds that the kernel may take to release a group after its last process is killed."""
 
 
 class Proc:
-    """One row of the process table. `ticks` is the start time in clock ticks after boot, `cpu_ticks` user + system."""
+    """One row of the process table. `ticks` is the start time in clock ticks after boot,
+    `cpu_ticks` is user plus system time."""
 
     __slots__ = ("cpu_ticks", "pgrp", "pid", "ppid", "session", "state", "threads", "ticks")
 
     def __init__(self, pid: int, stat: bytes) -> None:
+        # The command name may hold spaces and parentheses, so parse after the last ")". See
+        # proc(5).
         fields = stat[stat.rindex(b")") + 2 :].split()
         self.pid = pid
         self.state = fields[0].decode()
@@ -66,7 +71,7 @@ class Proc:
 
 
 def read(pid: int) -> Proc | None:
-    """The row of `pid`, or None when there is no such process."""
+    """Return the row of `pid`, or None if there is no such process."""
     try:
         descriptor = os.open(f"/proc/{pid}/stat", os.O_RDONLY)
     except OSError:
@@ -80,19 +85,21 @@ def read(pid: int) -> Proc | None:
 
 
 def lives(pid: int, ticks: int) -> bool:
-    """Whether the process that was started as `pid` at `ticks` still runs."""
+    """Return True if the process that started as `pid` at `ticks` still runs."""
     row = read(pid)
     return row is not None and row.alive and row.ticks == ticks
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether SIGSTOP keeps the process from running."""
+    """Return True if SIGSTOP has stopped the process."""
     row = read(pid)
     return row is not None and row.state in ("T", "t")
 
 
 def exit_of(pidfd: int) -> int | None:
-    """How the child behind `pidfd` has ended, negative for a signal; it stays a zombie. None while it runs."""
+    """Return the exit status of the child behind `pidfd`, negative for a signal; None while it
+    runs. The child stays a zombie."""
+    # WNOWAIT leaves the zombie, so that the kernel does not reuse pid and process group.
     found = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     if found is None:
         return None
@@ -100,14 +107,14 @@ def exit_of(pidfd: int) -> int | None:
 
 
 def scan() -> dict[int, Proc]:
-    """Every process of the machine that can be read, by pid."""
+    """Return every readable process of the machine, by pid."""
     rows = (read(int(name)) for name in os.listdir("/proc") if name.isdigit())  # noqa: PTH208
     return {row.pid: row for row in rows if row is not None}
 
 
 def _block(pid: int) -> bytes:
-    """The environment that the process was started with, a zero byte before and behind each entry; empty when it
-    cannot be read (another user's, a zombie)."""
+    """Return the initial environment of a process with a zero byte before and after each entry;
+    empty if it is not readable (another user's process, a zombie)."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:  # noqa: PTH123
             return b"\0" + file.read() + b"\0"
@@ -116,19 +123,20 @@ def _block(pid: int) -> bytes:
 
 
 def environ(pid: int) -> dict[str, str]:
-    """Environment that the process was started with; empty when it cannot be read."""
+    """Return the initial environment of a process; empty if it is not readable."""
     pairs = (entry.partition(b"=") for entry in _block(pid).split(b"\0") if b"=" in entry)
     return {os.fsdecode(key): os.fsdecode(value) for key, _, value in pairs}
 
 
 def marked(pid: int, *markers: bytes) -> bool:
-    """Whether the process was started with every one of `markers` (`NAME=value`) in its environment."""
+    """Return True if the initial environment has every one of `markers` (`NAME=value`)."""
     data = _block(pid)
     return all(b"\0" + marker + b"\0" in data for marker in markers)
 
 
 def component_of(pid: int, run: bytes) -> str:
-    """Of which component of a run (`ATROPOS_RUN_ID=...`) the process was started; empty if of none."""
+    """Return the component name in the environment of a process of run `run`
+    (`ATROPOS_RUN_ID=...`); "" if there is none."""
     data = _block(pid)
     begin = data.find(b"\0ATROPOS_COMPONENT=") + 1
     if not begin or b"\0" + run + b"\0" not in data:
@@ -137,7 +145,8 @@ def component_of(pid: int, run: bytes) -> str:
 
 
 def resident(pid: int) -> int | None:
-    """Proportional set size of `pid` in bytes, or its resident size where the kernel does not say."""
+    """Return the proportional set size of `pid` in bytes, or its resident size if the kernel does
+    not report that; None if it is gone."""
     try:
         with open(f"/proc/{pid}/smaps_rollup", "rb") as file:  # noqa: PTH123
             for line in file:
@@ -153,9 +162,9 @@ def resident(pid: int) -> int | None:
 
 
 def mapped_by(pid: int) -> set[str]:
-    """Files in /dev/shm that process `pid` has mapped; those already unlinked are left out.
+    """Return the files in /dev/shm that process `pid` has mapped, without unlinked ones.
 
-    A semaphore is mapped before it has its name, under another that is gone: it is told by its inode.
+    A named semaphore is mapped under a temporary name that is unlinked, so it is found by inode.
     """
     found, nameless = set(), set()
     try:
@@ -163,6 +172,7 @@ def mapped_by(pid: int) -> set[str]:
             for line in file:
                 if SHARED_MEMORY in line:
                     path = line[line.index(SHARED_MEMORY) :].rstrip("\n")
+                    # Field 5 of a line in /proc/PID/maps is the inode.
                     if path.endswith(" (deleted)"):
                         nameless.add(int(line.split(maxsplit=5)[4]))
                     else:
@@ -176,12 +186,15 @@ def mapped_by(pid: int) -> set[str]:
 
 
 def remove_unused(paths: Iterable[str]) -> list[str]:
-    """Remove those of `paths` that are this user's and that no process maps any more; what was removed."""
+    """Remove those of `paths` that belong to this user and that no process maps. Return the
+    unmapped ones."""
     left = {path for path in paths if _is_ours(path)}
     if not left:
         return []
     for name in os.listdir("/proc"):  # noqa: PTH208
         if name.isdecimal():
+            # Processes of other users are not readable; their mappings of this user's files stay
+            # unknown.
             left -= mapped_by(int(name))
     for path in left:
         try:
@@ -199,7 +212,7 @@ def _is_ours(path: str) -> bool:
 
 
 def grouped(table: dict[int, Proc], group: str) -> set[int]:
-    """Processes in control group `group`; those that came after `table` was read are added to it."""
+    """Return the pids in control group `group`; processes newer than `table` are added to it."""
     found = group_pids(group)
     for pid in found - table.keys():
         row = read(pid)
@@ -209,7 +222,7 @@ def grouped(table: dict[int, Proc], group: str) -> set[int]:
 
 
 def children_of(table: dict[int, Proc]) -> dict[int, list[int]]:
-    """By pid the pids of its children."""
+    """Return the pids of the children of each pid."""
     children: dict[int, list[int]] = {}
     for row in table.values():
         children.setdefault(row.ppid, []).append(row.pid)
@@ -217,7 +230,8 @@ def children_of(table: dict[int, Proc]) -> dict[int, list[int]]:
 
 
 def with_descendants(table: dict[int, Proc], seeds: set[int], children: dict[int, list[int]] | None = None) -> set[int]:
-    """`seeds` and everything below them in `table`, of which somebody may have `children_of` already."""
+    """Return `seeds` and their descendants in `table`. `children`: the result of
+    `children_of(table)`, if known."""
     children = children_of(table) if children is None else children
     found: set[int] = set()
     todo = list(seeds)
@@ -237,19 +251,21 @@ def run_members(
     known_until: int | None = None,
     counts: Callable[[int], bool] | None = None,
 ) -> list[Proc]:
-    """Live processes of the run.
+    """Return the live processes of the run.
 
     Args:
         run_id: value of `ATROPOS_RUN_ID` in their environment.
-        sessions: session id -> start ticks of its leader; a leader with other ticks is a stranger with a re-used pid.
-        exclude: pids never to name, such as the caller's.
-        group: the run's control group, if it has one.
-        known_until: when `sessions` was written down, in ticks; None: it is of now. The number of a session whose
-            leader is gone may be a stranger's since then.
-        counts: whether a process with the run's id in its environment counts, by its pid; `None`: each does.
+        sessions: session id -> start ticks of its leader; a leader with other ticks has reused the
+            pid.
+        exclude: pids to leave out, such as the caller's.
+        group: the run's control group; "" if it has none.
+        known_until: time of `sessions` in ticks; None: now. A session id without a leader may have
+            been reused since then.
+        counts: decides by pid whether a process with the run's id counts; None: every one counts.
     """
     table = scan()
     led = {sid for sid, ticks in sessions.items() if sid in table and table[sid].ticks == ticks}
+    # A session outlives its leader as long as it has members.
     leaderless = {sid for sid in sessions if sid not in table}
     marker = b"ATROPOS_RUN_ID=" + os.fsencode(run_id)
 
@@ -266,15 +282,14 @@ def run_members(
 
 
 def send(proc: Proc, number: int) -> bool:
-    """Signal exactly this process: through a pidfd, and only if its start time is still the same.
-
-    Returns False when it is gone (or is not ours to signal).
-    """
+    """Signal exactly this process: through a pidfd, and only if its start time still matches.
+    Return False if it is gone or belongs to another user."""
     try:
         descriptor = os.pidfd_open(proc.pid)
     except OSError:
         return False
     try:
+        # The pidfd is open, so the pid cannot be reused between this check and the signal.
         now = read(proc.pid)
         if now is None or now.ticks != proc.ticks:
             return False
@@ -287,9 +302,11 @@ def send(proc: Proc, number: int) -> bool:
 
 
 def reap_adopted(table: dict[int, Proc]) -> None:
-    """Collect zombies that became our children when their parent died (we are their subreaper)."""
+    """Reap zombies that became our children when their parent died (this process is their
+    subreaper)."""
     mine, session = os.getpid(), os.getsid(0)
     for row in table.values():
+        # Components' leaders are in SPAWNED: their zombies must stay until their set is gone.
         if row.ppid == mine and not row.alive and row.pid not in SPAWNED and row.session != session:
             try:
                 os.waitpid(row.pid, os.WNOHANG)
@@ -298,18 +315,18 @@ def reap_adopted(table: dict[int, Proc]) -> None:
 
 
 def ticks_at(moment: float) -> int:
-    """A moment in Unix seconds as a start time."""
+    """Convert Unix seconds to ticks after boot."""
     return ticks_now() - int((time.time() - moment) * TICKS_PER_SECOND)
 
 
 def ticks_now() -> int:
-    """The present moment as a start time."""
+    """Current time in ticks after boot."""
     with open("/proc/uptime") as file:  # noqa: PTH123
         return int(float(file.read().split()[0]) * TICKS_PER_SECOND)
 
 
 def boot_id() -> str:
-    """The kernel's name for this boot: pids and start ticks mean nothing after another one."""
+    """Id of this boot; pids and start ticks are meaningless after another one. "" if unknown."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:  # noqa: PTH123
             return file.read().strip()
@@ -318,23 +335,25 @@ def boot_id() -> str:
 
 
 def run_group(run_id: str) -> str:
-    """Make the group of a run below the group of this process; its path, or "" where that cannot be done."""
+    """Create the group of a run below the group of this process. Return its path, or "" if that
+    fails."""
     path = f"{_own_group()}/{group_name(run_id)}"
     return path if not _make_fillable(path) else ""
 
 
 def group_name(run_id: str) -> str:
-    """The name of a run's group."""
+    """Return the name of a run's group."""
     return PREFIX + _as_path_part(run_id)
 
 
 def is_group_of(path: str, run_id: str) -> bool:
-    """Whether `path`, as found in a file, can be the group of run `run_id`."""
+    """Return True if `path`, as read from a file, can be the group of run `run_id`."""
     return bool(path) and os.path.basename(path) == group_name(run_id) and os.path.exists(f"{path}/cgroup.procs")  # noqa: PTH110, PTH119
 
 
 def part_group(group: str, component: str, attempt: int) -> str:
-    """Make the group of one attempt below the run's `group`; its path, or "" where that cannot be done."""
+    """Create the group of one attempt below the run's `group`. Return its path, or "" if that
+    fails."""
     if not group:
         return ""
     path = f"{group}/{_as_path_part(component)}.{attempt}"
@@ -346,7 +365,7 @@ def part_group(group: str, component: str, attempt: int) -> str:
 
 
 def group_pids(group: str) -> set[int]:
-    """Live processes of `group` and of the groups below it, whoever made those."""
+    """Return the pids in `group` and in all groups below it."""
     found: set[int] = set()
     for folder in _group_tree(group):
         try:
@@ -358,7 +377,8 @@ def group_pids(group: str) -> set[int]:
 
 
 def kill_group(group: str) -> bool:
-    """SIGKILL to all of `group`, also to what it is just forking; False where the kernel has no `cgroup.kill`."""
+    """Send SIGKILL to all processes of `group`, including new forks. Return False if the kernel has
+    no `cgroup.kill`."""
     try:
         with open(f"{group}/cgroup.kill", "wb", buffering=0) as file:  # noqa: PTH123
             file.write(b"1")
@@ -368,9 +388,11 @@ def kill_group(group: str) -> bool:
 
 
 def remove_group(group: str, patience_s: float = PATIENCE_S) -> bool:
-    """Remove the empty `group` with the groups below it; False when something still runs in it."""
+    """Remove the empty `group` and the groups below it. Return False if processes still run in
+    it."""
     give_up = time.monotonic() + patience_s
     while group and os.path.isdir(group):  # noqa: PTH112
+        # Child groups first: rmdir of a group with children fails.
         for folder in reversed(_group_tree(group)):
             try:
                 os.rmdir(folder)  # noqa: PTH106
@@ -382,7 +404,7 @@ def remove_group(group: str, patience_s: float = PATIENCE_S) -> bool:
 
 
 def describe_groups() -> str:
-    """Whether components get groups of their own on this machine, in one sentence; for `doctor`."""
+    """Describe in one sentence if components get control groups on this machine; for `doctor`."""
     own = _own_group()
     if not own:
         return "no cgroup v2 hierarchy: components are tracked by session, marker and descent"
@@ -396,13 +418,13 @@ def describe_groups() -> str:
 
 
 def _as_path_part(name: str) -> str:
-    """`name` as one part of a path; different names stay different."""
+    """Return `name` as one part of a path; different names stay different."""
     allowed = (letter.isascii() and (letter.isalnum() or letter in "._-") for letter in name)
     return "".join(letter if fine else f"~{ord(letter):x}~" for letter, fine in zip(name, allowed, strict=True))
 
 
 def _own_group() -> str:
-    """Where the group of this process lies in the file system, or ""."""
+    """Return the folder of this process's control group, or ""."""
     try:
         with open("/proc/self/cgroup") as file:  # noqa: PTH123
             path = next((line[3:].rstrip("\n") for line in file if line.startswith("0::")), "")
@@ -413,7 +435,8 @@ def _own_group() -> str:
 
 
 def _group_folder(path: str, mountinfo: str) -> str:
-    """The folder of cgroup `path`: below the cgroup2 mount that shows it. A container may see a part of the tree."""
+    """Return the folder of cgroup `path` in the cgroup2 mount that shows it. A container may see
+    only a part of the tree."""
     for line in mountinfo.splitlines():
         left, _, right = line.partition(" - ")
         if path and right.split()[:1] == ["cgroup2"]:
@@ -425,12 +448,13 @@ def _group_folder(path: str, mountinfo: str) -> str:
 
 
 def _unescaped(field: str) -> str:
-    """Mount points are written with `\\040` for a space."""
+    r"""Decode a mountinfo field, in which a space is `\040`."""
     return field.encode().decode("unicode_escape") if "\\" in field else field
 
 
 def _make_fillable(path: str) -> str:
-    """Make group `path`, which this user must be able to fill; "" or why it cannot be done."""
+    """Create group `path` and check that this user may move processes into it. Return "" or the
+    problem."""
     try:
         os.mkdir(path)  # noqa: PTH102
     except FileExistsError:
@@ -438,7 +462,7 @@ def _make_fillable(path: str) -> str:
     except OSError as error:
         return f"{path}: {error.strerror}"
     parent = os.path.dirname(path)  # noqa: PTH120
-    for folder in (parent, path):  # moving a process takes the right to write to their common ancestor, too
+    for folder in (parent, path):  # moving a process needs write access to their common ancestor as well
         if not os.access(f"{folder}/cgroup.procs", os.W_OK):
             remove_group(path, 0.0)
             return f"{folder}/cgroup.procs cannot be written"
@@ -446,8 +470,9 @@ def _make_fillable(path: str) -> str:
 
 
 def _group_tree(group: str) -> list[str]:
-    """`group` and every group below it, parents first."""
+    """Return `group` and every group below it, parents first."""
     found = [group] if group else []
+    # The list grows while it is walked: breadth first.
     for folder in found:
         try:
             with os.scandir(folder) as entries:
@@ -458,13 +483,15 @@ def _group_tree(group: str) -> list[str]:
 
 
 class MachineMeter:
-    """CPU and memory of the machine, from one look to the next; memory of the container where that has a limit."""
+    """CPU and memory of the machine, from one reading to the next; the container's memory if it has
+    a limit."""
 
     def __init__(self) -> None:
         self._before = _machine_ticks()
 
     def read(self) -> dict[str, float | int | None]:
-        """`cpu_percent` of all cores since the last look, `memory_used` and `memory_total` in bytes."""
+        """Return `cpu_percent` of all cores since the last reading, and `memory_used` and
+        `memory_total` in bytes."""
         before, self._before = self._before, _machine_ticks()
         busy, whole = (now - then for now, then in zip(self._before, before, strict=True))
         used, total = _memory()
@@ -473,15 +500,16 @@ class MachineMeter:
 
 
 def _machine_ticks() -> tuple[int, int]:
-    """Ticks of all cores that were spent working, and all of them; guests are in those of their users."""
+    """Return the busy ticks and all ticks, summed over all cores."""
     with open("/proc/stat") as file:  # noqa: PTH123
         user, nice, system, idle, wait, irq, soft, stolen = map(int, file.readline().split()[1:9])
+    # Guest time is part of user and nice already.
     busy = user + nice + system + irq + soft + stolen
     return busy, busy + idle + wait
 
 
 def _memory() -> tuple[int, int]:
-    """Bytes used, and bytes there are."""
+    """Return used and total memory in bytes."""
     with open("/proc/meminfo") as file:  # noqa: PTH123
         lines = [line.split() for line in file]
     sizes = {words[0]: int(words[1]) * 1024 for words in lines if words[0] in ("MemTotal:", "MemAvailable:")}
@@ -490,15 +518,16 @@ def _memory() -> tuple[int, int]:
         with open(f"{CONTAINER}/memory.max") as limit, open(f"{CONTAINER}/memory.current") as held:  # noqa: PTH123
             most, used = int(limit.read()), int(held.read())
         with open(f"{CONTAINER}/memory.stat") as file:  # noqa: PTH123
-            # Cached files: the kernel gives them back when memory is needed.
+            # Cached files do not count: the kernel frees them when memory is needed.
             used -= next((int(line.split()[1]) for line in file if line.startswith("inactive_file ")), 0)
-    except (OSError, ValueError):  # no container, or one without a limit, whose file says `max`
+    except (OSError, ValueError):  # no container, or its limit is `max`
         most = total
     return (max(0, used), most) if most < total else (total - sizes["MemAvailable:"], total)
 
 
 def ancestors() -> set[int]:
-    """This process and those it comes from: a shell inside a component carries the marker, too."""
+    """Return the pids of this process and its ancestors: a shell inside a component has the run's
+    marker as well."""
     found, pid = set(), os.getpid()
     while pid and pid not in found:
         found.add(pid)
