@@ -1,21 +1,24 @@
-"""Checkpoints that plain transformers loads, with what an exact resume needs beside.
+"""Checkpoints: a model folder that plain transformers loads, plus the state for an exact resume.
 
-    save_path/step_N/          model.safetensors, config.json, tokenizer; trainer_state/tensors.safetensors (optimizer,
-                               master weights, random generators; in a folder, since vLLM takes every *.safetensors
-                               beside config.json for weights), trainer_state.json (step, weight version, what else
-                               has no tensor)
-    save_path/adapter_step_N/  where adapters are trained: adapter_model.safetensors and adapter_config.json in place of
-                               the model, for peft and vLLM; the same trainer state; with `ref_kl_coef` reference/, the
-                               adapter that the run started from
-    save_path/final_model/     the one or the other without optimizer state; with `lora_merged_export` the whole model,
-                               and final_adapter/ beside it
+    save_path/step_N/          model.safetensors, config.json, tokenizer;
+                               trainer_state/tensors.safetensors: optimizer, master weights, random
+                               generators (in a folder, since vLLM takes every *.safetensors beside
+                               config.json for weights);
+                               trainer_state.json: step, weight version and other plain values
+    save_path/adapter_step_N/  for adapters: adapter_model.safetensors and adapter_config.json (peft
+                               and vLLM) instead of the model; the same trainer state; with
+                               `ref_kl_coef` also reference/, the adapter that the run started from
+    save_path/final_model/     model or adapter without optimizer state; with `lora_merged_export`
+                               the whole model, and final_adapter/ beside it
 
-With several ranks each writes trainer_state/tensors-R-of-N.safetensors, its rows of the state, and rank 0 all else; as
-many other ranks go on from there (`resharding.py`).
+With several ranks, each rank writes its rows of the state to
+trainer_state/tensors-R-of-N.safetensors and rank 0 writes everything else. Another number of ranks
+can resume (`resharding.py`).
 
-Written aside, brought to the disk and renamed, so a directory under its own name is complete, whenever the machine
-died. `trainer_state.json` has a checksum of each file and of itself, by which a resume passes over what was damaged.
-torch is imported only where tensors are touched: the starting point is looked up before it.
+A checkpoint is written under a temporary name, flushed to the disk and renamed, so a folder with
+its final name is complete even after a crash. `trainer_state.json` holds a checksum of each file
+and of itself; a resume skips damaged checkpoints. torch is imported only where tensors are used:
+the starting point is found before torch is loaded.
 """
 
 from __future__ import annotations
@@ -52,34 +55,35 @@ STATE_JSON = "trainer_state.json"
 STATE_TENSORS = "trainer_state/tensors.safetensors"
 _OF_RANKS = re.compile(r"tensors-(\d+)-of-\d+\.safetensors")
 _TENSOR, _ITEMS = "$tensor", "$items"
-"""Marks of a tensor and of a dict in `trainer_state.json`."""
+"""Keys that stand for a tensor and for a dict in `trainer_state.json`."""
 TRAINED_SECTIONS = ("Essential", "Objective", "Optimizer", "LoRA")
 """Sections of `TrainingConfig` whose settings decide what a run trains."""
 NOT_TRAINED = {"weight_bridge_mode", "checkpoint_in_background", "checkpoint_interval", "optimizer_offload"}
-"""Settings of those sections that do not."""
+"""Settings of these sections that do not affect training."""
 _STEP = re.compile(r"(adapter_)?step_(\d+)")
 _WRITING, _OLD = re.compile(r"\.(.+)\.writing"), re.compile(r"\.(.+)\.old")
-"""Folders that a write left which ended in its middle."""
+"""Folders left by interrupted writes."""
 
 
 @dataclass(frozen=True)
 class StartingPoint:
-    """Where a run begins: optimizer steps done, weight version, and the checkpoint (null: the base model)."""
+    """Start of a run: optimizer steps done, weight version, and the checkpoint (None: the base
+    model)."""
 
     step: int = 0
     version: int = 0
     path: Path | None = None
     progress: dict[str, Any] = field(default_factory=dict)
-    """State of the stop conditions, of the updates and of the source of batches."""
+    """State of the stop conditions, the updates and the batch source."""
     settings: dict[str, Any] = field(default_factory=dict)
     """`trained_settings` of the run that wrote the checkpoint."""
     exact: bool = True
-    """Whether the checkpoint holds the optimizer's state, too."""
+    """True if the checkpoint also holds the optimizer state."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that was written."""
+    """A written checkpoint: folder, duration in seconds and size."""
 
     path: Path
     seconds: float
@@ -87,16 +91,16 @@ class Saved:
 
 
 def complete_checkpoints(save_path: Path, adapters: bool = False) -> list[Path]:
-    """step_N/ in `save_path`, of adapters or of whole models, whose files are all there, oldest first."""
+    """Return the complete step_N/ (or adapter_step_N/) folders in `save_path`, oldest first."""
     return [path for path in _numbered(save_path, adapters) if _why_damaged(path, deep=False) is None]
 
 
 def starting_point(config: TrainingConfig) -> StartingPoint:
-    """What `resume` means on this disk; `auto` passes over damaged checkpoints, and says so. A run that came to its end
-    after its last checkpoint goes on from what it made, without the optimizer's state.
+    """Find the checkpoint for `resume`. `auto` skips damaged ones with a warning, and continues
+    from the final model (without optimizer state) if the run ended after its last checkpoint.
 
     Raises:
-        UsageError: the named checkpoint is not one, or is not whole; or none can be written to `save_path`.
+        UsageError: the named checkpoint is missing or damaged, or `save_path` is not writable.
     """
     _require_writable(Path(config.save_path))
     if config.resume == "never":
@@ -106,6 +110,7 @@ def starting_point(config: TrainingConfig) -> StartingPoint:
     save_path = Path(config.save_path)
     _clear_interrupted(save_path)
     numbered = [(_step_of(path), True, path) for path in _numbered(save_path, config.trains_adapters)]
+    # Highest step first. At equal steps the numbered checkpoint wins: True sorts after False.
     for _, exact, path in sorted([*numbered, *_ends(save_path, config.trains_adapters)], reverse=True):
         try:
             return _point(path, config, exact=exact)
@@ -115,21 +120,23 @@ def starting_point(config: TrainingConfig) -> StartingPoint:
 
 
 def _require_writable(save_path: Path) -> None:
-    """Write a file there now: at the first checkpoint the steps before it would be lost."""
+    """Write a file now: failing at the first checkpoint would lose the steps before it."""
     try:
         save_path.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=save_path).close()
     except OSError as error:
-        if why_full(error):  # training pauses at a checkpoint until there is room
+        # A full disk is no reason to refuse: training pauses at a checkpoint until there is space.
+        if why_full(error):
             return
         raise UsageError(
-            f"--save-path {save_path}: checkpoints cannot be written there ({error.strerror}). fix: name a folder that "
-            "you can write to"
+            f"--save-path {save_path}: checkpoints cannot be written there ({error.strerror}). fix: choose a folder "
+            "that you can write to"
         ) from None
 
 
 def _ends(save_path: Path, adapters: bool) -> Iterator[tuple[int, bool, Path]]:
-    """What an earlier attempt made that came to its end: its step, that it is not exact, and where."""
+    """Yield the final model or adapter of an earlier attempt: its step, False (not exact), its
+    path."""
     for path in (save_path / "final_adapter", save_path / "final_model"):
         whole = _why_damaged(path, deep=False, exact=False) is None
         if whole and (path / ADAPTER_CONFIG).is_file() == adapters:
@@ -162,42 +169,47 @@ def _point(path: Path, config: TrainingConfig, *, exact: bool = True) -> Startin
 
 
 FACTS: dict[str, type] = {"step": int, "weight_version": int, "files": dict, "sha256": str}
-"""Fields of `trainer_state.json` that every checkpoint has, and their types."""
+"""Fields of every `trainer_state.json`, with their types."""
 EXACT_FACTS: dict[str, type] = {"state": dict}
-"""Further fields that an exact resume needs."""
+"""More fields that an exact resume needs."""
 OPTIONAL_FACTS: dict[str, type] = {"progress": dict, "settings": dict}
 
 
 def _read_facts(path: Path) -> dict[str, Any]:
-    """The content of a checkpoint's `trainer_state.json`.
+    """Read a checkpoint's `trainer_state.json`.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is no JSON object.
+        ValueError: it is not a JSON object.
     """
     try:
         facts = json.loads(read_regular(path / STATE_JSON, unlinked=0))
     except RecursionError:
         raise ValueError(f"{STATE_JSON} is nested too deeply") from None
     if not isinstance(facts, dict):
-        raise ValueError(f"{STATE_JSON} is no object")
+        raise ValueError(f"{STATE_JSON} is not a JSON object")
     return facts
 
 
 def _why_damaged(path: Path, *, deep: bool, exact: bool = True) -> str | None:
-    """Why a run cannot go on from `path`, in words; null when it can. `exact`: with the optimizer's state."""
+    """Return the reason why `path` cannot be resumed; None if it can. `exact`: with optimizer
+    state."""
     needed = FACTS | (EXACT_FACTS if exact else {})
     try:
         facts = _read_facts(path)
         if not needed.keys() <= facts.keys():
-            return f"not a checkpoint of this trainer: {STATE_JSON} lacks what an exact resume needs"
+            return f"not a checkpoint of this trainer: {STATE_JSON} lacks fields that an exact resume needs"
+        # `type(...) is not kind`: a bool must not pass as an int. Missing optional fields get a
+        # default.
         known = needed | OPTIONAL_FACTS
         if wrong := [name for name, kind in known.items() if type(facts.get(name, kind())) is not kind]:
-            return f"not a checkpoint of this trainer: {', '.join(wrong)} of {STATE_JSON} has another type"
+            return f"not a checkpoint of this trainer: {STATE_JSON} has wrong types in {', '.join(wrong)}"
+        # `pop`: the digest covers everything but itself.
         if facts.pop("sha256") != _facts_digest(facts):
             return f"the content of {STATE_JSON} is not what was written"
         return damage(path, facts["files"], deep=deep)
     except (OSError, ValueError, AttributeError, TypeError, KeyError, RecursionError) as error:
+        # The file may hold anything, so any of these can come from a wrong shape of its content.
         return f"not a checkpoint of this trainer ({error})"
 
 
@@ -206,8 +218,10 @@ def _facts_digest(facts: dict[str, Any]) -> str:
 
 
 def _clear_interrupted(save_path: Path) -> None:
-    """Remove what writes left that ended in their middle; one that had moved the older folder aside is undone."""
+    """Remove folders of interrupted writes; restore an older folder that a write had moved
+    aside."""
     for path in save_path.iterdir() if save_path.is_dir() else ():
+        # `replace_folder` was interrupted between its two renames: put the older folder back.
         if match := _OLD.fullmatch(path.name):
             target = path.with_name(match[1])
             if not target.exists():
@@ -218,13 +232,13 @@ def _clear_interrupted(save_path: Path) -> None:
 
 
 def describe(point: StartingPoint, config: TrainingConfig) -> str:
-    """One line that says where the run starts, and why."""
+    """Describe in one line where the run starts and why; a second line lists changed settings."""
     save_path = Path(config.save_path)
     if point.path is not None:
-        anew = "" if point.exact else "; the optimizer begins anew, since the end of a run keeps no state of it"
-        said = f"Resuming from {point.path}: step {point.step}, weight version {point.version}{anew}"
+        optimizer = "" if point.exact else "; the optimizer restarts: a finished run keeps no optimizer state"
+        start = f"Resuming from {point.path}: step {point.step}, weight version {point.version}{optimizer}"
         changed = _differences(point, config)
-        return f"{said}\n[NOTE] Differs from the checkpoint: {changed}" if changed else said
+        return f"{start}\n[NOTE] Differs from the checkpoint: {changed}" if changed else start
     if config.resume == "auto":
         return f"Starting from the base model {config.model_name}: no checkpoint in {save_path}"
     old = complete_checkpoints(save_path, config.trains_adapters)
@@ -233,7 +247,7 @@ def describe(point: StartingPoint, config: TrainingConfig) -> str:
 
 
 def trained_settings(config: TrainingConfig) -> dict[str, Any]:
-    """The settings that decide what a run trains, as JSON has them."""
+    """Return the settings that decide what a run trains, as JSON values."""
     section, found = "", {"dtype", "head_dtype"}
     for name in TrainingConfig.model_fields:
         section = TrainingConfig.SECTIONS.get(name, section)
@@ -242,16 +256,15 @@ def trained_settings(config: TrainingConfig) -> dict[str, Any]:
 
 
 def _differences(point: StartingPoint, config: TrainingConfig) -> str:
-    """Every setting of `config` that is not the checkpoint's, in one line."""
     now = trained_settings(config)
     changed = [name for name, old in point.settings.items() if name in now and now[name] != old]
     return "; ".join(f"{flag(name)} {point.settings[name]} -> {now[name]}" for name in changed)
 
 
 def describe_last(config: TrainingConfig) -> str:
-    """What a later attempt would go on from, in words."""
+    """Describe the checkpoint that a later attempt would resume."""
     saved = complete_checkpoints(Path(config.save_path), config.trains_adapters)
-    return f"Last checkpoint: {saved[-1]}" if saved else "There is no checkpoint: a restart begins with the base model"
+    return f"Last checkpoint: {saved[-1]}" if saved else "There is no checkpoint: a restart starts from the base model"
 
 
 def save(
@@ -260,17 +273,18 @@ def save(
     reference: Reference | None = None, wait_for_room: Callable[[Path, str], None] | None = None,
     world: World | None = None,
 ) -> Saved:  # fmt: skip
-    """Write a checkpoint to `target`, all ranks together; without `stepper` only what inference needs.
+    """Write a checkpoint to `target`, all ranks together; without `stepper` only the model.
 
     Args:
-        model: on rank 0 at least, where it is not sharded.
-        merged: `model` is whole, its adapters a part of it.
-        reference: of `ref_kl_coef`, whose frozen adapter goes into the checkpoint.
-        wait_for_room: called on rank 0 when the disk is full, with the folder and the system's words, once what was
-            written is gone again; then it is written anew. Without it that error is raised.
+        model: needed on rank 0, and on all ranks if it is sharded.
+        merged: `model` is a whole model with the adapters merged in.
+        reference: its frozen adapter goes into the checkpoint (`ref_kl_coef`).
+        wait_for_room: called on rank 0 when the disk is full, with the folder and the system's
+            message, after the partial checkpoint is removed; then the write is repeated. Without it
+            the error is raised.
 
     Raises:
-        OSError: it cannot be written, or not read back; nothing is left of it.
+        OSError: the checkpoint cannot be written or read back; the partial folder is removed.
     """
     from trainer_core.policy.sharding import weights
     from trainer_core.world import ALONE
@@ -279,14 +293,19 @@ def save(
     began = time.perf_counter()
     aside = written_in(target)
     adapters = config.trains_adapters and not merged
+    # A collective when the model is sharded, so it must not be inside `share`.
     tensors = {} if adapters or model is None else weights(model)
     while True:
         try:
             world.share(lambda: begin(aside))
+            # Every rank writes its own rows, so a full disk may hit any of them; all of them leave
+            # together.
             state = on_all(world, lambda: _write(model, tensors, config, aside, stepper, world, adapters=adapters))
             if reference is not None:
                 world.share(lambda: reference.write(aside))
             kept = kept_of(stepper, progress or {}, state)
+            # `kept=kept` binds the value now: the loop would otherwise rebind the variable (ruff
+            # B023).
             world.share(lambda kept=kept: complete(config, aside, step, version, kept))  # type: ignore[misc]
             break
         except OSError as error:
@@ -299,18 +318,19 @@ def save(
 
 
 def written_in(target: Path) -> Path:
-    """Where a checkpoint is written before it gets its name."""
+    """Temporary folder for writing the checkpoint `target`."""
     return target.with_name(f".{target.name}.writing")
 
 
 def begin(aside: Path) -> None:
-    """An empty folder to write in."""
+    """Create an empty folder to write in."""
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
 
 
 def on_all(world: World, work: Callable[[], T]) -> T:
-    """`World.together`, where an error of safetensors is one of the disk or of its content."""
+    """Like `World.together`, with safetensors' errors as OSError: they concern the disk or a
+    file."""
     from safetensors import SafetensorError
 
     def plain() -> T:
@@ -326,7 +346,6 @@ def _write(
     model: torch.nn.Module | None, tensors: dict[str, torch.Tensor], config: TrainingConfig, aside: Path,
     stepper: Stepper | None, world: World, *, adapters: bool,
 ) -> Any:  # fmt: skip
-    """This rank's files; returns what of the state has no tensor."""
     if world.rank == 0 and model is not None:
         if adapters:
             from trainer_core.policy.lora import write_adapter
@@ -340,26 +359,29 @@ def _write(
 
 
 def state_file(world: World) -> str:
-    """Where this rank's state lies in a checkpoint."""
+    """Path of this rank's state inside a checkpoint."""
     return STATE_TENSORS if world.size == 1 else f"trainer_state/tensors-{world.rank}-of-{world.size}.safetensors"
 
 
 def kept_of(stepper: Stepper | None, progress: dict[str, Any], state: Any) -> dict[str, Any]:
-    """The part of `trainer_state.json` that only a resume needs."""
+    """Return the part of `trainer_state.json` that only a resume needs."""
     exact = {} if stepper is None else {"state": state, "parts": stepper.parts, "dtype": stepper.dtype}
     return {"progress": progress, **exact}
 
 
 def complete(config: TrainingConfig, aside: Path, step: int, version: int, kept: dict[str, Any]) -> None:
-    """Bring the whole folder to the disk; what says that it is whole comes last.
+    """Flush the whole folder to the disk; `trainer_state.json`, which marks it complete, comes
+    last.
 
     Args:
-        kept: what goes into JSON of an exact resume; nothing, where the model alone is kept.
+        kept: the JSON part of an exact resume (`kept_of`); no state if only the model is kept.
     """
     facts = {"step": step, "weight_version": version, "settings": trained_settings(config)} | kept
     facts["files"] = seal(aside)
-    facts = json.loads(json.dumps(facts))  # as it will be read
+    facts = json.loads(json.dumps(facts))  # as it will be read: tuples are lists, keys are strings
     facts["sha256"] = _facts_digest(facts)
+    # Written after `seal`: a crash before this line leaves a folder without it, which is not
+    # resumed.
     (aside / STATE_JSON).write_text(json.dumps(facts, indent=1) + "\n")
     sync(aside / STATE_JSON)
     sync(aside)
@@ -370,23 +392,25 @@ def save_step(
     progress: dict[str, Any] | None = None, reference: Reference | None = None,
     wait_for_room: Callable[[Path, str], None] | None = None, world: World | None = None,
 ) -> Saved:  # fmt: skip
-    """Write step_N/ or adapter_step_N/, and drop what `keep_checkpoints` no longer keeps: damaged ones do not count."""
+    """Write step_N/ or adapter_step_N/, then apply `keep_checkpoints`; damaged checkpoints do not
+    count."""
     saved = save(
         model, config, step_folder(config, step), step=step, version=version, stepper=stepper, progress=progress,
         reference=reference, wait_for_room=wait_for_room, world=world,
     )  # fmt: skip
+    # Rank 0 alone deletes; `world` is None for a single rank.
     if not (world and world.rank):
         drop_old(config)
     return saved
 
 
 def step_folder(config: TrainingConfig, step: int) -> Path:
-    """Where the checkpoint of `step` lies."""
+    """Folder for the checkpoint of `step`."""
     return Path(config.save_path) / f"{'adapter_' if config.trains_adapters else ''}step_{step}"
 
 
 def drop_old(config: TrainingConfig) -> None:
-    """Remove what `keep_checkpoints` no longer keeps."""
+    """Remove the checkpoints that exceed `keep_checkpoints`."""
     if config.keep_checkpoints:
         for old in complete_checkpoints(Path(config.save_path), config.trains_adapters)[: -config.keep_checkpoints]:
             shutil.rmtree(old, ignore_errors=True)
@@ -397,7 +421,7 @@ def save_final(
     progress: dict[str, Any] | None = None, wait_for_room: Callable[[Path, str], None] | None = None,
     world: World | None = None,
 ) -> Saved:  # fmt: skip
-    """Write final_model/, and where that is to be a merged model the adapter as final_adapter/ first."""
+    """Write final_model/; with `lora_merged_export` first the adapter as final_adapter/."""
 
     def write(what: torch.nn.Module | None, name: str, *, merged: bool = False) -> Saved:
         return save(
@@ -410,14 +434,15 @@ def save_final(
     from trainer_core.policy.lora import merged_model
     from trainer_core.world import ALONE
 
+    # The adapter first: the merge reads it from the disk, and it survives if the merge fails.
     adapter = write(model, "final_adapter")
     merged = (world or ALONE).first(lambda: merged_model(model, config, adapter.path))
     return write(merged, "final_model", merged=True)
 
 
 def restore(path: Path, stepper: Stepper) -> None:
-    """Optimizer, master weights and random generators as they were, on each rank; weights are the weight strategy's
-    business."""
+    """Restore optimizer, master weights and random generators on each rank; the weight strategy
+    loads the weights."""
     on_all(stepper.world, lambda: _restore(path, stepper))
 
 
@@ -427,19 +452,21 @@ def _restore(path: Path, stepper: Stepper) -> None:
 
     state = _saved_state(path, stepper)
     stepper.load_state_dict(state["stepper"])
+
     torch.set_rng_state(state["torch_rng"])
     if state["cuda_rng"] and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(state["cuda_rng"])
+    # JSON turned tuples into lists, and `setstate` accepts only tuples.
     random.setstate(_tuples(json.loads(state["python_rng"])))
     name, keys, *rest = json.loads(state["numpy_rng"])
     np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
 
 
 def _saved_state(path: Path, stepper: Stepper) -> dict[str, Any]:
-    """What this rank is to continue from: what it wrote itself, or its part of what other ranks wrote.
+    """Load this rank's state: its own file, or its rows of what another number of ranks wrote.
 
     Raises:
-        UsageError: the policy was cut otherwise then, over the ranks of a tensor-parallel server.
+        UsageError: the state belongs to another number of tensor-parallel parts or another dtype.
     """
     from safetensors import safe_open
     from safetensors.torch import load_file
@@ -449,27 +476,32 @@ def _saved_state(path: Path, stepper: Stepper) -> dict[str, Any]:
     facts = json.loads((path / STATE_JSON).read_text())
     if (parts := facts.get("parts", 1)) != stepper.parts:
         raise UsageError(
-            f"--resume {path}: its optimizer state is of a policy in {parts} parts, this one is in {stepper.parts}: go "
-            f"on with single copy and vllm.tensor_parallel = {parts}, or begin anew with --model-name {path} "
-            "--resume never"
+            f"--resume {path}: its optimizer state belongs to a policy in {parts} parts, and this run has "
+            f"{stepper.parts}. fix: continue with single copy and vllm.tensor_parallel = {parts}, or start from its "
+            f"weights alone with --model-name {path} --resume never"
         )
+    # bfloat16 and float16 state can be exchanged; float32 weights have no master weights at all.
     was = facts.get("dtype", stepper.dtype)
     if was != stepper.dtype and "float32" in (was, stepper.dtype):
         raise UsageError(
-            f"--resume {path}: its optimizer state is of {was} weights, and this run trains {stepper.dtype}. fix: "
+            f"--resume {path}: its optimizer state belongs to {was} weights, and this run trains {stepper.dtype}. fix: "
             f"resume with --dtype {was}, or start from its weights alone with --model-name {path} --resume never"
         )
     plain = facts["state"]
+    # Numbers, not names, give the order: tensors-10 sorts before tensors-2.
     found = [(int(m[1]), file) for file in (path / STATE_TENSORS).parent.iterdir() if (m := _OF_RANKS.match(file.name))]
     files = [file for _, file in sorted(found)] or [path / STATE_TENSORS]
     world = stepper.world
+    # Same number of ranks: each rank reads exactly its own file.
     if len(files) == world.size:
         mine = files[world.rank]
         if world.rank:
             plain = json.loads(safe_open(mine, "pt").metadata()["state"])
         return cast(dict[str, Any], join_tensors(plain, load_file(mine)))
+    # Another number of ranks: tensors are opened lazily, and `cut` reads only this rank's rows.
     handles = [safe_open(file, "pt") for file in files]
     state = join_tensors(plain, {name: SavedTensor(name, handles) for name in handles[0].keys()})  # noqa: SIM118
+    # Generators are not row-wise: every rank takes rank 0's.
     return state | {
         "stepper": cut(state["stepper"], stepper.rows, stepper.halves), "torch_rng": state["torch_rng"].whole(),
         "cuda_rng": [part.whole() for part in state["cuda_rng"]],
@@ -477,7 +509,7 @@ def _saved_state(path: Path, stepper: Stepper) -> dict[str, Any]:
 
 
 def write_model(model: torch.nn.Module, tensors: dict[str, torch.Tensor], config: TrainingConfig, target: Path) -> None:
-    """A folder that serves as a model."""
+    """Write weights, config and tokenizer, so that the folder loads as a model."""
     from huggingface_hub import save_torch_state_dict
 
     save_torch_state_dict(tensors, target)
@@ -486,22 +518,23 @@ def write_model(model: torch.nn.Module, tensors: dict[str, torch.Tensor], config
 
 
 def _save_state(path: Path, stepper: Stepper) -> Any:
-    """Write the tensors; returns the rest, ready for JSON, which ranks beside the first write with them."""
     plain, tensors = state_of(stepper)
     write_state(path, plain, tensors, stepper.world)
     return plain
 
 
 def write_state(path: Path, plain: Any, tensors: dict[str, torch.Tensor], world: World) -> None:
-    """What `state_of` gave, as this rank's file."""
+    """Write the result of `state_of` as this rank's file."""
     from safetensors.torch import save_file
 
     path.parent.mkdir(exist_ok=True)
+    # Rank 0's plain state is in trainer_state.json; the others carry theirs in the file's metadata.
     save_file(tensors, path, metadata={"state": json.dumps(plain)} if world.rank else None)
 
 
 def state_of(stepper: Stepper) -> tuple[Any, dict[str, torch.Tensor]]:
-    """All that an exact resume needs beside the weights: what goes into JSON, and copies of the tensors."""
+    """Collect the state for an exact resume, except weights: JSON values, and copies of the
+    tensors."""
     import numpy as np
     import torch
 
@@ -510,6 +543,7 @@ def state_of(stepper: Stepper) -> tuple[Any, dict[str, torch.Tensor]]:
         "stepper": stepper.state_dict(),
         "torch_rng": torch.get_rng_state(),
         "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        # As a string: 625 numbers would fill as many lines of the indented JSON.
         "python_rng": json.dumps(random.getstate()),
         "numpy_rng": json.dumps([name, np.asarray(keys).tolist(), *rest]),
     }
@@ -521,9 +555,9 @@ def _tuples(value: Any) -> Any:
 
 
 def _save_companions(model_name: str, target: Path) -> None:
-    """Tokenizer and generation settings, so that the directory serves as a model; a model without them has none."""
     from transformers import AutoTokenizer, GenerationConfig
 
+    # A model without a tokenizer or generation config is fine: rollouts hold token ids.
     for read in (partial(AutoTokenizer.from_pretrained, trust_remote_code=False), GenerationConfig.from_pretrained):
         try:
             read(model_name).save_pretrained(target)
@@ -532,9 +566,11 @@ def _save_companions(model_name: str, target: Path) -> None:
 
 
 def replace_folder(target: Path, aside: Path) -> int:
-    """Put the complete directory under its name; an older one there goes last. Returns its bytes."""
+    """Move the complete folder to its final name, remove an older one last; return its size in
+    bytes."""
     old = target.with_name(f".{target.name}.old")
     shutil.rmtree(old, ignore_errors=True)
+    # Two renames instead of a deletion first: at every moment one complete folder exists.
     if target.exists():
         target.rename(old)
     aside.rename(target)
@@ -544,9 +580,11 @@ def replace_folder(target: Path, aside: Path) -> int:
 
 
 def split_tensors(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    """The tree with names in the place of its tensors, and the tensors by name, on the CPU and contiguous.
+    """Replace the tensors of a tree by names; return the tree, and the tensors by name, on the CPU
+    and contiguous.
 
-    Tensors on the same memory (such as 8-bit optimizers' tables) are kept once. Dict keys may be of any JSON type.
+    Tensors that share memory (such as the tables of 8-bit optimizers) are kept once. Dict keys may
+    have any JSON type.
 
     Raises:
         TypeError: a value that JSON cannot hold.
@@ -557,6 +595,8 @@ def split_tensors(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     names: dict[Any, str] = {}
 
     def name(value: torch.Tensor, path: str) -> str:
+        # Same memory, shape and strides: one tensor. Empty tensors share pointers, so they use the
+        # path.
         key = (value.device, value.data_ptr(), value.shape, value.stride(), value.dtype) if value.numel() else path
         if key not in names:
             names[key] = path
@@ -567,6 +607,7 @@ def split_tensors(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:
         if isinstance(value, torch.Tensor):
             return {_TENSOR: name(value, path)}
         if isinstance(value, dict):
+            # As pairs: JSON would turn keys that are integers into strings.
             return {_ITEMS: [[key, walk(item, f"{path}/{key}")] for key, item in value.items()]}
         if isinstance(value, (list, tuple)):
             return [walk(item, f"{path}/{i}") for i, item in enumerate(value)]
@@ -578,7 +619,7 @@ def split_tensors(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:
 
 
 def join_tensors(plain: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """The tree again; tuples come back as lists."""
+    """Rebuild the tree; tuples come back as lists."""
     if isinstance(plain, list):
         return [join_tensors(item, tensors) for item in plain]
     if not isinstance(plain, dict):

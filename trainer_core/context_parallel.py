@@ -1,11 +1,12 @@
-"""Rows too long for one GPU (Ulysses): neighbouring ranks have the same row, and each computes a part of its tokens.
+"""Context parallelism (Ulysses) for rows too long for one GPU: neighbouring ranks have the same
+row, and each computes a part of its tokens.
 
-All that a layer does beside attention is done token by token, so a part needs no other. For attention each rank hands
-its tokens' heads to the ranks that compute those, and gets whole rows of its own heads; what comes out goes back the
-same way. Heads for keys are repeated where there are fewer of them than ranks. A label belongs to the rank that has the
-token before it; scores are put together afterwards, so whatever is made of a row (the loss of a sequence, its sums) is
-made of all of it on each of these ranks, as if it were alone. Each rank's gradient is that of its own tokens, and FSDP
-adds them up as it does those of other rows.
+Every operation of a layer except attention works on each token alone, so a part needs no other. For
+attention, an all-to-all gives each rank all tokens of its share of the heads; a second one returns
+the results. Key heads are repeated if there are fewer of them than ranks. A label belongs to the
+rank that has the token before it. Scores are gathered afterwards, so each rank computes the loss of
+the whole row. Each rank's gradient covers its own tokens; FSDP adds them up as it does for other
+rows.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from trainer_core.rollouts.packing import PackedRow
 
 
 class RowPart(NamedTuple):
-    """What one rank has of a row of N tokens; n on each rank, with padding behind the last token."""
+    """One rank's part of a row of N tokens: n on each rank, with padding after the last token."""
 
     tokens: torch.Tensor
     positions: torch.Tensor
-    """Both [n] int64."""
+    """Token ids and positions, both [n] int64."""
     lengths: tuple[int, ...]
-    """Of all sequences of the row, padding being one more."""
+    """Lengths of all sequences of the row; padding counts as one more sequence."""
     predict: torch.Tensor
-    """As in the row, counted from the first token of this part."""
+    """Indices of the predicting tokens, relative to the first token of this part."""
     labels: slice
-    """Which of the row's labels are predicted here."""
+    """The row's labels that this rank predicts."""
     experts: torch.Tensor | None = None
-    """[n, sparse layers, K], as in the row; -1 for padding."""
+    """Recorded experts, [n, sparse layers, K]; -1 for padding."""
 
 
 @dataclass(frozen=True)
@@ -43,20 +44,22 @@ class Context:
     """The ranks that share rows with this one."""
 
     group: Any
-    """torch's."""
+    """torch's process group."""
     rank: int
     size: int
 
     def part(self, row: PackedRow) -> RowPart:
-        """This rank's part of `row`, which the others have as well."""
+        """Return this rank's part of `row`; all ranks of the group have the same row."""
         count = len(row.tokens)
         each = -(-count // self.size)
+        # Every rank needs the same number of tokens, so the row is padded at its end.
         beyond = each * self.size - count
         lengths = (*row.lengths, beyond) if beyond else row.lengths
         own = slice(self.rank * each, (self.rank + 1) * each)
         padding = torch.arange(beyond, device=row.tokens.device)
         bounds = torch.arange(self.size + 1, device=row.predict.device) * each
-        starts = torch.searchsorted(row.predict, bounds).tolist()  # labels stand in the order of tokens
+        # Labels are in token order, so each rank's labels are one contiguous slice.
+        starts = torch.searchsorted(row.predict, bounds).tolist()
         labels = list(map(slice, starts, starts[1:]))[self.rank]
         return RowPart(
             torch.cat([row.tokens, torch.zeros_like(padding)])[own], torch.cat([row.positions, padding])[own], lengths,
@@ -65,47 +68,53 @@ class Context:
         )  # fmt: skip
 
     def tokens_of(self, count: int) -> slice:
-        """Which of `count` tokens are here."""
+        """Return the slice of `count` tokens that this rank has."""
         each = -(-count // self.size)
         return slice(min(self.rank * each, count), min((self.rank + 1) * each, count))
 
     def whole(self, own: torch.Tensor, where: slice, count: int) -> torch.Tensor:
-        """[count, ...] of the row, from what each rank has of it; `own` is this rank's, at `where`. The gradient of
-        what all ranks compute from it alike comes back to each one's own."""
+        """Assemble [count, ...] of the row from each rank's part; `own` is this rank's, at `where`.
+        Backward returns each rank's slice of the gradient."""
         found: torch.Tensor = _Whole.apply(own, where, count, self.group)
         return found
 
     def heads(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """This rank's heads of all tokens, from all heads of its own; each [1, heads, tokens, head_dim].
+        """Exchange all heads of this rank's tokens for this rank's heads of all tokens; each [1,
+        heads, tokens, head_dim].
 
         Raises:
-            ValueError: they cannot be shared out evenly.
+            ValueError: the heads cannot be divided evenly.
         """
         if query.shape[1] % self.size:
             raise ValueError(f"context_parallel = {self.size} does not divide {query.shape[1]} attention heads")
+        # Each rank needs whole key heads; repeating one gives the same attention.
         repeat = self.size // math.gcd(key.shape[1], self.size)
         if repeat > 1:
             key, value = (each.repeat_interleave(repeat, dim=1) for each in (key, value))
         if sinks is not None:
+            # Sinks are one value per head: [heads] -> this rank's share.
             sinks = sinks.chunk(self.size)[self.rank]
         query, key, value = (self._to_heads(each) for each in (query, key, value))
         return query, key, value, sinks
 
     def tokens(self, result: torch.Tensor) -> torch.Tensor:
-        """All heads of this rank's tokens, from its own heads of all tokens; [1, tokens, heads, head_dim]."""
+        """Exchange this rank's heads of all tokens for all heads of its tokens; [1, tokens, heads,
+        head_dim]."""
+        # [1, T, H/P, D] -> P parts [T/P, H/P, D] -> [1, T/P, H, D], for P ranks.
         _, count, heads, width = result.shape
         parts = self._exchange(result.reshape(self.size, count // self.size, heads, width))
         return parts.transpose(0, 1).reshape(1, count // self.size, self.size * heads, width)
 
     def _to_heads(self, each: torch.Tensor) -> torch.Tensor:
+        # [1, H, t, D] -> P parts [H/P, t, D] -> [1, H/P, P * t, D], for P ranks.
         _, heads, count, width = each.shape
         parts = self._exchange(each.reshape(self.size, heads // self.size, count, width))
         return parts.transpose(0, 1).reshape(1, heads // self.size, self.size * count, width)
 
     def _exchange(self, parts: torch.Tensor) -> torch.Tensor:
-        """The n-th goes to rank n; what comes is in the order of ranks."""
+        # Part n goes to rank n; the received parts are ordered by rank.
         sizes = [1] * self.size
         return collectives.all_to_all_single_autograd(parts.contiguous(), sizes, sizes, self.group)
 
@@ -114,16 +123,18 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: torch.Tensor, where: slice, count: int, group: Any) -> torch.Tensor:
         ctx.where = where
+        # Each rank fills its slice and leaves 0 elsewhere, so a sum assembles the row.
         whole = own.new_zeros(count, *own.shape[1:])
         whole[where] = own
         return collectives.wait_tensor(collectives.all_reduce(whole, "sum", group))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # No sum over ranks: each computes the same loss of the whole row, so it counts only once.
         return grads[0][ctx.where], None, None, None
 
 
 def context_of(model: nn.Module) -> Context | None:
-    """With whom `model` shares rows; null where nobody has its own."""
+    """Return the ranks with which `model` shares rows; None if it shares none."""
     found: Context | None = getattr(model, "context", None)
     return found

@@ -1,10 +1,11 @@
-"""Several optimizer steps on one batch: its sequences in minibatches, once or in several epochs.
+"""Several optimizer steps on one batch: minibatches, in one or several epochs.
 
-`minibatches` x `epochs` steps, as PPO makes them (Schulman et al. 2017, algorithm 1): verl's `train_batch_size` over
-`ppo_mini_batch_size`, and `ppo_epochs`; TRL's `steps_per_generation` over `gradient_accumulation_steps`, and
-`num_iterations`. Each step has the denominator of its own minibatch. What the ratio is against does not move with them:
-the rollouts' logprobs, or, with `ratio_base = proximal`, those of the policy before the batch's first step. So from the
-second step on ratios leave 1, and the clip range acts.
+A batch makes `minibatches` x `epochs` steps, as in PPO (Schulman et al. 2017, algorithm 1). verl
+calls these `train_batch_size` / `ppo_mini_batch_size` and `ppo_epochs`; TRL calls them
+`steps_per_generation` / `gradient_accumulation_steps` and `num_iterations`. Each step has the
+denominator of its own minibatch. The base of the ratio stays fixed: the rollouts' logprobs or, with
+`ratio_base = proximal`, the policy's before the first step. So from the second step on the ratio
+leaves 1 and the clip range has an effect.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from trainer_core.world import ALONE, World
 
 
 class Minibatches:
-    """Cuts batches for one policy."""
+    """Splits batches into minibatches for one policy."""
 
     def __init__(
         self, config: TrainingConfig, model: torch.nn.Module, objective: Objective, *, threads: int = 1,
@@ -42,15 +43,17 @@ class Minibatches:
         self._several = config.minibatches * config.epochs > 1
 
     def rows(self, rollouts: Sequence[Rollout], step: int) -> Iterator[list[PackedRow]]:
-        """This rank's packed rows of each optimizer step on the batch of `step`, as many as there are sequences for.
+        """Yield this rank's packed rows for each optimizer step on the batch of `step`.
 
-        To be asked for the first one before weights change: what every ratio is against is computed then.
+        Take the first item before weights change: it computes the base of every ratio.
         """
         if not self._several:
             yield self._pack(rollouts)
             return
-        rollouts = self._known_before([r for r in rollouts if r.trained.any()])
+        # A sequence without trained tokens would make a minibatch without a loss.
+        rollouts = self._with_fixed_logprobs([r for r in rollouts if r.trained.any()])
         for epoch in range(self._config.epochs):
+            # Seeded by step and epoch: every rank, and a resumed run, draws the same minibatches.
             shuffle = np.random.default_rng([self._config.seed, step, epoch])
             for part in split(rollouts, self._config.minibatches, shuffle):
                 yield self._pack(part)
@@ -60,20 +63,20 @@ class Minibatches:
         return hand(rows, hands[self._world.rank])
 
     def _dealt(self, rollouts: Sequence[Rollout]) -> tuple[list[PackedRow], list[list[int]]]:
-        """The rows of all ranks, and which are whose."""
+        """Pack the rows of all ranks; also return each rank's row indices."""
         rows = pack(rollouts, self._config.tokens_per_pass, self._threads * self._world.size)
         return rows, deal(rows, self._world.size, lambda row: self._objective.teaches(row.advantages))
 
     @torch.no_grad()
-    def _known_before(self, rollouts: list[Rollout]) -> list[Rollout]:
-        """The rollouts with all that each optimizer step would compute anew: the reference's
-        logprobs, and the policy's present ones, where they are needed."""
+    def _with_fixed_logprobs(self, rollouts: list[Rollout]) -> list[Rollout]:
+        # The reference's logprobs and the ratio's base are computed once, not in each optimizer
+        # step.
         device = next(self._model.parameters()).device
         rows, hands = self._dealt(rollouts)
         mine = hand(rows, hands[self._world.rank])
 
         def of_all(found: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-            """What each rank found for its rows, in the order of all rows."""
+            # Each rank computed its own rows; gather them into the order of all rows.
             parts = self._world.gather([None if value is None else value.float().cpu() for value in found])
             whose = {at: value for at, value in zip(chain(*hands), chain(*parts), strict=True) if value is not None}
             return [whose[at] for at in range(len(rows))]
@@ -81,6 +84,7 @@ class Minibatches:
         if self._reference is not None:
             filled = self._reference.fill(mine, self._threads, self._world)
             rollouts = _unpacked(rollouts, "reference", of_all([row.reference for row in filled]))
+        # Needed as the base of `ratio_base = proximal`, or in place of missing rollout logprobs.
         if self._objective.bounds is not None or not all(r.complete for r in rollouts):
             found = in_threads(lambda row, _: row_logprobs(self._model, row.to(device)), mine, self._threads)
             rollouts = _unpacked(rollouts, "base", of_all(found))
@@ -88,9 +92,12 @@ class Minibatches:
 
 
 def _unpacked(rollouts: Sequence[Rollout], name: str, values: Sequence[torch.Tensor]) -> list[Rollout]:
-    """The rollouts with their own part of `values`, which belong to the rows that they make up, as field `name`."""
+    """Set field `name` of each rollout to its part of `values`, which are per packed row."""
+    # One value per trained token, [T] over all rows, in the order in which `pack` placed the
+    # rollouts.
     column = torch.cat(list(values)).numpy()
     start, known = 0, list(rollouts)
+    # By identity: comparing rollouts would compare their arrays.
     places = {id(rollout): place for place, rollout in enumerate(rollouts)}
     for rollout in packing_order(rollouts):
         whole, count = np.full(len(rollout.tokens), np.nan, dtype=np.float32), int(rollout.trained.sum())
@@ -101,10 +108,11 @@ def _unpacked(rollouts: Sequence[Rollout], name: str, values: Sequence[torch.Ten
 
 
 def split(rollouts: Sequence[Rollout], parts: int, shuffle: np.random.Generator) -> list[list[Rollout]]:
-    """At most `parts` sets of about equal tokens: each rollout, in random order, goes to the set with fewest so far."""
+    """Split into at most `parts` sets of about equal tokens."""
     sets: list[list[Rollout]] = [[] for _ in range(min(parts, len(rollouts)))]
     tokens = [0] * len(sets)
     for index in shuffle.permutation(len(rollouts)):
+        # Greedy: each rollout, in random order, joins the set with the fewest tokens.
         smallest = tokens.index(min(tokens))
         sets[smallest].append(rollouts[index])
         tokens[smallest] += len(rollouts[index].tokens)
@@ -112,17 +120,19 @@ def split(rollouts: Sequence[Rollout], parts: int, shuffle: np.random.Generator)
 
 
 def merged(outcomes: Sequence[StepOutcome], epochs: int = 1) -> StepOutcome:
-    """What the optimizer steps of one batch did together: the mean over them of each figure, the largest of maxima, and
-    of the differences to the rollouts the first ones, which no update has moved yet.
+    """Combine the outcomes of a batch's optimizer steps: means, maxima for maxima, and the first
+    step's differences to the rollouts, which no update has changed yet.
 
     Args:
-        epochs: in which each token was trained on.
+        epochs: number of times that each token was trained.
     """
     first = outcomes[0]
     if len(outcomes) == 1:
         return first
     means: dict[str, Any] = {}
     for each in fields(StepOutcome):
+        # Only floats are averaged; counts and `diffs` are handled below or stay those of the first
+        # step.
         known = [value for outcome in outcomes if isinstance(value := getattr(outcome, each.name), float)]
         if known:
             means[each.name] = math.fsum(known) / len(known)

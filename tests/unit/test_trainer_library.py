@@ -124,13 +124,13 @@ def test_more_steps_after_a_good_end_go_on_from_what_it_made(
     made = (tmp_path / "offline" / ("final_adapter" if mode else "final_model")).resolve()
     more = train(config.model_copy(update={"training_steps": 3}), rollouts=batches)
     said = capsys.readouterr().out
-    assert f"Resuming from {made}: step 2, weight version 2; the optimizer begins anew" in said
+    assert f"Resuming from {made}: step 2, weight version 2; the optimizer restarts" in said
     assert [record["step"] for record in more.history] == [3] and more.weight_version == 3
     exact = train(config.model_copy(update={"training_steps": 4, "checkpoint_interval": 1}), rollouts=batches)
     assert exact.step == 4
     assert train(config.model_copy(update={"training_steps": 4}), rollouts=batches).history == []
     said = capsys.readouterr().out
-    assert "step_4: step 4" in said and said.count("begins anew") == 1, "the checkpoint of the last step is as new"
+    assert "step_4: step 4" in said and said.count("the optimizer restarts") == 1, "the checkpoint of the last step is as new"
 
 
 def test_a_line_replaces_what_an_earlier_attempt_left(tmp_path: Path) -> None:

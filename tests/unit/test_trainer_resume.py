@@ -85,7 +85,7 @@ def test_another_dtype_is_refused_in_words(
     config = offline_config(base, tmp_path, dtype=now, resume=str(saved), rollouts=str(rollouts))
     assert main(config.to_args()) == 2
     said = capsys.readouterr().err
-    assert f"its optimizer state is of {was} weights, and this run trains {now}. fix: resume with --dtype {was}" in said
+    assert f"its optimizer state belongs to {was} weights, and this run trains {now}. fix: resume with --dtype {was}" in said
 
 
 def test_other_settings_are_named_in_one_line(

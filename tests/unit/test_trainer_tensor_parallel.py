@@ -54,7 +54,7 @@ def test_a_checkpoint_in_parts_is_a_model_and_goes_on_in_as_many(answers: list[A
     for rank in answers:
         assert rank["resume"]["equal"]
         assert (
-            f"a policy in {len(answers)} parts, this one is in 1: go on with single copy" in rank["resume"]["refused"]
+            f"a policy in {len(answers)} parts, and this run has 1. fix: continue with single copy" in rank["resume"]["refused"]
         )
 
 
