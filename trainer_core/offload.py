@@ -1,10 +1,9 @@
-"""What a trainer keeps in the host's memory until it is needed on the device: masters and optimizer state between two
-steps, hidden states between forward and backward pass.
+"""Offloading to host memory: master weights and optimizer state between two steps, hidden states
+between forward and backward pass.
 
-Copies run on streams of their own, beside what is computed: the next part comes and the last one goes while a part is
-stepped, and the hidden state of the layer below comes while a layer is computed anew. A tensor that is away keeps its
-name, shape and place in the optimizer and has no memory there. On a CPU the same is done without streams, which proves
-the bookkeeping and saves nothing.
+Copies run on CUDA streams of their own and overlap with computation. An offloaded tensor keeps its
+identity, shape and place in the optimizer; only its device storage is freed. On a CPU the same code
+runs without streams: it tests the bookkeeping and saves nothing.
 """
 
 from __future__ import annotations
@@ -18,67 +17,75 @@ from typing import Any, TypeVar
 import torch
 
 SMALL = 4096
-"""Elements up to which a tensor of the optimizer's state stays on the device: counters, tables, vectors."""
+"""Largest optimizer-state tensor, in elements, that stays on the device: counters, tables,
+vectors."""
 
 Part = TypeVar("Part")
 
 
-class _Beside:
-    """A stream beside the one in use; on a CPU none, and everything happens at once."""
+class _CopyStream:
+    """A CUDA stream for copies; on a CPU there is none and copies are synchronous."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def after_now(self) -> AbstractContextManager[Any]:
-        """What is begun in this context runs beside, after what the stream in use has been given so far."""
+        """Run the context's operations on this stream, after all work queued on the current
+        stream."""
         if self._stream is None:
             return nullcontext()
+        # The copy must not start before the kernels that produce or free its tensors.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         return torch.cuda.stream(self._stream)
 
     def mark(self) -> torch.cuda.Event | None:
-        """The present end of this stream."""
+        """Return an event for the current end of this stream."""
         return None if self._stream is None else self._stream.record_event()
 
     def borrow(self, tensor: torch.Tensor) -> None:
-        """The memory of `tensor` is given away only when this stream is done with it."""
+        """Keep the memory of `tensor` from being reused until this stream has finished with it."""
         if self._stream is not None:
+            # PyTorch's allocator only knows the stream that allocated the memory.
             tensor.record_stream(self._stream)
 
     def await_mark(self, mark: torch.cuda.Event | None) -> None:
-        """What the stream in use is given from now on runs after `mark`."""
+        """Make the current stream wait for `mark`."""
         if mark is not None:
             torch.cuda.current_stream(self._device).wait_event(mark)
 
 
 def host_tensor(like: torch.Tensor) -> torch.Tensor:
-    """Uninitialised, in memory of the host that a GPU reads and writes without waiting."""
+    """Return an uninitialised host tensor; pinned for a GPU, so that copies are asynchronous."""
     return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
 
 
 class HostMemory:
-    """Tensors of a device whose content lies in the host's memory but while their part is stepped."""
+    """Device tensors whose content is in host memory except while their part is stepped."""
 
     def __init__(self, device: torch.device) -> None:
-        self._up, self._down = _Beside(device), _Beside(device)
+        self._up, self._down = _CopyStream(device), _CopyStream(device)
         self._device = device
         self._host: dict[torch.Tensor, torch.Tensor] = {}
 
     @property
     def bytes(self) -> int:
-        """In the host's memory."""
+        """Bytes in host memory."""
         return sum(tensor.nbytes for tensor in self._host.values())
 
     @torch.no_grad()
     def put_away(self, tensor: torch.Tensor, content: torch.Tensor | None = None) -> torch.Tensor:
-        """Keep `tensor` in the host's memory from now on, with its content or the one given; returns it, emptied."""
+        """Offload `tensor` from now on, with its content or the given one; return it without
+        storage."""
+        # Freeing the storage keeps the tensor object, which the optimizer uses as the key of its
+        # state.
         self._host[tensor] = host_tensor(tensor).copy_(tensor if content is None else content)
         tensor.untyped_storage().resize_(0)
         return tensor
 
     def adopt(self, content: Any, away: bool) -> Any:
-        """Of an optimizer's saved state: on the device, or `away` in the host's memory unless it is small."""
+        """Place a value of a saved optimizer state: on the device, or in host memory if `away` and
+        not small."""
         if not isinstance(content, torch.Tensor):
             return content
         if not away or content.numel() <= SMALL:
@@ -86,7 +93,7 @@ class HostMemory:
         return self.put_away(torch.empty_like(content, device=self._device), content)
 
     def content(self, value: Any) -> Any:
-        """`value`, a tree of dicts, lists and tensors, with what lies in the host's memory in its place."""
+        """Return the tree `value` with host copies in place of offloaded tensors."""
         if isinstance(value, torch.Tensor):
             return self._host.get(value, value)
         if isinstance(value, dict):
@@ -95,26 +102,29 @@ class HostMemory:
 
     @torch.no_grad()
     def streamed(self, parts: Sequence[Part], tensors_of: Callable[[Part], list[torch.Tensor]]) -> Iterator[Part]:
-        """Each part, whose tensors have memory and content on the device until the next one is asked for.
+        """Yield each part with its tensors on the device until the next part is requested.
 
-        Never more than three parts have memory: one comes, one is there, one goes.
+        At most three parts use device memory: one arriving, one in use, one leaving.
 
         Args:
-            tensors_of: what a part needs; what is not known yet, such as state that its first step makes, is kept in
-                the host's memory from then on.
+            tensors_of: returns the tensors of a part; tensors that its first step creates are
+                offloaded from then on.
         """
         coming = self._fetch(tensors_of(parts[0])) if parts else None
         gone: tuple[list[torch.Tensor], torch.cuda.Event | None] | None = None
         for number, part in enumerate(parts):
             ready = coming
+            # Prefetch the next part, so that its copy overlaps with the step of this one.
             coming = self._fetch(tensors_of(parts[number + 1])) if number + 1 < len(parts) else None
             self._up.await_mark(ready)
             yield part
+            # Free the previous part only now: its copy to the host had the whole step to finish.
             before, gone = gone, self._send(tensors_of(part))
             self._release(before)
         self._release(gone)
 
     def _fetch(self, tensors: list[torch.Tensor]) -> torch.cuda.Event | None:
+        # State that a first step creates is not offloaded yet.
         known = [tensor for tensor in tensors if tensor in self._host]
         for tensor in known:
             tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
@@ -141,29 +151,34 @@ class HostMemory:
 
 @dataclass(eq=False)
 class _Saved:
-    """A hidden state in the host's memory."""
+    """A hidden state in host memory."""
 
     host: torch.Tensor
     written: torch.cuda.Event | None
     below: weakref.ref[_Saved] | None
-    """The one that the backward pass needs next; the graph alone keeps it, which frozen layers never ask for."""
+    """State that the backward pass needs next. A weak reference: only the graph keeps a state
+    alive, and frozen layers never request theirs."""
     back: torch.Tensor | None = None
-    """On the device again."""
+    """Copy on the device; None until it is fetched."""
     ready: torch.cuda.Event | None = None
 
 
 class SavedStates:
-    """What checkpointed layers save for the backward pass, kept in the host's memory in between."""
+    """Tensors that checkpointed layers save for the backward pass, kept in host memory in
+    between."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._up, self._down = _Beside(device), _Beside(device)
+        self._up, self._down = _CopyStream(device), _CopyStream(device)
         self._newest: weakref.ref[_Saved] | None = None
 
     def around(self, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-        """`checkpoint`, the function that a layer is called through, whose saved inputs go to the host's memory."""
+        """Wrap `checkpoint`, the function that calls a layer, so that its saved inputs are
+        offloaded."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
+            # autograd calls `_pack` for each saved tensor and `_unpack` when the backward pass
+            # needs it.
             with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
                 return checkpoint(*args, **kwargs)
 
@@ -171,11 +186,13 @@ class SavedStates:
 
     @torch.no_grad()
     def _pack(self, tensor: torch.Tensor) -> _Saved | torch.Tensor:
+        # Indices and small tensors are not worth a copy.
         if not tensor.is_floating_point() or tensor.numel() <= SMALL:
             return tensor
         host = host_tensor(tensor)
         with self._down.after_now():
             host.copy_(tensor, non_blocking=True)
+        # The layer may free its input before the copy has finished.
         self._down.borrow(tensor)
         saved = _Saved(host, self._down.mark(), self._newest)
         self._newest = weakref.ref(saved)
@@ -187,16 +204,19 @@ class SavedStates:
             return saved
         back = self._fetched(saved)
         self._up.await_mark(saved.ready)
+        # Backward goes from the last layer down: fetch the state below while this layer is
+        # recomputed.
         saved.back, self._newest = None, saved.below
         if saved.below is not None and (below := saved.below()) is not None:
             self._fetched(below)
         return back
 
     def _fetched(self, saved: _Saved) -> torch.Tensor:
-        """On its way back to the device, at the latest from now on."""
+        """Start the copy to the device unless it has started already; return the device tensor."""
         if saved.back is None:
             saved.back = torch.empty_like(saved.host, device=self._device)
             with self._up.after_now():
+                # The state may still be on its way to the host.
                 self._up.await_mark(saved.written)
                 saved.back.copy_(saved.host, non_blocking=True)
             saved.ready = self._up.mark()

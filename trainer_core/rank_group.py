@@ -1,10 +1,11 @@
-"""Several ranks of one trainer: they meet, speak, add up, and see one another's end.
+"""Several ranks of one trainer: meeting, collectives, and detection of a dead rank.
 
-They meet in a folder that is this user's alone, so nobody else can take part: torchrun's own store, which listens on a
-port, is not used. There they find a secret; values travel over the loopback, or from node to node, with a MAC made with
-it, and are not unpickled without. Waiting for rank 0 has no limit, for a batch may take hours. That a rank has died is
-seen at its process, and of one on another node in that folder, where those beside it leave word: a rank that then
-stands in a collective which never ends is ended.
+The ranks meet in a private folder instead of torchrun's TCP store, so that other users cannot join.
+The folder holds a shared secret; pickled values travel over the network with a MAC made from it and
+are verified before unpickling. Waiting for rank 0 has no timeout, since a batch may take hours. A
+watch thread detects the end of ranks on this node by their process, and on other nodes by files in
+the folder. It ends this process if the main thread is stuck in a collective that can no longer
+finish.
 """
 
 from __future__ import annotations
@@ -47,75 +48,84 @@ from trainer_core.world import ALONE, KNOWN, World, on_every_rank
 T = TypeVar("T")
 
 EVER_S = 365 * 86_400.0
-"""The limit of waiting for rank 0, which waits for rollouts."""
-LOOK_S = 0.5
-"""Between two looks for words of a rank that has failed."""
+"""Timeout in seconds for waiting on rank 0, which waits for rollouts."""
+POLL_S = 0.5
+"""Seconds between two checks for failed ranks."""
 GRACE_S = 3.0
-"""So long a rank may take to leave by itself after another one has ended."""
+"""Seconds that this rank has to leave by itself after another one has ended."""
 LEAVING_S = 30.0
-"""And so long for what it does on its way out, such as handing in what a tracker has not sent."""
+"""More seconds for its cleanup, such as sending the rest of a tracker's data."""
 
 
 def join(device: torch.device, timeout_s: float, stop: threading.Event | None = None) -> World:
-    """The rank that torchrun has given this process, connected to all others; `ALONE` where it gave none.
+    """Connect this rank to all others; return `ALONE` if torchrun started only one.
 
     Args:
-        device: what the ranks compute on; on GPUs each has one of its own, the current device from here on.
-        timeout_s: of a collective of the model, from the first rank's coming to the last one's.
-        stop: ends the waiting for rank 0, which may take long to come.
+        device: device type of the ranks; on GPUs each rank makes its own the current device.
+        timeout_s: timeout in seconds of the model's collectives.
+        stop: ends the wait for the other ranks.
 
     Raises:
-        UsageError: the ranks are on several nodes, and were not started by `trainer_core.launch`, or the folder where
-            they would meet is another's.
-        Stopped: while rank 0 was awaited.
-        RankGone: one has ended, or did not come.
+        UsageError: ranks on several nodes were not started by `trainer_core.launch`, or the meeting
+            folder belongs to another user.
+        Stopped: `stop` was set during the wait.
+        RankGone: a rank has ended, or did not arrive.
     """
     return ALONE if rank_count() == 1 else Ranks(device, timeout_s, stop or threading.Event())
 
 
 class Ranks(World):
-    """This rank among those that torchrun has started."""
+    """World of several ranks, started by torchrun."""
 
     def __init__(self, device: torch.device, timeout_s: float, stop: threading.Event) -> None:
         super().__init__()
         self.rank, self.size = own_rank(), rank_count()
+        # torchrun on several nodes makes these differ; `launch.py` starts one torchrun per node
+        # instead.
         if os.environ.get("WORLD_SIZE") != os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE")):
             raise UsageError("ranks on several nodes: start trainer_core.launch on each, with --nnodes and --node-rank")
+        # Without torchrun nobody would end this rank.
         if not die_with_parent(os.getppid()):
             raise RankGone("torchrun has ended")
         if device.type == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         interface = interface_of(node_address())
+        # gloo would otherwise use the interface of the host's name, which may be unreachable.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        if on_several_nodes():  # else NCCL looks itself: engines of a broadcast may be on other machines
+        if on_several_nodes():  # on one node NCCL chooses: a broadcast's engines may be elsewhere
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
         self._folder = meeting_place(os.getppid())
         self._lost = ""
         self._leaving, self._closed = threading.Event(), threading.Event()
-        self._said = 0
+        self._message = 0
         self._stop = stop
         self._dealt: World = self
         secret = self._meet(stop)
         try:
             self._connect(device, timedelta(seconds=timeout_s), secret)
         except RuntimeError as error:
-            self._blame(error)
+            self._raise_cause(error)
 
     def _meet(self, stop: threading.Event) -> bytes:
-        """Wait for all ranks, and watch over them from there on; the secret that rank 0 has thought of."""
+        """Wait for all ranks, start the watch thread, and return the shared secret."""
         if self.rank == 0:
             write_private(self._folder / "secret", secrets.token_hex(SECRET_BYTES))
+        # After the secret: a pid file tells the others that everything before it is in place.
         write_private(self._folder / f"pid.{self.rank}", f"{first_rank()} {os.getpid()}")
         pids = {rank: self._folder / f"pid.{rank}" for rank in range(self.size) if rank != self.rank}
         while not set(pids.values()) <= set(self._folder.iterdir()):
+            # No timeout: rank 0 may take long to start.
             if stop.wait(0.02):
                 raise Stopped
-        said = {rank: path.read_text().split() for rank, path in pids.items()}
-        found = {rank: int(pid) if int(first) == first_rank() else None for rank, (first, pid) in said.items()}
+        entries = {rank: path.read_text().split() for rank, path in pids.items()}
+        # A process id means something only on its own node; the first rank identifies the node.
+        found = {rank: int(pid) if int(first) == first_rank() else None for rank, (first, pid) in entries.items()}
         threading.Thread(target=self._watch, args=(found,), daemon=True).start()
         return bytes.fromhex((self._folder / "secret").read_text())
 
     def _connect(self, device: torch.device, limit: timedelta, secret: bytes) -> None:
+        # Two groups: `_control` for pickled values without a timeout, torch's own for tensors with
+        # one.
         store = dist.FileStore(str(self._folder / "store"), self.size)
         store.set_timeout(limit)
         self._sealed = SealedStore(store, secret, limit)
@@ -124,6 +134,7 @@ class Ranks(World):
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             store=dist.PrefixStore("model", store), rank=self.rank, world_size=self.size, timeout=limit,
         )  # fmt: skip
+        # Check with the shared secret that each connection belongs to a rank of this run.
         prove(dist.group.WORLD, self._sealed, self.rank, self.size)
         self.mesh = init_device_mesh(device.type, (self.size,), mesh_dim_names=("fsdp",))
 
@@ -136,11 +147,13 @@ class Ranks(World):
             return
         own: dict[bool, Any] = {}
         every = range(self.size)
+        # True: neighbours share rows. False: every `context`-th rank, which have different rows.
         for beside, several in (
             (True, [every[first : first + context] for first in every[::context]]),
             (False, [every[first::context] for first in range(context)]),
         ):
             for ranks in several:
+                # torch requires every rank to create every group, in the same order.
                 group = dist.new_group(list(ranks))
                 if self.rank in ranks:
                     prove(group, self._sealed, ranks.index(self.rank), len(ranks))
@@ -154,11 +167,13 @@ class Ranks(World):
         else:
             try:
                 done, value = True, make()
-                said = pickle.dumps((True, value), protocol=5)
+                # Inside the `try`: a value that cannot be pickled must raise on all ranks, or they
+                # wait forever.
+                message = pickle.dumps((True, value), protocol=5)
             except Exception as error:
                 done, value = False, error
-                said = pickle.dumps((False, _portable(error)), protocol=5)
-            self._send(said)
+                message = pickle.dumps((False, _portable(error)), protocol=5)
+            self._send(message)
         if not done:
             self._raise(value)
         return cast(T, value)
@@ -170,16 +185,17 @@ class Ranks(World):
         return self._reduced(tensor, dist.ReduceOp.MAX)
 
     def gather(self, value: T) -> list[T]:
-        said = self._sealed_words(self.rank, pickle.dumps(value, protocol=5))
+        message = self._with_mac(self.rank, pickle.dumps(value, protocol=5))
         try:
-            sizes = [int(size) for size in self._control.gather(torch.tensor([len(said)]))]
-            room = torch.zeros(max(sizes), dtype=torch.uint8)
-            room[: len(said)] = torch.frombuffer(said, dtype=torch.uint8)
-            found = self._control.gather(room)
+            # gather needs equal sizes, so exchange the lengths first and pad.
+            sizes = [int(size) for size in self._control.gather(torch.tensor([len(message)]))]
+            padded = torch.zeros(max(sizes), dtype=torch.uint8)
+            padded[: len(message)] = torch.frombuffer(message, dtype=torch.uint8)
+            found = self._control.gather(padded)
         except RuntimeError as error:
-            self._blame(error)
+            self._raise_cause(error)
         parts = enumerate(zip(found, sizes, strict=True))
-        return [pickle.loads(self._opened(rank, part[:size])) for rank, (part, size) in parts]
+        return [pickle.loads(self._verified(rank, part[:size])) for rank, (part, size) in parts]
 
     def agree(self, error: BaseException | None) -> None:
         found = self.gather(None if error is None else _portable(error))
@@ -187,6 +203,7 @@ class Ranks(World):
         if not errors:
             return
         rank, first = errors[0]
+        # The original, with its traceback, on the rank that raised it.
         first = error if error is not None and rank == self.rank else first
         if rank:
             first.args = (f"rank {rank}: {first}", *first.args[1:])
@@ -205,15 +222,18 @@ class Ranks(World):
 
     def close(self, error: BaseException | None = None) -> None:
         known = error is None or self.known(error)
+        # Before the connections close, so that the others find the reason when theirs break.
         (self._folder / f"left.{self.rank}").write_text("" if known or error is None else first_line(error))
         self._leaving.set()
         self._closed.set()
         if known:
             try:
+                # A barrier: nobody closes its connections while others still use them.
                 self._control.gather(torch.zeros(1))
             except RuntimeError as gone:
-                print(f"[WARNING] not every rank was there at the end: {gone}", file=sys.stderr)
+                print(f"[WARNING] a rank was missing at the end: {gone}", file=sys.stderr)
         self._control.close()
+        # After a failure the group stays: destroying it would wait for the missing rank.
         if dist.is_initialized() and known:
             dist.destroy_process_group()
 
@@ -222,103 +242,112 @@ class Ranks(World):
         setattr(error, KNOWN, True)
         raise error
 
-    def _send(self, said: bytes) -> None:
-        words = self._sealed_words(0, said)
+    def _send(self, message: bytes) -> None:
+        signed = self._with_mac(0, message)
         try:
-            for part in (torch.tensor([len(words)]), torch.frombuffer(words, dtype=torch.uint8)):
+            for part in (torch.tensor([len(signed)]), torch.frombuffer(signed, dtype=torch.uint8)):
                 self._control.broadcast(part).wait()
         except RuntimeError as error:
-            self._blame(error)
+            self._raise_cause(error)
 
     def _receive(self) -> bytes:
-        self._said += 1
+        self._message += 1
         try:
             size = torch.zeros(1, dtype=torch.int64)
             self._control.broadcast(size).wait()
-            words = torch.empty(int(size), dtype=torch.uint8)
-            self._control.broadcast(words).wait()
+            signed = torch.empty(int(size), dtype=torch.uint8)
+            self._control.broadcast(signed).wait()
         except RuntimeError as error:
-            self._blame(error)
-        return self._opened(0, words)
+            self._raise_cause(error)
+        return self._verified(0, signed)
 
-    def _sealed_words(self, rank: int, said: bytes) -> bytearray:
-        """The next words of all ranks, or of rank 0, with a MAC in front."""
-        self._said += 1
-        return bytearray(self._sealed.mac(f"{self._said} by {rank}", said) + said)
+    def _with_mac(self, rank: int, message: bytes) -> bytearray:
+        """Prefix the next message with its MAC."""
+        self._message += 1
+        # The counter and the rank are part of the MAC, so a message cannot be replayed.
+        return bytearray(self._sealed.mac(f"{self._message} by {rank}", message) + message)
 
-    def _opened(self, rank: int, words: torch.Tensor) -> bytes:
-        mac, said = bytes(words[:MAC_BYTES].numpy()), bytes(words[MAC_BYTES:].numpy())
-        if not hmac.compare_digest(mac, self._sealed.mac(f"{self._said} by {rank}", said)):
-            raise RankGone(f"a stranger speaks in the place of rank {rank}")
-        return said
+    def _verified(self, rank: int, signed: torch.Tensor) -> bytes:
+        mac, message = bytes(signed[:MAC_BYTES].numpy()), bytes(signed[MAC_BYTES:].numpy())
+        if not hmac.compare_digest(mac, self._sealed.mac(f"{self._message} by {rank}", message)):
+            raise RankGone(f"a message in the name of rank {rank} has a wrong MAC: another process sent it")
+        return message
 
     def _reduced(self, tensor: torch.Tensor, how: Any, group: Any = None) -> torch.Tensor:
         try:
             dist.all_reduce(tensor, how, group)
         except RuntimeError as error:
-            self._blame(error)
+            self._raise_cause(error)
         return tensor
 
-    def _blame(self, error: RuntimeError) -> NoReturn:
-        """Raise `RankGone` where the end of another rank explains `error`, else `error` itself."""
+    def _raise_cause(self, error: RuntimeError) -> NoReturn:
+        """Raise `RankGone` if the end of another rank explains `error`, else `error`."""
+        # Connections close before the process ends, so the watch thread may need a moment.
         self.check(patience_s=SEEN_S)
         raise error
 
     def _watch(self, pids: dict[int, int | None]) -> None:
-        """See the end of another rank, and end this one where it does not do so by itself.
+        """Detect the end of another rank, and end this process if it does not leave by itself.
 
         Args:
-            pids: by rank; null for one on another node.
+            pids: process id by rank; None for a rank on another node.
         """
         running = {}
         for rank, pid in pids.items():
             try:
+                # A pidfd becomes readable when the process ends, and cannot mean a reused process
+                # id.
                 running[rank] = None if pid is None else os.pidfd_open(pid)
             except ProcessLookupError:
-                self._lost = self._last_words(rank, ended=True)
-        look = select.poll()
+                self._lost = self._reason_of_end(rank, ended=True)
+        poll = select.poll()
         here = {rank: descriptor for rank, descriptor in running.items() if descriptor is not None}
         for descriptor in here.values():
-            look.register(descriptor, select.POLLIN)
+            poll.register(descriptor, select.POLLIN)
         while not self._lost and not self._leaving.is_set():
-            ended = {descriptor for descriptor, _ in look.poll(LOOK_S * 1000)}
-            self._hand_on_stop()
-            words = [self._last_words(rank, ended=descriptor in ended) for rank, descriptor in running.items()]
-            self._lost = next(filter(None, words), "")
+            ended = {descriptor for descriptor, _ in poll.poll(POLL_S * 1000)}
+            self._forward_stop()
+            reasons = [self._reason_of_end(rank, ended=descriptor in ended) for rank, descriptor in running.items()]
+            self._lost = next(filter(None, reasons), "")
         for descriptor in here.values():
             os.close(descriptor)
         if self._lost:
+            # The main thread is leaving by itself; give it time for its cleanup.
             if self._leaving.wait(GRACE_S) and self._closed.wait(LEAVING_S):
                 return
-            print(f"error: {self._lost}. Rank {self.rank} waits for it in vain and leaves", file=sys.stderr, flush=True)
+            print(
+                f"error: {self._lost}. Rank {self.rank} cannot go on without it and exits", file=sys.stderr, flush=True
+            )
+            # The main thread hangs in a collective, so no exception can reach it.
             os._exit(GONE_CODE)
 
-    def _hand_on_stop(self) -> None:
-        """Rank 0 alone ends the steps; where another node was asked to end, it learns of it."""
-        asked = self._folder / "stop"
+    def _forward_stop(self) -> None:
+        """Pass a stop request on another node to rank 0, which alone ends the steps."""
+        request = self._folder / "stop"
         if self.rank and self._stop.is_set():
-            asked.touch()
-        elif not self.rank and asked.exists():
+            request.touch()
+        elif not self.rank and request.exists():
             self._stop.set()
 
-    def _last_words(self, rank: int, *, ended: bool) -> str:
-        """What another rank has ended with, in words; nothing where it runs, or has left together with all others."""
+    def _reason_of_end(self, rank: int, *, ended: bool) -> str:
+        """Describe why another rank ended; "" if it runs or has left together with all others."""
         path = self._folder / f"left.{rank}"
         try:
-            # A folder is read anew on a network file system, and that a name was missing may be remembered there.
-            said = path.read_text() if ended or path in set(self._folder.iterdir()) else None
+            # A network file system may cache that a name was missing, so list the folder first.
+            reason = path.read_text() if ended or path in set(self._folder.iterdir()) else None
         except FileNotFoundError:
-            said = None
-        if said is None:
+            reason = None
+        if reason is None:
+            # A missing folder means that the launcher has removed it at a normal end.
             if not ended or not self._folder.exists():
                 return ""
             leave_word(self._folder, rank, "its process is gone")
             return f"rank {rank} has ended"
-        return f"rank {rank} has ended: {said}" if said else ""
+        return f"rank {rank} has ended: {reason}" if reason else ""
 
 
 class Dealt(World):
-    """Of the ranks that share rows one each, with this one."""
+    """One rank of each set that shares rows: the one with this rank's place in its set."""
 
     def __init__(self, all_ranks: Ranks, group: Any, context: int) -> None:
         super().__init__()
@@ -337,7 +366,7 @@ class Dealt(World):
 
 
 def _portable(error: BaseException) -> BaseException:
-    """`error`, or where it does not survive being sent, one of the nearest kind with the same words."""
+    """Return `error` if it can be pickled, else a close type with the same message."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

@@ -53,9 +53,8 @@ def test_a_checkpoint_in_parts_is_a_model_and_goes_on_in_as_many(answers: list[A
     assert [rank["resume"]["read"] for rank in answers] == [1, *[0] * (len(answers) - 1)], "rank 0 alone reads it"
     for rank in answers:
         assert rank["resume"]["equal"]
-        assert (
-            f"a policy in {len(answers)} parts, and this run has 1. fix: continue with single copy" in rank["resume"]["refused"]
-        )
+        refused = rank["resume"]["refused"]
+        assert f"a policy in {len(answers)} parts, and this run has 1. fix: continue with single copy" in refused
 
 
 @pytest.mark.parametrize(

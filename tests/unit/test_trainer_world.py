@@ -155,7 +155,7 @@ def says_without_the_secret(folder: Path) -> int:
         world._sealed._secret = b"guessed"  # type: ignore[attr-defined]
         world._send(words)  # type: ignore[attr-defined]
         return 0
-    with pytest.raises(RankGone, match="a stranger speaks"):
+    with pytest.raises(RankGone, match="has a wrong MAC"):
         world.share(lambda: None)
     return 0
 
