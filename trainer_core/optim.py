@@ -1,20 +1,22 @@
-"""Optimizers over parameters that may be half precision and may lie in another process's memory.
+"""Optimizers over parameters that may be half precision and may be in another process's memory.
 
-A step has two halves: `compute` works on the trainer's own memory, `write` changes the model's parameters. Only `write`
-needs the inference server paused. Half-precision parameters are stepped as float32 with float32 gradients, since plain
-AdamW on bf16 loses most small updates. What of them stays between two steps is the strategy of the master weights:
+A step has two halves: `compute` works on the trainer's own memory, `write` changes the model's
+parameters. Only `write` needs the inference server paused. Half-precision parameters are stepped as
+float32 with float32 gradients, since plain AdamW in bf16 loses most small updates. The strategy of
+the master weights decides what is kept between two steps:
 
-    fp32         a float32 copy stays; 4 bytes a parameter
-    kahan        only what rounding lost stays, in half precision; 2 bytes
-    stochastic   nothing stays: rounded up or down at random, right on average
+    fp32         a float32 copy; 4 bytes a parameter
+    kahan        the rounding error, in half precision; 2 bytes
+    stochastic   nothing: random rounding, right on average
 
-Every strategy shows the optimizer float32 tensors, so all optimizers work with all of them. Those that keep no copy on
-the device fill them a part at a time and put what a step made of them, rounded, into the gradients' memory, so that a
-step takes little more than the gradients did. With `gradient_dtype = bfloat16` gradients stay as backward passes leave
-them, and become float32 a part at a time. With `optimizer_offload` what stays between two steps lies in the host's
-memory and comes with its part (`offload.py`). What is measured: `benchmarks/optimizer_memory.py`.
+Every strategy shows float32 tensors to the optimizer, so all optimizers work with all strategies.
+Strategies without a copy on the device fill the masters part by part and store the rounded result
+in the gradients' memory, so a step needs little extra memory. With `gradient_dtype = bfloat16`
+gradients become float32 part by part. With `optimizer_offload` the state is in host memory between
+steps (`offload.py`). `benchmarks/optimizer_memory.py` measures all of this.
 
-In float16 the loss is scaled by a power of two (`LossScale`), or most of a gradient would be too small for it.
+In float16 the loss is scaled by a power of two (`LossScale`), since small gradients would
+underflow.
 """
 
 from __future__ import annotations
@@ -38,29 +40,32 @@ from trainer_core.policy.tensor_parallel import parallel_of
 from trainer_core.world import ALONE, World
 
 CPU_PACK_TOKENS = 2048
-"""Tokens of a forward pass on a CPU: larger rows leave its caches and gain nothing."""
+"""Limit of tokens in a forward pass on a CPU: larger rows exceed its caches and gain nothing."""
 
 
 class Stepper:
-    """One optimizer over the trainable parameters of a model; gradients are collected in float32, or as they are."""
+    """One optimizer over a model's trainable parameters; gradients accumulate in
+    `gradient_dtype`."""
 
     def __init__(self, model: torch.nn.Module, config: TrainingConfig, world: World = ALONE) -> None:
         wholes = [p for p in model.parameters() if p.requires_grad]
         if not wholes:
             raise UsageError("nothing to train: --train-layer-indices leaves no parameter")
         self.params = [local(p) for p in wholes]
-        """This rank's rows of what trains, and all of what no rank shares."""
+        """This rank's rows of sharded trainable parameters, and whole unsharded ones."""
         self.config = config
         self._model, self.world = model, world
         self._parallel = parallel_of(model)
         self.parts = 1 if self._parallel is None else self._parallel.size
-        """Into how many parts the policy is cut, each of which one rank steps."""
+        """Number of parts of the policy (tensor parallelism); each rank steps one."""
         self._sharded = [part is not whole for part, whole in zip(self.params, wholes, strict=True)]
         self.rows = [rows_of(whole) for whole in wholes]
+        # A sharded parameter may be float32 itself and computed in half precision (FSDP).
         narrow = [w.dtype != torch.float32 or (s and compute_dtype(model) != torch.float32)
                   for w, s in zip(wholes, self._sharded, strict=True)]  # fmt: skip
         self.halves = [index for index, each in enumerate(narrow) if each]
-        """Which of `params` have master weights, whether those are the parameters themselves or not."""
+        """Indices of `params` that have master weights, including parameters that are their own
+        masters."""
         # float32 parameters are stepped in place; the others as what `masters` makes of them.
         half = [p for p in self.params if p.dtype != torch.float32]
         first = [
@@ -76,32 +81,35 @@ class Stepper:
         for whole, param, master in zip(wholes, self.params, self.masters, strict=True):
             target = master if self._wide else param
             if target is not whole:
+                # Move each gradient out as soon as it exists, so that never all of them exist
+                # twice.
                 whole.register_post_accumulate_grad_hook(_collect_into(target))
         self._shrink: torch.Tensor | None = None
-        """What half-precision gradients are still to be multiplied with, once they are float32."""
+        """Clipping factor still to be applied to bfloat16 gradients when they become float32."""
         self.optimizer = _build(self.masters, config)
         self.scale = LossScale() if compute_dtype(model) == torch.float16 else None
-        """Null where gradients need none."""
+        """None if gradients need no scaling."""
         self._pending = False
         self.unwritten = False
-        """Whether an update is computed, in full or in part, that `write` has not put into the parameters."""
+        """An update is computed, fully or partly, and `write` has not applied it yet."""
 
     @property
     def dtype(self) -> str:
-        """Type of the trained weights that the optimizer state belongs to."""
+        """Dtype of the trained weights to which the optimizer state belongs."""
         return str(compute_dtype(self._model)).removeprefix("torch.") if self.halves else "float32"
 
     def set_lr(self, step: int) -> float:
-        """Learning rate of optimizer step `step` (from 1)."""
+        """Set and return the learning rate of optimizer step `step` (from 1)."""
         lr = learning_rate(self.config, step)
         own_lr = self.config.optimizer == "adafactor" and self.config.adafactor_relative_step
         for group in self.optimizer.param_groups:
+            # transformers' Adafactor computes its own rate only if lr is None.
             group["lr"] = None if own_lr else lr
         return lr
 
     @property
     def gradients(self) -> list[torch.Tensor]:
-        """What was collected, in the order of `params`, without those that nothing depends on."""
+        """Accumulated gradients in the order of `params`, without parameters that have none."""
         return [gradient for gradient in self._collected() if gradient is not None]
 
     def _collected(self) -> list[torch.Tensor | None]:
@@ -109,7 +117,7 @@ class Stepper:
         return [master.grad if param.grad is None else param.grad for param, master in pairs]
 
     def take_gradients(self, gradients: list[torch.Tensor | None]) -> None:
-        """Use `gradients` of `params`, float32, instead of what backward passes collect."""
+        """Replace the accumulated gradients of `params` with these float32 ones."""
         for param, master, gradient in zip(self.params, self.masters, gradients, strict=True):
             if self._wide or gradient is None:
                 master.grad = gradient
@@ -117,12 +125,12 @@ class Stepper:
                 param.grad = gradient.to(param.dtype)
 
     def unscale(self, factor: torch.Tensor) -> None:
-        """Divide the gradient by what the loss was multiplied with."""
+        """Divide the gradient by the loss scale."""
         torch._foreach_div_(self.gradients, factor.float())
 
     def add_up(self) -> None:
-        """Add up over all ranks the gradients of what each of them has whole; FSDP has done so with the others, and a
-        model in parts sums up on its way back."""
+        """Sum gradients of unsharded parameters over all ranks. FSDP sums the others, and a
+        tensor-parallel model sums in its backward pass."""
         if self._parallel is not None:
             return
         for shared, gradient in zip(self._sharded, self._collected(), strict=True):
@@ -130,7 +138,8 @@ class Stepper:
                 self.world.total(gradient)
 
     def clip(self) -> torch.Tensor:
-        """Clip the gradient to `max_grad_norm`; returns its norm before, over all ranks, a scalar."""
+        """Clip the gradient to `max_grad_norm`; return its norm before clipping, over all ranks, a
+        scalar."""
         found = self._collected()
         if self._parallel is not None:
             pairs = zip(self.params, found, strict=True)
@@ -139,26 +148,33 @@ class Stepper:
             parts = [g for shared, g in zip(self._sharded, found, strict=True) if shared and g is not None]
             norm = _norm([g for shared, g in zip(self._sharded, found, strict=True) if not shared and g is not None])
             if any(self._sharded):
+                # Sharded gradients: each rank has some rows, so squares are summed over ranks.
+                # Others are whole.
                 norm = (norm.square() + self.world.total(_norm(parts).square())).sqrt()
         limit = self.config.max_grad_norm
         if limit:
+            # Clips the masters' float32 gradients; bfloat16 ones are clipped later, when they are
+            # widened.
             torch.nn.utils.clip_grads_with_norm_(self.masters, limit, norm)
             halved = any(g.dtype == torch.bfloat16 for g in self.gradients)
-            self._shrink = (limit / (norm + 1e-6)).clamp(max=1.0) if halved else None  # as torch does
+            self._shrink = (limit / (norm + 1e-6)).clamp(max=1.0) if halved else None  # the 1e-6 is torch's
         return norm
 
     def compute(self) -> None:
-        """The part that touches no shared memory: the whole update, unless some parameter is stepped in place."""
+        """Compute the update without touching shared memory; steps nothing yet if some parameter is
+        stepped in place."""
         self.unwritten = True
+        # Parameters stepped in place may be the server's memory, so then all work waits for
+        # `write`.
         self._pending = len(self.half.masters) < len(self.params)
         if not self._pending:
             self._step()
-        if self.params[0].is_cuda:  # the server's pause begins after it
+        if self.params[0].is_cuda:  # finish before the server is paused
             torch.cuda.current_stream(self.params[0].device).synchronize()
 
     @torch.no_grad()
     def write(self) -> None:
-        """Put the update into the model's parameters, in place, and forget the gradient."""
+        """Apply the update to the model's parameters, in place, and clear the gradient."""
         if self._pending:
             self._step()
         self.half.write()
@@ -166,12 +182,13 @@ class Stepper:
         self.zero_grad()
 
     def copies(self) -> dict[torch.Tensor, torch.Tensor]:
-        """Parameter -> its float32 copy in the trainer's own memory, for those that have one at this moment."""
+        """Map each parameter to its current copy in the trainer's own memory, if it has one."""
         pairs = zip(self.half.params, self.half.copies(), strict=True)
         return {param: copy.detach() for param, copy in pairs if copy is not None}
 
     def _step(self) -> None:
         gradients = {master: master.grad for master in self.masters}
+        # Take all gradients away first, so that each `optimizer.step` below touches only one part.
         for master in self.masters:  # an optimizer passes over what has no gradient
             master.grad = None
         in_place = [param for param in self.params if param.dtype == torch.float32]
@@ -185,6 +202,7 @@ class Stepper:
         collected = [gradients[m] if p.grad is None else p.grad for p, m in zip(half.params, half.masters, strict=True)]
         parts: Iterable[list[int]] = half.parts([i for i, gradient in enumerate(collected) if gradient is not None])
         if self.host is not None:
+            # Copies of the next part overlap with the step of this one.
             parts = self.host.streamed(list(parts), self._streamed)
         for part in parts:
             for index in part:
@@ -196,14 +214,13 @@ class Stepper:
                 half.keep(index, collected[index])
 
     def _widened(self, gradient: torch.Tensor) -> torch.Tensor:
-        """float32, and clipped."""
         if gradient.dtype == torch.float32:
             return gradient
         wide = gradient.float()
         return wide if self._shrink is None else wide.mul_(self._shrink)
 
     def _streamed(self, part: list[int]) -> list[torch.Tensor]:
-        """What of a part lies in the host's memory between two steps."""
+        """List the tensors of a part that are in host memory between two steps."""
         states = (value for i in part for value in self.optimizer.state[self.half.masters[i]].values())
         large = [value for value in states if isinstance(value, torch.Tensor) and value.numel() > SMALL]
         return [*(tensor for index in part for tensor in self.half.in_host(index)), *large]
@@ -216,19 +233,21 @@ class Stepper:
             master.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a later attempt needs, wherever it lies: the same with `optimizer_offload` and without."""
+        """Return the state that a later attempt needs; the same with and without
+        `optimizer_offload`."""
         state = {
             "name": self.config.optimizer, "masters": self.half.name, "parameters": len(self.params),
             "optimizer": self.optimizer.state_dict(), "weights": self._weights(),
             "loss_scale": self.scale and self.scale.state(),
         }  # fmt: skip
+        # Offloaded tensors have no storage on the device; checkpoints need their host copies.
         return state if self.host is None else self.host.content(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore moments, weights and what else was gathered; learning rate, decay and betas stay this run's own.
+        """Restore moments, weights and loss scale; learning rate, decay and betas stay this run's.
 
         Raises:
-            UsageError: the checkpoint was written with another optimizer, other master weights or another set of
+            UsageError: the checkpoint has another optimizer, other master weights or another set of
                 trained parameters.
         """
         mine = (self.config.optimizer, self.half.name, len(self.params))
@@ -244,7 +263,6 @@ class Stepper:
             self.scale = LossScale(*state["loss_scale"])
 
     def _weights(self) -> dict[str, Any]:
-        """As on a single rank, where no parameter is its own master."""
         if len(self.half.params) == len(self.halves):
             return self.half.state_dict()
         return {"masters": [self.masters[index].detach() for index in self.halves]}
@@ -267,6 +285,7 @@ class Stepper:
                 state = {key: self.host.adopt(value, away) for items in named for key, value in items}
                 self.optimizer.state[master] = state
             return
+        # `load_state_dict` also overwrites lr, betas and decay; put this run's own back.
         settings = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(saved)
         for group, own in zip(self.optimizer.param_groups, settings, strict=True):
@@ -274,13 +293,13 @@ class Stepper:
 
 
 class LossScale:
-    """What the loss is multiplied with in float16, whose smallest number is 6e-8 and largest 65,504.
+    """Loss scale for float16, whose smallest number is 6e-8 and largest 65,504.
 
-    The loss of a step is divided by its tokens, so the gradient of one token's logits falls below 6e-8 as soon as there
-    are many. Times the power of two at that denominator it is of the size of the advantage, whatever the batch; where
-    something overflows all the same the step is left out and the scale halved, and after `PATIENCE` steps that went
-    well it is doubled (Micikevicius et al. 2018, "Mixed Precision Training", arXiv:1710.03740, section 3.2; torch's
-    `GradScaler` has the same interval).
+    The loss of a step is divided by its tokens, so with many tokens the gradient of one token's
+    logits falls below 6e-8. Multiplying by the power of two above that denominator brings it to
+    the size of the advantage for any batch. After an overflow the step is skipped and the scale
+    halved; after `PATIENCE` good steps it is doubled (Micikevicius et al. 2018, "Mixed Precision
+    Training", arXiv:1710.03740, section 3.2; torch's `GradScaler` uses the same interval).
     """
 
     PATIENCE = 2000
@@ -289,12 +308,13 @@ class LossScale:
         self.exponent, self.good_steps = exponent, good_steps
 
     def factor(self, denominator: torch.Tensor) -> torch.Tensor:
-        """A power of two for a loss that is divided by `denominator`, on its device."""
+        """Return the scale for a loss divided by `denominator`: a power of two, on its device."""
+        # denominator = mantissa * 2^n with mantissa in [0.5, 1), so the quotient is exactly 2^n.
         mantissa, _ = torch.frexp(denominator)
         return denominator / mantissa * 2.0**self.exponent
 
     def saw(self, finite: bool) -> None:
-        """How a step went."""
+        """Adjust the scale after a step."""
         self.good_steps = self.good_steps + 1 if finite else 0
         if not finite:
             self.exponent -= 1
@@ -302,14 +322,16 @@ class LossScale:
             self.exponent, self.good_steps = self.exponent + 1, 0
 
     def state(self) -> list[int]:
-        """The arguments that make it again."""
+        """Arguments that recreate this object."""
         return [self.exponent, self.good_steps]
 
 
 def learning_rate(config: TrainingConfig, step: int) -> float:
-    """Of optimizer step `step` (from 1): linear warm-up, then constant, or down to `lr_min` at the end of the run.
+    """Return the learning rate of optimizer step `step` (from 1): linear warm-up, then constant, or
+    down to `lr_min` at the end of the run.
 
-    The last step still has a little more than `lr_min`, as in transformers' schedules: a step of rate 0 is lost.
+    The last step is a little above `lr_min`, as in transformers' schedules: a step at rate 0 would
+    be wasted.
     """
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
@@ -321,7 +343,8 @@ def learning_rate(config: TrainingConfig, step: int) -> float:
 
 
 def for_device(config: TrainingConfig, device: torch.device) -> TrainingConfig:
-    """On a CPU the default optimizer becomes adamw, with a word, and rows are small; what was asked for stays."""
+    """Adapt the configuration to a CPU: default optimizer adamw (printed), small rows, no offload;
+    explicit optimizers and row sizes stay."""
     if device.type != "cpu":
         return config
     update: dict[str, Any] = {}
@@ -377,24 +400,28 @@ def _collect_into(target: torch.Tensor) -> Any:
 
 
 def _norm(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """The norm of all of them together, summed in at least float32; a scalar."""
+    """Return the norm of all gradients together, accumulated in at least float32; a scalar."""
+    # A norm accumulated in bfloat16 would lose most of its terms.
     halves = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients if g.dtype == torch.bfloat16]
     return torch.nn.utils.get_total_norm([*(g for g in gradients if g.dtype != torch.bfloat16), *halves])
 
 
 class MasterWeights(ABC):
-    """A strategy over some half-precision parameters (none is fine).
+    """Strategy for some half-precision parameters (possibly none).
 
-    A step goes by parts. For each parameter of a part: `fill`, then the optimizer's step, then `keep`.
+    A step handles parameters in parts. For each parameter of a part: `fill`, then the optimizer's
+    step, then `keep`.
     """
 
     name: str
     params: list[torch.Tensor]
     masters: list[torch.Tensor]
-    """float32 stand-ins with the parameters' shapes, which carry the gradient while their part is stepped."""
+    """float32 stand-ins with the parameters' shapes; they carry the gradient while their part is
+    stepped."""
 
     def parts(self, indices: list[int]) -> Iterator[list[int]]:
-        """`indices`, as many together as have `PART_PARAMETERS` elements; a larger parameter alone."""
+        """Group `indices` into parts of at most `PART_PARAMETERS` elements; a larger parameter is
+        alone."""
         part: list[int] = []
         size = 0
         for index in indices:
@@ -409,30 +436,31 @@ class MasterWeights(ABC):
 
     @abstractmethod
     def fill(self, index: int) -> None:
-        """See to it that a master holds the weights."""
+        """Make the master hold the weights."""
 
     @abstractmethod
     def keep(self, index: int, gradient: torch.Tensor) -> None:
-        """Its part is stepped: until `write` what came out may lie in the memory of `gradient`."""
+        """Take the result of the step; until `write` it may occupy the memory of `gradient`."""
 
     def in_host(self, index: int) -> list[torch.Tensor]:
-        """What of a parameter lies in the host's memory between two steps; optimizer state is not counted."""
+        """Return a parameter's tensors that are in host memory between two steps, except optimizer
+        state."""
         return []
 
     @abstractmethod
     def copies(self) -> Sequence[torch.Tensor | None]:
-        """For each parameter its weights in memory of this process, where they are kept at this moment."""
+        """Return each parameter's current copy in this process; None if there is none."""
 
     @abstractmethod
     def write(self) -> None:
-        """Put what the step made into the parameters, in place."""
+        """Copy the result of the step into the parameters, in place."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]: ...
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue exactly; the parameters already hold the checkpoint's weights."""
+        """Restore the exact state; the parameters already hold the checkpoint's weights."""
 
 
 class Float32Copy(MasterWeights):
@@ -445,10 +473,10 @@ class Float32Copy(MasterWeights):
         self.masters = [p.detach().float().clone().requires_grad_() for p in params]
 
     def fill(self, index: int) -> None:
-        """It does."""
+        """No-op: the master always holds the weights."""
 
     def keep(self, index: int, gradient: torch.Tensor) -> None:
-        """It is kept."""
+        """No-op: the master keeps the result."""
 
     def copies(self) -> Sequence[torch.Tensor | None]:
         return self.masters
@@ -468,13 +496,14 @@ class Float32Copy(MasterWeights):
 
 
 class _Rounded(MasterWeights):
-    """Masters that have memory only while their part is stepped. What came out is rounded at once, and waits in the
-    gradients' memory until it is written: a copy is all that the server's pause has to wait for."""
+    """Masters that have memory only while their part is stepped. The result is rounded at once and
+    kept in the gradients' memory, so the server's pause covers only a copy."""
 
     def __init__(self, params: list[torch.Tensor]) -> None:
         self.params = params
         self.masters = []
         for param in params:  # one after the other, so that never all of them have memory
+            # Storage of size 0: the tensor keeps its shape and can be the optimizer's key.
             self.masters.append(torch.empty_like(param, dtype=torch.float32).requires_grad_())
             self.masters[-1].untyped_storage().resize_(0)
         self._stepped: list[torch.Tensor | None] = [None] * len(params)
@@ -494,7 +523,7 @@ class _Rounded(MasterWeights):
 
     @abstractmethod
     def _round(self, index: int, weights: torch.Tensor, into: torch.Tensor) -> None:
-        """Put float32 `weights`, rounded to the type of parameter `index`, into `into`."""
+        """Round float32 `weights` to the dtype of parameter `index`, into `into`."""
 
     def copies(self) -> Sequence[torch.Tensor | None]:
         return self._stepped
@@ -508,7 +537,7 @@ class _Rounded(MasterWeights):
 
 
 class Float32InHost(_Rounded):
-    """A float32 copy of every parameter in the host's memory; needs its part to be streamed."""
+    """A float32 copy of every parameter in host memory; its parts must be streamed."""
 
     name = "fp32"
 
@@ -521,7 +550,7 @@ class Float32InHost(_Rounded):
         self._stepped = [None] * len(params)
 
     def fill(self, index: int) -> None:
-        """It came with its part."""
+        """No-op: `HostMemory.streamed` has fetched the master."""
 
     @torch.no_grad()
     def keep(self, index: int, gradient: torch.Tensor) -> None:
@@ -547,10 +576,10 @@ class Float32InHost(_Rounded):
 
 
 class Kahan(_Rounded):
-    """Kahan summation: what rounding lost is added again in the next step.
+    """Kahan summation: the rounding error is added again in the next step.
 
-    "Revisiting BFloat16 Training" (Zamirai et al. 2020, arXiv:2010.06192, algorithm 1): the pair of parameter and
-    compensation holds about 16 bits of mantissa.
+    "Revisiting BFloat16 Training" (Zamirai et al. 2020, arXiv:2010.06192, algorithm 1): parameter
+    and compensation together have about 16 bits of mantissa.
     """
 
     name = "kahan"
@@ -570,6 +599,7 @@ class Kahan(_Rounded):
 
     def _round(self, index: int, weights: torch.Tensor, into: torch.Tensor) -> None:
         into.copy_(weights.to(self.params[index].dtype))
+        # Rounding error = exact result - rounded result; `weights` is not needed any more.
         self.lost[index].copy_(weights.sub_(into))
 
     def in_host(self, index: int) -> list[torch.Tensor]:
@@ -585,23 +615,26 @@ class Kahan(_Rounded):
 
 
 class Stochastic(_Rounded):
-    """Stochastic rounding to bfloat16 (Gupta et al. 2015): up with the probability of the part that is cut off."""
+    """Stochastic rounding to bfloat16 (Gupta et al. 2015): up with a probability equal to the
+    cut-off fraction."""
 
     name = "stochastic"
 
     def __init__(self, params: list[torch.Tensor], seed: int, first: Sequence[int] | None = None) -> None:
         """Args:
-        first: of each of `params`, which element of the whole one it begins with; default: all are whole.
-        """
+        first: for each of `params`, its first element's index in the whole parameter; default: all
+        are whole."""
         odd = next((p.dtype for p in params if p.dtype != torch.bfloat16), None)
         if odd is not None:
-            raise UsageError(f"--master-weights stochastic needs bfloat16 weights, these are {odd}: take fp32 or kahan")
+            raise UsageError(f"--master-weights stochastic needs bfloat16 weights, these are {odd}: use fp32 or kahan")
         super().__init__(params)
         self._seed, self._first, self._steps = seed, first or [0] * len(params), 0
 
     def _round(self, index: int, weights: torch.Tensor, into: torch.Tensor) -> None:
+        # A fresh, reproducible seed for each step and parameter.
         key = blake2b(f"{self._seed} {self._steps} {index}".encode(), digest_size=8).digest()
         rows = max(1, PART_PARAMETERS * len(weights) // weights.numel())  # rounding takes several times their memory
+        # Indices count in the whole parameter, so the bits do not depend on the number of ranks.
         begin = self._first[index]
         for some, values in zip(into.split(rows), weights.split(rows), strict=True):
             rounded = round_stochastically(values.flatten(), salt(key, begin, values.device))
@@ -620,28 +653,30 @@ class Stochastic(_Rounded):
 
 
 def salt(key: bytes, first: int, device: torch.device) -> torch.Tensor:
-    """What makes the `dice` of elements `first` and on under `key` (8 bytes), [2] int32: the same whatever part of a
-    parameter a rank has."""
+    """Return the seed for `dice` of elements from `first` on under `key` (8 bytes), [2] int32. The
+    bits do not depend on how ranks split a parameter."""
     low, high = struct.unpack("<2I", key)
     return torch.tensor([(first + low) % (1 << 32), high], device=device).int()
 
 
 def dice(salt: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """16 random bits for each element, int32: a hash of 32 bits, twice, of its number (lowbias32: Wellons 2018,
-    "Prospecting for Hash Functions"). Sums and products wrap as those of int32 do."""
+    """Return 16 random bits for each element, int32: two rounds of a 32-bit hash of its index
+    (lowbias32: Wellons 2018, "Prospecting for Hash Functions"). Arithmetic wraps as int32."""
     bits = torch.arange(shape.numel(), dtype=torch.int32, device=salt.device).view(shape)
-    for each in salt:
+    for each in salt:  # two rounds, one per half of the key
         bits = bits + each
+        # `>>` of int32 is arithmetic: the mask removes the copies of the sign bit.
         for shift, factor in ((16, 0x7FEB352D), (15, -0x7B935975), (16, 1)):
             bits = (bits ^ (bits >> shift & (1 << 32 - shift) - 1)) * factor
     return bits & 0xFFFF
 
 
-@compiled_on_cuda
+@compiled_on_cuda  # one pass over the memory; as separate operations it takes about twenty
 def round_stochastically(values: torch.Tensor, salt: torch.Tensor) -> torch.Tensor:
-    """float32 `values` rounded to a neighbour in bfloat16, at random as `dice` of `salt` say, right on average; NaN and
-    infinity stay. By operations this would be some twenty passes over the memory: compiled it is one."""
-    # bfloat16 is the upper half of a float32: random lower halves carry into it as often as they should.
+    """Round float32 `values` to a neighbouring bfloat16 at random, right on average; NaN and
+    infinity stay."""
+    # bfloat16 is the upper half of a float32. Adding 16 random bits to the lower half carries into
+    # it with exactly the probability of the cut-off fraction.
     bits = values.detach().view(torch.int32)
     rounded = ((bits + dice(salt, values.shape)) & -(1 << 16)).view(torch.float32)
     return torch.where(values.isfinite(), rounded, values).to(torch.bfloat16)
@@ -651,8 +686,8 @@ def make_master_weights(
     name: str, params: list[torch.Tensor], seed: int, host: HostMemory | None = None,
     first: Sequence[int] | None = None,
 ) -> MasterWeights:  # fmt: skip
-    """The strategy `name` over half-precision `params`; with `host` what it keeps lies there; `first` as in
-    `Stochastic`."""
+    """Create the strategy `name` over half-precision `params`; with `host` its copies are in host
+    memory; `first` as in `Stochastic`."""
     if name == "stochastic":
         return Stochastic(params, seed, first)
     if name == "kahan":

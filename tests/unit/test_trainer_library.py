@@ -130,7 +130,9 @@ def test_more_steps_after_a_good_end_go_on_from_what_it_made(
     assert exact.step == 4
     assert train(config.model_copy(update={"training_steps": 4}), rollouts=batches).history == []
     said = capsys.readouterr().out
-    assert "step_4: step 4" in said and said.count("the optimizer restarts") == 1, "the checkpoint of the last step is as new"
+    assert "step_4: step 4" in said and said.count("the optimizer restarts") == 1, (
+        "the checkpoint of the last step is as new"
+    )
 
 
 def test_a_line_replaces_what_an_earlier_attempt_left(tmp_path: Path) -> None:

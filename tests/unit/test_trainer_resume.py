@@ -85,7 +85,10 @@ def test_another_dtype_is_refused_in_words(
     config = offline_config(base, tmp_path, dtype=now, resume=str(saved), rollouts=str(rollouts))
     assert main(config.to_args()) == 2
     said = capsys.readouterr().err
-    assert f"its optimizer state belongs to {was} weights, and this run trains {now}. fix: resume with --dtype {was}" in said
+    assert (
+        f"its optimizer state belongs to {was} weights, and this run trains {now}. fix: resume with --dtype {was}"
+        in said
+    )
 
 
 def test_other_settings_are_named_in_one_line(
@@ -113,7 +116,7 @@ def test_a_save_path_that_cannot_be_written_is_found_first(
     (tmp_path / "file").touch()
     monkeypatch.setattr("trainer_core.loop.Run", None)  # nothing is loaded
     config = offline_config(base, tmp_path, save_path=str(tmp_path / place), checkpoint_interval=0)
-    with pytest.raises(UsageError, match=rf"--save-path .*{place}: checkpoints cannot be written there .*fix: name"):
+    with pytest.raises(UsageError, match=rf"--save-path .*{place}: checkpoints cannot be written there .*fix: choose"):
         train(config, rollouts=rollouts)
 
 

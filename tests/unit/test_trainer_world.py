@@ -169,7 +169,7 @@ def test_words_without_the_secret_are_not_unpickled(tmp_path: Path) -> None:
 def test_meeting_place_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
     meeting_place(os.getpid()).chmod(0o755)
-    with pytest.raises(UsageError, match="not this user's alone"):
+    with pytest.raises(UsageError, match="other users have access to"):
         meeting_place(os.getpid())
 
 
