@@ -1,8 +1,9 @@
-"""A profile as typed sections. Strict: an unknown key is an error, and every problem is reported at once.
+"""A profile as typed, strict sections: an unknown key is an error, and all problems are reported
+together.
 
-`load_profile` reads a path or the name of a shipped profile with what it extends, applies `--set KEY=VALUE` and returns
-a `Profile`, or raises `UserError` that lists file, key, reason and fix. A profile says what the user wants; `plan.py`
-derives the rest.
+`load_profile` reads a path or a shipped profile with what it extends, applies `--set KEY=VALUE` and
+returns a `Profile`, or raises `UserError` with file, key, reason and fix of each problem. A profile
+holds what the user wants; `plan.py` derives the rest.
 """
 
 from __future__ import annotations
@@ -87,30 +88,31 @@ PAIRS = {"betas"}
 
 
 def mistake(reason: str, fix: str, at: str = "") -> PydanticCustomError:
-    """What a validator raises: the reason, the way out, and where below the validated key (`checks[0].url`)."""
+    """Return the error that a validator raises. `at` is the position below the validated key, such
+    as `checks[0].url`."""
     return PydanticCustomError("mistake", "{reason}", {"reason": reason, "fix": fix, "at": at})
 
 
 def _name(value: str) -> str:
     if not is_safe_name(value):
         raise mistake(
-            f"cannot be a name (got {value_text(value)})",
-            "use letters, digits, dot, dash or underscore: at most 64, and a letter or digit first",
+            f"not a valid name (got {value_text(value)})",
+            "use at most 64 letters, digits, dots, dashes or underscores; begin with a letter or digit",
         )
     return value
 
 
 def _variable(value: str) -> str:
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value):
-        raise mistake("cannot be the name of a variable", "use letters, digits and underscore, and no digit first")
+        raise mistake("not a valid variable name", "use letters, digits and underscores; do not begin with a digit")
     return value
 
 
 def _module(value: str) -> str:
     if not references(value) and not all(part.isidentifier() for part in value.split(".")):
         raise mistake(
-            f"cannot be a module (got {value_text(value)})",
-            "write it as for python -m, such as atropos_envs.gsm8k_server; a file goes into script",
+            f"not a module name (got {value_text(value)})",
+            "write it as for python -m, such as atropos_envs.gsm8k_server; for a file use script",
         )
     return value
 
@@ -122,15 +124,16 @@ def _argv(value: list[str]) -> list[str]:
 
 
 def _host(value: str) -> str:
-    value = re.sub(r"(^|@)\[([0-9A-Fa-f:.%\w]*:[0-9A-Fa-f:.%\w]*)\]$", r"\1\2", value)  # an address as in a URL
+    # IPv6 in brackets, as in a URL, loses them; a host never begins with a dash: ssh would read a flag.
+    value = re.sub(r"(^|@)\[([0-9A-Fa-f:.%\w]*:[0-9A-Fa-f:.%\w]*)\]$", r"\1\2", value)
     if not re.fullmatch(r"(?:::(?=[0-9A-Fa-f])|[A-Za-z0-9_])[A-Za-z0-9_.@:%-]*", value):
-        raise mistake(f"no host (got {value_text(value)})", "give a name or an address, such as 10.0.0.2 or me@box2")
+        raise mistake(f"not a host (got {value_text(value)})", "give a name or an address, such as 10.0.0.2 or me@box2")
     return value
 
 
 def _words(value: str) -> str:
     if not value.isprintable():
-        raise mistake(f"holds control characters (got {value_text(value)})", "write it in one line, without any")
+        raise mistake(f"contains control characters (got {value_text(value)})", "write one line of printable text")
     return value
 
 
@@ -151,31 +154,31 @@ Argv = Annotated[list[str], Field(min_length=1), AfterValidator(_argv)]
 HostName = Annotated[str, AfterValidator(_host)]
 Words = Annotated[str, Field(min_length=1), AfterValidator(_words)]
 SbatchOption = Annotated[Words, AfterValidator(_sbatch_option)]
-"""What becomes part of a line of a batch script, where another line would be a command."""
+"""Option for a batch script: one printable line, because a second line would run as a command."""
 
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT]?)")
 _POWER = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 MOST_RANKS = 64
-"""Of a trainer, parts of an engine, and GPUs of engines: more are no single machine's."""
+"""Limit for GPUs of one machine, and for GPUs that share one copy of a model."""
 MEETING_PORT = 29501
-"""vLLM's own --master-port."""
+"""Default of vLLM's own --master-port."""
 MOST_NODES = 1024
-"""Machines of a stack; its engines, and its trainer's ranks."""
+"""Limit for the machines, the engines and the trainer ranks of a stack."""
 
 
 class Section(BaseModel):
-    """The base of every table of a profile."""
+    """Base class of every table of a profile."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 def _check_probe(probe: Probe) -> Probe:
-    """Let a probe pass whose checks can be made."""
+    """Refuse a probe with an invalid URL, port, command or regular expression."""
     for index, check in enumerate(probe.checks):
         at = f"checks[{index}]"
         match check:
             case HttpCheck(url=url) if not references(url) and not re.match(r"https?://[^/\s]", url):
-                raise mistake(f"no address (got {value_text(url)})", "begin with http:// or https://", f"{at}.url")
+                raise mistake(f"not a URL (got {value_text(url)})", "begin with http:// or https://", f"{at}.url")
             case TcpCheck(port=port) if not 1 <= port <= 65535:
                 raise mistake(f"out of range (got {port})", "give a whole number from 1 to 65535", f"{at}.port")
             case ExecCheck(command=command) if not command or not command[0].strip():
@@ -184,83 +187,91 @@ def _check_probe(probe: Probe) -> Probe:
                 try:
                     re.compile(pattern)
                 except (re.error, OverflowError) as error:
-                    reason = f"no regular expression: {error} (got {value_text(pattern)})"
-                    fix = "correct it, or escape what is meant literally"
+                    reason = f"not a regular expression: {error} (got {value_text(pattern)})"
+                    fix = "correct it, or escape special characters with a backslash"
                     raise mistake(reason, fix, f"{at}.pattern") from None
     return probe
 
 
 class ClusterSection(Section):
-    """Several machines: what brings the components there. Without this table all run on this one."""
+    """How components start on several machines. Without this table all run on this machine."""
 
     launcher: LauncherName = "local"
-    """slurm: srun inside an allocation, which `up` asks for itself. ssh: hosts that let this user in without a
-    question. kubernetes: pods, by kubectl exec. ray: the nodes of a Ray cluster. local: all here."""
+    """slurm: srun inside an allocation, which `up` requests. ssh: hosts that accept this user
+    without a password. kubernetes: pods, through kubectl exec. ray: nodes of a Ray cluster. local:
+    everything on this machine."""
     python: str | None = Field(None, min_length=1)
-    """The interpreter on every node; default: the path of the one that runs atropos-tui."""
+    """Python interpreter on every node; default: the path of the interpreter that runs
+    atropos-tui."""
     time: Words | None = None
-    """slurm: the time limit, such as 04:00:00; default: the partition's."""
+    """slurm: time limit of the job, such as 04:00:00; default: the partition's."""
     partition: Words | None = None
-    """slurm: of the nodes that name none of their own."""
+    """slurm: partition of the nodes that name none of their own."""
     account: Words | None = None
-    """slurm: who pays."""
+    """slurm: account that pays for the job."""
     sbatch: list[SbatchOption] = Field(default_factory=list)
-    """slurm: further options, such as "--qos=high", one each; those about GPUs count for nodes with GPUs."""
+    """slurm: further sbatch options, such as "--qos=high", one an entry; GPU options apply to nodes
+    with GPUs."""
     requeue: bool = True
-    """slurm: at the time limit or after a preemption the run saves, waits for its turn again and goes on."""
+    """slurm: at the time limit or after a preemption the run saves, queues again and continues."""
     ssh: list[str] = Field(default_factory=list)
-    """ssh: further options, one word each, such as ["-p", "2222"]."""
+    """ssh: further ssh options, one word an entry, such as ["-p", "2222"]."""
     kubectl: list[str] = Field(default_factory=list)
-    """kubernetes: further options, one word each, such as ["-n", "training"]."""
+    """kubernetes: further kubectl options, one word an entry, such as ["-n", "training"]."""
     address: str | None = Field(None, min_length=1)
-    """ray: where the cluster is, as in RAY_ADDRESS; default: what Ray finds."""
+    """ray: address of the cluster, as in RAY_ADDRESS; default: the one that Ray finds."""
 
 
 class NodeSection(Section):
-    """A machine, or several that are alike."""
+    """One machine, or several equal ones."""
 
     name: Name
-    """What `node` of a component says; of several the second is NAME-2."""
+    """Name for the `node` key of components; with `count` the second machine is NAME-2."""
     count: int = Field(1, ge=1, le=MOST_NODES)
-    """How many."""
+    """Number of machines."""
     gpus: int = Field(0, ge=0, le=MOST_RANKS)
-    """GPUs of each that the stack takes."""
+    """GPUs that the stack uses on each machine."""
     hosts: list[HostName] = Field(default_factory=list)
-    """ssh, ray, kubernetes: `count` names, as the launcher knows them, such as "user@10.0.0.2"; slurm chooses them."""
+    """ssh, ray, kubernetes: `count` host names as the launcher knows them, such as "user@10.0.0.2";
+    slurm chooses them."""
     addresses: list[HostName] = Field(default_factory=list)
-    """What the other nodes dial, one for each of `hosts`; default: the host's name."""
+    """Addresses for the other nodes' connections, one for each of `hosts`; default: the host's
+    name."""
     partition: Words | None = None
-    """slurm: where these nodes come from."""
+    """slurm: partition of these nodes."""
     constraint: Words | None = None
-    """slurm: what they must have, such as "h100"."""
+    """slurm: features that these nodes must have, such as "h100"."""
     sbatch: list[SbatchOption] = Field(default_factory=list)
-    """slurm: further options for these nodes alone, such as "--cpus-per-task=4", one each."""
+    """slurm: further sbatch options for these nodes alone, such as "--cpus-per-task=4", one an
+    entry."""
 
 
 class ComponentOptions(Section):
-    """What every component takes; whatever is left out keeps the default of its role."""
+    """Keys of every component; a key that is left out has the default of the component's role."""
 
     node: Name | None = None
-    """Name of the [[node]] where it runs; default: the first, which is the supervisor's own."""
+    """Name of the [[node]] where it runs; default: the first one, the supervisor's own."""
 
     env: dict[EnvName, str] = Field(default_factory=dict)
-    """Environment variables; `${VAR}` is looked up when the process starts and never written to a file."""
+    """Environment variables; `${VAR}` is resolved when the process starts and never written to a
+    file."""
     cwd: str | None = None
-    """Working directory; default: where atropos-tui was started."""
+    """Working directory; default: the folder where atropos-tui was started."""
     depends_on: dict[str, Condition] | None = None
-    """Other components, each with the state that it must reach before this one starts."""
+    """Components that must be started, healthy or completed before this one starts."""
     startup: Probe | None = None
-    """Gates the other probes; without `readiness` the component is healthy once this passed."""
+    """Probe of the start: the other probes begin when it passes; without `readiness` the component
+    is then healthy."""
     readiness: Probe | None = None
-    """Healthy while it passes."""
+    """Probe of health: the component is healthy while it passes."""
     liveness: Probe | None = None
-    """When it fails, the component is restarted by its policy."""
+    """Probe of life: when it fails, the component restarts by its policy."""
     restart: RestartPolicy | None = None
-    """When a process that ended by itself is started again."""
+    """When a process that exited by itself starts again."""
     stop: StopPolicy | None = None
     """How the component is stopped."""
     start_timeout_s: float | None = Field(None, gt=0)
-    """Seconds; not healthy by then, the run ends with exit code 4."""
+    """Seconds to become healthy; after that the run ends with exit code 4."""
 
     @field_validator("startup", "readiness", "liveness")
     @classmethod
@@ -269,48 +280,53 @@ class ComponentOptions(Section):
 
 
 class ApiSection(ComponentOptions):
-    """run-api, which hands rollouts from the environments to the trainer."""
+    """run-api, the queue of rollouts between environments and trainer."""
 
     port: Port = 8000
     """Port on this machine."""
     host: str = "127.0.0.1"
-    """Address that it binds; it has no authentication, so only this machine's own."""
+    """Address to bind; run-api has no authentication, so keep it on this machine's own
+    addresses."""
     command: Argv | None = None
-    """Replaces the whole command line."""
+    """Whole command line instead of the derived one."""
 
 
 class EnvSection(ComponentOptions):
-    """An environment: one of `module`, `script` or `command`."""
+    """An environment: set exactly one of `module`, `script` and `command`."""
 
     name: Name = "env"
-    """Its name in logs, commands and `depends_on`."""
+    """Name in logs, commands and `depends_on`."""
     module: Module | None = None
     """Python module to run, such as atropos_envs.gsm8k_server."""
     script: str | None = Field(None, min_length=1)
-    """Python file to run, with the `serve` command of atroposlib's environments."""
+    """Python file with the `serve` command of atroposlib's environments."""
     command: Argv | None = None
-    """Any other program: the whole command line, with nothing derived added."""
+    """Whole command line of any other program; the plan adds nothing."""
     args: dict[str, Scalar | list[Scalar]] = Field(default_factory=dict)
-    """Flags of the environment's `serve`, such as `env.group_size = 8` or `openai.timeout = 600`."""
+    """Flags of the environment's `serve`, such as `env.group_size = 8` or `openai.timeout =
+    600`."""
     config: str | None = Field(None, min_length=1)
-    """A YAML file, passed as `--config`."""
+    """YAML file, passed as `--config`."""
     weight: float | None = Field(None, gt=0)
-    """Share of every batch beside other environments (default: 1). Batches wait for a slow one."""
+    """Share of every batch, relative to other environments (default: 1). Batches wait for a slow
+    environment."""
     engine: Name | None = None
-    """Name of the [[vllm]] that generates its rollouts; default: the first, which the trainer feeds."""
+    """Name of the [[vllm]] that generates its rollouts; default: the first, which the trainer
+    feeds."""
     refill: bool = True
-    """A group whose scores came out equal is replaced at once, and as many more begun as will come out so."""
+    """Replace a group with equal scores at once, and start further groups for those expected to end
+    flat."""
 
     @field_validator("args", mode="before")
     @classmethod
     def _flatten(cls, value: Any) -> Any:
-        """Accept TOML tables (`env.group_size = 8` is one) beside dotted strings."""
+        """Accept both TOML tables (`env.group_size = 8` is one) and dotted strings."""
         return _flat(value) if isinstance(value, dict) else value
 
     @field_validator("args")
     @classmethod
     def _group_size(cls, args: dict[str, Any]) -> dict[str, Any]:
-        """The one flag that the plan reads too."""
+        """Check the group size, which the plan reads too."""
         size = args.get("env.group_size", 1)
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise mistake(
@@ -323,81 +339,88 @@ class EnvSection(ComponentOptions):
         count = sum(part is not None for part in (self.module, self.script, self.command))
         if count != 1:
             raise mistake(
-                "says more than one program to run" if count else "does not say what to run",
+                "names more than one program to run" if count else "names no program to run",
                 "set exactly one of module, script and command",
             )
         return self
 
 
 class EngineSection(ComponentOptions):
-    """A vLLM server, or several that are alike."""
+    """A vLLM server, or several equal ones."""
 
-    # `plan` makes flags of these; a flag that may then not stand in `args` besides is in `checks.DERIVED_FLAGS`.
+    # `plan` derives vLLM flags from these keys; `checks.DERIVED_FLAGS` forbids the same flags in `args`.
     name: Name = "vllm"
-    """Its name in logs, commands and `depends_on`; of several NAME-0, NAME-1 and so on."""
+    """Name in logs, commands and `depends_on`; several servers are NAME-0, NAME-1 and so on."""
     port: Port = 9001
-    """Port on this machine; of several the first one's, and the next ones' follow."""
+    """Port on this machine; several servers have consecutive ports from here."""
     gpus: list[GpuIndex] = Field(default_factory=list)
-    """GPUs by index; empty: what the process sees by itself. More than one engine takes make several engines. With
-    `node`, of each of its machines; empty: those that nobody names."""
+    """GPUs by index; empty: all that the process sees. More GPUs than one engine needs make several
+    engines. With `node`: GPUs of each of its machines; empty: those that no other section names."""
     tensor_parallel: int = Field(1, ge=1, le=MOST_RANKS)
-    """GPUs that share one model."""
+    """GPUs that share one copy of the model."""
     machines: int | None = Field(None, ge=1, le=MOST_NODES)
-    """Machines that one server is spread over, each with as many of its GPUs; default: as few as have them."""
+    """Machines of one server, each with an equal part of its GPUs; default: as few as have
+    enough."""
     replicas: int | None = Field(None, ge=1, le=MOST_NODES)
-    """Servers of this kind, each with GPUs of its own; default: as many as `gpus` are enough for."""
+    """Number of equal servers, each with its own GPUs; default: as many as `gpus` suffice for."""
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
-    """Share of the GPU's memory for weights and KV cache; default: vLLM's."""
+    """Share of the GPU memory for weights and KV cache; default: vLLM's."""
     max_model_len: int | None = Field(None, ge=1)
-    """Longest context in tokens, prompt included; default: the model's."""
+    """Limit of the context in tokens, prompt included; default: the model's."""
     model: str | None = Field(None, min_length=1)
-    """Only for an engine that the trainer does not feed, such as a judge; default: the stack's."""
+    """Model of an engine that the trainer does not feed, such as a judge; default: the stack's
+    model."""
     dtype: str | None = None
-    """Type of the weights; default: the trainer's."""
+    """Data type of the weights; default: the trainer's."""
     sampling: SamplingPolicy = "plain"
-    """Options of rollouts that the ratio cannot follow (top-p, top-k, min-p, penalties). plain: left out, said and
-    counted. as_asked: taken, with logprobs of the whole distribution. refuse: such requests fail."""
+    """Sampling options that importance ratios do not cover (top-p, top-k, min-p, penalties). plain:
+    remove them, with a warning and a count. as_asked: apply them, with logprobs of the whole
+    distribution. refuse: reject such requests."""
     open: bool = False
-    """Let other users of this machine ask for completions without the run's key."""
+    """Let other users of this machine request completions without the run's key."""
     args: dict[str, Scalar] = Field(default_factory=dict)
-    """Any flag of vLLM, without the dashes; `true` is a bare flag."""
+    """Further flags of vLLM without the leading dashes; `true` is a flag without a value."""
 
     def flag_key(self, name: str) -> str:
-        """The key in `args` that sets `--name`, as the user wrote it: for vLLM `max_num_seqs` is `max-num-seqs`."""
+        """Return the key in `args` that sets `--name`, in the user's spelling: vLLM reads
+        `max_num_seqs` as `max-num-seqs`."""
         return next((key for key in self.args if key.replace("_", "-") == name), name)
 
     def flag(self, name: str) -> Scalar | None:
-        """The value of `--name`, None where it is not set."""
+        """Return the value of `--name`; None: it is not set."""
         return self.args.get(self.flag_key(name))
 
     def flag_number(self, name: str, default: int) -> int:
-        """The value of `--name` as a whole number: 1k is 1,000, 1K is 1,024. What cannot be read, vLLM refuses."""
+        """Return `--name` as a whole number (1k is 1,000, 1K is 1,024), or `default` if it is not
+        one: vLLM reports that error itself."""
         value = self.flag(name)
         match = None if isinstance(value, bool) else _NUMBER.fullmatch(str(value).strip())
         if match is None:
             return default
-        base = 1000 if match[2].islower() else 1024
+        base = 1000 if match[2].islower() else 1024  # vLLM's own rule
         return int(float(match[1]) * base ** _POWER[match[2].lower()])
 
     @property
     def gpus_per_copy(self) -> int:
-        """GPUs that share one copy of the engine's weights."""
+        """GPUs that share one copy of the weights."""
         return self.tensor_parallel * self.flag_number("pipeline-parallel-size", 1)
 
     @property
     def gpus_needed(self) -> int:
-        """GPUs that one engine takes: every copy of its weights."""
+        """GPUs of one engine with all its data-parallel copies."""
         return self.gpus_per_copy * self.flag_number("data-parallel-size", 1)
 
     @property
     def engines(self) -> list[EngineSection]:
-        """The servers that this section stands for, each as a section of its own."""
+        """One section for each server, on one machine."""
+        # Without `gpus` one server starts on the GPUs that its process sees.
         count = self.replicas or max(1, len(self.gpus) // self.gpus_needed)
         each = len(self.gpus) // count
         return [self._one(index, count, {"gpus": self.gpus[index * each :][:each]}) for index in range(count)]
 
     def seated(self, engines: list[list[Seat]]) -> list[tuple[EngineSection, list[Seat]]]:
-        """As `engines`, on several machines: `node` and `gpus` of each are those of its first seat."""
+        """Return `engines` for several machines: each with its seats; `node` and `gpus` come from
+        its first seat."""
         return [
             (self._one(index, len(engines), {"node": seats[0].node, "gpus": seats[0].gpus} if seats else {}), seats)
             for index, seats in enumerate(engines)
@@ -409,36 +432,39 @@ class EngineSection(ComponentOptions):
 
 
 class TrainerSection(ComponentOptions):
-    """The trainer: options of a component, and every field of `TrainingConfig` that is not derived."""
+    """The trainer: keys of a component, and every field of `TrainingConfig` that the plan does not
+    derive."""
 
+    # `_trainer_problems` validates the extra keys against `TrainingConfig`.
     model_config = ConfigDict(extra="allow")
     command: Argv | None = None
-    """Another trainer in the place of ours: its whole command line. It takes none of our settings, and finds run-api
-    and engines in its environment (docs/trainers.md)."""
+    """Whole command line of another trainer. It receives none of our trainer settings; environment
+    variables name run-api and the engines (docs/trainers.md)."""
     gpus: list[GpuIndex] = Field(default_factory=list)
-    """GPUs by index, one for each rank; in single copy the engine's own, which is the default. With `node`, of each of
-    its machines; empty: all that no engine has."""
+    """GPUs by index, one for each rank; default in single copy: the engine's. With `node`: GPUs of
+    each of its machines; empty: all that no engine uses."""
     processes: int | None = Field(None, ge=1, le=MOST_NODES)
-    """Ranks that train together; default: as many as `gpus`, else one."""
+    """Ranks of the trainer; default: one for each of `gpus`, or one."""
     memory: Literal["auto", "speed", "fit"] = "auto"
-    """What the plan may set, of what this table leaves open, to fit the GPU's memory: `plan` says what and why. auto:
-    nothing where all fits, else what costs least speed. speed: nothing. fit: as little of the GPU as can be."""
+    """How the plan chooses memory settings that this table leaves open; `plan` shows which and why.
+    auto: none if all fits, else those that cost the least speed. speed: none. fit: the smallest GPU
+    memory."""
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The fields meant for `TrainingConfig`, unchecked."""
+        """Fields for `TrainingConfig`, unchecked."""
         return dict(self.model_extra or {})
 
 
 class PrepareSection(Section):
-    """A one-shot step before everything else."""
+    """A step that runs once, before everything else."""
 
     name: Name = "prepare"
-    """Its name in logs and commands."""
+    """Name in logs and commands."""
     command: Argv
     """Program and arguments."""
     creates: str | None = None
-    """Skipped when this path exists."""
+    """Path that makes the step unnecessary: if it exists, the step is skipped."""
     env: dict[EnvName, str] = Field(default_factory=dict)
     """Environment variables."""
 
@@ -447,36 +473,36 @@ class ExtraSection(ComponentOptions):
     """Any further process."""
 
     role: Annotated[Role, BeforeValidator(lambda v: Role(v) if v in list(Role) else v)] = Role.OTHER
-    """What it is for: decides who restarts with whom."""
+    """Role of the process: decides which components restart together."""
     command: Argv
     """Program and arguments."""
     port: Port | None = None
-    """The port it listens on: checked to be free, and shown."""
+    """Port on which it listens: checked before the start, and shown."""
 
 
 class NotifySection(NotifyPolicy):
-    """Tell someone who is not looking."""
+    """Notifications of important events."""
 
     on: Annotated[
         tuple[Literal["failed", "mismatch", "alert", "done"], ...],
         BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v),
     ] = NotifyPolicy().on
-    """The occasions: a run that failed, weights that do not match, an [[alert]], a run that is done."""
+    """Events to notify: a failed run, weights that do not match, an [[alert]], a finished run."""
 
     @field_validator("webhook")
     @classmethod
     def _address(cls, url: str | None) -> str | None:
-        """Let an http(s) address pass, or a reference to a variable that holds one."""
+        """Accept an http(s) URL, or a reference to a variable that holds one."""
         if url is not None and not re.fullmatch(r"(https?://[^/\s]|\$\{\w+\})\S*", url):
             raise mistake(
-                "no web address",
-                'give https://..., or "${VAR}" with the address in .env, which keeps a secret one out of files',
+                "not an http(s) URL",
+                'give https://..., or "${VAR}" and set VAR in .env, which keeps a secret URL out of the profile',
             )
         return url
 
 
 class AlertSection(AlertSpec):
-    """Tell when a metric of the records leaves its bounds."""
+    """Warning when a metric of the records leaves its bounds."""
 
     @field_validator("metric")
     @classmethod
@@ -492,12 +518,15 @@ class AlertSection(AlertSpec):
     @model_validator(mode="after")
     def _bounded(self) -> AlertSection:
         if all(bound is None for bound in (self.below, self.above, self.slope, self.z)):
-            raise mistake("it has no condition", "give below, above, slope or z")
+            raise mistake("has no condition", "set below, above, slope or z")
         if self.slope == 0:
-            raise mistake("a slope of 0 is no change", "give the change a step: above 0 for a rise, below for a fall")
+            raise mistake(
+                "a slope of 0 is no change", "give the change per step: above 0 for a rise, below 0 for a fall"
+            )
         return self
 
 
+# TOML writes a single section as [env] and several as [[env]]; both become a list.
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, dict) else value
 
@@ -517,21 +546,22 @@ class Profile(Section):
     """One runnable stack: run-api, environments, vLLM servers and the trainer."""
 
     name: Name
-    """Name of the stack: the first part of its runs' names."""
+    """Name of the stack, and first part of its runs' names."""
     mode: Mode = "shared_vllm"
     """How weights reach vLLM."""
     model: str = Field(min_length=1)
-    """A directory or a hub id; one place, handed to every component."""
+    """Model folder or hub id for all components."""
     seed: int = Field(0, ge=0, le=2**32 - 1)
     """Seed of every random generator."""
     inference_gpus: int | None = Field(None, ge=1, le=MOST_RANKS)
-    """The machine's first so many GPUs are the engines', and all others the trainer's, in the place of `gpus` there."""
+    """Give the first N GPUs of the machine to the engines and the rest to the trainer; replaces
+    both `gpus` keys."""
     cluster: ClusterSection | None = None
-    """Several machines: what brings the components there."""
+    """How components start on several machines."""
     node: Annotated[list[NodeSection], BeforeValidator(_as_list)] = Field(default_factory=list)
-    """The machines, as [[node]], the supervisor's own first."""
+    """The machines, as [[node]]; the first one is the supervisor's."""
     api: ApiSection = ApiSection()
-    """run-api, which hands rollouts from the environments to the trainer."""
+    """run-api, the queue of rollouts between environments and trainer."""
     env: Annotated[list[EnvSection], BeforeValidator(_as_list)] = Field(min_length=1)
     """The environment; several as [[env]], each with a name."""
     vllm: Annotated[list[EngineSection], BeforeValidator(_as_list)] = Field([EngineSection()], min_length=1)
@@ -541,39 +571,40 @@ class Profile(Section):
     prepare: Annotated[list[PrepareSection], BeforeValidator(_as_list)] = Field(default_factory=list)
     """One-shot steps, in order, before everything else."""
     component: dict[Name, ExtraSection] = Field(default_factory=dict)
-    """Any further processes, by name."""
+    """Further processes, by name."""
     logs: LogPolicy = LogPolicy()
-    """How much of the components' output is kept."""
+    """Limits for the stored output of components."""
     notify: NotifySection = NotifySection()
-    """Tell someone who is not looking."""
+    """Notifications of important events."""
     metrics: MetricsPolicy = MetricsPolicy()
-    """Figures for Prometheus."""
+    """Metrics for Prometheus."""
     alert: Annotated[list[AlertSection], BeforeValidator(_as_list)] = Field(default_factory=list)
-    """Tell when a metric leaves its bounds; several as [[alert]]."""
+    """Warnings when a metric leaves its bounds; several as [[alert]]."""
     survive: bool = False
-    """Components outlive a supervisor that is killed; `up --resume RUN` adopts them."""
+    """Keep components running if the supervisor is killed; `up --resume RUN` takes them over."""
     _origins: Origins = PrivateAttr(default_factory=Origins)
 
     @property
     def origins(self) -> Origins:
-        """Which file each key comes from."""
+        """File or `--set` that each key comes from."""
         return self._origins
 
     @property
     def is_spread(self) -> bool:
-        """Whether it is for several machines."""
+        """True if the stack runs on several machines."""
         return self.cluster is not None and self.cluster.launcher != "local"
 
     @property
     def machines(self) -> dict[str, int]:
-        """GPUs of each machine, by its name, the supervisor's own first; empty where there is only that."""
+        """GPUs of each machine by name, the supervisor's machine first; empty for a stack of one
+        machine."""
         if not self.is_spread:
             return {}
         return {host: group.gpus for group in self.node for host in host_names(group.name, group.count)}
 
     def hosts_named(self, node: str | None) -> list[str]:
-        """The machines that a `node` key means: all of a [[node]], or one by its own name; without it the first. None
-        where there is no such name."""
+        """Return the machines that a `node` key means: all of a [[node]], or the one with that
+        name. None: the first machine. Empty if the name is unknown."""
         if node is None:
             return list(self.machines)[:1]
         group = next((group for group in self.node if group.name == node), None)
@@ -581,10 +612,11 @@ class Profile(Section):
 
     @property
     def seated(self) -> list[list[tuple[EngineSection, list[Seat]]]]:
-        """The servers of each [[vllm]], each as a section of its own, with its machine, if there are several."""
+        """Servers of each [[vllm]], each as its own section with its seats; without seats on a
+        single machine."""
         read = (self.vllm, self.node, self.trainer, self.cluster)
-        # Found once: hundreds of machines are asked for hundreds of times. No private attribute, which would count
-        # when profiles are compared.
+        # Cached: with hundreds of machines it is computed hundreds of times otherwise. Kept in `__dict__`, because a
+        # pydantic private attribute would take part in comparisons of profiles.
         known: tuple[Any, list[list[tuple[EngineSection, list[Seat]]]]] | None = self.__dict__.get("_seats")
         if known is None or any(old is not new for old, new in zip(known[0], read, strict=True)):
             known = self.__dict__["_seats"] = read, self._seated()
@@ -603,16 +635,18 @@ class Profile(Section):
 
     @property
     def engines(self) -> list[EngineSection]:
-        """Every server, each as a section of its own."""
+        """Every server, each as its own section."""
         return [engine for section in self.seated for engine, _ in section]
 
     @property
     def meeting_ports(self) -> dict[str, int]:
-        """Of each server over several machines, by its name: the port on the first at which its parts meet."""
+        """Port on the first machine where the parts of an engine over several machines meet, by
+        engine name."""
         found: dict[str, int] = {}
         for section, made in zip(self.vllm, self.seated, strict=True):
             port = section.flag_number("master-port", MEETING_PORT)
             for engine in [engine for engine, seats in made if len(seats) > 1]:
+                # Engines may share their first machine, so each needs its own port.
                 while port in found.values():
                     port += 1
                 found[engine.name] = port
@@ -620,7 +654,7 @@ class Profile(Section):
 
     @property
     def parts(self) -> dict[str, ComponentOptions]:
-        """The sections of all components but one-shot steps, by their keys."""
+        """Sections of all components but `prepare` steps, by key."""
         return {
             "api": self.api,
             **{f"env.{index}": part for index, part in enumerate(self.env)},
@@ -630,7 +664,7 @@ class Profile(Section):
         }
 
     def used_ports(self) -> list[tuple[str, int]]:
-        """Every port of the profile with its key."""
+        """Return every port of the profile with its key."""
         return [
             ("api.port", self.api.port),
             *((f"vllm.{i}.port", engine.port) for i, section in enumerate(self.seated) for engine, _ in section),
@@ -640,11 +674,12 @@ class Profile(Section):
         ]
 
     def short_key(self, key: str) -> str:
-        """`vllm.0.port` as `vllm.port` where there is one engine."""
+        """Shorten `vllm.0.port` to `vllm.port` if there is one [[vllm]]."""
         return key.replace("vllm.0.", "vllm.") if len(self.vllm) == 1 else key
 
     def section_of(self, component: str) -> str:
-        """The key of the section that describes a component: `env.0`, `component.x`, `trainer`."""
+        """Return the key of the section that describes a component: `env.0`, `component.x`,
+        `trainer`."""
         for index, seated in enumerate(self.seated):
             if component in [name for engine, seats in seated for name in part_names(engine.name, len(seats))]:
                 return f"vllm.{index}"
@@ -659,15 +694,15 @@ class Profile(Section):
 
 @cache
 def profile_schema() -> Schema:
-    """The JSON Schema of a profile file; one object, to be read only."""
+    """Return the JSON Schema of a profile file. The object is shared: do not change it."""
     return build_schema(Profile, TrainingConfig, derived=set(DERIVED_TRAINER_KEYS), words=READ_WORDS)
 
 
 def load_profile(name_or_path: str, sets: Sequence[str] = ()) -> tuple[Profile, Path]:
-    """Find, read, merge, override and validate. Returns the profile and its file.
+    """Find, read, merge, override and validate a profile. Return it and its file.
 
     Raises:
-        UserError: with every problem, whatever the file holds.
+        UserError: all problems of the file, whatever it holds.
     """
     if not name_or_path:
         raise refused([Problem("no profile was given", f"give a path or one of: {', '.join(shipped_profiles())}")])
@@ -680,14 +715,14 @@ def load_profile(name_or_path: str, sets: Sequence[str] = ()) -> tuple[Profile, 
 
 
 def parse_profile(data: dict[str, Any], file: str, origins: Origins | None = None) -> Profile:
-    """Validate each key; all problems at once. How the keys fit together is for `checks` to say.
+    """Validate each key. `checks` judges later how the keys fit together.
 
     Args:
-        data: as TOML gives it.
-        file: what problems name where `origins` knows no better.
+        data: tables as `tomllib` returns them.
+        file: file name for problems that `origins` cannot place.
 
     Raises:
-        UserError: with every problem.
+        UserError: all problems.
     """
     origins = origins or Origins(file)
     problems = [origins.problem(reason, fix, path, key_text(path, data)) for path, reason, fix in _unusable_texts(data)]
@@ -704,7 +739,7 @@ def parse_profile(data: dict[str, Any], file: str, origins: Origins | None = Non
 
 
 def _unusable_texts(data: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str, str]]:
-    """Path, reason and fix of each text of any key that no program could be given."""
+    """Yield path, reason and fix of each text that cannot be passed to a program."""
     for key, value in data.items() if isinstance(data, dict) else enumerate(data):
         here = (*path, key)
         if isinstance(value, dict | list):
@@ -712,21 +747,23 @@ def _unusable_texts(data: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, st
         elif isinstance(value, str) and REDACTED in value:
             yield (
                 here,
-                "was a secret, and secrets are not written to files",
-                "put NAME=value into .env and write ${NAME} here, or go on with the profile that has it: "
+                "was a secret, which atropos-tui does not write to files",
+                "put NAME=value into .env and write ${NAME} here, or resume with the profile that has it: "
                 "atropos-tui up PROFILE --resume RUN",
             )
         elif isinstance(value, str) and "\0" in value:
-            yield here, f"holds a NUL character (got {value_text(value)})", "take it out"
+            # A NUL ends a string in argv and environ.
+            yield here, f"holds a NUL character (got {value_text(value)})", "remove it"
 
 
 def _trainer_problems(data: dict[str, Any], origins: Origins) -> list[Problem]:
-    """What TrainingConfig says of [trainer]; types as strict as elsewhere, but for fields that read words."""
+    """Return the problems that `TrainingConfig` finds in [trainer]. Types are strict, except for
+    `READ_WORDS`."""
     section = data.get("trainer")
     if not isinstance(section, dict):
         return []
     problems = [
-        origins.problem("is derived from the rest", f"set {source} instead", ("trainer", key), f"trainer.{key}")
+        origins.problem("is derived from other keys", f"set {source} instead", ("trainer", key), f"trainer.{key}")
         for key, source in DERIVED_TRAINER_KEYS.items()
         if section.get(key) is not None
     ]
@@ -739,7 +776,8 @@ def _trainer_problems(data: dict[str, Any], origins: Origins) -> list[Problem]:
         try:
             TrainingConfig.model_validate({"model_name": "model", **mode, **values}, strict=is_strict)
         except ValidationError as error:
-            # The strict reading judges each field but those given in words; the other one these, and combinations.
+            # The strict pass judges each field except those given as text; the lax pass judges these, and errors of
+            # the whole section (empty `loc`).
             errors = [
                 item
                 for item in error.errors(include_url=False)

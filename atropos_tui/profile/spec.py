@@ -1,7 +1,7 @@
-"""What each component is, in full, and whether they fit together: the interface between planning and the supervisor.
+"""Complete description of a stack's components: the interface between planning and the supervisor.
 
-A `StackSpec` is complete and explicit. The supervisor needs nothing else: no profile, no defaults, no mode.
-`${VAR}` in `command`, `env` and `cwd` stays a reference here and is resolved only when the process is spawned.
+The supervisor reads only the `StackSpec`: no profile, no defaults, no mode. `${VAR}` in `command`,
+`env` and `cwd` stays a reference here; the supervisor resolves it when it spawns the process.
 """
 
 from __future__ import annotations
@@ -22,192 +22,203 @@ _REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
 def expand(text: str, known: Mapping[str, str]) -> str:
-    """Replace the `${VAR}` of `text` that are known; unknown ones stay as they are."""
+    """Replace the known `${VAR}` in `text`; unknown ones stay."""
     return _REFERENCE.sub(lambda match: known.get(match.group(1), match.group(0)), text)
 
 
 def references(text: str) -> list[str]:
-    """Names of the variables that `text` refers to."""
+    """Return the names of the variables in `text`."""
     return _REFERENCE.findall(text)
 
 
 class StackPart(BaseModel):
-    """The base of every part of a stack: strict, frozen, and built when it is first used."""
+    """Base class of every part of a stack: strict and frozen. Its validator is built on first use,
+    which keeps imports fast."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
 
 
 class ProfilePart(StackPart):
-    """One that profiles have, too: their schema explains its keys by the texts here."""
+    """Part that profiles share: its texts become descriptions in the profile's JSON Schema."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
 
 class HttpCheck(ProfilePart):
-    """Passes when `GET url` answers with `status`."""
+    """Check that passes if `GET url` answers with `status`."""
 
     kind: Literal["http"] = "http"
-    """Which check this is."""
+    """Kind of the check."""
     url: str
-    """Address on this machine, such as http://127.0.0.1:8080/health."""
+    """URL on this machine, such as http://127.0.0.1:8080/health."""
     status: int = 200
-    """HTTP status that counts as well."""
+    """Expected HTTP status."""
 
 
 class TcpCheck(ProfilePart):
-    """Passes when a connection opens."""
+    """Check that passes if a connection opens."""
 
     kind: Literal["tcp"] = "tcp"
-    """Which check this is."""
+    """Kind of the check."""
     host: str = "127.0.0.1"
-    """Where to connect."""
+    """Host to connect to."""
     port: int
     """Port to connect to."""
 
 
 class ExecCheck(ProfilePart):
-    """Passes when the command exits with 0."""
+    """Check that passes if the command exits with 0."""
 
     kind: Literal["exec"] = "exec"
-    """Which check this is."""
+    """Kind of the check."""
     command: list[str]
     """Program and arguments."""
 
 
 class LogCheck(ProfilePart):
-    """Passes once a line of the component's present log matches the regular expression."""
+    """Check that passes once a line of the current attempt's log matches."""
 
     kind: Literal["log"] = "log"
-    """Which check this is."""
+    """Kind of the check."""
     pattern: str
-    """Regular expression, searched for in each line."""
+    """Regular expression; it may match anywhere in a line."""
     label: str = ""
-    """What the line means, for people."""
+    """Meaning of the line, for display."""
 
 
 class StageCheck(ProfilePart):
-    """Passes once the component has recorded a stage in this attempt, as our own programs do."""
+    """Check that passes once the component has recorded a stage in this attempt, as our own
+    programs do."""
 
     kind: Literal["stage"] = "stage"
-    """Which check this is."""
+    """Kind of the check."""
     stage: str
     """Name of the stage."""
     label: str = ""
-    """What the stage means, for people."""
+    """Meaning of the stage, for display."""
 
 
 class FileCheck(ProfilePart):
-    """Passes when the file exists."""
+    """Check that passes if the file exists."""
 
     kind: Literal["file"] = "file"
-    """Which check this is."""
+    """Kind of the check."""
     path: str
-    """A file on this machine."""
+    """Path on this machine."""
 
 
 Check = Annotated[HttpCheck | TcpCheck | ExecCheck | LogCheck | StageCheck | FileCheck, Field(discriminator="kind")]
 
 
 class Probe(ProfilePart):
-    """All checks must pass, `success_threshold` times running; `failure_threshold` failures running make it fail."""
+    """Group of checks: passes after `success_threshold` rounds in a row in which all pass, fails
+    after `failure_threshold` failed rounds in a row."""
 
     checks: list[Check] = Field(min_length=1)
-    """What must pass: each a table with a `kind`."""
+    """Checks that must all pass: each a table with a `kind`."""
     interval_s: float = Field(0.5, gt=0)
-    """Seconds from one attempt to the next."""
+    """Seconds between two rounds of checks."""
     timeout_s: float = Field(5.0, gt=0)
-    """Seconds after which an attempt has failed."""
+    """Seconds after which a round of checks fails."""
     success_threshold: int = Field(1, ge=1)
-    """Passes running until it counts as passed."""
+    """Passes in a row that make the probe pass."""
     failure_threshold: int = Field(3, ge=1)
-    """Failures running until it counts as failed."""
+    """Failures in a row that make the probe fail."""
     start_period_s: float = Field(0.0, ge=0)
-    """Failures in the first seconds of the process do not count."""
+    """Seconds after the process start in which failures do not count."""
 
 
 class Probes(ProfilePart):
-    """The probes of one component."""
+    """Probes of one component."""
 
     startup: Probe | None = None
-    """Gates the others; a component without `readiness` is healthy once this passed."""
+    """Probe of the start: the others begin when it passes; without `readiness` the component is
+    then healthy."""
     readiness: Probe | None = None
     liveness: Probe | None = None
-    """Fails: unhealthy, then a restart by the policy."""
+    """Probe of life: when it fails, the component is unhealthy and restarts by its policy."""
 
 
 class RestartPolicy(ProfilePart):
-    """When a process that ended by itself is started again."""
+    """When a process that exited by itself starts again."""
 
     policy: Literal["never", "on-failure", "always"] = "on-failure"
-    """on-failure: after an exit code other than 0."""
+    """on-failure: restart after an exit code other than 0."""
     backoff_s: float = Field(1.0, ge=0)
-    """First delay; doubles up to `max_backoff_s`, with jitter; reset after a minute of health."""
+    """First delay in seconds; doubles up to `max_backoff_s`, with jitter; resets after a healthy
+    minute."""
     max_backoff_s: float = Field(30.0, ge=0)
     """Longest delay in seconds."""
     max_restarts: int = Field(3, ge=0)
-    """At most this many within `window_s`, then `failed`."""
+    """Limit of restarts within `window_s`; after that the component is `failed`."""
     window_s: float = Field(600.0, gt=0)
-    """Seconds in which restarts are counted."""
+    """Length in seconds of the window in which restarts count."""
 
 
 class StopPolicy(ProfilePart):
-    """Signal the main process group, wait `grace_s`, then KILL every process of the set."""
+    """Signal the main process group, wait `grace_s`, then kill all remaining processes of the
+    component."""
 
     signal: Literal["TERM", "INT", "HUP", "QUIT", "KILL"] = "TERM"
-    """What asks the process to end."""
+    """Signal that asks the process to exit."""
     grace_s: float = Field(10.0, ge=0)
-    """Seconds that it has for that."""
+    """Seconds from this signal to SIGKILL."""
 
 
 class Stage(StackPart):
-    """A named point of a component's start-up, shown by `ps` and `why`: reached once the program records it."""
+    """Named point of a component's start-up, reached when the program records it; shown by `ps` and
+    `why`."""
 
     name: str
     pattern: str = ""
-    """For programs of others, which record nothing: reached, too, once a line of the present log matches."""
+    """Log line that marks the stage for programs that record none themselves."""
     usually: str = ""
-    """What usually keeps it from being reached, and the way out."""
+    """Usual cause when it is not reached, and the fix."""
 
 
 def is_hosted(command: Sequence[str]) -> bool:
-    """Return whether `atropos_envs` runs this environment: it counts its groups and says when its setup is over."""
+    """Return True if `atropos_envs` runs this environment: it then counts its groups and records
+    the end of its setup."""
     return any(word.startswith("atropos_envs.") for word in command)
 
 
 LauncherName = Literal["local", "slurm", "ssh", "ray", "kubernetes"]
-"""What brings a program to another node."""
+"""How a program is started on another node."""
 
 
 class Node(StackPart):
     """A machine of the stack."""
 
     name: str
-    """What people call it: the [[node]]'s name, with -2, -3 and so on from its second host on."""
+    """Name for display: the [[node]]'s name, with -2, -3 and so on from its second host on."""
     host: str
-    """What the launcher calls it."""
+    """Name of the machine for the launcher."""
     address: str
-    """What components on other nodes dial."""
+    """Address for connections from components on other nodes."""
     gpus: int = Field(0, ge=0)
-    """How many it has for this stack, counted from 0."""
+    """GPUs that the stack uses there, with the indices from 0."""
 
 
 class Place(StackPart):
-    """Where a component runs, and how it comes there."""
+    """Machine of a component, and the command that reaches it."""
 
     node: str
-    """The `Node`'s name."""
+    """Name of the `Node`."""
     host: str
-    """What the launcher calls the node."""
+    """Name of the machine for the launcher."""
     address: str
-    """What components on other nodes dial, and what this one binds to where one of them does."""
+    """Address for connections from other nodes; a server binds it if one of its clients is on
+    another node."""
     prefix: list[str] = Field(default_factory=list)
-    """The command that runs what follows it on `host`, with its stdin, stdout and stderr connected; empty: the
-    supervisor is there itself."""
+    """Command that runs its arguments on `host` with stdin, stdout and stderr connected; empty: the
+    supervisor's own machine."""
     python: str = Field(default_factory=lambda: sys.executable)
-    """The interpreter there."""
+    """Python interpreter on that machine."""
 
     def command(self, *argv: str) -> list[str]:
-        """What runs `argv` there. ssh hands its words to a shell at the far end, as one line."""
+        """Return the command line that runs `argv` there. ssh passes one string to a remote shell,
+        so its words are quoted."""
+        # Other launchers (srun, kubectl exec) keep argv as a list.
         behind_ssh = bool(self.prefix) and self.prefix[0].rpartition("/")[2] == "ssh"
         return [*self.prefix, *(map(shlex.quote, argv) if behind_ssh else argv)]
 
@@ -220,42 +231,43 @@ class ComponentSpec(StackPart):
     command: list[str] = Field(min_length=1)
     cwd: str | None = None
     env: dict[str, str] = Field(default_factory=dict)
-    """Added to the supervisor's environment."""
+    """Variables added to the supervisor's environment."""
     depends_on: dict[str, Literal["started", "healthy", "completed"]] = Field(default_factory=dict)
     probes: Probes = Field(default_factory=Probes)
     restart: RestartPolicy = Field(default_factory=RestartPolicy)
     stop: StopPolicy = Field(default_factory=StopPolicy)
     start_timeout_s: float = Field(600.0, gt=0)
-    """Not healthy by then: the gate timed out (exit code 4)."""
+    """Seconds to become healthy; after that the start fails with exit code 4."""
     port: int | None = None
-    """The port it listens on, for display and for the check that it is free."""
+    """Port on which it listens: shown, and checked before the start."""
     port_held: bool = False
-    """The supervisor holds that port for the whole run, so that no other user takes it between two starts; the program
-    binds beside it, told by ATROPOS_HELD_PORT."""
+    """The supervisor keeps the port bound for the whole run, so that no other user takes it between
+    two starts. ATROPOS_HELD_PORT tells the program to bind it as well."""
     gpus: list[int] = Field(default_factory=list)
-    """Indices on the node where it runs."""
+    """GPU indices on its node."""
     place: Place | None = None
-    """Where it runs; None: on the supervisor's machine, which is the only one."""
+    """Machine where it runs; None: the stack has only the supervisor's."""
     creates: str | None = None
-    """A one-shot step that is skipped when this path exists."""
+    """Path that makes a one-shot step unnecessary: if it exists, the step is skipped."""
     clears: list[str] = Field(default_factory=list)
-    """Files removed before every start and after every stop (stale manifest, shared memory)."""
+    """Files to remove before every start and after every stop (stale manifest, shared memory)."""
     scratch: bool = False
-    """Each attempt has a temporary folder of its own (TMPDIR), which is removed with its processes."""
+    """Give each attempt its own temporary folder (TMPDIR), removed with its processes."""
     stages: list[Stage] = Field(default_factory=list)
     restart_with: list[str] = Field(default_factory=list)
-    """Components that must go and come back with this one."""
+    """Components that must stop and start together with this one."""
     standby: bool = False
-    """Its next start is prepared while it runs: the same command with ATROPOS_WAIT_FOR_GO=1, which imports what it
-    needs and goes no further before it reads the line `go`."""
+    """Prepare the next start while this one runs: the same command with ATROPOS_WAIT_FOR_GO=1
+    imports its modules and waits for the line `go` on stdin."""
     ends_run: bool = False
-    """Its success ends the run: the rest is stopped and the run's exit code is 0."""
+    """End the run with exit code 0 when this component succeeds; the rest is stopped."""
     final_codes: list[int] = Field(default_factory=list)
-    """Exit codes after which another start is no use: the run fails at once."""
+    """Exit codes after which a restart cannot help: the run fails at once."""
 
     @property
     def url(self) -> str:
-        """Where its port is asked, from its own probes; on the loopback where none says otherwise."""
+        """Base URL of its port, with the host of its own HTTP probes if there are any, else the
+        loopback."""
         every = (probe for probe in (self.probes.readiness, self.probes.startup, self.probes.liveness) if probe)
         asked = (check.url for probe in every for check in probe.checks if isinstance(check, HttpCheck))
         found = (re.match(rf"https?://[^/]+:{self.port}(?=/|$)", url) for url in asked)
@@ -263,58 +275,61 @@ class ComponentSpec(StackPart):
 
     @property
     def is_far(self) -> bool:
-        """Whether a launcher brings it to another node."""
+        """True if a launcher starts it on another node."""
         return self.place is not None and bool(self.place.prefix)
 
 
 class LogPolicy(ProfilePart):
-    """How much of the components' output is kept."""
+    """Limits for the stored output of components."""
 
     max_bytes: int = Field(64 * 1024 * 1024, gt=0)
-    """Kept per attempt; what rotation dropped is counted."""
+    """Bytes kept for each attempt; rotation counts the lines it drops."""
 
 
 class NotifyPolicy(ProfilePart):
-    """Tell someone who is not looking."""
+    """Notifications of important events."""
 
     bell: bool = False
-    """Ring the terminal that shows the run."""
+    """Ring the bell of the terminal that shows the run."""
     webhook: str | None = None
-    """POST a JSON object here; `${VAR}` keeps a secret address out of files."""
+    """URL that receives a JSON object by POST; `${VAR}` keeps a secret URL out of files."""
     command: list[str] = Field(default_factory=list)
-    """Run this program and arguments with the JSON object on its standard input."""
+    """Program and arguments to run, with the JSON object on standard input."""
     on: tuple[Literal["failed", "mismatch", "alert", "done"], ...] = ("failed", "mismatch", "alert", "done")
 
 
 class AlertSpec(ProfilePart):
-    """Tell when a metric of the records leaves its bounds."""
+    """Warning when a metric of the records leaves its bounds."""
 
     metric: str
-    """Name of a number in the trainer's records, such as `entropy_mean`; docs/telemetry.md has them all. Or a held-out
-    accuracy: `eval/SPLIT` of each environment, `eval/ENV/SPLIT` of one; its steps are the weight versions."""
+    """Number in the trainer's records, such as `entropy_mean` (list: docs/telemetry.md), or a
+    held-out accuracy: `eval/SPLIT` of all environments, `eval/ENV/SPLIT` of one. The steps of an
+    accuracy are weight versions."""
     below: float | None = None
-    """The value is smaller."""
+    """Warn if the value is smaller."""
     above: float | None = None
-    """The value is larger."""
+    """Warn if the value is larger."""
     slope: float | None = None
-    """It changes by so much a step or more, over at least five steps; negative: it falls."""
+    """Warn if the value changes by this amount a step or more, over at least five steps; negative:
+    it falls."""
     z: float | None = Field(None, gt=0)
-    """It lies so many standard deviations off the mean of the 50 steps before."""
+    """Warn if the value is this many standard deviations away from the mean of the 50 steps
+    before."""
     for_steps: int = Field(1, ge=1, le=1000)
-    """In so many steps in a row."""
+    """Steps in a row that must meet the condition."""
 
 
 class MetricsPolicy(ProfilePart):
-    """Figures for Prometheus, at `/metrics` of the supervisor."""
+    """Metrics for Prometheus, at `/metrics` of the supervisor."""
 
     port: int | None = Field(None, ge=1, le=65535)
-    """Where they are served; without it nothing is."""
+    """Port of the metrics; without it none are served."""
     host: str = Field("127.0.0.1", min_length=1)
-    """The address that it is bound to. Who can reach it can read how the run stands."""
+    """Address to bind. All who can reach it can read the state of the run."""
 
 
 class StackSpec(StackPart):
-    """Everything the supervisor runs, in start order: stopping goes through the list backwards."""
+    """Everything that the supervisor runs, in start order; it stops in reverse order."""
 
     run_id: str
     name: str
@@ -326,30 +341,31 @@ class StackSpec(StackPart):
     metrics: MetricsPolicy = Field(default_factory=MetricsPolicy)
     alerts: list[AlertSpec] = Field(default_factory=list)
     variables: dict[str, str] = Field(default_factory=dict, repr=False)
-    """What `${VAR}` of this stack refers to beside the environment, which wins: from `.env` files, and never written to
-    a file."""
+    """Values from `.env` files for the `${VAR}` of this stack. The process environment has
+    priority. Never written to a file."""
     launcher: LauncherName = "local"
-    """What brings components to the nodes that the supervisor is not on."""
+    """How components start on nodes other than the supervisor's."""
     nodes: list[Node] = Field(default_factory=list)
-    """The machines, the supervisor's own first; empty where there is only that."""
+    """The machines, the supervisor's own first; empty for a stack of one machine."""
     survive: bool = False
-    """Whether the components outlive a supervisor that is killed, for the next one to adopt."""
+    """Keep the components running if the supervisor is killed, for the next supervisor to take
+    over."""
 
     def component(self, name: str) -> ComponentSpec | None:
-        """The component of that name; None when there is none."""
+        """Return the component of that name; None if there is none."""
         return next((c for c in self.components if c.name == name), None)
 
 
 class StackError(ValueError):
-    """A stack that cannot be run as written."""
+    """A stack that cannot run as written."""
 
 
 def check_stack(stack: StackSpec) -> None:
-    """Let a runnable stack pass.
+    """Refuse a stack that cannot run.
 
     Raises:
-        StackError: a name twice or not usable in a path, an unknown dependency, a circle, `survive` with other nodes;
-            all of them.
+        StackError: all faults: a name used twice or unusable in a path, an unknown dependency, a
+            cycle, `survive` with other nodes.
     """
     names = [spec.name for spec in stack.components]
     faults = [
@@ -364,14 +380,14 @@ def check_stack(stack: StackSpec) -> None:
     ]
     faults += [f"{fault.reason}: {fault.fix}" for fault in dependency_faults(stack)]
     if stack.survive and any(spec.is_far for spec in stack.components):
-        faults.append("survive = true keeps components on this machine only, and some are on other nodes: leave it out")
+        faults.append("survive = true works on this machine only, and some components are on other nodes: remove it")
     if faults:
         raise StackError("; ".join(faults))
 
 
 def dependency_faults(stack: StackSpec) -> list[Problem]:
-    """Unknown dependencies, and one fault for each set of components that wait for one another, at its first. The key
-    of each is the name of a component."""
+    """Return unknown dependencies, and one problem for each dependency cycle at its first
+    component. `key` holds the component's name."""
     waits = {spec.name: set(spec.depends_on) for spec in stack.components}
     faults = []
     for spec in stack.components:
@@ -380,6 +396,7 @@ def dependency_faults(stack: StackSpec) -> list[Problem]:
                 reason = f"{spec.name} depends on {other!r}, which is not in the stack"
                 fix = f"name one of: {', '.join(name for name in waits if name != spec.name)}"
                 faults.append(Problem(reason, fix, key=spec.name))
+    # A component that reaches itself is part of a cycle: with it are all that reach it and are reached by it.
     after = {name: reached(name, waits) for name in waits}
     named: set[str] = set()
     for name, others in after.items():
@@ -387,13 +404,13 @@ def dependency_faults(stack: StackSpec) -> list[Problem]:
             circle = [other for other in waits if other in others and name in after[other]]
             named.update(circle)
             reason = f"circular depends_on among: {', '.join(circle)}"
-            fix = "take itself out" if len(circle) == 1 else "let one of them not wait for the next"
+            fix = "remove its own name" if len(circle) == 1 else "remove one of these dependencies"
             faults.append(Problem(reason, fix, key=name))
     return faults
 
 
 def reached(start: str, leads_to: Mapping[str, Collection[str]]) -> set[str]:
-    """Every name to which `start` leads, at any distance."""
+    """Return every name that is reachable from `start`."""
     found: set[str] = set()
     open_ = [start]
     while open_:

@@ -327,7 +327,7 @@ async def test_a_sweep_ends_what_a_killed_far_end_has_left(tmp_path: Path, prefi
 def test_survive_and_other_nodes_do_not_go_together(tmp_path: Path) -> None:
     one = far(part("one"), ["ssh", "n2"])
     stack = StackSpec(run_id="r", name="n", mode="none", run_dir=str(tmp_path), components=[one], survive=True)
-    with pytest.raises(StackError, match="survive = true keeps components on this machine only"):
+    with pytest.raises(StackError, match="survive = true works on this machine only"):
         check_stack(stack)
 
 

@@ -211,7 +211,7 @@ def test_problems_name_the_file_in_which_the_key_stands(tmp_path: Path) -> None:
         ({"trainer": {"optimizer": "adam"}}, "did you mean adamw? choose one of: adamw, adamw_8bit, adafactor"),
         ({"trainer": {"lr": "1e-4"}}, 'trainer.lr: wrong type (got "1e-4") write it without quotes: 1e-4'),
         ({"trainer": {"train_layer_indices": "9-1"}}, "trainer.train_layer_indices: the range 9-1 runs backwards"),
-        ({"trainer": {"device": "tpu"}}, "give text in quotes: auto (cuda where there is one), cpu, cuda or cuda:N"),
+        ({"trainer": {"device": "tpu"}}, "give text in quotes: auto (cuda if there is one), cpu, cuda or cuda:N"),
         ({"trainer": {"alignment_ok": 2.0, "alignment_mismatch": 1.0}}, "alignment_ok must not be above alignment_mis"),
         ({"component": {"x": {}}}, "component.x.command: is missing add it: Program and arguments"),
         (
