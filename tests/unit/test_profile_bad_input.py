@@ -135,7 +135,10 @@ def loop(data: dict[str, Any]) -> None:
         (lambda data: data["vllm"].update(startup={"checks": [{"kind": "log", "pattern": "("}]}), "checks[0].pattern"),
         (lambda data: data["vllm"].update(startup={"checks": [{"kind": "tcp", "port": 0}]}), "checks[0].port"),
         (lambda data: data["vllm"].update(startup={"checks": [{"kind": "http", "url": "x"}]}), "checks[0].url"),
-        (lambda data: data["vllm"].update(startup={"checks": [{"url": "http://x"}]}), "http, tcp, exec, log, stage, file"),
+        (
+            lambda data: data["vllm"].update(startup={"checks": [{"url": "http://x"}]}),
+            "http, tcp, exec, log, stage, file",
+        ),
         (lambda data: data["notify"].update(webhook="ftp://x"), "notify.webhook"),
         (lambda data: data["api"].update(env={"A=B": "x"}), 'api.env."A=B"'),
         (lambda data: data["api"].update(command=[]), "api.command"),
