@@ -1,4 +1,4 @@
-"""The control socket of a run: where it lies, and how to talk to its supervisor: `ControlClient(run_dir)`.
+"""Client of a run's control socket, and the socket's path.
 
 client = ControlClient(run_dir)
 status = await client.status()
@@ -47,22 +47,25 @@ Answer = TypeVar("Answer", bound=BaseModel)
 
 SHARED_TEMPORARY = Path("/tmp")
 NAME_BYTES = 25
-"""Of a socket's name in its folder."""
+"""Longest file name of a socket in bytes."""
 ANSWER_S = 10.0
-"""One try takes at most so long (only `wait` and `events` take longer)."""
+"""Timeout of one try in seconds; only `wait` and `events` take longer."""
 FIRST_S = 2.0
-"""Seconds for the first try of what only reads: then it is looked whether the supervisor is stopped."""
+"""Timeout of the first try of a GET in seconds; after it the client checks whether the supervisor
+is stopped."""
 TRIES = 3
-"""What only reads is asked so often before `NotAnswering`; a command once, lest it be carried out twice."""
+"""Tries of a GET before `NotAnswering`. A command is sent once, because it must not run twice."""
 PAUSE_S = 0.2
 
 
 class NoSupervisor(Exception):
-    """Nobody listens for this run (no socket, or it refuses): the run has ended, or never began."""
+    """No process listens for this run (no socket, or it refuses): the run has ended, or never
+    began."""
 
 
 class NotAnswering(UserError, TimeoutError):
-    """A supervisor is there but gives no answer: it is stopped, or the machine is far too busy. The run may go on."""
+    """A supervisor exists but gives no answer: it is stopped, or the machine is overloaded. The run
+    may go on."""
 
     def __init__(self, run_dir: Path, reason: str, fix: str = "") -> None:
         busy = f"try again in a moment; {RunDir(run_dir).journal_json} names its pid (a stopped one: kill -CONT PID)"
@@ -72,19 +75,20 @@ class NotAnswering(UserError, TimeoutError):
 
 
 class OtherRun(UserError, ConnectionError):
-    """The supervisor on the run directory's socket runs another run than run.json names."""
+    """The supervisor on the run directory's socket belongs to another run than run.json names."""
 
     def __init__(self, run_dir: Path, reason: str) -> None:
-        fix = f"{run_dir} was replaced under a living run: put its run.json back, or end that supervisor by its pid"
+        fix = f"{run_dir} was replaced while its run goes on: restore its run.json, or kill that supervisor by its pid"
         super().__init__("the supervisor there is of another run", [Problem(reason, fix)], Exit.NO_RUN)
 
 
 class StreamLost(Exception):
-    """The event stream broke off (too slow a reader, or the supervisor died); ask again for a fresh snapshot."""
+    """The event stream broke (too slow a reader, or the supervisor died). Call `events` again for a
+    new snapshot."""
 
 
 class Refused(Exception):
-    """The supervisor did not take the request: why, and what to do instead."""
+    """The supervisor refused the request: reason and fix."""
 
     def __init__(self, error: str, fix: str = "", status: int = 409) -> None:
         super().__init__(error + (f" ({fix})" if fix else ""))
@@ -94,9 +98,10 @@ class Refused(Exception):
 
 
 class ControlClient:
-    """One run's control socket.
+    """Client of one run's control socket.
 
-    Every method raises `NoSupervisor` when nobody listens there, `NotAnswering` when somebody does but does not answer.
+    Every method raises `NoSupervisor` if no process listens there, and `NotAnswering` if one
+    listens but does not answer.
     """
 
     def __init__(self, run_dir: Path | str) -> None:
@@ -119,17 +124,18 @@ class ControlClient:
             self._http = None
 
     async def status(self) -> RunStatus:
-        """The run now, with CPU and memory at most two seconds old."""
+        """Return the run's status, with CPU and memory at most two seconds old."""
         return await self._get("/status", RunStatus)
 
     async def events(self, after: int | None = None) -> AsyncIterator[Snapshot | Record]:
-        """A `Snapshot`, then records as they come; ends with the run.
+        """Yield a `Snapshot`, then records as they come; ends with the run.
 
-        With `after` the records after it (-1: all) that the snapshot already includes come too, between snapshot and
-        live ones; their `seq` is at most the snapshot's `status.seq`.
+        Args:
+            after: also yield the records after this sequence number (-1: all) that the snapshot
+                already includes; they come between the snapshot and the live records.
 
         Raises:
-            StreamLost: the stream broke off before the end of the run.
+            StreamLost: the stream broke before the end of the run.
         """
         params = {} if after is None else {"after": after}
         http = self._connection()
@@ -151,33 +157,34 @@ class ControlClient:
             raise StreamLost(str(error)) from error
 
     async def command(self, request: CommandRequest) -> Accepted:
-        """Hand in a command; it is carried out after this returns (see `command_status`, `events`).
+        """Send a command. It is executed after this returns (see `command_status`, `events`).
 
         Raises:
-            Refused: it cannot be taken now.
+            Refused: it is not possible now.
         """
         answer = await self._request("POST", "/commands", content=request.model_dump_json())
         return Accepted.model_validate_json(answer.content)
 
     async def command_status(self, command_id: str) -> CommandStatus:
-        """How far a command has come."""
+        """Return the progress of a command."""
         return await self._get(f"/commands/{quote(command_id, safe='')}", CommandStatus)
 
     async def recipe(
         self, action: Action, component: str | None = None, initiator: Literal["user", "trainer"] = "user"
     ) -> Recipe:
-        """What a command would do, without doing it."""
+        """Return the recipe of a command without executing it."""
         params = {"action": action, "initiator": initiator} | ({"component": component} if component else {})
         return await self._get("/recipe", Recipe, params=params)
 
     async def logs(self, component: str, n: int = 100) -> list[str]:
-        """The last `n` lines of the component's present attempt."""
+        """Return the last `n` log lines of the component's current attempt."""
         answer = await self._request("GET", f"/logs/{quote(component, safe='')}", params={"n": str(n)})
         return answer.text.splitlines()
 
     async def wait(self, for_: str = "ready", timeout: float | None = None) -> WaitResult:
         """Wait for `ready`, `done` or a component to be healthy; `timeout` in seconds."""
         params = {"for": for_} | ({} if timeout is None else {"timeout": str(timeout)})
+        # The supervisor answers at the end of `timeout`, so the client waits a little longer.
         patience = httpx.Timeout(ANSWER_S, read=None if timeout is None else timeout + ANSWER_S)
         return await self._get("/wait", WaitResult, params=params, timeout=patience)
 
@@ -199,7 +206,7 @@ class ControlClient:
             except httpx.TransportError as error:
                 if method == "GET":
                     self._refuse_stopped()
-                # Who waits on purpose has waited long enough; a broken connection may mean that the run has ended.
+                # `wait` has its own timeout and no retry. A broken connection may mean that the run has ended.
                 if not left or (timeout and isinstance(error, httpx.ReadTimeout)):
                     if method != "GET" and not isinstance(error, httpx.TimeoutException):
                         await self.status()  # raises NoSupervisor if it has gone
@@ -210,16 +217,21 @@ class ControlClient:
         return answer
 
     def _connection(self) -> httpx.AsyncClient:
-        """A client for the socket that `control.sock` points at now; its own path may be too long to connect to."""
+        """Return a client for the socket that `control.sock` points at now; the path of the link
+        may be too long for connect()."""
         try:
             target = os.readlink(self.run_dir.control_sock)  # noqa: PTH115
+            # lstat: never follow a link that another user may have placed there.
             owner = Path(target).lstat().st_uid
         except OSError:
             raise self._nobody() from None
         if owner != os.getuid():
-            raise NoSupervisor(f"the supervisor of {self.run_dir.root} is user {owner}'s: only he may speak to it")
+            raise NoSupervisor(
+                f"the supervisor of {self.run_dir.root} is user {owner}'s; run this command as that user"
+            )
         if own_socket(self.run_dir) != target:
             raise NoSupervisor(f"{self.run_dir.control_sock} leads to the socket of another run: {target}")
+        # A resumed run has a new socket: the old connection is useless.
         if self._http is None or target != self._target:
             self._target = target
             transport = httpx.AsyncHTTPTransport(uds=target, limits=LIMITS, verify=certificates("http:"))
@@ -229,7 +241,8 @@ class ControlClient:
         return self._http
 
     def _expected(self) -> dict[str, str]:
-        """The run id of run.json, which the supervisor compares with its own before it acts."""
+        """Return the header with the run id of run.json, which the supervisor compares with its own
+        before it acts."""
         try:
             meta = json.loads(read_regular(self.run_dir.run_json))
             run_id = meta.get("run_id")
@@ -241,14 +254,14 @@ class ControlClient:
         return NoSupervisor(f"no supervisor runs in {self.run_dir.root}")
 
     def _refuse_stopped(self) -> None:
-        """Raise `NotAnswering` where the supervisor's process is stopped: it will not answer however long one waits."""
+        """Raise `NotAnswering` if the supervisor's process is stopped; no retry can help then."""
         table = ProcessTable.load(self.run_dir.journal_json)
         if table and table.supervisor and procfs.is_stopped(pid := table.supervisor.pid):
             raise NotAnswering(self.run_dir.root, f"its process (pid {pid}) is stopped", f"kill -CONT {pid}")
 
     def _silent(self, error: httpx.TransportError, *, command: bool = False) -> NotAnswering:
         reason = "no answer in time" if isinstance(error, httpx.TimeoutException) else f"connection lost: {error}"
-        fix = "`atropos-tui events` shows whether the command was taken; then give it again" if command else ""
+        fix = "`atropos-tui events` shows if the command was accepted; if not, repeat it" if command else ""
         return NotAnswering(self.run_dir.root, f"{reason} ({type(error).__name__})", fix)
 
 
@@ -263,11 +276,12 @@ def _failure(run_dir: Path, status: int, content: bytes) -> Refused | OtherRun:
 
 
 class SocketError(ValueError):
-    """The socket cannot be made safely."""
+    """The socket cannot be created safely."""
 
 
 def socket_folder() -> Path:
-    """A folder of this user alone: below $XDG_RUNTIME_DIR, else in /tmp with mode 0700, else below the state folder.
+    """Return a private folder for sockets: below $XDG_RUNTIME_DIR, or in /tmp with mode 0700, or
+    below the state folder.
 
     Raises:
         SocketError: $XDG_RUNTIME_DIR is too long for a socket in it, or no folder is private.
@@ -279,12 +293,12 @@ def socket_folder() -> Path:
         folder = SHARED_TEMPORARY / f"atropos-tui-{os.getuid()}"
     if (size := _socket_size(folder)) > LONGEST_SOCKET:
         reason = f"$XDG_RUNTIME_DIR is too long: a socket in {folder} would have a path of {size} bytes"
-        raise SocketError(f"{reason}, and the kernel takes {LONGEST_SOCKET}; set it to a shorter folder, or unset it")
-    other = registry().parent / "sockets"  # another user may have made the first, and only he can remove it
+        raise SocketError(f"{reason}, and the limit is {LONGEST_SOCKET}; set it to a shorter folder, or unset it")
+    other = registry().parent / "sockets"  # if another user owns the first
     for place in (folder, other):
         if _socket_size(place) <= LONGEST_SOCKET and _make_private(place):
             return place
-    fix = "set XDG_RUNTIME_DIR to a folder of yours with mode 0700"
+    fix = "set XDG_RUNTIME_DIR to your own folder with mode 0700"
     raise SocketError(f"{folder} must be a folder of this user with mode 0700, and {other} cannot serve either; {fix}")
 
 
@@ -301,5 +315,5 @@ def _make_private(folder: Path) -> bool:
 
 
 def socket_path(run: RunDir) -> Path:
-    """Where the socket of this run lies: under 108 bytes, whatever the run directory is called."""
+    """Return the path of this run's socket: under 108 bytes for any run directory."""
     return socket_folder() / run.socket_name

@@ -1,7 +1,7 @@
-"""The gauges of a run: `RUN/gauges.jsonl`, a line every few seconds, of which this is the only writer.
+"""Gauges of a run: `RUN/gauges.jsonl`, one line every few seconds, written only here.
 
-`GaugeReader` asks the engines' `/metrics`, run-api's `/status` and the host; `GaugesFile` writes, and thins what is old
-as the file grows; `record_gauges` does both for as long as a supervisor runs.
+`GaugeReader` polls the engines' `/metrics`, run-api's `/status` and the host. `GaugesFile` writes,
+and thins old lines as the file grows. `record_gauges` does both until it is cancelled.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from atropos_tui.supervisor import procfs
 
 EVERY_S = 5.0
 MOST_BYTES = 2_000_000
-"""From this size on every second line of what is older than the newest `DENSE` is left out."""
+"""File size in bytes above which every second line older than the newest `DENSE` is dropped."""
 DENSE = 720
-"""An hour."""
+"""Newest lines that are always kept: one hour."""
 ANSWER_S = 1.0
 MOST_ANSWER_BYTES = 4_000_000
-"""A longer answer is no metrics page."""
+"""Largest answer in bytes that is read as a metrics page."""
 _GAUGES = {
     "vllm:num_requests_running": "running",
     "vllm:num_requests_waiting": "waiting",
@@ -43,36 +43,40 @@ _GAUGES = {
     "vllm:generation_tokens_total": "generated_tokens",
     METRIC_VERSION: "weight_version",
 }
-"""The server's names and ours. Several lines of one name (an engine each, with data parallelism) are added up."""
+"""vLLM's metric name -> ours. Lines of the same name (one per engine with data parallelism) are
+added."""
 
 
 def parse_metrics(text: str) -> EngineGauges:
-    """The figures of a Prometheus page that are shown. Lines that cannot be read are left out."""
+    """Parse the figures that we show from a Prometheus page; unreadable lines are skipped."""
     found = {_GAUGES[name]: values for name, values in read_figures(text, _GAUGES).items()}
+    # A share is averaged over engines; counts are added.
     means = {"kv_use": sum(found["kv_use"]) / len(found["kv_use"])} if "kv_use" in found else {}
     return EngineGauges(**{name: sum(values) for name, values in found.items()} | means)
 
 
 def parse_queue(text: str) -> int | None:
-    """`queue_size` of run-api's `/status`."""
+    """Return `queue_size` of run-api's `/status`, or None."""
     try:
         size = json.loads(text)["queue_size"]
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
+    # In Python, True is an int.
     return size if isinstance(size, int) and not isinstance(size, bool) else None
 
 
 class GaugeReader:
-    """Keeps connections, and what the machine had used at the last look."""
+    """Polls the components; keeps connections and the machine's last CPU ticks."""
 
     def __init__(self, urls: Mapping[str, str]) -> None:
-        """`urls`: where each component's port is asked."""
+        """`urls`: base URL of each component."""
         self._urls = urls
         self._http = asking("", ANSWER_S)
         self._machine = procfs.MachineMeter()
 
     def read(self, status: RunStatus, flows: Mapping[str, Flow], folder: Path) -> GaugesRecord:
-        """Look at every engine and at run-api, all at once, at the host and at the disk that holds `folder`."""
+        """Poll every engine and run-api in parallel, then the host and the disk that holds
+        `folder`."""
         rows = [row for row in status.components if row.port and row.state in RUNS]
         engines = [row for row in rows if row.role is Role.ENGINE]
         apis = [row for row in rows if row.role is Role.API]
@@ -98,6 +102,7 @@ class GaugeReader:
     def _ask(self, routes: list[tuple[ComponentStatus, str]]) -> list[str | None]:
         if not routes:
             return []
+        # One thread per address, so that a slow one delays the line by at most `ANSWER_S`.
         with ThreadPoolExecutor(len(routes), thread_name_prefix="gauges") as pool:
             return list(pool.map(lambda route: self._page(self._urls[route[0].name] + route[1]), routes))
 
@@ -114,6 +119,7 @@ def _disk(folder: Path) -> dict[str, int]:
 
 
 def _flow(flow: Flow) -> EnvFlow:
+    # Rates need two readings; before that they are None.
     known = flow.seconds is not None
     return EnvFlow(
         engine=flow.engine,
@@ -133,7 +139,7 @@ def _flow(flow: Flow) -> EnvFlow:
 
 
 class GaugesFile:
-    """Appends to `gauges.jsonl` and keeps it small. A disk that takes nothing costs lines, never the run."""
+    """Appends to `gauges.jsonl` and limits its size. A full disk costs lines, never the run."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -144,6 +150,7 @@ class GaugesFile:
         descriptor = -1
         try:
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            # A full disk or a kill may have left half a line at the end.
             cut_torn_line(descriptor)
             os.write(descriptor, record.model_copy(update={"seq": self._seq}).to_line().encode())
             self._seq += 1
@@ -166,10 +173,12 @@ async def record_gauges(
     flows: Callable[[], Mapping[str, Flow]],
     urls: Mapping[str, str],
 ) -> None:
-    """Write a line every `EVERY_S` seconds, until cancelled; none while there is no descriptor to measure with."""
+    """Write a line every `EVERY_S` seconds until cancelled; skip lines while descriptors are used
+    up."""
     reader, file = GaugeReader(urls), GaugesFile(path)
     try:
         while True:
+            # Sleep first: at the start nothing answers yet.
             await asyncio.sleep(EVERY_S)
             with contextlib.suppress(OSError):
                 now = await status()

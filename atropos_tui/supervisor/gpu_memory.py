@@ -1,26 +1,32 @@
-"""The GPU memory gate: a component has stopped when its GPU memory is back, and until then nothing starts on its cards.
+"""GPU memory gate: a component counts as stopped once its GPU memory is free, and nothing starts on
+its cards before that.
 
-`gpus` of a component are the machine's cards as NVML counts them (PCI order), in a job of SLURM's among those that it
-was given (`gpu.given_here`). The plan hands them to the component as its own CUDA_VISIBLE_DEVICES, which replaces one
-that is set outside, so both sides count the same cards. A component without `gpus` has no gate. No driver, or one that
-does not answer: no gate.
+`gpus` of a component are card numbers in NVML's PCI order; in a SLURM job they index the cards of
+the job (`gpu.given_here`). The plan sets the component's CUDA_VISIBLE_DEVICES from them, which
+replaces an outer value, so both sides count the same cards. Without `gpus`, or if the driver is
+missing or silent, there is no gate.
 
-When is memory back? Looked at per card, once no process of the component is left:
+The gate decides for each card, once no process of the component is left:
 
-1. If NVML listed processes of the component on this card while they lived (by a pid that is ours and has the card's
-   device file open), it is back when none of those is listed any more. Nothing that others do can disturb that.
-2. Else (inside a container NVML names pids of the host) the card's used memory decides, compared with the *floor*: the
-   reading before the first of our components came to the card. Processes that were listed in the floor are strangers:
-   what they hold is subtracted on both sides, so that they may grow, shrink and leave. What remains is the *excess*.
-   - An excess below `SLACK`: back.
-   - Another component of ours lives on the card (trainer and engine in single copy): whose the excess is cannot be
-     told, so it is back once the used memory has not fallen for `SETTLE_S`. The last one to leave answers for all.
-   - Nobody of ours is left there: it is back once the excess has fallen and then rested for `OTHERS_S`. The rest
-     belongs to a stranger who came while we were there; the driver frees what a process had in one go.
-3. After `LIMIT_S` the component counts as stopped all the same, with a diagnosis that names who holds the memory. The
-   card is then barred: a start on it waits until the memory is back, at most `BARRED_S`, and goes ahead after that.
+1. If NVML listed processes of the component on this card while they lived (by a pid of ours that
+  has the card's device file open), the memory is free once none of them is listed. Other processes
+  cannot disturb this.
+2. Otherwise (NVML names pids of the host, which a container cannot match) the card's used memory
+  decides, compared with the *floor*: the reading before the first of our components came to the
+  card. Memory of the processes listed in the floor is subtracted from both readings, so that they
+  may grow, shrink and exit. The rest is the *excess*.
+   - The excess is at most `SLACK`: free.
+   - Another component of ours lives on the card (trainer and engine in single copy): the owner of
+     the excess is unknown, so the memory is free once it has not fallen for `SETTLE_S`. The last
+     component to leave waits for all.
+   - No component of ours is left there: free once the excess has fallen and then rested for
+     `OTHERS_S`. The driver frees the memory of a process in one go, so the rest belongs to another
+     user's process that came later.
+3. After `LIMIT_S` the component counts as stopped, with a diagnosis that names the holder. The card
+  is then barred: a start on it waits until the memory is free, at most `BARRED_S`.
 
-So no wait is without end, and a stranger who stays costs at most one such wait: the next start takes a new floor.
+So every wait ends, and a process of another user delays at most one start: the next start takes a
+new floor.
 """
 
 from __future__ import annotations
@@ -39,50 +45,49 @@ from atropos_tui.gpu import Card, NoDriverError, Nvml
 
 GIB = 1024**3
 SLACK = 256 * 1024**2
-"""What the driver itself needs for a card varies by less than this."""
+"""Bytes by which the driver's own use of a card varies."""
 SETTLE_S = 1.0
 OTHERS_S = 5.0
 LIMIT_S = 30.0
 BARRED_S = 120.0
 LOOK_S = (0.05, 0.5)
-"""Shortest and longest pause between two readings while something is waited for."""
+"""Shortest and longest pause in seconds between two readings of a wait."""
 FRESH_S = 2.0
-"""So old a permission to start may be; after that the cards are read again."""
+"""Seconds for which an admission is valid."""
 FAILURES = 3
-"""After so many failed readings in a row nothing is waited for."""
+"""Failed readings in a row after which a wait ends."""
 HOST_NAMESPACE = "pid:[4026531836]"
-"""What the kernel calls the first pid namespace, whose pids NVML reports."""
+"""Kernel's name of the host's pid namespace, whose pids NVML reports."""
 
 PATIENCE_S = 5.0
-"""So long a reading may take; a driver in trouble answers after minutes, or never."""
+"""Timeout of a reading in seconds; a broken driver answers after minutes or never."""
 RETRY_S = 30.0
-"""After a reading that failed, the driver is left alone for this long."""
+"""Seconds without readings after a failed one."""
 
 Sharers = Callable[[int], bool]
-"""Whether another component of ours lives on this card."""
+"""Returns True if another component of ours lives on this card."""
 
 
 class Reader:
-    """Readings of the driver for the event loop, in a thread that may hang without anyone waiting for it.
-
-    Never raises, never blocks; None where there is no answer.
-    """
+    """Readings of the driver for the event loop, in a thread that may hang. Never raises and never
+    blocks; None if there is no answer."""
 
     def __init__(self, driver: Nvml) -> None:
         self.driver = driver
         self.absent = False
-        """There is no driver: nobody has to ask again."""
+        """There is no driver, so readings are useless."""
         self.awake = False
-        """A reading has come back: the next ones take milliseconds, not the seconds of the first."""
+        """A reading has returned. The first takes seconds, later ones milliseconds."""
         self._running: asyncio.Future[list[Card] | None] | None = None
         self._began = 0.0
         self._silent_until = 0.0
 
     async def cards(self, patience_s: float | None = None) -> list[Card] | None:
-        """Every card as it is now; None without a driver, after a failure, and when it takes too long.
+        """Read every card; None without a driver, after a failure, and on a timeout.
 
         Args:
-            patience_s: how long this caller waits, at most `PATIENCE_S` after the reading began.
+            patience_s: longest wait of this caller in seconds; always at most `PATIENCE_S` after
+                the reading began.
         """
         if self._running is None:
             if self.absent or time.monotonic() < self._silent_until:
@@ -91,6 +96,7 @@ class Reader:
         assert self._running is not None
         left = self._began + PATIENCE_S - time.monotonic()
         wait_s = max(0.0, left if patience_s is None else min(left, patience_s))
+        # Several callers share one reading; each has its own timeout.
         running = self._running
         await asyncio.wait([running], timeout=wait_s)
         return running.result() if running.done() else None
@@ -101,10 +107,10 @@ class Reader:
 
         def read() -> None:
             found = self._read()
-            with contextlib.suppress(RuntimeError):  # the loop has ended in the meantime
+            with contextlib.suppress(RuntimeError):  # the event loop has ended
                 loop.call_soon_threadsafe(self._finish, found)
 
-        # A thread of its own: one of a pool that hangs in the driver would hold up the end of the program.
+        # A daemon thread: a pool's thread that hangs in the driver would block the exit of the program.
         threading.Thread(target=read, name="nvml", daemon=True).start()
 
     def _finish(self, found: list[Card] | None) -> None:
@@ -117,24 +123,24 @@ class Reader:
             return self.driver.read()
         except NoDriverError:
             self.absent = True
-        except Exception:  # a GPU that fell off the bus must not take the run with it
+        except Exception:  # a GPU that fell off the bus must not end the run
             self._silent_until = time.monotonic() + RETRY_S
         return None
 
 
 @dataclass
 class _Presence:
-    """What was seen of one component on one card while it lived."""
+    """Observations of one component on one card while it lived."""
 
     pids: set[int] = field(default_factory=set)
-    """Its own, as NVML listed them."""
+    """Pids of the component that NVML listed."""
     highest: int = 0
-    """Largest excess, in bytes."""
+    """Largest excess in bytes."""
 
 
 @dataclass
 class _Claim:
-    """What one component that is gone may still hold of one card."""
+    """Memory that a stopped component may still hold on one card."""
 
     name: str
     gpu: int
@@ -145,13 +151,14 @@ class _Claim:
     barred_until: float = 0.0
 
     def left(self, card: Card, shared: bool) -> int | None:
-        """Bytes that are not back yet (0: nobody knows how many); None when all is back."""
+        """Return the bytes that are not free yet (0: unknown amount); None once all is free."""
         if self.seen.pids:
             held = self.seen.pids & (card.processes or {}).keys()
             return sum((card.processes or {})[pid] or 0 for pid in held) if held else None
         excess = excess_of(card, self.floor)
         now = time.monotonic()
         self.seen.highest = max(self.seen.highest, excess)
+        # The time of the newest minimum: the memory rests since then.
         if self.lowest is None or excess < self.lowest:
             self.lowest, self.lowest_at = excess, now
         if self.floor is not None and excess <= SLACK:
@@ -164,7 +171,7 @@ class _Claim:
 
 
 def excess_of(card: Card, floor: Card | None) -> int:
-    """Bytes in use beyond the floor that none of the floor's processes explains."""
+    """Return bytes in use beyond the floor that are not of the floor's processes."""
     if floor is None:
         return card.used
     strangers = floor.processes or {}
@@ -174,12 +181,12 @@ def excess_of(card: Card, floor: Card | None) -> int:
 
 
 class GpuMemory:
-    """Who came to which card, and what has not come back. Belongs to the supervisor's event loop."""
+    """State of the gate for all cards. Belongs to the supervisor's event loop."""
 
     def __init__(self, reader: Reader) -> None:
         self.reader = reader
         self.asking: dict[str, str] = {}
-        """Components that shall start, and what of the cards they wait for."""
+        """Components that wait to start -> what they wait for, in words."""
         self._admitted: dict[str, float] = {}
         self._floors: dict[int, Card] = {}
         self._present: dict[str, dict[int, _Presence]] = {}
@@ -187,19 +194,20 @@ class GpuMemory:
         self._leaving: set[str] = set()
 
     def is_leaving(self, name: str) -> bool:
-        """Whether `name` has no process left and only its memory is waited for."""
+        """Return True if `name` has no process left and only its memory is not free yet."""
         return name in self._leaving
 
     def admitted(self, name: str, gpus: Iterable[int]) -> bool:
-        """Whether `name` may start on `gpus` now; if not, `admit` must say so first. Holds for one start."""
+        """Return True if `name` may start on `gpus` now; otherwise call `admit` first. An admission
+        is used up by this call."""
         at = self._admitted.pop(name, -FRESH_S)
         return self.reader.absent or not gpus or time.monotonic() - at < FRESH_S
 
     async def admit(self, name: str, gpus: Iterable[int], shared: Sharers, changed: Callable[[], None]) -> None:
-        """Wait until nothing that is gone holds memory of `gpus`, then note how full they are before `name` comes.
+        """Wait until the cards are free of memory of stopped components, then take their floors.
 
         Args:
-            changed: called when there is something new to say or `admitted` will answer differently.
+            changed: called when the wait's text or the answer of `admitted` changes.
         """
         self.asking[name] = "a reading of its GPU memory"
         pause = LOOK_S[0]
@@ -222,11 +230,12 @@ class GpuMemory:
     async def leave(
         self, name: str, gpus: Iterable[int], shared: Sharers, hurry: asyncio.Event, tell: Callable[[str], None]
     ) -> Diagnosis | None:
-        """Return when the memory of `name`, which has no process left, is back; a diagnosis if that took too long.
+        """Return once the memory of `name`, which has no process left, is free; a diagnosis if
+        `LIMIT_S` passed first.
 
         Args:
-            hurry: set by anyone who cannot wait; the cards are barred then.
-            tell: called with what is waited for, each time it changes.
+            hurry: set to stop waiting; the cards are then barred.
+            tell: called with the memory that is not free, when that changes.
         """
         seen = self._present.pop(name, {})
         claims = [_Claim(name, gpu, seen.get(gpu, _Presence()), self._floors.get(gpu)) for gpu in gpus]
@@ -239,10 +248,12 @@ class GpuMemory:
     async def note(
         self, members: Mapping[str, Iterable[int]], patience_s: float | None = None
     ) -> tuple[dict[str, int], list[Card]]:
-        """Read the cards and see who is on them: bytes by component where that can be told, and the cards.
+        """Read the cards and record their processes. Return bytes by component as far as known, and
+        the cards.
 
         Args:
             members: live pids of each component.
+            patience_s: as in `Reader.cards`.
         """
         cards = await self.reader.cards(patience_s) or []
         held: dict[str, int] = {}
@@ -252,14 +263,14 @@ class GpuMemory:
                 listed = self._listed(own, card)
                 if (size := _size(listed, card)) is not None:
                     held[name] = held.get(name, 0) + size
-                if own:  # a component that was adopted was never admitted
+                if own:  # creates the entry of an adopted component, which was never admitted
                     seen = self._present.setdefault(name, {}).setdefault(card.index, _Presence())
                     seen.pids |= listed
                     seen.highest = max(seen.highest, excess_of(card, self._floors.get(card.index)))
         return held, cards
 
     def held_on(self, card: Card, members: Mapping[str, Iterable[int]]) -> dict[str, int]:
-        """Bytes of `card` by component where that can be told."""
+        """Return bytes of `card` by component, as far as known."""
         sizes = {name: _size(self._listed(set(pids), card), card) for name, pids in members.items()}
         return {name: size for name, size in sizes.items() if size is not None}
 
@@ -267,14 +278,16 @@ class GpuMemory:
         return {pid for pid in own & (card.processes or {}).keys() if self._uses(pid, card)}
 
     def _uses(self, pid: int, card: Card) -> bool:
-        """The same number may mean another process on the host: only one that has the card open is ours."""
+        """Return True if pid `pid` of ours has the card open. In a container, NVML's pid may mean
+        another process."""
         try:
             return self.reader.driver.has_open(pid, card.index)
-        except Exception:  # whatever goes wrong below the driver's interface means that it cannot be told
+        except Exception:  # any error of the driver: unknown
             return False
 
     async def _cards(self, gpus: Iterable[int]) -> dict[int, Card] | None:
-        """The cards among `gpus` that exist, by index; None when the driver does not answer, again and again."""
+        """Return the existing cards among `gpus` by index; None if the driver fails `FAILURES`
+        times."""
         for _ in range(FAILURES):
             if (found := await self.reader.cards()) is not None:
                 return {card.index: card for card in found if card.index in set(gpus)}
@@ -285,6 +298,8 @@ class GpuMemory:
 
     def _enter(self, name: str, cards: Mapping[int, Card], shared: Sharers) -> None:
         for gpu, card in cards.items():
+            # The floor is the reading before the first of our components, so a shared card keeps
+            # its floor.
             if not shared(gpu):
                 self._floors[gpu] = card
         self._present[name] = {gpu: _Presence() for gpu in cards}
@@ -294,6 +309,7 @@ class GpuMemory:
         if claim is None:
             return None
         left = claim.left(cards[gpu], shared(gpu)) if gpu in cards else None
+        # Barred for too long: start anyway.
         if left is None or time.monotonic() > claim.barred_until:
             del self._barred[gpu]
             return None
@@ -310,6 +326,7 @@ class GpuMemory:
             claims = [claim for claim in here if claim.gpu in left]
             if not claims:
                 return None
+            # On `hurry` no diagnosis: the memory may still be on its way.
             late = time.monotonic() > give_up
             if late or hurry.is_set():
                 self._bar(claims)
@@ -329,7 +346,8 @@ class GpuMemory:
 
 
 def _size(listed: Iterable[int], card: Card) -> int | None:
-    """What these processes hold of `card`; None for no process, and where the driver does not say it of each."""
+    """Return the bytes of these processes on `card`; None if there is none, or if a size is
+    unknown."""
     sizes = [(card.processes or {})[pid] for pid in listed]
     known = [size for size in sizes if size is not None]
     return sum(known) if known and len(known) == len(sizes) else None
@@ -350,7 +368,7 @@ def _not_back(claims: list[_Claim], left: Mapping[int, int], cards: Mapping[int,
 
 
 def _holders(claim: _Claim, card: Card) -> str:
-    """Who NVML says is on the card, those left out who were there before us."""
+    """Return NVML's processes on the card in words, without those that were there before us."""
     before = {} if claim.seen.pids or claim.floor is None else claim.floor.processes or {}
     rows = {pid: size for pid, size in (card.processes or {}).items() if pid not in before}
     rows = {pid: size for pid, size in rows.items() if not claim.seen.pids or pid in claim.seen.pids}

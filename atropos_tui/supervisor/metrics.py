@@ -1,8 +1,8 @@
-"""`[metrics] port`: what the run does, for Prometheus.
+"""`[metrics] port`: figures of the run for Prometheus.
 
-Nothing is measured for it: a scrape tells what the supervisor knows already, and the newest records of the streams.
-
-Who asks is not checked beyond the headers Host and Origin: what is told are names and numbers, no text, path or prompt.
+A scrape measures nothing: it reports the supervisor's status and the newest records of the streams.
+Access is checked by the headers Host and Origin, and by the run's key if other machines can reach
+the port. The page has only names and numbers: no text, path or prompt.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from atropos_tui.profile.spec import MetricsPolicy
 
 R = TypeVar("R", bound=Record)
 Field = tuple[str, str, str]
-"""Of a record: the field, the name of the metric behind `atropos_`, its help."""
+"""Field of a record, name of the metric after `atropos_`, help text."""
 Rows = Sequence[tuple[Mapping[str, str], float]]
-"""Labels, the same in each, and value."""
+"""Label values (all rows with the same labels) and value."""
 Kind = GaugeMetricFamily | CounterMetricFamily
 
 STEP: Sequence[Field] = (
@@ -66,15 +66,15 @@ STEP: Sequence[Field] = (
 )
 TIMING: Sequence[Field] = (
     ("step_s", "step_seconds", "The whole step."),
-    ("data_wait_s", "step_data_wait_seconds", "Of the step: waiting for rollouts."),
-    ("train_s", "step_train_seconds", "Of the step: computing."),
-    ("sync_s", "step_sync_seconds", "Of the step: handing the weights over."),
-    ("checkpoint_s", "step_checkpoint_seconds", "Of the step: saving."),
-    ("tokens_per_s", "tokens_per_second", "Tokens trained."),
+    ("data_wait_s", "step_data_wait_seconds", "Part of the step: waiting for rollouts."),
+    ("train_s", "step_train_seconds", "Part of the step: computing."),
+    ("sync_s", "step_sync_seconds", "Part of the step: publishing the weights."),
+    ("checkpoint_s", "step_checkpoint_seconds", "Part of the step: saving the checkpoint."),
+    ("tokens_per_s", "tokens_per_second", "Tokens trained per second."),
     ("mfu", "mfu_ratio", "Model FLOPs utilisation of the training part."),
     ("engine_idle_fraction", "step_engine_idle_ratio", "Share of the step in which the engines had no request."),
-    ("engine_capacity_used", "step_engine_capacity_ratio", "Generated tokens by the most that the engines can make."),
-    ("accepted_tokens_per_s", "accepted_tokens_per_second", "Generated tokens that were trained on."),
+    ("engine_capacity_used", "step_engine_capacity_ratio", "Generated tokens divided by the engines' capacity."),
+    ("accepted_tokens_per_s", "accepted_tokens_per_second", "Generated tokens per second that were trained on."),
 )
 ALIGNMENT: Sequence[Field] = (
     ("logprob_diff_abs_mean", "logprob_diff_abs_mean", "Trainer against engine, policy lag included."),
@@ -84,8 +84,8 @@ ALIGNMENT: Sequence[Field] = (
 MEMORY: Sequence[Field] = (("peak_bytes", "trainer_gpu_peak_bytes", "Peak GPU memory of the trainer."),)
 SYNC: Sequence[Field] = (("seconds", "publish_seconds", "The newest publish of weights."),)
 ENGINE: Sequence[Field] = (
-    ("running", "engine_requests_running", "Requests in the present batch."),
-    ("waiting", "engine_requests_waiting", "Requests that wait for a place in it."),
+    ("running", "engine_requests_running", "Requests in the current batch."),
+    ("waiting", "engine_requests_waiting", "Requests that wait for a slot in it."),
     ("kv_use", "engine_kv_cache_ratio", "Share of the KV cache in use."),
 )
 ENGINE_TOTALS: Sequence[Field] = (
@@ -93,44 +93,45 @@ ENGINE_TOTALS: Sequence[Field] = (
     ("generated_tokens", "engine_generated_tokens", "Tokens generated."),
 )
 ENV: Sequence[Field] = (
-    ("waiting", "env_trainer_waiting_ratio", "Share of the newest time in which the trainer had no batch."),
-    ("idle", "env_engine_idle_ratio", "Share of the newest time in which its engine had no request."),
-    ("capacity_used", "env_engine_capacity_ratio", "Share of its engine's capacity in use in the newest time."),
-    ("busy_workers", "env_workers_busy", "Groups under way."),
-    ("free_slots", "env_queue_slots_free", "Queue slots that no group under way takes."),
+    ("waiting", "env_trainer_waiting_ratio", "Share of recent time in which the trainer had no batch."),
+    ("idle", "env_engine_idle_ratio", "Share of recent time in which its engine had no request."),
+    ("capacity_used", "env_engine_capacity_ratio", "Share of its engine's capacity in recent use."),
+    ("busy_workers", "env_workers_busy", "Groups in progress."),
+    ("free_slots", "env_queue_slots_free", "Queue slots that no group in progress takes."),
 )
 HOST: Sequence[Field] = (
-    ("cpu_percent", "host_cpu_percent", "Of all cores."),
-    ("memory_used", "host_memory_used_bytes", "Of the machine, or of the container where it has a limit."),
-    ("memory_total", "host_memory_total_bytes", "Of the machine, or the limit of the container."),
+    ("cpu_percent", "host_cpu_percent", "CPU use of all cores."),
+    ("memory_used", "host_memory_used_bytes", "Used memory of the machine, or of the container if it has a limit."),
+    ("memory_total", "host_memory_total_bytes", "Memory of the machine, or the limit of the container."),
 )
 GPU: Sequence[Field] = (
-    ("used_bytes", "gpu_memory_used_bytes", "Whoever uses it."),
-    ("total_bytes", "gpu_memory_total_bytes", "Of the card."),
-    ("utilization_percent", "gpu_utilization_percent", "Time in use."),
+    ("used_bytes", "gpu_memory_used_bytes", "Memory in use by any process."),
+    ("total_bytes", "gpu_memory_total_bytes", "Memory of the GPU."),
+    ("utilization_percent", "gpu_utilization_percent", "Share of time in use, in percent."),
     ("power_w", "gpu_power_watts", "Power drawn."),
-    ("temperature_c", "gpu_temperature_celsius", "Of the card."),
+    ("temperature_c", "gpu_temperature_celsius", "Temperature of the GPU."),
 )
 COMPONENT: Sequence[Field] = (
-    ("memory_bytes", "component_memory_bytes", "Of all its processes."),
-    ("gpu_bytes", "component_gpu_memory_bytes", "Of all its processes, where the driver tells them apart."),
-    ("cpu_percent", "component_cpu_percent", "Of one core, of all its processes."),
-    ("attempt", "component_attempt", "Its newest start."),
+    ("memory_bytes", "component_memory_bytes", "Memory of all its processes."),
+    ("gpu_bytes", "component_gpu_memory_bytes", "GPU memory of all its processes, if the driver lists it by process."),
+    ("cpu_percent", "component_cpu_percent", "CPU use of all its processes, in percent of one core."),
+    ("attempt", "component_attempt", "Number of its newest attempt."),
 )
 
 
 class Newest:
-    """The newest record of each kind in the streams of a run; reads what was appended since the last look."""
+    """Newest record of each kind in the streams of a run; each `look` reads only what was
+    appended."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
         self._tails: dict[str, RecordTail] = {}
         self.records: dict[type[Record], Record] = {}
         self.evals: dict[tuple[str, str], EvalRecord] = {}
-        """By environment and split."""
+        """Newest evaluation by environment and split."""
 
     def look(self) -> None:
-        """Blocks while it reads."""
+        """Read new records; blocks."""
         for path in (self._run.telemetry_jsonl, self._run.gauges_jsonl, *self._run.root.glob("eval.*.jsonl")):
             tail = self._tails.setdefault(path.name, RecordTail(path))
             for record in tail.rest():
@@ -139,17 +140,18 @@ class Newest:
     def _take(self, record: Record) -> None:
         if isinstance(record, EvalRecord):
             self.evals[record.env, record.split] = record
+        # Other ranks report the same step; rank 0 speaks for the trainer.
         elif not isinstance(record, TrainerRecord) or record.rank == 0:
             self.records[type(record)] = record
 
     def of(self, kind: type[R]) -> R | None:
-        """The newest record of a kind."""
+        """Return the newest record of a kind, or None."""
         record = self.records.get(kind)
         return record if isinstance(record, kind) else None
 
 
 def metrics(status: RunStatus, newest: Newest) -> Iterator[Metric]:
-    """Everything that is known, as families of samples; what nobody knows has no sample."""
+    """Yield the metric families; an unknown value has no sample."""
     run = {"run_id": status.run_id, "name": status.name, "mode": status.mode}
     yield _family("run_info", "The run; always 1.", [(run, 1)])
     phases = [({"phase": phase.value}, float(phase is status.phase)) for phase in Phase]
@@ -177,11 +179,11 @@ def _components(status: RunStatus) -> Iterator[Metric]:
         for state in State
     ]
     yield _family("component_state", "1 for the state that the component is in.", states)
-    said = [({"component": row.name}, float(bool(row.diagnosis))) for row in rows]
+    diagnosed = [({"component": row.name}, float(bool(row.diagnosis))) for row in rows]
     yield _family(
         "component_diagnosed",
-        "1 while a diagnosis of it is open that is more than advice; `atropos-tui why` has its words.",
-        said,
+        "1 while it has an open diagnosis above advice; `atropos-tui why` shows it.",
+        diagnosed,
     )
     restarts = [({"component": row.name}, float(row.restarts)) for row in rows]
     yield _family("component_restarts", "Restarts after a crash.", restarts, CounterMetricFamily)
@@ -189,7 +191,8 @@ def _components(status: RunStatus) -> Iterator[Metric]:
 
 
 def _used(gauges: GaugesRecord) -> Iterator[Metric]:
-    """Of engines, environments, run-api and machine, as of the newest line of gauges.jsonl."""
+    """Yield families of engines, environments, run-api and machine from the newest line of
+    gauges.jsonl."""
     yield from _gauges(gauges.engines, "engine", ENGINE)
     for field, name, text in ENGINE_TOTALS:
         if rows := list(_rows(gauges.engines, "engine", field)):
@@ -198,9 +201,9 @@ def _used(gauges: GaugesRecord) -> Iterator[Metric]:
     yield from _gauges({card.label: card for card in gauges.gpus}, "gpu", GPU)
     yield from _gauges({"": gauges.host}, "", HOST)
     if gauges.queue is not None:
-        yield _family("api_queue_groups", "Groups that wait in run-api for the trainer.", [({}, gauges.queue)])
+        yield _family("api_queue_groups", "Groups in run-api that wait for the trainer.", [({}, gauges.queue)])
     if gauges.disk_free_bytes is not None:
-        yield _family("disk_free_bytes", "Of the disk that holds the run.", [({}, gauges.disk_free_bytes)])
+        yield _family("disk_free_bytes", "Free space of the disk that holds the run.", [({}, gauges.disk_free_bytes)])
 
 
 def _gauges(of: Mapping[str, BaseModel | None], label: str, fields: Iterable[Field]) -> Iterator[Metric]:
@@ -211,6 +214,7 @@ def _gauges(of: Mapping[str, BaseModel | None], label: str, fields: Iterable[Fie
 
 def _rows(of: Mapping[str, BaseModel | None], label: str, field: str) -> Iterator[tuple[dict[str, str], float]]:
     for name, part in of.items():
+        # An optional field without a value gets no sample: 0 would be wrong.
         value = getattr(part, field, None)
         if value is not None:
             yield {label: name} if label else {}, float(value)
@@ -224,7 +228,7 @@ def _family(name: str, text: str, rows: Rows, kind: type[Kind] = GaugeMetricFami
 
 
 class _Ready(Collector):
-    """Families that were made already: the library writes what a collector gives."""
+    """Collector of finished families, for the library's text writer."""
 
     def __init__(self, families: Iterable[Metric]) -> None:
         self._families = list(families)
@@ -234,7 +238,8 @@ class _Ready(Collector):
 
 
 def page(status: RunStatus, newest: Newest) -> bytes:
-    """The text that Prometheus reads."""
+    """Return the page in Prometheus' text format."""
+    # A registry of its own, without the library's metrics of this Python process.
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Ready(metrics(status, newest)))
     return generate_latest(registry)
@@ -243,7 +248,8 @@ def page(status: RunStatus, newest: Newest) -> bytes:
 def metrics_app(
     run: RunDir, policy: MetricsPolicy, token: str, status: Callable[[], Awaitable[RunStatus]]
 ) -> Starlette:
-    """`GET /metrics`, for who calls us by a name of ours and, where other machines reach us, has the run's key."""
+    """Return the application with `GET /metrics`. It accepts only our own host names and, if other
+    machines can reach it, only requests with the run's key."""
     keys = door_keys(policy.host, token)
     hosts = allowed_hosts(policy.host, hosts_in(os.environ, ENV_ALLOWED_HOSTS))
     newest, reading = Newest(run), asyncio.Lock()
@@ -261,8 +267,10 @@ def metrics_app(
         elif refusal is None and keys and connection:
             connection.prove()
         if refusal:
+            # Refuse before any work is done.
             return PlainTextResponse(f"{refusal[1]}\n", refusal[0])
         now = await status()
+        # One reader at a time: `Newest` is not safe for two threads.
         async with reading:
             await asyncio.to_thread(newest.look)
             return Response(page(now, newest), media_type=CONTENT_TYPE_LATEST)
@@ -274,7 +282,7 @@ def listen_tcp(policy: MetricsPolicy) -> socket.socket:
     """Bind the address of `[metrics]`.
 
     Raises:
-        OSError: it is taken, or no address of this machine.
+        OSError: the port is in use, or the address is not of this machine.
     """
     assert policy.port is not None
     family, _, _, _, address = socket.getaddrinfo(policy.host, policy.port, type=socket.SOCK_STREAM)[0]

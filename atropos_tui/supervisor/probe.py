@@ -1,6 +1,8 @@
-"""Probes: is it started, ready, alive? All checks of a probe must pass; thresholds decide when the verdict changes.
+"""Health checks of a component: startup, readiness, liveness. All checks of a probe must pass;
+thresholds decide when the verdict changes.
 
-`StageWatch` reads the stages that a component records; stages of programs of others are lines of its log.
+`StageWatch` reads the stages that a component records. Stages of other programs are found by
+patterns in the log.
 """
 
 from __future__ import annotations
@@ -38,12 +40,12 @@ Which = Literal["startup", "readiness", "liveness"]
 
 STAGE_LOOK_S = 0.2
 RECHECK_S = 5.0
-"""Readiness of a component that is ready is looked at again no more often than this."""
+"""Shortest interval in seconds of readiness rounds while the component is ready."""
 
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """One round of one probe."""
+    """Result of one round of one probe."""
 
     which: Which
     ok: bool
@@ -52,22 +54,23 @@ class ProbeResult:
 
 
 def checks_of(probes: Probes) -> Iterator[Check]:
-    """Every check of a component."""
+    """Yield every check of a component."""
     for probe in (probes.startup, probes.readiness, probes.liveness):
         yield from probe.checks if probe else ()
 
 
 def log_patterns(probes: Probes) -> list[str]:
-    """What the log checks of a component look for."""
+    """Return the patterns of the log checks."""
     return [check.pattern for check in checks_of(probes) if isinstance(check, LogCheck)]
 
 
 class CheckFailedError(Exception):
-    """A check did not pass; the message says what was found instead."""
+    """A check did not pass; the message has the finding."""
 
 
 class Prober:
-    """Runs the probes of one attempt and reports when a verdict changes. `last` holds the newest round of each."""
+    """Runs the probes of one attempt and reports changed verdicts. `last` holds the newest round of
+    each."""
 
     def __init__(
         self,
@@ -79,23 +82,24 @@ class Prober:
         report: Callable[[ProbeResult], None],
         start: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
     ) -> None:
-        """`reached`: names of the stages that this attempt has reached, as it grows."""
+        """`reached`: live view of the stages that this attempt has reached."""
         self._http, self._launch, self._log, self._stages = http, launch, log, reached
         self._report = report
         self.last: dict[Which, ProbeResult] = {}
         self._was_ready = asyncio.Event()
-        for pattern in log_patterns(probes):  # from the first line on, not from the first round of the probe
-            with contextlib.suppress(re.error):  # said again, as a failure, when the check runs
+        for pattern in log_patterns(probes):  # from the first log line, before the first round
+            with contextlib.suppress(re.error):  # the check itself reports a bad pattern
                 log.watch(pattern)
         self._task = start(self._run(probes))
 
     def cancel(self) -> None:
-        """Stop probing, at once."""
+        """Stop at once."""
         self._task.cancel()
 
     async def _run(self, probes: Probes) -> None:
         if probes.startup:
             await self._follow("startup", probes.startup, once=True)
+        # Readiness and liveness run side by side, each with its own interval.
         async with asyncio.TaskGroup() as group:
             if probes.readiness:
                 group.create_task(self._follow("readiness", probes.readiness))
@@ -103,7 +107,7 @@ class Prober:
                 group.create_task(self._stay_alive(probes.liveness, gated=probes.readiness is not None))
 
     async def _stay_alive(self, probe: Probe, *, gated: bool) -> None:
-        # A program that is still loading is slow, not dead: until it was ready once, `start_timeout_s` judges it.
+        # A program that is still loading may be slow: until it is ready once, only `start_timeout_s` limits it.
         if gated:
             await self._was_ready.wait()
         await self._follow("liveness", probe)
@@ -117,6 +121,7 @@ class Prober:
             if result.ok:
                 passed, failed = passed + 1, 0
             else:
+                # Failures within `start_period_s` do not count.
                 passed, failed = 0, failed + (time.monotonic() - began >= probe.start_period_s)
             if passed >= probe.success_threshold and verdict is not True:
                 verdict = True
@@ -128,6 +133,7 @@ class Prober:
                 self._report(result)
             if once and verdict:
                 return
+            # A ready component is checked less often.
             settled = which == "readiness" and verdict and not failed
             await asyncio.sleep(max(probe.interval_s, RECHECK_S) if settled else probe.interval_s)
 
@@ -136,6 +142,8 @@ class Prober:
         try:
             async with asyncio.timeout(probe.timeout_s):
                 found = await asyncio.gather(*map(self._check, probe.checks), return_exceptions=True)
+            # Wait for all checks, then report the first failure: a cancelled check could leave a
+            # process.
             for problem in found:
                 if isinstance(problem, BaseException):
                     raise problem
@@ -149,7 +157,7 @@ class Prober:
         return ProbeResult(which, ok, time.perf_counter() - began, detail)
 
     async def _check(self, check: Check) -> str:
-        """What the check found.
+        """Return the finding of a passed check.
 
         Raises:
             CheckFailedError: it did not pass.
@@ -175,7 +183,7 @@ class Prober:
         return f"{check.path} exists"
 
     async def _get(self, check: HttpCheck) -> str:
-        # No token goes along: health routes are open, and until the component binds, a stranger may hold its port.
+        # Send no token: health routes need none, and before the component binds, another process may hold its port.
         try:
             answer = await self._http.get(check.url, headers={"Connection": "close"}, timeout=None)
         except httpx.HTTPError as error:
@@ -201,6 +209,7 @@ class Prober:
         try:
             await child.exited.wait()
         finally:
+            # Also on timeout: the program must not outlive its check.
             child.abandon()
             output.finish()
         if child.exit_code != 0:
@@ -209,23 +218,23 @@ class Prober:
 
 
 class StageWatch:
-    """Finds the stages of one attempt: in the records of the component, and in its log those that have a pattern."""
+    """Finds the stages of one attempt: in the component's records, and by pattern in its log."""
 
     def __init__(
         self, spec: ComponentSpec, records: Path, attempt: int, log: LogDrain, reached: Callable[[str, float], None]
     ) -> None:
-        """`reached` is called once with the name and the time, in Unix seconds, of every stage."""
+        """`reached` is called once for every stage, with its name and Unix time."""
         self._attempt, self._log, self._reached = attempt, log, reached
         self._tail = RecordTail(records)
         asked = [check.stage for check in checks_of(spec.probes) if isinstance(check, StageCheck)]
         self._waiting = {stage.name: stage.pattern for stage in spec.stages} | dict.fromkeys(asked, "")
         for stage in spec.stages:
             if stage.pattern:
-                with contextlib.suppress(re.error):  # a stage that cannot be seen is shown as not reached
+                with contextlib.suppress(re.error):  # a stage with a bad pattern is shown as not reached
                     log.watch(stage.pattern)
 
     async def look(self) -> None:
-        """Report the stages that were reached since the last look."""
+        """Report the stages reached since the last call."""
         found: dict[str, float] = {}
         for record in await asyncio.to_thread(lambda: list(self._tail.rest())):
             if isinstance(record, StageRecord) and record.attempt == self._attempt:
@@ -233,12 +242,13 @@ class StageWatch:
         for name, pattern in self._waiting.items():
             if pattern and self._log.seen(pattern):
                 found.setdefault(name, time.time())
+        # In the order of the profile's stages, and each only once.
         for name in [name for name in self._waiting if name in found]:
             del self._waiting[name]
             self._reached(name, found[name])
 
     async def follow(self) -> None:
-        """Look again and again until every stage is reached."""
+        """Poll every `STAGE_LOOK_S` seconds until every stage is reached."""
         while self._waiting:
             await asyncio.sleep(STAGE_LOOK_S)
             await self.look()

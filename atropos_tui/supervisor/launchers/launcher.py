@@ -1,9 +1,9 @@
-"""How the processes of a run come to life on this machine, and the books about those that live.
+"""Start of a run's processes on this machine, and the state that they share.
 
-`Launcher` is the seam: a component is started directly (`DirectLauncher`), and dies with the supervisor, or by a keeper
-that outlives it (`keeper_launcher.KeeperLauncher`, for `survive = true`). `Host` is what all components of a run share:
-the launcher, held ports, GPU memory, who belongs to which component, the guard, and `journal.json`. No state of a
-component is written here.
+`Launcher` is the interface. `DirectLauncher` starts components that die with the supervisor;
+`keeper_launcher.KeeperLauncher` (`survive = true`) starts them by a keeper that outlives it. `Host`
+holds the shared state of a run's components: launcher, held ports, GPU memory, process membership,
+guard, and `journal.json`. It writes no state of a component.
 """
 
 from __future__ import annotations
@@ -46,15 +46,16 @@ from atropos_tui.supervisor.store import FarEntry, ProcessEntry, ProcessTable
 from atropos_tui.supervisor.tracker import Tracker, UseMeter
 
 GROUP_PATIENCE_S = 0.05
-"""A control group that is not free by then goes with the run's own group at the end."""
+"""Seconds to wait for an empty control group; later it goes with the run's group."""
 MAX_AGE_S = 2.0
 PATIENCE_S = 0.02
 OLDEST_S = 10.0
-"""A sample that is not that old is shown when a new one takes longer than `PATIENCE_S`."""
+"""Most seconds of age of a usage sample that is shown if a new one takes longer than
+`PATIENCE_S`."""
 GPU_PATIENCE_S = 0.3
-"""`ps` answers without GPU figures rather than wait for a slow driver, or for the first reading."""
+"""Seconds that `ps` waits for GPU figures; a slow driver or the first reading takes longer."""
 SCARCE = {errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT}
-"""What a start fails with when the machine is out of descriptors, processes, memory or disk: that may pass."""
+"""Errors of a start on a machine out of descriptors, processes, memory or disk. They may pass."""
 
 OnExit = Callable[[], None]
 OnProblem = Callable[[str], None]
@@ -62,35 +63,36 @@ OnProblem = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Living:
-    """A component that was brought to life."""
+    """A started component."""
 
     child: Leader
     log: LogDrain
     launch: Launch
     entry: ProcessEntry
-    """What the journal says of it."""
+    """Its entry in the journal."""
     waited: bool = False
-    """It was prepared, and waited for its turn."""
+    """It was a standby process."""
 
 
 @dataclass(frozen=True)
 class Inherited:
-    """A component that an earlier supervisor of the run started, and that this one goes on with."""
+    """A component that an earlier supervisor started and this one adopts."""
 
     entry: ProcessEntry
     changed: bool
-    """Its plan says something else now: it must be restarted."""
+    """Its plan has changed, so it must be restarted."""
 
 
 class Launcher:
-    """Starts the components of one run, or goes on with them. Whatever it does not do, it leaves as here."""
+    """Starts or adopts the components of one run. The defaults fit a launcher without other nodes,
+    adoption or standby."""
 
     adoptable = False
-    """Whether what it starts lives on without this supervisor, for the next one to adopt."""
+    """The next supervisor can adopt what this launcher starts."""
     inherited: Mapping[str, Inherited] = {}
-    """What an earlier supervisor left, by component."""
+    """Components that an earlier supervisor left."""
     on_far: Callable[[str, FarEntry], None]
-    """Told when a component is up on another node, and by which pid."""
+    """Callback for a component that is up on another node; the entry has its pid."""
 
     def start(
         self, spec: ComponentSpec, attempt: int, launch: Launch, on_exit: OnExit, on_problem: OnProblem
@@ -98,8 +100,8 @@ class Launcher:
         """Execute the command of `launch`.
 
         Args:
-            on_exit: called in the event loop when the main process has ended.
-            on_problem: told what hinders the log.
+            on_exit: called in the event loop after the exit of the main process.
+            on_problem: called with a problem of the log.
 
         Raises:
             OSError: the log cannot be opened, or the process cannot be started.
@@ -107,11 +109,12 @@ class Launcher:
         raise NotImplementedError
 
     def adopt(self, name: str, on_exit: OnExit, on_problem: OnProblem) -> Living:
-        """Go on with a component of `inherited`."""
+        """Adopt a component of `inherited`."""
         raise KeyError(name)
 
     def prepare(self, spec: ComponentSpec, attempt: int, launch: Launch) -> int | None:
-        """Let a process wait to be `attempt`, so that it takes less time, where that can be done.
+        """Start a standby process for `attempt`, to make that start faster; None if this is not
+        supported.
 
         Returns:
             Its pid, which is its session.
@@ -122,36 +125,36 @@ class Launcher:
         return None
 
     def drop_next(self, name: str | None = None) -> None:
-        """Nobody waits any more to be the next of `name`, or of anyone."""
+        """Discard the standby process of `name`; None: of every component."""
 
     async def usage(self) -> dict[str, Usage]:
-        """What components on other nodes use, by component."""
+        """Return the resource usage of components on other nodes."""
         return {}
 
     def cards(self) -> list[GpuStatus]:
-        """The GPUs of other nodes, as of the last `usage`."""
+        """Return the GPUs of other nodes, as of the last `usage`."""
         return []
 
     def machines(self) -> dict[str, dict[str, Any]]:
-        """Fields of `NodeStatus` that were measured, by node; of other nodes alone."""
+        """Return measured fields of `NodeStatus` for each other node."""
         return {}
 
     def close(self) -> None:
-        """Nothing more will be started."""
+        """Release everything; nothing starts after this."""
         self.drop_next()
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """A process that waits to be an attempt: it has imported everything, and waits for the line `go`.
+    """A standby process: it has imported everything and waits for the line `go`.
 
-    It is no member of the component yet (`Tracker.set_aside`), listens nowhere, and dies with this process. What it
-    prints stays in its pipe: the log belongs to the attempt that runs.
+    It is not a member of the component yet (`Tracker.set_aside`), does not listen, and dies with
+    the supervisor. Its output stays in the pipe, because the log belongs to the running attempt.
     """
 
     attempt: int
     launch: Launch
-    """What the attempt would be started with; if that has changed by then, it is of no use."""
+    """Launch of the attempt; the standby process is useless if it has changed by then."""
     child: Child
     output: int
     """Read end of the pipe with its stdout and stderr."""
@@ -167,7 +170,7 @@ class Waiting:
         self.child.abandon()
 
     def go(self) -> bool:
-        """Tell it to go; False if nobody is there to hear it."""
+        """Send `go`; return False if the process has exited."""
         try:
             os.write(self.word, GO_LINE)
         except BrokenPipeError:
@@ -179,7 +182,7 @@ class DirectLauncher(Launcher):
     """Starts components as children of this process, which die with it.
 
     Args:
-        group: the run's control group, if it has one.
+        group: the run's control group; "" if it has none.
     """
 
     def __init__(self, stack: StackSpec, group: str) -> None:
@@ -197,18 +200,21 @@ class DirectLauncher(Launcher):
         except OSError:
             file.close()
             raise
+        # A standby process becomes a component only now.
         child.begin(lambda _: on_exit())
         entry = entry_of(child.pid, child.ticks, attempt, launch, group)
         return Living(child, LogDrain(pipe, file, on_problem), launch, entry, waited=waited is not None)
 
     def _take(self, name: str, attempt: int, launch: Launch) -> tuple[Child, int] | None:
-        """The process that waited to be this attempt, told to go, and the read end of its pipe; None if none does."""
+        """Release the standby process of this attempt and return it with its pipe; None if there is
+        none."""
         found = self._waiting.pop(name, None)
         if found is None:
             return None
         if not found.is_for(attempt, launch) or not found.go():
             found.discard()
             return None
+        # The standby process reads its stdin only for `go`.
         os.close(found.word)
         return found.child, found.output
 
@@ -218,6 +224,7 @@ class DirectLauncher(Launcher):
             return there.child.pid
         self.drop_next(spec.name)
         group = procfs.part_group(self._group, spec.name, attempt)
+        # Standby processes read `go` from their stdin, and exit at its end if this process dies.
         listening, word = os.pipe2(os.O_CLOEXEC)
         try:
             env = launch.env | {ENV_WAIT_FOR_GO: "1"}
@@ -237,10 +244,11 @@ class DirectLauncher(Launcher):
 
 
 class HeldPorts:
-    """The ports that a run holds for its components, from before the first start until after the last.
+    """Ports that a run holds for its components, from before the first start until after the last.
 
-    What cannot be held now is tried again when its component ends, and before each start. A port on which a component
-    of an earlier supervisor listens (`survive`) is shared with nobody: it is held from that component's end on.
+    A port that cannot be held now is tried again when its component ends, and before each start. A
+    port on which an adopted component (`survive`) listens cannot be shared: it is held from that
+    component's end on.
     """
 
     def __init__(self, components: Iterable[ComponentSpec]) -> None:
@@ -249,7 +257,8 @@ class HeldPorts:
             self.hold(spec)
 
     def hold(self, spec: ComponentSpec) -> bool:
-        """See that the component's port is held, where it shall be; False if somebody else has it."""
+        """Hold the component's port, if it has one to hold; return False if another process has
+        it."""
         if spec.port is not None and spec.port_held and not spec.is_far and spec.port not in self._held:
             with contextlib.suppress(OSError):
                 self._held[spec.port] = hold(spec.port)
@@ -257,36 +266,39 @@ class HeldPorts:
         return True
 
     def is_free(self, spec: ComponentSpec) -> bool:
-        """Whether the component could listen on its port now; on another node that is found out there."""
+        """Return True if the component could listen on its port now; a port on another node counts
+        as free."""
         return spec.port is None or spec.is_far or (self.hold(spec) and ports.is_free(spec.port, held=spec.port_held))
 
     def close(self) -> None:
-        """The run is over: they are free for everyone."""
+        """Release the ports."""
         while self._held:
             self._held.popitem()[1].close()
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Of one component, descendants included; memory in bytes, CPU in percent of one core since the last sample."""
+    """Resources of one component and its descendants: memory in bytes, CPU in percent of one core
+    since the last sample."""
 
     pids: list[int] = field(default_factory=list)
     cpu_percent: float | None = None
     memory_bytes: int | None = None
     gpu_bytes: int | None = None
     at: float = 0.0
-    """When it was measured, in Unix seconds."""
+    """Unix time of the measurement."""
 
 
 class UsageSampler:
-    """CPU and memory of every component, measured only when someone asks, at most every `MAX_AGE_S`, in a thread."""
+    """CPU and memory of every component, measured on request in a thread, at most once per
+    `MAX_AGE_S`."""
 
     def __init__(self, tracker: Tracker, gpus: GpuMemory, launcher: Launcher) -> None:
         self._tracker = tracker
         self._gpu_memory = gpus
         self._launcher = launcher
         self.gpus: list[GpuStatus] = []
-        """Every card of the machine and of other nodes, as of the newest sample."""
+        """Every GPU of this machine and of other nodes, as of the newest sample."""
         self._measuring: asyncio.Task[None] | None = None
         self._taken = 0.0
         self._use = UseMeter()
@@ -295,7 +307,7 @@ class UsageSampler:
         self._own: dict[str, Any] = {}
 
     def nodes(self, stack: StackSpec) -> list[NodeStatus]:
-        """The machines of a stack, as of the newest sample and the last word of each."""
+        """Return the machines of a stack, as of the newest sample and each node's last report."""
         here = {spec.place.node for spec in stack.components if spec.place and not spec.is_far}
         far = self._launcher.machines()
         own = {**self._own, "heard_at": time.time()}
@@ -305,7 +317,8 @@ class UsageSampler:
         ]
 
     async def fresh(self) -> dict[str, Usage]:
-        """Usage by component, at most `MAX_AGE_S` old; on a machine so busy that measuring takes long, `OLDEST_S`."""
+        """Return usage by component, at most `MAX_AGE_S` old; on a busy machine at most
+        `OLDEST_S`."""
         age = time.monotonic() - self._taken
         if age > MAX_AGE_S or self._measuring is not None:
             if self._measuring is None:
@@ -332,6 +345,7 @@ class UsageSampler:
     def _sample(self) -> dict[str, Usage]:
         at = time.time()
         rows = self._tracker.survey()
+        # After the scan, so that its duration does not count as age.
         self._taken = time.monotonic()
         usage = {name: Usage(**found, at=at) for name, found in self._use.read(rows).items()}
         self._own = self._machine.read()
@@ -339,12 +353,12 @@ class UsageSampler:
 
 
 class Host:
-    """What the components of one run share on this machine. Belongs to the supervisor's event loop.
+    """Shared state of one run's components on this machine. Belongs to the supervisor's event loop.
 
     Args:
         socket: path of the control socket, as the components know it.
         token: the run's token.
-        table: the earlier journal's entries of what is inherited.
+        table: journal entries of the adopted components.
     """
 
     def __init__(
@@ -356,7 +370,8 @@ class Host:
         self.tracker = Tracker(stack.run_id)
         self.gpus = GpuMemory(Reader(Nvml(given_here())))
         self.ports = HeldPorts(stack.components)
-        self.http = httpx.AsyncClient(limits=LIMITS, trust_env=False, verify=False)  # on this machine, no proxy
+        # For health checks on this machine: no proxy, no certificates.
+        self.http = httpx.AsyncClient(limits=LIMITS, trust_env=False, verify=False)
         self.table = table or ProcessTable(run_id=stack.run_id)
         self.table.supervisor, self.table.group = entry_of(os.getpid()), guard.group
         self._journal = RunDir(Path(stack.run_dir)).journal_json
@@ -366,18 +381,19 @@ class Host:
         self.table.write(self._journal)
 
     async def close(self) -> None:
-        """Let go of ports and connections."""
+        """Close connections and release ports."""
         await self.http.aclose()
         self.ports.close()
 
     def end(self) -> None:
-        """The run is being ended: nothing outlives the supervisor from here on, and nothing waits for a next start."""
+        """Begin the end of the run: from here on nothing survives the supervisor, and standby
+        processes go."""
         self._ending = True
         self.guard.end_keeping()
         self.launcher.drop_next()
 
     def launch(self, spec: ComponentSpec, attempt: int) -> Launch:
-        """What `attempt` of `spec` is started as.
+        """Return the launch of `attempt` of `spec`.
 
         Raises:
             LaunchError: a variable, the working directory or the program is missing.
@@ -387,14 +403,15 @@ class Host:
     def start(
         self, spec: ComponentSpec, attempt: int, launch: Launch, on_exit: OnExit, on_problem: OnProblem
     ) -> Living:
-        """Start it, and enter it into the books.
+        """Start a component and enter it into tracker, guard and journal.
 
         Raises:
-            LaunchError: it cannot be started as written.
-            OSError: the machine has no room for it now (`SCARCE`).
+            LaunchError: it cannot be started as configured.
+            OSError: the machine lacks resources for it now (`SCARCE`).
         """
         try:
             if not spec.is_far:
+                # Files of an earlier attempt that this one would mistake for its own.
                 remove_files(launch.clears)
                 make_scratch(launch.scratch)
                 self.guard.clear(launch.leaves)
@@ -410,13 +427,14 @@ class Host:
         return living
 
     def adopt(self, name: str, on_exit: OnExit, on_problem: OnProblem) -> Living:
-        """Go on with what an earlier supervisor started as component `name`."""
+        """Adopt component `name` of an earlier supervisor."""
         living = self.launcher.adopt(name, on_exit, on_problem)
         self._enter(name, living)
         return living
 
     def prepare_next(self, spec: ComponentSpec, attempt: int) -> None:
-        """Where the next start shall be quick, let its process wait. If that fails, the start itself will say why."""
+        """Start a standby process, if the component has `standby`. Errors are ignored: the start
+        itself will report them."""
         if spec.standby and not self._ending and not spec.is_far:
             with contextlib.suppress(LaunchError, OSError):
                 launch = self.launch(spec, attempt)
@@ -427,16 +445,18 @@ class Host:
 
     def _enter(self, name: str, living: Living) -> None:
         entry = living.entry
+        # The guard must know the session before the component can start children.
         for session, ticks in {**entry.sessions, entry.pid: entry.ticks}.items():
             self.guard.remember(session, ticks)
         if entry.far is None:
             self.tracker.add(name, entry.pid, entry.group, entry.sessions)
-            self.guard.clear(living.launch.leaves)  # of an adopted one, too
+            self.guard.clear(living.launch.leaves)  # needed for an adopted component as well
         self.table.components[name] = entry
         self._write_soon()
 
     def _write_soon(self) -> None:
-        """Write the table when this turn of the event loop is over: many components start in one."""
+        """Write the table after this turn of the event loop, because many components start in
+        one."""
         if not self._unwritten:
             self._unwritten = True
             asyncio.get_running_loop().call_soon(self._write)
@@ -451,18 +471,20 @@ class Host:
             self._write_soon()
 
     def leave(self, spec: ComponentSpec, child: Leader, launch: Launch, *, done: bool) -> None:
-        """Nothing of the component is left: reap it, forget it, remove its files, hold its port again.
+        """Clean up after a component of which no process is left: reap it, drop its entries, remove
+        its files, hold its port again.
 
         Args:
-            done: a step that is not repeated under components that live on.
+            done: a completed step, which is not repeated beside adopted components.
 
         Raises:
-            OSError: a file that must not outlive it cannot be removed; all else is done.
+            OSError: a file that must not outlive it cannot be removed; everything else is done.
         """
         child.reap()
         entry = self.table.components.pop(spec.name)
         self.tracker.remove(spec.name)
         self.guard.forget(entry.pid)
+        # The guard must not delete files of the next attempt.
         self.guard.cleared(launch.leaves)
         procfs.remove_group(entry.group, GROUP_PATIENCE_S)
         if done:
@@ -472,10 +494,12 @@ class Host:
             if entry.far is None:
                 remove_files(launch.leaves)
         finally:
+            # The port again before anything else can take it.
             self.ports.hold(spec)
 
     def note_progress(self, name: str, found: Mapping[str, Any]) -> None:
-        """Write down what an adopting supervisor could not find out: fields of the component's `ProcessEntry`."""
+        """Journal fields of the component's `ProcessEntry` that an adopting supervisor cannot find
+        out."""
         entry = self.table.components.get(name)
         if entry is not None:
             new = entry.model_copy(update={**found, "sessions": self.tracker.sessions(name)})
@@ -484,7 +508,7 @@ class Host:
                 self.table.write(self._journal)
 
     def shares_with(self, name: str) -> Callable[[int], bool]:
-        """Tells of a card whether another component with live processes uses it."""
+        """Return a function of a card: True if another component with live processes uses it."""
 
         def shared(gpu: int) -> bool:
             others = (other for other in self.table.components if other != name)
@@ -493,12 +517,13 @@ class Host:
         return shared
 
     async def look_at_gpus(self, name: str) -> None:
-        """See what the live processes of `name` hold, before they go."""
+        """Record which GPU processes belong to `name` while they live."""
         rows = await asyncio.to_thread(self.tracker.members, name)
         await self.gpus.note({name: [row.pid for row in rows]})
 
     async def survey(self) -> None:
-        """Look at every process of the run: adopted zombies are collected, new sessions told to the guard."""
+        """Scan the processes of the run: reap adopted zombies, and pass new sessions to the
+        guard."""
         found = await asyncio.to_thread(self.tracker.survey)
         await asyncio.to_thread(self.tracker.note_shared_memory, found)
         for name, rows in found.items():
@@ -510,15 +535,15 @@ class Host:
             await self.gpus.note({name: [row.pid for row in rows] for name, rows in found.items()})
 
     async def remove_shared_memory(self, name: str) -> None:
-        """Remove the files in /dev/shm that only `name`, which is gone, had mapped."""
-        if name in self._gpus_of:  # it runs here
+        """Remove the files in /dev/shm that only processes of `name` had mapped."""
+        if name in self._gpus_of:  # it runs on this machine
             await asyncio.to_thread(procfs.remove_unused, self.tracker.shared_files(name))
 
 
 def entry_of(
     pid: int, ticks: int | None = None, attempt: int = 0, launch: Launch | None = None, group: str = ""
 ) -> ProcessEntry:
-    """The journal's entry for a live process."""
+    """Return the journal's entry for a live process."""
     if ticks is None:
         row = procfs.read(pid)
         ticks = row.ticks if row else 0
