@@ -1,4 +1,4 @@
-"""`atropos-tui`, also as `python -m atropos_tui`."""
+"""Entry point of `atropos-tui` and `python -m atropos_tui`."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import sys
 
 
 def main() -> int:
-    """Entry point of the script; returns the exit code."""
+    """Run the command line; return its exit code."""
     from atropos_tui import streams
 
-    streams.prepare()
+    streams.prepare()  # before any import that may print
     from atropos_tui.cli.main import run
 
     argv = sys.argv[1:]
     try:
         code = run(argv)
-    except SystemExit as leaving:  # of argparse
+    except SystemExit as leaving:  # argparse exits after --help and after wrong usage
         code = leaving.code if isinstance(leaving.code, int) else 0
     return streams.finish(code, argv)
 

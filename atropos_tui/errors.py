@@ -1,6 +1,7 @@
-"""What a user may get wrong, and the exit codes of the command line.
+"""Errors that a user can correct, and the exit codes of the command line.
 
-A `UserError` is shown as its title and its problems, never as a traceback; each problem says where, what and the fix.
+A `UserError` is shown as its title and its problems, without a traceback. Each problem names the
+place, the reason and the fix.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 LEAST_FILES = 128
-"""Open files that a supervisor with a few components needs: about eight for each, and its connections."""
+"""Smallest usable limit of open files: a supervisor needs about eight for each component, plus its
+connections."""
 
 
 class Exit(IntEnum):
@@ -28,24 +30,24 @@ class Exit(IntEnum):
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong: the file, the key in it, the reason, and the fix."""
+    """One mistake: the file, the key in it, the reason, and the fix."""
 
     reason: str
     fix: str = ""
     file: str = ""
     key: str = ""
     line: int | None = None
-    """Of the key in `file`, counted from 1."""
+    """Line of the key in `file`, counted from 1."""
 
     @property
     def place(self) -> str:
-        """File, line and key, as editors and terminals link to it."""
+        """File, line and key, in the form that editors and terminals link to."""
         file = f"{self.file}:{self.line}" if self.file and self.line else self.file
         return ": ".join(part for part in (file, self.key) if part)
 
     @property
     def what(self) -> str:
-        """Where it is and the reason, in one line."""
+        """Place and reason in one line."""
         return f"{self.place}: {self.reason}" if self.place else self.reason
 
     def __str__(self) -> str:
@@ -54,7 +56,7 @@ class Problem:
 
 @dataclass
 class UserError(Exception):
-    """A mistake that the user can mend."""
+    """A mistake that the user can correct; its text lists every problem."""
 
     title: str
     problems: list[Problem] = field(default_factory=list)
@@ -64,6 +66,7 @@ class UserError(Exception):
         lines = [self.title]
         for number, problem in enumerate(self.problems, 1):
             lines.append(f"  {problem.what}")
+            # Neighbours with the same fix show it once, after the last of them.
             is_shared = number < len(self.problems) and self.problems[number].fix == problem.fix
             if problem.fix and not is_shared:
                 lines.append(f"    fix: {problem.fix}")
@@ -71,7 +74,12 @@ class UserError(Exception):
 
 
 class Elsewhere(Exception):
-    """This command is to be given on another machine: `prefix` runs it there, or `words` in its place."""
+    """Raised by a command that has to run on another machine.
+
+    Args:
+        prefix: command in front of ours, such as ssh or srun, that reaches the machine.
+        words: arguments to run there; None: the arguments of this command.
+    """
 
     def __init__(self, prefix: list[str], words: list[str] | None = None) -> None:
         super().__init__(" ".join(prefix))
@@ -79,5 +87,6 @@ class Elsewhere(Exception):
         self.words = words
 
     def run(self, argv: list[str]) -> int:
-        """Give the command there, with this terminal and folder; its exit code."""
+        """Run the command there, with this terminal and folder; return its exit code."""
+        # -P: modules in the current folder must not shadow installed ones.
         return subprocess.call([*self.prefix, sys.executable, "-P", "-m", "atropos_tui", *(self.words or argv)])

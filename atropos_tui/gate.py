@@ -1,12 +1,13 @@
-"""The one place through which text reaches a terminal, and the rules for what passes.
+"""Filter for text that reaches a terminal.
 
-Programs, models and files of other people may print anything. `plain_text` keeps what can be read and drops what a
-terminal would obey: escape sequences (CSI, OSC with clipboard writes, DCS and the like), control characters,
-bidirectional overrides. Half a surrogate pair becomes a question mark: neither a terminal nor a file takes one.
+Programs, models and files of other people may print anything. `plain_text` drops what a terminal
+would obey: escape sequences (CSI, OSC with clipboard writes, DCS and similar), control characters
+and bidirectional overrides. Half a surrogate pair becomes a question mark, because neither a
+terminal nor a file accepts one.
 
-`gated()` puts a `Gate` before standard output and standard error of a command; the screen filters each line that it
-draws by `harmless`. So no caller has to think of it. Our own colours (`OWN_STYLES`) pass; other control sequences of
-our own go through `write_own`.
+`gated()` filters standard output and standard error of a command; the screen filters each line that
+it draws with `harmless`. Callers need no filter of their own. Our own colours (`OWN_STYLES`) pass;
+our other control sequences go through `write_own`.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from contextlib import contextmanager
 from typing import Any, TextIO, cast
 
 MAX_COLUMNS = 4096
-"""A longer line is cut for display; its file has the rest."""
+"""Characters of a line after which it is cut for display; the file keeps the rest."""
 COLOURS = ("2", "31", "32", "33", "34", "35", "36", "96")
-"""SGR codes that our commands print: dim, and seven colours of the terminal's own palette."""
+"""SGR codes that our commands print: dim, and seven colours of the terminal's palette."""
 OWN_STYLES = frozenset({"\x1b[0m", *(f"\x1b[{code}m" for code in COLOURS)})
 
 _ESCAPES = re.compile(
@@ -37,15 +38,19 @@ _FORMATS = (
     "\ufeff\ufff9-\ufffb\U000110bd\U000110cd\U00013430-\U0001343f\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0001"
     "\U000e0020-\U000e007f"
 )
-"""C1, and what Unicode calls format characters (category Cf): they change how other characters are read."""
+"""C1 control characters, and Unicode's format characters (category Cf), which change how other
+characters are read."""
 _CONTROL = re.compile(f"[\x00-\x08\x0a-\x1f{_FORMATS}]")
 _CONTROL_BUT_LINES = re.compile(f"[\x00-\x08\x0b-\x1a\x1c-\x1f{_FORMATS}]")
-"""Without tab, line feed and ESC: the pattern of escape sequences deals with ESC."""
+"""Control characters except tab, line feed and ESC; `_ESCAPES` handles ESC."""
 _HALVES = re.compile("[\ud800-\udfff]")
 
 
 def plain_text(line: str) -> str:
-    """One line of foreign output as text to show: after its last carriage return, tabs expanded, controls gone."""
+    """Make one line safe to show: remove control characters, expand tabs, and keep only the part
+    after the last carriage return."""
+    # Cut before the expressions below, which would be slow on a line of megabytes; four characters
+    # a column leave space for escape sequences.
     if len(line) > 4 * MAX_COLUMNS:
         line = line[: 4 * MAX_COLUMNS]
     if not line.isprintable():
@@ -56,27 +61,29 @@ def plain_text(line: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Text of several lines as one: line breaks are shown as `⏎`, the rest is made plain."""
+    """Join several lines to one safe line, with `⏎` for each line break."""
     return plain_text(text[: 4 * MAX_COLUMNS].replace("\r\n", "\n").replace("\n", "⏎"))
 
 
 def plain_lines(text: str) -> str:
-    """Text of several lines, each made plain by itself: what one of them does not end never hides the next."""
+    """Make each line safe on its own, so that an unfinished escape sequence never hides the next
+    line."""
     return "\n".join(map(plain_text, text.split("\n")))
 
 
 def harmless(text: str) -> str:
-    """`text` with its line breaks, tabs and our own colours, and without anything else that a terminal obeys."""
-    if text.isprintable():
+    """Return `text` with only its line breaks, tabs and our own colours as control sequences."""
+    if text.isprintable():  # the usual case, without an expression
         return text
     text = _ESCAPES.sub(lambda found: found[0] if found[0] in OWN_STYLES else "", text)
     return _HALVES.sub("?", _CONTROL_BUT_LINES.sub("", text))
 
 
 class Gate:
-    """A text stream that passes on `harmless` text; in everything else the stream behind it.
+    """A text stream that writes `harmless` text to the stream behind it and delegates everything
+    else.
 
-    Only `user@host:run` writes bytes past it: a screen that is drawn on another machine.
+    Only `user@host:RUN` writes bytes past it, for a screen that another machine draws.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -96,7 +103,7 @@ class Gate:
 
 @contextmanager
 def gated() -> Iterator[None]:
-    """While entered, all that is printed passes a `Gate`."""
+    """Put a `Gate` in front of standard output and standard error inside the `with` block."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (cast(TextIO, Gate(stream) if stream else stream) for stream in before)
     try:
@@ -106,7 +113,8 @@ def gated() -> Iterator[None]:
 
 
 def write_own(stream: TextIO, text: str) -> None:
-    """Write past the gate: `text` holds control sequences of our own, and nothing that was not made plain."""
+    """Write past the gate. `text` may hold our own control sequences; the caller has made the rest
+    safe."""
     target = stream.behind if isinstance(stream, Gate) else stream
     target.write(text)
     target.flush()

@@ -1,6 +1,7 @@
-"""The one place that opens NVML, and what the NVIDIA driver says of its cards there.
+"""Access to NVML, the NVIDIA driver's library; no other module opens it.
 
-The driver may hang: the supervisor, which cannot wait, asks through `supervisor.gpu_memory.Reader`.
+The driver may hang. The supervisor must not wait for it, so it reads through
+`supervisor.gpu_memory.Reader`.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ class Card:
     name: str = ""
     utilization: int | None = None
     processes: dict[int, int | None] | None = None
-    """Bytes by pid, as the driver numbers processes: inside a container those are pids of the host. None where it
-    lists no processes; a process may have an unknown amount."""
+    """Bytes by pid; inside a container these are pids of the host. None if the driver lists no
+    processes; the amount of one process may be unknown."""
     power_w: float | None = None
     temperature_c: int | None = None
     capability: tuple[int, int] = (0, 0)
-    """Compute capability; only `read_driver` asks for it."""
+    """Compute capability; only `driver` reads it."""
 
     def figures(self) -> dict[str, Any]:
-        """Fields of `control.GpuStatus`."""
+        """Return the fields of `control.GpuStatus`."""
         return {
             "index": self.index,
             "name": self.name,
@@ -47,19 +48,19 @@ class Card:
 
 @dataclass(frozen=True)
 class NvidiaDriver:
-    """The NVIDIA driver and its cards."""
+    """Version of the NVIDIA driver, and its cards."""
 
     version: str
     cuda: tuple[int, int]
-    """The newest CUDA that it supports."""
+    """Newest supported CUDA version."""
     cards: list[Card]
 
 
 class NoDriverError(Exception):
-    """This machine has no NVIDIA driver that could be asked.
+    """This machine has no usable NVIDIA driver.
 
     Args:
-        refuses: one is installed, but does not let itself be opened.
+        refuses: a driver is installed, but NVML cannot open it.
     """
 
     def __init__(self, reason: str, *, refuses: bool = False) -> None:
@@ -68,19 +69,21 @@ class NoDriverError(Exception):
 
 
 def given_here(environment: Mapping[str, str] = os.environ) -> str | None:
-    """The GPUs that SLURM has given this process, as CUDA reads them; None: no job, or one that was given none.
+    """Return the GPUs that SLURM gave this process, in the form of `CUDA_VISIBLE_DEVICES`; None
+    outside a job, or in a job without GPUs.
 
-    NVML counts the cards of the machine, or where SLURM keeps the others from a job those of the job alone. What SLURM
-    writes for CUDA is counted in the same way; `SLURM_JOB_GPUS` is always that of the machine.
+    SLURM numbers them as NVML does: the machine's cards, or only the job's cards where SLURM hides
+    the others. `SLURM_JOB_GPUS` always numbers the machine's cards.
     """
     return environment.get("CUDA_VISIBLE_DEVICES") if "SLURM_JOB_ID" in environment else None
 
 
 class Nvml:
-    """NVML through nvidia-ml-py: imported and initialised at the first reading, kept until one fails.
+    """NVML through nvidia-ml-py, opened at the first reading and kept open until a reading fails.
 
     Args:
-        given: only these are cards, in this order, as `CUDA_VISIBLE_DEVICES` has them (`given_here`); all else.
+        given: read only these cards, in this order, in the form of `CUDA_VISIBLE_DEVICES`
+            (`given_here`); None: all.
     """
 
     def __init__(self, given: str | None = None) -> None:
@@ -90,11 +93,11 @@ class Nvml:
         self._nodes: list[str] = []
 
     def read(self) -> list[Card]:
-        """Every card, by index.
+        """Read every card, by index.
 
         Raises:
-            NoDriverError: there is none, and there will be none.
-            Exception: of NVML, when the driver is in trouble; the next reading opens it anew.
+            NoDriverError: there is no driver.
+            Exception: NVML's own error; the next reading opens the driver again.
         """
         if self._library is None:
             self._open()
@@ -105,10 +108,11 @@ class Nvml:
             raise
 
     def driver(self) -> NvidiaDriver:
-        """The driver, and each card with its capability; 0 bytes of memory where it tells none, as under MIG.
+        """Read the driver's versions, and each card with its compute capability. Memory is 0 bytes
+        where NVML does not report it, as under MIG.
 
         Raises:
-            NoDriverError: there is none.
+            NoDriverError: there is no driver.
         """
         if self._library is None:
             self._open()
@@ -122,10 +126,14 @@ class Nvml:
             except library.NVMLError:
                 card = Card(index, 0, 0, _text(library.nvmlDeviceGetName(handle)))
             cards.append(replace(card, capability=(int(major), int(minor))))
+        # NVML writes CUDA 12.4 as 12040.
         return NvidiaDriver(_text(library.nvmlSystemGetDriverVersion()), (cuda // 1000, cuda % 1000 // 10), cards)
 
     def has_open(self, pid: int, index: int) -> bool:
-        """Whether the process that is `pid` here really uses card `index`."""
+        """Return True if the process with this local pid has the device file of card `index`
+        open."""
+        # NVML lists pids of the host. Inside a container such a number may belong to an unrelated
+        # process, so the open device file is the proof.
         node = self._nodes[index] if index < len(self._nodes) else ""
         try:
             return any(os.readlink(entry.path) == node for entry in os.scandir(f"/proc/{pid}/fd"))  # noqa: PTH115
@@ -133,20 +141,21 @@ class Nvml:
             return False
 
     def close(self) -> None:
-        """Let the driver go; the next reading opens it again."""
+        """Close the driver; the next reading opens it again."""
         library, self._library, self._handles = self._library, None, []
         with contextlib.suppress(Exception):
             library.nvmlShutdown()
 
     def _open(self) -> None:
         try:
-            ctypes.CDLL(LIBRARY)  # before an import that costs 6 MB and 0.1 s, for nothing on most machines
+            # Most machines without a GPU fail here, and save 6 MB and 0.1 s for the import.
+            ctypes.CDLL(LIBRARY)
             import pynvml
         except Exception as error:
             raise NoDriverError(str(error)) from None
         try:
             pynvml.nvmlInit()
-        except Exception as error:  # no driver, no permission: NVML has a class for each
+        except Exception as error:  # NVML has an error class for each reason
             absent = (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded)
             raise NoDriverError(str(error), refuses=not isinstance(error, absent)) from None
         count = pynvml.nvmlDeviceGetCount()
@@ -163,7 +172,8 @@ class Nvml:
         power_w: float | None = None
         temperature_c: int | None = None
         processes: dict[int, int | None] | None = None
-        with contextlib.suppress(library.NVMLError):  # not under MIG
+        # Each figure by itself: a card may support some of them only.
+        with contextlib.suppress(library.NVMLError):  # MIG has no utilization
             utilization = int(library.nvmlDeviceGetUtilizationRates(handle).gpu)
         with contextlib.suppress(library.NVMLError):
             power_w = library.nvmlDeviceGetPowerUsage(handle) / 1000
@@ -176,7 +186,8 @@ class Nvml:
 
 
 def read_driver() -> NvidiaDriver | str | None:
-    """What NVML tells; None without a driver, and its words where one is there but refuses."""
+    """Read the driver once: None without a driver, the error text if a driver is there but cannot
+    be opened."""
     nvml = Nvml(given_here())
     try:
         return nvml.driver()
@@ -187,8 +198,8 @@ def read_driver() -> NvidiaDriver | str | None:
 
 
 def _chosen(library: Any, handles: list[Any], given: str) -> list[Any]:
-    """The cards that `given` names, by index or by the beginning of a UUID; all, where it names one that is not there,
-    as in a container that shows its own cards alone."""
+    """Select the cards that `given` names, by index or by UUID prefix. Return all cards if one of
+    them does not exist, as in a container that shows only its own cards."""
     found = []
     for word in given.split(","):
         if word.isdecimal():
@@ -199,12 +210,12 @@ def _chosen(library: Any, handles: list[Any], given: str) -> list[Any]:
 
 
 def _text(value: str | bytes) -> str:
-    """Older releases of nvidia-ml-py give bytes."""
+    """Decode a string of nvidia-ml-py; older releases return bytes."""
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
 def _node(library: Any, handle: Any) -> str:
-    """The device file of a card; empty where it has none of its own."""
+    """Path of the card's device file; empty if it has none."""
     try:
         return f"/dev/nvidia{library.nvmlDeviceGetMinorNumber(handle)}"
     except library.NVMLError:

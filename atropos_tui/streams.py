@@ -1,7 +1,8 @@
-"""Standard input, output and error of a command, whatever they are: closed, not UTF-8, or a file on a full disk.
+"""Standard input, output and error of a command that may be closed, not UTF-8, or on a full disk.
 
-`prepare` comes before everything else, `finish` after it. What a full disk refuses is counted, said in the output as
-soon as there is room, and said on standard error at the end; a command goes on meanwhile.
+Call `prepare` before everything else and `finish` at the end. The command goes on when a disk is
+full: lost bytes are counted, and reported in the output as soon as there is space and on standard
+error at the end.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from pathlib import Path
 from typing import TextIO
 
 KEEPS_ITS_CODE = frozenset({"up", "attach", "down", "start", "stop", "restart", "kill", "wait", "sweep", "compare"})
-"""Commands whose exit code tells about a run, also where their output is lost."""
+"""Commands that keep their exit code when output is lost: it reports the outcome of a run."""
 OUTPUT_LOST = 2
-"""Exit code of the other commands, whose output is what they are for."""
+"""Exit code of all other commands when output is lost."""
 
 
 class Output(io.FileIO):
-    """A descriptor that takes all: what it refuses is lost and counted."""
+    """A file descriptor whose failed writes are dropped and counted."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor, "wb", closefd=False)
@@ -36,7 +37,7 @@ class Output(io.FileIO):
         try:
             self._tell()
             written = super().write(view)
-            while written is None:  # somebody else made it non-blocking
+            while written is None:  # another process made the shared descriptor non-blocking
                 select.select([], [self], [])
                 written = super().write(view)
         except BrokenPipeError:
@@ -45,7 +46,7 @@ class Output(io.FileIO):
             self.problem = error.strerror or str(error)
             self.lost += len(view)
             self._untold += len(view)
-            return len(view)
+            return len(view)  # reported as written, so that the buffer above does not try again
         return written
 
     def _tell(self) -> None:
@@ -58,7 +59,10 @@ _outputs: list[Output] = []
 
 
 def prepare() -> None:
-    """Open closed streams on `os.devnull`, and let no text and no full disk end a command."""
+    """Open closed streams on `os.devnull`, and replace standard output and error by streams that
+    never raise for bad text or a full disk."""
+    # A closed descriptor 0 to 2 would be reused by the next file that opens, and `print` would
+    # write into that file.
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
@@ -81,10 +85,10 @@ def _stream(raw: Output, before: TextIO | None, errors: str) -> TextIO:
 
 
 def finish(code: int, argv: Sequence[str]) -> int:
-    """Write what is still held back; the exit code of a command that would end with `code`."""
+    """Flush standard output and report lost bytes; return the final exit code."""
     try:
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader has left; Python must not complain about it at its end
+    except BrokenPipeError:  # the reader has left; without this, Python reports it again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     output = _outputs[0]
     if not output.lost:

@@ -1,4 +1,4 @@
 """The command line: a client of a run's socket and a reader of its files.
 
-Heavy imports wait until a command needs them.
+Commands import heavy modules only when they need them, so that `--help` stays fast.
 """

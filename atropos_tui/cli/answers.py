@@ -1,6 +1,7 @@
-"""What commands print with `--json`, as models. `schemas.py` makes JSON Schema and docs/json.md of them.
+"""Models of what commands print with `--json`. `schemas.py` generates JSON Schema and docs/json.md
+from them.
 
-Fields are added, never renamed or taken away: scripts rely on them.
+Fields may be added, never renamed or removed: scripts rely on them.
 """
 
 from __future__ import annotations
@@ -29,66 +30,68 @@ Verdict = Literal["ok", "warn", "fail"]
 
 
 class Answer(BaseModel):
-    """What one command prints."""
+    """Output of one command."""
 
     model_config = ConfigDict(frozen=True, defer_build=True)
 
     def as_json(self) -> str:
-        """As it is printed: ASCII, since a terminal obeys some of the rest."""
+        """JSON text in ASCII, because a terminal obeys some other characters."""
         return ascii_json(self.model_dump_json(indent=2))
 
 
 class ComponentWhy(Answer):
-    """A paragraph of `why`."""
+    """One paragraph of `why`."""
 
     name: str
     state: str
     says: list[str]
-    """One idea each: what it waits for, since when, what usually keeps it, what is wrong and the way out."""
+    """One statement each: what it waits for, since when, the usual cause, what is wrong, and the
+    fix."""
 
 
 class Why(Answer):
-    """What a run or a component of it waits for, or why it ended."""
+    """What a run or one of its components waits for, or why it ended."""
 
     run_id: str
     phase: str
     exit_code: int | None
     sentence: str
-    """What is to be known first: what limits or breaks it, and what to change."""
+    """The most important fact: what limits or breaks the run, and what to change."""
     headline: str
-    """What it waits for, or how it ended."""
+    """What the run waits for, or how it ended."""
     components: list[ComponentWhy]
     diagnoses: list[DiagnosisRecord]
-    """Those that are open, the gravest first; after the end all, with `over` on those that have ended."""
+    """Open diagnoses, the most severe first; after the end of the run all, with `over` on those
+    that ended."""
 
 
 class LogRow(Answer):
-    """One line of `logs --json`, in a line of its own."""
+    """One line of `logs --json`."""
 
     time: float
-    """Of arrival, Unix seconds."""
+    """Time of arrival in Unix seconds."""
     component: str
     attempt: int
     text: str
 
 
 class Validated(Answer):
-    """Whether a profile is right, and this machine, or the one that `--gpus` names, fit for it."""
+    """Result of a check of a profile and of this machine, or of the one that `--gpus` names."""
 
     valid: bool
     file: str
     mode: str = ""
     components: list[str] = Field(default_factory=list)
-    """Names in start order; empty where the profile is not valid."""
+    """Names in start order; empty if the profile is not valid."""
     notes: list[str] = Field(default_factory=list)
     warnings: list[str] = Field(default_factory=list)
-    """What may bite: memory that is tight."""
+    """Risks such as tight memory."""
     problems: list[Problem] = Field(default_factory=list)
-    """What has to be changed; empty where the profile is valid."""
+    """What has to be changed; empty if the profile is valid."""
 
 
 class MemoryBudget(Answer):
-    """The memory that a stack wants; bytes, null where it is not known."""
+    """Memory that a stack needs, in bytes; JSON null where it is not known."""
 
     notes: list[str]
     warnings: list[str]
@@ -105,7 +108,7 @@ class Plan(Answer):
     mode: str
     run_dir: str
     components: list[ComponentSpec]
-    """In start order."""
+    """Components in start order."""
     logs: LogPolicy
     notify: NotifyPolicy
     metrics: MetricsPolicy
@@ -113,13 +116,13 @@ class Plan(Answer):
     survive: bool
     launcher: LauncherName
     nodes: list[Node]
-    """The machines, the supervisor's own first; empty where there is only that."""
+    """All machines, the supervisor's own first; empty if that is the only one."""
     notes: list[str]
     budget: MemoryBudget
     advice: list[str]
     """Settings that fit better."""
     problems: list[Problem]
-    """Why this machine, or the named one, cannot run it."""
+    """Reasons why this machine, or the one of `--gpus`, cannot run the stack."""
 
 
 class Written(Answer):
@@ -129,25 +132,25 @@ class Written(Answer):
     mode: str
     components: list[str]
     said: str
-    """What was set so that it fits, and why."""
+    """Settings that `init` changed to make the stack fit, and why."""
     problems: list[Problem]
-    """What the model's and the environment's own files say against it."""
+    """Contradictions to the model's and the environment's own files."""
     lacking: list[Problem]
-    """What this machine needs before it can start it."""
+    """What is missing on this machine before the stack can start."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkRow(RunBenchmark):
-    """Figures of one run, and of several those to the first."""
+    """Figures of one run, and their ratios to the first run if there are several."""
 
     waiting_share: float | None = None
-    """Share of all steps' time in which the trainer waited for rollouts."""
+    """Share of the time of all steps in which the trainer waited for rollouts."""
     ratios: dict[str, float] | None = None
-    """To the first run, where both have a figure; absent in the first."""
+    """Ratio to the first run, where both have the figure; absent in the first run."""
 
 
 class Benchmarks(Answer):
-    """Figures of runs, in the order in which they were named."""
+    """Figures of runs, in the order of the arguments."""
 
     runs: list[BenchmarkRow]
 
@@ -156,18 +159,18 @@ class SweepCell(Answer):
     """One combination of settings."""
 
     label: str
-    """Names its folder below the sweep's."""
+    """Name of its folder below the folder of the sweep."""
     settings: dict[str, str]
-    """By key, as they were given."""
+    """Values by key, as given."""
     state: str
-    """`done`, `ended CODE: REASON`, `not started`, or what kept it from being started."""
+    """`done`, `ended CODE: REASON`, `not started`, or the reason why it could not start."""
     exit_code: int | None
     benchmark: RunBenchmark | None
-    """Null where it was never started."""
+    """Null in JSON if it was never started."""
 
 
 class Sweep(Answer):
-    """What came of a sweep."""
+    """Result of a sweep."""
 
     dir: str
     cells: list[SweepCell]
@@ -175,7 +178,7 @@ class Sweep(Answer):
 
 @dataclass(frozen=True)
 class Check:
-    """`fail` keeps a stack from running, `warn` may bite later."""
+    """One check of `doctor`; `fail` keeps a stack from running, `warn` may cause trouble later."""
 
     name: str
     verdict: Verdict
@@ -184,12 +187,12 @@ class Check:
 
 
 class Doctor(Answer):
-    """What was looked at on this machine, and what is missing."""
+    """Checks of this machine, and what is missing."""
 
     version: str
     python: str
     platform: str
     verdict: Verdict
-    """The worst of all checks."""
+    """Worst verdict of all checks."""
     seconds: float
     checks: list[Check]

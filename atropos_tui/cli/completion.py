@@ -1,9 +1,10 @@
-"""Completion of the command line: `completion SHELL` prints a script by which the shell asks at every TAB.
+"""Shell completion: `completion SHELL` prints a script that calls atropos-tui at every TAB.
 
     source <(atropos-tui completion bash)        # in ~/.bashrc; the same with zsh in ~/.zshrc
     atropos-tui completion fish | source         # in ~/.config/fish/config.fish
 
-`argcomplete` reads commands and flags from the parser itself; values are completed by the metavar of their argument.
+`argcomplete` reads commands and flags from the parser; values are completed by the metavar of their
+argument.
 """
 
 from __future__ import annotations
@@ -20,23 +21,24 @@ from argcomplete.completers import DirectoriesCompleter, FilesCompleter
 from atropos_tui.errors import Exit, UserError
 
 LOAD_COMPINIT = "(( $+functions[compdef] )) || { autoload -Uz compinit && compinit }"
-"""For a zsh in which completion is not set up yet."""
+"""Sets up completion in a zsh that has not done so."""
 PLAIN = re.compile(r"[\w.:@+-]+")
-"""Names from files are offered only if no shell could take them for more than a word."""
+"""Names from files that are offered: every shell reads them as one plain word."""
 
 
 def completion(options: argparse.Namespace) -> int:
     """Print the script."""
     script = argcomplete.shellcode(["atropos-tui"], use_defaults=False, shell=options.shell).strip()
     if options.shell == "zsh":
-        head, _, rest = script.partition("\n")  # the first line says for `compinit` what this completes
+        head, _, rest = script.partition("\n")  # line 1 is `#compdef`, which zsh expects first
         script = f"{head}\n{LOAD_COMPINIT}\n{rest}"
     print(script)
     return Exit.DONE
 
 
 def answer(parser: argparse.ArgumentParser) -> None:
-    """Answer the shell, which asks through the environment; raises SystemExit when it did."""
+    """Answer the shell, which passes its question in the environment; raises SystemExit after
+    that."""
     _complete_values(parser)
     finder = argcomplete.ExclusiveCompletionFinder()
     finder(parser, always_complete_options=False, exit_method=sys.exit)
@@ -52,7 +54,8 @@ def _complete_values(parser: argparse.ArgumentParser) -> None:
 
 
 def values(prefix: str, action: argparse.Action, parser: argparse.ArgumentParser, **parsed: Any) -> dict[str, str]:
-    """What `action` takes, with descriptions: the words of its metavar, or what the metavar stands for."""
+    """Return the possible values of `action` with descriptions, derived from its metavar."""
+    # Words that a list argument already has are not offered again.
     given = getattr(parsed["parsed_args"], action.dest, None)
     taken = given if isinstance(given, list) and not action.option_strings else []
     offered: dict[str, str] = {}
@@ -72,6 +75,7 @@ def values(prefix: str, action: argparse.Action, parser: argparse.ArgumentParser
         elif kind == "FILE":
             offered |= dict.fromkeys(FilesCompleter()(prefix), "")
         elif kind in ("RUN", "DIR"):
+            # `up --run-dir` names a new directory; everywhere else DIR is an existing run.
             known = _runs() if kind == "RUN" or parser.get_default("handler") != "up:up" else {}
             offered |= known | dict.fromkeys(DirectoriesCompleter()(prefix), "")
     return {word: text for word, text in offered.items() if word not in taken}
@@ -89,7 +93,8 @@ def _components(options: argparse.Namespace) -> dict[str, str]:
 
 
 def _keys() -> dict[str, str]:
-    """Keys of a profile with their types, from the schema beside the shipped ones: reading it needs no pydantic."""
+    """Keys of a profile with their types. Reads the shipped JSON Schema, which needs no pydantic
+    and is fast."""
     from atropos_tui.profile.load import shipped_profiles
 
     beside = next(iter(shipped_profiles().values()))
@@ -102,7 +107,7 @@ def _keys() -> dict[str, str]:
 
 
 def _table(part: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
-    """The keys of a table, or of the table in a list of tables; empty for anything else."""
+    """Keys of a table, or of the table in a list of tables; empty for anything else."""
     for form in [part, *part.get("anyOf", []), *part.get("allOf", [])]:
         if "$ref" in form:
             return dict(definitions[form["$ref"].rpartition("/")[2]].get("properties", {}))

@@ -1,9 +1,9 @@
-"""`init`: a few questions, and a valid profile comes of it.
+"""`init`: ask a few questions and write a valid profile.
 
     atropos-tui init                                     # asks, with defaults for this machine
     atropos-tui init math.toml --yes --env math-zero     # asks nothing
 
-The profile goes through the same checks as any other before it is written. No file is overwritten.
+The profile passes the same checks as any other before it is written. No file is overwritten.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ from atropos_tui.profile.sections import Mode, parse_profile
 from atropos_tui.profile.site import TRAITS
 
 SCHEMA_FILE = "profile.schema.json"
-"""Lies beside the profile, which points at it in its first line."""
+"""File beside the profile, which refers to it in its first line."""
 SCRIPT = "script"
-"""The kind of an environment that is a file of the user's own."""
+"""Kind of an environment that is the user's own file or module."""
 TEMPLATES = {"gsm8k": "gsm8k", "arithmetic": "demo", "math-zero": "math-zero", SCRIPT: "gsm8k"}
-"""The shipped profile that a kind of environment begins with."""
+"""Shipped profile that serves as the template, by kind of environment."""
 TAKEN = ("api", "vllm", "trainer")
-"""Names of the other components."""
+"""Names of the other components, which an environment cannot have."""
 GPU_TEMPLATES = {"arithmetic": "arithmetic-gpu"}
-"""The same where the run has GPUs, if it is another one."""
+"""Templates for a run with GPUs, where they differ from `TEMPLATES`."""
 Given = dict[str, Any]
 """Answers so far, by question."""
 WANTED = "wanted_vllm_port"
-"""What the flag says, which run-api's default must leave free."""
+"""Value of --vllm-port, which the default of --api-port must leave free."""
 
 
 @dataclass(frozen=True)
 class Answers:
-    """What `init` asks; GPUs by index, none of them means a run on the CPU."""
+    """Answers to all questions; GPUs by index, an empty list means a run on the CPU."""
 
     name: str
     kind: str
@@ -70,13 +70,13 @@ class Answers:
 
 @dataclass(frozen=True)
 class InitQuestion:
-    """One thing to know: from its flag, from the terminal, else its default."""
+    """One setting, taken from its flag, from the terminal, or from its default."""
 
     name: str
     text: str
     default: Callable[[Given], str]
     parse: Callable[[str, Given], Any]
-    """Raises ValueError, in words, for an answer that cannot be."""
+    """Parser of the answer; raises ValueError with a message for an invalid one."""
     asked: Callable[[Given], bool] = lambda given: True
 
     @property
@@ -85,14 +85,15 @@ class InitQuestion:
 
 
 def init(options: argparse.Namespace) -> int:
-    """Ask or take flags, check, write. Nothing is written unless everything is right."""
+    """Collect the answers, check the profile, then write it; nothing is written before every check
+    passes."""
     if options.file is not None:
         _refuse_existing(options.file)
     if options.json and not options.yes:
-        raise UserError("--json asks nothing", [Problem("the questions would stand in the answer", "add --yes")])
+        raise UserError("--json requires --yes", [Problem("questions would mix with the JSON output", "add --yes")])
     if not options.yes and not (sys.stdin.isatty() and sys.stdout.isatty()):
-        problem = Problem("the questions need one", "add --yes, and flags for what differs from the defaults")
-        raise UserError("no terminal to ask on", [problem])
+        problem = Problem("stdin or stdout is not one", "add --yes, and flags for what differs from the defaults")
+        raise UserError("init asks questions and needs a terminal", [problem])
     given = _from_flags(options) if options.yes else _from_terminal(options)
     answers = Answers(**{key: given[key] for key in Answers.__dataclass_fields__})
     file = options.file or Path(f"{answers.name}.toml")
@@ -118,7 +119,7 @@ def init(options: argparse.Namespace) -> int:
         print(said)
     for title, problems in (
         ("fix these first:", done.problems),
-        ("this machine is not ready for it yet:", done.lacking),
+        ("this machine cannot start it yet:", done.lacking),
     ):
         if problems:
             print("\n".join([title, *(f"  {problem}" for problem in problems)]))
@@ -132,8 +133,13 @@ def _lacking(ready: Checked) -> list[Problem]:
 
 
 def fitted(text: str, file: Path) -> tuple[str, str]:
-    """The profile with settings that fit its environment, its model and this machine, and what was set and why, or that
-    nothing helps."""
+    """Fit the profile to its environment, its model and this machine.
+
+    Returns:
+        The new text, and a note on what was set and why, or why nothing fits.
+    """
+    # In this order: the memory depends on the lengths, which depend on the environment's own
+    # settings.
     text, own = fit_environment(text)
     profile = parse_profile(tomllib.loads(text), printable(str(file)))
     inventory = checked(profile, file, planned_site(profile), machine=False).inventory
@@ -147,18 +153,18 @@ def _fit_memory(text: str, file: Path, inventory: Inventory) -> tuple[str, str]:
     site = planned_site(profile)
     model = inventory.models[profile.vllm[0].name]
     if isinstance(model, str):
-        return text, f"whether it fits is not known: {model}" if inventory.machine.gpus else ""
+        return text, f"its memory use is not known: {model}" if inventory.machine.gpus else ""
     missing = lack(site_budget(site, inventory))
     if not missing:
         return text, ""
     found = nearest(site, inventory, fixed={"mode"}, most=1)
     if not found:
-        return text, f"nothing that is known here makes it fit: {missing}; take a smaller model, or adapters"
-    return with_changes(text, by_table(found[0].settings)), f"set, so that it fits: {found[0].text} ({missing})"
+        return text, f"no known setting makes it fit: {missing}; use a smaller model, or a mode with adapters"
+    return with_changes(text, by_table(found[0].settings)), f"set so that it fits: {found[0].text} ({missing})"
 
 
 def _from_flags(options: argparse.Namespace) -> Given:
-    """Every answer without asking; all mistakes at once."""
+    """Take every answer from flags and defaults; report all mistakes at once."""
     given: Given = {WANTED: options.vllm_port}
     problems = []
     for question in QUESTIONS:
@@ -167,6 +173,7 @@ def _from_flags(options: argparse.Namespace) -> Given:
             given |= _answer(question, question.default(given) if text is None else text, given)
         except ValueError as error:
             problems.append(Problem(f"cannot be {value_text(text)}", str(error), key=question.flag))
+            # Go on with the default, so that later questions can be checked as well.
             given |= _answer(question, question.default(given), given)
     if problems:
         raise UserError("no profile was written", problems)
@@ -174,7 +181,7 @@ def _from_flags(options: argparse.Namespace) -> Given:
 
 
 def _from_terminal(options: argparse.Namespace) -> Given:
-    """Ask what no flag says, again where the answer cannot be; Enter takes the default."""
+    """Ask for what no flag sets, and again after an invalid answer; Enter takes the default."""
     given: Given = {WANTED: options.vllm_port}
     print("Enter takes the value in brackets.")
     for question in QUESTIONS:
@@ -195,7 +202,7 @@ def _ask(question: InitQuestion, given: Given) -> str:
     default = question.default(given)
     if not question.asked(given):
         return default
-    print(f"{question.text} [{default or 'none'}]: ", end="", flush=True)  # a prompt of `input` would pass the gate
+    print(f"{question.text} [{default or 'none'}]: ", end="", flush=True)  # `input(prompt)` would bypass the gate
     return input().strip() or default
 
 
@@ -205,7 +212,7 @@ def _answer(question: InitQuestion, text: str, given: Given) -> Given:
 
 
 def _env(text: str, given: Given) -> Given:
-    """The kind of environment, and the script where it is one's own."""
+    """Parse the kind of environment, and the script or module of the user's own."""
     if text in TEMPLATES and text != SCRIPT:
         return {"kind": text, "script": "", "module": ""}
     file, colon, name = text.partition(":")
@@ -217,7 +224,7 @@ def _env(text: str, given: Given) -> Given:
     if all(part.isidentifier() for part in text.split(".")) and user_module(text, folders):
         return {"kind": SCRIPT, "script": "", "module": text}
     if "." in text and all(part.isidentifier() for part in text.split(".")):
-        raise ValueError(f"no module {text} is installed or lies in this folder")
+        raise ValueError(f"module {text} is neither installed nor in this folder")
     kinds = [kind for kind in TEMPLATES if kind != SCRIPT]
     raise ValueError(
         f"{did_you_mean(text, kinds)}give {', '.join(kinds)}, a script that ends in .py, or package.module"
@@ -253,7 +260,7 @@ def _port(text: str, given: Given) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) < 6 and 1 <= int(text) <= 65535):
         raise ValueError("give a whole number from 1 to 65535")
     if int(text) == given.get("api_port"):
-        raise ValueError(f"run-api has port {text}: give another one")
+        raise ValueError(f"run-api uses port {text}: give another one")
     return int(text)
 
 
@@ -267,7 +274,8 @@ def _vllm_gpus(given: Given) -> str:
 
 
 def _trainer_gpus(given: Given) -> str:
-    """The engine's own in single copy and where there is only one, else the next one."""
+    """The engine's GPUs in single copy or if there is no other GPU, otherwise the first other
+    one."""
     engine = given["vllm_gpus"]
     others = [gpu for gpu in range(gpu_count()) if gpu not in engine]
     chosen = engine if TRAITS[given["mode"]].shares_memory or not others else others[:1]
@@ -290,18 +298,19 @@ QUESTIONS = (
 
 def _refuse_existing(file: Path) -> None:
     if os.path.lexists(file):
-        problem = Problem("it would be overwritten", "name another FILE", file=printable(str(file)))
-        raise UserError("that file exists", [problem])
+        problem = Problem("the file exists and would be overwritten", "name another FILE", file=printable(str(file)))
+        raise UserError("no profile was written", [problem])
 
 
 def _write(file: Path, text: str) -> None:
-    """The profile, and the schema beside it; a schema that is not ours is left alone."""
+    """Write the profile, and the schema beside it; leave a schema of another program alone."""
     schema = file.parent / SCHEMA_FILE
     try:
         if not schema.exists() or f'"title": "{TITLE}"' in schema.read_text(encoding="utf-8", errors="replace"):
             schema.write_text(schema_text(), encoding="utf-8")
         else:
-            print(f"{schema} is another program's file and stays; `atropos-tui schema -o FILE` writes ours")
+            print(f"{schema} belongs to another program and is kept; `atropos-tui schema -o FILE` writes ours")
+        # Mode x: a file that appeared since the check is not overwritten.
         with file.open("x", encoding="utf-8") as stream:
             stream.write(text)
     except OSError as error:
@@ -310,12 +319,13 @@ def _write(file: Path, text: str) -> None:
 
 
 def default_model(kind: str) -> str:
-    """The model of the shipped profile for this kind of environment."""
+    """Model of the shipped profile for this kind of environment."""
     return str(tomllib.loads(_template(TEMPLATES[kind]))["model"])
 
 
 def profile_text(answers: Answers, *, file: str) -> str:
-    """A whole profile with the comments of the shipped one; `file` is how its own head names it."""
+    """Return the text of the profile with the comments of its template; `file` is the path shown in
+    its header."""
     shipped = TEMPLATES[answers.kind]
     if answers.vllm_gpus:
         shipped = GPU_TEMPLATES.get(answers.kind, shipped)
@@ -323,7 +333,7 @@ def profile_text(answers: Answers, *, file: str) -> str:
     top: dict[str, Any] = {"name": answers.name, "mode": answers.mode}
     if answers.model != default_model(answers.kind):
         top["model"] = answers.model
-        text = without_table(text, "prepare")  # which makes the template's own model
+        text = without_table(text, "prepare")  # it creates the template's own model
     env: dict[str, Any] = {}
     if answers.kind == SCRIPT:
         program = _program_name(answers.script, answers.module)
@@ -334,28 +344,29 @@ def profile_text(answers: Answers, *, file: str) -> str:
     text = with_changes(text, changes)
     head = (
         f"#:schema ./{SCHEMA_FILE}\n"
-        f"# Written by `atropos-tui init` after the shipped profile {shipped}. What each key means: docs/profiles.md.\n"
+        f"# Written by `atropos-tui init` from the shipped profile {shipped}. All keys: docs/profiles.md.\n"
         f"#   atropos-tui up {file}\n"
     )
     return head + text
 
 
 def _program_name(script: str, module: str) -> str:
-    """The last name of a module or file; empty for an environment of ours."""
+    """Last name of a module or file; empty for a shipped environment."""
     return module.rpartition(".")[2] or Path(script.partition(":")[0]).stem
 
 
 def _template(name: str) -> str:
-    """A shipped profile without the comments at its head, which speak of that profile."""
+    """Text of a shipped profile without the comments at its head, which describe that profile
+    only."""
     text = shipped_profiles()[name].read_text(encoding="utf-8")
     return text[re.search(r"^(?!#)", text, re.MULTILINE).start() :]  # type: ignore[union-attr]
 
 
 def _placement(answers: Answers) -> Changes:
-    """Where engine and trainer run."""
+    """Settings for where engine and trainer run."""
     vllm: dict[str, Any] = {"port": answers.vllm_port}
     if not answers.vllm_gpus:
-        if answers.kind == "arithmetic":
+        if answers.kind == "arithmetic":  # its template is made for a CPU already
             return {"vllm": vllm}
         args = {"enforce-eager": True, CPU_CACHE: MOST_CPU_CACHE, "block-size": 32}
         trainer = {"gpus": None, "device": "cpu", "dtype": "float32"}
@@ -369,8 +380,9 @@ def _placement(answers: Answers) -> Changes:
 
 
 def _adapters(answers: Answers) -> dict[str, Any]:
-    """Settings of the trainer in a mode of adapters: they want a higher rate than the template's model. Where trainer
-    and engine share one device, the base model is the engine's."""
+    """Trainer settings of a mode with adapters: they need a higher learning rate than the
+    template's full model. Where trainer and engine share one device, they also share the engine's
+    base model."""
     if not TRAITS[answers.mode].lora:
         return {}
     rate = 1e-3 if answers.kind == "arithmetic" else 1e-4

@@ -1,4 +1,4 @@
-"""What `init` changes in a template so that it fits the environment's own file and the model."""
+"""Changes that fit a template of `init` to the environment's own file and to the model."""
 
 from __future__ import annotations
 
@@ -17,18 +17,24 @@ from atropos_tui.profile.sections import Profile, parse_profile
 from atropos_tui.profile.site import training_config
 
 CPU_CACHE = "kv-cache-memory-bytes"
-"""vLLM's flag for the size of the KV cache, which on a CPU is not derived from the memory."""
+"""vLLM's flag for the size of the KV cache; on a CPU, vLLM does not derive the size from the
+memory."""
 MOST_CPU_CACHE = 4 * 2**30
 LEAST_CPU_CACHE = 64 * 2**20
 CACHE_SHARE = 8
-"""Part of the machine's memory for the KV cache, as 1/8: weights, gradients and optimizer need the rest."""
+"""Divisor: 1/8 of the machine's memory for the KV cache. Weights, gradients and optimizer need the
+rest."""
 FLOAT32 = 4
-"""Bytes of a value in the cache on a CPU."""
+"""Bytes of one value in the KV cache on a CPU."""
 
 
 def fit_environment(text: str) -> tuple[str, str]:
-    """The profile without flags for which the environment's own file has a value, and a batch that its groups fill;
-    and what was left to the file."""
+    """Remove flags that the environment's own file sets, and choose a batch size that its groups
+    fill.
+
+    Returns:
+        The new text, and a note on what changed (empty: nothing).
+    """
     profile = _parsed(text)
     (env,) = profile.env
     source = None if is_ours(env.module or "") else environment_source(planned_site(profile), env)
@@ -40,26 +46,32 @@ def fit_environment(text: str) -> tuple[str, str]:
     listed = ", ".join(f"{name} = {value_text(value)}" if value is not None else name for name, value in own.items())
     text = with_values(text, "env.args", {f"env.{name}": None for name in own})
     text = with_comment(text, "env.args", f"{source.path.name} sets {listed}: a flag here would override it")
-    said = f"left to {source.path.name}: {listed}"
+    said = f"not set here, because {source.path.name} sets them: {listed}"
     size = own.get("group_size")
     if isinstance(size, int) and size > 0 and (batch := _batch(profile, size)):
         text = with_values(text, "trainer", {"batch_size": batch})
-        said += f"; set, so that groups of {size} fill a batch: trainer.batch_size = {batch}"
+        said += f"; set so that groups of {size} fill a batch: trainer.batch_size = {batch}"
     return text, said
 
 
 def _batch(profile: Profile, size: int) -> int | None:
-    """The nearest `trainer.batch_size` that groups of `size` fill; None where the present one does."""
+    """Return the nearest `trainer.batch_size` that groups of `size` fill; None if the present one
+    does."""
     settings = training_config(planned_site(profile), grouped=False)
     if settings.sequences_per_step % size == 0:
         return None
+    # A step takes batch_size * gradient_accumulation_steps sequences; that product must be a
+    # multiple of `size`.
     multiple = size // gcd(size, settings.gradient_accumulation_steps)
     return max(1, round(settings.batch_size / multiple)) * multiple
 
 
 def fit_model(text: str, inventory: Inventory) -> tuple[str, str]:
-    """The profile with lengths that the model was made for, and on a CPU with a KV cache of its size; and what was set
-    and why."""
+    """Limit lengths to the model's maximum, and on a CPU set the size of the KV cache.
+
+    Returns:
+        The new text, and a note on what changed and why (empty: nothing).
+    """
     profile = _parsed(text)
     model = inventory.models[profile.vllm[0].name]
     known = model if isinstance(model, Model) else None
@@ -67,11 +79,13 @@ def fit_model(text: str, inventory: Inventory) -> tuple[str, str]:
     said = ""
     if changes and known:
         listed = ", ".join(f"{key} = {value}" for key, value in changes.items())
-        said = f"set, since the model was made for {known.max_length} tokens: {listed}"
+        said = f"set because the model's limit is {known.max_length} tokens: {listed}"
         text = with_changes(text, by_table({k: v for k, v in changes.items() if not k.startswith("env.")}))
         text = with_values(
             text, "env.args", {k.removeprefix("env.args."): v for k, v in changes.items() if k.startswith("env.")}
         )
+    # `init` writes MOST_CPU_CACHE as a placeholder; another value was set by the template and
+    # stays.
     if profile.vllm[0].flag(CPU_CACHE) == MOST_CPU_CACHE:
         size = _cpu_cache(_parsed(text), known, inventory.machine.host)
         text = with_values(text, "vllm.args", {CPU_CACHE: size})
@@ -79,7 +93,8 @@ def fit_model(text: str, inventory: Inventory) -> tuple[str, str]:
 
 
 def _lengths(profile: Profile, longest: int) -> dict[str, Any]:
-    """Keys whose lengths the model cannot reach, with ones that it can; an answer gets half of the context."""
+    """Return new values for keys whose lengths exceed `longest` tokens; an answer gets half of the
+    context."""
     engine, wanted = profile.vllm[0], profile.env[0].args.get("env.max_token_length")
     changes: dict[str, Any] = {}
     if (engine.max_model_len or 0) > longest:
@@ -92,8 +107,8 @@ def _lengths(profile: Profile, longest: int) -> dict[str, Any]:
 
 
 def _cpu_cache(profile: Profile, model: Model | None, host: int | None) -> int:
-    """Bytes for all sequences of a step at their full length, within `CACHE_SHARE` of the machine's memory; at least
-    one sequence, without which vLLM does not start."""
+    """Return the bytes that all sequences of a step need at full length, at most `1 / CACHE_SHARE`
+    of the machine's memory. The minimum is one sequence: vLLM does not start with less."""
     most = min(MOST_CPU_CACHE, (host or MOST_CPU_CACHE * CACHE_SHARE) // CACHE_SHARE)
     if model is None:
         return _whole_mib(most)

@@ -9,18 +9,18 @@ from typing import Any
 from atropos_tui.profile.fit import toml
 
 Changes = dict[str, dict[str, Any]]
-"""By table ("" is the top), new values of keys; None takes a key out."""
+"""New values of keys, by table ("" is the top level); None removes a key."""
 
 
 def with_changes(text: str, changes: Changes) -> str:
-    """TOML with other values in several tables."""
+    """Return TOML text with new values in several tables."""
     for table, values in changes.items():
         text = with_values(text, table, values)
     return text
 
 
 def by_table(settings: Mapping[str, Any]) -> Changes:
-    """Settings by key, as changes of the tables of a profile."""
+    """Group settings by the table of their key."""
     changes: Changes = {}
     for key, value in settings.items():
         table, _, name = key.rpartition(".")
@@ -29,14 +29,17 @@ def by_table(settings: Mapping[str, Any]) -> Changes:
 
 
 def with_comment(text: str, table: str, comment: str) -> str:
-    """TOML with a comment line below the header of a table."""
+    """Return TOML text with a comment line below the header of a table."""
     return re.sub(
         rf"^(\[{re.escape(table)}\].*\n)", lambda header: f"{header[1]}# {comment}\n", text, count=1, flags=re.MULTILINE
     )
 
 
 def with_values(text: str, table: str, values: dict[str, Any]) -> str:
-    """TOML with other values in one table: a key keeps its line and comment, a new one comes last in the table."""
+    """Return TOML text with new values in one table. An existing key keeps its line and comment; a
+    new key goes to the end of the table."""
+    # The top level starts at the first character, a table after its header, a new table at the end
+    # of the file.
     header = re.search(rf"^\[{table}\].*\n", text, re.MULTILINE) if table else re.match("", text)
     if header is None:
         text += f"\n[{table}]\n"
@@ -45,6 +48,8 @@ def with_values(text: str, table: str, values: dict[str, Any]) -> str:
     end = following.start() if following else len(text)
     body = text[start:end]
     for key, value in values.items():
+        # Templates have one `key = value` a line, so a value never spans lines; group 1 is the
+        # comment.
         line = re.search(rf"^{re.escape(key)} = .*?( *#.*)?$", body, re.MULTILINE)
         if line and value is None:
             body = body[: line.start()] + body[line.end() + 1 :]
@@ -56,5 +61,5 @@ def with_values(text: str, table: str, values: dict[str, Any]) -> str:
 
 
 def without_table(text: str, name: str) -> str:
-    """TOML without the tables called `name`."""
+    """Return TOML text without the tables called `name`."""
     return re.sub(rf"^\[+{name}\]+(?:.*\n)+?(?=^\[|\Z)", "", text, flags=re.MULTILINE)

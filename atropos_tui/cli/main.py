@@ -1,4 +1,5 @@
-"""Dispatch and the outermost error handling: a user's mistake is a message, a fault of ours is a report to file."""
+"""Dispatch of commands, and the outermost error handling: a user's mistake becomes a message, an
+internal error a report file."""
 
 from __future__ import annotations
 
@@ -23,14 +24,14 @@ from atropos_tui.gate import gated
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run one command and return its exit code; never raises but for the SystemExit of argparse and argcomplete."""
+    """Run one command and return its exit code; only argparse and argcomplete raise SystemExit."""
     with gated():
         return _run(argv)
 
 
 def _run(argv: Sequence[str]) -> int:
     parser = build_parser()
-    if "_ARGCOMPLETE" in os.environ:  # a shell asks what may stand here
+    if "_ARGCOMPLETE" in os.environ:  # a shell completes a command line
         from atropos_tui.cli.completion import answer
 
         answer(parser)
@@ -39,6 +40,7 @@ def _run(argv: Sequence[str]) -> int:
     if not argv[0].startswith("-") and argv[0] not in (known := command_names(parser)):
         _say(_no_command(argv[0], known))
         return int(Exit.USAGE)
+    # `parse_known_args` leaves unknown words to us: a misplaced --set gets a message of its own.
     options, unknown = parser.parse_known_args(argv)
     if mistake := _misplaced_set(argv, getattr(options, "sets", []), unknown):
         _say(mistake)
@@ -47,7 +49,7 @@ def _run(argv: Sequence[str]) -> int:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     module, _, name = options.handler.partition(":")
     try:
-        if any("@" in word for word in argv):
+        if any("@" in word for word in argv):  # user@host:RUN; all other commands save the import
             from atropos_tui.cli import remote
 
             if (far := remote.place_in(argv)) is not None:
@@ -63,7 +65,8 @@ def _run(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return int(Exit.INTERRUPTED)
     except BrokenPipeError:
-        # The reader (head, less) has gone: not an error, and Python must not complain again at exit.
+        # The reader (head, less) has left, which is no failure; without this, Python reports it
+        # again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return int(Exit.DONE)
     except Exception as error:
@@ -74,10 +77,12 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def _of_this_shell(error: Exception) -> UserError | None:
-    """The mistake behind an error that the shell caused: its directory is gone, or its limit of open files too low."""
+    """Return the mistake behind an error that this shell causes: a removed current directory, or a
+    low limit of open files."""
     if isinstance(error, FileNotFoundError) and _folder_is_gone():
         problem = Problem("it was removed or replaced after this shell entered it", "cd to a folder that exists")
         return UserError("the current directory does not exist any more", [problem])
+    # With a usual limit, EMFILE is a leak of ours and gets a report.
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if isinstance(error, OSError) and error.errno == errno.EMFILE and limit < LEAST_FILES:
         return UserError("too many open files", [Problem(f"a process here may open {limit} files", "ulimit -n 4096")])
@@ -93,16 +98,16 @@ def _folder_is_gone() -> bool:
 
 
 def _introduce(parser: argparse.ArgumentParser) -> int:
-    """What there is, and what to do next: for who types the name alone."""
+    """Print the help and the next steps; for a call without a command."""
     from atropos_tui.cli import runs
 
     parser.print_help()
     live = next((entry.run_id for entry in runs.all_runs() if entry.is_live), None)
-    steps = (("attach", f"the screen of {live}"), ("why", "what it waits for")) if live else ()
+    steps = (("attach", f"open the screen of {live}"), ("why", "show what it waits for")) if live else ()
     steps = (
         *steps,
-        ("up demo", "a tiny model learns, on this machine's processors"),
-        ("doctor", "what is missing here"),
+        ("up demo", "train a tiny model on this machine's CPU"),
+        ("doctor", "show what this machine lacks"),
     )
     print("\nnext:\n" + "\n".join(f"  atropos-tui {words:<10}{text}" for words, text in steps))
     return int(Exit.DONE)
@@ -120,9 +125,11 @@ def _no_command(word: str, known: Collection[str]) -> UserError:
 
 
 def _misplaced_set(argv: Sequence[str], sets: Sequence[str], unknown: Sequence[str]) -> UserError | None:
-    """The mistake where `--set` is followed by several assignments, or by a key and its value as two words."""
+    """Return the mistake where `--set` has several assignments, or a key and its value as two
+    words."""
     given = [*argv]
     for item in sets:
+        # The words after this --set and its argument; each round continues behind the one before.
         words = given[given.index("--set") + 2 :] if "--set" in given else []
         given = words
         if "=" not in item and words and not words[0].startswith("-"):
@@ -135,7 +142,8 @@ def _misplaced_set(argv: Sequence[str], sets: Sequence[str], unknown: Sequence[s
 
 
 def _report_fault(argv: Sequence[str], run_dir: Path | None) -> int:
-    """Write what a developer needs beside the run (else to a private temporary file) and say where. Never raises."""
+    """Write a report with the traceback beside the run, or to a private temporary file, and print
+    its path. Never raises."""
     from atropos_tui.profile.redact import hide_command
 
     versions = f"atropos-tui {__version__}, Python {platform.python_version()}, {platform.platform()}"
@@ -143,17 +151,18 @@ def _report_fault(argv: Sequence[str], run_dir: Path | None) -> int:
     last = traceback.format_exc(limit=0).strip().splitlines()[-1]
     try:
         where = f"The report is in {_write_report(report, run_dir)}"
-    except OSError as error:  # a full disk, say: the report must not be lost to it
-        where = f"It cannot be written to a file ({error.strerror}), so here it is:\n{report}"
-    print(f"atropos-tui: a fault of ours: {last}\n  {where}; please file it as an issue.", file=sys.stderr)
+    except OSError as error:  # such as a full disk
+        where = f"It cannot be written to a file ({error.strerror}); this is its text:\n{report}"
+    print(f"atropos-tui: internal error: {last}\n  {where}; please file it as an issue.", file=sys.stderr)
     return int(Exit.FAULT)
 
 
 def _write_report(report: str, run_dir: Path | None) -> Path:
-    """Where `report` was written: beside the run if that can be, for it may be the run's directory that is at fault.
+    """Write `report` and return its path: beside the run, or to a temporary file if the run's
+    directory is not writable.
 
     Raises:
-        OSError: not even a temporary file can be written.
+        OSError: even a temporary file cannot be written.
     """
     from atropos_common.run_dir import RunDir
 

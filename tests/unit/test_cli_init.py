@@ -83,7 +83,7 @@ def test_flags_reach_the_profile(capsys: pytest.CaptureFixture[str]) -> None:
         [3],
         [3],
     )
-    assert "not ready for it yet" in capsys.readouterr().out, "GPU 3 and that model are not here"
+    assert "cannot start it yet" in capsys.readouterr().out, "GPU 3 and that model are not here"
 
 
 def test_defaults_avoid_taken_ports() -> None:
@@ -188,7 +188,7 @@ def test_on_a_terminal_it_asks_again_and_takes_defaults() -> None:
     terminal.answer("Name", "sums")
     terminal.answer("GPUs of vLLM", "none")
     terminal.answer("Port of run-api", "9777")
-    terminal.expect("run-api has port 9777")
+    terminal.expect("run-api uses port 9777")
     terminal.answer("Port of vLLM", "9778")
     terminal.expect("sums.toml: written, valid")
     assert terminal.process.wait(30) == 0
@@ -217,7 +217,7 @@ def on_one_gpu(monkeypatch: pytest.MonkeyPatch, gib: float) -> None:
     monkeypatch.setattr(memory, "read_machine", lambda: Hardware((Gpu("GPU", int(gib * 2**30)),), 512 << 30))
 
 
-@pytest.mark.parametrize(("gib", "said"), [(79.6, ""), (40, "set, so that it fits: "), (6, "nothing that is known")])
+@pytest.mark.parametrize(("gib", "said"), [(79.6, ""), (40, "set so that it fits: "), (6, "no known setting")])
 def test_what_it_writes_fits_the_machine(
     gib: float, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -231,7 +231,7 @@ def test_what_it_writes_fits_the_machine(
     (tmp_path / "m/config.json").write_text(json.dumps(shape))
     assert main.run(["init", "p.toml", "--yes", "--env", "gsm8k", "--model", str(tmp_path / "m")]) == Exit.DONE
     shown = capsys.readouterr().out
-    assert (said in shown) if said else ("so that it fits" not in shown and "nothing that is" not in shown)
+    assert (said in shown) if said else ("so that it fits" not in shown and "no known setting" not in shown)
     site = planned_site(written("p.toml"))
     assert bool(lack(site_budget(site, take_inventory(site)))) is (gib == 6), "as it is written, nothing chosen later"
 
@@ -239,7 +239,7 @@ def test_what_it_writes_fits_the_machine(
 def test_it_says_when_it_cannot_know(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     on_one_gpu(monkeypatch, 80)
     assert main.run(["init", "p.toml", "--yes", "--env", "gsm8k", "--model", "owner/name"]) == Exit.DONE
-    assert "whether it fits is not known: model not on this machine" in capsys.readouterr().out
+    assert "its memory use is not known: model not on this machine" in capsys.readouterr().out
 
 
 OWN = """
@@ -300,4 +300,4 @@ def test_lengths_of_a_template_fit_a_small_model(tmp_path: Path, monkeypatch: py
 
 def test_a_module_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["init", "--yes", "--env", "pack.nope"]) == Exit.USAGE
-    assert "no module pack.nope is installed or lies in this folder" in capsys.readouterr().err
+    assert "module pack.nope is neither installed nor in this folder" in capsys.readouterr().err

@@ -109,7 +109,7 @@ def test_replay_refuses_what_is_no_speed(speed: str, capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit) as refused:
         main.run(["replay", f"--speed={speed}"])
     assert refused.value.code == 2
-    assert "is no speed" in capsys.readouterr().err
+    assert "is not a speed" in capsys.readouterr().err
 
 
 def test_replay_needs_a_terminal_and_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

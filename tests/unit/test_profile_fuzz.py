@@ -73,7 +73,7 @@ def oracle() -> jsonschema.protocols.Validator:
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: ".".join(map(str, path)))
 def test_every_value_replaced_by_every_wrong_one(folder: Path, path: tuple[Any, ...]) -> None:
-    """What the schema refuses is refused; what is accepted, the schema accepts; nothing is ever a fault of ours."""
+    """What the schema refuses is refused; what is accepted, the schema accepts; nothing is ever an internal error."""
     data = valid(folder)
     for number, wrong in enumerate(WRONG):
         if not THOROUGH and number % 2 != PATHS.index(path) % 2:
