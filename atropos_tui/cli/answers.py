@@ -50,7 +50,7 @@ class ComponentWhy(Answer):
 
 
 class Why(Answer):
-    """What a run or one of its components waits for, or why it ended."""
+    """State of a run and its components: what they wait for, or why they ended."""
 
     run_id: str
     phase: str
@@ -58,7 +58,7 @@ class Why(Answer):
     sentence: str
     """The most important fact: what limits or breaks the run, and what to change."""
     headline: str
-    """What the run waits for, or how it ended."""
+    """Current wait of the run, or how it ended."""
     components: list[ComponentWhy]
     diagnoses: list[DiagnosisRecord]
     """Open diagnoses, the most severe first; after the end of the run all, with `over` on those
@@ -87,7 +87,7 @@ class Validated(Answer):
     warnings: list[str] = Field(default_factory=list)
     """Risks such as tight memory."""
     problems: list[Problem] = Field(default_factory=list)
-    """What has to be changed; empty if the profile is valid."""
+    """Mistakes to fix; empty if the profile is valid."""
 
 
 class MemoryBudget(Answer):
@@ -101,7 +101,7 @@ class MemoryBudget(Answer):
 
 
 class Plan(Answer):
-    """What a profile would start; values that look secret are left out."""
+    """Processes that a profile would start; values that look secret are left out."""
 
     run_id: str
     name: str
@@ -136,7 +136,7 @@ class Written(Answer):
     problems: list[Problem]
     """Contradictions to the model's and the environment's own files."""
     lacking: list[Problem]
-    """What is missing on this machine before the stack can start."""
+    """Things that this machine lacks to start the stack."""
 
 
 @dataclass(frozen=True, kw_only=True)

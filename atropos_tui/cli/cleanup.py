@@ -1,14 +1,13 @@
-"""`clean`: end and remove what runs left behind whose supervisor is gone, after saying what and asking.
+"""`clean`: show what dead runs left behind, ask, then end and remove it.
 
     atropos-tui clean [--dry-run] [--yes] [--run-dir DIR]
 
-Live runs are never touched, nothing is chosen by name or port, and run directories stay. Processes that were kept on
-purpose (`survive = true`) are ended only when their run is named or each is confirmed.
+Live runs are never touched, nothing is chosen by name or port, and run directories stay. Processes
+kept on purpose (`survive = true`) end only if their run is named or the user confirms.
 
-A run counts as dead only when no sign of a supervisor is left (`supervisor.liveness.left_by`) and the lock of its
-journal is free. Processes that were
-started in another run directory are never touched, whatever id they bear: a copied run directory has the id of its
-original.
+A run counts as dead if no sign of a supervisor is left (`supervisor.liveness.left_by`) and the lock
+of its journal is free. Processes of another run directory are never touched, even with the same run
+id: a copied run directory has the id of its original.
 """
 
 from __future__ import annotations
@@ -42,12 +41,16 @@ from atropos_tui.supervisor.tracker import Leftover
 COMMAND_COLUMNS = 80
 SHARED_MEMORY = Path("/dev/shm")
 SETTLED_S = 10.0
-"""A younger socket may belong to a supervisor that does not listen yet."""
+"""Seconds; a younger socket may belong to a supervisor that does not listen yet."""
 
 
 def clean(options: argparse.Namespace) -> int:
-    """0: nothing is left; 2: not confirmed, or the run lives; 4: a process outlived SIGKILL, or its node was not
-    reached; 5: no such run."""
+    """Run `clean`.
+
+    Returns:
+        0: nothing is left; 2: not confirmed, or the run is live; 4: a process outlived SIGKILL, or
+            its node was not reached; 5: no such run.
+    """
     run = options.run or options.run_dir
     named = run is not None
     found = [_named(run)] if named else all_dead()
@@ -57,7 +60,7 @@ def clean(options: argparse.Namespace) -> int:
     sockets = [] if named else [path for path in stale_sockets() if path not in of_runs]
     print(_report(chosen, kept, sockets), flush=True)
     if not named and (unknown := strangers()):
-        print("processes of runs that are not in the list of runs; name one to end them:")
+        print("processes of unlisted runs; name a run to end them:")
         for run in unknown:
             print(f"  atropos-tui clean --run-dir {run.root}   ({run.count_text} of {run.run_id})", flush=True)
     if options.dry_run:
@@ -65,7 +68,7 @@ def clean(options: argparse.Namespace) -> int:
     if (chosen or sockets) and not options.yes and not _confirmed("end and remove these?"):
         chosen, sockets = [], []
     if kept and not options.yes and sys.stdin.isatty():
-        chosen += [run for run in kept if _confirmed(f"end the processes that {run.run_id} keeps for adoption, too?")]
+        chosen += [run for run in kept if _confirmed(f"also end the processes that {run.run_id} keeps for adoption?")]
     codes = [_clean_run(run) for run in chosen]
     for path in sockets:
         path.unlink(missing_ok=True)
@@ -74,7 +77,7 @@ def clean(options: argparse.Namespace) -> int:
 
 
 def _named(run_dir: Path) -> DeadRun:
-    """The run that is named; its folder may be gone as long as its processes tell of it."""
+    """Return the named dead run. Its folder may be gone if its processes still carry its marker."""
     try:
         entry = runs.pick_own(run_dir)
     except UserError:
@@ -86,7 +89,7 @@ def _named(run_dir: Path) -> DeadRun:
     if found is None:
         run_id, table = entry.info.get("run_id"), ProcessTable.load(entry.dir.journal_json)
         if left_by(entry.dir, str(run_id), table) is not None:  # no supervisor, and still locked
-            problem = Problem(named(entry.dir.supervisor_jsonl), "let it finish, then give `clean` again")
+            problem = Problem(named(entry.dir.supervisor_jsonl), "wait for it, then run `clean` again")
             raise UserError(f"the guard of {run_id} has not finished", [problem])
         problem = Problem("its supervisor runs", f"atropos-tui down --run-dir {run_dir}")
         raise UserError(f"{run_id} is live", [problem])
@@ -98,7 +101,7 @@ def _report(chosen: list[DeadRun], kept: list[DeadRun], sockets: list[Path]) -> 
     for run in chosen:
         lines += [f"{run.run_id}  {run.root}", *_contents(run)]
     if sockets:
-        lines += ["sockets that nobody listens on", *(f"  file     {path}" for path in sockets)]
+        lines += ["sockets without a listener", *(f"  file     {path}" for path in sockets)]
     for run in kept:
         lines.append(f"{run.run_id} keeps {run.count_text} for adoption: atropos-tui up --resume {run.root}")
         lines += _contents(run)
@@ -111,7 +114,7 @@ def _contents(run: DeadRun) -> list[str]:
     ]
     lines = show.table(rows, right=(1,)).split("\n") if rows else []
     for far in run.elsewhere:
-        lines.append(f"  elsewhere  {far.name} on node {far.node} ({far.host}), ended there by")
+        lines.append(f"  elsewhere  {far.name} on node {far.node} ({far.host}); to be ended there by")
         lines.append(f"             {one_line(shlex.join(far.command))}")
     lines += [f"  file     {path}" for path in run.files]
     return [*lines, f"  cgroup   {run.group}"] if run.group else lines
@@ -119,26 +122,28 @@ def _contents(run: DeadRun) -> list[str]:
 
 def _confirmed(question: str) -> bool:
     if not sys.stdin.isatty():
-        problem = Problem("there is no terminal to ask", "look with --dry-run, then say --yes")
+        problem = Problem("there is no terminal to ask on", "check with --dry-run, then pass --yes")
         raise UserError("not confirmed", [problem])
     return show.confirmed(question)
 
 
 def _clean_run(run: DeadRun) -> int:
-    """End and remove what is left of one run; says what it does."""
+    """End and remove the remains of one run; print each of them."""
     if mine := procfs.ancestors() & {process.pid for process in run.processes}:
         fix = "run it from another terminal"
         raise UserError(f"this shell is a process of {run.run_id}", [Problem(f"pid {min(mine)}", fix)])
     with holding(RunDir(run.root).supervisor_jsonl) as free:
         if not free:
-            print(f"{run.run_id}: a supervisor has begun there meanwhile; not touched")
+            print(f"{run.run_id}: a supervisor has started there in the meantime; not touched")
             return Exit.DONE
+        # Shared memory is read off the processes before they end, and removed after, once nobody
+        # maps it.
         shared = {path for process in run.processes for path in procfs.mapped_by(process.pid)}
         shared |= {str(path) for path in run.files if path.parent == SHARED_MEMORY}
         if run.processes or run.group:
             tracker.reap_leftovers(run.run_id, run.table, root=run.root)
         unreached = sweep_nodes(run.table)
-        if run.elsewhere and not unreached and run.table:  # there is nothing to be looked for any more
+        if run.elsewhere and not unreached and run.table:  # a later `clean` has no node left to visit
             run.table.model_copy(update={"components": {}}).write(RunDir(run.root).journal_json)
         procfs.remove_unused(shared)
         remove_files([path for path in run.files if path.parent != SHARED_MEMORY])
@@ -153,22 +158,22 @@ def _clean_run(run: DeadRun) -> int:
     for name in sorted({*map(str, run.files), *shared, run.group} - {""}):
         print(f"{'kept, in use' if os.path.lexists(name) else 'removed '} {name}")
     for process in left.values():
-        print(f"pid {process.pid} ({process.component or '?'}) outlived SIGKILL: only its driver or disk can let it go")
+        print(f"pid {process.pid} ({process.component or '?'}) outlived SIGKILL: it waits for its driver or disk")
     return Exit.TIMEOUT if left or unreached else Exit.DONE
 
 
 @dataclass
 class DeadRun:
-    """One run without a supervisor, and what is left of it."""
+    """A run without a supervisor, and its remains."""
 
     run_id: str
     root: Path
     table: ProcessTable | None
     processes: list[Leftover] = field(default_factory=list)
     files: list[Path] = field(default_factory=list)
-    """Manifests, weights in shared memory, the socket and the link to it."""
+    """Manifests, weights in shared memory, the socket, and the link to it."""
     group: str = ""
-    """Its control group, if that still exists."""
+    """Control group of the run; empty if it is gone."""
 
     @property
     def is_clean(self) -> bool:
@@ -176,7 +181,8 @@ class DeadRun:
 
     @property
     def elsewhere(self) -> list[FarEntry]:
-        """Components that it had on other nodes when its supervisor died: they end by themselves, but nobody saw it."""
+        """Components on other nodes at the time the supervisor died. They end by themselves, but
+        nobody has seen it."""
         return [*far_ends(self.table)]
 
     @property
@@ -185,15 +191,16 @@ class DeadRun:
 
     @property
     def is_adoptable(self) -> bool:
-        """Whether it keeps components for the next supervisor (`survive = true`)."""
+        """True if components are kept for the next supervisor (`survive = true`)."""
         return any(process.adoptable for process in self.processes)
 
 
 def find_dead(root: Path, info: dict[str, Any]) -> DeadRun | None:
-    """What the run in `root` left; None when it lives. `info` is its run.json."""
+    """Return the remains of the run in `root`, or None if it is live. `info` is its run.json."""
     run = RunDir(root)
     table = ProcessTable.load(run.journal_json)
     run_id = table.run_id if table else str(info.get("run_id", ""))
+    # The lock comes last: while `_is_locked` holds it, a supervisor cannot start here.
     left = None if runs.RunEntry(run, info).is_live else left_by(run, run_id, table)
     if left is None or _is_locked(run):
         return None
@@ -204,20 +211,20 @@ def find_dead(root: Path, info: dict[str, Any]) -> DeadRun | None:
 
 
 def all_dead() -> list[DeadRun]:
-    """Every known run that left something behind, newest first."""
+    """Return every known run with remains, newest first."""
     found = (find_dead(entry.dir.root, entry.info) for entry in runs.all_runs())
     return [run for run in found if run is not None and not run.is_clean]
 
 
 def strangers() -> list[DeadRun]:
-    """Processes of this user that carry a run's marker, but whose run is not in the list of runs (its folder was
-    deleted, or it was started with another state folder) and has no supervisor."""
+    """Return dead runs that are not in the list of runs but still have processes of this user:
+    their folder was deleted, or they were started with another state folder."""
     return with_processes({entry.dir.root for entry in runs.all_runs()})
 
 
 def with_processes(but: Collection[Path] = ()) -> list[DeadRun]:
-    """Dead runs that left processes of this user, except those in the run directories `but`; one look at the process
-    table, so its cost does not grow with the number of runs."""
+    """Return dead runs with processes of this user, except those in the run directories `but`. One
+    scan of the process table, so the cost does not grow with the number of runs."""
     found: set[tuple[str, str]] = set()
     for pid in procfs.scan():
         env = procfs.environ(pid) if is_own(Path(f"/proc/{pid}")) else {}
@@ -229,7 +236,7 @@ def with_processes(but: Collection[Path] = ()) -> list[DeadRun]:
 
 
 def left_text(found: list[DeadRun]) -> str:
-    """One line about the processes of dead runs; empty when there are none."""
+    """One line about the processes of dead runs; empty without any."""
     count = sum(len(run.processes) for run in found)
     if not count:
         return ""
@@ -247,14 +254,18 @@ def stale_sockets() -> list[Path]:
 
 
 def _is_locked(run: RunDir) -> bool:
-    """Whether a supervisor holds the lock of the journal, or the guard of a killed one that still ends processes."""
+    """Return True if a supervisor holds the lock of the journal, or the guard of a killed one that
+    still ends processes."""
     with holding(run.supervisor_jsonl) as free:
         return not free
 
 
 def _clearable_files(run: RunDir, table: ProcessTable | None) -> list[Path]:
-    """Files that must not outlive their component: those in the run directory by plan and journal, those in shared
-    memory and temporary folders by the journal alone. A plan may have come with a recording."""
+    """Return files that must not outlive their component.
+
+    Files in the run directory may come from plan or journal; those in shared memory and temporary
+    folders only from the journal, because a copied run may bring a plan of another machine.
+    """
     parts = read_json(run.plan_json).get("components")
     planned = [part.get("clears") or [] for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
     noted = {name for entry in table.components.values() for name in entry.clears} if table else set()
@@ -263,7 +274,7 @@ def _clearable_files(run: RunDir, table: ProcessTable | None) -> list[Path]:
     for path in map(Path, dict.fromkeys(named)):
         if not path.is_absolute() or ".." in path.parts:
             continue
-        there = path.parent.resolve()  # a recording's folder may be a link to one of yours
+        there = path.parent.resolve()  # a folder of a copied run may be a link to another folder of this user
         ours = there.is_relative_to(run.root.resolve()) or (path.parent == SHARED_MEMORY and str(path) in noted)
         scratch = path.name.startswith(procfs.SCRATCH) and str(path) in noted and is_private(path)
         if scratch or (ours and path.is_file() and not path.is_symlink()):
@@ -272,7 +283,7 @@ def _clearable_files(run: RunDir, table: ProcessTable | None) -> list[Path]:
 
 
 def _socket_files(run: RunDir) -> list[Path]:
-    """The link to a socket that nobody listens on, and the socket."""
+    """Link to a socket on which nobody listens, and the socket."""
     if not run.control_sock.is_symlink():
         return []
     target = run.control_sock.readlink()

@@ -1,7 +1,8 @@
 """`compare`: several stacks side by side or one after another, and one table at the end.
 
-Each stack has a supervisor and a run directory of its own below runs/compare-TIME, so that every other command works
-on it, a failing one does not stop the others, and all go on if this program is killed. Interrupting it stops them all.
+Each stack has its own supervisor and run directory below runs/compare-TIME. Every other command
+works on it, a failing stack does not stop the others, and all go on if this program is killed. An
+interrupt stops them all.
 """
 
 from __future__ import annotations
@@ -44,30 +45,31 @@ POLL_S = 0.2
 REDRAW_S = 0.5
 PAGE = "overlay.html"
 REPEAT_S = 10.0
-"""Off a terminal a line is printed when its phase changes, and so often while only its figures do."""
+"""Seconds between two lines about a stack, off a terminal, while only its figures change; a new
+phase is printed at once."""
 WORST_FIRST = (Exit.FAULT, Exit.COMPONENT_FAILED, Exit.TIMEOUT, Exit.USAGE, Exit.INTERRUPTED)
 
 
 @dataclass(eq=False)
 class ComparedStack:
-    """One stack of the comparison; equal to itself alone, for much of it is not known at first."""
+    """One stack of the comparison; compares by identity, because its fields are filled in later."""
 
     label: str
-    """Names its run directory and its column; `LABEL:key=value` sets a key of this stack alone."""
+    """Name of its run directory and column; `LABEL:key=value` sets a key of this stack alone."""
     name: str
     """PROFILE as given."""
     sets: list[str] = field(default_factory=list)
     profile: Profile = field(init=False)
-    """Known once it is loaded."""
+    """Set by `load`."""
     root: Path = field(init=False)
-    """Its run directory, known before it is planned."""
+    """Run directory, known before the stack is planned."""
     spec: StackSpec = field(init=False)
-    """What it starts, known once every check has passed."""
+    """Processes to start, set by `plan` after every check has passed."""
     progress: Progress | None = None
-    """None before its start."""
+    """None before the start."""
     note: str = "waits for its turn"
     code: int | None = None
-    """Exit code; None while it runs, and when it was never started."""
+    """Exit code; None while it runs, or if it was never started."""
 
     @property
     def phase(self) -> str:
@@ -81,15 +83,15 @@ class ComparedStack:
 
 
 async def compare(options: argparse.Namespace) -> int:
-    """Start every stack, follow them to their ends, print the table; the worst of their exit codes."""
+    """Start every stack, follow all to their ends, print the table; return the worst exit code."""
     entries = label_entries(options)
     if len(entries) < 2:
         name, label = entries[0].name, entries[0].label
         fix = (
-            f"name two, or the same twice with a difference: atropos-tui compare {name} {name} --set "
-            f"{label}-2:trainer.lr=1e-5; one alone: atropos-tui up {name}"
+            f"name two, or the same one twice with a difference: atropos-tui compare {name} {name} --set "
+            f"{label}-2:trainer.lr=1e-5; to run one stack: atropos-tui up {name}"
         )
-        raise UserError("nothing to compare", [Problem(f"{name} is one stack", fix)])
+        raise UserError("compare needs at least two stacks", [Problem(f"{name} is the only one", fix)])
     base = (options.run_dir or Path("runs") / f"compare-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
     if runs.is_used(base):
         raise UserError("the directory is in use", [Problem(f"{base} is not empty", "choose another --run-dir")])
@@ -106,7 +108,8 @@ async def compare(options: argparse.Namespace) -> int:
 
 
 def label_entries(options: argparse.Namespace) -> list[ComparedStack]:
-    """An entry per PROFILE: named by its file, `demo`, `demo-2`, ..., with the overrides that are for it."""
+    """Create an entry per PROFILE, labelled by its file (`demo`, `demo-2`, ...), with its
+    overrides."""
     entries: list[ComparedStack] = []
     count: Counter[str] = Counter()
     problems: list[Problem] = []
@@ -134,25 +137,29 @@ def label_entries(options: argparse.Namespace) -> list[ComparedStack]:
 
 
 def prepare(entries: Sequence[ComparedStack], base: Path, *, sequential: bool) -> list[str]:
-    """Check every stack before any is started; what was changed so that they fit beside one another, in words.
+    """Check every stack before any is started.
+
+    Returns:
+        Lines about settings that were changed so that the stacks fit side by side.
 
     Raises:
-        UserError: with every problem of every profile.
+        UserError: lists every problem of every profile.
     """
     each(entries, load)
     said: list[str] = []
     if not sequential:
         changes = separate({entry.label: entry.profile for entry in entries}, len(read_machine().gpus))
         if changes.problems:
-            raise refused(changes.problems, "these stacks do not fit beside one another")
+            raise refused(changes.problems, "these stacks do not fit side by side")
         said = changes.lines
+        # Load again with the new ports and GPUs, so that the profile that is written has them too.
         for entry in entries:
             entry.sets += changes.sets[entry.label]
         each(entries, load)
         without_gpus = [entry.label for entry in entries if not any(part.gpus for part in entry.profile.vllm)]
         if len(without_gpus) > 1:
             share = f"{', '.join(without_gpus)} share {os.cpu_count()} processors"
-            said.append(f"{share}: to measure each by itself add --sequential")
+            said.append(f"{share}: to measure each on its own add --sequential")
 
     for entry in entries:
         entry.root = base / entry.label
@@ -161,10 +168,10 @@ def prepare(entries: Sequence[ComparedStack], base: Path, *, sequential: bool) -
 
 
 def plan(entry: ComparedStack, *, resumed_id: str | None = None) -> None:
-    """Check a loaded entry on this machine: what it starts; with `resumed_id` that run goes on.
+    """Check a loaded entry on this machine and set what it starts; `resumed_id` continues that run.
 
     Raises:
-        UserError: with every problem.
+        UserError: lists every problem.
     """
     file = find_profile(entry.name)
     run_id = resumed_id or runs.new_run_id(entry.label)
@@ -174,12 +181,12 @@ def plan(entry: ComparedStack, *, resumed_id: str | None = None) -> None:
 
 
 def load(entry: ComparedStack) -> None:
-    """Read the entry's profile, its own settings included."""
+    """Read the entry's profile with its own overrides."""
     entry.profile, _ = load_profile(entry.name, entry.sets)
 
 
 def each(entries: Sequence[ComparedStack], work: Callable[[ComparedStack], None]) -> None:
-    """`work` for every entry, or all problems of all of them."""
+    """Call `work` for every entry, and raise all problems of all entries together."""
     problems: list[Problem] = []
     several = Counter(entry.name for entry in entries)
     for entry in entries:
@@ -196,7 +203,8 @@ def each(entries: Sequence[ComparedStack], work: Callable[[ComparedStack], None]
 
 
 class Board:
-    """One live line per stack: redrawn in place on a terminal, printed when it changes elsewhere."""
+    """One live line per stack: redrawn in place on a terminal, otherwise printed when it
+    changes."""
 
     def __init__(self, entries: Sequence[ComparedStack], to: TextIO) -> None:
         self._entries = entries
@@ -208,18 +216,20 @@ class Board:
         self._last = {entry.label: ("", 0.0) for entry in entries}
 
     def say(self, line: str) -> None:
-        """A line above those that are redrawn."""
+        """Print a line above the live lines."""
         self._print(plain_text(line) + "\n")
         self._drawn = 0
 
     def draw(self) -> None:
-        """Show how every stack is doing; where they are too many for the terminal, those that run."""
+        """Draw the state of every stack; on a terminal that is too small only the running ones."""
         columns, rows = shutil.get_terminal_size()
         entries = self._entries
         if self._live and len(entries) >= rows:
             entries = [entry for entry in entries if entry.progress and entry.code is None][: rows - 1]
         lines = [plain_text(f"{entry.label:<{self._width}}  {entry.line()}") for entry in entries]
         if self._live:
+            # Cursor up to the first live line (F), each line cleared (2K), and the rest of an
+            # earlier, longer board (J).
             up = f"\x1b[{self._drawn}F" if self._drawn else ""
             text = "".join(f"\x1b[2K{line[: columns - 1]}\n" for line in lines)
             self._print(up + text + ("\x1b[J" if len(lines) < self._drawn else ""))
@@ -232,12 +242,12 @@ class Board:
                 self._print(line + "\n")
 
     def _print(self, text: str) -> None:
-        with contextlib.suppress(BrokenPipeError):  # nobody reads any more; the stacks go on
+        with contextlib.suppress(BrokenPipeError):  # the reader has left; the stacks go on
             write_own(self._to, text)
 
 
 class Comparison:
-    """Runs the stacks; an interrupt stops them all, a second one kills what is left."""
+    """Runs the stacks; the first interrupt stops all of them, the second kills the rest."""
 
     def __init__(self, entries: Sequence[ComparedStack], board: Board, *, sequential: bool) -> None:
         self._entries = entries
@@ -248,7 +258,7 @@ class Comparison:
         self._stopping: set[asyncio.Task[None]] = set()
 
     async def run(self) -> int:
-        """Until every stack has ended; the worst exit code."""
+        """Run until every stack has ended; return the worst exit code."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._interrupt)
@@ -265,7 +275,7 @@ class Comparison:
         return next((code for code in WORST_FIRST if code in codes), Exit.DONE)
 
     async def _all(self) -> None:
-        """Start every stack when its turn has come, and wait for their ends."""
+        """Start every stack in its turn, and wait for all ends."""
         if self._sequential:
             for entry in self._entries:
                 await self._one(entry)
@@ -273,7 +283,7 @@ class Comparison:
             await asyncio.gather(*(self._one(entry) for entry in self._entries))
 
     async def _draw(self) -> None:
-        """Show how every stack is doing, and once more when all have ended."""
+        """Draw the state of all stacks until they have ended, and once more after that."""
         last = False
         while not last:
             last = self._over.is_set()
@@ -285,7 +295,7 @@ class Comparison:
                 await asyncio.wait_for(self._over.wait(), REDRAW_S)
 
     async def _one(self, entry: ComparedStack) -> None:
-        """Start one stack when its turn has come, and wait until it has ended."""
+        """Start one stack in its turn, and wait until it has ended."""
         await self._wait_for_shared_steps(entry)
         if self._interrupts:
             entry.note = "not started"
@@ -310,7 +320,8 @@ class Comparison:
         entry.code = int(result["exit_code"]) if result else Exit.FAULT
 
     async def _wait_for_shared_steps(self, entry: ComparedStack) -> None:
-        """Two stacks that prepare the same thing at once would be in each other's way."""
+        """Wait while an earlier stack runs a prepare step that this one shares: both would write
+        the same files."""
         for other in self._before(entry):
             for step in sorted(_creates(entry.spec).keys() & _creates(other.spec).keys()):
                 name = _creates(other.spec)[step]
@@ -319,14 +330,14 @@ class Comparison:
                     await asyncio.sleep(POLL_S)
 
     def _before(self, entry: ComparedStack) -> Sequence[ComparedStack]:
-        """Those that may be preparing what `entry` needs, too."""
+        """Entries that may run a prepare step which `entry` shares."""
         return self._entries[: self._entries.index(entry)]
 
     def _interrupt(self) -> None:
         self._interrupts += 1
         if self._interrupts == 1:
-            self._board.say("stopping every stack; once more to kill them")
-        else:  # a third one ends this program, whatever the stacks do
+            self._board.say("stopping every stack; interrupt again to kill them")
+        else:  # a third interrupt ends this program, whatever the stacks do
             for number in (signal.SIGINT, signal.SIGTERM):
                 asyncio.get_running_loop().remove_signal_handler(number)
         for entry in self._entries:
@@ -344,12 +355,12 @@ class Comparison:
 
 
 def _creates(stack: StackSpec) -> dict[str, str]:
-    """One-shot steps by what they create."""
+    """Names of one-shot components by the path that they create."""
     return {part.creates: part.name for part in stack.components if part.creates}
 
 
 def start(entry: ComparedStack) -> None:
-    """Write the run directory and start its supervisor."""
+    """Write the run directory and start the supervisor."""
     run = RunDir(entry.root)
     run.create()
     write_run_files(run, entry.spec, entry.profile)
@@ -358,24 +369,24 @@ def start(entry: ComparedStack) -> None:
 
 
 def started(entries: Sequence[ComparedStack]) -> list[Path]:
-    """The run directories of those that were started."""
+    """Run directories of the stacks that were started."""
     return [entry.root for entry in entries if entry.progress is not None]
 
 
 def lay_over(roots: Sequence[Path], base: Path, board: Board) -> None:
-    """The curves of all that trained on the same axes, as a page beside the runs."""
+    """Write a page with the curves of all trained stacks on the same axes, beside the runs."""
     trained = [run for run in read_runs(roots) if run.state.step]
     if len(trained) < 2:
         return
     try:
         write_private(base / PAGE, overlay(trained))
         board.say(f"curves on the same axes: {base / PAGE}")
-    except (UserError, OSError) as error:  # what draws it may not be installed; the figures stand above
-        board.say(f"no page of the curves: {error}")
+    except (UserError, OSError) as error:  # such as missing packages for charts; the table is printed already
+        board.say(f"no page with curves: {error}")
 
 
 def tell(entries: Sequence[ComparedStack], board: Board, *, as_json: bool) -> None:
-    """The table of what ran, then how the others ended."""
+    """Print the table of figures, then how failed stacks ended."""
     figures = benchmark_runs(started(entries))
     if as_json:
         print(benchmarks_json(figures))
@@ -387,7 +398,7 @@ def tell(entries: Sequence[ComparedStack], board: Board, *, as_json: bool) -> No
 
 
 def tell_failures(entries: Sequence[ComparedStack], board: Board) -> None:
-    """How those ended that did not end well, and where their files are."""
+    """Print how each failed stack ended, and where its files are."""
     for entry in entries:
         run = RunDir(entry.root)
         result = runs.read_result(run)

@@ -1,4 +1,4 @@
-"""Commands that act on a live run through its socket, and `attach`, the screen from which the same can be done."""
+"""Commands that act on a live run through its socket, and `attach`, which opens the screen."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ POLL_S = 0.1
 
 
 def not_live(run_dir: Path) -> UserError:
-    """Why nobody can act on this run: it has ended, or its supervisor lost the file by which it is reached."""
+    """Explain why nobody can act on this run: it has ended, or its socket was moved or removed."""
     from atropos_tui.monitor.run_files import living_supervisor
     from atropos_tui.supervisor.store import ProcessTable, RunResult
 
@@ -36,19 +36,19 @@ def not_live(run_dir: Path) -> UserError:
     pid = living_supervisor(ProcessTable.load(run.journal_json))
     if pid and not run.result_json.exists():
         problem = Problem(
-            f"it runs (pid {pid}), and nobody listens at {run.control_sock}, which somebody moved or removed",
-            f"kill {pid} ends the run as `down` does; atropos-tui up --resume {shlex.quote(str(run_dir))} goes on then",
+            f"it runs (pid {pid}), but its socket {run.control_sock} was moved or removed",
+            f"kill {pid} ends the run as `down` does; then atropos-tui up --resume {shlex.quote(str(run_dir))}",
         )
         return UserError(f"the supervisor of {run_dir.name} cannot be reached", [problem], Exit.TIMEOUT)
     return UserError(f"{run_dir.name} is not running", [_end_of(run, RunResult.load(run.result_json))], Exit.NO_RUN)
 
 
 def _end_of(run: RunDir, result: RunResult | None) -> Problem:
-    """When and how a run ended, and the command that continues it."""
+    """Tell when and how a run ended, and the command that continues it."""
     more = " --set trainer.training_steps=N" if result and result.exit_code == Exit.DONE else ""
     fix = f"atropos-tui up --resume {shlex.quote(str(run.root))}{more} continues it; atropos-tui runs lists all runs"
     if result is None:
-        return Problem("its supervisor is gone and recorded no end", fix)
+        return Problem("its supervisor died without recording an end", fix)
     ended = time.localtime(result.ended_at)
     today = ended[:3] == time.localtime()[:3]
     when = time.strftime("at %H:%M" if today else "on %Y-%m-%d at %H:%M", ended)
@@ -56,7 +56,8 @@ def _end_of(run: RunDir, result: RunResult | None) -> Problem:
 
 
 def act(options: argparse.Namespace) -> int:
-    """`start`, `stop`, `restart`, `kill`: show the blast radius, ask where it is wide, and follow it to its end."""
+    """`start`, `stop`, `restart`, `kill`: show what stops and starts, ask for confirmation, and
+    follow the command to its end."""
     action: Action = options.action
     entry = runs.acted_on(options)
     slurm.go_there(entry.dir)
@@ -66,7 +67,7 @@ def act(options: argparse.Namespace) -> int:
             print(show.recipe_text(recipe))
             return Exit.DONE
         asks = not options.yes and action != "start" and sys.stdin.isatty()
-        # Asked while no event loop runs: it would keep ^C from ending the question.
+        # Ask while no event loop runs: a running loop would keep ^C from ending the question.
         if asks and not show.confirmed(f"{show.recipe_text(recipe)}\ngo on?"):
             return Exit.DONE
         return asyncio.run(_carry_out(entry.dir.root, CommandRequest(action=action, component=options.component)))
@@ -94,13 +95,14 @@ def _refused(refused: Refused, named: str, entry: runs.RunEntry) -> UserError:
 
 
 async def bring_down(run_dir: Path, timeout_s: float | None) -> None:
-    """Stop the stack and wait until its supervisor has ended; a run that has ended already is fine."""
+    """Stop the stack and wait until its supervisor has ended; a run that has ended already is no
+    error."""
 
     socket = ControlClient(run_dir)
     try:
-        with contextlib.suppress(Refused):  # the run is at its very end already
+        with contextlib.suppress(Refused):  # the run is ending already
             await socket.command(CommandRequest(action="down", timeout_s=timeout_s))
-        while True:
+        while True:  # until the socket is gone
             await socket.status()
             await asyncio.sleep(POLL_S)
     except NoSupervisor:
@@ -108,7 +110,7 @@ async def bring_down(run_dir: Path, timeout_s: float | None) -> None:
 
 
 async def down(options: argparse.Namespace) -> int:
-    """`down`: exit 0 once nothing is left."""
+    """`down`: exit 0 once every process has ended."""
     entry = runs.acted_on(options)
     if slurm.take_back(entry.dir, entry.run_id):
         return Exit.DONE
@@ -122,9 +124,11 @@ async def down(options: argparse.Namespace) -> int:
 
 
 def tell_end(run: RunDir, code: int | None = None, *, to: TextIO | None = None) -> int:
-    """Say how the run ended (a bad end on stderr, unless `to` says otherwise), its figures and where its files are.
+    """Print figures of the run, how it ended (a failure on stderr, or everything to `to`), and
+    where its files are.
 
-    Returns `code`, or the run's own code without one.
+    Returns:
+        `code`, or the run's own exit code if `code` is None.
     """
     result = runs.read_result(run) or {
         "exit_code": code if code is not None else Exit.FAULT,
@@ -145,7 +149,8 @@ def tell_end(run: RunDir, code: int | None = None, *, to: TextIO | None = None) 
 
 
 async def wait(options: argparse.Namespace) -> int:
-    """`wait --for`: 0 reached, 3 impossible (also: crashed), 4 timeout; `done` passes on the run's own code."""
+    """`wait --for`: exit 0 reached, 3 impossible (also: crashed), 4 timeout; `done` returns the
+    run's own exit code."""
     from atropos_tui.monitor.run_files import GONE, supervisor_gone
 
     entry = runs.of(options)
@@ -160,7 +165,7 @@ async def wait(options: argparse.Namespace) -> int:
         if options.target == "done" and result is not None:
             return int(result["exit_code"])
         if supervisor_gone(entry.dir):
-            problem = Problem(GONE, f"atropos-tui up --resume {shlex.quote(str(entry.dir.root))} goes on with it")
+            problem = Problem(GONE, f"atropos-tui up --resume {shlex.quote(str(entry.dir.root))} continues it")
             raise UserError(f"{entry.dir.root.name} crashed", [problem], Exit.COMPONENT_FAILED) from None
         raise not_live(entry.dir.root) from None
     if outcome.outcome == "timeout":
@@ -176,7 +181,7 @@ async def wait(options: argparse.Namespace) -> int:
 
 
 def _check_target(target: str, entry: runs.RunEntry) -> None:
-    """Refuse a target that a run does not have, once no supervisor is there to do so."""
+    """Refuse an unknown target; for runs without a supervisor, which would do so itself."""
     known = runs.component_names(entry)
     if known and target not in ("ready", "done", *known):
         fix = f"{did_you_mean(target, known)}one of: ready, done, {', '.join(known)}"
@@ -184,7 +189,7 @@ def _check_target(target: str, entry: runs.RunEntry) -> None:
 
 
 async def _result_soon(entry: runs.RunEntry) -> dict[str, Any] | None:
-    """result.json is written just before the supervisor ends."""
+    """Wait for result.json, which appears just before the supervisor ends."""
     for _ in range(100):
         if (result := runs.read_result(entry.dir)) is not None:
             return result
@@ -193,18 +198,21 @@ async def _result_soon(entry: runs.RunEntry) -> dict[str, Any] | None:
 
 
 def attach(options: argparse.Namespace) -> int:
-    """Open the screen on a live run, or on what an ended one left."""
+    """Open the screen on a live run, or on the files of an ended one."""
     entry = runs.of(options)
     slurm.go_there(entry.dir)
     return open_screen(entry.dir, read_only=options.read_only)
 
 
 def open_screen(run: RunDir, *, read_only: bool = False) -> int:
-    """Show the run; leaving either detaches (0) or stops the stack and ends with the run's code."""
+    """Show the run. Leaving either detaches (exit 0), or stops the stack and returns the run's exit
+    code."""
     if not sys.stdout.isatty():
         raise UserError("no terminal", [Problem("the screen needs one", "use ps, logs and events instead")])
-    gc.disable()  # importing makes no garbage; the screen turns it on when it has read all
-    os.environ["PYDANTIC_DISABLE_PLUGINS"] = "__all__"  # they are looked for in the metadata of every package
+    # Both save start-up time: imports make no garbage (the screen turns the collector on again),
+    # and a search for plugins reads the metadata of every installed package.
+    gc.disable()
+    os.environ["PYDANTIC_DISABLE_PLUGINS"] = "__all__"
     from atropos_tui.ui import faults
     from atropos_tui.ui.app import run_cockpit
 
@@ -219,14 +227,15 @@ def open_screen(run: RunDir, *, read_only: bool = False) -> int:
     if choice == "detach":
         _say_if_heard(f"detached; the run goes on: {run.root}\n  atropos-tui attach · ps · down")
         return Exit.DONE
-    # The screen has said `down`, or has seen the end; either way the supervisor may need a moment to finish.
+    # The screen has sent `down` or seen the end; in both cases the supervisor may need a moment to
+    # finish.
     asyncio.run(bring_down(run.root, timeout_s=None))
     return tell_end(run)
 
 
 def _say_if_heard(text: str) -> None:
-    """Print to a terminal that may have closed, which is why the screen was left: that is no failure."""
+    """Print to a terminal that may have closed, which is no failure here."""
     try:
         print(text, flush=True)
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise Python reports it again at exit

@@ -1,4 +1,4 @@
-"""`logs`: what the components of a run print, of one or merged, live or after its end. Reads the run's files."""
+"""`logs`: output of one or several components, live or after the end, read from the run's files."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ from atropos_tui.supervisor.logs import attempts
 Show = Callable[[LogLine], str]
 
 FOLLOW_S = 0.05
-"""Between two looks at growing files; with `log_reader.HOLD_S` the delay of a merged line is at most 0.2 s."""
+"""Seconds between two reads of growing files; with `log_reader.HOLD_S`, a merged line appears after
+at most 0.2 s."""
 LINES = 200
-"""Shown where neither -n nor --since says more."""
+"""Lines to show without -n and --since."""
 LIVE_S = 0.5
-"""Between two looks at whether the run still lives."""
+"""Seconds between two checks of whether the run is live."""
 AT_ONCE = 1000
 """Lines per search, and per write to the terminal."""
 COLOURS = (36, 33, 32, 35, 34, 96)
@@ -44,18 +45,19 @@ UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 @dataclass(frozen=True)
 class Filter:
-    """Which lines are wanted."""
+    """Selects lines by time and pattern."""
 
     pattern: Pattern | None
     since: float
 
     def of(self, lines: Iterable[LogLine]) -> Iterator[LogLine]:
-        """The lines that are wanted, their text made harmless for a terminal."""
+        """Yield the selected lines, with text that is safe for a terminal."""
         source = (line for line in lines if line.time >= self.since)
         if self.pattern is None:
             yield from (line._replace(text=one_line(line.text)) for line in source)
             return
         while batch := list(itertools.islice(source, AT_ONCE)):
+            # The pattern may match the text as shown or as printed, with its colour codes.
             shown, printed = [one_line(line.text) for line in batch], [line.text for line in batch]
             matching = set(self.pattern.matching(shown))
             if shown != printed:
@@ -65,7 +67,7 @@ class Filter:
 
 @dataclass(frozen=True)
 class Prefix:
-    """Time and component before each line; the colour tells components apart at a glance."""
+    """Formats a line with time and component; each component has its colour."""
 
     names: list[str]
     colour: bool
@@ -83,18 +85,21 @@ class Prefix:
 
 
 def as_json(line: LogLine) -> str:
-    """The line as `LogRow` of `answers.py`, without the cost of a model for each."""
+    """Format a line as `LogRow` of `answers.py`, without the cost of building a model."""
     return json.dumps({"time": line.time, "component": line.component, "attempt": line.attempt, "text": line.text})
 
 
 async def logs(options: argparse.Namespace) -> int:
-    """Print the newest attempts' logs; `-f` goes on through restarts until the run ends."""
+    """Print the logs of the newest attempts; with `-f` go on through restarts until the run
+    ends."""
     entry, chosen = runs.with_components(options.words, options.run_dir)
     since = -math.inf if options.since is None else moment(options.since, datetime.now())
     wanted = Filter(compiled(options.grep), since)
     names, readers = _readers(entry.dir, chosen, options)
     count = _count(options)
     for reader in readers:
+        # The last N lines overall are among the last N of each component, unless a pattern drops
+        # some.
         reader.skip(math.inf if options.grep else count, since)
     merged = MergedLogs(readers)
     alone = options.no_prefix or len(chosen) == 1
@@ -105,7 +110,7 @@ async def logs(options: argparse.Namespace) -> int:
     if options.follow:
         await _follow(entry, merged, wanted, show)
     elif not shown and options.since is not None:
-        print(f"no such line since {datetime.fromtimestamp(since):%Y-%m-%d %H:%M:%S}", file=sys.stderr)
+        print(f"no matching line since {datetime.fromtimestamp(since):%Y-%m-%d %H:%M:%S}", file=sys.stderr)
     return Exit.DONE
 
 
@@ -113,14 +118,14 @@ async def _follow(entry: runs.RunEntry, merged: MergedLogs, wanted: Filter, show
     live, asked = True, -math.inf
     while live:
         if time.monotonic() - asked >= LIVE_S:
-            live, asked = entry.is_live, time.monotonic()  # before reading: what an ended run wrote is then all there
+            live, asked = entry.is_live, time.monotonic()  # before the read, so that the last read gets every line
         _print(wanted.of(merged.ready() if live else merged.rest()), show)
         if live:
             await asyncio.sleep(FOLLOW_S)
 
 
 def _print(lines: Iterable[LogLine], show: Show) -> int:
-    """Print `lines` as they come, many at once; how many there were."""
+    """Print `lines` in batches as they arrive; return their number."""
     count, source = 0, iter(lines)
     while batch := list(itertools.islice(source, AT_ONCE)):
         count += len(batch)
@@ -129,10 +134,11 @@ def _print(lines: Iterable[LogLine], show: Show) -> int:
 
 
 def _readers(run: RunDir, chosen: list[str], options: argparse.Namespace) -> tuple[list[str], list[LogReader]]:
-    """Names and readers of the components that are asked for; of all, in plan order, where none is named."""
+    """Names and readers of the chosen components; without a choice of all, in plan order."""
     planned = [part.name for part in read_info(run).components if is_safe_name(part.name)]
     known = list(dict.fromkeys([*planned, *names_in(run.logs, folders=True)]))
     names = list(dict.fromkeys(chosen)) or known
+    # Folders count as well: a resumed run may have a new plan without an earlier component.
     if unknown := [name for name in names if name not in known]:
         fixes = [f"{did_you_mean(name, known)}one of: {', '.join(known)}" for name in unknown]
         problems = [Problem(f"{name!r} is not part of this run", fix) for name, fix in zip(unknown, fixes, strict=True)]
@@ -164,10 +170,10 @@ def _count(options: argparse.Namespace) -> float:
 
 
 def compiled(pattern: str | None) -> Pattern | None:
-    """The regular expression of --grep.
+    """Compile the pattern of --grep.
 
     Raises:
-        UserError: it is none.
+        UserError: it is not a regular expression.
     """
     try:
         return Pattern(pattern) if pattern else None
@@ -176,7 +182,8 @@ def compiled(pattern: str | None) -> Pattern | None:
 
 
 def moment(text: str, now: datetime) -> float:
-    """A --since as Unix seconds: `90s`, `5m`, `2h`, `1d` ago; `HH:MM[:SS]`, the latest such; a date, or date and time.
+    """Convert --since to Unix seconds: `90s`, `5m`, `2h`, `1d` ago; `HH:MM[:SS]`, the latest one; a
+    date, or date and time.
 
     Raises:
         UserError: it is none of these.
@@ -191,4 +198,4 @@ def moment(text: str, now: datetime) -> float:
         return datetime.fromisoformat(text).timestamp()
     except (ValueError, OverflowError):
         fix = "e.g. --since 5m, --since 14:30, --since 2026-11-02T14:30"
-        raise UserError("invalid --since", [Problem(f"{text!r} is no time", fix)]) from None
+        raise UserError("invalid --since", [Problem(f"not a time: {text!r}", fix)]) from None

@@ -1,4 +1,5 @@
-"""What a run was, as a whole: `report` as an HTML page, `replay` in the screen, `bench` in figures."""
+"""`report` writes a run as an HTML page, `replay` plays it in the screen, `bench` prints its
+figures."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ NEEDED = ("jinja2", "markupsafe", "matplotlib")
 
 
 async def report(options: argparse.Namespace) -> int:
-    """Write the page of a run, or of several on the same axes."""
+    """Write the page of one run, or of several on the same axes."""
     entries = [runs.pick(run) for run in options.runs or [None]]
     first = entries[0]
     if len(entries) > 1:
@@ -33,17 +34,19 @@ async def report(options: argparse.Namespace) -> int:
 
 
 def write(page: str, path: Path) -> None:
-    """Write a page, readable by this user alone: it holds prompts and completions.
+    """Write a page that only this user can read: it holds prompts and completions.
 
     Raises:
-        UserError: it cannot be written there.
+        UserError: the file cannot be written.
     """
     try:
+        # Write through a link: `write_private` replaces the file, and would replace the link
+        # itself.
         path = path.resolve() if path.is_symlink() else path
         if path.exists() and not path.is_file():
             raise IsADirectoryError(0, "not an ordinary file")
         write_private(path, page)
-    except (OSError, ValueError, RuntimeError) as error:  # a NUL in the name; a loop of links
+    except (OSError, ValueError, RuntimeError) as error:  # ValueError: a NUL in the name; RuntimeError: a loop of links
         raise UserError(
             "the report cannot be written",
             [Problem(getattr(error, "strerror", None) or str(error), "choose another -o FILE", printable(str(path)))],
@@ -53,11 +56,7 @@ def write(page: str, path: Path) -> None:
 
 @contextlib.contextmanager
 def _needing() -> Iterator[None]:
-    """Says which package is missing.
-
-    Raises:
-        UserError: what draws a page is not installed.
-    """
+    """Turn a missing package into a `UserError` that names it."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -68,21 +67,21 @@ def _needing() -> Iterator[None]:
 
 
 def render(entry: runs.RunEntry, status: RunStatus) -> str:
-    """The page of a run."""
+    """Render the page of one run."""
     with _needing():
         from atropos_tui.monitor.report import render_report
     return render_report(entry.dir, status, time.time())
 
 
 def overlay(compared: Sequence[RunCurves]) -> str:
-    """The page of several runs on the same axes."""
+    """Render the page of several runs on the same axes."""
     with _needing():
         from atropos_tui.monitor.report import render_overlay
     return render_overlay(compared, time.time())
 
 
 async def _status(entry: runs.RunEntry) -> RunStatus:
-    """From the supervisor, else from the files: one that does not answer holds up no report."""
+    """Status from the supervisor, or from the files if it does not answer."""
     from atropos_tui.supervisor.client import NotAnswering
 
     try:
@@ -92,7 +91,7 @@ async def _status(entry: runs.RunEntry) -> RunStatus:
 
 
 def replay(options: argparse.Namespace) -> int:
-    """Load the run's records, then show them; 2 where there is no terminal or nothing recorded."""
+    """Load the run's records and play them; exit 2 without a terminal or without records."""
     from atropos_tui.monitor.replay import Recording, Replay
 
     entry = runs.pick(options.run)
@@ -100,7 +99,7 @@ def replay(options: argparse.Namespace) -> int:
     if not recording.records:
         raise UserError(
             "nothing to replay",
-            [Problem("the run's streams hold no records", "`atropos-tui runs` lists other runs", str(entry.dir.root))],
+            [Problem("the run has no records", "`atropos-tui runs` lists other runs", str(entry.dir.root))],
         )
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         fix = "use `atropos-tui report` for a page, events and logs for text"
@@ -108,7 +107,9 @@ def replay(options: argparse.Namespace) -> int:
     show = Replay(recording, options.speed)
     if options.at is not None:
         if (at := recording.time_of(options.at)) is None:
-            raise UserError("no such step", [Problem(f"--at {options.at}", "the run has no step so late")])
+            raise UserError(
+                "no such step", [Problem(f"--at {options.at} is past the run's last step", "choose a smaller one")]
+            )
         show.clock.seek(at)
     from atropos_tui.ui import faults
     from atropos_tui.ui.replay import run_replay
@@ -120,7 +121,7 @@ def replay(options: argparse.Namespace) -> int:
 
 
 def _sentence(entry: runs.RunEntry) -> str:
-    """What is to be known first of a run, from its files."""
+    """Return the verdict on a run from its files."""
     from atropos_tui.monitor.run_files import load_run
     from atropos_tui.monitor.verdict import verdict
 
@@ -129,7 +130,7 @@ def _sentence(entry: runs.RunEntry) -> str:
 
 
 def bench(options: argparse.Namespace) -> int:
-    """The guides' BENCHMARK SUMMARY of each run."""
+    """Print the BENCHMARK SUMMARY of each run, in the format of the Atropos guides."""
     from atropos_tui.monitor import bench as summary
 
     chosen = [runs.pick(path) for path in options.runs or [None]]

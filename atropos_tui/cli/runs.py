@@ -1,6 +1,7 @@
-"""Finding runs: by directory, id or name, by the beginning of an id, or the newest live one.
+"""Lookup of runs: by directory, id, name or a prefix of the id, or the latest live one.
 
-Every run leaves a symlink to its directory in the user's state folder, so that commands find it from anywhere.
+Every run leaves a symlink to its directory in the user's state folder, so that commands find it
+from any folder.
 """
 
 from __future__ import annotations
@@ -24,24 +25,24 @@ from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.profile.ports import has_supervisor, listener
 
 MOST_NAMED = 5
-"""Runs that a message about several lists."""
+"""Most runs that a message lists."""
 
 
 @dataclass(frozen=True)
 class RunEntry:
-    """A run on disk, as far as its files tell."""
+    """A run on disk, described by its run.json."""
 
     dir: RunDir
     info: dict[str, Any]
 
     @property
     def run_id(self) -> str:
-        """Empty where its file names none."""
+        """Id of the run; empty if run.json has none."""
         return str(self.info.get("run_id") or "")
 
     @property
     def is_own(self) -> bool:
-        """Whether nobody else could have written what its files say."""
+        """True if only this user can have written the run's files."""
         return is_own(self.dir.root)
 
     @property
@@ -50,28 +51,28 @@ class RunEntry:
 
     @property
     def used_at(self) -> float:
-        """When it was last started or resumed."""
+        """Time of the last start or resume, in Unix seconds."""
         return _seconds(self.info.get("resumed_at")) or self.started_at
 
     @property
     def is_live(self) -> bool:
-        """Whether its supervisor runs: somebody listens on its socket (a killed one leaves only the file), or its job
-        does on another node."""
+        """True if a supervisor runs: a process listens on the run's socket (a killed one leaves
+        only the file), or the run's SLURM job runs on another node."""
         return has_supervisor(self.dir) or slurm.runs_elsewhere(self.dir)
 
 
 def _seconds(value: object) -> float:
-    """Unix seconds; 0 for what is no such time."""
+    """Unix seconds; 0 for any other value."""
     return float(value) if isinstance(value, int | float) and 0 <= value <= LATEST_TIME else 0.0
 
 
 def new_run_id(name: str) -> str:
-    """NAME-TIME-ID, sortable and safe in paths."""
+    """Return NAME-TIME-ID, which sorts by time and is safe in paths."""
     return f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
 
 
 def remember(run: RunDir, run_id: str) -> None:
-    """Leave a symlink in the registry; a registry that cannot be written only costs convenience."""
+    """Add a symlink to the registry. Errors are ignored: the run still works by its directory."""
     try:
         registry().mkdir(parents=True, exist_ok=True, mode=0o700)
         link = registry() / run_id
@@ -82,20 +83,22 @@ def remember(run: RunDir, run_id: str) -> None:
 
 
 def all_runs() -> list[RunEntry]:
-    """Every run of this user's that is still on disk, newest first; others are there for who names them."""
+    """Return every run of this user that is still on disk, newest first. Runs of other users are
+    reachable by their directory only."""
     roots = [path.parent.resolve() for path in Path("runs").glob("*/run.json")]
     with contextlib.suppress(OSError):
         for link in registry().iterdir():
             if link.exists():
                 roots.append(link.resolve())
-            elif link.is_symlink():
+            elif link.is_symlink():  # its run directory was deleted
                 link.unlink(missing_ok=True)
     found = [entry for root in dict.fromkeys(roots) if (entry := read_run(root)) is not None and entry.is_own]
     return sorted(found, key=lambda entry: entry.used_at, reverse=True)
 
 
 def read_run(root: Path) -> RunEntry | None:
-    """The run in `root`, or None when it holds no readable run.json, or one whose id no run of ours can have."""
+    """Return the run in `root`; None without a readable run.json, or if its id is not a safe
+    name."""
     info = _read_object(root / "run.json")
     if info is None or not is_safe_name(str(info.get("run_id", "none"))):
         return None
@@ -103,7 +106,7 @@ def read_run(root: Path) -> RunEntry | None:
 
 
 def _read_object(path: Path) -> dict[str, Any] | None:
-    """The object in `path`; None where there is none that can be read."""
+    """Read a JSON object; None if there is none."""
     try:
         data = json.loads(read_regular(path))
     except (OSError, ValueError, RecursionError):
@@ -112,20 +115,20 @@ def _read_object(path: Path) -> dict[str, Any] | None:
 
 
 def pick_own(run_dir: Path | None) -> RunEntry:
-    """The run that a command means which acts by what its files say.
+    """Return the run for a command that acts on what its files say.
 
     Raises:
-        UserError: exit code 5, no such run; 2, others may have written there.
+        UserError: exit code 5, no such run; 2, other users may have written there.
     """
     entry = pick(run_dir)
     if not entry.is_own:
-        reason = f"{entry.dir.root} is another user's, or others may write there: what it says is not acted upon"
-        raise UserError("not a run of this user", [Problem(reason, "chmod go-w it, or work as its owner")])
+        reason = f"{entry.dir.root} belongs to another user or is writable by others, so its files are not trusted"
+        raise UserError("not a run of this user", [Problem(reason, "run chmod go-w on it, or work as its owner")])
     return entry
 
 
 def pick(run_dir: Path | None) -> RunEntry:
-    """The run that a command means.
+    """Return the run that a command names, or the default.
 
     Raises:
         UserError: exit code 5, no such run.
@@ -135,42 +138,45 @@ def pick(run_dir: Path | None) -> RunEntry:
             raise _no_run(run_dir)
         return entry
     if (entry := _newest()) is None:
-        raise UserError("no run yet", [Problem("nothing was started", "atropos-tui up PROFILE")], Exit.NO_RUN)
+        raise UserError("no runs yet", [Problem("no run was ever started", "atropos-tui up PROFILE")], Exit.NO_RUN)
     return entry
 
 
 def _newest() -> RunEntry | None:
-    """The newest live run, else the newest."""
+    """Return the latest live run, otherwise the latest."""
     known = all_runs()
     return next((entry for entry in known if entry.is_live), next(iter(known), None))
 
 
 def of(options: argparse.Namespace) -> RunEntry:
-    """The run of a command that takes `[RUN]` or `--run-dir`: see `pick`."""
+    """Return the run of a command that takes `[RUN]` or `--run-dir`; see `pick`."""
     return pick(options.run or options.run_dir)
 
 
 def acted_on(options: argparse.Namespace) -> RunEntry:
-    """The run of a command that starts or stops something.
+    """Return the run of a command that starts or stops something.
 
     Raises:
         UserError: exit code 5, no such run; 2, several are live and none is named.
     """
     live = [] if options.run or options.run_dir else [entry.run_id for entry in all_runs() if entry.is_live]
     if len(live) > 1:
-        problem = Problem(", ".join(live[:MOST_NAMED]), "name the one that is meant, by its id or its name")
+        problem = Problem(", ".join(live[:MOST_NAMED]), "name one by its id or name")
         raise UserError(f"{len(live)} runs are live", [problem])
     return of(options)
 
 
 def with_components(words: Sequence[str], run_dir: Path | None) -> tuple[RunEntry, list[str]]:
-    """Run and components of a command that takes both in any order; a word is a run where no component is called so.
+    """Split the words of a command that takes a run and components in any order. A word that is a
+    component's name is never taken as a run.
 
     Raises:
         UserError: exit code 5, no such run.
     """
     left = list(words)
     if run_dir is None:
+        # Components of the default run come first: `logs vllm` means its vllm, even beside a folder
+        # `vllm`.
         known = component_names(_newest())
         for word in left:
             if word not in known and (entry := find(Path(word))) is not None:
@@ -180,7 +186,7 @@ def with_components(words: Sequence[str], run_dir: Path | None) -> tuple[RunEntr
 
 
 def component_names(entry: RunEntry | None) -> dict[str, str]:
-    """Roles of a run's components by name, as far as its plan.json can be read."""
+    """Roles of a run's components by name; empty if plan.json cannot be read."""
     try:
         plan = (_read_object(entry.dir.plan_json) if entry else None) or {}
         parts = [(part["name"], str(part.get("role", ""))) for part in plan["components"]]
@@ -190,12 +196,13 @@ def component_names(entry: RunEntry | None) -> dict[str, str]:
 
 
 def find(run: Path) -> RunEntry | None:
-    """The run in a folder, or one that `runs` lists, by its id, its name or the beginning of its id; None: none fits.
+    """Return the run in a folder, or a listed run by its id, name or a prefix of its id; None if
+    none fits.
 
-    Of several runs of one name the live one is meant, else the newest.
+    Of several runs of one name, the live one is taken, otherwise the latest.
 
     Raises:
-        UserError: exit code 5, the name leads nowhere; 2, several runs fit.
+        UserError: exit code 5, the path cannot be resolved; 2, several runs fit.
     """
     try:
         here = read_run(run.resolve())
@@ -208,6 +215,8 @@ def find(run: Path) -> RunEntry | None:
 
 def _called(text: str) -> RunEntry | None:
     known = all_runs()
+    # Order of preference: the full id, a live run of that name, the latest of that name, a prefix
+    # of an id.
     named = [entry for entry in known if entry.info.get("name") == text]
     live = [entry for entry in named if entry.is_live]
     fitting = (
@@ -220,20 +229,18 @@ def _called(text: str) -> RunEntry | None:
         listed = ", ".join(entry.run_id for entry in fitting[:MOST_NAMED])
         more = f" and {len(fitting) - MOST_NAMED} more" if len(fitting) > MOST_NAMED else ""
         kind = "live runs are called" if live else "runs begin with"
-        raise UserError(
-            f"{len(fitting)} {kind} {text}", [Problem(listed + more, "write more of the one that is meant")]
-        )
+        raise UserError(f"{len(fitting)} {kind} {text}", [Problem(listed + more, "give a longer prefix, or the id")])
     return next(iter(fitting), None)
 
 
 def _no_run(named: Path) -> UserError:
-    """What the name may have meant."""
+    """Error for an unknown run, with a guess at what was meant."""
     from atropos_tui.profile.errors import did_you_mean
     from atropos_tui.profile.load import shipped_profiles
 
     text = str(named)
     if (named.suffix == ".toml" and named.is_file()) or text in shipped_profiles():
-        problem = Problem("no run is called so", f"atropos-tui up {text} starts one")
+        problem = Problem("no run has this name", f"atropos-tui up {text} starts one")
         return UserError(f"{text} is a profile", [problem], Exit.NO_RUN)
     known = [name for entry in all_runs() for name in (entry.run_id, str(entry.info.get("name")))]
     fix = f"{did_you_mean(text, known)}`atropos-tui runs` lists the runs"
@@ -241,7 +248,7 @@ def _no_run(named: Path) -> UserError:
 
 
 def _missing(run: RunDir, fix: str) -> Problem:
-    """Why a directory has no run that can be read."""
+    """Problem with a directory that has no readable run."""
     from atropos_tui.supervisor.client import SocketError, socket_path
 
     try:
@@ -249,24 +256,24 @@ def _missing(run: RunDir, fix: str) -> Problem:
     except (FileNotFoundError, NotADirectoryError):
         with contextlib.suppress(OSError, SocketError):
             if pid := listener(str(socket_path(run))):
-                what = f"the supervisor of this directory lives (pid {pid}), but its run.json is gone"
+                what = f"the supervisor of this directory is alive (pid {pid}), but run.json is missing"
                 return Problem(what, f"kill {pid} ends the run as `down` does")
-        return Problem("no run.json there, and no such id or name", fix)
+        return Problem("not a run directory (no run.json), and no run has this id or name", fix)
     except OSError as error:
         return Problem(f"its run.json cannot be reached: {error.strerror}", f"chmod u+rwx {shlex.quote(str(run.root))}")
     return Problem("its run.json cannot be read", fix)
 
 
 def read_result(run: RunDir) -> dict[str, Any] | None:
-    """result.json of an ended run; None where it is not there, or not one that a supervisor wrote."""
+    """Read result.json of an ended run; None if it is missing or invalid."""
     data = _read_object(run.result_json) or {}
     code = data.get("exit_code")
     return data if type(code) is int and 0 <= code < 256 else None
 
 
 def is_used(root: Path) -> bool:
-    """Whether a run must not be started in this directory: it holds anything but the lock of an `up` that got no
-    further."""
+    """Return True if no run may start in this directory: it holds more than the empty lock file of
+    an `up` that failed early."""
     if not root.is_dir():
         return root.exists()
     return any(entry.name != "supervisor.jsonl" or entry.stat().st_size for entry in os.scandir(root))

@@ -1,6 +1,7 @@
-"""Text for terminals: events, component tables, ends of runs; and the lines of a run without a screen, as they come.
+"""Text for terminals: events, component tables, ends of runs, and the live lines of a run without a
+screen.
 
-Printing them never holds up whoever calls it: a paused terminal or a full pipe must not stop a supervisor.
+Printing runs in a thread of its own: a paused terminal or a full pipe must not block a supervisor.
 """
 
 from __future__ import annotations
@@ -48,30 +49,31 @@ from atropos_tui.monitor.why import next_stage
 T = TypeVar("T")
 _BEYOND_ASCII = re.compile("[^ -~\n]")
 LOOK_S = 0.5
-"""Between two looks at the telemetry of a run without a screen."""
+"""Seconds between two reads of the telemetry of a run without a screen."""
 EVERY_S = 2.0
-"""At most one line about training in this time."""
+"""Smallest interval in seconds between two lines about training."""
 PATIENCE_S = 2.0
-"""How long the end waits for a reader that does not read."""
+"""Seconds that the end of a command waits for a reader that does not read."""
 PARTING_S = 60.0
-"""How long the end of a run waits until its last words were read."""
+"""Seconds that the end of a run waits until its last lines are read."""
 BACKLOG = 10_000
-"""Lines that wait to be printed."""
+"""Most lines that wait to be printed."""
 
 
 def ascii_json(text: str) -> str:
-    """JSON with everything beyond ASCII escaped: a terminal obeys some of it."""
+    """Escape everything beyond ASCII in JSON text: a terminal obeys some of it."""
     return _BEYOND_ASCII.sub(lambda found: json.dumps(found.group())[1:-1], text)
 
 
 INKS: dict[Tone, str] = {"good": "32", "busy": "36", "warn": "33", "bad": "31", "dim": "2"}
-"""Of a terminal: its own colours, so that they are legible on any ground; a glyph says the same without them."""
+"""Colour codes of the terminal's own palette, which are legible on any background; a glyph carries
+the same meaning without colour."""
 _STATES = re.compile(f"(?<=  )(?:{'|'.join(re.escape(glyph_and_word(state)) for state in State)})")
-"""In a column; in a sentence they are its words."""
+"""State words in a column; in a sentence they are ordinary words."""
 
 
 def has_colour() -> bool:
-    """Whether standard output is a terminal that wants colours (https://no-color.org)."""
+    """Return True if standard output is a terminal that wants colours (https://no-color.org)."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
@@ -80,12 +82,12 @@ def inked(text: str, tone: Tone) -> str:
 
 
 def painted(text: str) -> str:
-    """`text` with each component's state in its colour."""
+    """Colour each component's state in `text`."""
     return _STATES.sub(lambda found: inked(found[0], TONES[found[0].split()[-1]]), text)
 
 
 def event_line(record: Record) -> str:
-    """One record of supervisor.jsonl as one line (a diagnosis takes three)."""
+    """Format one record of supervisor.jsonl as one line (a diagnosis takes three)."""
     clock = time.strftime("%H:%M:%S", time.localtime(record.time))
     match record:
         case StateRecord():
@@ -112,12 +114,13 @@ def event_line(record: Record) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> str:
-    """Aligned columns; the first row is the head."""
+    """Align columns; the first row is the header."""
     return "\n".join(columns(rows, right))
 
 
 def ps_table(status: RunStatus, said: str = "", now: float | None = None) -> str:
-    """The components of a run, as `ps` prints them; `said`: the sentence about it."""
+    """Format the components of a run for `ps`; `said` is the verdict on the run, shown below the
+    title."""
     now = time.time() if now is None else now
     gpu = ("GPU",) if any(component.gpu_bytes is not None for component in status.components) else ()
     head = ("COMPONENT", "ROLE", "STATE", "PID", "UPTIME", "RESTARTS", "MEMORY", *gpu, "CPU", "PORT", "NOTE")
@@ -129,7 +132,7 @@ def ps_table(status: RunStatus, said: str = "", now: float | None = None) -> str
 
 
 def _gpu_line(gpu: GpuStatus) -> str:
-    """One card, whoever uses it."""
+    """Format one GPU with its total use, our processes and others."""
     busy = "" if gpu.utilization_percent is None else f", {gpu.utilization_percent} % busy"
     name = f" ({one_line(gpu.name)})" if gpu.name else ""
     return f"GPU {gpu.index}{name}: {bytes_text(gpu.used_bytes)} of {bytes_text(gpu.total_bytes)} used{busy}"
@@ -157,9 +160,9 @@ def _ps_row(component: ComponentStatus, now: float, *, with_gpu: bool) -> tuple[
 
 
 def confirmed(question: str) -> bool:
-    """Ask on the terminal; whoever ends the input says no."""
+    """Ask a yes/no question on the terminal; the end of the input means no."""
     try:
-        print(f"{question} [y/N] ", end="", flush=True)  # a prompt of `input` would pass the gate unseen
+        print(f"{question} [y/N] ", end="", flush=True)  # `input(prompt)` would bypass the gate
         return input().strip().lower() in ("y", "yes")
     except EOFError:
         print()
@@ -167,7 +170,7 @@ def confirmed(question: str) -> bool:
 
 
 def recipe_text(recipe: Recipe) -> str:
-    """The blast radius of a command."""
+    """Describe what a command would stop and start."""
     target = f" {recipe.component}" if recipe.component else ""
     lines = [f"{recipe.action}{target}"]
     if recipe.stop:
@@ -180,7 +183,7 @@ def recipe_text(recipe: Recipe) -> str:
 
 
 def ending(result: dict[str, Any]) -> str:
-    """How a run ended; for a failure the component, its last lines and the fix."""
+    """Describe how a run ended; for a failure with the component and its last lines."""
     code = result.get("exit_code")
     lines = [f"run ended with code {code}: {one_line(str(result.get('reason', '')))}"]
     last = result.get("last_lines") or []
@@ -191,7 +194,8 @@ def ending(result: dict[str, Any]) -> str:
 
 
 class StepLines:
-    """Follows telemetry.jsonl from now on; steps of an earlier start of the run are not told again."""
+    """Prints optimizer steps from telemetry.jsonl, from now on; steps of earlier attempts are not
+    repeated."""
 
     def __init__(self, run: RunDir, training_steps: int | None, say: Callable[[str], None]) -> None:
         self._tail = RecordTail(run.telemetry_jsonl, from_end=True)
@@ -203,14 +207,15 @@ class StepLines:
         self._untold = ""
         self._told_at = 0.0
         self._looking = threading.Lock()
-        """A look that was cancelled goes on in its thread for a moment."""
+        """Serialises reads: a cancelled read goes on in its thread for a moment."""
 
     async def beside(self, work: Coroutine[Any, Any, T]) -> T:
-        """Tell of steps while `work` goes on; what it gives."""
+        """Print steps while `work` runs, and return its result."""
         following = asyncio.create_task(self._follow())
         try:
             return await work
         finally:
+            # Cancelled first, so that the last step is printed after the follower's own lines.
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
             self.finish()
@@ -221,7 +226,7 @@ class StepLines:
             await asyncio.sleep(LOOK_S)
 
     def look(self, *, last: bool = False) -> None:
-        """Take in what was written since the last look; the newest step is told when it is time, or as the last."""
+        """Read new records, and print the newest step if it is due or `last`."""
         with self._looking:
             self._read()
             if self._untold and (last or time.monotonic() - self._told_at >= EVERY_S):
@@ -229,12 +234,13 @@ class StepLines:
                 self._untold, self._told_at = "", time.monotonic()
 
     def finish(self) -> None:
-        """The last step is told in any case."""
+        """Print the last step in any case."""
         self.look(last=True)
 
     def _read(self) -> None:
         while True:
             for record in self._tail.read():
+                # Only rank 0 is shown; records from before the start belong to an earlier attempt.
                 if record.time < self._began or not isinstance(record, StepRecord | TimingRecord) or record.rank:
                     continue
                 if isinstance(record, StepRecord):
@@ -242,6 +248,7 @@ class StepLines:
                 else:
                     self._timing = record
                 step, timing = self._step, self._timing
+                # A step and its timing are two records; the line needs both of the same step.
                 if step and timing and (step.attempt, step.step) == (timing.attempt, timing.step):
                     self._untold = step_line(step, timing, self._total)
             if not self._tail.behind:
@@ -249,7 +256,7 @@ class StepLines:
 
 
 def step_line(step: StepRecord, timing: TimingRecord, total: int | None) -> str:
-    """One optimizer step, in the columns of the events."""
+    """Format one optimizer step in the columns of the events."""
     clock = time.strftime("%H:%M:%S", time.localtime(step.time))
     count = f"{step.step:>{len(str(total))}}/{total}" if total else str(step.step)
     return (
@@ -259,7 +266,8 @@ def step_line(step: StepRecord, timing: TimingRecord, total: int | None) -> str:
 
 
 class Printer:
-    """Lines go through a bounded queue to a thread; what does not fit is counted and said at the end."""
+    """Prints lines in a thread behind a bounded queue; lines that do not fit are counted and
+    reported at the end."""
 
     def __init__(self) -> None:
         self._lines: queue.Queue[str | None] = queue.Queue(BACKLOG)
@@ -278,7 +286,7 @@ class Printer:
 
     def __exit__(self, *_: object) -> None:
         if self._dropped:
-            self.say(f"({self._dropped} lines were not printed: `atropos-tui events` has them)")
+            self.say(f"({self._dropped} lines were not printed; `atropos-tui events` shows them)")
         try:
             self._lines.put(None, timeout=PATIENCE_S)
         except queue.Full:
@@ -290,13 +298,14 @@ class Printer:
             try:
                 print(line, flush=True)
             except (BrokenPipeError, ValueError):
-                return  # nobody reads any more; the run goes on
+                return  # the reader has left; the run goes on
 
 
 @contextlib.contextmanager
 def parting(code: int, patience_s: float = PARTING_S) -> Iterator[None]:
-    """Leave with `code` where last words cannot be said, since what reads them stands still: a paused terminal, a full
-    pipe. The run is over, and its files tell how."""
+    """Exit with `code` after `patience_s` seconds if the final output blocks on a paused terminal
+    or a full pipe. The run is over, and its files have the same facts."""
+    # os._exit: an ordinary exit would flush the blocked output and hang as well.
     timer = threading.Timer(patience_s, os._exit, (code,))
     timer.daemon = True
     timer.start()

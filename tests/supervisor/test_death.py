@@ -364,7 +364,7 @@ async def test_a_socket_that_was_moved_is_no_end(tmp_path: Path) -> None:
         told = control.not_live(supervisor.run.root)
         assert told.exit_code == Exit.TIMEOUT
         assert told.problems[0].reason.startswith(
-            f"it runs (pid {supervisor.process.pid}), and nobody listens at {sock}"
+            f"it runs (pid {supervisor.process.pid}), but its socket {sock} was moved or removed"
         )
         sock.with_name("away").rename(sock)
         await control.bring_down(supervisor.run.root, 10)

@@ -405,7 +405,7 @@ def test_the_journal_of_a_folder_where_others_write_ends_nobody(
     assert ProcessTable.load(run.journal_json) is None
     assert cleanup.all_dead() == []
     assert main.run(["clean", "--yes", "--run-dir", str(run.root)]) == Exit.USAGE
-    assert "others may write there" in capsys.readouterr().err
+    assert "writable by others" in capsys.readouterr().err
     assert main.run(["up", "--resume", str(run.root)]) == Exit.USAGE
     assert victim.poll() is None and shared.exists()
 

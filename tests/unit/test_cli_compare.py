@@ -139,7 +139,7 @@ def test_one_stack_is_no_comparison(
     path = write_profile(tmp_path, "p", ports=ports)
     assert main.run(["compare", str(path), "--steps", "1", *sets]) == Exit.USAGE
     error = capsys.readouterr().err
-    assert f"{path} is one stack" in error
+    assert f"{path} is the only one" in error
     assert f"atropos-tui compare {path} {path} --set p-2:trainer.lr=1e-5" in error and f"atropos-tui up {path}" in error
     assert not (tmp_path / "runs").exists()
 

@@ -138,7 +138,7 @@ def test_nothing_is_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no/such" in capsys.readouterr().err
     Path(SCHEMA_FILE).write_text('{"title": "another schema"}')
     assert main.run(["init", "q.toml", "--yes"]) == 0
-    assert "stays" in capsys.readouterr().out and "another schema" in Path(SCHEMA_FILE).read_text()
+    assert "is kept" in capsys.readouterr().out and "another schema" in Path(SCHEMA_FILE).read_text()
     Path(SCHEMA_FILE).write_text(schema_text().replace("boolean", "old"))
     assert main.run(["init", "r.toml", "--yes"]) == 0
     written("r.toml")

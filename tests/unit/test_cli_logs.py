@@ -164,7 +164,7 @@ async def test_a_run_that_ended_before_a_word(run: RunDir, capsys: pytest.Captur
 @pytest.mark.parametrize("since", ["99999999d", "9" * 400 + "h"])
 def test_longer_ago_than_any_run(run: RunDir, since: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["logs", "--since", since, "--run-dir", str(run.root)]) == 0
-    assert "no such line since 1970" in capsys.readouterr().err
+    assert "no matching line since 1970" in capsys.readouterr().err
 
 
 def test_live_is_who_listens(run: RunDir, listener: socket.socket) -> None:

@@ -139,7 +139,7 @@ def test_a_secret_in_the_profile_is_not_submitted(
     )
     assert run(["up", "p.toml", "--run-dir", "run"]) == 2
     said = capsys.readouterr().err
-    assert "a secret stands in the profile" in said and not (tmp_path / "submitted").exists(), said
+    assert "the profile holds a secret" in said and not (tmp_path / "submitted").exists(), said
 
 
 @pytest.fixture

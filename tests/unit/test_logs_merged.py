@@ -100,7 +100,7 @@ def test_filters(run: RunDir, clock: Callable[[float], None], capsys: pytest.Cap
     assert found == ["line 000015", "line 000020"], "the newest two of these components"
     assert shown(run, "--since", "1d", "--grep", "x", capsys=capsys) == []
     assert main.run(["logs", "--since", "2099-01-01", "--run-dir", str(run.root)]) == 0
-    assert "no such line since 2099-01-01" in capsys.readouterr().err
+    assert "no matching line since 2099-01-01" in capsys.readouterr().err
 
 
 def test_a_colour_of_the_program_does_not_hide_a_line_from_grep(
