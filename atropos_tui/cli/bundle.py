@@ -1,10 +1,12 @@
-"""`bundle RUN [-o FILE]`: one private archive with what a support request needs, and without secrets.
+"""`bundle RUN [-o FILE]`: one private archive with the files for a support request, without
+secrets.
 
-    atropos-tui bundle                      # the newest run
+    atropos-tui bundle                      # the latest run
     atropos-tui bundle runs/NAME -o x.tar.gz
 
-Only files of a fixed list are read, bounded, through descriptors that follow no symbolic link; weights and checkpoints
-never. Every text goes through `redact.Scrubber`. `contents.json` in the archive says what is whole, cut or left out.
+Only files of a fixed list are read, up to a size limit, without following symbolic links; weights
+and checkpoints are never read. Every text passes `redact.Scrubber`. `contents.json` in the archive
+lists what is whole, cut or left out.
 """
 
 from __future__ import annotations
@@ -40,16 +42,16 @@ from atropos_tui.supervisor.store import ProcessTable
 MIB = 1024 * 1024
 HEAD_BYTES = MIB // 4
 TAIL_BYTES = MIB
-"""Kept of the start and of the end of a larger file: what was configured, and what went wrong."""
+"""Bytes kept of the start and of the end of a larger file: the configuration, and the failure."""
 MOST_ATTEMPTS = 5
-"""Logs of so many last attempts per component."""
+"""Latest attempts per component whose logs are packed."""
 WHOLE = ("run.json", "profile.toml", "plan.json", "result.json", "journal.json", "fault.txt")
 STREAMS = ("supervisor.jsonl", "supervisor.log", "telemetry.jsonl")
 
 
 @dataclass
 class Bundle:
-    """The archive while it grows."""
+    """The archive while it is written."""
 
     tar: tarfile.TarFile
     folder: str
@@ -57,7 +59,7 @@ class Bundle:
     contents: dict[str, str] = field(default_factory=dict)
 
     def add(self, name: str, text: str, note: str = "whole") -> None:
-        """One member; `text` is scrubbed already."""
+        """Add one member; `text` is scrubbed already."""
         data = text.encode("utf-8", "replace")
         info = tarfile.TarInfo(f"{self.folder}/{name}")
         info.size, info.mode, info.mtime = len(data), 0o600, int(time.time())
@@ -66,11 +68,16 @@ class Bundle:
 
 
 def bundle(options: argparse.Namespace) -> int:
-    """0: the archive is written; 2: FILE exists or cannot be written; 5: no such run."""
+    """Run `bundle`.
+
+    Returns:
+        0: the archive is written; 2: FILE exists or cannot be written; 5: no such run.
+    """
     entry = runs.pick(options.run)
     run_id = str(entry.info.get("run_id") or entry.dir.root.name).replace("/", "_")
     path = options.output or Path(f"{run_id}-bundle-{time.strftime('%Y%m%d-%H%M%S')}.tar.gz")
     try:
+        # Never over a file or through a link, and private from the first byte.
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         problem = Problem(error.strerror or str(error), "name another file with -o", str(path))
@@ -84,7 +91,7 @@ def bundle(options: argparse.Namespace) -> int:
         raise
     size = path.stat().st_size / MIB
     print(f"{path}  ({size:.1f} MiB, {len(packed.contents)} files, secrets redacted)")
-    print("  look through it before you send it: what models and programs printed is in it")
+    print("  check it before you send it: it holds the output of models and programs")
     return Exit.DONE
 
 
@@ -101,16 +108,17 @@ def _fill(packed: Bundle, entry: runs.RunEntry) -> None:
         _add_report(packed, "status.json", lambda: asyncio.run(status_of(entry)).model_dump_json(indent=1))
     _add_report(packed, "doctor.json", report_json)
     _add_report(packed, "versions.json", lambda: json.dumps(_versions(), indent=1))
-    packed.contents["contents.json"] = "whole"
+    packed.contents["contents.json"] = "whole"  # before it is written, so that it lists itself
     packed.add("contents.json", json.dumps(packed.contents, indent=1))
 
 
 def _add_report(packed: Bundle, name: str, report: Callable[[], str]) -> None:
-    """What is asked now. A report that fails is said in its place: the rest of the bundle is needed all the more."""
+    """Add a report that is made now. A failed report is replaced by its error, so that the bundle
+    is still made."""
     try:
         text = report()
     except Exception as error:
-        packed.add(name, packed.scrub.text(f"{type(error).__name__}: {error}\n"), "could not be made")
+        packed.add(name, packed.scrub.text(f"{type(error).__name__}: {error}\n"), "failed")
     else:
         packed.add(name, json.dumps(packed.scrub.tree(json.loads(text)), indent=1))
 
@@ -145,7 +153,8 @@ def _by_kind(scrubber: Scrubber, name: str) -> Callable[[str], str]:
 
 
 def _without_identity(text: str) -> str:
-    """`journal.json` without what would make it act on this machine: boot ids, commands that reach nodes, its seal."""
+    """Remove from `journal.json` what could make it act on this machine: boot ids, commands that
+    reach nodes, its seal."""
 
     def kept(value: Any, key: str = "") -> Any:
         if isinstance(value, list):
@@ -169,7 +178,8 @@ def _toml(scrubber: Scrubber, text: str) -> str:
 
 
 def _read(root: Path, name: str) -> tuple[bytes, bytes, int]:
-    """Head, tail and size of a file; cut between lines, since half a secret would not be recognised."""
+    """Read head, tail and size of a file, cut between lines: the scrubber would miss half a
+    secret."""
     with open_regular(root / name, unlinked=len(Path(name).parts)) as file:
         size = os.fstat(file.fileno()).st_size
         if size <= HEAD_BYTES + TAIL_BYTES:
@@ -182,7 +192,7 @@ def _read(root: Path, name: str) -> tuple[bytes, bytes, int]:
 
 
 def _logs(run: RunDir) -> Iterator[str]:
-    """Logs of the last attempts of each component, rotated parts included."""
+    """Names of the logs of the latest attempts of each component, rotated parts included."""
     for component in names_in(run.logs, folders=True):
         names = [name for name in names_in(run.logs / component, IN_LOGS - 1) if ".log" in name]
         attempts = sorted({int(start) for name in names if (start := name.split(".")[0]).isdecimal()})
@@ -191,14 +201,14 @@ def _logs(run: RunDir) -> Iterator[str]:
 
 
 def _listing(root: Path) -> Iterator[str]:
-    """Every name below the run with its size in bytes: checkpoints and weights are only counted here."""
+    """List every file below the run with its size in bytes, checkpoints and weights included."""
     for folder, folders, files, descriptor in os.fwalk(root):
         folders.sort()
         for name in sorted(files):
             try:
                 info = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
             except OSError:
-                continue  # of a run that goes on: it has gone since it was listed
+                continue  # a live run has removed it since the listing
             kind = " (link)" if stat.S_ISLNK(info.st_mode) else ""
             yield f"{info.st_size:>15,}  {Path(folder, name).relative_to(root)}{kind}"
 
@@ -208,7 +218,8 @@ def _versions() -> dict[str, str]:
 
 
 def _scrubber(entry: runs.RunEntry) -> Scrubber:
-    """Knows the secrets of this shell, of `.env` files, of this user's token files, and of the run while it lives."""
+    """Scrubber for the secrets of this shell, of `.env` files, of this user's token files, and of a
+    live run."""
     git = entry.info.get("git")
     commit = git.get("commit") if isinstance(git, dict) else None
     values = {*_environment_secrets(entry), *_token_files()}
@@ -216,9 +227,11 @@ def _scrubber(entry: runs.RunEntry) -> Scrubber:
 
 
 def _environment_secrets(entry: runs.RunEntry) -> Iterator[str]:
-    """Values of secret variables; of `.env` files everything but what is plainly harmless: they hold secrets."""
+    """Values of secret variables, and all values of `.env` files that are not plainly harmless."""
     table = ProcessTable.load(entry.dir.journal_json)
-    processes = tracker.find_leftovers(str(entry.info.get("run_id", "")), table)  # of any folder: for their secrets
+    processes = tracker.find_leftovers(
+        str(entry.info.get("run_id", "")), table
+    )  # of any folder, for the secrets in their environment
     sources = [dict(os.environ), *(dict(procfs.environ(process.pid)) for process in processes)]
     files = [_dotenv(folder / ".env") for folder in _env_folders(entry)]
     secret_names = {ENV_TOKEN, *_names_in_secrets(entry.dir)}
@@ -227,6 +240,7 @@ def _environment_secrets(entry: runs.RunEntry) -> Iterator[str]:
             if value and (name in secret_names or (is_secret_name(name) and not is_harmless(value))):
                 yield value
     model = str(entry.info.get("model") or "")
+    # The model's name is in every file; as a value of .env it must not be taken for a secret.
     models = {model, *(source.get(name) for source in files for name in references(model))}
     yield from (
         value for source in files for value in source.values() if value not in models and not is_plain_setting(value)
@@ -234,7 +248,8 @@ def _environment_secrets(entry: runs.RunEntry) -> Iterator[str]:
 
 
 def _env_folders(entry: runs.RunEntry) -> set[Path]:
-    """Folders whose `.env` the run may have read: of its profile, and where it was called."""
+    """Folders whose `.env` the run may have read: those of its profiles, and the current folder of
+    `up`."""
     words = entry.info.get("command")
     words = words if isinstance(words, list) else []
     named = [word for word in words if isinstance(word, str) and word.endswith(".toml")]
@@ -258,7 +273,8 @@ def _dotenv(file: Path) -> dict[str, str]:
 
 
 def _names_in_secrets(run: RunDir) -> set[str]:
-    """Variables that the profile or the plan puts into a secret: they are secret whatever they are called."""
+    """Names of variables that the profile or the plan puts into a secret; they are secret under any
+    name."""
     names: set[str] = set()
     for path, parse in ((run.plan_json, json.loads), (run.profile_toml, tomllib.loads)):
         try:
@@ -269,7 +285,7 @@ def _names_in_secrets(run: RunDir) -> set[str]:
 
 
 def _token_files() -> Iterator[str]:
-    """What `huggingface-cli login` and `wandb login` store in the home folder."""
+    """Tokens that `huggingface-cli login` and `wandb login` store in the home folder."""
     hub = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     for path in (Path(os.environ.get("HF_TOKEN_PATH") or hub / "token"), hub / "stored_tokens"):
         try:

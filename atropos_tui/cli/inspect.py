@@ -1,4 +1,4 @@
-"""`ps`, `why`, `events`, `runs`: they ask a live run, and answer from the files of one that has ended."""
+"""`ps`, `why`, `events`, `runs`: query a live run, or read the files of one that has ended."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 
 RUNS_SHOWN = 20
 LOOK_S = 1.0
-"""Between two looks of `ps -f`."""
+"""Seconds between two updates of `ps -f`."""
 STEP_S = 10.0
-"""It tells a step no more often."""
+"""Smallest interval in seconds between two steps printed by `ps -f`."""
 
 
 async def status_of(entry: runs.RunEntry) -> RunStatus:
-    """From the supervisor, on whichever machine, else rebuilt from plan.json and supervisor.jsonl."""
+    """Status from the supervisor on any machine, or rebuilt from plan.json and supervisor.jsonl."""
     try:
         return await ControlClient(entry.dir.root).status()
     except NoSupervisor:
@@ -48,7 +48,7 @@ async def status_of(entry: runs.RunEntry) -> RunStatus:
 
 
 def status_of_files(entry: runs.RunEntry) -> RunStatus:
-    """How a run stands to which nobody listens here."""
+    """Status of a run whose supervisor does not listen on this machine."""
     from atropos_tui.monitor.run_files import load_run
 
     info, state, _ = load_run(entry.dir.root)
@@ -56,7 +56,8 @@ def status_of_files(entry: runs.RunEntry) -> RunStatus:
 
 
 def status_without_socket(entry: runs.RunEntry, info: RunInfo, state: RunState) -> RunStatus:
-    """As its supervisor on another machine says, as its job stands, or else as its files tell."""
+    """Status from the supervisor on another machine, from the state of the job, or from the
+    files."""
     try:
         job = slurm.elsewhere(entry.dir)
     except UserError as error:
@@ -69,19 +70,19 @@ def status_without_socket(entry: runs.RunEntry, info: RunInfo, state: RunState) 
         return _unheard(entry, info, state, Phase.STARTING, slurm.waits(job)[0])
     if said := slurm.ask_there(job, "ps", str(entry.dir.root), "--json"):
         return RunStatus.model_validate_json(said)
-    reason = f"it runs on {job.node}, and does not answer: srun --jobid={job.id} --overlap -w {job.node} true"
+    reason = f"it runs on {job.node} but does not answer; try srun --jobid={job.id} --overlap -w {job.node} true"
     return _unheard(entry, info, state, Phase.RUNNING, reason)
 
 
 def _unheard(entry: runs.RunEntry, info: RunInfo, state: RunState, phase: Phase, reason: str) -> RunStatus:
-    """What the files tell of a run that has not ended."""
+    """Status from the files for a run that has not ended."""
     status = status_from_files(entry.dir, info, state)
     known = {"phase": phase, "reason": reason, "exit_code": None, "components": component_rows(info, state)}
     return status.model_copy(update=known)
 
 
 def read_events(run: RunDir) -> Iterator[Record]:
-    """Records of supervisor.jsonl; a torn or foreign line is passed over."""
+    """Yield the records of supervisor.jsonl; incomplete and foreign lines are skipped."""
     try:
         with open_regular(run.supervisor_jsonl) as file:
             for line in whole_lines(file):
@@ -108,7 +109,8 @@ async def ps(options: argparse.Namespace) -> int:
 
 
 class NewLines:
-    """What is new of a run since the last look, as plain text: for screen readers, slow lines and log files."""
+    """Changes of a run since the last call, as plain text for screen readers, slow connections and
+    log files."""
 
     def __init__(self) -> None:
         self._states: dict[str, str] = {}
@@ -117,11 +119,13 @@ class NewLines:
         self._step_at = float("-inf")
 
     def lines(self, status: RunStatus, info: RunInfo, state: RunState, said: Verdict, now: float) -> Iterator[str]:
-        """Components that moved, the sentence if more than its numbers is another one, the newest step."""
+        """Yield components with a new state, the verdict if its words changed (not only numbers),
+        and the newest step."""
         for row in status.components:
             if self._states.get(row.name, row.state) != row.state:
                 yield f"{row.name} is {row.state.value}" + (f": {one_line(row.reason)}" if row.reason else "")
             self._states[row.name] = row.state
+        # Without its numbers: a verdict that only counts on is no news.
         words = re.sub(r"[\d.,:]+", "", said.what)
         if self._said and words != self._said:
             yield f"{said.severity}: {said.text}"
@@ -133,7 +137,8 @@ class NewLines:
 
 
 async def follow(entry: runs.RunEntry) -> None:
-    """`ps -f`: the table, then a line for each change until the run is over. Nothing is ever drawn over."""
+    """Run `ps -f`: print the table, then a line for each change until the run ends. Nothing is
+    redrawn."""
     from atropos_tui.monitor.run_files import load_run
     from atropos_tui.monitor.timeline import clock
     from atropos_tui.monitor.verdict import verdict
@@ -141,7 +146,7 @@ async def follow(entry: runs.RunEntry) -> None:
     info, state, feed = load_run(entry.dir.root)
     changes, begun = NewLines(), False
     while True:
-        state = feed.catch_up(state)
+        state = feed.catch_up(state)  # files first, so that the status is never older than the records
         try:
             status = await ControlClient(entry.dir.root).status()
         except NoSupervisor:
@@ -161,7 +166,8 @@ async def follow(entry: runs.RunEntry) -> None:
 
 
 async def why(options: argparse.Namespace) -> int:
-    """The sentence about the run; what it or components wait for, since when, and the usual cause."""
+    """Print the verdict on the run, what it or its components wait for, since when, and the usual
+    cause."""
     entry, names = runs.with_components(options.words, options.run_dir)
     slurm.go_there(entry.dir)
     if options.json:
@@ -177,7 +183,7 @@ async def why(options: argparse.Namespace) -> int:
 
 
 async def why_answer(entry: runs.RunEntry, names: list[str]) -> Why:
-    """`why` as data: of the components in `names`, or of all.
+    """Build the data of `why` for the components in `names`, or for all.
 
     Raises:
         UserError: one of them is not part of the run.
@@ -201,7 +207,8 @@ async def why_answer(entry: runs.RunEntry, names: list[str]) -> Why:
 
 
 def _diagnoses(state: RunState, status: RunStatus) -> list[DiagnosisRecord]:
-    """The open diagnoses of a run, the gravest first; of one that has ended all, with `over` where it holds."""
+    """Open diagnoses of a live run, the most severe first; all diagnoses of an ended run, with
+    `over` on those that ended."""
     from atropos_tui.monitor.why import open_diagnoses
 
     standing = open_diagnoses(state, status)
@@ -211,13 +218,14 @@ def _diagnoses(state: RunState, status: RunStatus) -> list[DiagnosisRecord]:
 
 
 def _ideas(paragraph: list[str]) -> list[str]:
-    """A component's paragraph without its name and state."""
-    first, *rest = paragraph
+    """Lines of a component's paragraph without its name and state."""
+    first, *rest = paragraph  # "NAME  STATE  text": two spaces between the columns
     return [text for line in ["  ".join(first.split("  ")[2:]), *rest] if (text := line.strip())]
 
 
 async def _picture(entry: runs.RunEntry, names: list[str]) -> tuple[Picture, Verdict]:
-    """The run at this moment, with all that its files and its supervisor tell, and the one sentence about it.
+    """Return the present state of a run with all that its files and supervisor report, and the
+    verdict on it.
 
     Raises:
         UserError: one of `names` is not part of the run.
@@ -240,7 +248,7 @@ async def _picture(entry: runs.RunEntry, names: list[str]) -> tuple[Picture, Ver
 
 def _no_component(name: str, known: list[str]) -> UserError:
     fix = f"{did_you_mean(name, known)}one of: {', '.join(known)}"
-    return UserError(f"no component {name!r}", [Problem("not part of this run, and no run is called so", fix)])
+    return UserError(f"no component {name!r}", [Problem("not part of this run, and no run has this name", fix)])
 
 
 async def events(options: argparse.Namespace) -> int:
@@ -252,7 +260,7 @@ async def events(options: argparse.Namespace) -> int:
             line = show.ascii_json(record.to_line().rstrip("\n")) if options.json else show.event_line(record)
             print(line, flush=True)
     if not count:
-        print(f"{entry.dir.root.name} has no such event", file=sys.stderr)
+        print(f"{entry.dir.root.name} has no matching event", file=sys.stderr)
     return Exit.DONE
 
 
@@ -277,7 +285,7 @@ def _wanted_events(entry: runs.RunEntry, options: argparse.Namespace) -> Callabl
 
 
 async def _events(entry: runs.RunEntry, *, follow: bool) -> AsyncIterator[Record]:
-    """The past from the file, then the live stream from where the file ended."""
+    """Yield the past events from the file, then the live stream from the end of the file."""
     last = -1
     for record in read_events(entry.dir):
         last = record.seq
@@ -290,13 +298,13 @@ async def _events(entry: runs.RunEntry, *, follow: bool) -> AsyncIterator[Record
                     yield item
             return
         except StreamLost:
-            continue  # too slow a reader: go on behind the last record that was shown
+            continue  # this reader is too slow: continue after the last record shown
         except NoSupervisor:
             return
 
 
 def list_runs(options: argparse.Namespace) -> int:
-    """Newest first; a terminal gets the newest `RUNS_SHOWN`, JSON all, unless --limit says otherwise."""
+    """List runs, newest first: `RUNS_SHOWN` on a terminal, all as JSON, or --limit."""
     found = runs.all_runs()
     limit = options.limit if options.limit is not None else (len(found) if options.json else RUNS_SHOWN)
     shown = found[: limit or len(found)]
@@ -316,7 +324,7 @@ def list_runs(options: argparse.Namespace) -> int:
 
 
 def run_row(entry: runs.RunEntry) -> RunRow:
-    """How a run went, as data."""
+    """Outcome of a run as data."""
     from atropos_tui.monitor.run_list import LIVE, UNFINISHED, listed
 
     found = listed(entry.dir, is_live=entry.is_live, now=time.time())
@@ -326,12 +334,12 @@ def run_row(entry: runs.RunEntry) -> RunRow:
 
 
 def _crashed(entry: runs.RunEntry) -> str:
-    """A run without supervisor and result, and what is left of it."""
+    """State of a run without supervisor and result, with its remaining processes."""
     from atropos_tui.cli.cleanup import find_dead
 
     found = find_dead(entry.dir.root, entry.info)
     if found is None:
-        return "live"  # its supervisor is just coming or going
+        return "live"  # its supervisor starts or ends right now
     if not found.processes:
         return "crashed"
     then = "kept: atropos-tui up --resume" if found.is_adoptable else "left: atropos-tui clean"

@@ -1,4 +1,5 @@
-"""`validate`, `plan`, `schema`: what a profile means, without starting anything; and the `.env` files beside it."""
+"""`validate`, `plan`, `schema`: meaning of a profile, without starting anything; and the `.env`
+files beside it."""
 
 from __future__ import annotations
 
@@ -29,27 +30,27 @@ from atropos_tui.profile.spec import ComponentSpec, StackSpec
 
 @dataclass(frozen=True)
 class Checked:
-    """A profile that passed every check, with what `memory` chose for it."""
+    """A profile that passed every check, with the settings that `memory` chose."""
 
     site: Site
     stack: StackSpec
     inventory: Inventory
     chosen: str
-    """What was set to divide the GPUs and to fit their memory, and why; empty where there was nothing to choose."""
+    """GPU division and memory settings that were chosen, and why; empty if nothing was."""
 
 
 def checked(
     profile: Profile, file: Path, site: Site, *, machine: bool, named: Hardware | None = None, resumed: bool = False
 ) -> Checked:
-    """The stack of a profile that passed every check, on the machine where it shall run.
+    """Check a profile on the machine where it will run.
 
     Args:
-        machine: whether what this machine lacks is a problem, too.
-        named: another machine's GPUs.
-        resumed: a run goes on.
+        machine: also report what this machine lacks.
+        named: GPUs of another machine to check against.
+        resumed: the profile continues an existing run.
 
     Raises:
-        UserError: with all problems, and whether they are the profile's or this machine's.
+        UserError: lists all problems, and tells whether they are the profile's or this machine's.
     """
     with in_words(printable(str(file))):
         site, divided = _divided(site, named)
@@ -59,20 +60,19 @@ def checked(
         try:
             stack = stack_of(site)
         except ValueError:
-            if not problems:  # else the trainer's settings contradict each other, which is among them
+            if not problems:  # with problems, the ValueError is one of them: contradictory settings of the trainer
                 raise
             raise _refused(problems, profile) from None
         problems += check_graph(profile, stack)
         if problems:
             inventory = take_inventory(site, named)
             more = preflight(site, stack, inventory) if machine else unfit(site, inventory) if named else []
-            absent = {
-                problem.key for problem in more if problem.key.endswith(".gpus")
-            }  # their number follows from these
+            # A missing GPU causes problems with counts as well; report the missing one only.
+            absent = {problem.key for problem in more if problem.key.endswith(".gpus")}
             raise _refused([*(each for each in problems if each.key not in absent), *more], profile)
         inventory = take_inventory(site, named)
         site, chosen = settle(site, inventory, resumed=resumed)
-        stack = stack_of(site)
+        stack = stack_of(site)  # again: `settle` may have changed settings
         if machine and (wrong := mismatches(site, inventory)):
             raise _refused([*wrong, *lacks(site, stack, inventory.machine), *unfit(site, inventory)], profile)
         if machine and (missing := preflight(site, stack, inventory)):
@@ -82,10 +82,13 @@ def checked(
 
 
 def _divided(site: Site, named: Hardware | None) -> tuple[Site, str]:
-    """The site with GPUs for each side where `inference_gpus` leaves that to the machine, and what was done.
+    """Divide the GPUs between trainer and engines if `inference_gpus` leaves that to the machine.
+
+    Returns:
+        The site, and what was chosen (empty: nothing).
 
     Raises:
-        UserError: it cannot be divided so.
+        UserError: this division is not possible.
     """
     if site.profile.inference_gpus is None:
         return site, ""
@@ -100,13 +103,13 @@ def _refused(problems: list[Problem], profile: Profile) -> UserError:
 
 
 def planned_site(profile: Profile, dotenv: Mapping[str, str] | None = None) -> Site:
-    """A site for showing: where a run would lie."""
+    """Site with a placeholder run directory, for commands that start nothing."""
     name = f"{profile.name}-TIME-ID"
     return make_site(profile, Path("runs") / name, run_id=name, dotenv=dotenv, hosts=machines_of(profile))
 
 
 def validate(options: argparse.Namespace) -> int:
-    """Check the profile and this machine, or the machine that is named; silent problems are none."""
+    """Check the profile and this machine, or the machine of `--gpus`."""
     if not options.json:
         found = _validated(options)
         for line in [*found.notes, *(f"WARNING {warning}" for warning in found.warnings)]:
@@ -135,7 +138,9 @@ def _validated(options: argparse.Namespace) -> Validated:
             raise refused(
                 [placed(problem, profile) for problem in wrong], f"cannot start this profile on {options.gpus}"
             )
-        notes += [f"here, not there: {placed(problem, profile).reason}" for problem in lacks(site, stack, named)]
+        # Files of this machine may exist on the other one, so what lacks here is a note, not an
+        # error.
+        notes += [f"not on this machine: {placed(problem, profile).reason}" for problem in lacks(site, stack, named)]
     notes += [*check_notes(site), *check_commands(stack), *([ready.chosen] if site.profile != profile else [])]
     return Validated(
         valid=True,
@@ -148,7 +153,7 @@ def _validated(options: argparse.Namespace) -> Validated:
 
 
 def _named(options: argparse.Namespace) -> Hardware | None:
-    """The machine of `--gpus`; None for this one."""
+    """Return the machine of `--gpus`; None for this one."""
     try:
         return named_machine(options.gpus) if options.gpus is not None else None
     except ValueError as error:
@@ -156,10 +161,11 @@ def _named(options: argparse.Namespace) -> Hardware | None:
 
 
 def plan(options: argparse.Namespace) -> int:
-    """Print what would run, and the memory it wants; of this machine only memory, GPUs and local models are asked.
+    """Print what would run and the memory it needs. Of this machine, only memory, GPUs and local
+    models are read.
 
     Raises:
-        UserError: after printing, when the machine lacks GPUs or memory for it.
+        UserError: after printing, if the machine lacks GPUs or memory.
     """
     profile, file = load_profile(options.profile, options.sets)
     named = _named(options)
@@ -190,7 +196,7 @@ def _print_plan(stack: StackSpec, more: list[str]) -> None:
 
 
 def _node_lines(stack: StackSpec) -> list[str]:
-    """A line for each machine: what the launcher calls it, what is dialled, who is on which of its GPUs."""
+    """Describe each machine: its name, host, address, and the components on its GPUs."""
     lines = [f"{len(stack.nodes)} machines, launcher {stack.launcher}"] if stack.nodes else []
     width = max((len(node.name) for node in stack.nodes), default=0)
     for node in stack.nodes:
@@ -224,7 +230,8 @@ def _component_lines(component: ComponentSpec, command: list[str], env: dict[str
 
 
 def schema(options: argparse.Namespace) -> int:
-    """The JSON Schema for editors (`#:schema ./profile.schema.json` heads a profile), or of a command's JSON."""
+    """Print the JSON Schema of a profile for editors (`#:schema ./profile.schema.json`), or of a
+    command's JSON."""
     text = schema_text() if options.command is None else _answer_schema(options.command)
     if options.output is None:
         print(text, end="")
@@ -242,20 +249,21 @@ def _answer_schema(command: str) -> str:
 
     if command not in ANSWERS:
         fix = f"{did_you_mean(command, ANSWERS)}one of: {', '.join(ANSWERS)}"
-        raise UserError("no such schema", [Problem(f"{printable(command)} prints no JSON", fix)])
+        raise UserError("no such schema", [Problem(f"the command {printable(command)} has no --json output", fix)])
     return json.dumps(answer_schema(command), indent=2) + "\n"
 
 
 def schema_text() -> str:
-    """The schema as it lies beside the shipped profiles and beside those that `init` writes."""
+    """Text of the schema file beside the shipped profiles and those of `init`."""
     return json.dumps(profile_schema(), indent=2, ensure_ascii=False) + "\n"
 
 
 def read_env_files(profile: Path) -> dict[str, str]:
-    """Names and values in `.env` of the current folder and of the profile's folder, where the former wins.
+    """Read `.env` of the current folder and of the profile's folder; the former wins.
 
-    They feed `${VAR}` alone and enter no environment: a folder can be somebody else's, and names such as LD_PRELOAD or
-    PYTHONPATH would run his code. For the same reason a file of another user is left alone, which is said.
+    The values fill `${VAR}` only and enter no environment: the folder may belong to another user,
+    and names such as LD_PRELOAD or PYTHONPATH would run that user's code. For the same reason a
+    file of another user is skipped, with a message.
 
     Raises:
         UserError: one of them cannot be read.
@@ -275,21 +283,21 @@ def read_env_files(profile: Path) -> dict[str, str]:
 
 
 def tell_unused(names: Iterable[str], used: Iterable[str]) -> None:
-    """Say which names of `.env` reach nobody."""
+    """Print the names of `.env` that no component receives."""
     if unused := sorted({*names} - {*used} - {*os.environ}):
         print(
-            f".env: no component gets {', '.join(unused)}, since no ${{...}} of the profile names it; where "
+            f".env: no component gets {', '.join(unused)}, because no ${{...}} of the profile names it; if "
             f'one needs it, write {unused[0]} = "${{{unused[0]}}}" into its env',
             file=sys.stderr,
         )
 
 
 def _is_own(file: Path) -> bool:
-    """Whether there is such a file, and it is this user's; neither a link of somebody else."""
+    """Return True if the file exists and belongs to this user, both as a link and as its target."""
     if not file.exists():
         return False
     if {file.lstat().st_uid, file.stat().st_uid} == {os.geteuid()}:
         return True
-    text = "belongs to another user and is not read: chown it, or export what it names"
+    text = "belongs to another user and is not read: chown it, or export its variables"
     print(f"{file} {text}", file=sys.stderr)
     return False

@@ -1,4 +1,4 @@
-"""The JSON Schema of what commands print with `--json`, and docs/json.md, which is made of it.
+"""JSON Schema of the output of `--json`, and the page docs/json.md, which is generated from it.
 
 atropos-tui schema ps
 python -m atropos_tui.cli.schemas > docs/json.md
@@ -37,18 +37,17 @@ ANSWERS: dict[str, Any] = {
     "validate": answers.Validated,
     "why": answers.Why,
 }
-"""What each command prints; `events` and `logs` print one object a line."""
+"""Model of each command's output; `events` and `logs` print one object a line."""
 LINES = ("events", "logs")
 
 HEAD = """\
 # JSON for programs
 
-Every command that shows something takes `--json`. `atropos-tui schema COMMAND` prints the JSON Schema of what it
-prints; the tables below are made of the same models (`python -m atropos_tui.cli.schemas`), and a test keeps them
-alike. Fields are added, never renamed or taken away. A number that is not finite is the string `"NaN"`,
-`"Infinity"` or `"-Infinity"`; null is what nobody knows. Everything beyond ASCII is escaped. Errors are words on
-stderr, and the exit codes are those of `atropos-tui --help`. Only `validate` tells its problems as JSON too, with
-exit code 2.
+Every command that shows something takes `--json`. `atropos-tui schema COMMAND` prints the JSON Schema of its output.
+The tables below are generated from the same models (`python -m atropos_tui.cli.schemas`), and a test compares them.
+Fields may be added; none is renamed or removed. A number that is not finite is the string `"NaN"`, `"Infinity"` or
+`"-Infinity"`; an unknown value is null. Everything beyond ASCII is escaped. Errors are text on stderr, with the exit
+codes of `atropos-tui --help`; only `validate` also reports its problems as JSON, with exit code 2.
 
 ```bash
 atropos-tui runs --json | jq -r '.[] | select(.state == "live") | .run'
@@ -58,7 +57,8 @@ atropos-tui events -f --json | jq -r 'select(.kind == "diagnosis") | .title'
 
 
 class _Schema(GenerateJsonSchema):
-    """With what stands below each field in the source, and with words for numbers that JSON has not."""
+    """Adds the string below each field as its description, and strings for numbers that JSON
+    lacks."""
 
     def float_schema(self, schema: FloatSchema) -> JsonSchemaValue:
         return {"anyOf": [super().float_schema(schema), {"enum": ["NaN", "Infinity", "-Infinity"]}]}
@@ -72,7 +72,7 @@ class _Schema(GenerateJsonSchema):
 
 def _documented(found: JsonSchemaValue, of: type) -> JsonSchemaValue:
     said: dict[str, str] = {}
-    for base in reversed(of.__mro__[:-1]):
+    for base in reversed(of.__mro__[:-1]):  # a subclass overrides the texts of its bases
         said |= _field_texts(base)
     found["description"] = _in_json(of.__doc__ or "")
     for name, field in found.get("properties", {}).items():
@@ -83,15 +83,16 @@ def _documented(found: JsonSchemaValue, of: type) -> JsonSchemaValue:
 
 
 def _in_json(text: str) -> str:
-    """A docstring as one line, with JSON's word for None."""
+    """Return a docstring as one line, with JSON's `null` for None."""
     return re.sub(r"\bNone\b", "null", " ".join(text.split()))
 
 
 @cache
 def _field_texts(of: type) -> dict[str, str]:
-    """The string below each field of a class of ours, as one line."""
+    """Strings below the fields of a class of this project, each as one line."""
     if not of.__module__.startswith("atropos_"):
         return {}
+    # Python keeps no docstring of a field, so its text is taken from the source.
     (tree,) = ast.parse(inspect.cleandoc("\n" + inspect.getsource(of))).body
     assert isinstance(tree, ast.ClassDef)
     return {
@@ -103,18 +104,19 @@ def _field_texts(of: type) -> dict[str, str]:
 
 
 def answer_schema(command: str) -> dict[str, Any]:
-    """The JSON Schema of what `command --json` prints; of `events` and `logs`, of one line."""
+    """JSON Schema of the output of `command --json`; for `events` and `logs`, of one line."""
     schema = TypeAdapter(ANSWERS[command]).json_schema(mode="serialization", schema_generator=_Schema)
     return {"$schema": GenerateJsonSchema.schema_dialect, "title": f"atropos-tui {command} --json"} | schema
 
 
 def answer_json(command: str, answer: Any) -> str:
-    """`answer` as `command --json` prints it: ASCII, since a terminal obeys some of the rest."""
+    """Format `answer` as `command --json` prints it, in ASCII, because a terminal obeys some other
+    characters."""
     return ascii_json(TypeAdapter(ANSWERS[command]).dump_json(answer, indent=2).decode())
 
 
 def page() -> str:
-    """docs/json.md."""
+    """Text of docs/json.md."""
     parts, told = [HEAD], set()
     for command in ANSWERS:
         schema = answer_schema(command)
@@ -143,7 +145,7 @@ def _rows(schema: dict[str, Any]) -> str:
 
 
 def _type(field: dict[str, Any]) -> str:
-    """In words, such as `number or null`."""
+    """Describe a field's type in words, such as `number or null` in JSON."""
     if "$ref" in field:
         return str(field["$ref"]).rpartition("/")[2]
     if "enum" in field:

@@ -1,8 +1,10 @@
-"""SLURM: `up` outside a job submits itself, inside one it takes the allocation; commands go to the supervisor's node.
+"""SLURM: outside a job `up` submits the run, inside a job it uses the allocation; other commands
+run on the supervisor's node.
 
-A submitted run is a run directory that `up` has written and a batch script which goes on with it, so that a requeued
-job goes on with the same run. The batch script *is* the supervisor: its end gives the nodes back, and its exit code is
-the job's. All that is known of a job is asked of SLURM; the run directory only has its number.
+A submitted run is a run directory that `up` has written, plus a batch script that resumes it, so
+that a requeued job continues the same run. The batch script *is* the supervisor: its end releases
+the nodes, and its exit code is the job's. The run directory stores only the job's number;
+everything else is read from SLURM.
 """
 
 from __future__ import annotations
@@ -29,9 +31,9 @@ if TYPE_CHECKING:
     from atropos_tui.supervisor.store import RunResult
 
 LEAD_S = 300
-"""So long before the time limit a run is told to save and stop; of a short limit a quarter."""
+"""Most seconds between the signal to save and stop and the time limit; see `lead_s`."""
 ANSWER_S = 15.0
-"""How long a command of SLURM may take."""
+"""Timeout in seconds for a command of SLURM."""
 POLL_S = 1.0
 TRIES = 3
 JOB_ID = "SLURM_JOB_ID"
@@ -41,15 +43,15 @@ NODES = "SLURM_JOB_NODELIST"
 
 @dataclass(frozen=True)
 class Job:
-    """A job that waits or runs."""
+    """A job in SLURM's queue."""
 
     id: str
     state: str
     """SLURM's word, such as PENDING, RUNNING or COMPLETING."""
     node: str
-    """Where its batch script is; empty before it runs."""
+    """Node of its batch script; empty before it runs."""
     reason: str
-    """Why it waits."""
+    """SLURM's reason for the wait."""
 
     @property
     def runs(self) -> bool:
@@ -61,17 +63,17 @@ class Job:
 
     @property
     def is_here(self) -> bool:
-        """Whether this process is in the job, and on the node of its batch script."""
+        """True if this process is in the job, on the node of its batch script."""
         return os.environ.get(JOB_ID) == self.id and os.environ.get(HERE) == self.node
 
     def prefix(self, *, terminal: bool) -> list[str]:
-        """The command that runs what follows it beside the batch script."""
+        """Command in front of another one that runs it on the node of the batch script."""
         pty = ["--pty"] if terminal else []
         return ["srun", "-Q", f"--jobid={self.id}", "--overlap", "--mem=0", "-N1", "-n1", "-w", self.node, *pty]
 
 
 def _ask(*command: str) -> subprocess.CompletedProcess[str] | None:
-    """A command of SLURM; None where there is none, or no answer in time."""
+    """Run a command of SLURM; None if it is not installed or does not answer in time."""
     try:
         return subprocess.run(
             command, capture_output=True, text=True, timeout=ANSWER_S, check=False, stdin=subprocess.DEVNULL
@@ -81,13 +83,14 @@ def _ask(*command: str) -> subprocess.CompletedProcess[str] | None:
 
 
 def find_job(job_id: str) -> Job | None:
-    """A job that waits, runs or is ending; None once it is over.
+    """Look up a job; None once it is over.
 
     Raises:
-        UserError: SLURM does not answer, so nobody knows.
+        UserError: SLURM does not answer, so the state is unknown.
     """
     if shutil.which("squeue") is None:
         return None
+    # A busy controller may fail now and then; an unknown id is an answer (the job is over).
     for _ in range(TRIES):
         answer = _ask("squeue", "-h", "-j", job_id, "-o", "%i|%T|%B|%r")
         if answer and (answer.returncode == 0 or "Invalid job id" in answer.stderr):
@@ -96,8 +99,10 @@ def find_job(job_id: str) -> Job | None:
     else:
         said = answer.stderr.strip().splitlines()[-1] if answer and answer.stderr.strip() else f"in {ANSWER_S:g} s"
         raise UserError(
-            "SLURM does not answer", [Problem(f"squeue -j {job_id}: {said}", "try again; see scontrol ping")]
+            "SLURM does not answer", [Problem(f"squeue -j {job_id}: {said}", "try again; check with scontrol ping")]
         )
+    # A heterogeneous job has a line per component (123+0, 123+1); the batch script runs in
+    # component 0.
     lines = sorted(answer.stdout.splitlines(), key=lambda line: not line.partition("|")[0].endswith("+0"))
     if not lines:
         return None
@@ -106,13 +111,14 @@ def find_job(job_id: str) -> Job | None:
 
 
 def job_of(run: RunDir) -> Job | None:
-    """The job that a run was submitted as or runs in; None: none, or it is over."""
+    """Return the job that a run was submitted as or runs in; None if there is none, or it is
+    over."""
     job_id = number(run)
     return find_job(job_id) if job_id else None
 
 
 def number(run: RunDir) -> str:
-    """The number of a run's newest job; empty where it had none."""
+    """Return the number of a run's newest job; empty if it had none."""
     try:
         job_id = read_regular(run.slurm_job).strip()
     except (OSError, ValueError):
@@ -121,13 +127,14 @@ def number(run: RunDir) -> str:
 
 
 def elsewhere(run: RunDir) -> Job | None:
-    """The job in which a run goes on, or waits to, on another machine than this one; None where it does not.
+    """Return the job in which a run goes on, or waits to, on another machine; None if there is
+    none.
 
-    All commands have it from here. A run that was stopped may be queued again, but not after `down`; one that ended
-    otherwise is not.
+    All commands use this function. A run that was stopped by its time limit may be queued again;
+    one stopped by `down` or ended otherwise is not.
 
     Raises:
-        UserError: SLURM does not answer, so nobody knows.
+        UserError: SLURM does not answer, so the state is unknown.
     """
     if not (job_id := number(run)):
         return None
@@ -138,25 +145,25 @@ def elsewhere(run: RunDir) -> Job | None:
 
 
 def runs_elsewhere(run: RunDir) -> bool:
-    """Whether the run's supervisor lives on a node of its job that is not this one."""
+    """Return True if the run's supervisor runs on another node of its job."""
     try:
         job = elsewhere(run)
     except UserError:
-        return _result(run) is None  # without a result it runs, for all that is known
+        return _result(run) is None  # SLURM is silent: a run without a result counts as live
     return job is not None and job.runs
 
 
 def _result(run: RunDir) -> RunResult | None:
-    from atropos_tui.supervisor.store import RunResult  # costs most commands nothing
+    from atropos_tui.supervisor.store import RunResult  # imported only by runs that SLURM started
 
     return RunResult.load(run.result_json)
 
 
 def go_there(run: RunDir) -> None:
-    """Return where the run's supervisor is, or where none is.
+    """Return if this is the supervisor's machine, or if there is no supervisor.
 
     Raises:
-        Elsewhere: it is on another node of its job.
+        Elsewhere: the supervisor is on another node of its job.
         UserError: exit code 5, the job waits for its nodes.
     """
     job = elsewhere(run)
@@ -164,14 +171,16 @@ def go_there(run: RunDir) -> None:
         return
     if job.runs:
         raise Elsewhere(job.prefix(terminal=sys.stdin.isatty() and sys.stdout.isatty()))
-    raise UserError(f"{run.root.name} does not run now", [Problem(*waits(job))], Exit.NO_RUN)
+    raise UserError(f"{run.root.name} is not running yet", [Problem(*waits(job))], Exit.NO_RUN)
 
 
 def stop_there(run: RunDir, timeout_s: float | None) -> int | None:
-    """Give `down` on the node of the run's supervisor; its exit code, or None where the run is not in another place.
+    """Run `down` on the node of the run's supervisor; return its exit code, or None if the run is
+    not on another node.
 
     Raises:
-        UserError: the job waits for its nodes; or the run's time limit was faster, and the job is queued again.
+        UserError: the job waits for its nodes; or the time limit came first, and the job is queued
+            again.
     """
     try:
         go_there(run)
@@ -180,21 +189,24 @@ def stop_there(run: RunDir, timeout_s: float | None) -> int | None:
         code = there.run([])
     else:
         return None
+    # A failed `down` may mean that the time limit stopped the run first, and SLURM queued the job
+    # again.
     job = job_of(run) if code else None
     if job is None or job.runs:
         return code
-    problem = Problem(waits(job)[0], f"give it again: atropos-tui down {shlex.quote(str(run.root))}")
+    problem = Problem(waits(job)[0], f"run it again: atropos-tui down {shlex.quote(str(run.root))}")
     raise UserError("the time limit came first, and the job is queued again", [problem], Exit.TIMEOUT)
 
 
 def ask_there(job: Job, *words: str) -> str:
-    """What a command of ours prints beside the batch script of a job that runs; nothing where it does not get there."""
+    """Run a command of ours on the node of a running job's batch script; return its output, or
+    nothing if that fails."""
     answer = _ask(*job.prefix(terminal=False), sys.executable, "-P", "-m", "atropos_tui", *words)
     return answer.stdout if answer and answer.returncode == 0 else ""
 
 
 def waits(job: Job) -> tuple[str, str]:
-    """In words how a job stands that does not run, and the way out."""
+    """Describe the state of a job that does not run, and the fix."""
     if job.is_ending:
         return f"SLURM's job {job.id} is ending", f"squeue -j {job.id} lists it until it is over"
     reason = f" ({job.reason})" if job.reason not in ("", "None") else ""
@@ -202,7 +214,7 @@ def waits(job: Job) -> tuple[str, str]:
 
 
 def queued(run: RunDir) -> str:
-    """In words, how the job stands in which a run waits; empty where none does."""
+    """Describe the job in which a run waits; empty if none does."""
     try:
         job = elsewhere(run)
     except UserError:
@@ -211,13 +223,14 @@ def queued(run: RunDir) -> str:
 
 
 def take_back(run: RunDir, run_id: str | None = None) -> bool:
-    """Take a job that waits out of the queue; False where none waits.
+    """Remove a pending job from the queue; False if none is pending.
 
     Args:
-        run_id: what the job has to be called, where its number is known from the run's folder alone.
+        run_id: required name of the job, where its number comes from the run's folder alone.
 
     Raises:
-        UserError: it is not called as the run: the number is another cluster's, or that of a recording's sender.
+        UserError: the job has another name: its number is of another cluster, or of the machine a
+            copied run came from.
     """
     job = job_of(run)
     if job is None or job.state != "PENDING":
@@ -225,11 +238,11 @@ def take_back(run: RunDir, run_id: str | None = None) -> bool:
     answer = _ask("squeue", "-h", "-j", job.id, "-o", "%j") if run_id else None
     names = answer.stdout.splitlines() if answer else []
     if run_id and set(names) != {run_id}:
-        called = ", ".join(map(repr, names)) or "something that SLURM does not say"
-        what = f"{run.slurm_job} names job {job.id}, which is called {called} and not {run_id}"
-        raise UserError("not this run's job", [Problem(what, f"if it is the run's all the same: scancel {job.id}")])
+        called = f"is called {', '.join(map(repr, names))}" if names else "has an unknown name"
+        what = f"{run.slurm_job} names job {job.id}, which {called}, but this run is {run_id}"
+        raise UserError("not this run's job", [Problem(what, f"if the job is this run's: scancel {job.id}")])
     _ask("scancel", job.id)
-    print(f"job {job.id} is out of the queue; atropos-tui up --resume {run.root} submits it again")
+    print(f"job {job.id} was removed from the queue; atropos-tui up --resume {run.root} submits it again")
     return True
 
 
@@ -237,25 +250,26 @@ def take_back(run: RunDir, run_id: str | None = None) -> bool:
 
 
 def wanted(profile: Profile) -> bool:
-    """Whether a profile is for SLURM."""
+    """Return True if a profile is for SLURM."""
     return profile.cluster is not None and profile.cluster.launcher == "slurm"
 
 
 def in_job() -> bool:
-    """Whether this process has an allocation."""
+    """Return True if this process has an allocation."""
     return JOB_ID in os.environ
 
 
 def enter(*, headless: bool) -> None:
-    """Return on the first node of this process's allocation, where the supervisor is to be.
+    """Return on the first node of this process's allocation, where the supervisor has to run.
 
     Raises:
         Elsewhere: this is another machine, such as the one where `salloc` was called.
-        UserError: the job is over; or the run would end with this command, which is not to wait for it.
+        UserError: the job is over; or the run would end with this command, which does not wait for
+            it.
     """
     job_id = os.environ[JOB_ID]
     if "SLURM_STEP_ID" in os.environ and (answer := _ask("squeue", "-h", "-j", job_id, "-o", "%N")):
-        os.environ[NODES] = answer.stdout.strip()  # a step knows its own nodes alone
+        os.environ[NODES] = answer.stdout.strip()  # inside a step the variable lists the step's nodes only
     component = os.environ.get(f"{NODES}_HET_GROUP_0")
     answer = _ask("scontrol", "show", "hostnames", component or os.environ.get(NODES, ""))
     first = next(iter(answer.stdout.split()), "") if answer else ""
@@ -264,44 +278,47 @@ def enter(*, headless: bool) -> None:
     job = find_job(job_id)
     if job is None or not job.runs:
         what = f"SLURM_JOB_ID names job {job_id}, which does not run" + (f": it is {job.state}" if job else " any more")
-        raise UserError("no allocation", [Problem(what, "unset SLURM_JOB_ID: then `atropos-tui up` submits a job")])
+        raise UserError("no allocation", [Problem(what, "unset SLURM_JOB_ID, so that `atropos-tui up` submits a job")])
     if not headless:
-        what = f"this is not {first}, the first node of job {job_id}, and what is started there ends with this command"
-        fix = "stay with it: up --headless; or let `atropos-tui up` submit a job of its own: unset SLURM_JOB_ID"
-        raise UserError("not a place to start from", [Problem(what, fix)])
+        what = (
+            f"this is not {first}, the first node of job {job_id}, and a run started from here ends with this command"
+        )
+        fix = "use up --headless and keep it running; or unset SLURM_JOB_ID, so that `atropos-tui up` submits a job"
+        raise UserError("the run cannot be started from this machine", [Problem(what, fix)])
     there = Job(job_id, job.state, first, "")
     raise Elsewhere(there.prefix(terminal=sys.stdin.isatty() and sys.stdout.isatty()))
 
 
 def note_job(run: RunDir) -> None:
-    """Write down which job the run is in."""
+    """Write the job's number into the run directory."""
     write_private(run.slurm_job, os.environ[JOB_ID] + "\n")
 
 
 def go_on_later(run: RunDir, steps: int) -> None:
-    """Give the nodes back and wait for the next turn, after a run that its time limit has stopped.
+    """Requeue the job after the time limit stopped the run, and wait for SLURM to end it.
 
     Args:
-        steps: optimizer steps of this turn; with none the next turn would get no further, and the job ends.
+        steps: optimizer steps since the job's start; with none, the next start would get no
+            further, and the job ends.
     """
     job_id = os.environ[JOB_ID]
     if not steps:
-        print(f"no step was done before the time limit: job {job_id} is not queued again. Give it more: [cluster] time")
+        print(f"no step finished before the time limit, so job {job_id} is not queued again: raise [cluster] time")
         return
     print(f"job {job_id} is queued again and goes on from its checkpoint in {run.root}", flush=True)
     answer = _ask("scontrol", "requeue", job_id)
     if answer is None or answer.returncode:
-        said = answer.stderr.strip() if answer else "scontrol gives no answer"
+        said = answer.stderr.strip() if answer else "scontrol does not answer"
         print(f"it cannot be queued again ({said}): atropos-tui up --resume {run.root} submits it", flush=True)
         return
-    time.sleep(ANSWER_S)  # the end of this process before SLURM's own would look like the job's
+    time.sleep(ANSWER_S)  # SLURM kills this process on requeue; an earlier exit would end the job
 
 
 # --- outside a job ------------------------------------------------------------------------------------------------
 
 
 def script(profile: Profile, run: RunDir, run_id: str) -> str:
-    """The batch script of a run."""
+    """Text of a run's batch script."""
     cluster = profile.cluster
     assert cluster is not None
     components = [
@@ -318,27 +335,28 @@ def script(profile: Profile, run: RunDir, run_id: str) -> str:
 
 
 def components_of(profile: Profile) -> list[list[NodeSection]]:
-    """The [[node]]s of each component of the job: all in one, unless they differ in partition, options or in what they
-    must have."""
+    """Group the [[node]]s into components of the job: one component, unless they differ in
+    partition, constraint, GPUs or options."""
     kinds = {(node.partition, node.constraint, node.gpus, *node.sbatch) for node in profile.node}
     return [profile.node] if len(kinds) == 1 else [[node] for node in profile.node]
 
 
 def _once(cluster: ClusterSection, run: RunDir, run_id: str) -> Iterator[str]:
-    """What belongs to the job as a whole."""
+    """Options of the job as a whole."""
     yield f"--job-name={run_id}"
-    yield shlex.quote(f"--output={run.slurm_log}".replace("%", "%%"))  # %j and the like are SLURM's own
+    yield shlex.quote(f"--output={run.slurm_log}".replace("%", "%%"))  # %j and similar are patterns of SLURM
     yield "--open-mode=append"
     yield "--requeue" if cluster.requeue else "--no-requeue"
-    yield f"--signal=B:USR1@{lead_s(cluster.time)}"
+    yield f"--signal=B:USR1@{lead_s(cluster.time)}"  # B: to the batch script alone, which is the supervisor
 
 
 def _each(cluster: ClusterSection, nodes: list[NodeSection]) -> Iterator[str]:
-    """The options of a component of a job. It takes whole nodes, unless the profile says how many CPUs."""
+    """Options of one component of a job. It takes whole nodes unless the profile sets a number of
+    CPUs."""
     written = [option for text in (*cluster.sbatch, *nodes[0].sbatch) if (option := sbatch.parse(text))]
     options = [option for option in written if nodes[0].gpus or not option.needs_gpus]
     yield f"--nodes={sum(node.count for node in nodes)}"
-    yield "--ntasks-per-node=1"
+    yield "--ntasks-per-node=1"  # one task a node: the supervisor starts the processes itself
     if nodes[0].gpus:
         yield f"--gpus-per-node={nodes[0].gpus}"
     if not any(option.shares_processors for option in options):
@@ -353,13 +371,15 @@ def _each(cluster: ClusterSection, nodes: list[NodeSection]) -> Iterator[str]:
 
 
 def lead_s(limit: str | None) -> int:
-    """Seconds before a time limit at which the run is told: a quarter of it, at least a minute, at most `LEAD_S`."""
+    """Seconds before the time limit at which the run gets its signal: a quarter of the limit, from
+    60 to `LEAD_S`."""
     seconds = limit_s(limit) if limit else None
     return LEAD_S if seconds is None else max(60, min(LEAD_S, seconds // 4))
 
 
 def limit_s(limit: str) -> int | None:
-    """Seconds of a time limit as SLURM writes them: MIN, MIN:SEC, H:MIN:SEC, D-H, D-H:MIN, D-H:MIN:SEC."""
+    """Convert a time limit of SLURM to seconds: MIN, MIN:SEC, H:MIN:SEC, D-H, D-H:MIN, D-H:MIN:SEC;
+    None for other text."""
     if not (found := re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit)):
         return None
     days, *clock = found.groups()
@@ -372,14 +392,14 @@ def limit_s(limit: str) -> int | None:
 
 
 def check_sbatch() -> None:
-    """Refuse to submit where that cannot be.
+    """Check that sbatch is installed.
 
     Raises:
-        UserError: there is no sbatch.
+        UserError: it is not.
     """
     if shutil.which("sbatch") is None:
-        fix = "give the command on a login node of the cluster, or choose another [cluster] launcher (ssh, ray, local)"
-        raise UserError("no SLURM here", [Problem("sbatch is not installed, or not in PATH", fix, key="cluster")])
+        fix = "run the command on a login node of the cluster, or choose another [cluster] launcher (ssh, ray, local)"
+        raise UserError("no SLURM here", [Problem("sbatch is not installed or not on PATH", fix, key="cluster")])
 
 
 def check_not_queued(run: RunDir) -> None:
@@ -394,7 +414,7 @@ def check_not_queued(run: RunDir) -> None:
 
 
 def submit(run: RunDir, text: str) -> Job:
-    """Hand the batch script in.
+    """Submit the batch script.
 
     Raises:
         UserError: SLURM refuses it.
@@ -405,31 +425,33 @@ def submit(run: RunDir, text: str) -> Job:
         said = answer.stderr.strip() if answer else f"no answer within {ANSWER_S:.0f} s: is slurmctld up? (sinfo)"
         reason = said.removeprefix("sbatch: error: ").replace("\nsbatch: error: ", "; ")
         fix = f"`sinfo` lists partitions and nodes; sbatch --test-only {shlex.quote(str(run.slurm_script))} tries again"
-        raise UserError("SLURM does not take the job", [Problem(reason, fix, key="cluster")])
+        raise UserError("SLURM refuses the job", [Problem(reason, fix, key="cluster")])
     job_id = answer.stdout.strip().partition(";")[0]
     write_private(run.slurm_job, job_id + "\n")
     return find_job(job_id) or Job(job_id, "PENDING", "", "")
 
 
 def attach(run: RunDir, job: Job) -> None:
-    """Wait for the run to begin, then open its screen there.
+    """Wait for the run to start, then open its screen on the job's node; return only if the job
+    ends before.
 
     Raises:
-        Elsewhere: as soon as it has begun; always, but where the job ends before.
+        Elsewhere: the run has started.
     """
     told = ""
     while (now := find_job(job.id)) is not None:
         if now.runs and run.control_sock.is_symlink():
             raise Elsewhere(now.prefix(terminal=True), ["attach", str(run.root)])
         if not (now.runs or now.is_ending) and (line := waits(now)[0]) != told:
-            print(f"{line}; ^C leaves it in the queue", flush=True)
+            print(f"{line}; ^C keeps it in the queue", flush=True)
             told = line
         time.sleep(POLL_S)
     tell_log(run, 0)
 
 
 def stay(run: RunDir, job: Job) -> None:
-    """Print what the job prints until it is over; SIGINT and SIGTERM stop the run, or take it out of the queue."""
+    """Print the job's output until it is over; SIGINT and SIGTERM stop the run, or remove it from
+    the queue."""
 
     def stop(*_: object) -> None:
         if not take_back(run):
@@ -451,7 +473,7 @@ def stay(run: RunDir, job: Job) -> None:
 
 
 def tell_log(run: RunDir, start: int) -> int:
-    """Print what the batch script has written from byte `start` on; where that ends."""
+    """Print the output of the batch script from byte `start`; return the end position."""
     try:
         with open_regular(run.slurm_log) as file:
             file.seek(start)

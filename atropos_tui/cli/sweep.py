@@ -1,11 +1,11 @@
-"""`sweep`: one profile with every combination of settings, as many stacks at a time as `--parallel` and the GPUs allow.
+"""`sweep`: one profile with every combination of settings, with up to `--parallel` stacks at once.
 
     atropos-tui sweep demo --set trainer.lr=1e-5,1e-6 --set seed=0..3
     atropos-tui sweep --resume runs/sweep-demo-TIME
 
-Each cell of the grid is a run of its own below the sweep's folder, run by the machinery of `compare`. What is done is
-known from the runs themselves; `sweep.json` holds the grid alone. A cell that ended badly ends nothing else: it is
-named, and `--resume` goes on with it from its last checkpoint.
+Each cell of the grid is a run of its own below the sweep's folder, started by the code of
+`compare`. Progress is read from the runs; `sweep.json` stores only the grid. A failed cell does not
+stop the others: it is reported, and `--resume` continues it from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ from atropos_tui.profile.sections import Profile, find_profile
 STATE = "sweep.json"
 MOST_CELLS = 1000
 MOST_LABEL = 40
-"""Characters; with time and id behind it a run's name must not be longer than 64."""
+"""Most characters of a label: with time and id, a run's name may have 64."""
 QUOTES = "\"'"
 
 
 class Grid(BaseModel):
-    """What `sweep.json` says: enough to go on with a sweep, whoever started it."""
+    """Content of `sweep.json`: everything that `--resume` needs."""
 
     profile: str
     """A file, or the name of a shipped profile."""
     sets: list[str]
-    """As they were given, several values in one."""
+    """Assignments as given, several values in one."""
     digest: str
-    """Of the profile without them: another profile would be another sweep."""
+    """Hash of the profile without them, so that a changed profile is refused."""
 
     def cells(self) -> list[Cell]:
-        """Every combination, the last key counting fastest.
+        """Return every combination; the last key varies fastest.
 
         Raises:
-            UserError: there is nothing to combine, or far too much.
+            UserError: there are fewer than two combinations, or more than `MOST_CELLS`.
         """
         axes = [(key, values_of(values)) for key, _, values in (item.partition("=") for item in self.sets)]
         count = math.prod(len(values) for _, values in axes)
@@ -83,31 +83,37 @@ class Cell(ComparedStack):
     """One combination of settings."""
 
     settings: dict[str, str] = field(default_factory=dict)
-    """Those that differ from cell to cell."""
+    """Settings that differ between cells."""
 
 
 def values_of(text: str) -> list[str]:
-    """`1e-5,1e-6` as two values, `0..3` as four; commas within brackets, braces and quotes do not part."""
+    """Split `1e-5,1e-6` into two values and `0..3` into four; commas in brackets, braces and quotes
+    do not split."""
     if found := re.fullmatch(r"\s*(-?\d{1,9})\.\.(-?\d{1,9})\s*", text):
         first, last = int(found[1]), int(found[2])
         return [str(value) for value in range(first, last + 1)][: MOST_CELLS + 1]
+    # The expression also matches the empty end of the text: dropped, unless the text ends with a
+    # comma.
     parts = re.findall(r"""((?:"[^"]*"|'[^']*'|\[[^\]]*\]|\{[^}]*\}|[^,])*)(?:,|$)""", text)
     return [part.strip() for part in (parts if len(parts) == 1 or text.endswith(",") else parts[:-1])]
 
 
 def labels_of(settings: Sequence[dict[str, str]]) -> list[str]:
-    """A short name for each combination, fit for a folder, such as `lr-1e-5_seed-0`."""
+    """Return a short label for each combination that is safe as a folder name, such as
+    `lr-1e-5_seed-0`."""
     keys = list(settings[0])
     last = Counter(key.rpartition(".")[2] for key in keys)
     short = {key: name if last[name := key.rpartition(".")[2]] == 1 else key for key in keys}
     labels = ["_".join(f"{short[key]}-{each[key].strip(QUOTES)}" for key in keys) for each in settings]
     labels = [re.sub(r"[^A-Za-z0-9._-]", "-", label) for label in labels]
+    # Labels name folders and runs: they have to differ and be short, otherwise cells are numbered.
     fits = len(set(labels)) == len(labels) and all(len(label) <= MOST_LABEL for label in labels)
     return labels if fits else [f"cell-{at:0{len(str(len(labels)))}d}" for at in range(1, len(labels) + 1)]
 
 
 async def sweep(options: argparse.Namespace) -> int:
-    """Run what is not done yet, then print the table; the worst exit code of the cells."""
+    """Run the cells that are not done, then print the table; return the worst exit code of the
+    cells."""
     base, cells = _continued(options) if options.resume is not None else _begun(options)
     slots, said = slots_of(cells, options.parallel)
     if options.resume is None:
@@ -121,7 +127,7 @@ async def sweep(options: argparse.Namespace) -> int:
     code = await SweepRun(cells, board, slots).run()
     tell(cells, board, base, as_json=options.json)
     if any(cell.code != Exit.DONE for cell in cells):
-        board.say(f"to go on with what is not done: atropos-tui sweep --resume {base}")
+        board.say(f"to continue with the cells that are not done: atropos-tui sweep --resume {base}")
     return code
 
 
@@ -133,7 +139,7 @@ def _grid(options: argparse.Namespace) -> Grid:
 
 
 def _digest(name: str) -> str:
-    """Of a profile as it is read, whatever it extends included."""
+    """Hash of a profile together with all files that it extends."""
     alone = ComparedStack("", name)
     compare.load(alone)
     return hashlib.blake2b(alone.profile.model_dump_json().encode(), digest_size=16).hexdigest()
@@ -146,26 +152,29 @@ def _begun(options: argparse.Namespace) -> tuple[Path, list[Cell]]:
     name = re.sub(r"[^A-Za-z0-9._-]", "-", Path(options.profile).stem)
     base = (options.run_dir or Path("runs") / f"sweep-{name}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
     if runs.is_used(base):
-        fix = f"choose another --run-dir, or go on with it: --resume {base}"
+        fix = f"choose another --run-dir, or continue it with --resume {base}"
         raise UserError("the directory is in use", [Problem(f"{base} is not empty", fix)])
     return base, _loaded(grid, base)
 
 
 def _continued(options: argparse.Namespace) -> tuple[Path, list[Cell]]:
-    """The cells of an earlier sweep; those that are done have their code."""
+    """Return the cells of an earlier sweep, with the exit code on those that are done."""
     if options.profile is not None or options.sets or options.steps is not None or options.run_dir is not None:
-        raise UserError("a sweep goes on as it was", [Problem("--resume takes nothing else but --parallel and --json")])
+        problem = Problem(
+            "a resumed sweep keeps its settings", "give only --parallel and --json with it", key="--resume"
+        )
+        raise UserError("invalid --resume", [problem])
     base = options.resume.resolve()
     try:
         grid = Grid.model_validate_json(read_regular(base / STATE))
     except (OSError, ValidationError) as error:
-        reason = f"{STATE} cannot be read: {getattr(error, 'strerror', None) or 'it is not ours'}"
+        reason = f"{STATE} cannot be read: {getattr(error, 'strerror', None) or 'it was not written by `sweep`'}"
         raise UserError(
-            f"no sweep in {printable(str(base))}", [Problem(reason, "name its folder")], Exit.NO_RUN
+            f"no sweep in {printable(str(base))}", [Problem(reason, "name the folder of a sweep")], Exit.NO_RUN
         ) from None
     if _digest(grid.profile) != grid.digest:
-        fix = "begin another sweep, or take back what was changed"
-        raise UserError("the profile has changed", [Problem("its cells would not compare", fix, grid.profile)])
+        fix = "start a new sweep, or undo the changes"
+        raise UserError("the profile has changed", [Problem("cells would not be comparable", fix, grid.profile)])
     cells = _loaded(grid, base)
     for cell in cells:
         result = runs.read_result(run := RunDir(cell.root))
@@ -183,26 +192,32 @@ def _loaded(grid: Grid, base: Path) -> list[Cell]:
 
 
 def slots_of(cells: Sequence[Cell], wanted: int) -> tuple[list[list[str]], list[str]]:
-    """Overrides for each of at most `wanted` stacks at a time, so that none has another's ports or GPUs; and words.
+    """Choose overrides of ports and GPUs for each of at most `wanted` simultaneous stacks.
+
+    Returns:
+        One list of overrides per slot, and lines about them.
 
     Raises:
-        UserError: side by side, and the cells differ in what they occupy.
+        UserError: several at once are wanted, but the cells differ in their ports or GPUs.
     """
     count = len(read_machine().gpus)
+    # The largest number of stacks that fits; all cells have to get the same ports and GPUs in a
+    # slot.
     for size in range(min(wanted, len(cells)), 1, -1):
         names = [str(number) for number in range(1, size + 1)]
         first, *others = [separate(dict.fromkeys(names, profile), count) for profile in _different(cells)]
         if any(other.sets != first.sets for other in others):
-            fix = "leave --parallel out: one after another"
-            raise refused([Problem("the combinations differ in their ports or GPUs", fix)], "not side by side")
+            fix = "omit --parallel, which runs them one after another"
+            title = "these combinations cannot run side by side"
+            raise refused([Problem("the combinations differ in their ports or GPUs", fix)], title)
         if not first.problems:
-            return list(first.sets.values()), [f"place {line}" for line in first.lines]
-    said = [f"one after another: the GPUs of this machine ({count}) are enough for one"] if wanted > 1 else []
+            return list(first.sets.values()), [f"slot {line}" for line in first.lines]
+    said = [f"one after another: the GPUs of this machine ({count}) suffice for one run"] if wanted > 1 else []
     return [[]], said
 
 
 def _different(cells: Sequence[Cell]) -> list[Profile]:
-    """The profiles of `cells`, those alike in ports and GPUs once."""
+    """Profiles of `cells`, one for each distinct use of ports and GPUs."""
 
     def place(profile: Profile) -> str:
         engines = [(engine.gpus, engine.tensor_parallel) for engine in profile.vllm]
@@ -213,7 +228,8 @@ def _different(cells: Sequence[Cell]) -> list[Profile]:
 
 
 class SweepRun(Comparison):
-    """Cells in places: each place has ports and GPUs of its own, and takes the next cell when it is free."""
+    """Runs cells in slots: each slot has its own ports and GPUs, and takes the next cell when it is
+    free."""
 
     def __init__(self, cells: Sequence[Cell], board: Board, slots: list[list[str]]) -> None:
         super().__init__(cells, board, sequential=False)
@@ -223,7 +239,8 @@ class SweepRun(Comparison):
         self._planning = asyncio.Lock()
 
     async def _all(self) -> None:
-        """Runs of a sweep that was killed may go on by themselves: nothing is started beside them."""
+        """Run all open cells. Runs of a killed sweep may still be live: wait for those first,
+        because they use the same ports and GPUs."""
         open_ = [cell for cell in self._cells if cell.code is None]
         live = [cell for cell in open_ if runs.RunEntry(RunDir(cell.root), {}).is_live]
         await asyncio.gather(*map(self._follow, live))
@@ -233,7 +250,8 @@ class SweepRun(Comparison):
         await asyncio.gather(*(self._in_place(sets, queue) for sets in places))
 
     def _places(self, cell: Cell) -> list[list[str]]:
-        """The first place, and others that `cell` can be planned for: else one would refuse all that wait."""
+        """Return the first slot and every other one for which `cell` can be planned; an unusable
+        slot would fail every cell that it takes."""
         places = self._slots[:1]
         for sets in self._slots[1:]:
             trial = replace(cell)
@@ -241,12 +259,12 @@ class SweepRun(Comparison):
             if _plan_in(trial, sets):
                 places.append(sets)
             else:
-                self._board.say(f"one place less: {trial.note}")
+                self._board.say(f"one slot less: {trial.note}")
         return places
 
     async def _in_place(self, sets: list[str], waiting: Iterator[Cell]) -> None:
         for cell in waiting:
-            async with self._planning:
+            async with self._planning:  # one at a time: planning looks for free ports
                 planned = not self._interrupts and await asyncio.to_thread(_plan_in, cell, sets)
                 self._begun += [cell] if planned else []
             if planned:
@@ -259,7 +277,7 @@ class SweepRun(Comparison):
 
 
 def _plan_in(cell: Cell, sets: list[str]) -> bool:
-    """Plan the cell for its place, or note what keeps it from being started; a run that was begun goes on."""
+    """Plan the cell for its slot, or note why it cannot start; an existing run is resumed."""
     cell.sets += sets
     earlier = runs.read_run(cell.root)
     try:
@@ -272,7 +290,8 @@ def _plan_in(cell: Cell, sets: list[str]) -> bool:
 
 
 def tell(cells: Sequence[Cell], board: Board, base: Path, *, as_json: bool) -> None:
-    """The table of all cells, the spread over seeds, who did not end well, and the page of all curves."""
+    """Print the table of all cells, the spread over seeds and the failed cells; write the page with
+    all curves."""
     figures = {cell.label: benchmark_run(cell.root) for cell in cells if cell.progress is not None}
     if as_json:
         rows = [
@@ -296,7 +315,7 @@ def tell(cells: Sequence[Cell], board: Board, base: Path, *, as_json: bool) -> N
 
 
 def table(cells: Sequence[Cell], figures: Mapping[str, RunBenchmark]) -> str:
-    """A row per cell: its settings, then what came of them."""
+    """Format a row per cell: its settings, then its results."""
     keys = list(cells[0].settings)
     rows = [(*keys, "STEPS", "REWARD, FIRST 5", "LAST 5", "HELD OUT", "TOKENS/S", "TOOK", "STATE")]
     for cell in cells:

@@ -77,7 +77,7 @@ def test_a_folder_that_is_not_shared(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(nodes, "SEEN_S", 0.3)
     over = f'mount -t tmpfs none {tmp_path} && exec "$@"'
     found = fails(checks(tmp_path, HERE, target("far", *APART, "--mount", "sh", "-c", over, "sh")))
-    assert "is another one there" in found["node far: shared folder"]
+    assert "is another folder there" in found["node far: shared folder"]
     gone = f'mount -t tmpfs none {tmp_path.parent} && exec "$@"'
     found = fails(checks(tmp_path, HERE, target("far", *APART, "--mount", "sh", "-c", gone, "sh")))
     assert "No such file" in found["node far: shared folder"]
@@ -99,12 +99,12 @@ def test_another_version_and_none_at_all(tmp_path: Path) -> None:
 
 def test_the_same_version_of_another_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes.node_probe, "_build", lambda: "0123456789ab")  # here; the far end has its own text
-    assert re.match(r"atropos-tui \S+ of another commit", fails(checks(tmp_path, HERE))["node here: versions"])
+    assert re.match(r"atropos-tui \S+ with other source", fails(checks(tmp_path, HERE))["node here: versions"])
 
 
 def test_an_interpreter_that_is_not_there(tmp_path: Path) -> None:
     found = checks(tmp_path, HERE, target("far", "env", python="/nowhere/bin/python"))
-    assert "the interpreter is not there" in fails(found)["node far"]
+    assert "the interpreter is missing there" in fails(found)["node far"]
     assert "[cluster] python" in found["node far"].fix
     assert "cannot be run here" in fails(checks(tmp_path, target("far", "no-such-launcher")))["node far"]
 
@@ -113,7 +113,7 @@ def test_a_node_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(node_line, "ANSWER_S", 1.0)
     silent = target("far", "sh", "-c", "echo busy >&2; exec sleep 1000")
     found = checks(tmp_path, silent)
-    assert fails(found) == {"node far": "host-far: no answer within 1 s (it says: busy)"}
+    assert fails(found) == {"node far": "host-far: no answer within 1 s (last line: busy)"}
     assert "try it by hand: sh -c" in found["node far"].fix
 
 
@@ -126,8 +126,8 @@ def test_ports_addresses_and_gpus_that_are_not_there(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.3", 0)) as taken:
         port = taken.getsockname()[1]
         found = checks(tmp_path, HERE, target("far", "env", ports={port: "vllm"}, gpus=8))
-    assert "vllm cannot have it: Address already in use" in fails(found)[f"node far: port {port}"]
-    assert "and 8 are asked for" in fails(found)["node far: GPUs"]
+    assert "vllm cannot use it: Address already in use" in fails(found)[f"node far: port {port}"]
+    assert "but 8 are required" in fails(found)["node far: GPUs"]
     found = checks(tmp_path, HERE, target("far", "env", address="192.0.2.7"))
     assert "192.0.2.7 cannot be bound there" in fails(found)["node far: address"]
 
@@ -150,7 +150,7 @@ def test_up_refuses_in_words_before_anything_starts(tmp_path: Path) -> None:
     stack = StackSpec(run_id="r", name="r", mode="none", run_dir=str(tmp_path), components=[spec], nodes=[node])
     with pytest.raises(UserError, match="its nodes cannot run it") as refused:
         refuse_unfit(stack, tmp_path)
-    assert "the interpreter is not there" in str(refused.value)
+    assert "the interpreter is missing there" in str(refused.value)
     here = spec.model_copy(update={"place": target("far").place})
     assert refuse_unfit(stack.model_copy(update={"components": [here]}), tmp_path / "not looked at") == []
 
@@ -214,7 +214,7 @@ def test_a_transport_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     check = asyncio.run(nodes.between([target("a", *plays, gpus=1), target("b", *plays, gpus=1)], tmp_path))
     assert check.verdict == "fail" and check.found.startswith("not done after 1 s: a (imported), b (imported)")
     if by == "the transport":
-        assert "NCCL's transport between them is at fault" in check.found and "NCCL_NET" in check.fix
+        assert "NCCL's transport between the nodes is broken" in check.found and "NCCL_NET" in check.fix
     else:
         assert "over plain sockets too" in check.found
 

@@ -109,7 +109,7 @@ async def test_mistakes_come_back_as_words(tmp_path: Path) -> None:
             ("logs", {"components": ["../../x"]}, "no such component"),
             ("logs", {"grep": "("}, "invalid --grep"),
             ("curves", {"names": ["x"]}, "no such figure"),
-            ("preview", {"action": "restart", "component": "vllm"}, "that run is over"),
+            ("preview", {"action": "restart", "component": "vllm"}, "that run has ended"),
             ("restart", {"component": "vllm"}, "restart"),
             ("rollouts", {"last": 10**9}, "less than or equal to 1000"),
         ):

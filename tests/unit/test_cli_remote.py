@@ -197,7 +197,7 @@ def test_what_ssh_cannot_do_is_said(
     assert run(["attach", f"{ME}@n3"]) == 5
     said = capfd.readouterr().err
     ssh.know("n3")
-    assert f"{ME}@n3 is not reached" in said and f"ssh-keygen -R {ME}@n3" in said
+    assert f"cannot reach {ME}@n3 over ssh" in said and f"ssh-keygen -R {ME}@n3" in said
     assert run(["ps", f"{ME}@no-such-host.invalid"]) == 5
     assert "ssh does not reach the machine" in capfd.readouterr().err
     assert run(["ps", "nobody-here@n2"]) == 5

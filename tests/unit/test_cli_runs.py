@@ -120,7 +120,7 @@ def test_what_is_no_run_says_what_it_is(two_runs: None, tmp_path: Path, capsys: 
 def test_events_that_are_none_are_said_to_be_none(two_runs: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["events", "add", "--kind", "diagnosis"]) == 0
     said = capsys.readouterr()
-    assert said.out == "" and "add-1-bb has no such event" in said.err
+    assert said.out == "" and "add-1-bb has no matching event" in said.err
     assert main.run(["events", "--kind", "diagnoses"]) == Exit.USAGE
     assert "did you mean diagnosis?" in capsys.readouterr().err
 

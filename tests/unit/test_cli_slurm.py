@@ -209,7 +209,7 @@ def test_a_run_on_another_node_is_asked_there(
     assert (tmp_path / "words").read_text().startswith("-Q --jobid=7 --overlap --mem=0 -N1 -n1 -w n1 ")
     srun.write_text("#!/bin/sh\nexit 1\n")
     status = asyncio.run(inspect.status_of(handed_in))
-    assert status.phase is Phase.RUNNING and "it runs on n1, and does not answer" in status.reason
+    assert status.phase is Phase.RUNNING and "it runs on n1 but does not answer" in status.reason
 
 
 @pytest.mark.parametrize("code", [0, 3])
@@ -234,7 +234,7 @@ def test_a_down_that_loses_the_race_with_the_time_limit_says_so(
     (tmp_path / "bin/srun").chmod(0o755)
     assert run(["down", str(handed_in.dir.root)]) == 4
     said = capsys.readouterr().err
-    assert "the job is queued again" in said and "give it again: atropos-tui down" in said
+    assert "the job is queued again" in said and "run it again: atropos-tui down" in said
 
 
 @pytest.mark.parametrize("ended_by", ["command", "signal"])

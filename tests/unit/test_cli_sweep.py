@@ -104,7 +104,7 @@ def test_cells_that_differ_in_their_gpus_do_not_run_side_by_side(monkeypatch: py
     monkeypatch.setattr(sweep, "read_machine", lambda: Hardware(named_machine("8xH100").gpus, None))
     cells = cells_of({"vllm": {"gpus": [0]}}, {"vllm": {"gpus": [0, 1], "tensor_parallel": 2}})
     assert slots_of(cells, 1) == ([[]], [])
-    with pytest.raises(UserError, match="not side by side"):
+    with pytest.raises(UserError, match="cannot run side by side"):
         slots_of(cells, 2)
 
 
@@ -130,7 +130,7 @@ def test_a_place_that_nothing_can_be_planned_for_takes_no_cell(
     monkeypatch.setattr(sweep.compare, "plan", refuse)
     words = ["sweep", str(path), "--set", "seed=0..2", "--steps", "2", "--parallel", "2"]
     assert main.run([*words, "--run-dir", str(tmp_path / "swept")]) == 0
-    assert "one place less: no room in place 2" in capsys.readouterr().out
+    assert "one slot less: no room in place 2" in capsys.readouterr().out
     assert set(attempts(tmp_path / "swept").values()) == {1}
 
 

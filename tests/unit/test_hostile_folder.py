@@ -68,7 +68,9 @@ def test_nothing_of_the_folder_runs_and_its_env_file_feeds_references_alone(
     assert "hello from-dotenv" in run.log("dump", 1).read_text()
     for file in (run.plan_json, run.run_json, run.profile_toml, run.supervisor_jsonl):
         assert "from-dotenv" not in file.read_text(), f"{file.name} holds what the .env file says"
-    assert ".env: no component gets LD_PRELOAD, PYTHONPATH, STOLEN, since no ${...} of the profile names" in done.stderr
+    assert (
+        ".env: no component gets LD_PRELOAD, PYTHONPATH, STOLEN, because no ${...} of the profile names" in done.stderr
+    )
 
 
 def test_a_module_of_one_s_own_is_found_in_the_folder_where_it_runs(

@@ -1,3 +1,6 @@
-"""Is a machine fit to run a stack: `command.py` has the command and what is installed, `machine.py` this machine,
-`nodes.py` the others and the network between them, where a `node_line.py` has `node_probe.py` look around.
+"""Checks of a machine's fitness for a stack.
+
+`command.py` has the command and checks of installed packages, `machine.py` checks this machine, and
+`nodes.py` checks other machines and the network between them: its `node_line.py` runs
+`node_probe.py` there.
 """

