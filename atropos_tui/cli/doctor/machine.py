@@ -315,7 +315,7 @@ def graphics(driver: NvidiaDriver | str | None, torch_cuda: str | None, engine: 
 def _fits(driver: NvidiaDriver, torch_cuda: str | None) -> Check:
     name = "CUDA of torch"
     if torch_cuda is None:
-        return warn(name, "torch is a CPU build: the GPUs are unused", "make install EXTRA=gpu in a fresh .venv")
+        return warn(name, "torch is a CPU build: the GPUs are idle", "make install EXTRA=gpu in a fresh .venv")
     built = tuple(int(part) for part in torch_cuda.split(".")[:2])
     said = f"torch was built for CUDA {torch_cuda}, the driver supports up to {_dotted(driver.cuda)}"
     update = "update the driver, or install a torch that was built for an older CUDA"
