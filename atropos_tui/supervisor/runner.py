@@ -53,7 +53,7 @@ from atropos_tui.profile.spec import StackSpec, check_stack
 from atropos_tui.supervisor import procfs
 from atropos_tui.supervisor.client import socket_path
 from atropos_tui.supervisor.guard import Guard
-from atropos_tui.supervisor.launchers.keeper_launcher import Estate, KeeperLauncher, claim
+from atropos_tui.supervisor.launchers.keeper_launcher import Inheritance, KeeperLauncher, claim
 from atropos_tui.supervisor.launchers.launcher import DirectLauncher, Host, Launcher
 from atropos_tui.supervisor.launchers.remote_launcher import RemoteLauncher, sweep_nodes, turn_of_job
 from atropos_tui.supervisor.logs import last_lines
@@ -102,13 +102,13 @@ async def run_stack(stack: StackSpec, *, on_event: OnEvent | None = None, lock: 
         store.diagnoses.restore(list(journal.diagnoses()))
         # Before any child: orphans of components must become children of this process.
         become_subreaper()
-        estate = await asyncio.to_thread(claim, stack, run)
+        inheritance = await asyncio.to_thread(claim, stack, run)
         for name, found in (await asyncio.to_thread(sweep_nodes, ProcessTable.load(run.journal_json))).items():
             store.emit(found.record(name))
         # A resumed run must not show the result of its earlier life.
         run.result_json.unlink(missing_ok=True)
         reserve(run.result_json)
-        return await _with_socket(stack, store, run, signals, estate)
+        return await _with_socket(stack, store, run, signals, inheritance)
 
 
 def ready_threads() -> ThreadPoolExecutor:
@@ -120,19 +120,19 @@ def ready_threads() -> ThreadPoolExecutor:
     return pool
 
 
-async def _with_socket(stack: StackSpec, store: Store, run: RunDir, signals: _Signals, estate: Estate) -> int:
-    listening, path = listen(run, estate.socket)
+async def _with_socket(stack: StackSpec, store: Store, run: RunDir, signals: _Signals, inheritance: Inheritance) -> int:
+    listening, path = listen(run, inheritance.socket)
     lock, own = store.journal.fileno(), (path, run.control_sock)
-    group = _group(stack.run_id, estate)
+    group = _group(stack.run_id, inheritance)
     on_trouble = functools.partial(_report_guard, store)
     guard = Guard(stack.run_id, lock, group=group, own=own, keep=stack.survive, on_trouble=on_trouble)
     api: ApiServer | None = None
     figures: ApiServer | None = None
     try:
-        token = _token(estate)
+        token = _token(inheritance)
         _export_key(stack, token)
-        launcher = _launcher(stack, guard.group, str(path), token, estate)
-        supervisor = Supervisor(store, Host(stack, guard, launcher, str(path), token, estate.table))
+        launcher = _launcher(stack, guard.group, str(path), token, inheritance)
+        supervisor = Supervisor(store, Host(stack, guard, launcher, str(path), token, inheritance.table))
         api = ApiServer(Routes(supervisor, run).app(), listening)
         await api.started()
         figures = await _serve_metrics(supervisor, run, token if stack.nodes else "")
@@ -160,9 +160,9 @@ async def _with_socket(stack: StackSpec, store: Store, run: RunDir, signals: _Si
         await guard.close()
 
 
-def _launcher(stack: StackSpec, group: str, socket: str, token: str, estate: Estate) -> Launcher:
+def _launcher(stack: StackSpec, group: str, socket: str, token: str, inheritance: Inheritance) -> Launcher:
     if stack.survive:
-        return KeeperLauncher(stack, group, socket, token, estate.heirs)
+        return KeeperLauncher(stack, group, socket, token, inheritance.adoptable)
     if any(spec.is_far for spec in stack.components):
         return RemoteLauncher(stack, group, socket, token)
     return DirectLauncher(stack, group)
@@ -199,9 +199,9 @@ async def _journal(run: RunDir, run_id: str, lock: int | None) -> Journal:
     return Journal(run.supervisor_jsonl, run_id, lock)
 
 
-def _group(run_id: str, estate: Estate) -> str:
+def _group(run_id: str, inheritance: Inheritance) -> str:
     """Return the run's control group: that of the adopted components, or a new one."""
-    earlier = estate.table.group if estate.table else ""
+    earlier = inheritance.table.group if inheritance.table else ""
     return earlier if procfs.is_group_of(earlier, run_id) else procfs.run_group(run_id)
 
 
@@ -213,12 +213,12 @@ def _export_key(stack: StackSpec, token: str) -> None:
         os.environ[ENV_DOOR_KEY] = door_key(token)
 
 
-def _token(estate: Estate) -> str:
+def _token(inheritance: Inheritance) -> str:
     """Return the run's token: that of the adopted components, that of the environment, or a new
     one."""
-    if estate.token and ENV_TOKEN in os.environ:
-        os.environ[ENV_TOKEN] = estate.token  # components inherit this environment
-    return estate.token or os.environ.get(ENV_TOKEN) or secrets.token_urlsafe(32)
+    if inheritance.token and ENV_TOKEN in os.environ:
+        os.environ[ENV_TOKEN] = inheritance.token  # components inherit this environment
+    return inheritance.token or os.environ.get(ENV_TOKEN) or secrets.token_urlsafe(32)
 
 
 class _Signals:

@@ -1,22 +1,26 @@
-"""The far end of a launcher: starts one component on its node, and is all that the supervisor has there.
+"""Node agent of a launcher: starts one component on its node for the supervisor.
 
-    PREFIX python -I -S -c '... from atropos_tui.supervisor.launchers.far_end import main; main()' ROOT
+    PREFIX python -I -S -c '... from atropos_tui.supervisor.launchers.far_end import main; main()'
+    ROOT
 
-Its stdin and stdout are a line of frames (`line.Line`); nothing secret is on a command line. It says `MAGIC`
-first, since a login shell may print before it. Then it hears one of two:
+Its stdin and stdout carry frames (`line.Line`); the command line has no secrets. It first writes
+`MAGIC`, because a login shell may print before it. The first frame that it reads is one of two:
 
-- `start` with a job: it starts the component as its child, in a session of its own, and says `kept` (pids).
-  From then on it says `output`, `exit` with the code, `left` and `stuck` of an end, `beat` every `BEAT_S`, and hears
-  `end` (signal and grace), `hurry`, `measure` (answered by `usage`), `beat`. When nothing of the component is left on
-  this node, it says `gone` with the number of processes that had to be killed, and leaves.
-- `sweep` with a job: it ends what a far end that was killed has left, says `gone`, and leaves.
+- `start` with a job: start the component as its child, in a session of its own, and send `kept`
+  (pids). Then it sends `output`, `exit` (exit status), `left` and `stuck` during an end, and `beat`
+  every `BEAT_S`. It reads `end` (signal and grace period), `hurry`, `measure` (answered by `usage`)
+  and `beat`. When no process of the component is left on this node, it sends `gone` with the number
+  of killed processes, and exits.
+- `sweep` with a job: kill what a killed node agent has left, send `gone`, and exit.
 
-The end of its stdin, or nothing heard for `OWNER_S`, means that the supervisor is gone: the component is killed. A
-program that asks the supervisor for something connects to a socket of this process in a private folder; what passes
-there goes through the line, too (`open`, `data`, `close`; `outbox.Channels`), so that nothing new listens on a network.
+At the end of stdin, or after `OWNER_S` without a frame, the supervisor counts as gone and the
+component is killed. A program that talks to the supervisor connects to a socket of this process in
+a private folder. Its bytes travel over the same frames (`open`, `data`, `close`;
+`outbox.Channels`), so that nothing new listens on a network.
 
-Output waits in the component's pipe while the line is full: nothing is dropped, and nothing grows. Imports only the
-standard library. Members are found as on the supervisor's own machine (`tracker.Tracker`, `process.end_set`).
+While the connection is full, output waits in the component's pipe: nothing is lost, and memory does
+not grow. Imports only the standard library. Members are found as on the supervisor's machine
+(`tracker.Tracker`, `process.end_set`).
 """
 
 from __future__ import annotations
@@ -57,22 +61,26 @@ if TYPE_CHECKING:
     from atropos_tui.gpu import Nvml
 
 ARGUMENTS = bare(__name__)
-"""Of the interpreter of its node."""
+"""Arguments for the Python of the node."""
 MAGIC = b"\natropos-line 1\n"
 BEAT_S = 2.0
 OWNER_S = 60.0
-"""A supervisor that says nothing for so long is gone, or its node is: a srun that is killed leaves stdin open."""
+"""Supervisor timeout in seconds. A killed srun leaves stdin open, so the end of stdin is not
+enough."""
 OWNER_BEAT_S = 3.0
-"""How often the supervisor says so, if nothing else."""
+"""Seconds between two beats of an idle supervisor."""
 SURVEY_S = 5.0
-"""How often members are looked for that have since left their session, and files in /dev/shm that they use."""
+"""Seconds between two surveys of members and of the files in /dev/shm that they have mapped."""
 SWEEP_S = 8.0
 
 
 def environment(job: Mapping[str, Any], here: Mapping[str, str]) -> dict[str, str]:
-    """What the component is started with: this node's own variables (its SLURM_*, HOME, TMPDIR, the GPUs that it was
-    given) but the secrets that it does not need, over them those of the supervisor that belong to no machine, and those
-    that its plan names. Programs are looked for where the supervisor would look, then where this node does."""
+    """Return the component's environment.
+
+    The base is this node's own environment (SLURM_*, HOME, TMPDIR, assigned GPUs) without secrets
+    that the role does not need. The supervisor's variables that belong to no machine, and those of
+    the plan, override it. PATH has the supervisor's entries, then this node's.
+    """
     own = {
         name: value
         for name, value in here.items()
@@ -86,7 +94,7 @@ def environment(job: Mapping[str, Any], here: Mapping[str, str]) -> dict[str, st
 
 
 class FarEnd:
-    """One component on this node, for as long as it lives."""
+    """One component on this node, during its life."""
 
     def __init__(self, line: Line, out: Outbox, job: Mapping[str, Any]) -> None:
         self._line, self._out, self._job = line, out, job
@@ -109,7 +117,7 @@ class FarEnd:
         self._leaves = [Path(path) for path in job["clears"]]
 
     async def serve(self) -> None:
-        """Until nothing of the component is left."""
+        """Start the component and return when none of its processes is left."""
         beats = Beats(BEAT_S, lambda: [self._out])
         try:
             await self._start()
@@ -124,10 +132,10 @@ class FarEnd:
         await self._out.flush(OWNER_S)
 
     def _failed(self, error: OSError | LaunchError) -> None:
-        """It cannot be started; code 2 where another try would fail, too."""
-        said = f"{error.problem}: {error.fix}" if isinstance(error, LaunchError) else str(error)
+        """Report a failed start: exit code 2 if another try would fail as well, otherwise 1."""
+        reason = f"{error.problem}: {error.fix}" if isinstance(error, LaunchError) else str(error)
         lasting = isinstance(error, LaunchError | FileNotFoundError | NotADirectoryError | PermissionError)
-        self._out.send("output", f"atropos: cannot start on {platform.node()}: {said}\n".encode())
+        self._out.send("output", f"atropos: cannot start on {platform.node()}: {reason}\n".encode())
         self._out.send("exit", b"2" if lasting else b"1")
         remove_files(self._leaves)
         self._out.send("gone", b"0")
@@ -150,11 +158,14 @@ class FarEnd:
             "end_ticks": mine.ticks if mine else 0,
         }).encode())  # fmt: skip
         self._resume()
+        # After `kept`: the supervisor must know the pids before the exit.
         self._child.begin(lambda child: self._out.send("exit", str(child.exit_code).encode()))
 
     async def _listen(self, name: str) -> str:
-        """The way to the supervisor for the component: a socket in a folder of its own."""
+        """Create the socket on which the component reaches the supervisor, in a folder of its own.
+        Return its path."""
         folder = scratch_below(os.environ, name)[0]
+        # A Unix socket's path is limited to about 108 bytes.
         if len(os.fsencode(folder)) > LONGEST_SOCKET - len("/control.sock"):
             folder = Path("/tmp", name)
         self._leaves.append(folder)
@@ -167,7 +178,7 @@ class FarEnd:
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await self._channels.open(reader, writer)
 
-    # What it hears.
+    # Incoming frames.
 
     def _hear(self) -> None:
         frames = self._line.read()
@@ -191,13 +202,13 @@ class FarEnd:
                 task.add_done_callback(self._tasks.discard)
 
     def _orphaned(self) -> None:
-        """Nobody is there any more to whom the component belongs."""
+        """Kill the component, because its supervisor is gone."""
         self._loop.remove_reader(self._line.reading)
         self._out.close()
         self._hurry.set()
         self._end(end_words(signal.SIGKILL, 0.0))
 
-    # What it prints.
+    # Output.
 
     def _resume(self) -> None:
         if not self._reading and self._pipe >= 0:
@@ -205,7 +216,7 @@ class FarEnd:
             self._loop.add_reader(self._pipe, self._copy)
 
     def _copy(self) -> int:
-        """Move one chunk; how many bytes it had."""
+        """Send one chunk of output; return its size in bytes."""
         if self._pipe < 0:
             return 0
         data = read_some(self._pipe)
@@ -213,6 +224,7 @@ class FarEnd:
             return 0
         if data:
             self._out.send("output", data)
+        # Stop reading while the connection is full; the component then blocks on its pipe.
         if not data or self._out.is_full:
             self._loop.remove_reader(self._pipe)
             self._reading = False
@@ -221,7 +233,7 @@ class FarEnd:
             self._pipe = -1
         return len(data)
 
-    # Its end.
+    # Ending.
 
     def _end(self, words: bytes) -> None:
         if self._ending is None and self._child is not None:
@@ -243,13 +255,14 @@ class FarEnd:
         while taken < MOST_LEFT and (count := self._copy()):
             taken += count
             await self._out.room()
+        # Only now: the zombie kept pid and group reserved during the kill.
         child.reap()
         await asyncio.to_thread(procfs.remove_unused, self._tracker.shared_files(self._name))
         await asyncio.to_thread(remove_files, self._leaves)
         self._out.send("gone", str(killed).encode())
         self._over.set()
 
-    # What it tells besides.
+    # Measurements and the supervisor's heartbeat.
 
     async def _watch_owner(self) -> None:
         while True:
@@ -275,17 +288,19 @@ class FarEnd:
         return {**own, "machine": self._machine.read(), **self._gpu_use(set(own["pids"]))}
 
     def _gpu_use(self, pids: set[int]) -> dict[str, Any]:
-        """The cards of this node, and what these processes hold of them; nothing without a driver."""
+        """Return this node's GPUs and the memory that these processes hold; empty without a
+        driver."""
         if not self._job["packages"]:
             return {}
         if self._driver is None:
+            # The agent runs with -S, without site-packages: pynvml's folder comes with the job.
             sys.path.append(self._job["packages"])
             from atropos_tui.gpu import Nvml
 
-            self._driver = Nvml(os.environ.get("CUDA_VISIBLE_DEVICES"))  # as `environment` counts them
+            self._driver = Nvml(os.environ.get("CUDA_VISIBLE_DEVICES"))  # the same numbering as in `environment`
         try:
             cards = self._driver.read()
-        except Exception:  # none here, or in trouble: there is nothing to tell
+        except Exception:  # no driver, or a broken one: report nothing
             return {}
         held = {card.index: sum(size or 0 for pid, size in (card.processes or {}).items() if pid in pids)
                 for card in cards}  # fmt: skip
@@ -295,10 +310,11 @@ class FarEnd:
 
 
 def sweep(job: Mapping[str, Any]) -> int:
-    """End what is left of a component whose far end was killed or hangs, and that one; how many processes it had. Its
-    files go, too."""
+    """Kill a component that a killed or hanging node agent has left, that agent, and delete its
+    files. Return the number of killed processes."""
     tracker, mine = Tracker(job["run_id"]), procfs.ancestors()
     end = procfs.read(job["end_pid"]) if job["end_pid"] else None
+    # The agent first, or it would report the end of its component.
     if end is not None and end.ticks == job["end_ticks"]:
         procfs.send(end, signal.SIGKILL)
     tracker.add(job["name"], job["pid"] or -1)
@@ -315,14 +331,15 @@ def sweep(job: Mapping[str, Any]) -> int:
 
 
 async def answer(reading: int, writing: int) -> None:
-    """Do what the first frame asks for."""
+    """Execute the request of the first frame."""
     out, line = Outbox(writing), Line(reading, -1)
+    # The first frame is read in a thread, which may block.
     os.set_blocking(reading, True)
     out.write(MAGIC)
     try:
         kind, payload = await asyncio.to_thread(line.hear, OWNER_S)
     except OSError:
-        return  # the supervisor is gone, and nothing was started
+        return  # the supervisor is gone; nothing has started yet
     os.set_blocking(reading, False)
     job = json.loads(payload)
     if kind == "sweep":
@@ -330,18 +347,18 @@ async def answer(reading: int, writing: int) -> None:
         await out.flush(OWNER_S)
     elif kind == "start":
         await FarEnd(line, out, job).serve()
-    os._exit(0)  # a thread that waits for a driver in trouble must not hold it up
+    os._exit(0)  # a thread that hangs in the driver must not block the exit
 
 
 def main() -> None:
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGQUIT):
-        signal.signal(number, lambda *_: None)  # not ignored: a child would inherit that until it is what it shall be
+        signal.signal(number, lambda *_: None)  # SIG_IGN would be inherited by the child
     become_subreaper()
-    reading, writing = os.dup(0), os.dup(1)  # what prints by chance goes to stderr
+    reading, writing = os.dup(0), os.dup(1)  # stray prints go to stderr
     os.dup2(2, 1)
     with open(os.devnull) as nothing:  # noqa: PTH123
         os.dup2(nothing.fileno(), 0)
     try:
         asyncio.run(answer(reading, writing))
     except PermissionError:
-        sys.exit("atropos: the launcher connects no stdin that could be waited for (kubectl exec needs -i)")
+        sys.exit("atropos: the launcher connects no usable stdin (kubectl exec needs -i)")

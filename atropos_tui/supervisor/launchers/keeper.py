@@ -1,17 +1,19 @@
-"""The parent of one component that may outlive its supervisor: waits for it, writes its log, and can be taken over.
+"""Parent of one component that may outlive its supervisor: reaps it, writes its log, and can be
+taken over.
 
-    python -I -S -c '... from atropos_tui.supervisor.launchers.keeper import main; main()' ROOT LISTENER
+    python -I -S -c '... from atropos_tui.supervisor.launchers.keeper import main; main()' ROOT
+    LISTENER
 
-LISTENER is the descriptor of a Unix socket. The supervisor connects and, when it wants a component, says `start` with
-the marshalled fields of a `Job`. The component is the keeper's child, in a session of its own, and dies with it. From
-then on the keeper says what it writes to the log, and tells the exit. It holds the zombie until it hears `finish`, so
-that pid and process group stay the component's. When the supervisor dies, all this goes on without it; the next one
-connects and says `attach`. Nothing passes through the hands of a process that may be killed on the way: only the keeper
-reads the component's output.
+LISTENER is the descriptor of a Unix socket. The supervisor connects and sends `start` with the
+marshalled fields of a `KeeperJob`. The component is the keeper's child, in a session of its own,
+and dies with it. The keeper writes the output to the log, copies it to the supervisor, and reports
+the exit. It holds the zombie until it receives `finish`, so that the kernel does not reuse pid and
+process group. If the supervisor dies, the keeper goes on; the next supervisor connects and sends
+`attach`. No output is lost, because only the keeper reads it.
 
-What the two say goes in frames over a `line.Line`. To the keeper: `start` or `attach`, later `finish`. From it: `kept`
-(its pid, the component's pid, start ticks and time), `notes`, `ready`; then `output` as it is printed, `exit` with the
-code, `problem`.
+Frames (`line.Line`) to the keeper: `start` or `attach`, later `finish`. Frames from it: `kept` (its
+pid, the component's pid, start ticks and start time), `notes`, `ready`; then `output`, `exit` (exit
+status), `problem`.
 """
 
 from __future__ import annotations
@@ -32,27 +34,29 @@ from atropos_tui.supervisor.launchers.line import Line, LineClosedError, is_own_
 from atropos_tui.supervisor.logs import MOST_LEFT, SAY_AGAIN_S, LogFile, read_some, widen
 
 GREETING_S = 2.0
-"""A supervisor that takes over must say so within this time."""
+"""Seconds in which a new supervisor must send `attach`."""
 
 
 class Keeper:
-    """One component: its process, its output, and the supervisor that listens, if one does."""
+    """One component: its process, its output, and the connected supervisor, if any."""
 
     def __init__(self, job: dict[str, Any], listener: socket.socket) -> None:
         self._notes: str = job["notes"]
         self._listener = listener
         self._line: Line | None = None
         self._muted = False
-        """Nobody reads the line any more: its end of file is yet to come."""
+        """The supervisor no longer reads; the end of file has yet to arrive."""
         self._exit: int | None = None
         self._trouble = ""
-        """Trouble with the log that nobody has heard of yet."""
-        self._told = -SAY_AGAIN_S, 0
-        """When trouble was last told, and how many bytes were lost by then."""
+        """Problem of the log that is not reported yet."""
+        self._reported = -SAY_AGAIN_S, 0
+        """Monotonic time of the last report, and the lost bytes by then."""
         self._output, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         widen(self._output)
+        # The component expects an ordinary, blocking stdout.
         os.set_blocking(writing, True)
         self._started = time.time()
+        # The log is opened in `serve`, after the greeting: a slow disk must not delay the start.
         self._pid = _start(job, writing)
         os.close(writing)
         row = procfs.read(self._pid)
@@ -65,7 +69,7 @@ class Keeper:
         self._log: LogFile | None = None
 
     def serve(self, job: dict[str, Any]) -> None:
-        """Until a supervisor says that nothing of the component is left."""
+        """Serve until a supervisor sends `finish`."""
         self._open_log(job["log"], job["max_bytes"])
         while not self._over:
             for descriptor, _ in self._poll.poll():
@@ -83,7 +87,7 @@ class Keeper:
             self._log = LogFile(Path(path), max_bytes)
         except OSError as error:
             self._trouble = f"{path}: {error.strerror}"
-            self._tell()
+            self._report()
 
     def _accept(self) -> None:
         line = accept(self._listener)
@@ -100,25 +104,26 @@ class Keeper:
 
     def greet(self, line: Line) -> None:
         """Serve the supervisor at the other end of `line`."""
-        self._let_go()
+        self._drop_supervisor()
         self._line, self._muted = line, False
         self._poll.register(line.reading, select.POLLIN)
-        self._say("kept", f"{os.getpid()} {self._pid} {self._ticks} {self._started}".encode())
-        self._say("notes", self._notes.encode())
-        self._tell()
+        self._send("kept", f"{os.getpid()} {self._pid} {self._ticks} {self._started}".encode())
+        self._send("notes", self._notes.encode())
+        self._report()
         if self._exit is not None:
-            self._say("exit", b"%d" % self._exit)
-        self._say("ready")
+            self._send("exit", b"%d" % self._exit)
+        self._send("ready")
 
-    def _let_go(self) -> None:
-        """The supervisor is gone, or another one has come."""
+    def _drop_supervisor(self) -> None:
+        """Drop the supervisor: it is gone, or another one has come."""
         if self._line is not None:
             self._poll.unregister(self._line.reading)
             self._line.close()
             self._line = None
 
-    def _say(self, kind: str, payload: bytes = b"") -> None:
-        """Say it, if somebody listens; wait for a busy one, as the component itself would."""
+    def _send(self, kind: str, payload: bytes = b"") -> None:
+        """Send a frame to the supervisor, if there is one. Waits for a busy one, so that the
+        component slows down."""
         if self._line is not None and not self._muted:
             try:
                 self._line.say(kind, payload)
@@ -129,24 +134,26 @@ class Keeper:
         assert self._line is not None
         frames = self._line.read()
         if frames is None:
-            self._let_go()
+            self._drop_supervisor()
         elif any(kind == "finish" for kind, _ in frames):
             self._finish()
 
     def _ended(self) -> None:
         self._exit = procfs.exit_of(self._child)
         if self._exit is not None:
+            # `exit_of` leaves the zombie, so the pidfd would stay readable for ever.
             self._poll.unregister(self._child)
-            self._say("exit", b"%d" % self._exit)
+            self._send("exit", b"%d" % self._exit)
 
     def _copy(self) -> int:
-        """Move one chunk; how many bytes it had."""
+        """Move one chunk; return its size in bytes."""
         if self._output < 0:
             return 0
         data = read_some(self._output)
         if data is None:
             return 0
         if not data:
+            # End of output; the component itself may go on.
             self._poll.unregister(self._output)
             os.close(self._output)
             self._output = -1
@@ -154,33 +161,33 @@ class Keeper:
         problem = self._log.write(data) if self._log else ""
         if problem:
             self._trouble = problem
-            if time.monotonic() - self._told[0] >= SAY_AGAIN_S:
-                self._tell()
-        self._say("output", data)
+            if time.monotonic() - self._reported[0] >= SAY_AGAIN_S:
+                self._report()
+        self._send("output", data)
         return len(data)
 
-    def _tell(self) -> None:
-        """Tell of trouble with the log that was not told yet; without a listener it waits for the next one."""
+    def _report(self) -> None:
+        """Report a new problem of the log. Without a supervisor it waits for the next one."""
         lost = self._log.lost_bytes if self._log else 0
-        if self._line is not None and self._trouble and (self._log is None or lost > self._told[1]):
+        if self._line is not None and self._trouble and (self._log is None or lost > self._reported[1]):
             words = self._trouble + (f"; {lost:,} bytes of output are lost so far" if lost else "")
-            self._say("problem", words.encode())
-            self._told = time.monotonic(), lost
+            self._send("problem", words.encode())
+            self._reported = time.monotonic(), lost
             self._trouble = ""
 
     def _finish(self) -> None:
-        """Take what is still in the pipe, even if a stranger holds the other end."""
+        """Read the rest of the pipe, even if another process holds its other end."""
         taken = 0
         while taken < MOST_LEFT and (count := self._copy()):
             taken += count
-        self._tell()
+        self._report()
         if self._log:
             self._log.close()
         self._over = True
 
 
 def _start(job: dict[str, Any], writing: int) -> int:
-    """Fork the component; its pid."""
+    """Fork the component and return its pid."""
     keeper = os.getpid()
     pid = os.fork()
     if pid:
@@ -195,11 +202,12 @@ def _start(job: dict[str, Any], writing: int) -> int:
     except OSError as error:
         print(f"atropos: cannot start in {job['cwd']}: {error.strerror}", file=sys.stderr)
     finally:
+        # Never return into the keeper's code in the forked child.
         os._exit(code)
 
 
 def accept(listener: socket.socket) -> Line | None:
-    """The line to the next caller; None if it is another user, to whom nothing is said."""
+    """Accept a connection; None if it is of another user, which gets no answer."""
     caller, _ = listener.accept()
     if is_own_peer(caller):
         descriptor = caller.detach()
@@ -209,13 +217,14 @@ def accept(listener: socket.socket) -> Line | None:
 
 
 def begin(line: Line, listener: socket.socket) -> None:
-    """Start and keep what the supervisor at the other end of `line` asks for; others may come by `listener`."""
+    """Start the component that the supervisor on `line` requests, and keep it; later supervisors
+    come by `listener`."""
     try:
         kind, job_fields = line.hear()
     except LineClosedError:
-        return  # the supervisor is gone, and nothing was started
+        return  # the supervisor is gone; nothing has started yet
     if kind == "start":
-        job = marshal.loads(job_fields)  # from our own supervisor
+        job = marshal.loads(job_fields)  # trusted: `accept` admits only this user's processes
         keeper = Keeper(job, listener)
         keeper.greet(line)
         keeper.serve(job)
@@ -223,6 +232,7 @@ def begin(line: Line, listener: socket.socket) -> None:
 
 def main() -> None:
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGQUIT):
+        # Only `finish`, or the end of the supervisor before `start`, ends a keeper.
         signal.signal(number, signal.SIG_IGN)
     with socket.socket(fileno=int(sys.argv[1])) as listener:
         listener.setblocking(True)

@@ -1,10 +1,15 @@
-"""The launcher of `survive = true`: components below keepers, and how the next supervisor goes on with them.
+"""Launcher of `survive = true`: components below keepers, and their adoption by the next
+supervisor.
 
-A keeper (`keeper.py`) is the parent of one component, and lives on without us. After a kill of the supervisor the next
-one claims what lives before it starts anything (`claim`): each component that `journal.json` names is asked of its
-keeper. One that runs is taken in with its pid, its attempt and its log; one that ended meanwhile is taken in, too, so
-that its exit code is judged like any other and its restart takes with it what the recipe says; one whose plan says
-something else now is restarted. All else of the run is killed.
+A keeper (`keeper.py`) is the parent of one component and survives the supervisor. After a kill of
+the supervisor, the next one calls `claim` before it starts anything. `claim` connects to the keeper
+of each component in `journal.json`:
+
+- A running component is adopted with its pid, attempt and log.
+- An exited one is adopted as well, so that its exit code and restart are handled as usual.
+- One whose plan has changed is restarted.
+
+All other processes of the run are killed.
 """
 
 from __future__ import annotations
@@ -39,20 +44,21 @@ from atropos_tui.supervisor.store import ProcessEntry, ProcessTable
 from atropos_tui.supervisor.tracker import Tracker, reap_leftovers
 
 KEEPER_TRIES = 2
-"""A keeper that is killed before it has started the component is nobody's crash: so many more are tried."""
+"""Retries if a keeper dies before the component started."""
 GREETING_S = 15.0
-"""A keeper answers within milliseconds; on a machine that swaps, or whose disk hangs, it may take long."""
+"""Timeout of a keeper's answer in seconds. It usually takes milliseconds, but long on a machine
+that swaps or whose disk hangs."""
 SETTLE_S = 15.0
-"""So long a keeper may take to write what is left; then it is killed."""
+"""Seconds that a keeper may take to write the rest of the output; then it is killed."""
 
 
 class KeeperError(OSError):
-    """A keeper that cannot be started or reached."""
+    """A keeper cannot be started or reached."""
 
 
 @dataclass
 class Handle:
-    """A keeper that has answered, and what it said."""
+    """A connected keeper and the content of its greeting."""
 
     address: str
     line: Line
@@ -63,18 +69,18 @@ class Handle:
     notes: Mapping[str, str] | None = None
     exit_code: int | None = None
     rest: list[Frame] = field(default_factory=list)
-    """What it said besides its greeting."""
+    """Frames that arrived with the greeting."""
     popen: subprocess.Popen[bytes] | None = None
-    """Set where the keeper is our own child."""
+    """The keeper's process, if it is a child of this process."""
 
     def close(self) -> None:
-        """Let the keeper go on alone."""
+        """Disconnect; the keeper goes on alone."""
         self.line.close()
 
 
 @dataclass(frozen=True)
 class KeeperJob:
-    """What a keeper starts and keeps."""
+    """Component that a keeper starts and keeps."""
 
     command: list[str]
     env: dict[str, str]
@@ -83,7 +89,7 @@ class KeeperJob:
     log: str
     max_bytes: int
     notes: dict[str, str]
-    """Given back to whoever takes over; not part of any file."""
+    """Returned to a later supervisor at `attach`; no file holds them."""
 
 
 class KeptProcess(Local):
@@ -107,6 +113,7 @@ class KeptProcess(Local):
         self._loop.add_reader(self._line.reading, self._hear)
         if handle.exit_code is not None:
             self._end(handle.exit_code)
+        # Later, because the caller must store this object before `on_output` runs.
         self._loop.call_soon(self._take, handle.rest)
 
     def _hear(self) -> None:
@@ -118,7 +125,7 @@ class KeptProcess(Local):
         self._line.close()
         self._left.set()
         if self.exit_code is None:
-            self._end(-signal.SIGKILL)  # it died with its keeper
+            self._end(-signal.SIGKILL)  # the keeper was killed, and its component with it
 
     def _take(self, frames: list[Frame]) -> None:
         for kind, payload in frames:
@@ -137,12 +144,13 @@ class KeptProcess(Local):
     def signal_group(self, number: int) -> None:
         """Signal its process group; safe because its keeper holds the zombie."""
         row = procfs.read(self.pid)
+        # The keeper is in another process: check that the pid is not reused.
         if row is not None and row.ticks == self.ticks:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, number)
 
     async def settle(self) -> None:
-        """Let the keeper write what is left and leave; the view ends with it."""
+        """Let the keeper write the rest of the output and exit."""
         if not self._left.is_set():
             with contextlib.suppress(OSError):
                 self._line.say("finish")
@@ -150,30 +158,30 @@ class KeptProcess(Local):
             await asyncio.wait_for(self._left.wait(), SETTLE_S)
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.keeper_pid, signal.SIGKILL)  # it holds the line open, so the pid is still its own
+                os.kill(self.keeper_pid, signal.SIGKILL)  # the connection is open, so the pid is not reused
             await self._left.wait()
         if self._popen is not None:
             await asyncio.to_thread(self._popen.wait)
 
     def reap(self) -> None:
-        """The keeper has let its pid go when it settled."""
+        """No-op for the component: the keeper released its pid in `settle`."""
         procfs.SPAWNED.discard(self.keeper_pid)
 
 
 class Spare:
-    """A keeper that has nothing to keep yet: Python takes its time to start, and the supervisor must not wait for it.
-
-    It leaves when this process does.
-    """
+    """A keeper without a component. It starts in advance, because the start of Python takes time
+    that the supervisor must not wait. It exits when this process does."""
 
     def __init__(self, run: RunDir, run_id: str) -> None:
-        """Start it.
+        """Start the keeper.
 
         Raises:
             OSError: the system is out of processes or descriptors.
         """
         self.address = f"atropos-{secrets.token_hex(16)}"
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+            # An abstract address: no file to clean up. The random name is no secret, `is_own_peer`
+            # checks the user.
             listener.bind(f"\0{self.address}")
             listener.listen(8)
             stderr = os.open(run.supervisor_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -194,11 +202,12 @@ class Spare:
         self._line = _connect(self.address)
 
     def start(self, job: KeeperJob) -> Handle:
-        """Let it start a component; waits until that has a pid: a millisecond, if the keeper is ready.
+        """Start a component and wait for its pid: about a millisecond, if the keeper is ready.
 
         Raises:
-            OSError: the log cannot be made, or the keeper failed.
+            OSError: the log cannot be created, or the keeper failed.
         """
+        # Before the keeper starts the component, so that the attempt number is used up.
         _create(Path(job.log))
         try:
             handle = _exchange(self.address, self._line, "start", packed(job))
@@ -209,7 +218,7 @@ class Spare:
         return handle
 
     def discard(self) -> None:
-        """It is not needed, or not fit."""
+        """Kill the keeper: it is not needed, or it failed."""
         self._line.close()
         self.popen.kill()
         self.popen.wait()
@@ -217,22 +226,23 @@ class Spare:
 
 
 def packed(job: KeeperJob) -> bytes:
-    """What `start` says. It holds the component's environment, and with it secrets: it is written nowhere."""
+    """Return the payload of `start`. It holds the component's environment with its secrets, so it
+    is never written to disk."""
     return marshal.dumps(vars(job) | {"notes": json.dumps(job.notes)})
 
 
 def lost(pid: int, ticks: int) -> Handle:
-    """A stand-in for a keeper that was killed, and its component with it: ended by SIGKILL, nothing more to hear."""
+    """Return a stand-in for a killed keeper, whose component was killed with it."""
     reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     os.close(writing)
     return Handle("", Line(reading, -1), pid=pid, ticks=ticks, started_at=time.time(), exit_code=-signal.SIGKILL)
 
 
 def attach(address: str) -> Handle:
-    """Take over a keeper; blocking.
+    """Connect to a keeper of an earlier supervisor; blocks.
 
     Raises:
-        KeeperError: nobody there, another user, or no answer in time.
+        KeeperError: no process is there, it belongs to another user, or it does not answer in time.
     """
     return _exchange(address, _connect(address), "attach")
 
@@ -253,7 +263,7 @@ def _connect(address: str) -> Line:
 
 
 def _exchange(address: str, line: Line, kind: str, payload: bytes = b"") -> Handle:
-    """Say what is wanted, and hear the greeting."""
+    """Send one request and read the greeting."""
     handle = Handle(address, line)
     try:
         line.say(kind, payload)
@@ -286,7 +296,8 @@ def _greet(handle: Handle) -> None:
 
 
 def _create(log: Path) -> None:
-    """Make the log now: the attempt counts even if its keeper dies at once. A full disk is no reason not to start."""
+    """Create the log now: the attempt counts even if its keeper dies at once. A full disk does not
+    prevent the start."""
     log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     try:
         os.close(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600))
@@ -296,42 +307,44 @@ def _create(log: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Heir(Inherited):
-    """One component to adopt, and the way to its keeper."""
+class Adoptable(Inherited):
+    """A component to adopt, and its keeper."""
 
     handle: Handle
     launch: Launch
 
 
 @dataclass(frozen=True)
-class Estate:
-    """What an earlier supervisor left to this one; empty for a fresh run."""
+class Inheritance:
+    """Everything to adopt from an earlier supervisor; empty for a fresh run."""
 
-    heirs: dict[str, Heir] = field(default_factory=dict)
+    adoptable: dict[str, Adoptable] = field(default_factory=dict)
     table: ProcessTable | None = None
-    """The earlier journal's entries of exactly these heirs."""
+    """Entries of exactly these components in the earlier journal."""
     token: str = ""
-    """They hold the run's token and the path of the control socket in their environment."""
+    """The run's token, which the components have in their environment, with the path `socket`."""
     socket: str = ""
 
 
 class KeeperLauncher(Launcher):
-    """Starts each component below a keeper of its own, which is started before it is needed.
+    """Starts each component below a keeper of its own, which starts in advance.
 
     Args:
-        group: the run's control group, if it has one.
+        group: the run's control group; "" if it has none.
         socket: path of the control socket, as the components know it.
         token: the run's token.
-        heirs: what an earlier supervisor left.
+        adoptable: components to adopt.
     """
 
     adoptable = True
 
-    def __init__(self, stack: StackSpec, group: str, socket: str, token: str, heirs: Mapping[str, Heir]) -> None:
+    def __init__(
+        self, stack: StackSpec, group: str, socket: str, token: str, adoptable: Mapping[str, Adoptable]
+    ) -> None:
         self._stack, self._group, self._token = stack, group, token
         self._notes = {"token": token, "socket": socket}
         self._run = RunDir(Path(stack.run_dir))
-        self.inherited = self._heirs = heirs
+        self.inherited = self._adoptable = adoptable
         self._spares = [self._spare() for _ in stack.components]
 
     def start(
@@ -353,9 +366,9 @@ class KeeperLauncher(Launcher):
         return Living(kept, log, launch, entry)
 
     def adopt(self, name: str, on_exit: OnExit, on_problem: OnProblem) -> Living:
-        heir = self._heirs[name]
-        log = ResumedDrain(self._run.log(name, heir.entry.attempt), heir.entry.seen)
-        return Living(KeptProcess(heir.handle, log.take, on_exit, on_problem), log, heir.launch, heir.entry)
+        each = self._adoptable[name]
+        log = ResumedDrain(self._run.log(name, each.entry.attempt), each.entry.seen)
+        return Living(KeptProcess(each.handle, log.take, on_exit, on_problem), log, each.launch, each.entry)
 
     def close(self) -> None:
         while self._spares:
@@ -365,40 +378,41 @@ class KeeperLauncher(Launcher):
         cwd = launch.cwd or os.getcwd()  # noqa: PTH109
         job = KeeperJob(launch.command, launch.env, cwd, group, str(log), self._stack.logs.max_bytes, self._notes)
         for _ in range(len(self._spares) + KEEPER_TRIES):
-            with contextlib.suppress(KeeperError):  # someone has killed it
+            with contextlib.suppress(KeeperError):  # the keeper was killed: use the next one
                 return self._started_by(self._spares.pop() if self._spares else self._spare(), job)
         return self._started_by(self._spare(), job)
 
     def _started_by(self, spare: Spare, job: KeeperJob) -> Handle:
         handle = spare.start(job)
         if not self._spares:
-            self._spares.append(self._spare())  # ready by the time of the next restart
+            self._spares.append(self._spare())  # for the next restart
         return handle
 
     def _spare(self) -> Spare:
         return Spare(self._run, self._stack.run_id)
 
 
-def claim(stack: StackSpec, run: RunDir) -> Estate:
-    """End what cannot be adopted of the earlier supervisor's processes, and reach the rest; blocking.
+def claim(stack: StackSpec, run: RunDir) -> Inheritance:
+    """Connect to the components that can be adopted, and kill all other processes of the earlier
+    supervisor; blocks.
 
     Raises:
-        StackError: a component that lives cannot be compared with its plan; nothing was ended.
+        StackError: a live component cannot be compared with its plan; nothing was killed.
     """
     table = ProcessTable.load(run.journal_json)
     reached = _reach(stack, table) if stack.survive and table and table.run_id == stack.run_id else {}
     try:
-        estate = _compare(stack, table, reached)
+        inheritance = _compare(stack, table, reached)
     except LaunchError as error:
         for _, handle in reached.values():
             handle.close()
         raise StackError(f"cannot adopt what still runs of {stack.run_id}: {error.problem}; {error.fix}") from None
-    _reap_others(stack.run_id, table, estate)
-    return estate
+    _reap_others(stack.run_id, table, inheritance)
+    return inheritance
 
 
 def _reach(stack: StackSpec, table: ProcessTable) -> dict[str, tuple[ProcessEntry, Handle]]:
-    """Each component that a keeper keeps, and each whose keeper was killed: it counts as killed, too."""
+    """Connect to each component with a keeper. One whose keeper was killed counts as killed."""
     found = {}
     for name, entry in table.components.items():
         if not entry.keeper or stack.component(name) is None:
@@ -409,54 +423,59 @@ def _reach(stack: StackSpec, table: ProcessTable) -> dict[str, tuple[ProcessEntr
             handle = lost(entry.pid, entry.ticks)
         found[name] = entry, handle
     if all(handle.notes is None for _, handle in found.values()):
-        return {}  # no keeper lives: nothing to adopt, and a fresh start needs no crashes to tell of
+        return {}  # no keeper lives: start fresh, and report no crashes
     return found
 
 
-def _compare(stack: StackSpec, table: ProcessTable | None, reached: dict[str, tuple[ProcessEntry, Handle]]) -> Estate:
+def _compare(
+    stack: StackSpec, table: ProcessTable | None, reached: dict[str, tuple[ProcessEntry, Handle]]
+) -> Inheritance:
     notes = next((handle.notes for _, handle in reached.values() if handle.notes), None)
     if table is None or notes is None:
-        return Estate()
+        return Inheritance()
     token, socket = notes["token"], notes["socket"]
-    heirs = {}
+    adoptable = {}
     for name, (entry, handle) in reached.items():
         spec = stack.component(name)
         assert spec is not None
         launch = prepare(stack, spec, entry.attempt, socket, token)
         changed = digest(stack, spec, launch, token) != entry.digest
-        heirs[name] = Heir(entry, changed, handle, launch)
-    kept = {name: heir.entry for name, heir in heirs.items()}
-    return Estate(heirs, table.model_copy(update={"components": kept}), token, socket)
+        adoptable[name] = Adoptable(entry, changed, handle, launch)
+    kept = {name: each.entry for name, each in adoptable.items()}
+    return Inheritance(adoptable, table.model_copy(update={"components": kept}), token, socket)
 
 
 def digest(stack: StackSpec, spec: ComponentSpec, launch: Launch, token: str) -> str:
-    """What a component was started as: command, folder, and the environment that the plan gives it.
+    """Return a digest of a component's launch: command, folder, and the environment from the plan.
 
-    Keyed with the run's token, which no file holds, so that nobody can guess a secret value from it.
+    Its key is the run's token, which no file holds, so that secret values cannot be guessed from
+    it.
     """
+    # Only variables of the plan: the rest of the environment may differ between supervisors.
     given = {key: launch.env[key] for key in sorted(spec.env)}
     what = json.dumps([stack.run_id, stack.run_dir, launch.command, launch.cwd, given])
     return hashlib.blake2b(what.encode(), digest_size=16, key=token.encode()[:64]).hexdigest()
 
 
-def _reap_others(run_id: str, table: ProcessTable | None, estate: Estate) -> None:
-    if not estate.heirs:
+def _reap_others(run_id: str, table: ProcessTable | None, inheritance: Inheritance) -> None:
+    if not inheritance.adoptable:
         if table is not None:
             reap_leftovers(table.run_id, table)
         reap_leftovers(run_id)
         return
     assert table is not None
     tracker = Tracker(run_id)
-    for name, heir in estate.heirs.items():
-        tracker.add(name, heir.entry.pid, heir.entry.group, heir.entry.sessions)
-    keepers = {heir.handle.keeper_pid for heir in estate.heirs.values()}
+    for name, each in inheritance.adoptable.items():
+        tracker.add(name, each.entry.pid, each.entry.group, each.entry.sessions)
+    keepers = {each.handle.keeper_pid for each in inheritance.adoptable.values()}
 
     def spared() -> set[int]:
         return keepers | {row.pid for rows in tracker.survey().values() for row in rows}
 
+    # Survey again after each scan: adopted components may start new processes meanwhile.
     reap_leftovers(run_id, table, spared=spared)
     for name, entry in table.components.items():
-        if name not in estate.heirs:
+        if name not in inheritance.adoptable:
             with contextlib.suppress(OSError):
                 remove_files([Path(path) for path in entry.clears])
             if procfs.is_group_of(table.group, run_id) and entry.group.startswith(f"{table.group}/"):
@@ -464,11 +483,12 @@ def _reap_others(run_id: str, table: ProcessTable | None, estate: Estate) -> Non
 
 
 class ResumedDrain(LogDrain):
-    """The output of an adopted component: what comes now, and for patterns also what its log holds already.
+    """Output of an adopted component: new output, and for patterns also the existing log.
 
     Args:
-        log: the log of this attempt; the keeper writes it.
-        seen: patterns that an earlier supervisor saw, perhaps in lines that rotation has dropped since.
+        log: log of this attempt; the keeper writes it.
+        seen: patterns that an earlier supervisor saw, perhaps in lines that rotation has dropped
+            since.
     """
 
     def __init__(self, log: Path, seen: list[str]) -> None:
@@ -477,6 +497,7 @@ class ResumedDrain(LogDrain):
         self._seen_before = set(seen)
         for path in self._parts:
             self._tail += _last_bytes(path, TAIL_BYTES)
+        # The older segment comes first, so the tail keeps the newest bytes.
         del self._tail[:-TAIL_BYTES]
 
     def watch(self, pattern: str) -> None:
@@ -496,15 +517,18 @@ def _last_bytes(path: Path, count: int) -> bytes:
 
 
 def _matches(path: Path, pattern: re.Pattern[bytes]) -> bool:
-    """Whether a line of the file matches; tens of megabytes in tens of milliseconds."""
+    """Return True if a line of the file matches. Searches tens of megabytes in tens of
+    milliseconds."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             lines = re.compile(pattern.pattern, pattern.flags | re.MULTILINE)
+            # Find candidates in the whole file, then match each line alone: `\s` or a negated set
+            # may span lines.
             for hit in lines.finditer(data):
                 start = data.rfind(b"\n", 0, hit.start()) + 1
                 end = data.find(b"\n", start)
                 if pattern.search(data[start : end if end >= 0 else len(data)]):
                     return True
-    except (OSError, ValueError):  # no such file, or an empty one
+    except (OSError, ValueError):  # the file is missing or empty
         pass
     return False

@@ -1,8 +1,9 @@
-"""What a supervisor and the parent of a component say to each other, over any two descriptors: a socket, pipes, an ssh.
+"""Frame protocol between a supervisor and the parent of a component, over any two descriptors: a
+socket, pipes, an ssh.
 
-A frame is `KIND LENGTH`, a newline, and LENGTH bytes. The end of the file means that the other side is gone. Which
-kinds there are is for the two ends to say: `keeper.py`, `far_end.py`. Inside an event loop frames go out by an
-`outbox.Outbox`. Imports only the standard library, and nothing of it that takes long.
+A frame is `KIND LENGTH`, a newline, and LENGTH bytes. End of file means that the peer has exited.
+`keeper.py` and `far_end.py` define the kinds. In an event loop frames are sent by `outbox.Outbox`.
+Imports only quick parts of the standard library.
 """
 
 from __future__ import annotations
@@ -15,32 +16,33 @@ import struct
 from atropos_tui.supervisor.logs import read_some
 
 MOST_FRAME = 256 * 1024 * 1024
-"""Bytes of a frame: no more is waited for, whoever is at the other end."""
+"""Largest frame in bytes; a longer one is a protocol error."""
 
 Frame = tuple[str, bytes]
 
 
 def head(kind: str, payload: bytes = b"") -> bytes:
-    """What comes before the payload of a frame."""
+    """Return the header of a frame."""
     return f"{kind} {len(payload)}\n".encode()
 
 
 def is_own_peer(connection: socket.socket) -> bool:
-    """Whether a process of this user is at the other end of a Unix socket."""
+    """Return True if the peer of a Unix socket is a process of this user."""
     _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return bool(uid == os.getuid())
 
 
 class LineClosedError(OSError):
-    """The other side is gone, or says nothing for too long."""
+    """The peer has exited, or is silent for too long."""
 
 
 class Line:
-    """Both directions. Owns its descriptors, which may be one.
+    """Both directions of a connection. Owns its descriptors, which may be one.
 
     Args:
-        patience_s: so long a reader may be busy, where the descriptors do not block; None: for ever.
-        after: what comes before these bytes is not ours; they are told as a frame `began`.
+        patience_s: seconds that a reader may be busy if the descriptors do not block; None: no
+            limit.
+        after: marker; everything up to it is skipped, and a frame `began` reports it.
     """
 
     def __init__(self, reading: int, writing: int, patience_s: float | None = None, after: bytes = b"") -> None:
@@ -52,7 +54,7 @@ class Line:
         """Send one frame; waits for a busy reader.
 
         Raises:
-            OSError: nobody is there to read it.
+            OSError: the peer has exited, or reads nothing for `patience_s`.
         """
         parts = [memoryview(head(kind, payload)), memoryview(payload)]
         while parts:
@@ -64,13 +66,14 @@ class Line:
                 if not waiting.poll(None if self._patience_s is None else self._patience_s * 1000):
                     raise LineClosedError(f"nothing was read for {self._patience_s:g} s") from None
                 continue
+            # writev may write any part of the frame: drop what is written, and go on.
             while parts and written >= len(parts[0]):
                 written -= len(parts.pop(0))
             if parts:
                 parts[0] = parts[0][written:]
 
     def read(self) -> list[Frame] | None:
-        """The frames that are complete with what can be read now; None at the end, or if it is no line of ours."""
+        """Return the frames completed by one read; None at the end, or after a protocol error."""
         data = read_some(self.reading)
         if data is None:
             return []
@@ -81,10 +84,10 @@ class Line:
             return None
 
     def hear(self, timeout_s: float | None = None) -> Frame:
-        """The next frame; blocking.
+        """Wait for the next frame and return it.
 
         Raises:
-            LineClosedError: there is none within `timeout_s`, or ever.
+            LineClosedError: none came within `timeout_s`, or the peer has exited.
         """
         waiting = select.poll()
         waiting.register(self.reading, select.POLLIN)
@@ -98,7 +101,7 @@ class Line:
         return self._frames.pop(0)
 
     def heard(self) -> list[Frame]:
-        """Frames that came with the last one that `hear` gave."""
+        """Return the frames that arrived with the last frame of `hear`."""
         frames, self._frames = self._frames, []
         return frames
 
@@ -111,6 +114,7 @@ class Line:
         frames = []
         if self._after:
             begin = self._data.find(self._after)
+            # Keep the last bytes: the marker may arrive in two reads.
             if begin < 0:
                 del self._data[: -len(self._after)]
                 return []
@@ -119,9 +123,11 @@ class Line:
             frames.append(("began", b""))
         while (end := self._data.find(b"\n")) >= 0:
             kind, _, length = bytes(self._data[:end]).partition(b" ")
+            # The length limits the memory that a broken peer can make this process use.
             if not length.isdigit() or int(length[:20]) > MOST_FRAME:
                 raise ValueError
             stop = end + 1 + int(length)
+            # The rest of the frame has not arrived yet.
             if len(self._data) < stop:
                 break
             frames.append((kind.decode(), bytes(self._data[end + 1 : stop])))
