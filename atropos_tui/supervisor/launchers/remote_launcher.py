@@ -1,12 +1,14 @@
-"""The launcher of components on other nodes: each below a command prefix (srun, ssh, kubectl exec) and `far_end.py`.
+"""Launcher of components on other nodes: each behind a command prefix (srun, ssh, kubectl exec) and
+a node agent (`far_end.py`).
 
-The prefix runs here as a child that dies with us; its stdin and stdout are the line to the far end. What it prints to
-stderr goes into the component's log, for only there srun and ssh say what went wrong. The log is written here, from the
-frames that come, so it depends on nothing but the line.
+The prefix runs here as a child that dies with the supervisor. Its stdin and stdout connect to the
+node agent; its stderr goes into the component's log, because srun and ssh report errors only there.
+This process writes the log from the frames that arrive.
 
-A component is lost when its prefix ends or its line breaks before the far end has said `gone`, or when nothing was
-heard for `LOST_S`: that is a crash, told in words (`Leader.lost`). Before it is started again, another prefix ends what
-may be left of it on that node (`sweep`); the same is done by `clean` and by the next supervisor, from `journal.json`.
+A component is lost if its prefix exits or its connection breaks before the agent has sent `gone`,
+or after `LOST_S` of silence. That is a crash, explained in `Leader.lost`. Before the next start,
+another prefix kills what may be left on that node (`sweep`). `clean` and the next supervisor do the
+same from `journal.json`.
 """
 
 from __future__ import annotations
@@ -45,40 +47,44 @@ from atropos_tui.supervisor.store import FarEntry, ProcessTable
 
 LOOK_S = 1.0
 LOST_S = 20.0
-"""A far end that is silent for so long, beyond `SILENT_S`, is given up."""
+"""Seconds of silence after which a node agent is lost."""
 CONNECT_S = 60.0
-"""So long a prefix may take to reach the far end; a batch system may have to make room for a step first."""
+"""Seconds that a prefix may take to reach the node agent; a batch system may have to free resources
+first."""
 LOGIN_S = 20.0
-"""Seconds that a login may take before its node is said not to answer."""
+"""Seconds of a login after which the log says that the node does not answer."""
 LAST_WORDS_S = 1.0
-"""So long a prefix whose line has ended may take to say why."""
+"""Seconds to wait for the exit of a prefix whose connection has ended, which explains why."""
 SETTLE_S = 10.0
-"""So long a prefix may take to end after its far end; then it is killed."""
+"""Seconds for the exit of a prefix after its node agent; then it is killed."""
 SWEEP_S = 15.0
-"""So long ending what is left on a node may take; a node that is gone does not answer at all."""
+"""Timeout in seconds of a sweep; a lost node never answers."""
 MEASURE_S = 2.0
 ANSWER_S = 0.3
-"""So long somebody who asks for figures waits for those of other nodes."""
+"""Timeout in seconds for usage figures of other nodes."""
 OF_THIS_HOST = re.compile(
     r"(HOME|USER|LOGNAME|SHELL|PWD|OLDPWD|SHLVL|_|MAIL|TERM|HOSTNAME|TMPDIR|TMP|TEMP|DISPLAY|LS_COLORS|PATH"
     r"|(CUDA|HIP|ROCR|NVIDIA)_VISIBLE_DEVICES|GPU_DEVICE_ORDINAL"
     r"|(XDG|SSH|DBUS|SLURM|SLURMD|SBATCH|SRUN|PMI|PMIX|KUBERNETES|RAY|SYSTEMD|JOURNAL|INVOCATION)_?[A-Z0-9_]*)"
 )
-"""Variables that mean something on one machine, or in one step of a batch system: the far end has its own."""
+"""Variables that have a meaning only on one machine or in one step of a batch system. The node
+agent has its own."""
 
 _USAGE = TypeAdapter(Usage)
 
 _SWEEPERS = ThreadPoolExecutor(16, "sweep")
-"""A node that is gone keeps each for `SWEEP_S`; ends of other components must not wait for that."""
+"""Threads for sweeps. Each lost node blocks one for `SWEEP_S`, and ends of other components must
+not wait for it."""
 
 
 def prefix_env(run_id: str) -> dict[str, str]:
-    """The environment of a prefix: ours. It bears the run's marker, but no component's: that one is what is ended."""
+    """Return the environment of a prefix: this process's, with the run's marker but without a
+    component's, which would make it a member to kill."""
     return {name: value for name, value in os.environ.items() if not name.startswith("ATROPOS_")} | {ENV_RUN_ID: run_id}
 
 
 class StartedThere(BaseModel):
-    """What a far end says of what it has started; nothing else of an entry is the other machine's to say."""
+    """Fields of `kept`: everything that a node agent may set in an entry."""
 
     pid: int = Field(gt=0)
     ticks: int
@@ -87,7 +93,7 @@ class StartedThere(BaseModel):
 
 
 class Machine(BaseModel):
-    """What a far end says of its machine: fields of `NodeStatus`."""
+    """A node agent's report about its machine: fields of `NodeStatus`."""
 
     cpu_percent: float | None = None
     memory_used: int | None = None
@@ -95,7 +101,8 @@ class Machine(BaseModel):
 
 
 class Far:
-    """A component on another node; has the interface of `process.Leader`. Its pid is that of the other node."""
+    """A component on another node; has the interface of `process.Leader`. `pid` is its pid on that
+    node."""
 
     def __init__(
         self,
@@ -122,17 +129,17 @@ class Far:
         self.lost = ""
         self.usage: Usage | None = None
         self.machine: dict[str, Any] = {}
-        """Of its node, as of the last `usage`: fields of `NodeStatus`."""
+        """Fields of `NodeStatus` from the last `usage`."""
         self.cards: list[GpuStatus] = []
         self._measured = asyncio.Event()
         self._asked_at = 0.0
         self._heard = time.monotonic()
-        self._told = self._begun = self._leaving = False
+        self._reported = self._begun = self._leaving = False
         self._words = ""
-        """The last line that the prefix printed to its stderr."""
+        """Last line of the prefix's stderr, preferably with an error."""
         self._killed = 0
         self._gone = asyncio.Event()
-        """Nothing of it is left there, or it is lost."""
+        """No process of it is left there, or it is lost."""
         self._ending: Ending | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._start_prefix()
@@ -154,6 +161,7 @@ class Far:
             os.close(stdin)
         for descriptor in (reading, writing):
             widen(descriptor)
+        # Both ends of the connection belong to the event loop.
         os.set_blocking(reading, False)
         os.set_blocking(self._stderr, False)
         self._line, self._out = Line(reading, -1, after=MAGIC), Outbox(writing)
@@ -166,7 +174,7 @@ class Far:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    # What is heard.
+    # Incoming frames.
 
     def _hear(self) -> None:
         frames = self._line.read()
@@ -174,24 +182,25 @@ class Far:
             self._loop.remove_reader(self._line.reading)
             self._task(self._line_ended())
             return
-        self._heard, self._told = time.monotonic(), False
+        self._heard, self._reported = time.monotonic(), False
         try:
             for kind, payload in frames:
                 self._take(kind, payload)
-        except (ValueError, TypeError, KeyError, struct.error):  # another machine is believed in nothing else
+        except (ValueError, TypeError, KeyError, struct.error):  # validate every frame of another machine
             self._loop.remove_reader(self._line.reading)
-            self._task(self._lose("it said what no far end of ours says"))
+            self._task(self._lose("it broke the protocol of the node agent"))
 
     def _take(self, kind: str, payload: bytes) -> None:
         match kind:
             case "output":
                 self._log.take(payload)
             case "began":
+                # Only after the marker: a login shell could read the job from stdin.
                 self._out.send("start", json.dumps(self._job).encode())
                 self._begun = True
             case "kept":
-                told = StartedThere.model_validate_json(payload)
-                self.entry = self.entry.model_copy(update=told.model_dump())
+                started = StartedThere.model_validate_json(payload)
+                self.entry = self.entry.model_copy(update=started.model_dump())
                 self.pid, self.ticks = self.entry.pid, self.entry.ticks
                 self._on_kept(self.entry)
             case "exit":
@@ -207,6 +216,7 @@ class Far:
                     self._ending.on_stuck(f"{payload.decode()} on node {self.entry.node}")
             case "usage":
                 self._note_usage(json.loads(payload))
+            # `expect` before the connection exists, because its first data may follow at once.
             case "open":
                 self._channels.expect(number_of(payload))
                 self._task(self._connect(number_of(payload)))
@@ -214,7 +224,7 @@ class Far:
                 self._channels.take(kind, payload)
 
     async def _connect(self, number: int) -> None:
-        """A program there asks the supervisor for something."""
+        """Connect a program of the component's node to the control socket."""
         try:
             reader, writer = await asyncio.open_unix_connection(self._socket)
         except OSError:
@@ -246,11 +256,11 @@ class Far:
 
     @property
     def heard_at(self) -> float:
-        """When something last came from there, in Unix seconds."""
+        """Unix time of the last frame."""
         return time.time() - (time.monotonic() - self._heard)
 
     async def measure(self) -> None:
-        """Have the figures renewed, if they are old; waits a little for the answer."""
+        """Request new figures if the old ones are outdated; waits up to `ANSWER_S`."""
         if time.monotonic() - self._asked_at > MEASURE_S and self.pid and self.exit_code is None:
             self._asked_at = time.monotonic()
             self._measured.clear()
@@ -258,10 +268,10 @@ class Far:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._measured.wait(), ANSWER_S)
 
-    # How it is lost.
+    # Losing a component.
 
     def look(self) -> None:
-        """See whether the far end still speaks; tell it that we are there."""
+        """Check for silence of the node agent; report it, or give the component up."""
         quiet_s = time.monotonic() - self._heard
         if self._gone.is_set() or self._leaving:
             return
@@ -269,14 +279,14 @@ class Far:
             self._task(self._lose(f"nothing was heard from there for {quiet_s:.0f} s"))
         elif not self._begun and quiet_s > CONNECT_S:
             self._task(self._lose(f"it did not answer within {quiet_s:.0f} s"))
-        elif quiet_s > (SILENT_S if self._begun else LOGIN_S) and not self._told:
-            self._told = True
+        elif quiet_s > (SILENT_S if self._begun else LOGIN_S) and not self._reported:
+            self._reported = True
             what = "has said nothing" if self._begun else "has not answered"
             self._say(f"{self._where} {what} for {quiet_s:.0f} s{f': {self._words}' if self._words else ''}")
 
     @property
     def outbox(self) -> Outbox | None:
-        """To the far end, once it listens."""
+        """Outbox to the node agent; None until it listens."""
         return self._out if self._begun else None
 
     @property
@@ -287,10 +297,10 @@ class Far:
         self._log.note(f"\natropos: {words}\n".encode())
 
     async def _line_ended(self) -> None:
-        """The line has ended, or the prefix has: say why, if nobody wanted it."""
+        """Handle an unexpected end of connection or prefix, and find its reason."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.prefix.exited.wait(), LAST_WORDS_S)
-        await asyncio.sleep(0.05)  # what lies in the pipes is read
+        await asyncio.sleep(0.05)  # let the event loop read the pipes first
         code = self.prefix.exit_code
         if code is None:
             how = "it closed the line"
@@ -308,6 +318,7 @@ class Far:
         self.lost = f"{self._where}: {'lost' if self._begun else 'not reached'} by {program}: {how}"
         self._say(self.lost)
         self._out.close()
+        # A prefix that still runs is useless now.
         await self._end_prefix(0.0)
         if self.exit_code is None:
             self._end(-signal.SIGKILL if self._begun else self.prefix.exit_code or 1)
@@ -325,16 +336,16 @@ class Far:
             self.prefix.signal_group(signal.SIGKILL)
             await self.prefix.exited.wait()
 
-    # Its end.
+    # Ending.
 
     def signal_group(self, number: int) -> None:
-        """Nothing here: its far end does that."""
+        """No-op: the node agent signals the group during an end."""
 
     async def end_set(self, ending: Ending) -> int:
-        """Have its far end end it; what that means there is what `process.end_set` means here."""
+        """Let the node agent end the component, as `process.end_set` does here."""
         self._ending = ending
         if not self._begun and not self.lost:
-            self._leaving = True  # nothing was started there
+            self._leaving = True  # nothing has started there
             self._out.close()
             await self._end_prefix(LAST_WORDS_S)
             self._end(-ending.number)
@@ -343,10 +354,11 @@ class Far:
         hurrying = self._loop.create_task(self._hurry(ending.hurry))
         await self._gone.wait()
         hurrying.cancel()
+        # The node agent is unreachable, but its component may still run.
         if self.lost and self._begun:
             problem = await self._loop.run_in_executor(_SWEEPERS, sweep_there, self.entry, self._run_id)
             if problem:
-                self._say(f"{self._where}: what is left there could not be ended: {problem}")
+                self._say(f"{self._where}: its remaining processes could not be killed: {problem}")
         return self._killed
 
     async def _hurry(self, hurry: asyncio.Event) -> None:
@@ -354,11 +366,12 @@ class Far:
         self._out.send("hurry")
 
     async def settle(self) -> None:
-        """Its last output has come before `gone`; let the prefix leave."""
+        """Let the prefix exit; the last output came before `gone`."""
         self._leaving = True
         self._channels.close()
         self._out.close()
         await self._end_prefix(SETTLE_S)
+        # One turn of the event loop, for the callback of the prefix's exit.
         await asyncio.sleep(0)
         self._loop.remove_reader(self._line.reading)
         self._loop.remove_reader(self._stderr)
@@ -366,12 +379,12 @@ class Far:
         os.close(self._stderr)
 
     def reap(self) -> None:
-        """Let the prefix's pid go."""
+        """Release the prefix's pid."""
         self.prefix.reap()
 
 
 class RemoteLauncher(DirectLauncher):
-    """Starts components at their place: those with a prefix through it, the others here.
+    """Starts components with a prefix on their node, the others here.
 
     Args:
         socket: path of the control socket.
@@ -383,7 +396,7 @@ class RemoteLauncher(DirectLauncher):
         self._stack, self._socket, self._token = stack, socket, token
         self._living: dict[str, Far] = {}
         self._machines: dict[str, dict[str, Any]] = {}
-        """What was last heard of each node, by its name."""
+        """Last figures of each node, by node name."""
         pynvml = importlib.util.find_spec("pynvml")
         self._packages = str(Path(pynvml.origin).parent) if pynvml and pynvml.origin else ""
         self._watching = asyncio.create_task(self._watch())
@@ -425,7 +438,8 @@ class RemoteLauncher(DirectLauncher):
         return Living(far, log, launch, here)
 
     def _job(self, spec: ComponentSpec, launch: Launch, entry: FarEntry) -> dict[str, Any]:
-        """What its far end starts. It holds the component's environment, and with it secrets: it is written nowhere."""
+        """Return the job of a node agent. It holds the component's environment with its secrets, so
+        it is never written to disk."""
         names = spec.env.keys()
         return {
             "run_id": self._stack.run_id,
@@ -454,6 +468,7 @@ class RemoteLauncher(DirectLauncher):
     def machines(self) -> dict[str, dict[str, Any]]:
         for far in self._living.values():
             known = self._machines.setdefault(far.entry.node, {"heard_at": 0.0})
+            # Several components of one node report it; the newest report counts.
             if far.heard_at >= known["heard_at"]:
                 known |= {**far.machine, "heard_at": far.heard_at}
         return self._machines
@@ -482,13 +497,13 @@ class RemoteLauncher(DirectLauncher):
 
 
 def turn_of_job() -> str:
-    """Which job of SLURM this process is in, and which of its turns; empty outside one."""
+    """Return the SLURM job id and restart count of this process as `ID.COUNT`; "" outside a job."""
     job = os.environ.get("SLURM_JOB_ID", "")
     return job and f"{job}.{os.environ.get('SLURM_RESTART_COUNT', '0')}"
 
 
 def sweep_there(entry: FarEntry, run_id: str) -> str:
-    """End what is left of a component on its node; blocking. Why that could not be done, or nothing."""
+    """Kill what is left of a component on its node; blocks. Return the problem, or ""."""
     job = {"run_id": run_id} | entry.model_dump(exclude={"node", "host", "command"})
     try:
         prefix = subprocess.Popen(
@@ -504,52 +519,57 @@ def sweep_there(entry: FarEntry, run_id: str) -> str:
         return f"{entry.command[0]}: {error.strerror}"
     procfs.SPAWNED.add(prefix.pid)
     killing = threading.Timer(SWEEP_S, lambda: os.killpg(prefix.pid, signal.SIGKILL))
+    # communicate() has no timeout for the read of `_until_magic`, so a timer kills the prefix.
     killing.start()
     try:
-        asked = json.dumps(job).encode()
-        said = _until_magic(prefix)
-        rest, words = prefix.communicate(head("sweep", asked) + asked)
-        said += rest
+        request = json.dumps(job).encode()
+        output = _until_magic(prefix)
+        rest, words = prefix.communicate(head("sweep", request) + request)
+        output += rest
     finally:
         killing.cancel()
         procfs.SPAWNED.discard(prefix.pid)
-    if said.rpartition(MAGIC)[2].startswith(b"gone "):
+    if output.rpartition(MAGIC)[2].startswith(b"gone "):
         return ""
     last = words.decode(errors="replace").strip().splitlines()[-1:]
     return last[0] if last else f"no answer within {SWEEP_S:g} s"
 
 
 def _until_magic(prefix: subprocess.Popen[bytes]) -> bytes:
-    """The output up to the mark of a far end that listens: a start-up file of the login shell may read what comes
-    earlier."""
+    """Return the output up to the marker of the node agent: a start-up file of the login shell
+    might consume earlier input."""
     assert prefix.stdout is not None
-    said = b""
-    while MAGIC not in said and (data := os.read(prefix.stdout.fileno(), 65536)):
-        said += data
-    return said
+    output = b""
+    while MAGIC not in output and (data := os.read(prefix.stdout.fileno(), 65536)):
+        output += data
+    return output
 
 
 def far_ends(table: ProcessTable | None) -> list[FarEntry]:
-    """What a supervisor of this boot has noted of other nodes. What one of another boot had there has ended with its
-    line, `OWNER_S` after it at the latest; and a table that names no boot of this machine came with a recording: the
-    commands in it are not ours to run."""
+    """Return the components on other nodes that a supervisor of this boot has recorded.
+
+    Those of another boot have ended with their connection, at the latest `OWNER_S` after it. A
+    table of another machine comes from a recording, and its commands must not run here.
+    """
     entries = table.components.values() if table else ()
     return [entry.far for entry in entries if entry.far and entry.boot_id == procfs.boot_id()]
 
 
 def sweep_nodes(table: ProcessTable | None) -> dict[str, Diagnosis]:
-    """End what a supervisor that was killed has left on other nodes, all at once; blocking.
+    """Kill what a killed supervisor has left on other nodes, in parallel; blocks.
 
     Returns:
-        By component, why that could not be done.
+        Component -> diagnosis of a failed sweep.
     """
     if table is None:
         return {}
     entries = [far for far in far_ends(table) if not far.turn or far.turn == turn_of_job()]
-    said = _SWEEPERS.map(lambda entry: sweep_there(entry, table.run_id), entries)
-    problems = zip(entries, said, strict=True)
+    results = _SWEEPERS.map(lambda entry: sweep_there(entry, table.run_id), entries)
+    problems = zip(entries, results, strict=True)
     return {
-        entry.name: node_lost(f"node {entry.node} ({entry.host}): what a supervisor left there may run on: {problem}")
+        entry.name: node_lost(
+            f"node {entry.node} ({entry.host}): processes of an earlier supervisor may still run there: {problem}"
+        )
         for entry, problem in problems
         if problem
     }
