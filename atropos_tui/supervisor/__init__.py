@@ -1,4 +1,5 @@
-"""What runs: one event loop that owns every process of a run. Knows specs and roles; no profile, no Textual."""
+"""Supervisor: one event loop that owns every process of a run. It knows specs and roles, but no
+profile and no Textual."""
 
 from __future__ import annotations
 
@@ -8,7 +9,11 @@ _CODE = "import sys; sys.path.insert(0, sys.argv.pop(1)); from {} import main; m
 
 
 def bare(module: str) -> list[str]:
-    """What follows `python` to run `main` of one of our modules that needs the standard library alone: it starts in
-    milliseconds, and nothing in its environment or folder decides what it imports."""
+    """Return Python's arguments that run `main` of a module of ours which needs only the standard
+    library.
+
+    -I and -S make it start in milliseconds, and keep environment and working folder from changing
+    its imports.
+    """
     root = os.path.realpath(f"{__file__}/../../..")
     return ["-I", "-S", "-c", _CODE.format(module), root]

@@ -1,8 +1,9 @@
-"""A supervisor in the background: reads a StackSpec as JSON from stdin, runs it to its end, exits with the run's code.
+"""Supervisor in the background: reads a StackSpec as JSON from stdin, runs it, and exits with the
+run's code.
 
 python -m atropos_tui.supervisor [LOCK] < stack.json
 
-LOCK is the number of an inherited descriptor that holds the lock of the run directory.
+LOCK is an inherited descriptor with the lock of the run directory.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from pydantic import ValidationError
 
 
 def main() -> int:
-    """Exit code of the run; 2 for a stack that cannot be run as written."""
+    """Return the exit code of the run; 2 for a stack that cannot run as configured."""
     from atropos_tui.profile.spec import StackError, StackSpec
     from atropos_tui.supervisor.client import SocketError
     from atropos_tui.supervisor.runner import run_stack
     from atropos_tui.supervisor.store import RunInUseError
 
+    # A session of its own, so that the end of the terminal does not end the run. Fails for a
+    # session leader.
     with contextlib.suppress(PermissionError):
         os.setsid()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -30,7 +33,7 @@ def main() -> int:
     async def run(stack: StackSpec) -> int:
         code = await run_stack(stack, lock=int(sys.argv[1]) if sys.argv[1:] else None)
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)  # all is over: a late signal must not change the exit code
+            signal.signal(number, signal.SIG_IGN)  # a late signal must not change the exit code
         return code
 
     try:

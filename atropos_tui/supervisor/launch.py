@@ -1,4 +1,5 @@
-"""What a component is started with: its spec, with every `${VAR}` resolved at the last moment (`prepare`)."""
+"""Launch of a component: its spec with every `${VAR}` resolved just before the start
+(`prepare`)."""
 
 from __future__ import annotations
 
@@ -28,11 +29,11 @@ class Launch:
     clears: list[Path]
     creates: Path | None
     scratch: Path | None = None
-    """A folder for its temporary files, which goes when the component has gone."""
+    """Folder for its temporary files, deleted after its end."""
 
     @property
     def leaves(self) -> list[Path]:
-        """What must not outlive it."""
+        """Files and folders to delete at its end."""
         return [*self.clears, *([self.scratch] if self.scratch else [])]
 
 
@@ -52,15 +53,13 @@ def resolve(text: str, variables: dict[str, str], where: str) -> str:
 
 
 def prepare(stack: StackSpec, spec: ComponentSpec, attempt: int, socket: str, token: str) -> Launch:
-    """Resolve `spec` against this process's environment, and the stack's variables, which nobody inherits.
+    """Resolve `spec` against this process's environment and the stack's variables, which no
+    component inherits.
 
-    `SPT_NOENV` keeps programs that set their process title (vLLM) from overwriting the environment block, and with it
-    the marker by which the run's processes are found.
-
-    What lies on another node is checked and made there (`far_end.py`).
+    Paths of components on another node are checked and created there (`far_end.py`).
 
     Args:
-        token: the run's token for control routes, unless the spec or the environment names one.
+        token: the run's token for control routes, unless the spec or the environment sets one.
 
     Raises:
         LaunchError: a variable, the working directory or the program is missing.
@@ -72,13 +71,18 @@ def prepare(stack: StackSpec, spec: ComponentSpec, attempt: int, socket: str, to
         run_dir.ENV_COMPONENT: spec.name,
         run_dir.ENV_ATTEMPT: str(attempt),
     } | ({run_dir.ENV_HELD_PORT: str(spec.port)} if spec.port_held and not spec.is_far else {})
+    # Later entries win: the run's own values cannot be overridden.
     variables = {**stack.variables, run_dir.ENV_TOKEN: token, **os.environ, **own}
     inherited = {run_dir.ENV_TOKEN: token, **os.environ}
     env = {name: value for name, value in inherited.items() if redact.goes_to(name, spec.role)}
+    # vLLM sets its process title, which overwrites the environment block and the run's marker in
+    # it. SPT_NOENV stops that.
     env |= {"PYTHONUNBUFFERED": "1", "SPT_NOENV": "1"}
     env |= {key: resolve(value, variables, f"{spec.name}: env.{key}") for key, value in spec.env.items()}
+    # After the spec's env, so that a profile cannot change the run's markers.
     env |= own
     if spec.gpus and not spec.is_far:
+        # The plan counts the GPUs of this job; CUDA counts those of the node.
         env = gpus_within(env, given_here())
     command = [resolve(part, variables, f"{spec.name}: command") for part in spec.command]
     cwd = resolve(spec.cwd, variables, f"{spec.name}: cwd") if spec.cwd else None
@@ -107,6 +111,8 @@ def _check_here(program: str, cwd: str | None, path: str | None, name: str) -> N
 
 
 def scratch_name(token: str, name: str, attempt: int) -> str:
-    """The folder in which that attempt keeps its temporary files: short, for sockets in it, and not to be guessed."""
+    """Return the folder name for an attempt's temporary files: short, because sockets lie in it,
+    and not guessable."""
+    # The token makes the name secret: another user cannot create the folder first.
     digest = hashlib.blake2b(f"{token} {name} {attempt}".encode(), digest_size=8).digest()
     return procfs.SCRATCH + base64.urlsafe_b64encode(digest).decode().rstrip("=")

@@ -1,4 +1,4 @@
-"""Whether the supervisor of a run directory lives, and which processes it left if it died."""
+"""State of a run directory's supervisor, and the processes that a dead one left."""
 
 from __future__ import annotations
 
@@ -16,22 +16,25 @@ from atropos_tui.supervisor.tracker import Leftover, find_leftovers, is_at, supe
 
 
 def left_by(run: RunDir, run_id: str, table: ProcessTable | None) -> list[Leftover] | None:
-    """Processes that the dead supervisor of `run` left; `None` while that supervisor lives.
+    """Return the processes that the dead supervisor of `run` left; None while that supervisor
+    lives.
 
-    Every command that calls a process left over asks here. Signs of a living supervisor, each of which suffices: its
-    socket, its process as the journal names it, the socket that the run's processes were given. A run directory may
-    lack the first two; the processes themselves always know their socket.
+    Every command that reports leftover processes uses this function. One sign of a live supervisor
+    suffices: its socket, its process in the journal, or the socket in the environment of the run's
+    processes. A run directory may lack the first two.
     """
     if has_supervisor(run) or (table and supervisor_alive(table)):
         return None
     found = find_leftovers(run_id, table, run.root) if run_id else []
+    # The processes know their socket even if the run directory was moved.
     return None if any(listens(procfs.environ(one.pid).get(ENV_CONTROL_SOCKET, "")) for one in found) else found
 
 
 def run_elsewhere(run: RunDir, run_id: str) -> str:
-    """Another run directory in which a run with this id lives now; empty if there is none."""
+    """Return another run directory in which a run with this id lives now; "" if there is none."""
     marker = f"{ENV_RUN_ID}={run_id}".encode()
     for pid in procfs.scan() if run_id else ():
+        # `marked` is a cheap test; `environ` parses the whole environment.
         if procfs.marked(pid, marker):
             env = procfs.environ(pid)
             if not is_at(run.root, env) and listens(env.get(ENV_CONTROL_SOCKET, "")):
@@ -41,11 +44,12 @@ def run_elsewhere(run: RunDir, run_id: str) -> str:
 
 @contextlib.contextmanager
 def holding(journal: Path) -> Iterator[bool]:
-    """Keep every supervisor out of the run directory of this `supervisor.jsonl`; `False` if one is there already."""
+    """Lock out supervisors from the run directory of this `supervisor.jsonl`; False if one holds
+    the lock."""
     try:
         descriptor = os.open(journal, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)  # NFS needs O_RDWR
     except OSError:
-        yield True  # no journal, or no folder any more: nobody can hold it
+        yield True  # no journal or no folder: there is nothing to lock
         return
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,10 +1,10 @@
-"""Patterns that log checks wait for, matched against the lines of a component as a person sees them.
+"""Matches the patterns of log checks against a component's lines as a person sees them.
 
-A carriage return ends a line as a newline does, colours are left out, and the last part of an over-long line counts. An
-unfinished line counts after `SILENT_S`, and what is printed behind it then is tried as a line of its own: a progress
-bar often leaves its last line without an end.
+A carriage return ends a line like a newline, colours are removed, and of an over-long line the last
+part counts. An unfinished line counts after `SILENT_S`. Output after that silence is also tried as
+a line of its own, because a progress bar often leaves its last line unfinished.
 
-Imports little, because every keeper uses it, too.
+Imports little, because every keeper uses this module.
 """
 
 from __future__ import annotations
@@ -13,51 +13,53 @@ import re
 import time
 
 LONGEST_LINE = 64 * 1024
-"""Limit of one look at one line, in bytes; of a longer line the last part is kept."""
+"""Most bytes of a line that are kept; of a longer line the last part."""
 SILENT_S = 1.0
 """Seconds without output after which an unfinished line counts."""
 CUT = b"\0"
-"""Stands for the first part of an over-long line, so that `^` does not match behind it."""
+"""Replaces the first part of an over-long line, so that `^` does not match after it."""
 _CONTROL = re.compile(rb"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b\r\n]*(?:\x07|\x1b\\))")
-"""Colours, movements of the cursor, links and titles."""
+"""Terminal sequences: colours, cursor movements, links and titles."""
 
 
 class LineWatch:
-    """The patterns of one attempt, and which of them a line has matched."""
+    """Patterns of one attempt, and which of them have matched a line."""
 
     def __init__(self) -> None:
         self._patterns: dict[str, re.Pattern[bytes]] = {}
         self._waiting: set[str] = set()
         self._partial = b""
         self._fresh = 0
-        """Where in the unfinished line begins what came after a silence."""
+        """Offset in the unfinished line of the output after a silence."""
         self._arrived = time.monotonic()
 
     def watch(self, pattern: str, before: bytes) -> None:
-        """Look for `pattern` in every line from now on, and in `before`, what was printed so far.
+        """Match `pattern` against every line from now on, and against `before`, the output so far.
 
         Raises:
-            re.error: it is no regular expression.
+            re.error: it is not a regular expression.
         """
         if pattern not in self._patterns:
             self._patterns[pattern] = re.compile(pattern.encode())
             self._waiting.add(pattern)
+            # The unfinished line continues with the next output.
             self._partial, self._fresh = _unfinished(before), 0
             self._look(before)
 
     def seen(self, pattern: str) -> bool:
-        """Return whether a line matched since `watch(pattern)`."""
+        """Return True if a line has matched since `watch(pattern)`."""
         if pattern in self._waiting and self._partial and time.monotonic() - self._arrived >= SILENT_S:
             self._look(self._partial)
             self._look(self._partial[self._fresh :])
         return pattern in self._patterns and pattern not in self._waiting
 
     def note_seen(self, pattern: str) -> None:
-        """Count `pattern` as seen."""
+        """Mark `pattern` as matched."""
         self._waiting.discard(pattern)
 
     def take(self, data: bytes) -> None:
-        """Look at the lines that `data` ends, and keep the one that it leaves unfinished."""
+        """Match the lines that `data` completes, and keep the unfinished one."""
+        # Without patterns this costs nothing, even while a log floods.
         if not self._waiting:
             return
         now = time.monotonic()
@@ -69,11 +71,12 @@ class LineWatch:
         if len(rest) < len(text):
             ended = text[: len(text) - len(rest) - 1]
             self._look(ended)
+            # The line with its unfinished start, then without it.
             if self._fresh:
                 self._look(ended[self._fresh :])
             self._fresh = 0
         if (excess := len(rest) - LONGEST_LINE) > 0:
-            self._look(rest)  # before its first part is dropped
+            self._look(rest)  # match the whole line before its first part is dropped
             rest, self._fresh = CUT + rest[excess + 1 :], max(0, self._fresh - excess)
         self._partial = rest
 
@@ -85,10 +88,10 @@ class LineWatch:
 
 
 def _lines_of(text: bytes) -> list[bytes]:
-    """The lines of `text`, the last of which may be unfinished, without control sequences."""
+    """Return the lines of `text` without control sequences; the last may be unfinished."""
     return _CONTROL.sub(b"", text).replace(b"\r", b"\n").split(b"\n")
 
 
 def _unfinished(text: bytes) -> bytes:
-    """The part of `text` behind the last end of a line."""
+    """Return the part of `text` after the last line end."""
     return text[max(text.rfind(b"\n"), text.rfind(b"\r")) + 1 :]

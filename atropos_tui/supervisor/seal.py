@@ -1,7 +1,9 @@
-"""Proof that this installation wrote a file of a run directory: a MAC with a key from the user's state folder.
+"""Proof that this installation wrote a file of a run directory: a MAC with a key from the user's
+state folder.
 
-The MAC covers the content and the real path of the run directory. A recording from elsewhere does not pass, and
-neither does a copy of a run directory of this machine. Without a key (no state folder can be written) nothing passes.
+The MAC covers the content and the real path of the run directory. A recording from elsewhere fails,
+and so does a copy of a run directory of this machine. Without a key (the state folder is not
+writable) everything fails.
 """
 
 from __future__ import annotations
@@ -23,18 +25,20 @@ KEY_BYTES = 32
 
 
 def mac_of(root: Path, content: dict[str, Any]) -> str:
-    """MAC of `content` for the run directory `root`, in hexadecimal; empty without a key. Makes the key if needed."""
+    """Return the MAC of `content` for run directory `root` in hexadecimal; "" without a key.
+    Creates the key if needed."""
     key = _key() or _new_key()
     return _mac(key, root, content) if key else ""
 
 
 def is_sealed(root: Path, content: dict[str, Any], mac: object) -> bool:
-    """Whether `mac` is what `mac_of` gives for this content and run directory."""
+    """Return True if `mac` is the MAC of this content and run directory."""
     key = _key()
     return bool(key and isinstance(mac, str) and hmac.compare_digest(_mac(key, root, content), mac))
 
 
 def _mac(key: bytes, root: Path, content: dict[str, Any]) -> str:
+    # Canonical JSON: the same content always gives the same bytes.
     text = json.dumps([os.path.realpath(root), content], sort_keys=True, separators=(",", ":"))
     return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
 
@@ -44,7 +48,7 @@ def _key_file() -> Path:
 
 
 def _key() -> bytes | None:
-    """The key; `None` if there is none, or if another user may read or write it."""
+    """Return the key; None if there is none, or if another user may read or write it."""
     path = _key_file()
     try:
         info = path.lstat()
@@ -56,14 +60,17 @@ def _key() -> bytes | None:
 
 
 def _new_key() -> bytes | None:
-    """Make a key, in the place of an unusable one; of two processes that do so at the same time the first one wins."""
+    """Create a key, or replace an unusable one. Of two processes that do so at the same time, the
+    first wins."""
     path = _key_file()
     aside = path.with_name(f".{path.name}.new.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_private(aside, secrets.token_bytes(KEY_BYTES).hex())
+        # A hard link fails if the file exists: no reader ever sees half a key.
         with contextlib.suppress(FileExistsError):
             path.hardlink_to(aside)
+        # The existing file is unusable: replace it.
         if _key() is None:
             aside.replace(path)
         aside.unlink(missing_ok=True)

@@ -1,5 +1,6 @@
-"""How a process is started, and by whom: directly, by a keeper that outlives the supervisor, or on another machine.
+"""Launchers: start a process directly, by a keeper that outlives the supervisor, or on another
+machine.
 
-`launcher.py` has the seam and the direct way; `keeper_launcher.py` speaks to `keeper.py`, `remote_launcher.py` to
-`far_end.py`, both over a `line.py`.
+`launcher.py` has the interface and the direct launcher. `keeper_launcher.py` talks to `keeper.py`,
+`remote_launcher.py` to the node agent in `far_end.py`, both by the frames of `line.py`.
 """

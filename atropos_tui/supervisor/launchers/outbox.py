@@ -1,7 +1,7 @@
-"""The way out of a `line.Line` inside an event loop: frames that wait for room, beats, and connections that go through.
+"""Send side of a `line.Line` in an event loop: a queue of frames, beats, and tunnelled connections.
 
-Who hears nothing for long takes the other side for gone. Beats therefore come from a thread of their own (`Beats`): an
-event loop that waits for a disk says nothing, and nobody is gone.
+A long silence means that the peer is gone. Beats therefore come from a thread of their own
+(`Beats`): an event loop that waits for a disk sends nothing, although the process lives.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from atropos_tui.supervisor.launchers.line import Frame, head
 from atropos_tui.supervisor.logs import CHUNK
 
 MOST_WAITING = 1024 * 1024
-"""Bytes on their way out from which on nothing more is taken from the component."""
+"""Queued bytes above which no more output of the component is read."""
 MOST_UNREAD = 8 * 1024 * 1024
-"""A program that leaves so much of the supervisor's answer unread is cut off."""
+"""Bytes of an answer that a program may leave unread before its connection is cut."""
 BEAT = head("beat")
 _NUMBER = struct.Struct("<I")
 
 
 class Outbox:
-    """Frames on their way out, inside the event loop, over a descriptor that it owns."""
+    """Queue of frames for a descriptor that it owns, in the event loop."""
 
     def __init__(self, descriptor: int) -> None:
         os.set_blocking(descriptor, False)
         self._fd = descriptor
         self.on_room: Callable[[], None] = lambda: None
-        """Called when it takes more again, after `is_full`."""
+        """Called when the queue accepts more after `is_full`."""
         self._waiting: deque[bytes] = deque()
         self._count = 0
         self._room = asyncio.Event()
@@ -40,7 +40,7 @@ class Outbox:
         self._room.set()
         self._empty.set()
         self._lock = threading.RLock()
-        """Between the event loop and a thread that beats."""
+        """Guards the queue between the event loop and the thread of `Beats`."""
         self._loop = asyncio.get_running_loop()
 
     @property
@@ -48,14 +48,14 @@ class Outbox:
         return self._count > MOST_WAITING
 
     def send(self, kind: str, payload: bytes = b"") -> None:
-        """Send a frame; if nobody is there to read it, it is lost."""
+        """Send a frame; it is lost if the peer has gone."""
         self.write(head(kind, payload) + payload)
 
     def beat(self) -> None:
-        """Say `beat`, from any thread; while frames wait they say as much."""
+        """Send `beat`, from any thread; queued frames serve as well."""
         with self._lock, contextlib.suppress(OSError):
             if self._fd >= 0 and not self._waiting:
-                os.write(self._fd, BEAT)  # so few bytes go whole or not at all
+                os.write(self._fd, BEAT)  # so few bytes are written whole or not at all
 
     def write(self, data: bytes) -> None:
         with self._lock:
@@ -63,6 +63,7 @@ class Outbox:
                 return
             self._waiting.append(data)
             self._count += len(data)
+            # With more than one frame the writer callback is installed already.
             if len(self._waiting) == 1 and not self._flush():
                 self._empty.clear()
                 self._loop.add_writer(self._fd, self._flush)
@@ -70,26 +71,26 @@ class Outbox:
                 self._room.clear()
 
     async def room(self) -> None:
-        """Return when it is not full."""
+        """Wait until the queue is not full."""
         await self._room.wait()
 
     async def flush(self, timeout_s: float) -> None:
-        """Return when all has been sent, or can be sent no more."""
+        """Wait until everything is sent or the connection has ended, at most `timeout_s`."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._empty.wait(), timeout_s)
 
     def close(self) -> None:
-        """Nothing more goes out: the other side sees the end."""
+        """Close the descriptor and drop the queue; the peer sees the end of file."""
         with self._lock:
             if self._fd >= 0:
                 self._loop.remove_writer(self._fd)
                 os.close(self._fd)
                 self._fd = -1
             self._waiting.clear()
-        self._sent()
+        self._emptied()
 
     def _flush(self) -> bool:
-        """Write what goes; whether that was all."""
+        """Write as much as possible; return True if nothing is left to write."""
         with self._lock:
             while self._waiting:
                 try:
@@ -100,14 +101,15 @@ class Outbox:
                     self.close()
                     return True
                 self._count -= written
+                # A partly written frame keeps its place.
                 if written < len(self._waiting[0]):
                     self._waiting[0] = self._waiting[0][written:]
                 else:
                     self._waiting.popleft()
-        self._sent()
+        self._emptied()
         return True
 
-    def _sent(self) -> None:
+    def _emptied(self) -> None:
         self._count = 0
         if self._fd >= 0:
             self._loop.remove_writer(self._fd)
@@ -118,10 +120,10 @@ class Outbox:
 
 
 class Beats:
-    """A thread that says `beat` over some lines.
+    """Thread that sends `beat` on several connections.
 
     Args:
-        outboxes: those of them that are open by now; called in the thread.
+        outboxes: returns the open ones; called in the thread.
     """
 
     def __init__(self, every_s: float, outboxes: Callable[[], Iterable[Outbox]]) -> None:
@@ -134,46 +136,48 @@ class Beats:
 
     def _run(self) -> None:
         while not self._over.wait(self._every_s):
+            # This thread runs even while the event loop is blocked.
             for outbox in self._outboxes():
                 outbox.beat()
 
 
 class Channels:
-    """Connections that go through a line, each by its number; the same at both ends."""
+    """Connections tunnelled through a line, each with a number; the same class at both ends."""
 
     def __init__(self, out: Outbox) -> None:
         self._out = out
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._half: set[int] = set()
-        """One direction has ended."""
+        """Connections with one direction ended."""
         self._early: dict[int, list[Frame]] = {}
-        """What came for connections that are still being made."""
+        """Frames for connections that are not established yet."""
         self._opened = 0
 
     async def open(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Let the other end connect somebody, and `carry` what passes."""
+        """Ask the peer for a new connection, and `carry` its bytes."""
         self._opened += 1
         self._out.send("open", _NUMBER.pack(self._opened))
         await self.carry(self._opened, reader, writer)
 
     async def carry(self, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Send on what `reader` gives, until its end; `take` gives `writer` what comes back."""
+        """Send the bytes of `reader` until its end; `take` writes the answers to `writer`."""
         self._writers[number] = writer
         for kind, payload in self._early.pop(number, ()):
             self.take(kind, payload)
         with contextlib.suppress(OSError):
             while data := await reader.read(CHUNK):
+                # Backpressure: stop reading while the queue is full.
                 await self._out.room()
                 self._out.send("data", _NUMBER.pack(number) + data)
         self._out.send("close", _NUMBER.pack(number))
         self._ended(number)
 
     def expect(self, number: int) -> None:
-        """A connection is being made; what comes for it is kept until `carry`."""
+        """Keep frames for a connection that is being established, until `carry`."""
         self._early[number] = []
 
     def take(self, kind: str, payload: bytes) -> None:
-        """`data` or `close` of a connection; one that is gone needs neither."""
+        """Handle `data` or `close` of a connection; ignore a connection that is gone."""
         number = number_of(payload)
         if number in self._early:
             self._early[number].append((kind, payload))
@@ -183,6 +187,7 @@ class Channels:
             return
         if kind == "data":
             writer.write(payload[_NUMBER.size :])
+            # No backpressure here: one slow program must not stop the frames of the others.
             if writer.transport.get_write_buffer_size() > MOST_UNREAD:
                 writer.transport.abort()
         else:
@@ -191,16 +196,17 @@ class Channels:
             self._ended(number)
 
     def refuse(self, number: int) -> None:
-        """Nobody is there to be connected to."""
+        """Report that a connection could not be established."""
         del self._early[number]
         self._out.send("close", _NUMBER.pack(number))
 
     def close(self) -> None:
-        """The line is going away."""
+        """Abort every connection."""
         for writer in self._writers.values():
             writer.transport.abort()
 
     def _ended(self, number: int) -> None:
+        # Both directions must end before the number is free.
         if number in self._half:
             self._half.discard(number)
             self._writers.pop(number).close()
@@ -209,5 +215,5 @@ class Channels:
 
 
 def number_of(payload: bytes) -> int:
-    """Which connection a frame is about."""
+    """Return the connection number of a frame."""
     return int(_NUMBER.unpack_from(payload)[0])

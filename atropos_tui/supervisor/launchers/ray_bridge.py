@@ -1,9 +1,11 @@
-"""Runs a command on a node of a Ray cluster, with stdin, stdout, stderr and exit code here, which Ray itself has not.
+"""Runs a command on a node of a Ray cluster with stdin, stdout, stderr and exit code here, which
+Ray does not offer.
 
     python -m atropos_tui.supervisor.launchers.ray_bridge [--address ADDRESS] NODE COMMAND [ARG...]
 
-NODE is a node's name or address, as `ray list nodes` has them. An actor there starts the command and relays what goes
-through; it asks Ray for no CPU and no GPU. It dies with this process, and the command reads the end of its input.
+NODE is a node's name or address, as in `ray list nodes`. An actor there starts the command and
+relays its input and output; it reserves no CPU and no GPU. It dies with this process, and the
+command then reads the end of its input.
 """
 
 from __future__ import annotations
@@ -17,16 +19,17 @@ import threading
 from typing import Any
 
 PIECE = 1 << 20
-"""Bytes that go through at a time at most."""
+"""Most bytes per relay call."""
 START_S = 60.0
-"""How long Ray may take to start the actor."""
+"""Timeout of the actor's start in seconds."""
 
 
 class Relay:
-    """The actor: one child, and its pipes."""
+    """Actor with one child process and its pipes."""
 
     async def begin(self, command: list[str]) -> str:
-        """Start the command; why it cannot be started, or nothing."""
+        """Start the command. Return the problem, or ""."""
+        # Ray's own variables and its GPU mask of the actor would mislead the component.
         env = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "CUDA_VISIBLE"))}
         pipe = asyncio.subprocess.PIPE
         try:
@@ -36,7 +39,7 @@ class Relay:
         return ""
 
     async def write(self, data: bytes) -> None:
-        """Hand bytes to the command; none: the end of its input."""
+        """Write bytes to the command's stdin; empty: close it."""
         assert self.child.stdin is not None
         try:
             if data:
@@ -48,18 +51,18 @@ class Relay:
             return
 
     async def read(self, which: int) -> bytes:
-        """What it has printed, once there is something; nothing at its end. 1: stdout, 2: stderr."""
+        """Wait for output of stream `which` (1: stdout, 2: stderr); b"" at its end."""
         stream = self.child.stdout if which == 1 else self.child.stderr
         assert stream is not None
         return await stream.read(PIECE)
 
     async def end(self) -> int:
-        """Its exit code."""
+        """Wait for the command and return its exit code."""
         return await self.child.wait()
 
 
 def node_id(nodes: list[dict[str, Any]], wanted: str) -> str | None:
-    """Ray's own id of a living node that is called or addressed so."""
+    """Return Ray's id of the live node with this name or address, or None."""
     alive = (node for node in nodes if node["Alive"])
     return next((node["NodeID"] for node in alive if wanted in (node["NodeName"], node["NodeManagerAddress"])), None)
 
@@ -80,7 +83,7 @@ def _outwards(ray: Any, relay: Any, which: int) -> None:
 
 
 def main() -> int:
-    """The command's exit code; 255, as ssh has it, where it did not get there."""
+    """Run the command and return its exit code; 255, as with ssh, if it was not reached."""
     parser = argparse.ArgumentParser(prog="ray_bridge", description=__doc__)
     parser.add_argument("--address", default=None)
     parser.add_argument("node")
@@ -100,9 +103,11 @@ def main() -> int:
     if node is None:
         there = ", ".join(sorted(each["NodeName"] for each in ray.nodes() if each["Alive"]))
         return _failed(f"Ray has no living node {options.node}: it has {there}")
+    # soft=False: exactly this node, or an error.
     strategy = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
     remote: Any = ray.remote
     try:
+        # Several calls at once: one for stdin and one for each output stream.
         relay = remote(num_cpus=0, max_concurrency=8, max_restarts=0, scheduling_strategy=strategy)(Relay).remote()
         if wrong := ray.get(relay.begin.remote(options.command), timeout=START_S):
             return _failed(wrong)
@@ -111,6 +116,7 @@ def main() -> int:
         errors.start()
         _outwards(ray, relay, 1)
         code: int = ray.get(relay.end.remote())
+        # Let the last lines of stderr arrive, but never wait for a grandchild that holds it open.
         errors.join(1)
         return code if code >= 0 else 128 - code
     except (RayError, TimeoutError) as error:
@@ -127,4 +133,4 @@ def _failed(reason: str) -> int:
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    os._exit(code)  # a thread may be reading its input, and Ray's own end takes a second
+    os._exit(code)  # a thread may block in a read, and Ray's shutdown takes a second
