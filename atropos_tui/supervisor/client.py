@@ -254,7 +254,6 @@ class ControlClient:
         return NoSupervisor(f"no supervisor runs in {self.run_dir.root}")
 
     def _refuse_stopped(self) -> None:
-        """Raise `NotAnswering` if the supervisor's process is stopped; no retry can help then."""
         table = ProcessTable.load(self.run_dir.journal_json)
         if table and table.supervisor and procfs.is_stopped(pid := table.supervisor.pid):
             raise NotAnswering(self.run_dir.root, f"its process (pid {pid}) is stopped", f"kill -CONT {pid}")

@@ -98,7 +98,6 @@ class Restarts:
     def __init__(self, policy: RestartPolicy) -> None:
         self._policy = policy
         self.count = 0
-        """Starts that followed a crash."""
         self.proven = False
         """Was healthy once, so an exit is a crash and not a mistake in its arguments."""
         self.came_up = False
@@ -108,7 +107,6 @@ class Restarts:
         self.start_error = ""
         """Error line of the last failed start, if another start would fail alike; "" otherwise."""
         self._error_since = 0.0
-        """Monotonic time of the first failure in a row with this error line."""
         self._crashes: deque[float] = deque()
         self._streak = 0
 
@@ -181,12 +179,10 @@ class Ended:
     outcome: Outcome
     exit_code: int
     killed: int = 0
-    """Processes that needed SIGKILL."""
     diagnosis: Diagnosis | None = None
     error: str = ""
     """Error line of its log, if another start would fail alike."""
     usage: bool = False
-    """The component refused its arguments."""
     lost: str = ""
     """How its node was lost, if that ended it."""
 
@@ -225,35 +221,29 @@ class Component:
         longer."""
         self.exit_code: int | None = None
         self._command_id: str | None = None
-        """Command that caused the next transitions."""
 
         self.child: Leader | None = None
         """Main process of the current attempt; None once no process of its set is left."""
         self.log: LogDrain | None = None
         self._scanner: LogScanner | None = None
-        """Searches the output of the current attempt for known lines."""
         self.outcome: Outcome = ""
         """Why it is ending; empty: it exited by itself, and the exit code decides."""
         self._launch: Launch | None = None
         self._prober: Prober | None = None
         self._stage_watch: StageWatch | None = None
         self._stages: dict[str, float] = {}
-        """Unix time at which the current attempt reached each stage."""
         self._timer: asyncio.TimerHandle | None = None
         self._ending: asyncio.Task[None] | None = None
-        """Task that ends the process set."""
         self._draining = ""
         """GPU memory that is not free yet although no process is left, in words."""
         self._hurry = asyncio.Event()
 
         self._restarts = Restarts(spec.restart)
         self._retry_at: float | None = None
-        """In backoff: Unix time of the next start."""
         self._port_wait: float | None = None
         """Monotonic time at which its port was first found in use; infinity once that is
         reported."""
         self._room_wait: float | None = None
-        """Monotonic time at which a start first failed for lack of resources."""
 
     @property
     def name(self) -> str:
@@ -448,7 +438,6 @@ class Component:
         self._move(State.COMPLETED, "done before, under the earlier supervisor")
 
     def _listeners(self, attempt: int) -> tuple[Callable[[], None], Callable[[str], None]]:
-        """Return the callbacks for its exit and for log errors."""
         return lambda: self._owner.post(self._exited, attempt), self._disk_trouble
 
     def _disk_trouble(self, problem: str) -> None:
@@ -458,7 +447,6 @@ class Component:
         self._owner.post(lambda: self.diagnose(found if problem else over, again=True))
 
     def _begin(self, living: Living) -> None:
-        """Set the fields of a new attempt and reset those of the last."""
         child = living.child
         self._launch, self.log = living.launch, living.log
         self._scanner = LogScanner(self.spec, self._host.names)
@@ -469,7 +457,6 @@ class Component:
         self._restarts.healthy_at = None
 
     def _watch(self) -> None:
-        """Start its start timeout, stage watch and health checks."""
         assert self._launch and self.log
         # Each callback carries the attempt, so that one that arrives after its end is ignored.
         attempt, post, probes = self.attempt, self._owner.post, self.spec.probes
@@ -541,7 +528,6 @@ class Component:
             self.note_progress()
 
     def _judged(self, attempt: int, found: ProbeResult) -> None:
-        """Handle a health check whose verdict changed."""
         if not self._is_present(attempt) or self._ending is not None:
             return
         # Failures are normal while it starts; recording them would flood the journal.
@@ -588,7 +574,6 @@ class Component:
         self._move(State.STOPPING, reason)
 
     def _late(self, attempt: int) -> None:
-        """Handle the end of `start_timeout_s`."""
         if not self._is_present(attempt) or self.state is not State.STARTING or self._ending is not None:
             return
         probe = self.newest_probe()
@@ -636,7 +621,6 @@ class Component:
         self._move(State.STOPPED, reason)
 
     def _exited(self, attempt: int) -> None:
-        """Handle the exit of the main process; others of its set may live."""
         if self._is_present(attempt):
             self.exited_at = time.time()
             if self._ending is None:
@@ -722,7 +706,6 @@ class Component:
         return diagnosis, error, is_wrong_usage(found)
 
     def _left_over(self, attempt: int, count: int) -> None:
-        """Report that it exited by itself and left `count` processes, which are being ended."""
         if not self._is_present(attempt) or self.child is None or self.child.exit_code is None:
             return
         if self.state is not State.STOPPING:
@@ -730,7 +713,6 @@ class Component:
             self._move(State.STOPPING, reason, self.child.exit_code)
 
     def _drains(self, attempt: int, memory: str) -> None:
-        """Report GPU memory that is not free yet although no process of the set is left."""
         if not self._is_present(attempt) or self.child is None or self.child.exit_code is None:
             return
         if self.state is not State.STOPPING:
@@ -742,7 +724,6 @@ class Component:
         self._store.notify()
 
     def _gone(self, attempt: int, killed: int, diagnosis: Diagnosis | None, error: str, usage: bool) -> None:
-        """Finish the attempt: no process of its set is left, and its GPU memory is free."""
         if not self._is_present(attempt):
             return
         child, launch = self.child, self._launch

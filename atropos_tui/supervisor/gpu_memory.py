@@ -135,7 +135,6 @@ class _Presence:
     pids: set[int] = field(default_factory=set)
     """Pids of the component that NVML listed."""
     highest: int = 0
-    """Largest excess in bytes."""
 
 
 @dataclass
@@ -346,8 +345,6 @@ class GpuMemory:
 
 
 def _size(listed: Iterable[int], card: Card) -> int | None:
-    """Return the bytes of these processes on `card`; None if there is none, or if a size is
-    unknown."""
     sizes = [(card.processes or {})[pid] for pid in listed]
     known = [size for size in sizes if size is not None]
     return sum(known) if known and len(known) == len(sizes) else None

@@ -72,7 +72,6 @@ class Notes:
         self.own: set[bytes] = set()
         """Files to remove with the supervisor."""
         self.shared: set[str] = set()
-        """Files in /dev/shm that components have mapped."""
 
     def read(self, line: bytes) -> None:
         kind, _, rest = line.rstrip(b"\n").partition(b" ")
@@ -170,7 +169,6 @@ class Guard:
         self._deaths = 0
         self._on_trouble = on_trouble
         self._again: asyncio.TimerHandle | None = None
-        """Timer that restarts the guard, or resets its deaths once it has stayed alive."""
         self._unsent = b""
         self._pidfd = -1
         self._start()
@@ -252,7 +250,6 @@ class Guard:
         procfs.SPAWNED.discard(self._popen.pid)
 
     def _note(self, line: str) -> None:
-        """Send a note. Notes that a full pipe refuses wait in `_unsent`."""
         if self._pipe < 0:
             return
         waits = bool(self._unsent)

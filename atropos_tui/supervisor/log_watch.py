@@ -88,10 +88,8 @@ class LineWatch:
 
 
 def _lines_of(text: bytes) -> list[bytes]:
-    """Return the lines of `text` without control sequences; the last may be unfinished."""
     return _CONTROL.sub(b"", text).replace(b"\r", b"\n").split(b"\n")
 
 
 def _unfinished(text: bytes) -> bytes:
-    """Return the part of `text` after the last line end."""
     return text[max(text.rfind(b"\n"), text.rfind(b"\r")) + 1 :]

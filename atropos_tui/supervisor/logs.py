@@ -71,9 +71,7 @@ class LogDrain:
         self.scanner: Callable[[bytes], None] | None = None
         """Callback for every chunk; must only store it."""
         self._reported = (-SAY_AGAIN_S, 0)
-        """Monotonic time of the last report, and the lost bytes by then."""
         self._failed_at: float | None = None
-        """Monotonic time of the last refused write; None once the disk has recovered."""
         import asyncio  # here, because keepers do not need it
 
         self._loop = asyncio.get_running_loop()
@@ -192,7 +190,6 @@ class LogFile:
         self._end = 0
         """Bytes in the file: output of the component and our own notes."""
         self._unnoted = 0
-        """Lost bytes that no note mentions yet."""
         self._midline = False
         self._times = TimesWriter(path)
         self._fd = -1
@@ -262,7 +259,6 @@ class LogFile:
         return problem
 
     def _append(self, data: bytes) -> tuple[int, str]:
-        """Return the bytes written and the problem that stopped the rest."""
         view = memoryview(data)
         try:
             if self._fd < 0:
@@ -445,7 +441,6 @@ def _inode(path: Path) -> int:
 
 
 def _opened(path: Path, inode: int | None) -> BinaryIO | None:
-    """Return `path`, opened and past its head, if it is still the index of `inode`."""
     try:
         file = open_regular(path, IN_LOGS)
     except OSError:

@@ -228,8 +228,6 @@ def _family(name: str, text: str, rows: Rows, kind: type[Kind] = GaugeMetricFami
 
 
 class _Ready(Collector):
-    """Collector of finished families, for the library's text writer."""
-
     def __init__(self, families: Iterable[Metric]) -> None:
         self._families = list(families)
 

@@ -199,8 +199,6 @@ class Notifier:
         self._listener = asyncio.create_task(self._listen())
 
     def _resolved(self) -> str | None:
-        """Return the address. A bad one is diagnosed at the start of the run, long before the first
-        event."""
         try:
             return resolved(self._policy, self._stack.variables | os.environ)
         except LaunchError as error:

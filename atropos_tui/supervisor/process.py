@@ -95,7 +95,6 @@ class Ending:
     number: int
     """First signal, sent to the process group; SIGKILL skips the grace period."""
     grace_s: float
-    """Seconds between that signal and SIGKILL."""
     hurry: asyncio.Event
     """Set to skip the rest of the grace period."""
     members: Callable[[], list[procfs.Proc]]

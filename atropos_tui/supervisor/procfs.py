@@ -418,7 +418,6 @@ def describe_groups() -> str:
 
 
 def _as_path_part(name: str) -> str:
-    """Return `name` as one part of a path; different names stay different."""
     allowed = (letter.isascii() and (letter.isalnum() or letter in "._-") for letter in name)
     return "".join(letter if fine else f"~{ord(letter):x}~" for letter, fine in zip(name, allowed, strict=True))
 
@@ -470,7 +469,6 @@ def _make_fillable(path: str) -> str:
 
 
 def _group_tree(group: str) -> list[str]:
-    """Return `group` and every group below it, parents first."""
     found = [group] if group else []
     # The list grows while it is walked: breadth first.
     for folder in found:
@@ -500,7 +498,6 @@ class MachineMeter:
 
 
 def _machine_ticks() -> tuple[int, int]:
-    """Return the busy ticks and all ticks, summed over all cores."""
     with open("/proc/stat") as file:  # noqa: PTH123
         user, nice, system, idle, wait, irq, soft, stolen = map(int, file.readline().split()[1:9])
     # Guest time is part of user and nice already.
@@ -509,7 +506,6 @@ def _machine_ticks() -> tuple[int, int]:
 
 
 def _memory() -> tuple[int, int]:
-    """Return used and total memory in bytes."""
     with open("/proc/meminfo") as file:  # noqa: PTH123
         lines = [line.split() for line in file]
     sizes = {words[0]: int(words[1]) * 1024 for words in lines if words[0] in ("MemTotal:", "MemAvailable:")}

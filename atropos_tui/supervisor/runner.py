@@ -214,8 +214,6 @@ def _export_key(stack: StackSpec, token: str) -> None:
 
 
 def _token(inheritance: Inheritance) -> str:
-    """Return the run's token: that of the adopted components, that of the environment, or a new
-    one."""
     if inheritance.token and ENV_TOKEN in os.environ:
         os.environ[ENV_TOKEN] = inheritance.token  # components inherit this environment
     return inheritance.token or os.environ.get(ENV_TOKEN) or secrets.token_urlsafe(32)

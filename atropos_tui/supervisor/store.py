@@ -133,7 +133,6 @@ def locked(path: Path) -> int:
 
 
 def _seq_of(line: bytes) -> int:
-    """Sequence number of a line, -1 if it has none."""
     # A regular expression is faster than parsing each line of a long journal as JSON.
     found = _SEQ.search(line)
     return int(found.group(1)) if found else -1
@@ -170,7 +169,6 @@ class FarEntry(Entry, frozen=True):
     """Process id of its node agent."""
     end_ticks: int = 0
     clears: list[str] = Field(default_factory=list)
-    """Files to delete when it ends."""
     folders: list[str] = Field(default_factory=list)
     """Names of its temporary folders there."""
     turn: str = ""
@@ -203,7 +201,6 @@ class ProcessEntry(Entry, frozen=True):
     far: FarEntry | None = None
     """The component on another node, if this process only connects to it."""
     proven: bool = False
-    """Was healthy once."""
     seen: list[str] = Field(default_factory=list)
     """Patterns of its log checks and stages that have matched."""
     stages: dict[str, float] = Field(default_factory=dict)
@@ -257,7 +254,6 @@ class RunResult(Kept):
     component: str | None = None
     """Component that decided the result."""
     last_lines: list[str] = Field(default_factory=list)
-    """Last lines of its log."""
     ended_by: Literal["", "command", "signal", "time_limit"] = ""
     """Origin of a requested end: `down`, SIGTERM or SIGINT, or SLURM's signal before its time
     limit."""

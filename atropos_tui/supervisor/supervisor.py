@@ -83,9 +83,7 @@ class Operation:
     not_before: float = 0.0
     """Earliest monotonic time of a start (backoff)."""
     attempt: int = 0
-    """For `kill`: the attempt to end."""
     sent: bool = False
-    """For `kill`: the signal has been sent."""
     status: Literal["accepted", "running", "done", "failed"] = "accepted"
     detail: str = ""
 
@@ -156,7 +154,6 @@ class Supervisor:
         self.reason = ""
         self.exit_code: int | None = None
         self.result: RunResult | None = None
-        """Result of the run, set as soon as it is decided."""
         self._unwanted: set[str] = set()
         """Components that stay down because a user stopped them."""
         self._stopped_with: dict[str, str] = {}
@@ -301,7 +298,6 @@ class Supervisor:
             self._over.set_exception(error)
 
     async def _close(self) -> None:
-        """Cancel background tasks and release what the components shared."""
         # The launcher first, so that its standby processes are gone before the tasks end.
         self.host.launcher.close()
         for task in list(self._tasks):
@@ -598,7 +594,6 @@ class Supervisor:
         return RefusedError(404, f"no component {name!r}", f"one of: {', '.join(self.components)}")
 
     def _by_hand(self) -> Iterator[Operation]:
-        """Yield user commands that are stopping components or about to start some."""
         return (op for op in self._active() if op.by_hand and op.stage in ("stop", "start"))
 
     def _interrupted(self, name: str) -> None:

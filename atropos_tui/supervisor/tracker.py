@@ -39,11 +39,9 @@ class _Tracked:
     leader: int
     group: str
     known: set[tuple[int, int]]
-    """Members, by pid and start ticks."""
     led: dict[int, int]
     """Sessions that members lead: session id -> start ticks of the leader."""
     shared: set[str] = field(default_factory=set)
-    """Files in /dev/shm that members have mapped."""
 
 
 class Tracker:
@@ -57,7 +55,6 @@ class Tracker:
         self._lock = threading.Lock()
         self._looking = threading.Lock()
         self._looked = 0.0
-        """Monotonic time at which the newest scan of the process table began."""
         self._table: dict[int, procfs.Proc] = {}
         self._children: dict[int, list[int]] = {}
 
@@ -98,8 +95,8 @@ class Tracker:
             return set(one.shared) if one else set()
 
     def sessions(self, name: str) -> dict[int, int]:
-        """Sessions that members of `name` lead, as of the last look: session id -> start ticks of its leader; none once
-        it is removed."""
+        """Return the sessions that members of `name` led at the last survey: session id -> start
+        ticks of the leader; empty once it is removed."""
         with self._lock:
             one = self._tracked.get(name)
             return dict(one.led) if one else {}

@@ -216,7 +216,6 @@ class FarEnd:
             self._loop.add_reader(self._pipe, self._copy)
 
     def _copy(self) -> int:
-        """Send one chunk of output; return its size in bytes."""
         if self._pipe < 0:
             return 0
         data = read_some(self._pipe)
@@ -288,8 +287,6 @@ class FarEnd:
         return {**own, "machine": self._machine.read(), **self._gpu_use(set(own["pids"]))}
 
     def _gpu_use(self, pids: set[int]) -> dict[str, Any]:
-        """Return this node's GPUs and the memory that these processes hold; empty without a
-        driver."""
         if not self._job["packages"]:
             return {}
         if self._driver is None:

@@ -48,9 +48,7 @@ class Keeper:
         """The supervisor no longer reads; the end of file has yet to arrive."""
         self._exit: int | None = None
         self._trouble = ""
-        """Problem of the log that is not reported yet."""
         self._reported = -SAY_AGAIN_S, 0
-        """Monotonic time of the last report, and the lost bytes by then."""
         self._output, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         widen(self._output)
         # The component expects an ordinary, blocking stdout.
@@ -115,7 +113,6 @@ class Keeper:
         self._send("ready")
 
     def _drop_supervisor(self) -> None:
-        """Drop the supervisor: it is gone, or another one has come."""
         if self._line is not None:
             self._poll.unregister(self._line.reading)
             self._line.close()
@@ -146,7 +143,6 @@ class Keeper:
             self._send("exit", b"%d" % self._exit)
 
     def _copy(self) -> int:
-        """Move one chunk; return its size in bytes."""
         if self._output < 0:
             return 0
         data = read_some(self._output)
@@ -187,7 +183,6 @@ class Keeper:
 
 
 def _start(job: dict[str, Any], writing: int) -> int:
-    """Fork the component and return its pid."""
     keeper = os.getpid()
     pid = os.fork()
     if pid:

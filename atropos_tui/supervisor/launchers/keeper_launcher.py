@@ -69,7 +69,6 @@ class Handle:
     notes: Mapping[str, str] | None = None
     exit_code: int | None = None
     rest: list[Frame] = field(default_factory=list)
-    """Frames that arrived with the greeting."""
     popen: subprocess.Popen[bytes] | None = None
     """The keeper's process, if it is a child of this process."""
 
@@ -263,7 +262,6 @@ def _connect(address: str) -> Line:
 
 
 def _exchange(address: str, line: Line, kind: str, payload: bytes = b"") -> Handle:
-    """Send one request and read the greeting."""
     handle = Handle(address, line)
     try:
         line.say(kind, payload)

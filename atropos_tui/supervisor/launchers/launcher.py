@@ -69,7 +69,6 @@ class Living:
     log: LogDrain
     launch: Launch
     entry: ProcessEntry
-    """Its entry in the journal."""
     waited: bool = False
     """It was a standby process."""
 
@@ -286,7 +285,6 @@ class Usage:
     memory_bytes: int | None = None
     gpu_bytes: int | None = None
     at: float = 0.0
-    """Unix time of the measurement."""
 
 
 class UsageSampler:

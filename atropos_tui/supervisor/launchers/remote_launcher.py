@@ -139,7 +139,6 @@ class Far:
         """Last line of the prefix's stderr, preferably with an error."""
         self._killed = 0
         self._gone = asyncio.Event()
-        """No process of it is left there, or it is lost."""
         self._ending: Ending | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._start_prefix()
