@@ -1,4 +1,4 @@
-"""atroposlib's run-api behind a door: who calls, by which name, from what, and how much.
+"""atroposlib's run-api, with auth middleware, limits and batches of our own in front of it.
 
     python -m atropos_api --host 127.0.0.1 --port 8000
 

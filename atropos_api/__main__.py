@@ -1,4 +1,7 @@
-"""Start run-api behind its door: `python -m atropos_api [--host 127.0.0.1] [--port 8000]`."""
+"""Start run-api behind its auth middleware.
+
+    python -m atropos_api [--host 127.0.0.1] [--port 8000]
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,15 @@ import sys
 
 import uvicorn
 
+from atropos_api.auth import ENV_MAX_BODY, ENV_UIDS, AuthMiddleware, Settings
 from atropos_api.batches import Batches, add_listing
-from atropos_api.door import ENV_MAX_BODY, ENV_UIDS, Door, Settings
 from atropos_common import ports
 from atropos_common.bridge import TOKEN_HEADER
 from atropos_common.connections import ConnectionLimits
 from atropos_common.run_dir import ENV_ALLOWED_HOSTS, ENV_TOKEN
 
 NOT_STARTED = 3
-"""uvicorn's own exit code for a server that could not begin."""
+"""Exit status for a server that could not start, as uvicorn's own."""
 ENVIRONMENT = f"""\
 environment:
   {ENV_UIDS}=1001,1002        users of this machine who may call, besides root and your own; `any`: everyone,
@@ -32,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     """Serve until SIGTERM.
 
     Returns:
-        0 stopped, 1 the port is somebody else's, 2 a mistake in flags, environment or installation.
+        0 stopped; 1 the port is in use; 2 a mistake in flags, environment or installation.
     """
     parser = argparse.ArgumentParser(
         "python -m atropos_api",
@@ -45,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     asked = parser.parse_args(argv)
     try:
         settings = Settings.from_env(os.environ, asked.host)
-        from atroposlib.api import app
+        from atroposlib.api import app  # here, so that `--help` and wrong flags answer at once
     except (ValueError, ImportError) as error:
         print(f"atropos_api: {error}", file=sys.stderr)
         return 2
@@ -58,8 +61,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"atropos_api: {asked.host}:{asked.port} cannot be bound ({why}); choose another --port", file=sys.stderr)
         return 1
     print(f"run-api serves on http://{asked.host}:{asked.port}", flush=True)
-    # The door goes by the caller's true address: no header may name another. No route is a WebSocket.
-    served = Door(Batches(app, app.state), settings)
+    # No proxy headers: the middleware needs the caller's true address. No route is a WebSocket.
+    served = AuthMiddleware(Batches(app, app.state), settings)
+    # With `any` no user is excluded, so no connection has to be limited.
     counted = ConnectionLimits(settings.uids).protocol() if settings.uids is not None else "auto"
     server = uvicorn.Server(uvicorn.Config(served, http=counted, proxy_headers=False, ws="none"))
     with contextlib.suppress(KeyboardInterrupt):

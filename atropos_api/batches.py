@@ -1,17 +1,18 @@
-"""`GET /batch` as it is answered here: the oldest groups first, one batch at a time, none lost on its way.
+"""Our own `GET /batch`: oldest groups first, one batch at a time, none lost on the way.
 
-atroposlib's own answer takes every full batch out of its queue at once, hands out the newest of them first, and
-forgets what it hands out before it is sent. So `max_batches_offpolicy` of an environment, which looks at the queue,
-does not bound the policy lag (3 gave 5 and 6), and a batch that is not received is lost. Its answer goes through
-FastAPI's encoder, the standard library's JSON and gzip: 6 s for 64 sequences of 8,192 tokens.
+atroposlib takes every full batch out of its queue at once, hands out the newest first, and forgets
+a batch before it is sent. A lost answer therefore loses a batch. `max_batches_offpolicy` of an
+environment, which counts the queue, does not bound the policy lag (3 gave 5 and 6). FastAPI's
+encoder and gzip take 6 s for 64 sequences of 8,192 tokens.
 
-This stands in front of that one route. State is atroposlib's (`app.state`: a list of groups, `queue`). Of several
-environments each gives its share (`shares.py`), and `/share` tells each how many groups that are; with one environment,
-or with `min_batch_allocation`, atroposlib's own functions decide. Every other request goes through to it.
+`Batches` answers this route and `/share`; every other request goes to atroposlib. The state stays
+atroposlib's (`app.state`; `queue` is a list of groups). With several environments each gives its
+share (`shares.py`), and `/share` reports how many groups that is. With one environment, or with
+`min_batch_allocation`, atroposlib's functions choose the groups.
 
-A trainer that names the batch it had last (`AFTER_HEADER`) is handed the next one ahead of time: it stays in the queue,
-where environments count it, until the trainer asks for the one after it. Without that header a batch is taken for good.
-Such a trainer's question is also answered when a batch comes rather than when it asks again.
+A trainer that names its last batch (`AFTER_HEADER`) may fetch ahead. The batch stays in the queue,
+where environments count it, until the trainer asks for the next one. Such a request also waits up
+to `HOLD_S` for a batch. Without the header a batch leaves the queue at once.
 """
 
 from __future__ import annotations
@@ -34,28 +35,28 @@ from atropos_common.http import AFTER_HEADER, BATCH_HEADER
 PATH = "/batch"
 SHARE_PATH = "/share"
 HOLD_S = 0.5
-"""So long an answer waits for a batch."""
+"""Seconds that a request with `AFTER_HEADER` waits for a batch."""
+# Seconds between two checks of the queue. atroposlib appends to it without any event to wait for.
 LOOK_S = 0.01
 Group = dict[str, Any]
 UNREGISTERED = b'{"status":"error","message":"Trainer not registered. Call /register first.","batch":[]}'
-"""atroposlib's own words."""
+"""Same text as atroposlib's answer."""
 
 
 @dataclass(frozen=True)
 class HandedOut:
-    """A batch that was handed out and not let go yet: its groups are still in the queue."""
+    """Batch that was sent but not yet released: its groups are still in the queue."""
 
     name: str
     groups: list[Group]
 
 
 class Batches:
-    """ASGI application that answers `GET /batch` itself and leaves the rest to `app`."""
+    """ASGI application that answers `GET /batch` and `GET /share`, and passes the rest to `app`."""
 
     def __init__(self, app: ASGIApp, state: Any) -> None:
         """Args:
-        state: of atroposlib's application, `app.state`.
-        """
+        state: `app.state` of atroposlib's application."""
         self._app, self._state = app, state
         self._kept: HandedOut | None = None
         self._shares = Shares()
@@ -77,8 +78,11 @@ class Batches:
                 return Response(UNREGISTERED, media_type="application/json")
             self._state.started = True  # environments may register from here on
             if batch := self._next(after):
+                # A client without the header is atroposlib's own trainer: it neither needs a name
+                # nor waits.
                 name = {} if after is None else {BATCH_HEADER: batch.name}
                 return Response(encoded(batch.groups), media_type="application/json", headers=name)
+            # Try again only when the queue changes: forming a batch walks the whole queue.
             groups = len(self._state.queue)
             while len(getattr(self._state, "queue", ())) == groups:
                 if time.monotonic() >= give_up:
@@ -86,12 +90,14 @@ class Batches:
                 await asyncio.sleep(LOOK_S)
 
     def _share(self, asked: QueryParams) -> Response:
-        """Answer how many groups environment `env_id` may have in the queue, for `ahead` batches, and how many it has;
-        `{}` where it has the queue to itself."""
+        """Answer how many groups environment `env_id` may have in the queue for `ahead` batches,
+        and how many it has; `{}` if it is the only one."""
         try:
             number, ahead = int(asked["env_id"]), int(asked["ahead"])
         except (KeyError, ValueError):
             return JSONResponse({"error": "env_id and ahead must be whole numbers"}, 422)
+        # The batch that was sent counts as the first of the `ahead` batches, since it is still in
+        # the queue.
         state, kept = self._state, self._kept.groups if self._kept else []
         queue, size, envs = getattr(state, "queue", []), getattr(state, "batchsize", 0), getattr(state, "envs", [])
         found = None
@@ -101,23 +107,28 @@ class Batches:
         return JSONResponse({} if found is None else asdict(found))
 
     def _form(self) -> list[Group] | None:
-        """Return the groups of the next batch; None where there is none yet."""
+        """Return the groups of the next batch; None until there are enough."""
         queue, size, envs = self._state.queue, self._state.batchsize, getattr(self._state, "envs", [])
-        if _by_weight(envs) and self._shares.several(queue, envs):
+        if _by_weight(envs) and self._shares.is_shared(queue, envs):
             groups = self._shares.form(queue, size, envs)
+            # An empty list: no groups of the environments' shares add up to `size`. Then
+            # atroposlib's rules decide.
             if groups != []:
                 return groups
         return form_batch(queue, size, envs)
 
     def _next(self, after: str | None) -> HandedOut | None:
-        """The batch behind the one named `after`, which is let go; the same again for who did not get it."""
+        """Return the batch after the one named `after`, which is released. A client that missed a
+        batch gets the same one again."""
         state = self._state
         if self._kept and not set(map(id, self._kept.groups)) <= set(map(id, state.queue)):
+            # The queue was emptied or replaced, so the names of its batches mean nothing any more.
             self._kept = None  # /reset_data
         if self._kept and self._kept.name == after:
             self._let_go()
         if not self._kept and (groups := self._form()):
             self._kept = HandedOut(uuid4().hex, groups)
+        # With any other name the client missed the batch: it gets the same one again.
         found = self._kept
         if found and after is None:
             self._let_go()
@@ -125,6 +136,7 @@ class Batches:
 
     def _let_go(self) -> None:
         assert self._kept
+        # By identity: two groups may have equal contents.
         gone = set(map(id, self._kept.groups))
         self._state.queue = [group for group in self._state.queue if id(group) not in gone]
         self._state.status_dict["step"] += 1
@@ -132,16 +144,14 @@ class Batches:
 
 
 def _by_weight(envs: list[dict[str, Any]]) -> bool:
-    """Return whether weights decide, and not atroposlib's own `min_batch_allocation`."""
+    """Return True if weights decide, False if an environment sets atroposlib's
+    `min_batch_allocation`."""
     return all(env.get("min_batch_allocation") is None for env in envs if env["connected"])
 
 
 def form_batch(queue: list[Group], size: int, envs: list[dict[str, Any]]) -> list[Group] | None:
-    """The oldest groups that make up `size` sequences, by atroposlib's rules; null when there are none.
-
-    Those rules put groups of unequal sizes together by powers of two, and give nothing for ever where one does not fit
-    (a group of 3 among groups of 4). There any groups that add up are taken, by atroposlib's function for its buffer.
-    """
+    """Return the oldest groups that add up to `size` sequences, by atroposlib's rules; None if
+    there are none."""
     from atroposlib.api.utils import (
         find_groups_summing_to_target,
         grab_batch_with_minimum_allocations,
@@ -151,6 +161,9 @@ def form_batch(queue: list[Group], size: int, envs: list[dict[str, Any]]) -> lis
     if any(env.get("min_batch_allocation") is not None for env in envs):
         groups, _ = grab_batch_with_minimum_allocations(queue, size, envs)
         return groups
+    # That function combines groups of unequal sizes by powers of two. It never returns a batch if
+    # one group does not fit (3 among groups of 4). Then take any groups that add up, by
+    # atroposlib's function for its buffer.
     groups, _ = grab_exact_from_heterogeneous_queue(queue, size)
     if groups is None and sum(len(group["tokens"]) for group in queue) >= size:
         groups = [queue[at] for at in find_groups_summing_to_target(queue, size)]
@@ -158,7 +171,8 @@ def form_batch(queue: list[Group], size: int, envs: list[dict[str, Any]]) -> lis
 
 
 def encoded(groups: list[Group]) -> bytes:
-    """The answer as JSON. NaN and infinities become null; so does a group that JSON cannot hold: it alone is lost."""
+    """Return the answer as JSON. NaN and infinities become null, and so does a group that JSON
+    cannot hold; the others are unharmed."""
     return b'{"batch":[%b]}' % b",".join(map(_encoded, groups))
 
 
@@ -171,11 +185,11 @@ def _encoded(group: Group) -> bytes:
 
 
 def add_listing(app: FastAPI) -> None:
-    """Give atroposlib's application this route."""
+    """Add the route `/envs` to atroposlib's application."""
 
     @app.get("/envs")
     async def envs() -> dict[str, list[dict[str, Any]]]:
-        """Every environment since the trainer's registration; `registered_at` in Unix seconds."""
+        """All environments since the trainer's registration; `registered_at` in Unix seconds."""
         known = getattr(app.state, "envs", [])
         return {
             "envs": [

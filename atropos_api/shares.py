@@ -1,14 +1,14 @@
-"""Which environment's groups make up a batch: each gets its share by weight, however fast it is.
+"""Choice of the groups of a batch: each environment gets its share by weight, however fast it is.
 
-By order of arrival alone the fastest environment fills every batch. Here each connected environment is owed
-`weight / sum of weights` of a batch; what one batch gives too much or too little counts in the next one. A batch waits
-for an environment that is owed more than it has sent, unless it
+In order of arrival the fastest environment would fill every batch. Here each connected environment
+is owed `weight / sum of weights` of a batch; a surplus or deficit carries over to the next batch. A
+batch waits for an environment that is owed more than it has sent, unless the environment
 
-- has not asked for its share for `SILENT_S`, so that its process is dead or stands still;
-- says that nothing of what it makes can be sent (`barren`);
+- has not asked for its share for `SILENT_S`: its process is dead or hangs;
+- reports that none of its groups can be sent (`barren`);
 - has sent nothing for `LEND_S` while a batch waited for it.
 
-Until such an environment sends a group again, the others have its share.
+The others use its share until it sends a group again.
 """
 
 from __future__ import annotations
@@ -19,39 +19,42 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+# A live environment asks whenever it reads run-api's status.
 SILENT_S = 30.0
+# A slow environment needs time for a group; a stuck one must not stop training.
 LEND_S = 120.0
 LEAST_SHARE = 0.01
-"""Of an environment that has nearly no weight, as atroposlib's own `MIN_ENV_WEIGHT`."""
+"""Smallest share of an environment with almost no weight, as atroposlib's `MIN_ENV_WEIGHT`."""
 KEY = "share"
-"""Of our `_Share` in atroposlib's dictionary of an environment, which lives as long as its registration."""
+"""Key of our `_Share` in atroposlib's dictionary of an environment; it lives as long as the
+registration."""
 Group = dict[str, Any]
 
 
 @dataclass
 class _Share:
-    """What is known of an environment beside its registration. Times are seconds of a monotonic clock."""
+    """Accounting of one environment; times are seconds of a monotonic clock."""
 
     owed: float = 0.0
-    """Sequences of earlier batches; negative where it had more than its share."""
+    """Sequences owed from earlier batches; negative: it had more than its share."""
     asked_at: float | None = None
-    """When it asked for its share last; None for a program that never does."""
+    """Time of its last request for its share; None for a program that never asks."""
     barren: bool = False
     short_since: float | None = None
-    """Since when a batch waits for it without a new group."""
+    """Start of the wait of a batch for its next group."""
     seen: int = 0
-    """Its groups in the queue at that time."""
+    """Number of its groups in the queue at that time."""
     lent: bool = False
-    """The others have its share; said once."""
+    """The others use its share; logged once."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """An environment that takes part in a batch."""
+    """Environment that takes part in a batch."""
 
     env: dict[str, Any]
     share: float
-    """0 to 1; of all members together 1."""
+    """Share of a batch, 0 to 1; the shares of all members add up to 1."""
     waited_for: bool
 
     @property
@@ -60,22 +63,22 @@ class Member:
 
     @property
     def group(self) -> int:
-        """Sequences of one of its groups."""
+        """Sequences in one of its groups."""
         return max(1, int(self.env.get("group_size") or 1))
 
 
 @dataclass(frozen=True)
 class Places:
-    """How many groups of one environment may be in the queue, and how many are."""
+    """Queue slots of one environment, and how many it uses."""
 
     places: int
     queued: int
     awaited: bool
-    """A batch waits for them."""
+    """A batch waits for its groups."""
 
 
-class Lacking(Exception):
-    """A batch waits for this environment's groups."""
+class GroupsMissing(Exception):
+    """A batch waits for groups of this environment."""
 
     def __init__(self, member: Member) -> None:
         super().__init__(member.env["desired_name"])
@@ -83,68 +86,81 @@ class Lacking(Exception):
 
 
 class Shares:
-    """Forms batches from a queue. One thread calls."""
+    """Batch composition by weight; belongs to one thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
 
     def form(self, queue: list[Group], size: int, envs: list[dict[str, Any]]) -> list[Group] | None:
-        """Return the groups of the next batch, oldest first; None while it waits for an environment, and an empty list
-        where no groups of the queue add up to `size` this way.
+        """Return the groups of the next batch, oldest first.
+
+        None: the batch waits for an environment. Empty list: no groups add up to `size` this way.
         """
         members = self._members(queue, envs)
         try:
             taken, owed = compose(queue, size, members)
-        except Lacking as lacking:
-            self._note_short(lacking.member, queue)
+        except GroupsMissing as missing:
+            # The clock of `LEND_S` starts at the first batch that this member holds up.
+            self._note_short(missing.member, queue)
             return None
         if taken:
+            # Whole groups never match a share exactly, so one group's size is a normal debt. More
+            # would let an environment that paused flood the next batches.
             largest = max(len(group["tokens"]) for group in taken)
             for member in members:
-                self._of(member.env).owed = min(largest, max(-largest, owed[member.number]))
+                self._share_of(member.env).owed = min(largest, max(-largest, owed[member.number]))
+        # `compose` takes groups by debt; the answer has them in their order of arrival.
         chosen = set(map(id, taken))
         return [group for group in queue if id(group) in chosen]
 
-    def several(self, queue: list[Group], envs: list[dict[str, Any]]) -> bool:
-        """Return whether there is anything to share."""
+    def is_shared(self, queue: list[Group], envs: list[dict[str, Any]]) -> bool:
+        """Return True if several environments share the queue."""
         return len(self._members(queue, envs)) > 1
 
     def places(
         self, number: int, queue: list[Group], handed_out: Sequence[Group], size: int, ahead: int,
         envs: list[dict[str, Any]], *, barren: bool,
     ) -> Places | None:  # fmt: skip
-        """Return the places of environment `number` in the next `ahead` batches, of which `handed_out` is the first;
-        None where it has the queue to itself, or there is no such environment.
+        """Return the queue slots of environment `number` in the next `ahead` batches; None if it is
+        the only one, or unknown.
+
+        Args:
+            handed_out: groups of the first of these batches, which is still in the queue.
+            barren: none of its groups can be sent.
         """
         if not 0 <= number < len(envs) or size < 1:
             return None
-        own = self._of(envs[number])
+        own = self._share_of(envs[number])
         own.asked_at, own.barren = self._clock(), barren
+        # An environment that asks is alive, even if it has sent nothing yet.
         members = self._members(queue, envs, asking=number)
         if len(members) < 2:
             return None
         count = sum(group.get("env_id") == number for group in handed_out)
-        owed = {member.number: self._of(member.env).owed for member in members}
+        owed = {member.number: self._share_of(member.env).owed for member in members}
+        # Simulate the coming batches with the present debts.
         for _ in range(ahead - bool(handed_out)):
             count += draw(members, owed, size)[number]
         queued = sum(group.get("env_id") == number for group in queue)
         return Places(count, queued, own.short_since is not None)
 
-    def _of(self, env: dict[str, Any]) -> _Share:
+    def _share_of(self, env: dict[str, Any]) -> _Share:
         share: _Share = env.setdefault(KEY, _Share())
         return share
 
     def _members(self, queue: list[Group], envs: list[dict[str, Any]], asking: int | None = None) -> list[Member]:
-        """Return the connected environments that a batch waits for, that have sent groups, or that are `asking`."""
+        """Return the connected environments that a batch waits for, that have sent groups, or that
+        are `asking`."""
         sent = Counter(group.get("env_id") for group in queue)
         connected = [env for env in envs if env["connected"]]
         takes_part = [
             (env, waited)
             for env in connected
-            if (waited := self._is_waited_for(env, sent[env["registered_id"]]))
+            if (waited := self._waits_for(env, sent[env["registered_id"]]))
             or sent[env["registered_id"]]
             or env["registered_id"] == asking
         ]
+        # Weights need not add up to 1; only their ratios count.
         total = sum(max(0.0, env["weight"]) for env, _ in takes_part) or 1.0
         weights = [max(env["weight"], LEAST_SHARE * total) for env, _ in takes_part]
         return [
@@ -152,10 +168,12 @@ class Shares:
             for (env, waited), weight in zip(takes_part, weights, strict=True)
         ]
 
-    def _is_waited_for(self, env: dict[str, Any], queued: int) -> bool:
-        share, now = self._of(env), self._clock()
+    def _waits_for(self, env: dict[str, Any], queued: int) -> bool:
+        share, now = self._share_of(env), self._clock()
+        # A new group ends the wait.
         if queued > share.seen:
             share.short_since, share.lent = None, False
+        # Batches remove groups; without this a later arrival would go unnoticed.
         share.seen = min(share.seen, queued)
         if share.asked_at is not None and now - share.asked_at > SILENT_S:
             return False
@@ -169,22 +187,22 @@ class Shares:
         return not share.barren and not late
 
     def _note_short(self, member: Member, queue: list[Group]) -> None:
-        share = self._of(member.env)
+        share = self._share_of(member.env)
         share.seen = sum(group.get("env_id") == member.number for group in queue)
         share.short_since = self._clock() if share.short_since is None else share.short_since
 
 
 def compose(queue: list[Group], size: int, members: Sequence[Member]) -> tuple[list[Group], dict[int, float]]:
-    """Return the groups of a batch, and what each member is owed after it. No groups where none add up.
-
-    Groups of environments that are gone come first: they only get older.
+    """Return the groups of a batch, and the sequences owed to each member after it; no groups if
+    none add up.
 
     Raises:
-        Lacking: a member that is waited for has sent too few.
+        GroupsMissing: the batch waits for a member that has sent too few.
     """
     own: dict[int, deque[Group]] = {member.number: deque() for member in members}
     taken: list[Group] = []
     total = 0
+    # Groups of environments that are gone come first: they only get older.
     for group in queue:
         if (number := group.get("env_id")) in own:
             own[number].append(group)
@@ -192,24 +210,30 @@ def compose(queue: list[Group], size: int, members: Sequence[Member]) -> tuple[l
             taken.append(group)
             total += len(group["tokens"])
     owed = {member.number: _owed(member) + member.share * (size - total) for member in members}
+    # Members leave the candidates when none of their groups fits, so the loop ends.
     candidates = list(members)
     while total < size and candidates:
+        # The member with the largest debt gives the next group.
         member = max(candidates, key=lambda each: owed[each.number])
         waiting = own[member.number]
         if not waiting or total + len(waiting[0]["tokens"]) > size:
+            # Do not fill its share with groups of others: raise, and try again when the queue has
+            # changed.
             if member.waited_for and not waiting and total + member.group <= size:
-                raise Lacking(member)
+                raise GroupsMissing(member)
             candidates.remove(member)
             continue
         group = waiting.popleft()
         taken.append(group)
         total += len(group["tokens"])
         owed[member.number] -= len(group["tokens"])
+    # A batch must have exactly `size` sequences; the trainer's step is built for that.
     return (taken, owed) if total == size else ([], owed)
 
 
 def draw(members: Sequence[Member], owed: dict[int, float], size: int) -> Counter[int]:
-    """Return how many groups each member gives to a batch when none is short of them, and charge them to `owed`."""
+    """Return how many groups each member gives to a batch if none falls short, and charge them to
+    `owed`."""
     for member in members:
         owed[member.number] += member.share * size
     counts: Counter[int] = Counter()

@@ -15,8 +15,8 @@ from aiohttp.test_utils import TestServer
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from atropos_api.auth import AuthMiddleware, Settings
 from atropos_api.batches import Batches
-from atropos_api.door import Door, Settings
 
 EOS = 1
 Answer = Callable[[list[int], dict[str, Any], int], list[int]]
@@ -118,7 +118,7 @@ async def run_api(*, keeps: bool = False, door: Settings | None = None) -> Async
 
     app.state._state.clear()
     served: Any = Batches(app, app.state) if keeps else app
-    served = Door(served, door) if door else served
+    served = AuthMiddleware(served, door) if door else served
     server = uvicorn.Server(uvicorn.Config(served, host="127.0.0.1", port=0, log_level="error"))
     server.capture_signals = nullcontext  # type: ignore[assignment, method-assign]
     task = asyncio.create_task(server.serve())

@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 from starlette.types import Message, Scope
 
-from atropos_api.door import Settings
+from atropos_api.auth import Settings
 from atropos_common import connections, peer
 from atropos_common.body import BodyError, Gunzip, read_body
 from atropos_common.bridge import TOKEN_HEADER
@@ -271,7 +271,7 @@ def test_unpacking_stops_at_the_limit() -> None:
     ("env", "says"),
     [
         ({"ATROPOS_API_UIDS": "bob"}, "ATROPOS_API_UIDS='bob': numbers of users"),
-        ({"ATROPOS_API_MAX_BODY_MIB": "0"}, "ATROPOS_API_MAX_BODY_MIB='0': a number of MiB"),
+        ({"ATROPOS_API_MAX_BODY_MIB": "0"}, "ATROPOS_API_MAX_BODY_MIB='0': give a number of MiB"),
     ],
 )
 def test_settings_that_cannot_be_meant(env: dict[str, str], says: str) -> None:

@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
 
-from atropos_api.door import Settings
+from atropos_api.auth import Settings
 from atropos_common.http import allowed_hosts, door_key
 from atropos_common.run_dir import ENV_DOOR_KEY
 from atropos_envs import EnvFault

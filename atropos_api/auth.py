@@ -1,8 +1,9 @@
-"""The door before atroposlib's application, for every request: whose process calls, by which name, from a browser or
-not, what it must not reach, and how much it sends.
+"""Auth middleware in front of atroposlib's application.
 
-run-api itself asks nobody who he is and answers every page of the web (CORS `*`), while the loopback is shared by all
-users of a machine, and by its browsers. Refused is what no part of a stack does; what is let in finds run-api as it is.
+It checks the caller's user, the Host header, browser headers, `/reset_data` and the size of the
+body. run-api itself accepts every caller and every web page (CORS `*`), while all users and
+browsers of a machine share the loopback. Only requests that no part of a stack makes are refused;
+the others reach run-api unchanged.
 """
 
 from __future__ import annotations
@@ -26,38 +27,40 @@ from atropos_common.run_dir import ENV_ALLOWED_HOSTS, ENV_TOKEN
 ENV_UIDS = "ATROPOS_API_UIDS"
 ENV_MAX_BODY = "ATROPOS_API_MAX_BODY_MIB"
 MAX_BODY_MIB = 400
-"""A batch of 16 groups of 16 completions of 32,768 tokens, all in one body, has 285 MB: as JSON a token takes 7 bytes,
-its mask another 7, its logprob 20."""
+"""Largest body in MiB. A token takes 34 bytes of JSON (id 7, mask 7, logprob 20), so 16 groups of
+16 completions of 32,768 tokens in one body are 285 MB."""
+# root can read every process's memory anyway, so refusing it protects nothing.
 ROOT = 0
 RESET = "/reset_data"
-"""Forgets trainer, environments and queue, and is a GET."""
+"""Route that makes run-api forget trainer, environments and queue; a GET."""
 HEALTH = "/info"
-"""What the supervisor asks, who sends no key to a port that nobody may have yet: sizes of a batch and a rollout."""
+"""Route of the supervisor's health check: batch size and rollout length. It needs no key, because
+another process may hold the port."""
 BROWSER_HEADERS = ("origin", "sec-fetch-")
-"""What begins like this comes from a browser, which has no business here."""
+"""Prefixes of headers that browsers send; no page has business here."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the door asks of a request."""
+    """Limits that a request has to meet."""
 
     uids: frozenset[int] | None
-    """Users who may call; null: everyone, from other machines too."""
+    """Users who may call; None: everyone, from other machines too."""
     hosts: frozenset[str]
-    """Names that the Host header may have."""
+    """Accepted names in the Host header."""
     max_body: int
-    """Bytes of a body, as sent and unpacked."""
+    """Limit of a body in bytes, both as sent and unpacked."""
     token: str = ""
-    """The run's; empty: there is none."""
+    """Secret of the run; empty: there is none."""
     keys: frozenset[str] = frozenset()
-    """Who has one of them may call from another machine; empty: only this machine reaches us."""
+    """Keys that admit other machines; empty: only this machine reaches the server."""
 
     @classmethod
     def from_env(cls, env: Mapping[str, str], bound: str) -> Settings:
-        """Read `env`, for a server bound to the address `bound`.
+        """Read `env` for a server that is bound to the address `bound`.
 
         Raises:
-            ValueError: a variable makes no sense; says which.
+            ValueError: a variable is invalid; the message names it.
         """
         hosts = allowed_hosts(bound, hosts_in(env, ENV_ALLOWED_HOSTS))
         token = env.get(ENV_TOKEN, "")
@@ -70,38 +73,43 @@ def _uids(env: Mapping[str, str]) -> frozenset[int] | None:
         return None
     words = [word.strip() for word in given.split(",") if word.strip()]
     if not all(word.isdecimal() for word in words):
-        raise ValueError(f"{ENV_UIDS}={given!r}: numbers of users with commas between them, or `any`")
+        raise ValueError(f"{ENV_UIDS}={given!r}: give user numbers separated by commas, or `any`")
     return frozenset({ROOT, os.geteuid(), *map(int, words)})
 
 
 def _max_body(env: Mapping[str, str]) -> int:
     given = env.get(ENV_MAX_BODY) or str(MAX_BODY_MIB)
     if not given.isdecimal() or int(given) == 0:
-        raise ValueError(f"{ENV_MAX_BODY}={given!r}: a number of MiB from 1 is needed")
+        raise ValueError(f"{ENV_MAX_BODY}={given!r}: give a number of MiB, 1 or more")
     return int(given) * 1024 * 1024
 
 
-class Door:
-    """ASGI application around `app`."""
+class AuthMiddleware:
+    """ASGI middleware around `app`."""
 
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self._app, self._settings = app, settings
 
+    # Every request passes here first; `connection` is None for a server without our protocol class.
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)  # begin and end of the server
+            await self._app(scope, receive, send)  # start-up and shutdown of the server
             return
         connection = connection_of(scope)
+        # Suspend the connection's deadline for the next request while this one runs.
         with connection.request() if connection else nullcontext():
             await self._request(connection, scope, receive, send)
 
     async def _request(self, connection: Connection | None, scope: Scope, receive: Receive, send: Send) -> None:
         keyed = opens(Headers(scope=scope).get("authorization"), self._settings.keys)
+        # A key proves the connection for its further requests, which then have the limits of the
+        # run's own.
         if connection and keyed:
             connection.prove()
+        # A key replaces the check of the user, never the checks of the request itself.
         refused = (None if keyed else self._foreign(connection, scope)) or self._misaddressed(scope)
         if refused:
-            # What it still sends is of no interest.
+            # The rest of the request is not read, so the connection cannot be used again.
             headers = {"Connection": "close"}
             await JSONResponse({"error": refused[1]}, refused[0], headers)(scope, receive, send)
             return
@@ -118,8 +126,9 @@ class Door:
             await self._app(scope, receive, send)
 
     def _foreign(self, connection: Connection | None, scope: Scope) -> tuple[int, str] | None:
-        """Why the process at the other end may not call; None where it may."""
+        """Return status and reason against this caller; None if it may call."""
         keys = self._settings.keys
+        # The run's own processes, or the supervisor's health check, which sends no key.
         if self._settings.uids is None or (connection and connection.own) or (keys and scope["path"] == HEALTH):
             return None
         if connection and (uid := connection.uid) is not None:
@@ -128,18 +137,20 @@ class Door:
         if keys:
             return key_refusal("run-api")
         return 403, (
-            "run-api serves processes of its own user on this machine, and the system does not say whose this "
-            f"connection is; {ENV_UIDS}=any lets everyone in"
+            "run-api serves processes of its own user on this machine, and the owner of this connection is unknown; "
+            f"{ENV_UIDS}=any admits everyone"
         )
 
     def _misaddressed(self, scope: Scope) -> tuple[int, str] | None:
-        """Why a request is none of a stack's."""
+        """Return status and reason against a request that no part of a stack makes; None if it is
+        fine."""
         headers = Headers(scope=scope)
         if misnamed := host_refusal(headers.get("host"), self._settings.hosts):
             return misnamed
         if name := next((name for name in headers if name.startswith(BROWSER_HEADERS)), ""):
             return 403, f"the header {name} comes from a browser, and run-api serves none: ask with curl"
         token, given = self._settings.token, headers.get(TOKEN_HEADER, "")
+        # Constant time, so that the answer's timing does not reveal the token.
         trusted = bool(token) and hmac.compare_digest(given.encode("latin-1", "replace"), token.encode())
         if scope["path"].rstrip("/") == RESET and not trusted:
             return 403, (
