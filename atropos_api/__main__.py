@@ -1,6 +1,6 @@
 """Start run-api behind its auth middleware.
 
-    python -m atropos_api [--host 127.0.0.1] [--port 8000]
+python -m atropos_api [--host 127.0.0.1] [--port 8000]
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Environments on atroposlib's BaseEnv, and the tiny model that the demo trains.
+"""Environments on atroposlib's BaseEnv, and the tiny model of the demo.
 
 python -m atropos_envs.warm_start --output runs/warm-start
 python -m atropos_envs.arithmetic_server serve --help
@@ -15,15 +15,17 @@ import sys
 from pathlib import Path
 
 NEEDS_NO_TORCH = (sys.stdlib_module_names - {"importlib", "runpy"}) | {"numpy", "pydantic"}
-"""Modules that an environment can use where transformers has no models."""
+"""Imports of an environment that work without torch."""
 
 
 class EnvFault(Exception):
-    """Ends an environment with a sentence in the place of a traceback: what happened, and the way out.
+    """End of an environment with an explanation in place of a traceback: what happened, and the
+    fix.
 
     Args:
         message: one or two sentences for the user.
-        exit_code: 1 when a part of the stack is gone (a restart may help), 2 for a mistake in the configuration.
+        exit_code: 1: a part of the stack is gone, and a restart may help; 2: a mistake in the
+            configuration.
     """
 
     def __init__(self, message: str, *, exit_code: int = 1) -> None:
@@ -32,12 +34,8 @@ class EnvFault(Exception):
 
 
 class Dismissed(Exception):
-    """A signal asked an environment to leave, and it has left. It was not done: a supervisor that has not asked for it
-    starts another one.
-
-    Args:
-        number: of the signal.
-    """
+    """End of an environment after SIGTERM or SIGINT, with exit status 128 + `number`. The
+    environment had not finished: a supervisor that did not send the signal restarts it."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"left after signal {number}")
@@ -45,28 +43,32 @@ class Dismissed(Exception):
 
 
 def without_torch() -> None:
-    """Import transformers as it is where there is no torch: with its tokenizers, and without models. For a program that
-    asks servers and computes nothing itself; torch and what is built upon it are two thirds of what such a program
-    takes to start, and of its memory. Does nothing where torch is imported already.
+    """Import transformers with its tokenizers but without torch, unless torch is imported already.
+
+    For a program that only sends requests: torch and the packages on top of it are two thirds of
+    its start-up time and memory.
     """
     if "torch" in sys.modules:
         return
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that there is no torch
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # no warning that torch is missing
+    # `None` makes `import torch` fail, and transformers then offers its tokenizers alone. The entry
+    # goes away again, so a later import of torch works.
     sys.modules["torch"] = None  # type: ignore[assignment]
     try:
-        importlib.import_module("transformers").is_torch_available()  # which it remembers
+        importlib.import_module("transformers").is_torch_available()  # transformers caches the answer
     finally:
         del sys.modules["torch"]
 
 
 def needs_no_torch(file: Path) -> bool:
-    """Whether all that an environment's file imports, wherever in it, is known to do without torch."""
+    """Return True if every import of the file, in functions too, works without torch."""
     try:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError):
         return False
     names: list[str] = []
     for node in ast.walk(tree):
+        # Walk the whole tree: a function may import torch long after start-up.
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

@@ -1,6 +1,7 @@
-"""The demo's task as pure functions: sums of two numbers from 0 to 19, which of them are held out, and the reward.
+"""The demo's task as pure functions: sums of two numbers from 0 to 19, the held-out split, the
+reward.
 
-No torch, no atroposlib: the warm start, the environment and the tests share it.
+Imports neither torch nor atroposlib: the warm start, the environment and the tests share it.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ from pathlib import Path
 
 from atropos_envs import EnvFault
 
+# 400 sums: small enough to learn in minutes on a CPU, with enough carries to be hard.
 OPERANDS = 20
-"""Both numbers run from 0 to one less."""
+"""Both numbers are below this."""
 EASY_SHARE = 0.3
-"""Share of the sums without a carry that are asked; carries are what there is to learn, so all of them are."""
+"""Share of the sums without a carry that are used. Every sum with a carry is used: carries are what
+the model has to learn."""
 HELD_OUT = 25
-"""Questions that neither the warm start nor the rollouts ever see."""
+"""Number of questions that neither the warm start nor the rollouts use."""
+# The largest answer, 38, needs two digits and the end token; one token more shows a run-on answer.
 MAX_NEW_TOKENS = 4
 TASK_FILE = "task.json"
 
@@ -40,18 +44,18 @@ class Sum:
 
     @property
     def carries(self) -> bool:
-        """Whether the ones add up to ten or more."""
+        """True if the ones add up to ten or more."""
         return self.left % 10 + self.right % 10 >= 10
 
     @property
     def without_carry(self) -> str:
-        """What comes out when the carry is forgotten; the right answer where there is none."""
+        """The answer with the carry forgotten; the right answer if there is no carry."""
         return str(self.left + self.right - (10 if self.carries else 0))
 
 
 @dataclass(frozen=True)
 class Task:
-    """Which questions are for training and which are held out; disjoint and sorted."""
+    """Split into training and held-out questions; disjoint and sorted."""
 
     seed: int
     held_out: tuple[Sum, ...]
@@ -64,12 +68,14 @@ class Task:
 
 
 def all_questions() -> list[Sum]:
-    """Every sum there is, in order."""
+    """All sums, in order."""
     return [Sum(left, right) for left in range(OPERANDS) for right in range(OPERANDS)]
 
 
 def make_task(seed: int) -> Task:
-    """All sums with a carry and `EASY_SHARE` of the others, `HELD_OUT` of them held out; chosen by `seed` alone."""
+    """Choose all sums with a carry and `EASY_SHARE` of the others, and hold `HELD_OUT` of them out;
+    depends on `seed` alone."""
+    # An own generator: the split must not depend on what else the process draws.
     rng = random.Random(seed)
     easy = [question for question in all_questions() if not question.carries]
     asked = [question for question in all_questions() if question.carries]
@@ -83,7 +89,7 @@ def make_task(seed: int) -> Task:
 
 
 def write_task(task: Task, folder: Path, accuracy: dict[str, float]) -> None:
-    """Save the split beside a model, with the accuracies it started from."""
+    """Save the split beside a model, with its accuracies before training."""
     content = {
         "seed": task.seed,
         "held_out": [[question.left, question.right] for question in task.held_out],
@@ -94,12 +100,14 @@ def write_task(task: Task, folder: Path, accuracy: dict[str, float]) -> None:
 
 
 def load_task(folder: Path, *, seed: int) -> Task:
-    """The split that the model in `folder` was warm-started with; a model without one gets the split of `seed`.
+    """Load the split that the model in `folder` was warm-started with; without a file, make the
+    split of `seed`.
 
     Raises:
-        EnvFault: the file is there and is not a split of this task.
+        EnvFault: the file is not a split of this task.
     """
     path = folder / TASK_FILE
+    # A model that was not warm-started, such as one of the user's own.
     if not path.is_file():
         return make_task(seed)
     try:
@@ -109,6 +117,7 @@ def load_task(folder: Path, *, seed: int) -> Task:
         raise EnvFault(
             f"{path}: not a task file ({error}); delete the folder and warm-start again", exit_code=2
         ) from None
+    # A hand-edited file could train on held-out questions, and the evaluation would be worthless.
     if not task.held_out or not task.training or set(task.held_out) & set(task.training):
         raise EnvFault(
             f"{path}: its two parts are empty or overlap; delete the folder and warm-start again", exit_code=2
@@ -124,7 +133,7 @@ def _questions(pairs: list[list[int]]) -> tuple[Sum, ...]:
 
 
 def reward(completion: Sequence[int], answer: Sequence[int], eos: int) -> float:
-    """1.0 when the completion is exactly the answer's tokens and then the end token, else 0.0.
+    """Return 1.0 if the completion is exactly the answer's tokens and the end token, else 0.0.
 
     Args:
         completion: generated token ids, end token included.

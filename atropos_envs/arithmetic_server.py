@@ -1,12 +1,13 @@
-"""Sums of two numbers as an atroposlib environment: the demo's task, small enough to learn on two CPU cores.
+"""Sums of two numbers as an atroposlib environment: the demo's task, learnable on two CPU cores.
 
-    python -m atropos_envs.arithmetic_server serve --env.tokenizer_name MODEL --openai.model_name MODEL \\
-        --env.rollout_server_url http://127.0.0.1:8000 --openai.base_url http://127.0.0.1:9001/v1
+    python -m atropos_envs.arithmetic_server serve --env.tokenizer_name MODEL \\
+        --openai.model_name MODEL --openai.base_url http://127.0.0.1:9001/v1 \\
+        --env.rollout_server_url http://127.0.0.1:8000
     python -m atropos_envs.arithmetic_server process ... --env.data_path_to_save_groups groups.jsonl
     python -m atropos_envs.arithmetic_server evaluate ...
 
-A group is one prompt such as `7+8=` completed `group_size` times; the reward is 1 for the exact digits and the end
-token, else 0. Held-out questions are never rolled out, only evaluated.
+A group is `group_size` completions of one prompt such as `7+8=`. The reward is 1 for the exact
+digits and the end token, else 0. Held-out questions are evaluated, never rolled out.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, ClassVar
 
 from atropos_envs import without_torch
 
+# Before the import of atroposlib, which would import torch.
 if __name__ == "__main__":
     without_torch()
 
@@ -34,20 +36,20 @@ class ArithmeticConfig(BaseEnvConfig):  # type: ignore[misc]
 
     seed: int = Field(0, description="Order of the questions; also the split, where the model folder has no task.json")
     temperature: float = Field(1.0, gt=0, description="Sampling temperature of rollouts")
-    carry_questions: int = Field(25, ge=0, description="How many training questions with a carry an evaluation asks")
+    carry_questions: int = Field(25, ge=0, description="Number of training questions with a carry in an evaluation")
 
 
 class ArithmeticEnv(StackEnv):
-    """Questions in epochs, each epoch a new order of all training questions."""
+    """Epochs over all training questions, each in a new order."""
 
     name = "arithmetic"
     env_config_cls = ArithmeticConfig
 
     env_defaults: ClassVar[dict[str, Any]] = {
         "batch_size": 128,
-        # A whole batch under way at once; get_status keeps it from becoming more.
+        # A whole batch in flight at once; `Hosted.get_status` bounds it.
         "max_num_workers": 16,
-        # So that the mean reward can reach 1.
+        # Flat groups are sent, so that the mean reward can reach 1.
         "ensure_scores_are_not_same": False,
         "steps_per_eval": 10,
         "max_token_length": 32,
@@ -55,10 +57,10 @@ class ArithmeticEnv(StackEnv):
     server_defaults: ClassVar[dict[str, Any]] = {"timeout": 120}
 
     async def setup(self) -> None:
-        """Load the split that belongs to the model.
+        """Load the split of the model.
 
         Raises:
-            EnvFault: the model's task file is damaged, or its tokenizer is not one token per character.
+            EnvFault: the model's task file is damaged.
         """
         self.task: Task = load_task(Path(self.config.tokenizer_name), seed=self.config.seed)
         self.items = epochs(self.task.training, random.Random(self.config.seed))
@@ -66,7 +68,7 @@ class ArithmeticEnv(StackEnv):
         self._carries = random.Random(self.config.seed).sample(carries, min(self.config.carry_questions, len(carries)))
 
     async def rollout(self, item: Sum) -> dict[str, Any]:
-        """`group_size` completions of one question, scored."""
+        """Return `group_size` scored completions of one question."""
         sampling = {"temperature": self.config.temperature, "max_tokens": MAX_NEW_TOKENS}
         async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
             await managed.completion(prompt=item.prompt, n=self.config.group_size, **sampling)
@@ -75,7 +77,8 @@ class ArithmeticEnv(StackEnv):
         return self.scored_group(nodes, scores, sampling)
 
     def eval_questions(self) -> dict[str, Sequence[Sum]]:
-        """Held-out questions, and a fixed sample of carries: what the warm start never says greedily."""
+        """Held-out questions, and a fixed sample of carries, which the warm-started model never
+        answers greedily."""
         return {"held_out": self.task.held_out, "carries": self._carries}
 
     async def grade(self, question: Sum, *, wait: bool) -> Graded:
@@ -87,7 +90,7 @@ class ArithmeticEnv(StackEnv):
 
 
 def _completion(tokens: Sequence[int], masks: Sequence[int]) -> list[int]:
-    """The generated part: where the mask is not -100."""
+    """Return the generated tokens: those whose mask is not -100."""
     return [token for token, mask in zip(tokens, masks, strict=True) if mask != -100]
 
 

@@ -1,8 +1,8 @@
-"""What an environment of ours adds to a hosted one (`hosted.py`), and the program around it.
+"""Base class of our own environments, and the program around them.
 
-An evaluation before the first rollout and after the last, accuracies with the weight version behind them, and faults of
-its servers in words. An environment module ends with `run(ItsClass)`; the commands serve, process and evaluate are
-atroposlib's own.
+`StackEnv` adds to `hosted.Hosted` an evaluation before the first rollout and after the last,
+accuracies with the weight version behind them, and plain error messages. An environment module ends
+with `run(ItsClass)`; the commands serve, process and evaluate are atroposlib's.
 """
 
 from __future__ import annotations
@@ -31,34 +31,36 @@ from atropos_envs.hosted import Hosted
 log = logging.getLogger(__name__)
 
 ONE_OFF_PATIENCE_S = 60.0
-"""How long process and evaluate wait for the inference server."""
+"""Seconds that process and evaluate wait for the inference server."""
 LEAVE_S = 3.0
-"""For the last evaluation on SIGTERM, well inside of the supervisor's grace."""
+"""Timeout of the last evaluation after SIGTERM, well below the supervisor's grace period."""
 
 
 class StackEnv(Hosted):
     """Base of our environments.
 
-    A subclass gives `eval_questions`, `grade`, `rollout` in the place of `collect_trajectories`, and BaseEnv's `setup`,
-    which has to set `items`.
+    A subclass defines `eval_questions`, `grade`, `rollout` (in place of `collect_trajectories`) and
+    BaseEnv's `setup`, which must set `items`.
     """
 
     server_cls = EngineClient
     name = "env"
     evaluates_first: ClassVar[bool] = True
-    """No rollout starts before the first evaluation is over, so that it surely sees the untrained weights."""
+    """Start no rollout before the first evaluation is over, so that it measures the untrained
+    weights."""
     evaluates_last: ClassVar[bool] = True
-    """Evaluate once more on SIGTERM: for evaluations that take a moment only."""
+    """Evaluate once more on SIGTERM; for evaluations of a few seconds."""
     env_defaults: ClassVar[dict[str, Any]] = {}
-    """Fields of `env_config_cls` that differ from every environment's defaults."""
+    """Overrides of the defaults of `env_config_cls`."""
     server_defaults: ClassVar[dict[str, Any]] = {}
-    """Fields of APIServerConfig, likewise."""
+    """Overrides of the defaults of APIServerConfig."""
     items: Iterator[Any]
-    """What is rolled out, one after the other."""
+    """Endless stream of items to roll out."""
 
     @classmethod
     def config_init(cls) -> tuple[Any, list[Any]]:
-        """Defaults that hold the policy lag at one, without wandb; the server configs are a list."""
+        """Return the default configurations: a policy lag of one, no wandb, a list of one
+        server."""
         fields: dict[str, Any] = {
             "wandb_name": cls.name,
             "use_wandb": False,
@@ -66,7 +68,7 @@ class StackEnv(Hosted):
             "max_batches_offpolicy": 1,
             "max_eval_workers": 64,
             "eval_handling": EvalHandlingEnum.NONE,
-            # The trainer ends the run. An environment that counts drained batches would leave first.
+            # The trainer ends the run. An environment that counts batches would exit before it.
             "total_steps": 1_000_000_000,
             "rollout_server_url": "http://127.0.0.1:8000",
         }
@@ -79,48 +81,50 @@ class StackEnv(Hosted):
         return cls.env_config_cls(**fields | cls.env_defaults), [APIServerConfig(**server | cls.server_defaults)]
 
     def __init__(self, config: Any, server_configs: Any, slurm: bool = False, testing: bool = False) -> None:
+        # Before BaseEnv, which loads the tokenizer first.
         _check_servers(server_configs)
         super().__init__(config, server_configs, slurm=slurm, testing=testing)
         self._may_roll = asyncio.Event()
         self._evaluating = asyncio.Lock()
         run = RunDir.from_env()
-        self._place = run.bridge / f"env.{self.component}.items" if run is not None else None
+        # Outside of a run nothing is saved: every start begins with the first item.
+        self._position_file = run.bridge / f"env.{self.component}.items" if run is not None else None
         self._taken: int | None = None
 
-    # What a subclass gives
+    # To be defined by a subclass
 
     def eval_questions(self) -> dict[str, Sequence[Any]]:
-        """The questions of each split that is evaluated."""
+        """Return the questions of each split to evaluate."""
         raise NotImplementedError
 
     async def grade(self, question: Any, *, wait: bool) -> Graded:
-        """Answer one question greedily; with `wait=False` raise EngineUnavailable rather than wait."""
+        """Answer one question greedily; with `wait=False` raise EngineUnavailable at once if no
+        engine answers."""
         raise NotImplementedError
 
     async def rollout(self, item: Any) -> dict[str, Any]:
-        """Return one scored group (a ScoredDataGroup). Flat ones are counted and replaced by others."""
+        """Return one scored group (a ScoredDataGroup). Flat groups are counted and replaced."""
         raise NotImplementedError
 
-    # What it may use
+    # For use by a subclass
 
     async def get_next_item(self) -> Any:
-        """The next of `items`."""
         self._taken = (self._taken or 0) + 1
         return next(self.items)
 
     async def greedy(self, prompt_ids: list[int], *, wait: bool, **sampling: Any) -> Generation:
-        """The likeliest completion."""
+        """Return the greedy completion."""
         return await self.server.servers[0].generate(prompt_ids, wait=wait, temperature=0.0, **sampling)
 
     def require_chat_template(self) -> None:
-        """Raises EnvFault for a model that cannot chat."""
+        """Raise EnvFault if the model has no chat template."""
         if not self.tokenizer.chat_template:
             raise EnvFault(
                 f"{self.config.tokenizer_name} has no chat template; use an instruction-tuned model", exit_code=2
             )
 
     def scored_group(self, nodes: Sequence[Any], scores: list[float], sampling: dict[str, Any]) -> dict[str, Any]:
-        """What run-api takes, of the sequences that ManagedServer has noted."""
+        """Return the group in run-api's form, from the sequences that ManagedServer recorded."""
         return {
             "tokens": [node.tokens for node in nodes],
             "masks": [node.masked_tokens for node in nodes],
@@ -132,7 +136,7 @@ class StackEnv(Hosted):
     # The three commands
 
     async def process_manager(self) -> None:
-        """process: write `env.total_steps` groups to a file."""
+        """Run the command `process`: write `env.total_steps` groups to a file."""
         await self._one_off(super().process_manager())
 
     async def _run_evaluate(self) -> None:
@@ -156,35 +160,37 @@ class StackEnv(Hosted):
         return await self.rollout(item), []
 
     async def env_step_checks(self) -> None:
-        """The cadence of evaluations, and one more when the trainer has drained its last batch."""
+        """Evaluate at BaseEnv's intervals, and once more after the trainer's last batch."""
         before, now = self.curr_step, self.status_dict["current_step"]
         await super().env_step_checks()
         if now != before:
-            self._note_place()
+            self._save_position()
+        # `current_step` can jump over `num_steps`, so compare both sides of it.
         if self._evaluates and self.num_steps is not None and before < self.num_steps <= now:
             self._evaluate_soon()
 
     async def get_server_info(self) -> None:
-        """After registering: learn the batch size, then evaluate while BaseEnv waits its five seconds."""
+        """Register; then start the first evaluation, while BaseEnv waits five seconds."""
         await super().get_server_info()
-        self._go_on()
+        self._skip_done()
         if self._evaluates:
             self.eval_runner = asyncio.create_task(self._evaluate_first())
         if not (self._evaluates and self.evaluates_first):
             self._may_roll.set()
 
-    def _go_on(self) -> None:
-        """Leave out the items that earlier attempts of this run have rolled out."""
+    def _skip_done(self) -> None:
+        """Skip the items that earlier attempts of this run rolled out."""
         self._taken = 0
         with suppress(OSError, ValueError):
-            self._taken = int(read_regular(self._place)) if self._place is not None else 0
+            self._taken = int(read_regular(self._position_file)) if self._position_file is not None else 0
         next(islice(self.items, self._taken, self._taken), None)
 
-    def _note_place(self) -> None:
-        """Items in flight, and those to come again, are lost with this process: the next one begins so many before."""
-        if self._place is not None and self._taken is not None:
-            with suppress(OSError):  # a full disk costs the place, not the environment
-                write_private(self._place, str(max(0, self._taken - len(self.workers) - len(self.backlog))))
+    def _save_position(self) -> None:
+        """Save the position for the next attempt: items taken, minus those in flight and in the
+        backlog, which are lost with this process."""
+        if self._position_file is not None and self._taken is not None:
+            with suppress(OSError):  # a full disk costs the position, not the environment
+                write_private(self._position_file, str(max(0, self._taken - len(self.workers) - len(self.backlog))))
 
     # Evaluation
 
@@ -201,6 +207,7 @@ class StackEnv(Hosted):
     async def _evaluation(self, *args: Any, wait: bool = True, **kwargs: Any) -> None:
         """Answer every split's questions greedily and append one record for each split."""
         async with self._evaluating:
+            # Before the questions, so that a batch drained meanwhile does not shift the record.
             step = await self._registration.current_step() if self._serving else None
             for split, questions in self.eval_questions().items():
                 if not questions:
@@ -210,6 +217,7 @@ class StackEnv(Hosted):
                 except (EngineUnavailable, EngineRefused) as error:
                     if not self._serving:
                         raise
+                    # A server that is away is a line in the log, not a failed evaluation.
                     log.warning("no evaluation of %s: %s", split, error)
                     return
                 record = self.eval_log.append(split, graded, step)
@@ -221,24 +229,27 @@ class StackEnv(Hosted):
                 )
 
     async def _grade_all(self, questions: Sequence[Any], wait: bool) -> list[Graded]:
-        places = asyncio.Semaphore(self.config.max_eval_workers)
+        # The engine serves rollouts at the same time; a whole test split at once would fill its
+        # queue.
+        slots = asyncio.Semaphore(self.config.max_eval_workers)
 
         async def one(question: Any) -> Graded:
-            async with places:
+            async with slots:
                 return await self.grade(question, wait=wait)
 
         return await asyncio.gather(*(one(question) for question in questions))
 
     async def _last_words(self) -> None:
-        self._note_place()
+        self._save_position()
         if self._stopping and self._fault is None and self._evaluates and self.evaluates_last:
+            # The evaluation that held the old lock is cancelled.
             self._evaluating = asyncio.Lock()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.evaluate(wait=False), LEAVE_S)
 
 
 def epochs(items: Sequence[Any], rng: random.Random) -> Iterator[Any]:
-    """All of `items` in a new order, again and again."""
+    """Yield all of `items` in a new order, again and again."""
     while True:
         yield from reversed(rng.sample(items, len(items)))
 
@@ -252,20 +263,20 @@ def _check_servers(server_configs: Any) -> None:
                 exit_code=2,
             )
         if not getattr(config, "base_url", ""):
-            raise EnvFault("which inference server? Give --openai.base_url http://127.0.0.1:PORT/v1", exit_code=2)
+            raise EnvFault("no inference server is given; pass --openai.base_url http://127.0.0.1:PORT/v1", exit_code=2)
 
 
 def configure_logging() -> None:
-    """One line per event. BaseEnv reports its inner state ten times a second at INFO, and at DEBUG once any root
-    logger call has installed a handler; here only its warnings pass."""
+    """Log one line per event, and only warnings of libraries. BaseEnv logs its state ten times a
+    second at INFO, and at DEBUG once a root logger call has installed a handler."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
     for name in ("atroposlib", "atroposlib.envs.base", "httpx", "httpx2", "openai", "datasets", "urllib3"):
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def one_off_defaults(arguments: Sequence[str]) -> list[str]:
-    """atroposlib turns wandb on for process and evaluate, and process runs for total_steps: without a word from the
-    user, no wandb and ten groups."""
+    """Add defaults to the commands process and evaluate: no wandb, and ten groups for process.
+    atroposlib would enable wandb, and process would run for total_steps."""
     command = arguments[0] if arguments else ""
     if command not in ("process", "evaluate"):
         return list(arguments)
@@ -276,34 +287,36 @@ def one_off_defaults(arguments: Sequence[str]) -> list[str]:
 
 
 def run(env_class: type[StackEnv]) -> NoReturn:
-    """atroposlib's command line around `env_class`. Exit 0, 1 (a part is gone), 2 (a mistake), 143 (SIGTERM)."""
+    """Run atroposlib's command line for `env_class`. Exit status: 0; 1 a part is gone; 2 a mistake;
+    143 SIGTERM."""
     configure_logging()
     sys.argv[1:] = one_off_defaults(sys.argv[1:])
     leave(exit_code_of(env_class.cli))
 
 
 def exit_code_of(work: Callable[[], None], *, causes: bool = False) -> int:
-    """Call `work`; how it ended, for the system, and in words where that was a fault.
+    """Call `work` and return its exit status; log a fault as one message.
 
     Args:
-        causes: show the traceback of what a fault came from, in code that nobody here wrote.
+        causes: also log the traceback of the fault's cause, for code of other authors.
     """
     try:
         work()
     except EnvFault as fault:
         log.error("%s", fault)
         if causes and fault.__cause__ is not None and not isinstance(fault.__cause__, ImportError):
-            log.info("where it happened:\n%s", "".join(traceback.format_exception(fault.__cause__)))
+            log.info("traceback:\n%s", "".join(traceback.format_exception(fault.__cause__)))
         return fault.exit_code
-    except Dismissed as told:
-        return told.exit_code
+    except Dismissed as dismissed:
+        return dismissed.exit_code
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     return 0
 
 
 def leave(code: int) -> NoReturn:
-    """Leave at once: taking torch apart, which transformers brings along, costs seconds on a busy machine."""
+    """Exit at once: an orderly shutdown of torch, which transformers imports, takes seconds on a
+    busy machine."""
     if wandb.run is not None:
         wandb.finish()
     logging.shutdown()

@@ -1,4 +1,5 @@
-"""An environment's own stream, `RUN/eval.NAME.jsonl`: accuracies, its own metrics, what became of its groups."""
+"""An environment's own stream, `RUN/eval.NAME.jsonl`: accuracies, metrics, and counts of its
+groups."""
 
 from __future__ import annotations
 
@@ -28,27 +29,28 @@ _SHARE = re.compile(r"correct|accuracy|(^|[_/])acc([_/]|$)|pass@|success|solve",
 """Names under which environments log the share of right answers."""
 
 
+# Characters; reasons are keys of a record and columns of the screen.
 LONGEST_REASON = 160
 MANY_IN_VAIN = 32
-"""Groups that failed or were left out, one after the other, before other environments may have our share."""
+"""Groups in a row that fail or are left out before other environments get our share."""
 
 
 @dataclass(frozen=True)
 class Graded:
-    """One question answered."""
+    """Result of one question."""
 
     correct: bool
     weight_version: int | None = None
-    """Oldest weight version behind the answer; null when the server names none."""
+    """Oldest weight version behind the answer; None if the server reports none."""
 
 
 def component_name(default: str) -> str:
-    """This program's name in the plan; `default` when it runs alone."""
+    """Return this component's name in the plan; `default` outside of a run."""
     return os.environ.get(ENV_COMPONENT) or default
 
 
 def eval_path(name: str, folder: str | None) -> Path | None:
-    """Where accuracies go: the run directory, else `folder`, else nowhere."""
+    """Return the file for accuracies: in the run directory, else in `folder`, else None."""
     run = RunDir.from_env()
     if run is not None:
         return run.eval_jsonl(name)
@@ -56,10 +58,10 @@ def eval_path(name: str, folder: str | None) -> Path | None:
 
 
 class EvalLog:
-    """Appends records; a restarted environment goes on where the last whole line ended."""
+    """Writer of the stream; after a restart `seq` continues behind the last whole line."""
 
     def __init__(self, path: Path | None, env: str) -> None:
-        """Open `path` (None: records are made, and kept nowhere) and cut a torn last line off."""
+        """Open `path` and cut off a torn last line; with None, records are made but not written."""
         self._path = path
         self._env = env
         self._run_id = os.environ.get(ENV_RUN_ID, "")
@@ -69,10 +71,12 @@ class EvalLog:
         """Write the accuracy over `graded` and return the record.
 
         Raises:
-            ValueError: nothing was graded, so there is no accuracy.
+            ValueError: `graded` is empty.
         """
         if not graded:
             raise ValueError(f"no question of {split} was graded")
+        # The engine may publish during an evaluation, so the oldest version is the honest one. With
+        # an unknown version among them there is no answer.
         versions = [each.weight_version for each in graded if each.weight_version is not None]
         correct = sum(each.correct for each in graded)
         record = EvalRecord(
@@ -87,7 +91,9 @@ class EvalLog:
         return self._write(record)
 
     def measured(self, metrics: Mapping[str, Any], policy_step: int | None) -> None:
-        """Numbers by name, as an environment hands them to wandb; shares of right answers in `eval/` are accuracies."""
+        """Write the numbers of `metrics`, which an environment logs for wandb; shares of right
+        answers in `eval/` also become accuracies."""
+        # Environments also log tables and strings for wandb.
         numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, (int, float, np.number))}
         for name, value in numbers.items():
             kind, _, split = name.partition("/")
@@ -100,7 +106,8 @@ class EvalLog:
         self, tally: Tally, adjusted: Mapping[str, int], requests: int, step: int | None,
         bounds: Mapping[str, float] | None = None,
     ) -> None:  # fmt: skip
-        """Write what became of the groups and requests since the start; `bounds`: workers and queue slots."""
+        """Write the counts of groups and requests since the start; `bounds`: workers and queue
+        slots."""
         self._write(
             EnvCountsRecord(
                 env=self._env, policy_step=step, requests=requests, sent=tally.sent, left_out=dict(tally.left_out),
@@ -111,9 +118,10 @@ class EvalLog:
         )  # fmt: skip
 
     def _write(self, record: RecordT) -> RecordT:
-        """Stamp and append; return what was written."""
+        """Stamp and append a record; return it."""
         stamped = record.model_copy(update={"run_id": self._run_id, "time": time.time(), "seq": self._next})
         if self._path is not None:
+            # Opened for each record, since minutes may pass between two.
             with self._path.open("a") as file:
                 file.write(stamped.to_line())
         self._next += 1
@@ -127,48 +135,51 @@ class Tally:
         self.sent = 0
         """Groups that run-api accepted."""
         self.left_out: Counter[str] = Counter()
-        """Groups that run-api does not have, by reason (`atropos_common/group_reasons.py`)."""
+        """Groups that did not reach run-api, by reason (`atropos_common/group_reasons.py`)."""
         self.examples: dict[str, str] = {}
-        """Newest words about a reason: which field run-api refused, which type JSON cannot hold."""
+        """Newest detail of each reason: the field that run-api refused, the type that JSON cannot
+        hold."""
         self.failures: Counter[str] = Counter()
-        """Groups that were not made, by reason."""
+        """Groups whose rollout failed, by reason."""
         self.evaluation_failures: Counter[str] = Counter()
-        """Evaluations that failed since the last one that did not, by reason."""
+        """Evaluations that failed since the last success, by reason."""
         self.urgent = False
-        """A reason was counted for the first time: it is to be written at once."""
+        """A reason came up for the first time: write the counts at once."""
         self._scores: list[float] = []
         self._barren_since = 0
-        """Groups that were made in vain or failed when run-api accepted one last."""
+        """Value of `_in_vain` when run-api last accepted a group."""
+        # Pairs of reason and kind that were logged already.
         self._kinds: set[tuple[str, str]] = set()
-        self._told = self._now
+        self._reported = self._totals
 
     def failed(self, error: BaseException) -> None:
-        """Count a rollout that raised; log the first of a kind with the place where it came from."""
+        """Count a failed rollout; log the first of a kind with its traceback."""
         self._raised("a rollout failed", error, self.failures)
 
     def evaluated(self, error: BaseException | None) -> None:
-        """Count an evaluation: `error` is what it raised, None where it did not."""
+        """Count an evaluation by its error; a success (None) clears the counts."""
         if error is None:
             self.evaluation_failures.clear()
         else:
             self._raised("an evaluation failed", error, self.evaluation_failures)
 
     def group(self, group: Any, config: Any, max_token_len: int) -> str | None:
-        """Count a converted group that is made; return the reason why it is not sent, None for one that goes out."""
+        """Count a converted group; return the reason for which it is not sent, None if it is."""
         reason = why_left_out(group, config, max_token_len)
         if reason is None:
+            # For the mean of the next progress line.
             self._scores += group["scores"]
         else:
             self.leave_out(reason)
         return reason
 
     def leave_out(self, reason: str, words: str = "", kind: str = "") -> None:
-        """Count a group that run-api does not have.
+        """Count a group that does not reach run-api.
 
         Args:
             reason: one of `atropos_common/group_reasons.py`.
-            words: what is wrong with this one; logged once for each `kind`.
-            kind: what `words` are about.
+            words: detail of this group; logged once for each `kind`.
+            kind: subject of `words`.
         """
         self.left_out[reason] += 1
         if not words:
@@ -180,26 +191,27 @@ class Tally:
             log.warning("a group is left out (%s): %s. More of the kind are counted", in_words(reason), words)
 
     def accepted(self) -> None:
-        """Count a group that run-api accepted."""
         self.sent += 1
         self._barren_since = self._in_vain
 
     @property
     def barren(self) -> bool:
-        """Whether of the newest `MANY_IN_VAIN` groups none could be sent."""
+        """True if none of the newest `MANY_IN_VAIN` groups could be sent."""
         return self._in_vain - self._barren_since >= MANY_IN_VAIN
 
     @property
     def _in_vain(self) -> int:
+        # A surplus group was fine; it was dropped because the queue had no slot for it.
         return self.left_out.total() - self.left_out[SURPLUS] + self.failures.total()
 
     def news(self) -> bool:
-        """Return whether something was counted since the last line."""
-        return self._told != self._now
+        """Return True if the counts have changed since the last `line`."""
+        return self._reported != self._totals
 
     def line(self) -> str:
         """Return the progress in one line."""
-        self._told, self.urgent = self._now, False
+        # The line reports the present counts, so nothing is urgent any more.
+        self._reported, self.urgent = self._totals, False
         parts = [f"{self.sent} groups sent"]
         if self._scores:
             parts.append(f"mean score {sum(self._scores) / len(self._scores):.3f} over the last {len(self._scores)}")
@@ -210,20 +222,22 @@ class Tally:
         return ", ".join(parts)
 
     @property
-    def _now(self) -> tuple[int, ...]:
+    def _totals(self) -> tuple[int, ...]:
         counts = (self.left_out, self.failures, self.evaluation_failures)
         return (self.sent, *(each.total() for each in counts))
 
     def _raised(self, what: str, error: BaseException, counts: Counter[str]) -> None:
         reason = reason_of(error)
         if reason not in counts:
+            # Later errors of the same kind are only counted, so the log stays readable.
             log.warning("%s: %s", what, reason, exc_info=None if _is_answer(error) else error)
             self.urgent = True
         counts[reason] += 1
 
 
 def reason_of(error: BaseException) -> str:
-    """One line; the root of what tenacity's retries wrap."""
+    """Return the error in one line; for tenacity's retries the error of the last attempt."""
+    # Retries may be nested: an environment's own around atroposlib's.
     while hasattr(error, "last_attempt") and error.last_attempt.exception() is not None:
         error = error.last_attempt.exception()
     text = " ".join(str(error).split())
@@ -231,5 +245,5 @@ def reason_of(error: BaseException) -> str:
 
 
 def _is_answer(error: BaseException) -> bool:
-    """The server said no: there is nothing to see in a traceback."""
+    """Return True if the server refused the request: a traceback would show nothing useful."""
     return isinstance(error, APIStatusError) or type(error).__name__ in ("EngineRefused", "EngineUnavailable")

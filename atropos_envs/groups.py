@@ -1,7 +1,8 @@
-"""A group as run-api takes it: plain numbers, one advantage for each token, JSON.
+"""A group in run-api's form: plain numbers, one advantage for each token, JSON.
 
-Rewards often come from numpy or torch, and JSON holds neither. `convert` makes plain numbers of everything that is a
-number, in every field that run-api knows; `encoded` does the same for what an environment adds by itself.
+Rewards often come from numpy or torch, which JSON cannot hold. `convert` turns every number in the
+fields that run-api knows into a plain one; `encoded` does the same for fields that an environment
+adds.
 """
 
 from __future__ import annotations
@@ -15,27 +16,29 @@ from atropos_common.group_reasons import FLAT, GROUP_SIZE, NONE, NOT_FINITE, TOO
 
 Group = dict[str, Any]
 Read = Callable[[Any, str], Any]
-"""Read a value; the second argument is its place in the group, for errors."""
+"""Reader of a value; the second argument is its place in the group, for error messages."""
 
 
+# run-api refuses a group without these fields.
 NEEDED = ("tokens", "masks", "scores")
 
 
 class Unsendable(ValueError):
-    """A group that run-api cannot be sent; the message names the field and the type."""
+    """The group cannot be sent to run-api; the message names field and type."""
 
 
 def convert(group: Group) -> None:
     """Replace the numbers of `group` by plain ones, in place.
 
     Raises:
-        Unsendable: a value is no number, or a field is missing.
+        Unsendable: a value is not a number, or a field is missing.
     """
     if missing := [name for name in NEEDED if group.get(name) is None]:
         raise Unsendable(f"it has no {missing[0]}")
     for name, read in READERS.items():
         if group.get(name) is not None:
             group[name] = read(group[name], name)
+    # After the readers, which made plain numbers of it.
     if group.get("advantages"):
         group["advantages"] = _advantages(group["advantages"], group.get("tokens") or [])
 
@@ -49,6 +52,7 @@ def encoded(group: Group) -> bytes:
     fields = []
     for name, value in group.items():
         try:
+            # Field by field, so that the error names the field.
             fields.append(f"{json.dumps(name)}:{json.dumps(value, default=_plain)}")
         except (TypeError, ValueError, RecursionError) as error:
             raise Unsendable(f"{name}: {error}") from None
@@ -56,7 +60,8 @@ def encoded(group: Group) -> bytes:
 
 
 def why_left_out(group: Any, config: Any, max_token_len: int) -> str | None:
-    """Return the reason why a converted group is not sent, by BaseEnv's rules and one of ours; None for one that is."""
+    """Return the reason for which a converted group is not sent, None if it is: BaseEnv's rules,
+    and finite scores."""
     if not isinstance(group, dict):
         return NONE
     if not all(math.isfinite(score) for score in group.get("scores", [])):
@@ -64,6 +69,7 @@ def why_left_out(group: Any, config: Any, max_token_len: int) -> str | None:
     overrides = group.get("group_overrides") or {}
     if len(group.get("tokens", [])) != overrides.get("group_size", config.group_size):
         return GROUP_SIZE
+    # A flat group: all advantages are 0, so nothing can be learned from it.
     if config.ensure_scores_are_not_same and len(set(group["scores"])) == 1:
         return FLAT
     if max_token_len > 0 and any(len(tokens) >= max_token_len for tokens in group["tokens"]):
@@ -79,6 +85,7 @@ def _number(value: Any, where: str) -> float:
 
 
 def _whole(value: Any, where: str) -> int:
+    # numpy and torch integers, and floats such as 3.0 from a float tensor, are fine.
     number = _number(value, where)
     if not number.is_integer():
         raise _wrong(value, where, "a whole number")
@@ -86,11 +93,12 @@ def _whole(value: Any, where: str) -> int:
 
 
 def _row(value: Any, where: str, kind: type, read: Read) -> list[Any]:
-    """Return `value` as a list of plain numbers. A list that is plain already is returned as it is."""
+    """Return `value` as a list of plain numbers, unchanged if it is one already."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise _wrong(value, where, "a list of numbers")
+    # Most groups are plain already; a check of the types alone is much faster than a copy.
     if type(value) is list and set(map(type, value)) <= {kind}:
         return value
     return [read(each, f"{where}[{at}]") for at, each in enumerate(value)]
@@ -116,7 +124,7 @@ def _rows_of(read: Read) -> Read:
 
 
 def _advantage(value: Any, where: str) -> Any:
-    """Return the advantages of one sequence: a number, or a list of them."""
+    """Return the advantages of one sequence: a number or a list."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     return (
@@ -125,13 +133,16 @@ def _advantage(value: Any, where: str) -> Any:
 
 
 def _advantages(given: list[Any], tokens: Sequence[Sequence[int]]) -> list[list[float]]:
-    """Give every token of a sequence its sequence's advantage: run-api takes a list for each."""
+    """Repeat a sequence's advantage for each of its tokens: run-api needs a list for each
+    sequence."""
+    # Padded, so that surplus advantages do not raise here: run-api reports them.
     lengths = [len(ids) for ids in tokens] + [1] * len(given)
     return [one if isinstance(one, list) else [one] * lengths[at] for at, one in enumerate(given)]
 
 
 def _plain(value: Any) -> Any:
-    """Return a number or an array as JSON holds it."""
+    """Return a number or an array in a form that JSON can hold."""
+    # numpy and torch arrays, then their scalars.
     for name in ("tolist", "item"):
         if callable(made := getattr(value, name, None)):
             return made()
@@ -157,4 +168,4 @@ READERS: dict[str, Read] = {
     "distill_token_ids": _rows_of(_rows_of(_token_ids)),
     "distill_logprobs": _rows_of(_rows_of(_numbers)),
 }
-"""How each field of numbers is read."""
+"""Reader of each field of numbers."""

@@ -1,11 +1,12 @@
-"""GSM8K, grade-school mathematics, as an atroposlib environment with the data set from the Hugging Face hub.
+"""GSM8K, grade-school mathematics, as an atroposlib environment with the data set from the hub.
 
-    python -m atropos_envs.gsm8k_server serve --env.tokenizer_name MODEL --openai.model_name MODEL \\
-        --env.rollout_server_url http://127.0.0.1:8000 --openai.base_url http://127.0.0.1:9001/v1
+    python -m atropos_envs.gsm8k_server serve --env.tokenizer_name MODEL \\
+        --openai.model_name MODEL --openai.base_url http://127.0.0.1:9001/v1 \\
+        --env.rollout_server_url http://127.0.0.1:8000
 
-Without the hub: `--env.dataset_path FOLDER` with `train.jsonl` and `test.jsonl`, lines of `{"question", "answer"}` as
-the data set has them: `grade_school_math/data` in a checkout of GitHub's openai/grade-school-math. Scores are +1 and -1
-(see `math_env.group_scores`); groups of equal scores are dropped.
+Without the hub: `--env.dataset_path FOLDER` with `train.jsonl` and `test.jsonl`, lines of
+`{"question", "answer"}`, as in `grade_school_math/data` of GitHub's openai/grade-school-math.
+Scores are +1 and -1 (`math_env.group_scores`); flat groups are dropped.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 from atropos_envs import without_torch
 
+# Before the import of atroposlib, which would import torch.
 if __name__ == "__main__":
     without_torch()
 
@@ -28,21 +30,26 @@ DATASET, SUBSET = "openai/gsm8k", "main"
 
 
 def load_rows(split: str, folder: str | None) -> list[MathProblem]:
-    """One split, `train` or `test`; an answer is the worked solution that ends in `#### NUMBER`.
+    """Load the split `train` or `test`; an answer is the worked solution, which ends in `####
+    NUMBER`.
 
     Raises:
-        EnvFault: no such file, a line that is no problem, or no hub.
+        EnvFault: the file is missing or damaged, or the hub does not answer.
     """
     return read_split(folder, split) if folder else HubSplit(DATASET, split, SUBSET).load()
 
 
 class Gsm8kEnv(MathEnv):
-    """Problems in epochs; the chat template makes the prompts."""
+    """Epochs over the problems, in the model's chat template."""
 
     name = "gsm8k"
 
     async def setup(self) -> None:
-        """Load both splits; refuse a model that cannot chat."""
+        """Load both splits.
+
+        Raises:
+            EnvFault: the model has no chat template.
+        """
         self.require_chat_template()
         await super().setup()
 
@@ -56,12 +63,13 @@ class Gsm8kEnv(MathEnv):
         return parse_gold(row["answer"])
 
     def prompt_ids(self, row: MathProblem) -> list[int]:
-        """The template as text, then encoded."""
+        # ManagedServer makes text first too; a direct encoding could split tokens elsewhere.
         text = self.tokenizer.apply_chat_template(_messages(row), tokenize=False, add_generation_prompt=True)
         return list(self.tokenizer.encode(text))
 
     async def complete(self, managed: Any, row: MathProblem, sampling: dict[str, Any]) -> list[tuple[str, str]]:
         answer = await managed.chat_completion(messages=_messages(row), **sampling)
+        # A model with a reasoning parser may answer without any content.
         return [(choice.message.content or "", choice.finish_reason) for choice in answer.choices]
 
     def score(self, right: list[bool], group: list[Completion]) -> list[float]:

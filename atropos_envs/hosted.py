@@ -529,7 +529,7 @@ class Foreign(Hosted):
         class of their own has one for each of the plan's; ours spreads by itself."""
         configs = server_configs if isinstance(server_configs, list) else [server_configs]
         if all(type(each) is ServerBaseline for each in configs) or not configs[0].base_url:
-            raise EnvFault("which inference server? Give --openai.base_url http://127.0.0.1:PORT/v1", exit_code=2)
+            raise EnvFault("no inference server is given; pass --openai.base_url http://127.0.0.1:PORT/v1", exit_code=2)
         each_of = configs if len(configs) > 1 else configs * self.servers_asked
         if not issubclass(self.server_cls, EngineClient):
             urls = addresses(configs[0].base_url)

@@ -1,8 +1,8 @@
-"""What environments of mathematics problems share: problems in epochs, groups of completions, a greedy test.
+r"""Base of the mathematics environments: problems in epochs, groups of completions, a greedy test.
 
-Problems come from the Hugging Face hub or from JSON lines on disk. Answers are compared as mathematics (`1,000` is
-`1000`, `\\frac{1}{2}` is `0.5`), not as text. A subclass of `MathEnv` says how a problem becomes a prompt, what its
-answer is, and how a group of completions is scored.
+Problems come from the Hugging Face hub or from JSON lines on disk. Answers are compared as
+mathematics (`1,000` is `1000`, `\frac{1}{2}` is `0.5`), not as text. A subclass of `MathEnv`
+defines the prompt, the answer and the score.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from atropos_envs.evaluation import Graded
 
 RIGHT, WRONG = 1.0, -1.0
 FREE_LENGTH = 0.5
-"""Share of the longest sequence allowed up to which a right answer costs nothing."""
+"""Length up to which a right answer costs nothing, as a share of the limit."""
 THINK_END = "</think>"
 BOX = "\\boxed"
 LONGEST_ANSWER = 400
-"""Characters of an answer that are read: nobody needs more, and parsing a crafted one takes for ever."""
+"""Characters of an answer that are parsed; a longer crafted one could parse for hours."""
 PATIENCE_S = 3
-"""Seconds for parsing and for comparing one answer, since the event loop waits meanwhile. An honest one takes
-milliseconds, and the first on a busy machine, for which sympy is still being imported, more than one."""
+"""Timeout in seconds for parsing and for comparing one answer; the event loop waits meanwhile. A
+usual answer takes milliseconds. The first one on a busy machine takes over a second, since it
+imports sympy."""
 
 
 class MathProblem(TypedDict):
-    """One problem; `answer` is as the data set has it."""
+    """One problem, with the data set's form of `answer`."""
 
     question: str
     answer: str
@@ -43,7 +44,7 @@ class MathProblem(TypedDict):
 
 @dataclass(frozen=True)
 class HubSplit:
-    """One split of a data set on the hub, and what its two columns are called there."""
+    """One split of a data set on the hub, and the names of its two columns."""
 
     dataset: str
     split: str
@@ -52,10 +53,10 @@ class HubSplit:
     answer: str = "answer"
 
     def load(self) -> list[MathProblem]:
-        """Its rows; one without a text in both columns is left out.
+        """Return the rows that have text in both columns.
 
         Raises:
-            EnvFault: the hub and its cache give nothing.
+            EnvFault: neither the hub nor its cache has the data.
         """
         from datasets import load_dataset
 
@@ -79,10 +80,10 @@ class HubSplit:
 
 
 def read_split(folder: str, split: str) -> list[MathProblem]:
-    """`FOLDER/SPLIT.jsonl`, lines of `{"question": ..., "answer": ...}`.
+    """Read `FOLDER/SPLIT.jsonl`, lines of `{"question": ..., "answer": ...}`.
 
     Raises:
-        EnvFault: no such file, nothing in it, or a line that is no problem.
+        EnvFault: the file is missing or empty, or a line is not a problem.
     """
     path = Path(folder) / f"{split}.jsonl"
     try:
@@ -113,14 +114,15 @@ def _filled(rows: list[MathProblem], what: str) -> list[MathProblem]:
 
 
 def gold_answer(solution: str) -> str:
-    """The number after `####` in the data set's solution, without thousands separators; empty where there is none."""
+    """Return the number after `####`, without thousands separators; an empty string without one."""
     _, mark, number = solution.rpartition("####")
     return number.strip().replace(",", "") if mark else ""
 
 
 @cache
 def _extraction() -> list[Any]:
-    """Take what is in the last box, else any LaTeX; built once, since its patterns are compiled."""
+    """Return math_verify's configuration: the last box, else any LaTeX. Cached, since it compiles
+    patterns."""
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig
 
@@ -135,10 +137,11 @@ def _extraction() -> list[Any]:
 
 
 def parse_answer(text: str) -> list[Any]:
-    """What `text` answers, as math_verify's candidates: its last box, else any LaTeX near its end; empty when there is
-    no answer in it."""
+    """Return the answer in `text` as math_verify's candidates: its last box, else LaTeX near its
+    end; empty without an answer."""
     from math_verify import parse
 
+    # The last box: models often box intermediate results first.
     box = text.rfind(BOX)
     answer = text[box : box + LONGEST_ANSWER] if box >= 0 else text[-LONGEST_ANSWER:]
     return list(
@@ -147,13 +150,14 @@ def parse_answer(text: str) -> list[Any]:
 
 
 def parse_gold(solution: str) -> list[Any]:
-    """The data set's answer as math_verify's candidates; empty when it cannot be read."""
+    """Return the data set's answer as math_verify's candidates; empty if it cannot be read."""
     answer = gold_answer(solution)
     return parse_answer(f"{BOX}{{{answer}}}") if answer else []
 
 
 def is_right(completion: str, gold: list[Any]) -> bool:
-    """Whether the completion's answer, thinking left out, equals `gold` from `parse_gold`."""
+    """Return True if the completion's answer, after its thinking, equals `gold` from
+    `parse_gold`."""
     from math_verify import verify
 
     return bool(verify(gold, parse_answer(completion.rpartition(THINK_END)[2]), timeout_seconds=PATIENCE_S))
@@ -162,13 +166,13 @@ def is_right(completion: str, gold: list[Any]) -> bool:
 def group_scores(right: Sequence[bool], lengths: Sequence[int], longest: int) -> list[float]:
     """Return the scores of one group.
 
-    A mixed group gets +1 and -1. Where all are right, brevity decides: up to half of `longest` costs nothing, from
-    there the score falls linearly to 0 at `longest`.
+    A mixed group gets +1 and -1. If all are right, brevity decides: up to half of `longest` the
+    score is 1, from there it falls linearly to 0 at `longest`.
 
     Args:
         right: per completion.
         lengths: tokens per sequence, prompt included.
-        longest: tokens that a sequence may have.
+        longest: limit of tokens per sequence.
     """
     if right and all(right):
         return [_brevity(length, longest) for length in lengths]
@@ -176,6 +180,7 @@ def group_scores(right: Sequence[bool], lengths: Sequence[int], longest: int) ->
 
 
 def _brevity(length: int, longest: int) -> float:
+    # In tokens.
     free = FREE_LENGTH * longest
     return 1.0 - min(1.0, max(0.0, (length - free) / (longest - free)))
 
@@ -191,20 +196,18 @@ class MathConfig(BaseEnvConfig):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class Completion:
-    """One completion of a group."""
-
     text: str
     tokens: int
-    """Of the whole sequence, prompt included."""
+    """Tokens of the whole sequence, prompt included."""
     truncated: bool
-    """It ran into its token limit, so it never said that it is done."""
+    """It reached its token limit before its end token."""
 
 
 class MathEnv(StackEnv):
     """Base of the mathematics environments."""
 
     env_config_cls = MathConfig
-    # Minutes long with a real model: rollouts do not wait for it, nor does the end of the run.
+    # An evaluation takes minutes with a real model: neither rollouts nor the end of the run wait for it.
     evaluates_first = False
     evaluates_last = False
     env_defaults: ClassVar[dict[str, Any]] = {
@@ -216,33 +219,34 @@ class MathEnv(StackEnv):
     stop: ClassVar[list[str]] = []
     """Texts that end a completion."""
 
-    # What a subclass gives
+    # To be defined by a subclass
 
     def train_rows(self) -> list[MathProblem]:
-        """The problems that are rolled out."""
+        """Return the problems to roll out."""
         raise NotImplementedError
 
     def test_rows(self) -> dict[str, list[MathProblem]]:
-        """The problems of each split that is evaluated."""
+        """Return the problems of each split to evaluate."""
         raise NotImplementedError
 
     def gold(self, row: MathProblem) -> list[Any]:
-        """The answer as math_verify's candidates; empty where it cannot be read."""
+        """Return the answer as math_verify's candidates; empty if it cannot be read."""
         raise NotImplementedError
 
     def prompt_ids(self, row: MathProblem) -> list[int]:
-        """The prompt as ManagedServer makes it in `complete`."""
+        """Return the prompt as ManagedServer makes it in `complete`."""
         raise NotImplementedError
 
     async def complete(self, managed: Any, row: MathProblem, sampling: dict[str, Any]) -> list[tuple[str, str]]:
-        """`group_size` completions of one problem, each with its finish reason, by atroposlib's managed server."""
+        """Return `group_size` completions of one problem, as pairs of text and finish reason, in
+        the order of ManagedServer's nodes."""
         raise NotImplementedError
 
     def score(self, right: list[bool], group: list[Completion]) -> list[float]:
         """Return a score for each completion."""
         raise NotImplementedError
 
-    # What it gets
+    # Provided for a subclass
 
     async def setup(self) -> None:
         """Load all splits and shuffle them by the seed."""
@@ -258,6 +262,7 @@ class MathEnv(StackEnv):
         Raises:
             ValueError: the answer in the data set cannot be read.
         """
+        # Before the completions: without a readable answer every completion would count as wrong.
         gold = self.gold(item)
         if not gold:
             raise ValueError("an answer in the data set cannot be read")
@@ -273,18 +278,18 @@ class MathEnv(StackEnv):
         return self.scored_group(nodes, scores, sampling) | {"overrides": [self.override(each) for each in group]}
 
     def right(self, completion: Completion, gold: list[Any]) -> bool:
-        """Whether one completion answers the problem."""
         return is_right(completion.text, gold)
 
     def override(self, completion: Completion) -> dict[str, Any]:
-        """What the trainer shall do otherwise with one completion."""
+        """Return the trainer's override for one completion, such as `set_advantage_to_zero`."""
         return {}
 
     def eval_questions(self) -> dict[str, Sequence[MathProblem]]:
-        """A fixed sample of each test split."""
+        """Return a fixed sample of each test split."""
         return dict(self._test)
 
     async def grade(self, question: MathProblem, *, wait: bool) -> Graded:
+        # `/generate` takes ids, so the evaluation has exactly the tokens of the rollouts' prompts.
         done = await self.greedy(self.prompt_ids(question), wait=wait, **self._sampling(question))
         completion = Completion(
             self.tokenizer.decode(done.token_ids[0], skip_special_tokens=True),
@@ -294,7 +299,8 @@ class MathEnv(StackEnv):
         return Graded(self.right(completion, self.gold(question)), done.oldest_version)
 
     def _sampling(self, row: MathProblem) -> dict[str, Any]:
-        """Tokens left for the completion are one less than the limit: run-api's side drops what reaches it."""
-        room = self.config.max_token_length - len(self.prompt_ids(row)) - 1
+        """Return the sampling options, with `max_tokens` one less than fits."""
+        # BaseEnv drops a group with a sequence that reaches the limit, so stay one token below it.
+        left = self.config.max_token_length - len(self.prompt_ids(row)) - 1
         stop = {"stop": self.stop} if self.stop else {}
-        return {"max_tokens": max(1, room)} | stop
+        return {"max_tokens": max(1, left)} | stop

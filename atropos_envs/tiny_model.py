@@ -1,8 +1,9 @@
-"""A real but tiny Qwen3 with random weights and a character tokenizer: enough of a model to run every part on a CPU.
+"""A tiny Qwen3 with random weights and a character tokenizer, to run every part of a stack on a
+CPU.
 
     python -c "from atropos_envs.tiny_model import make_tiny_model; make_tiny_model('runs/tiny')"
 
-Nothing is downloaded. The demo warm-starts this model, tests use it as it is.
+Nothing is downloaded. The demo warm-starts this model; tests use it as it is.
 """
 
 from __future__ import annotations
@@ -20,17 +21,20 @@ CHARACTERS = "0123456789+="
 VOCABULARY = {token: index for index, token in enumerate([PAD_TOKEN, EOS_TOKEN, *CHARACTERS])}
 """14 tokens; a digit d has id d + 2."""
 
+# Tokens; the demo's sequences have fewer than ten.
 MAX_POSITIONS = 256
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One id per character, nothing added before or after; a character it does not know becomes the padding id."""
+    """Return a tokenizer with one id for each character and no special tokens around them; unknown
+    characters become the padding id."""
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
     # BPE without merges is a character model. Mapping the unknown to padding, not to nothing, keeps a warm-up
     # prompt such as "Hello" from becoming an empty one, which vLLM refuses.
     core = Tokenizer(models.BPE(vocab=VOCABULARY, merges=[], unk_token=PAD_TOKEN))
+    # Joins the characters; the default decoder puts spaces between them.
     core.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
@@ -43,12 +47,14 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def tiny_config(dtype: str = "float32", vocab_rows: int = len(VOCABULARY)) -> Qwen3Config:
-    """Qwen3 with 0.79 M parameters: hidden 128, 4 layers, 4 heads on 2 KV heads of 32, MLP 384, tied embeddings.
+    """Return the config of a Qwen3 with 0.79 M parameters: hidden 128, 4 layers, 4 heads on 2 KV
+    heads of 32, MLP 384, tied embeddings.
 
     Args:
         dtype: torch's name of the weights' type.
-        vocab_rows: rows of the embeddings; those beyond the 14 tokens belong to none. vLLM 0.26 on a GPU allocates an
-            adapter's head for 128 rows at least, and does not start with adapters when the model has fewer.
+        vocab_rows: rows of the embeddings; rows beyond the 14 tokens are unused. vLLM 0.26 on a GPU
+            allocates an adapter's head for at least 128 rows, and does not start with adapters if
+            the model has fewer.
 
     Raises:
         ValueError: fewer rows than tokens.
@@ -75,19 +81,21 @@ def tiny_config(dtype: str = "float32", vocab_rows: int = len(VOCABULARY)) -> Qw
 
 
 def build_tiny_model(*, seed: int = 0, dtype: str = "float32", vocab_rows: int = len(VOCABULARY)) -> Qwen3ForCausalLM:
-    """The model with random weights, in memory; the caller's random state is left as it was."""
+    """Build the model in memory with random weights; the caller's random state is unchanged."""
     import torch
     from transformers import GenerationConfig, Qwen3ForCausalLM
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(tiny_config(dtype, vocab_rows)).to(getattr(torch, dtype))
+    # transformers' `generate` and vLLM take the end token from here.
     model.generation_config = GenerationConfig(eos_token_id=EOS_ID, pad_token_id=PAD_ID)
     return model
 
 
 def save_model(model: Qwen3ForCausalLM, path: Path) -> None:
-    """Weights (safetensors), configs and tokenizer into `path`, for the Auto classes to load offline."""
+    """Write weights (safetensors), configs and tokenizer, so that the Auto classes load them
+    offline."""
     path.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(path)
     make_tokenizer().save_pretrained(path)
@@ -99,8 +107,8 @@ def make_tiny_model(
     """Save the tiny model with random weights.
 
     Args:
-        path: directory to write; made when missing.
-        seed: of the weights; the same seed gives the same bytes.
+        path: directory to write; created if missing.
+        seed: seed of the weights; the same seed gives the same bytes.
         dtype: torch's name of the weights' type, such as "float32" or "bfloat16".
         vocab_rows: as in `tiny_config`.
 

@@ -2,9 +2,10 @@
 
     python -m atropos_envs.warm_start --output runs/warm-start --seed 0 [--vocab-rows 128]
 
-The teacher forgets the carry seven times out of ten, so the model samples the right answer on three carries out of ten
-and never says it greedily. About 22 seconds on one thread; the same seed gives the same model. The folder is written
-aside and renamed: when it exists, it is whole.
+The teacher forgets the carry seven times out of ten. So the model samples the right answer to three
+carries out of ten, and never answers them right greedily. Takes about 22 seconds on one thread; the
+same seed gives the same model. The folder is written aside and renamed, so an existing folder is
+complete.
 """
 
 from __future__ import annotations
@@ -29,17 +30,19 @@ BATCH = 64
 PEAK_LR = 1.5e-3
 WARMUP_STEPS = 20
 FINAL_LR = 0.05
-"""Share of the peak that is left at the last step."""
+"""Learning rate of the last step, as a share of the peak."""
 MAX_GRAD_NORM = 0.1
-"""Tight, for a cleaner start. Mean reward of the last 5 of 60 GRPO steps, plain torch, lag 1: 0.93, 0.94, 0.96 (seeds
-0 to 2) at 0.1; 0.94, 0.95, 0.93 at 0.3; without clipping 0.86 and 0.87 (seeds 0 and 2)."""
+"""Limit of the gradient norm; tight, for a better start. Mean reward of the last 5 of 60 GRPO steps
+(plain torch, lag 1): 0.93, 0.94, 0.96 (seeds 0 to 2) at 0.1; 0.94, 0.95, 0.93 at 0.3; 0.86 and 0.87
+(seeds 0 and 2) without clipping."""
 FORGETS = 0.7
-"""How often the teacher drops a carry."""
+"""Share of the teacher's answers without the carry."""
+# torch's `ignore_index` of the cross entropy.
 IGNORED = -100
 
 
 class Examples(NamedTuple):
-    """Both of the teacher's answers to each of Q questions, padded to W tokens."""
+    """The teacher's two answers to each of Q questions, padded to W tokens."""
 
     right: torch.Tensor
     """int64 [Q, W]: prompt, right answer, end."""
@@ -50,7 +53,6 @@ class Examples(NamedTuple):
 
 
 def encode(text: str) -> list[int]:
-    """Token ids, one per character."""
     return [VOCABULARY[character] for character in text]
 
 
@@ -61,6 +63,7 @@ def make_examples(questions: Sequence[Sum]) -> Examples:
 
     def rows(answers: Sequence[str]) -> torch.Tensor:
         pairs = zip(questions, answers, strict=True)
+        # Ragged, then padded on the right to the longest row.
         full = [[*encode(question.prompt + answer), EOS_ID] for question, answer in pairs]
         return torch.tensor([row + [PAD_ID] * (width - len(row)) for row in full])
 
@@ -72,26 +75,28 @@ def make_examples(questions: Sequence[Sum]) -> Examples:
 
 
 def sample_batch(examples: Examples, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and labels, int64 [BATCH, W]; labels are `IGNORED` on prompt and padding."""
+    """Return tokens and labels, int64 [BATCH, W]; labels are `IGNORED` on prompt and padding."""
     import torch
 
     picked = torch.randint(len(examples.right), (BATCH,), generator=generator)
     forgets = torch.rand(BATCH, 1, generator=generator) < FORGETS
     tokens = torch.where(forgets, examples.wrong[picked], examples.right[picked])
+    # [W], compared with [BATCH, 1]: the tokens behind each prompt.
     position = torch.arange(tokens.shape[1])
     answered = (position >= examples.prompt_lengths[picked, None]) & (tokens != PAD_ID)
     return tokens, torch.where(answered, tokens, IGNORED)
 
 
 def learning_rate_factor(step: int) -> float:
-    """Linear up over `WARMUP_STEPS`, then linear down to `FINAL_LR` at the last step; `step` counts from 0."""
+    """Return the factor of the peak for `step` (from 0): linear up over `WARMUP_STEPS`, then linear
+    down to `FINAL_LR`."""
     if step < WARMUP_STEPS:
         return (step + 1) / WARMUP_STEPS
     return 1 - (1 - FINAL_LR) * (step - WARMUP_STEPS) / max(1, STEPS - 1 - WARMUP_STEPS)
 
 
 def teach(model: Qwen3ForCausalLM, task: Task) -> None:
-    """Train `model` in place on the sloppy teacher's answers."""
+    """Train `model` in place on the teacher's answers."""
     import torch
 
     generator = torch.Generator().manual_seed(task.seed)
@@ -100,7 +105,9 @@ def teach(model: Qwen3ForCausalLM, task: Task) -> None:
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_factor)
     started = time.monotonic()
     for step in range(1, STEPS + 1):
+        # int64 [BATCH, W]
         tokens, labels = sample_batch(examples, generator)
+        # [BATCH, W - 1, vocabulary]: position t predicts token t + 1.
         logits = model(input_ids=tokens[:, :-1]).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
         optimizer.zero_grad()
@@ -115,18 +122,21 @@ def teach(model: Qwen3ForCausalLM, task: Task) -> None:
 def answer_questions(
     model: Qwen3ForCausalLM, questions: Sequence[Sum], generator: torch.Generator | None = None
 ) -> list[list[int]]:
-    """One completion for each question, end token included: greedy, or sampled at temperature 1 with a generator."""
+    """Return one completion for each question, end token included; greedy without a generator, else
+    sampled at temperature 1."""
     import torch
 
     answers: list[list[int]] = [[] for _ in questions]
     by_length: dict[int, list[int]] = {}
     for index, question in enumerate(questions):
+        # Questions of one prompt length make a batch without padding.
         by_length.setdefault(len(question.prompt), []).append(index)
     for indices in by_length.values():
         tokens = torch.tensor([encode(questions[index].prompt) for index in indices])
         prompt_length = tokens.shape[1]
         for _ in range(MAX_NEW_TOKENS):
             with torch.no_grad():
+                # [n, vocabulary] of the next token. No KV cache: prompts are a few tokens long.
                 logits = model(input_ids=tokens).logits[:, -1].float()
             if generator is None:
                 chosen = logits.argmax(-1, keepdim=True)
@@ -134,24 +144,27 @@ def answer_questions(
                 chosen = torch.multinomial(logits.softmax(-1), 1, generator=generator)
             tokens = torch.cat([tokens, chosen], dim=1)
         for index, row in zip(indices, tokens[:, prompt_length:].tolist(), strict=True):
+            # Cut behind the first end token; rows go on until `MAX_NEW_TOKENS`.
             answers[index] = row[: row.index(EOS_ID) + 1] if EOS_ID in row else row
     return answers
 
 
 def accuracy(model: Qwen3ForCausalLM, questions: Sequence[Sum], generator: torch.Generator | None = None) -> float:
-    """Share of `questions` answered with the exact digits and the end token."""
+    """Return the share of `questions` that are answered with the exact digits and the end token."""
     answers = answer_questions(model, questions, generator)
     right = [tokens == [*encode(question.answer), EOS_ID] for tokens, question in zip(answers, questions, strict=True)]
     return sum(right) / len(right)
 
 
 def measure(model: Qwen3ForCausalLM, task: Task) -> dict[str, float]:
-    """Where reinforcement learning starts: sampled and greedy on the training questions, greedy on two more sets."""
+    """Return the accuracies before reinforcement learning: sampled and greedy on the training
+    questions, greedy on the held-out questions and on the carries."""
     import torch
 
     generator = torch.Generator().manual_seed(task.seed)
     model.eval()
     return {
+        # Four samples of each question, for a smaller error of the mean.
         "sampled": accuracy(model, [*task.training] * 4, generator),
         "greedy": accuracy(model, task.training),
         "held_out": accuracy(model, task.held_out),
@@ -160,13 +173,13 @@ def measure(model: Qwen3ForCausalLM, task: Task) -> dict[str, float]:
 
 
 def warm_start(output: Path, *, seed: int = 0, vocab_rows: int = len(VOCABULARY)) -> dict[str, float]:
-    """Make the demo's model in `output`, which must not exist yet, with embeddings of `vocab_rows` rows.
+    """Write the demo's model, with embeddings of `vocab_rows` rows, to the new folder `output`.
 
     Returns:
         Its accuracies by name, each from 0 to 1.
 
     Raises:
-        FileExistsError: `output` is there already.
+        FileExistsError: `output` exists.
     """
     if output.exists():
         raise FileExistsError(_exists(output))
@@ -185,7 +198,7 @@ def _exists(output: Path) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse, refuse mistakes before torch is imported, then run."""
+    """Check the arguments before torch is imported, then run; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m atropos_envs.warm_start", description=(__doc__ or "").split("\n")[0]
     )
@@ -200,7 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"warm start: {_exists(options.output)}", file=sys.stderr)
         return 2
     if options.vocab_rows < len(VOCABULARY):
-        parser.error(f"--vocab-rows {options.vocab_rows}: there are {len(VOCABULARY)} tokens, each needs its row")
+        parser.error(f"--vocab-rows {options.vocab_rows}: the {len(VOCABULARY)} tokens need a row each")
     import torch
 
     # The matrices are tiny: a second thread gains a third on an idle machine and loses tenfold on a busy one.
@@ -212,7 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         result = warm_start(options.output, seed=options.seed, vocab_rows=options.vocab_rows)
     except FileExistsError:
-        print(f"{options.output}: another run has just made it", flush=True)
+        print(f"{options.output}: another process has just made it", flush=True)
         return 0
     shown = "  ".join(f"{name} {value:.2f}" for name, value in result.items())
     print(f"{options.output}: accuracy {shown}  ({time.monotonic() - started:.1f} s)", flush=True)

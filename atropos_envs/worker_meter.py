@@ -1,4 +1,5 @@
-"""Mean number of groups under way, and of queue slots that none takes: what bounds an environment."""
+"""Mean numbers of groups in flight and of free queue slots, which show what limits an
+environment."""
 
 from __future__ import annotations
 
@@ -9,21 +10,24 @@ from atropos_envs.places import Places
 
 @dataclass
 class WorkerMeter:
-    """Means over the looks since the last `take`."""
+    """Means over the samples since the last `take`."""
 
     looks: int = 0
     sums: dict[str, float] = field(default_factory=dict)
 
     def look(self, workers: int, places: Places | None, *, awaited: bool | None, in_engine: int | None) -> None:
-        """Note the present moment.
+        """Add a sample.
 
         Args:
-            workers: groups under way.
-            places: the environment's queue slots, where it keeps them itself.
-            awaited: a batch waits for this environment's share; None where it has the queue to itself.
-            in_engine: completions that it waits for; None where nobody counts them.
+            workers: groups in flight.
+            places: the environment's queue slots; None if BaseEnv manages them.
+            awaited: a batch waits for this environment's share; None if it is the only one in the
+                queue.
+            in_engine: completions that it waits for; None if its servers do not count them.
         """
         self.looks += 1
+        # Keys are field names of `EnvCountsRecord`. An unknown value adds no key, so the record has
+        # None.
         now: dict[str, float] = {"workers": workers}
         if awaited is not None:
             now["awaited"] = awaited
@@ -35,7 +39,8 @@ class WorkerMeter:
             self.sums[name] = self.sums.get(name, 0.0) + value
 
     def take(self) -> dict[str, float]:
-        """The means, as fields of an `env_counts` record; counting starts over."""
+        """Return the means as fields of an `env_counts` record, and start over."""
+        # A value that was unknown in some samples is averaged as if it were 0 there.
         means = {name: total / self.looks for name, total in self.sums.items()}
         self.looks, self.sums = 0, {}
         return means

@@ -270,7 +270,7 @@ def test_unpacking_stops_at_the_limit() -> None:
 @pytest.mark.parametrize(
     ("env", "says"),
     [
-        ({"ATROPOS_API_UIDS": "bob"}, "ATROPOS_API_UIDS='bob': numbers of users"),
+        ({"ATROPOS_API_UIDS": "bob"}, "ATROPOS_API_UIDS='bob': give user numbers"),
         ({"ATROPOS_API_MAX_BODY_MIB": "0"}, "ATROPOS_API_MAX_BODY_MIB='0': give a number of MiB"),
     ],
 )

@@ -104,19 +104,19 @@ def test_nobody_waits_for_ever(capsys: pytest.CaptureFixture[str]) -> None:
     queue = groups(1, 8)
     assert shares.form(queue, 32, known) is None
     clock.now += LEND_S + 1
-    assert not shares.several(queue, known), "its share is lent, and the old rules take what is there"
-    assert not shares.several(queue, known)
+    assert not shares.is_shared(queue, known), "its share is lent, and the old rules take what is there"
+    assert not shares.is_shared(queue, known)
     assert capsys.readouterr().out.count("env0 sent no group in 120 s") == 1
     queue += groups(0, 1)
-    assert shares.several(queue, known) and shares.form(queue, 32, known) is None, "it sends again"
+    assert shares.is_shared(queue, known) and shares.form(queue, 32, known) is None, "it sends again"
 
     known = envs(1.0, 1.0)
     shares.places(0, queue, [], 32, 1, known, barren=True)
-    assert not shares.several(groups(1, 8), known), "nothing of what it makes can be sent"
+    assert not shares.is_shared(groups(1, 8), known), "nothing of what it makes can be sent"
     shares.places(0, queue, [], 32, 1, known, barren=False)
-    assert shares.several(groups(1, 8), known)
+    assert shares.is_shared(groups(1, 8), known)
     clock.now += SILENT_S + 1
-    assert not shares.several(groups(1, 8), known), "its process is dead or stands still"
+    assert not shares.is_shared(groups(1, 8), known), "its process is dead or stands still"
 
 
 # Two environments at the real run-api

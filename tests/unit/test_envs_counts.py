@@ -268,9 +268,7 @@ async def test_no_group_begins_and_none_is_lost_while_no_engine_answers(
         assert not env.tally.failures and max(began.values()) > 1
         assert came >= set(range(1, max(came) - 8)), "items that failed because of it came again"
     said = [line for line in caplog.messages if "engine answers" in line]
-    assert said[0].startswith("no group begins before an engine answers") and said[1].startswith(
-        "an engine answers after"
-    )
+    assert said[0].startswith("no engine answers at") and said[1].startswith("an engine answers after")
 
 
 async def test_an_environment_that_always_fails_backs_off(served: Any) -> None:

@@ -93,7 +93,7 @@ def test_a_model_that_appears_while_torch_is_imported_is_taken(
     out = tmp_path / "model"
     monkeypatch.setattr(torch, "set_num_threads", lambda _: out.mkdir())
     assert warm_start.main(["--output", str(out)]) == 0
-    assert "another run has just made it" in capsys.readouterr().out
+    assert "another process has just made it" in capsys.readouterr().out
     assert warm_start.main(["--output", str(out)]) == 2, "there before it began: a mistake"
 
 

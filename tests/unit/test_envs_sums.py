@@ -61,18 +61,18 @@ async def test_the_next_attempt_goes_on_in_the_data(folder: Path, monkeypatch: p
     async with Engine().running() as url:
         first = make_env(SumsEnv, folder, url)
         await first.setup()
-        first._go_on()
+        first._skip_done()
         seen = [await first.get_next_item() for _ in range(5)]
-        first._note_place()
+        first._save_position()
         following = await first.get_next_item()
         second = make_env(SumsEnv, folder, url)
         await second.setup()
-        second._go_on()
+        second._skip_done()
         assert await second.get_next_item() == following not in seen
         third = make_env(SumsEnv, folder, url)
-        third._note_place()  # stopped before run-api took its registration
+        third._save_position()  # stopped before run-api took its registration
         await third.setup()
-        third._go_on()
+        third._skip_done()
         assert await third.get_next_item() == following
         for env in (first, second, third):
             await env._close_servers()
