@@ -239,7 +239,7 @@ class StackEnv(Hosted):
 
         return await asyncio.gather(*(one(question) for question in questions))
 
-    async def _last_words(self) -> None:
+    async def _before_disconnect(self) -> None:
         self._save_position()
         if self._stopping and self._fault is None and self._evaluates and self.evaluates_last:
             # The evaluation that held the old lock is cancelled.

@@ -270,6 +270,7 @@ class MathEnv(StackEnv):
         async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
             texts = await self.complete(managed, item, sampling | {"n": self.config.group_size})
             nodes = managed.get_state()["nodes"]
+        # ManagedServer keeps its nodes in the order of the answer; `strict` fails if one is missing.
         group = [
             Completion(text, len(node.tokens), reason == "length")
             for (text, reason), node in zip(texts, nodes, strict=True)

@@ -1,11 +1,13 @@
-"""Which groups may go out: places in run-api's queue, in the order in which groups were begun, and spare groups.
+"""Queue slots in run-api: which groups may be sent, and how many spare groups to start.
 
-A group whose scores are all equal teaches nothing and is not sent. Begun for each place alone, groups that come out so
-leave it to be filled one round later, and again; the last place of a batch waits longest. So by the measured share of
-flat groups more are begun than there are places. The first of them own the places. A spare group waits, however quick
-it was, until an owner came out flat or failed, and takes that place: what is trained does not favour short answers.
-When the last place is filled the spares that are left are dropped, for the next place is one batch later, and they
-would be older than `max_batches_offpolicy` allows.
+A flat group (equal scores) is not sent. If only one group were started for each slot, a flat one
+would leave its slot empty for another round, and the last slot of a batch would wait longest. So
+more groups are started than there are slots, by the measured share of flat groups.
+
+Slots go to groups in the order of their start. A spare group waits, however fast it was, until a
+group with a slot turns out flat or fails. Slots by order of completion would favour short answers
+in training. When the last slot is filled, the remaining spare groups are dropped: the next slot is
+one batch later, and they would exceed `max_batches_offpolicy`.
 """
 
 from __future__ import annotations
@@ -19,140 +21,154 @@ WINDOW = 64
 """Groups over which the flat share is measured."""
 
 
-class Slot:
-    """One group from its beginning until it is sent, flat, failed or dropped."""
+class PendingGroup:
+    """One group from its start until it is sent, flat, failed or dropped."""
 
     def __init__(self, item: Any, uuid: str, step: int) -> None:
         self.item, self.uuid = item, uuid
         self.step = step
-        """Batches that the trainer had begun when this began."""
-        self.owns = False
-        """It has a place."""
+        """Batches that the trainer had begun at the group's start."""
+        self.has_slot = False
+        """The group has a slot."""
         self.made = False
-        """Its rollouts are over."""
-        self._judged: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        """Its rollouts are finished."""
+        # Resolved once, to True or False, by `decide`.
+        self._decided: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
-    def judge(self, goes: bool) -> None:
-        """It has a place, or never will."""
-        self.owns = goes
-        if not self._judged.done():
-            self._judged.set_result(goes)
+    def decide(self, goes: bool) -> None:
+        """Give the group its slot (True), or decide that it never gets one (False)."""
+        self.has_slot = goes
+        if not self._decided.done():
+            self._decided.set_result(goes)
 
-    async def place(self) -> bool:
-        """Wait until it has a place: True, or cannot have one any more: False."""
-        return await asyncio.shield(self._judged)
+    async def wait_for_slot(self) -> bool:
+        """Wait for the decision; return True if the group has a slot."""
+        # A cancelled waiter must not cancel the future: `decide` still sets it.
+        return await asyncio.shield(self._decided)
 
 
-class Places:
-    """The places of one environment, and the groups that want them."""
+class QueueSlots:
+    """Queue slots of one environment, and the groups that need them."""
 
     def __init__(self) -> None:
-        self.room = 0
-        """Places that are not taken by groups in run-api's queue."""
+        self.open_slots = 0
+        """Slots without a group in run-api's queue."""
         self.step = 0
         """Batches that the trainer has begun."""
         self._ahead = self._all = 0
-        self._slots: list[Slot] = []
+        self._groups: list[PendingGroup] = []
         self._flat: deque[bool] = deque(maxlen=WINDOW)
 
-    def looked(self, *, queued: int, came: int, coming: int, places: int, ahead: int, step: int) -> list[Slot]:
-        """run-api's view, as far as it goes: `came` groups of ours reached it while it answered and `coming` are on
-        their way, and either may be among those that it counted.
+    def update(self, *, queued: int, came: int, coming: int, places: int, ahead: int, step: int) -> list[PendingGroup]:
+        """Take over run-api's view of the queue.
 
         Args:
-            queued: groups in its queue.
-            places: how many may be there, `ahead` batches of them.
+            queued: groups in the queue.
+            came: our groups that reached run-api while it answered; `queued` may include them.
+            coming: our groups on their way; `queued` may include them.
+            places: slots of this environment, for `ahead` batches.
             step: batches that the trainer has begun.
 
         Returns:
-            spare groups that can have no place any more.
+            Spare groups that cannot get a slot any more.
         """
         self._all, self._ahead, self.step = places, ahead, step
-        self.room = min(max(self.room, places - queued - came), places - queued + coming)
+        # Both bounds hold: at least the slots that remain if `queued` misses all of `came`, at most
+        # those that remain if it includes all of `coming`.
+        self.open_slots = min(max(self.open_slots, places - queued - came), places - queued + coming)
         return self._assign()
 
-    def begin(self, item: Any, uuid: str) -> tuple[Slot, list[Slot]]:
-        """A group begins.
+    def begin(self, item: Any, uuid: str) -> tuple[PendingGroup, list[PendingGroup]]:
+        """Register a new group.
 
         Returns:
-            it, and spare groups that can have no place any more.
+            The group, and spare groups that cannot get a slot any more.
         """
-        slot = Slot(item, uuid, self.step)
-        self._slots.append(slot)
-        return slot, self._assign()
+        group = PendingGroup(item, uuid, self.step)
+        self._groups.append(group)
+        return group, self._assign()
 
-    def sent(self, slot: Slot | None, groups: int) -> list[Slot]:
-        """run-api took `groups`; returns as `begin`."""
-        self.room -= groups
-        return self.end(slot)
+    def sent(self, group: PendingGroup | None, groups: int) -> list[PendingGroup]:
+        """Note that run-api took `groups`; returns as `update`."""
+        self.open_slots -= groups
+        return self.end(group)
 
-    def came_out(self, *, flat: bool) -> None:
-        """A group was made."""
+    def count_result(self, *, flat: bool) -> None:
+        """Count a finished group for the flat share."""
         self._flat.append(flat)
 
-    def end(self, slot: Slot | None) -> list[Slot]:
-        """A group is over, whatever became of it; returns as `begin`."""
-        self._slots = [each for each in self._slots if each is not slot]
+    def end(self, group: PendingGroup | None) -> list[PendingGroup]:
+        """Remove a group that is sent, flat, failed or dropped; returns as `update`."""
+        self._groups = [each for each in self._groups if each is not group]
         return self._assign()
 
     @property
     def all(self) -> int:
-        """Places of this environment, taken or not."""
+        """Slots of this environment, used or not."""
         return self._all
 
     @property
     def waiting(self) -> int:
-        """Groups that are made and wait for a place."""
-        return sum(slot.made and not slot.owns for slot in self._slots)
+        """Finished groups that wait for a slot."""
+        return sum(group.made and not group.has_slot for group in self._groups)
 
     @property
     def free(self) -> int:
-        """Places that no group under way takes."""
-        return max(0, self.room - len(self._slots))
+        """Slots without a group in the queue or in flight."""
+        return max(0, self.open_slots - len(self._groups))
 
     @property
     def full(self) -> bool:
-        """There is no place for a group."""
-        return self._all > 0 and self.room <= 0
+        """True if no slot is open."""
+        return self._all > 0 and self.open_slots <= 0
 
     @property
     def flat_share(self) -> float:
-        """Of the newest groups; below 1."""
+        """Share of flat groups among the newest, below 1."""
+        # One more in the denominator keeps the share below 1, and low while little is measured.
         return sum(self._flat) / (len(self._flat) + 1)
 
     def wanted(self) -> int:
-        """How many groups should be under way, those that wait for a place or are being sent included."""
-        made = sum(slot.made for slot in self._slots)
-        # Spare groups fill the last places of a wave. With several batches ahead there is no wave: a place that a flat
-        # group leaves is filled while other batches wait, and most spare groups would be made for nothing.
-        return made + enough(self.room - made, self.flat_share if self._ahead <= 1 else 0.0)
+        """Return the number of groups to have in flight, including those that wait for a slot or
+        are being sent."""
+        made = sum(group.made for group in self._groups)
+        # Spare groups fill the last slots of a batch. With several batches ahead a slot that a flat
+        # group leaves is filled while other batches wait, and most spare groups would be wasted.
+        return made + enough(self.open_slots - made, self.flat_share if self._ahead <= 1 else 0.0)
 
-    def _assign(self) -> list[Slot]:
-        """Give free places to the earliest groups without one."""
-        owners = sum(slot.owns for slot in self._slots)
-        for slot in [each for each in self._slots if not each.owns]:
-            if owners >= self.room:
+    def _assign(self) -> list[PendingGroup]:
+        """Give open slots to the earliest groups without one; return the groups that are too late
+        for any."""
+        # Groups with a slot that run-api does not have yet; they use up open slots.
+        owners = sum(group.has_slot for group in self._groups)
+        for group in [each for each in self._groups if not each.has_slot]:
+            if owners >= self.open_slots:
                 break
-            if self._in_time(slot, before=self._all - self.room + owners):
-                slot.judge(True)
+            if self._in_time(group, before=self._all - self.open_slots + owners):
+                group.decide(True)
                 owners += 1
-        late = [each for each in self._slots if not each.owns and (self.room <= 0 or not self._in_time(each))]
-        for slot in late:
-            slot.judge(False)
+        without = [each for each in self._groups if not each.has_slot]
+        late = [each for each in without if self.open_slots <= 0 or not self._in_time(each)]
+        # Their rollouts end now, and their items come again in a new group.
+        for group in late:
+            group.decide(False)
         return late
 
-    def _in_time(self, slot: Slot, before: int = 0) -> bool:
-        """Would it, with `before` groups in front of it, be in time? One that began while the trainer was at batch S
-        may be in batch S + ahead at the latest."""
-        return self.step + 1 + before * self._ahead // max(1, self._all) <= slot.step + self._ahead
+    def _in_time(self, group: PendingGroup, before: int = 0) -> bool:
+        """Return True if the group meets its lag bound with `before` groups in front of it. A group
+        that started at batch S may be in batch S + ahead at the latest."""
+        return self.step + 1 + before * self._ahead // max(1, self._all) <= group.step + self._ahead
 
 
 def enough(useful: int, flat_share: float) -> int:
-    """Groups to have under way so that at least `useful` are not flat, in five of six cases: as many as give that
-    number on average less one standard deviation of it."""
+    """Return the number of groups to start so that at least `useful` are not flat in five of six
+    cases: one standard deviation below their average is `useful`."""
     if useful <= 0:
         return 0
     useful_share = 1 - flat_share
+    # Of n groups n * u are useful, with a standard deviation of sqrt(n * f * u); f is the flat share,
+    # u = 1 - f. Solve n * u - sqrt(n * f * u) = useful for sqrt(n).
     spread = math.sqrt(flat_share * useful_share)
     root = (spread + math.sqrt(spread**2 + 4 * useful_share * useful)) / (2 * useful_share)
+    # The small term keeps rounding errors from adding a group.
     return math.ceil(root**2 - 1e-9)

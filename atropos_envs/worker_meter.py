@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from atropos_envs.places import Places
+from atropos_envs.places import QueueSlots
 
 
 @dataclass
@@ -15,7 +15,7 @@ class WorkerMeter:
     looks: int = 0
     sums: dict[str, float] = field(default_factory=dict)
 
-    def look(self, workers: int, places: Places | None, *, awaited: bool | None, in_engine: int | None) -> None:
+    def look(self, workers: int, places: QueueSlots | None, *, awaited: bool | None, in_engine: int | None) -> None:
         """Add a sample.
 
         Args:

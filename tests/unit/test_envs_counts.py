@@ -189,7 +189,7 @@ async def test_a_refused_group_is_left_out_in_run_api_s_words_and_said_once(
     assert counts["sent"] == 0 and counts["left_out"]["refused"] >= 1
     assert counts["examples"]["refused"].startswith("422: messages: ")
     assert counts["max_workers"] == env.max_num_workers and counts["group_size"] == 2
-    assert 0 <= counts["workers"] <= counts["max_workers"] and counts["queue_slots"] == env.places.all > 0
+    assert 0 <= counts["workers"] <= counts["max_workers"] and counts["queue_slots"] == env.queue_slots.all > 0
     assert counts["waiting_for_slot"] == 0 and counts["free_slots"] >= 0
     said = [line for line in caplog.messages if "is left out" in line]
     assert len(said) == 1 and "run-api refused it" in said[0] and "messages" in said[0]

@@ -15,7 +15,7 @@ from atropos_common.http import allowed_hosts, door_key
 from atropos_common.run_dir import ENV_DOOR_KEY
 from atropos_envs import EnvFault
 from atropos_envs.arithmetic_server import ArithmeticEnv
-from atropos_envs.hosted import with_door_key
+from atropos_envs.hosted import with_run_key
 from atropos_envs.tiny_model import make_tiny_model
 from tests.unit.envs_support import make_env, run_api
 
@@ -30,7 +30,7 @@ def test_the_key_is_in_an_address_only_where_a_request_is_made_of_it(monkeypatch
     config = BaseEnvConfig(rollout_server_url=f"http://{OWN}:8000")
     own = APIServerConfig(base_url=f"http://{OWN}:9001/v1", model_name="m", api_key="local")
     judge = APIServerConfig(base_url="https://judge.example/v1", model_name="m", api_key="theirs")
-    keyed, servers = with_door_key(config, [own, judge], KEY)
+    keyed, servers = with_run_key(config, [own, judge], KEY)
     assert f"{keyed.rollout_server_url}/info" == f"http://atropos:{KEY}@{OWN}:8000/info"
     assert [server.api_key for server in servers] == [KEY, "theirs"]
     for shown in (
@@ -40,7 +40,7 @@ def test_the_key_is_in_an_address_only_where_a_request_is_made_of_it(monkeypatch
         repr(keyed),
     ):
         assert KEY not in shown and OWN in shown
-    assert with_door_key(config, [own], "") == (config, [own])
+    assert with_run_key(config, [own], "") == (config, [own])
 
 
 @pytest.mark.parametrize("has_key", [True, False])

@@ -1,4 +1,4 @@
-"""Places in run-api's queue and spare groups, first as numbers, then a plain environment at the real run-api."""
+"""Slots in run-api's queue and spare groups, first as numbers, then a plain environment at the real run-api."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, EvalHa
 from atropos_common.group_reasons import FLAT, SURPLUS
 from atropos_common.http import AFTER_HEADER, BATCH_HEADER
 from atropos_envs.hosted import hosted
-from atropos_envs.places import Places, Slot, enough
+from atropos_envs.places import PendingGroup, QueueSlots, enough
 from atropos_envs.tiny_model import make_tokenizer
 from tests.unit.envs_support import run_api, trainer_registration
 
@@ -33,27 +33,27 @@ def test_enough_groups_give_the_useful_ones_in_five_of_six_cases(useful: int, sh
     assert enough(useful, 0.0) == useful and enough(0, share) == enough(-2, share) == 0
 
 
-def _looked(places: Places, *, queued: int = 0, step: int = 0, ahead: int = 1, **more: int) -> list[Slot]:
-    return places.looked(queued=queued, places=2 * ahead, ahead=ahead, step=step, **{"came": 0, "coming": 0} | more)
+def _looked(places: QueueSlots, *, queued: int = 0, step: int = 0, ahead: int = 1, **more: int) -> list[PendingGroup]:
+    return places.update(queued=queued, places=2 * ahead, ahead=ahead, step=step, **{"came": 0, "coming": 0} | more)
 
 
-async def _groups(places: Places, count: int) -> list[Slot]:
+async def _groups(places: QueueSlots, count: int) -> list[PendingGroup]:
     return [places.begin(at, str(at))[0] for at in range(count)]
 
 
 async def test_a_spare_group_waits_for_an_owner_to_come_out_flat_however_quick_it_is() -> None:
-    places = Places()
+    places = QueueSlots()
     _looked(places)
     first, second, third, fourth = await _groups(places, 4)
-    assert [slot.owns for slot in (first, second, third, fourth)] == [True, True, False, False]
+    assert [slot.has_slot for slot in (first, second, third, fourth)] == [True, True, False, False]
     assert (places.all, places.free, places.waiting) == (2, 0, 0)
     fourth.made = True
     assert places.waiting == 1, "made, and without a place"
-    waits = asyncio.create_task(fourth.place())
+    waits = asyncio.create_task(fourth.wait_for_slot())
     await asyncio.sleep(0)
     places.end(first)
-    assert third.owns and not fourth.owns, "in the order in which they began"
-    assert not places.sent(second, 1) and places.room == 1
+    assert third.has_slot and not fourth.has_slot, "in the order in which they began"
+    assert not places.sent(second, 1) and places.open_slots == 1
     places.end(third)
     assert await waits and not places.full
     assert places.waiting == 0
@@ -64,23 +64,23 @@ async def test_a_spare_group_waits_for_an_owner_to_come_out_flat_however_quick_i
 
 
 async def test_spare_groups_are_dropped_with_the_last_place() -> None:
-    places = Places()
+    places = QueueSlots()
     _looked(places)
     first, second, third = await _groups(places, 3)
     places.sent(first, 1)
-    assert places.sent(second, 1) == [third] and not await third.place(), "the next place is a batch later"
+    assert places.sent(second, 1) == [third] and not await third.wait_for_slot(), "the next place is a batch later"
 
 
 async def test_a_spare_group_gets_no_place_in_a_batch_that_is_too_late_for_it() -> None:
-    places = Places()
+    places = QueueSlots()
     _looked(places, ahead=2)
     slots = await _groups(places, 6)
-    assert [slot.owns for slot in slots] == [True] * 4 + [False] * 2
+    assert [slot.has_slot for slot in slots] == [True] * 4 + [False] * 2
     places.sent(slots[0], 1)
     assert _looked(places, queued=0, step=1, ahead=2) == []
-    assert not slots[4].owns, "begun with batch 0, and the fourth place from here is in batch 3"
+    assert not slots[4].has_slot, "begun with batch 0, and the fourth place from here is in batch 3"
     places.end(slots[1]), places.end(slots[2])
-    assert slots[4].owns and not slots[5].owns, "two are left in batch 2"
+    assert slots[4].has_slot and not slots[5].has_slot, "two are left in batch 2"
     assert _looked(places, queued=0, step=2, ahead=2) == [slots[5]]
 
 
@@ -88,26 +88,26 @@ async def test_with_several_batches_ahead_no_spare_group_begins() -> None:
     """Half of the spare groups of a GSM8K run with four batches ahead were made and dropped."""
     wanted = {}
     for ahead in (1, 4):
-        places = Places()
+        places = QueueSlots()
         _looked(places, ahead=ahead)
         for flat in (True, False) * 20:
-            places.came_out(flat=flat)
-        wanted[ahead] = (places.wanted(), places.room)
+            places.count_result(flat=flat)
+        wanted[ahead] = (places.wanted(), places.open_slots)
     assert wanted[1][0] > wanted[1][1] == 2
     assert wanted[4] == (8, 8)
 
 
 async def test_what_run_api_says_while_groups_are_on_their_way_does_not_move_what_is_known() -> None:
-    places = Places()
+    places = QueueSlots()
     _looked(places)
-    assert places.room == 2
+    assert places.open_slots == 2
     (slot,) = await _groups(places, 1)
     places.sent(slot, 1)
     for queued, came, coming in ((0, 1, 0), (1, 0, 0), (1, 1, 0), (2, 0, 1)):
         _looked(places, queued=queued, came=came, coming=coming)
-        assert places.room == 1, (queued, came, coming)
+        assert places.open_slots == 1, (queued, came, coming)
     _looked(places, queued=2)
-    assert places.room == 0, "another environment's"
+    assert places.open_slots == 0, "another environment's"
 
 
 # A plain environment at run-api

@@ -114,7 +114,7 @@ def test_servers_are_the_plan_s_whatever_is_asked_for(servers: Any, asked: int) 
     """One in a list, which is the only form in which atroposlib takes `--openai.*`; settings of the first stay."""
     env = _env(servers)
     _, given = env.config_init()
-    assert env.servers_asked == asked and env.server_cls is EngineClient
+    assert env.servers_wanted == asked and env.server_cls is EngineClient
     assert [type(each) for each in given] == [APIServerConfig]
     assert given[0].timeout == (7 if servers != [] else APIServerConfig().timeout)
 
@@ -246,7 +246,7 @@ def test_a_name_of_older_releases_is_still_importable(tmp_path: Path, monkeypatc
 
 def test_a_module_that_the_installed_atroposlib_lacks_is_no_missing_package() -> None:
     error = ModuleNotFoundError("No module named 'atroposlib.envs.x'", name="atroposlib.envs.x")
-    assert "no module 'atroposlib.envs.x': another version is needed" in missing_package(error)
+    assert "no module 'atroposlib.envs.x': install another version" in missing_package(error)
 
 
 def test_a_folder_named_like_its_file_is_a_package_all_the_same(
