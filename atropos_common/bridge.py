@@ -1,19 +1,18 @@
 """Messages between trainer and inference server, and the digest that links a completion to its
 weight version.
 
-    GET  /bridge/info                            -> BridgeInfo
-    POST /bridge/pause PauseRequest -> BridgeInfo (in-flight requests freeze, end or restart)
-    POST /bridge/resume ResumeRequest -> BridgeInfo (prefix cache reset, version set, hold released)
-    POST /bridge/load LoadWeightsRequest -> WeightsLoaded (pause, load, prefix cache reset, resume
-    in one)
-    POST /bridge/versions   VersionsRequest      -> VersionsResponse
-    POST /bridge/logprobs   LogprobsRequest      -> LogprobsResponse
-    POST /bridge/routing RoutingRequest -> RoutingResponse (if the engine records expert choices)
-    POST /lora/load LoadAdapterRequest -> AdapterInfo (new name and id; version set, hold released)
+    GET  /bridge/info                         -> BridgeInfo
+    POST /bridge/pause     PauseRequest       -> BridgeInfo     in-flight requests freeze, end, restart
+    POST /bridge/resume    ResumeRequest      -> BridgeInfo     resets the prefix cache, sets the version
+    POST /bridge/load      LoadWeightsRequest -> WeightsLoaded  pause, load and resume in one
+    POST /bridge/versions  VersionsRequest    -> VersionsResponse
+    POST /bridge/logprobs  LogprobsRequest    -> LogprobsResponse
+    POST /bridge/routing   RoutingRequest     -> RoutingResponse  if the engine records expert choices
+    POST /lora/load        LoadAdapterRequest -> AdapterInfo    new name and id; sets the version
 
-All carry the run's token in the header `TOKEN_HEADER`. A request may name its server in
-`INSTANCE_HEADER`: a different server answers 503, and so does one that is shutting down or whose
-engine has died.
+A resume and a load of an adapter also release the hold on generation. All requests carry the run's
+token in the header `TOKEN_HEADER`. A request may name its server in `INSTANCE_HEADER`: a different
+server answers 503, and so does one that is shutting down or whose engine has died.
 """
 
 from __future__ import annotations
@@ -37,46 +36,49 @@ ENV_SAMPLING = "ATROPOS_SAMPLING"
 ENV_OPEN_GENERATION = "ATROPOS_OPEN_GENERATION"
 """1: other users of this machine may ask a server for completions without a key."""
 SamplingPolicy = Literal["plain", "as_asked", "refuse"]
-"""Sampling options of rollouts that would change the importance ratio. plain: the server removes
-them. as_asked: it applies them and returns the logprobs of the whole distribution. refuse: it
-answers 400."""
+"""Policy for sampling options of rollouts that would change the importance ratio. plain: the server
+removes them. as_asked: it applies them and returns the logprobs of the whole distribution. refuse:
+it answers 400."""
+# The names start with `atropos:`, so that they never collide with vLLM's own.
 METRIC_IDLE_S, METRIC_REQUESTS, METRIC_SLOTS = (
     "atropos:idle_seconds_total",
     "atropos:generation_requests_total",
     "atropos:max_num_seqs",
 )
-"""Names in `/metrics`: seconds without a request for completions; such requests; sequences computed
-at a time."""
+"""Names in `/metrics`: seconds without a request for completions; such requests; most sequences
+computed at a time."""
 METRIC_CAPACITY = "atropos:capacity_tokens_per_second"
-"""Name in `/metrics`: the answering weight version; missing before the first."""
+"""Name in `/metrics`: the engine's largest token rate; missing while it is unknown."""
 METRIC_VERSION = "atropos:weight_version"
+"""Name in `/metrics`: the answering weight version; missing before the first."""
+GONE_STATUS = 503
 """HTTP status of a server that cannot do the requested action now: wait for it, or for its
 successor."""
-GONE_STATUS = 503
-"""Values that vLLM accepts for --max-lora-rank."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""peft's names for the two files of a saved adapter."""
+"""Values that vLLM accepts for --max-lora-rank."""
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-"""peft's prefix of every tensor name."""
+"""peft's names for the two files of a saved adapter."""
 ADAPTER_PREFIX = "base_model.model."
-"""Digests of one `VersionsRequest`, at most."""
+"""peft's prefix of every tensor name."""
+# Batch sizes for captured CUDA graphs, denser where small batches gain most.
 FEW_GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384)
 
 MOST_DIGESTS = 65536
-"""Completions of one `LogprobsRequest` or `RoutingRequest`, at most."""
+"""Limit of digests in one `VersionsRequest`."""
 MOST_COMPLETIONS = 256
-"""vLLM's flag to record the experts of every completion."""
+"""Limit of completions in one `LogprobsRequest` or `RoutingRequest`."""
 ROUTING_FLAG = "enable-return-routed-experts"
+"""vLLM's flag to record the experts of every completion."""
+
+InFlight = Literal["keep", "wait", "recompute"]
 """Effect of a pause on requests in flight. keep: they freeze, go on with the new weights and carry
 both versions. wait: they first end with the old weights. recompute: they restart with the new
 weights; streams of vLLM's own routes end with the finish reason "abort"."""
 
-InFlight = Literal["keep", "wait", "recompute"]
-"""Largest integer that every JSON reader keeps exact."""
 
-
+# JavaScript and others keep numbers as doubles, which have 53 bits of mantissa.
 MAX_VERSION = 1 << 53
-"""State of one inference server."""
+"""Largest integer that every JSON reader keeps exact."""
 Version = Annotated[int, Field(ge=0, le=MAX_VERSION)]
 
 
@@ -85,99 +87,99 @@ class BridgeMessage(BaseModel):
 
 
 class BridgeInfo(BridgeMessage):
-    """None before the trainer's first version."""
+    """State of one inference server."""
 
     instance_id: str
     model: str
     vllm_version: str
     weight_version: int | None = None
-    """Generation waits for the first weights, except for requests with the token."""
+    """None before the trainer's first version."""
     held: bool = False
-    """A write to the weights has begun and has not been declared complete."""
+    """Generation waits for the first weights, except for requests with the token."""
+    # A pause lasts for one publish; the hold ends with the first version.
     paused: bool = False
     dirty: bool = False
-    """Number of tensors in the manifest."""
+    """A write to the weights has begun and has not been declared complete."""
     shared_weights: bool = False
     manifest: str | None = None
     exported: int = 0
+    """Number of tensors in the manifest."""
+    workers: int = 1
     """Number of processes that hold the model or a part of it: tensor, pipeline and data parallel
     ranks."""
-    workers: int = 1
-    """Backend over which it receives broadcasts; None: it was not started for them."""
     receives: Literal["nccl", "gloo"] | None = None
+    """Backend over which it receives broadcasts; None: it was not started for them."""
+    load_obstacle: str | None = "it was started without ATROPOS_WEIGHT_UPDATES=1"
     """Reason why `/bridge/load` cannot replace the weights while the server runs; None if it
     can."""
-    load_obstacle: str | None = "it was started without ATROPOS_WEIGHT_UPDATES=1"
-    """Folder of the weights that this server started with; None for the model's own."""
     started_from: str | None = None
-    """Tokens in one block of the KV cache: a shorter prompt leaves nothing in the prefix cache."""
+    """Folder of the weights that this server started with; None for the model's own."""
     block_size: int | None = None
-    """Seconds since its start without a request for completions in flight; None if not counted."""
+    """Tokens in one block of the KV cache: a shorter prompt leaves nothing in the prefix cache."""
     idle_s: float | None = None
-    """The server records expert choices and answers `/bridge/routing`."""
+    """Seconds since its start without a request for completions in flight; None if not counted."""
     generated_tokens: int | None = None
-    """Reason why this server gave up CUDA graphs and compiled code; None if it did not."""
+    """Tokens generated since its start; None if not counted."""
     capacity_tokens_per_s: float | None = None
-    """Seconds without a resume after which a clean server resumes by itself; a dirty one becomes
-    unhealthy."""
+    """Largest token rate of the engine; None while it is unknown."""
     records_routing: bool = False
-    """Weights are about to be written in place."""
+    """The server records expert choices and answers `/bridge/routing`."""
     eager_because: str | None = None
-    """Holder of the pause. Only its own resume counts from then on; a pause by another client takes
-    the lease over."""
+    """Reason why this server gave up CUDA graphs and compiled code; None if it did not."""
 
 
 class PauseRequest(BridgeMessage):
     lease_s: float = 60.0
-    """Seconds after which `wait` freezes the requests that are left."""
+    """Seconds without a resume after which a clean server resumes by itself; a dirty one becomes
+    unhealthy."""
     dirty: bool = False
-    """Number of optimizer steps in the weights now in place; 0 is the base model."""
+    """Weights are about to be written in place."""
     holder: str = Field("", max_length=64)
-    """Holder of the pause, as in its `PauseRequest`."""
+    """Holder of the pause. Only its own resume counts from then on; a pause by another client takes
+    the lease over."""
     in_flight: InFlight = "keep"
     wait_s: float = Field(30.0, gt=0)
-    """Folder of safetensors under the model's own names, below the run directory."""
+    """Seconds after which `wait` freezes the requests that are left."""
 
 
 class ResumeRequest(BridgeMessage):
     weight_version: int = Field(le=MAX_VERSION)
-    """Seconds after which an unfinished load leaves the server unhealthy."""
+    """Number of optimizer steps in the weights now in place; 0 is the base model."""
     holder: str = Field("", max_length=64)
-    """Both as in `PauseRequest`."""
+    """Holder of the pause, as in its `PauseRequest`."""
 
 
 class LoadWeightsRequest(BridgeMessage):
     path: str
-    """Change nothing now; the next start of this server loads these weights."""
+    """Folder of safetensors under the model's own names, below the run directory."""
     weight_version: Version
     lease_s: float = Field(600.0, gt=0, le=24 * 3600)
-    """Weight version that answers now."""
+    """Seconds after which an unfinished load leaves the server unhealthy."""
     in_flight: InFlight = "keep"
     wait_s: float = Field(30.0, gt=0)
-    """Seconds of pause, load, device_sync and resume."""
+    """Both as in `PauseRequest`."""
     at_restart: bool = False
-    """Folder written by peft's `save_pretrained`, below the run directory."""
+    """Change nothing now; the next start of this server loads these weights."""
 
 
 class WeightsLoaded(BridgeMessage):
     instance_id: str
     weight_version: int | None
-    """The answering LoRA adapter; None values: the base model answers."""
+    """Weight version that answers now."""
     tensors: int
     bytes: int
     phases: dict[str, float] = Field(default_factory=dict)
-    """Number of older adapters with completions in flight."""
+    """Seconds of pause, load, device_sync and resume."""
 
 
 class LoadAdapterRequest(BridgeMessage):
     path: str
-    """Folders of those adapters; the server may read them until then."""
+    """Folder written by peft's `save_pretrained`, below the run directory."""
     weight_version: Version
 
 
 class AdapterInfo(BridgeMessage):
-    """Oldest and newest weight version of each completion, in request order; None for an unknown
-    one."""
+    """The answering LoRA adapter; None values: the base model answers."""
 
     enabled: bool
     name: str | None = None
@@ -185,10 +187,9 @@ class AdapterInfo(BridgeMessage):
     path: str | None = None
     max_lora_rank: int | None = None
     retiring: int = 0
-    """Temperature below which vLLM decodes greedily, with logprobs at temperature 1."""
+    """Number of older adapters with completions in flight."""
     retiring_paths: list[str] = Field(default_factory=list)
-    """Completions that reached the trainer without logprobs: `prompts[i]` is the `prompt_digest` of
-    all tokens before `completions[i]`, which are generated token ids."""
+    """Folders of those adapters; the server may read them until then."""
 
 
 class VersionsRequest(BridgeMessage):
@@ -196,41 +197,43 @@ class VersionsRequest(BridgeMessage):
 
 
 class VersionsResponse(BridgeMessage):
+    # Two versions differ if a publish came while the completion was generated.
     versions: list[tuple[int, int] | None]
-    """Logprobs of one completion, as the engine computed them."""
+    """Oldest and newest weight version of each completion, in request order; None for an unknown
+    one."""
 
 
 GREEDY_BELOW = 1e-5
-"""Logprobs in nats at `temperature`, one for each requested token; fewer if the last tokens are not
-the engine's."""
+"""Temperature below which vLLM decodes greedily, with logprobs at temperature 1."""
 
 
 class LogprobsRequest(BridgeMessage):
-    """Oldest weight version that contributed."""
+    """Completions that reached the trainer without logprobs: `prompts[i]` is the `prompt_digest` of
+    all tokens before `completions[i]`, which are generated token ids."""
 
     prompts: list[str] = Field(max_length=MOST_COMPLETIONS)
     completions: list[list[int]] = Field(max_length=MOST_COMPLETIONS)
 
 
 class KnownLogprobs(BridgeMessage):
-    """In request order; None for an unknown or forgotten completion."""
+    """Logprobs of one completion, as the engine computed them."""
 
     logprobs: list[float]
-    """Completions whose experts are requested, named as in `LogprobsRequest`; `starts[i]` is the
-    first token of prompt and completion that is wanted."""
+    """Logprobs in nats at `temperature`, one for each requested token; fewer if the last tokens are
+    not the engine's."""
     temperature: float
     oldest_version: int
-    """Expert choices, [tokens, layers, experts per token], from the requested token on; the last
-    token, which the engine never read, has none."""
+    """Oldest weight version that contributed."""
 
 
 class LogprobsResponse(BridgeMessage):
     found: list[KnownLogprobs | None]
-    """Two bytes per expert, little-endian; False: one byte."""
+    """In request order; None for an unknown or forgotten completion."""
 
 
 class RoutingRequest(BridgeMessage):
-    """The array in base64."""
+    """Completions whose experts are requested, named as in `LogprobsRequest`; `starts[i]` is the
+    first token of prompt and completion that is wanted."""
 
     prompts: list[str] = Field(max_length=MOST_COMPLETIONS)
     completions: list[list[int]] = Field(max_length=MOST_COMPLETIONS)
@@ -238,17 +241,30 @@ class RoutingRequest(BridgeMessage):
 
 
 class KnownRouting(BridgeMessage):
-    """In request order; None for an unknown or forgotten completion."""
+    """Expert choices, [tokens, layers, experts per token], from the requested token on; the last
+    token, which the engine never read, has none."""
 
     shape: tuple[int, int, int]
     wide: bool = False
-    """Number of completions that this server has dropped for newer ones."""
+    """Two bytes per expert, little-endian; False: one byte."""
     data: str
-    """--max-lora-rank for adapters of `rank`; None if vLLM supports none."""
+    """The array in base64."""
 
 
 class RoutingResponse(BridgeMessage):
     found: list[KnownRouting | None]
+    """In request order; None for an unknown or forgotten completion."""
+    dropped: int = 0
+    """Number of completions that this server has dropped for newer ones."""
+
+
+def server_rank(rank: int) -> int | None:
+    """--max-lora-rank for adapters of `rank`; None if vLLM supports none."""
+    # vLLM pads an adapter to the next rank of its list, so round up.
+    return next((known for known in LORA_RANKS if known >= rank), None)
+
+
+def few_graph_sizes(max_num_seqs: int = 1024) -> list[int]:
     """--cudagraph-capture-sizes for an engine that restarts often: a third of vLLM's own sizes, up
     to the same limit.
 
@@ -256,11 +272,18 @@ class RoutingResponse(BridgeMessage):
     batch between two sizes is padded to the next one; that costs little, because decoding is bound
     by reading the weights.
     """
-    dropped: int = 0
+    # The largest size that vLLM itself captures.
+    limit = min(2 * max_num_seqs, 512)
+    return [*(size for size in FEW_GRAPH_SIZES if size < limit), limit]
+
+
+def prompt_digest(token_ids: Sequence[int]) -> str:
     """Digest of the tokens before a completion."""
+    # 64-bit little-endian ids, independent of Python's and numpy's types.
+    return hashlib.blake2b(struct.pack(f"<{len(token_ids)}q", *token_ids), digest_size=16).hexdigest()
 
 
-def server_rank(rank: int) -> int | None:
+def completion_digest(token_ids: Sequence[int], logprobs: Sequence[float]) -> str:
     """Digest of one completion from data that every client gets back: token ids and their logprobs.
 
     Both pass through JSON unchanged (doubles round-trip), so server and trainer compute the same
@@ -270,35 +293,9 @@ def server_rank(rank: int) -> int | None:
         token_ids: generated tokens, prompt excluded, length T.
         logprobs: their logprobs as returned by the server, length T.
     """
-    return next((known for known in LORA_RANKS if known >= rank), None)
-
-
-def few_graph_sizes(max_num_seqs: int = 1024) -> list[int]:
-    """--cudagraph-capture-sizes for an engine that is restarted often: a third of vLLM's own, up to the same limit.
-
-    vLLM captures every size up to 512 in steps of 8 and 16, which is a third of a warm start. A batch between two sizes
-    is padded to the next, which costs decoding little: it waits for the weights, not for the rows.
-    """
-    limit = min(2 * max_num_seqs, 512)
-    return [*(size for size in FEW_GRAPH_SIZES if size < limit), limit]
-
-
-def prompt_digest(token_ids: Sequence[int]) -> str:
-    """Name the tokens before a completion."""
-    return hashlib.blake2b(struct.pack(f"<{len(token_ids)}q", *token_ids), digest_size=16).hexdigest()
-
-
-def completion_digest(token_ids: Sequence[int], logprobs: Sequence[float]) -> str:
-    """Name one completion by what the client surely gets back: its token ids and their logprobs.
-
-    Both pass through JSON unchanged (doubles round-trip), so server and trainer compute the same digest.
-
-    Args:
-        token_ids: generated tokens, prompt excluded, length T.
-        logprobs: their logprobs as returned by the server, length T.
-    """
     count = len(token_ids)
     if count != len(logprobs):
         raise ValueError(f"{count} tokens but {len(logprobs)} logprobs")
+    # The logprobs tell equal texts of different weight versions apart.
     payload = struct.pack(f"<{count}q{count}d", *token_ids, *logprobs)
     return hashlib.blake2b(payload, digest_size=16).hexdigest()
