@@ -24,6 +24,7 @@ def summary_sections(figures: Any, *, no_memory: str = NO_DATA) -> list[Section]
             is no data.
         no_memory: text in place of GPU memory where there is none.
     """
+    # The guides print minutes as well.
     minutes = "" if figures.total_s is None else f" ({figures.total_s / 60:.2f} min)"
     return [
         ("", [("Total training time", seconds_text(figures.total_s) + minutes), ("Total steps", str(figures.steps))]),
@@ -78,6 +79,7 @@ def share_text(value: float | None) -> str:
 def waiting_share(figures: Any) -> float | None:
     """Share of all steps' time in which the trainer waited for rollouts; None without data."""
     wait, whole = figures.total_data_wait_s, figures.total_step_s
+    # `not whole` also covers a recording without steps.
     return None if wait is None or not whole else wait / whole
 
 
@@ -89,6 +91,7 @@ def figure_text(value: float | None, write: Callable[[float], str], no_data: str
     """Format `value` with `write`; infinite, NaN and implausible values become short texts."""
     if value is None:
         return no_data
+    # True for NaN alone.
     if value != value:
         return "NaN"
     if abs(value) < FOREIGN:

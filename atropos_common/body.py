@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import Message, Receive, Scope
 
+# zlib's code for gzip with its header.
 _GZIP = 16 + zlib.MAX_WBITS
 _PIECE = 1024 * 1024
 """Bytes that are unpacked at a time."""
@@ -47,7 +48,7 @@ class Room:
             BodyError: the budget is used up.
         """
         if self._taken + size > self._limit:
-            raise BodyError(503, f"more than {self._limit // 2**20} MiB of bodies are under way: try again later")
+            raise BodyError(503, f"more than {self._limit // 2**20} MiB of bodies are in flight: try again later")
         self._taken += size
 
     def give_back(self, size: int) -> None:
@@ -74,6 +75,7 @@ async def read_body(
     length = headers.get("content-length", "")
     if length.isdecimal() and int(length) > limit:
         raise _too_large(limit, "as sent")
+    # Without either header HTTP/1.1 has no body.
     if not length and "transfer-encoding" not in headers:
         return scope, receive
     packed = "gzip" in headers.get("content-encoding", "").lower()
@@ -84,6 +86,7 @@ async def read_body(
     except TimeoutError:
         raise BodyError(408, f"the body did not arrive within {timeout_s:.0f} s") from None
     if packed:
+        # A copy: other middleware may still hold the original scope.
         scope = {**scope, "headers": list(scope["headers"])}
         changed = MutableHeaders(scope=scope)
         changed["content-length"] = str(sum(map(len, pieces)))
@@ -115,10 +118,11 @@ async def _collect(receive: Receive, limit: int, gunzip: Gunzip | None, room: Ro
             body, more = message.get("body", b""), message.get("more_body", False)
             size += len(body)
             if size > limit:
-                raise _too_large(limit, "as sent" + (": tell its Content-Length" if limit == UNTOLD else ""))
+                raise _too_large(limit, "as sent" + (": send a Content-Length" if limit == UNTOLD else ""))
             for piece in gunzip.feed(body) if gunzip else [body]:
                 pieces.append(piece)
                 kept += len(piece)
+                # Reserve what this request holds beyond the free part, in steps as it grows.
                 wanted = max(kept - _SMALL, 0) - taken
                 room.take(wanted)
                 taken += wanted
@@ -152,6 +156,7 @@ class Gunzip:
                 piece = self._member.decompress(data, _PIECE)
             except zlib.error:
                 raise _no_gzip() from None
+            # Checked for each piece, before the next one is unpacked.
             self._left -= len(piece)
             if self._left < 0:
                 raise _too_large(self._limit, "unpacked")

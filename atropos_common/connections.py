@@ -119,6 +119,7 @@ class ConnectionLimits:
         Returns:
             The connection; None if it is over a limit and no idle one could give way.
         """
+        # A Unix socket: only this user can open it.
         if client is None or server is None:
             return Connection(self, "a Unix socket", os.geteuid(), close, own=True)
         uid = self._uid(client, server)
@@ -136,6 +137,7 @@ class ConnectionLimits:
                 return None
             self.forget(oldest)
             oldest.close()
+        # Behind the others: the dictionary is the order of arrival.
         self._foreign[new] = None
         return new
 
@@ -151,6 +153,7 @@ class ConnectionLimits:
 
     def _report(self, name: str) -> None:
         self._closed += 1
+        # A flood makes one log line a minute.
         if (now := time.monotonic()) - self._reported_at >= REPORT_S:
             logger.warning("closed %d connections without the run's key, the newest of %s", self._closed, name)
             self._reported_at, self._closed = now, 0
@@ -170,6 +173,7 @@ class ConnectionLimits:
             def connection_made(self, transport: asyncio.Transport) -> None:
                 super().connection_made(transport)
                 self.connection = limits.accept(self.client, self.server, transport.abort)
+                # `abort`, not `close`: nothing is flushed to a peer over its limit.
                 if self.connection is None:
                     transport.abort()
                 else:

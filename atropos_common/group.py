@@ -32,6 +32,7 @@ import torch.distributed as dist
 from atropos_common.transfer import Chunk, TransferInit
 
 SECRET_BYTES = 32
+# Seconds between polls: of the store, and of a condition (`Lifeline.until`).
 STORE_POLL_S = 0.001
 POLL_S = 0.0002
 BRISK_S = 0.05
@@ -59,6 +60,7 @@ class SealedStore(dist.Store):  # type: ignore[misc]
 
     def mac(self, name: str, value: bytes = b"") -> bytes:
         """MAC of `name` and `value` under the group's secret."""
+        # The length goes first, so that no other split of name and value has the same MAC.
         text = name.encode()
         return hmac.digest(self._secret, len(text).to_bytes(8, "big") + text + value, "sha256")
 
@@ -81,6 +83,7 @@ class SealedStore(dist.Store):  # type: ignore[misc]
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         self._awaited(keys, timeout or self._timeout)
 
+    # Otherwise torch uses calls that would bypass the MAC.
     def has_extended_api(self) -> bool:
         return False
 
@@ -91,12 +94,13 @@ class SealedStore(dist.Store):  # type: ignore[misc]
             if len(found) == len(keys):
                 return found
             if time.monotonic() > deadline:
-                raise RuntimeError(f"nobody of the group said {', '.join(keys)} within {limit.total_seconds():.0f} s")
+                raise RuntimeError(f"no member of the group set {', '.join(keys)} within {limit.total_seconds():.0f} s")
             time.sleep(STORE_POLL_S)
 
     def _own(self, key: str) -> bytes | None:
         if not self._store.check([key]):
             return None
+        # `check` first: `get` of a missing key would block in C++ for the whole timeout.
         sealed = bytes(self._store.get(key))
         mac, value = sealed[:MAC_BYTES], sealed[MAC_BYTES:]
         return value if hmac.compare_digest(mac, self.mac(key, value)) else None
@@ -110,11 +114,11 @@ def own_address(towards: str) -> str:
     """
     try:
         family, kind, _, _, place = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as way:
-            way.connect(place)  # of a datagram socket: nothing is sent
-            return str(way.getsockname()[0])
+        with socket.socket(family, kind) as probe:
+            probe.connect(place)  # datagram socket: this sends nothing
+            return str(probe.getsockname()[0])
     except OSError as error:
-        raise RuntimeError(f"no way from here to {towards} ({error.strerror or error})") from None
+        raise RuntimeError(f"no route from here to {towards} ({error.strerror or error})") from None
 
 
 class Gloo:
@@ -128,6 +132,7 @@ class Gloo:
         """
         options = dist.ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=timeout_s)
+        # Without a device gloo resolves this machine's host name, which may be a loopback address.
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
         self._parts: list[Any] = [store, dist.ProcessGroupGloo(store, rank, world_size, options)]
         try:
@@ -152,7 +157,8 @@ class Gloo:
     def close(self, works: Sequence[Any] = ()) -> None:
         """Leave without waiting: a group's destructor waits for work in flight up to its
         timeout."""
-        # Only the interpreter does: it aborts (SIGABRT) when it ends while a daemon thread is in there.
+        # The objects are destroyed in the thread. A daemon thread is wrong here: the interpreter
+        # aborts (SIGABRT) if it ends while one is inside C++.
         parts, self._parts = [*works, *self._parts], []
         threading.Thread(target=parts.clear).start()
 
@@ -165,15 +171,16 @@ def prove(group: Any, store: SealedStore, rank: int, size: int) -> None:
         RuntimeError: another process connected, or a peer is gone.
     """
     peers = [peer for peer in range(size) if peer != rank]
-    said = {peer: _tensor(store.mac(f"{rank} to {peer}")) for peer in peers}
-    heard = {peer: torch.zeros(MAC_BYTES, dtype=torch.uint8) for peer in peers}
-    works = [group.send([said[peer]], peer, 0) for peer in peers]
-    works += [group.recv([heard[peer]], peer, 0) for peer in peers]
+    sent = {peer: _tensor(store.mac(f"{rank} to {peer}")) for peer in peers}
+    received = {peer: torch.zeros(MAC_BYTES, dtype=torch.uint8) for peer in peers}
+    # Send and receive all at once: in sequence two ranks could wait for each other.
+    works = [group.send([sent[peer]], peer, 0) for peer in peers]
+    works += [group.recv([received[peer]], peer, 0) for peer in peers]
     for work in works:
         work.wait()
     for peer in peers:
-        if not hmac.compare_digest(bytes(heard[peer].tolist()), store.mac(f"{peer} to {rank}")):
-            raise RuntimeError(f"a stranger has connected in the place of rank {peer}")
+        if not hmac.compare_digest(bytes(received[peer].tolist()), store.mac(f"{peer} to {rank}")):
+            raise RuntimeError(f"another process has connected in the place of rank {peer}")
 
 
 def cut(chunk: Chunk, buffer: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
@@ -209,6 +216,7 @@ class Lifeline:
                 f"no trainer at {self._where} (phase rendezvous: {first_line(error)}). Is it alive, and does "
                 "MASTER_ADDR name an address of its machine that this one reaches?"
             ) from None
+        # The trainer sets `go` when every rank has reported.
         self.until(lambda: self.store.check(["go"]), "rendezvous", "the others did not come")
         self._rank = rank
 
@@ -224,17 +232,19 @@ class Lifeline:
                 timeout.
         """
         began = looked = time.monotonic()
-        while not self._asked(done, phase):
+        while not self._ask(done, phase):
             now = time.monotonic()
+            # The trainer sets `off` when it gives up, so that ranks do not wait for the whole
+            # timeout.
             if now - looked > LOOK_S:
                 looked = now
-                if self._asked(lambda: self.store.check(["off"]), phase):
+                if self._ask(lambda: self.store.check(["off"]), phase):
                     raise LinkError(f"the trainer gave this group up (phase {phase})")
             if now - began > self._timeout_s:
                 raise LinkError(f"{otherwise} within {self._timeout_s:.0f} s (phase {phase})")
             time.sleep(POLL_S if now - began < BRISK_S else 20 * POLL_S)
 
-    def _asked(self, question: Callable[[], bool], phase: str) -> bool:
+    def _ask(self, question: Callable[[], bool], phase: str) -> bool:
         try:
             return question()
         except RuntimeError as error:
@@ -268,6 +278,7 @@ class _Id(ctypes.Structure):
     _fields_ = [("internal", ctypes.c_char * NCCL_ID_BYTES)]
 
 
+# Only the NCCL functions that a broadcast needs; their ABI is stable.
 _COMMUNICATOR = ctypes.c_void_p
 _CALLS = {
     "ncclGetUniqueId": [ctypes.POINTER(_Id)],
@@ -319,6 +330,7 @@ class Communicator:
         """
         if self._handle is None:
             raise NcclError("this rank has left its group")
+        # A group call launches all broadcasts in one kernel.
         _check(self._library, self._library.ncclGroupStart())
         try:
             for address, size, root in pieces:
@@ -333,6 +345,7 @@ class Communicator:
         handle, self._handle = self._handle, None
         if handle is None:
             return
+        # A daemon thread: an abort that hangs in the driver must not keep the process alive.
         thread = threading.Thread(target=self._library.ncclCommAbort, args=(handle,), daemon=True)
         thread.start()
         thread.join(ABORT_S)
@@ -373,6 +386,7 @@ def _tensor(data: bytes) -> torch.Tensor:
 
 
 def _library() -> ctypes.CDLL:
+    # By default the library that torch has loaded: two NCCL versions in one process conflict.
     named = os.environ.get("VLLM_NCCL_SO_PATH")
     for name in [named] if named else NCCL_LIBRARIES:
         try:

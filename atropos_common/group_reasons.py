@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+# Keys of a record: recordings contain them, so they never change.
 REFUSED = "refused"
 UNSENDABLE = "unsendable"
 UNANSWERED = "unanswered"
@@ -16,6 +17,7 @@ WORDS = {
     REFUSED: "run-api refused it",
     UNSENDABLE: "JSON cannot hold it",
     UNANSWERED: "run-api did not answer",
+    # None is how an atroposlib environment gives a group up.
     NONE: "the environment returned None in its place",
     FLAT: "all scores equal",
     GROUP_SIZE: "another number of completions than group_size",

@@ -35,6 +35,7 @@ def certificates(url: str) -> ssl.SSLContext | bool:
     Reading the machine's certificates takes 20 to 100 ms of a core for each client. A client of an
     http:// address skips that; if it is redirected to https, it trusts no certificate.
     """
+    # `True` lets httpx load the machine's certificates.
     return True if url.lower().startswith("https:") else _no_certificates()
 
 
@@ -61,6 +62,7 @@ DOOR_USER = "atropos"
 def door_key(token: str) -> str:
     """Key of a run, derived from its token. The key reveals neither the token nor what the token
     opens."""
+    # One-way: an environment that has the key cannot compute the token.
     return hmac.digest(token.encode(), b"door", "sha256").hex()
 
 
@@ -86,20 +88,22 @@ def opens(authorization: str | None, keys: Collection[str]) -> bool:
     scheme, _, given = (authorization or "").partition(" ")
     if scheme.lower() == "basic":
         try:
+            # The user name before the colon does not matter.
             given = base64.b64decode(given, validate=True).decode("latin-1").partition(":")[2]
         except (binascii.Error, ValueError):
             return False
     elif scheme.lower() != "bearer":
         return False
-    said = given.strip().encode("latin-1", "replace")
-    return any(hmac.compare_digest(said, key.encode()) for key in keys)
+    key_given = given.strip().encode("latin-1", "replace")
+    # Constant time, so that timing does not reveal the key.
+    return any(hmac.compare_digest(key_given, key.encode()) for key in keys)
 
 
 def key_refusal(what: str) -> tuple[int, str]:
     """HTTP status and reason for a request without the key."""
     return 401, (
-        f"{what} is reached by other machines, so it asks for the run's key: send it as `Authorization: Bearer KEY` "
-        "(components have it in ATROPOS_DOOR_KEY; the token that the run was started with does as well)"
+        f"{what} is open to other machines, so it requires the run's key: send it as `Authorization: Bearer KEY` "
+        "(components have it in ATROPOS_DOOR_KEY; the token that the run was started with works too)"
     )
 
 
@@ -108,6 +112,7 @@ def host_name(header: str) -> str:
     header = header.strip().lower()
     if header.startswith("["):
         return header[1:].partition("]")[0]
+    # More than one colon: an IPv6 address without brackets, which has no port.
     return header.partition(":")[0] if header.count(":") == 1 else header
 
 
@@ -134,7 +139,7 @@ def page_refusal(headers: Mapping[str, str], hosts: frozenset[str]) -> tuple[int
         page = f"a page (Sec-Fetch-Site: {site})"
     else:
         return None
-    return 403, f"{page} of another site may ask nothing here (further names: {ENV_ALLOWED_HOSTS})"
+    return 403, f"{page} of another site is refused (allow further names in {ENV_ALLOWED_HOSTS})"
 
 
 def host_refusal(header: str | None, hosts: frozenset[str]) -> tuple[int, str] | None:

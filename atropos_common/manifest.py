@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from atropos_common.files import write_private
 from atropos_common.strided import extent
 
+# Raised with every change of the format; both sides refuse another version.
 MANIFEST_VERSION = 3
 
 
@@ -83,6 +84,7 @@ class Shard(BaseModel):
     kind: Literal["shm", "cuda_ipc"]
     gpu: str | None = None
     """UUID of the GPU that holds them; None on a CPU."""
+    # For a CPU: the shared file that holds all tensors of this rank.
     shm_path: str | None = None
     shm_bytes: int = 0
     param_mappings: dict[str, TensorEntry]
@@ -93,11 +95,12 @@ class Shard(BaseModel):
 
     @model_validator(mode="after")
     def _views_lie_in_parameters(self) -> Shard:
+        # The trainer writes to these places, so a wrong one would corrupt the engine's memory.
         for name, view in self.views.items():
             whole = self.param_mappings.get(view.parameter)
             if whole is None:
                 raise ValueError(f"{name} lies in {view.parameter}, which is no parameter")
-            least = 1 if view.whole is None else 0  # of a whole that is cut over ranks, one may have nothing
+            least = 1 if view.whole is None else 0  # a rank may have nothing of a tensor that is divided
             if len(view.shape) != len(view.stride) or min([1, *view.shape]) < least or min([0, *view.stride]) < 0:
                 raise ValueError(f"{name} has shape {view.shape} and stride {view.stride}")
             if (view.begin is None) != (view.whole is None) or not _inside(view):
@@ -123,6 +126,7 @@ def left_out(ranks: Mapping[int, Shard]) -> list[str]:
 
 
 def _is_whole(views: Sequence[TensorView | None]) -> bool:
+    # Every rank must have a part of the same whole; equal parts (replicated tensors) count once.
     held = [view for view in views if view is not None]
     wholes = {tuple(view.whole or view.shape) for view in held}
     if len(held) < len(views) or len(wholes) > 1:
@@ -181,10 +185,12 @@ def read_manifest(path: Path) -> Manifest:
         raise ManifestError(
             f"{path}: no manifest. Start the server with VLLM_ENABLE_SHARED_WEIGHTS=1 and LOGDIR={path.parent}"
         ) from None
+    # `lstat`: a link could lead to a file of another user.
     if not stat.S_ISREG(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
         raise ManifestError(f"{path}: must be a regular file of this user with mode 0600; delete it and restart vLLM")
     raw = path.read_bytes()
     try:
+        # The version first: fields of another version would give misleading errors.
         version = _Versioned.model_validate_json(raw).version
         if version != MANIFEST_VERSION:
             raise ManifestError(
@@ -196,5 +202,5 @@ def read_manifest(path: Path) -> Manifest:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "file"
         raise ManifestError(
-            f"{path}: not a manifest ({where}: {first['msg']}); restart vLLM to write it anew"
+            f"{path}: not a manifest ({where}: {first['msg']}); restart vLLM, which writes a new one"
         ) from None

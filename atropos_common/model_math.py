@@ -82,6 +82,7 @@ def why_refused(config: Mapping[str, Any], *, frozen: bool = False, shared: bool
         shared: the trainer uses the engine's own memory.
     """
     name = (config.get("architectures") or ["this model"])[0]
+    # Multimodal families name their language model `..._text`.
     kind = str(config.get("model_type") or "").removesuffix("_text")
     if kind in _REFUSED:
         reason, fix = _REFUSED[kind]
@@ -174,6 +175,7 @@ def carries_state(config: Mapping[str, Any]) -> bool:
     """Return True if layers carry a state from token to token (linear attention, Mamba,
     convolutions). It would cross the end of a packed sequence, so the trainer computes such
     sequences one by one."""
+    # Newer configs list the kind of each layer; older ones have fields of the state.
     if kinds := config.get("layer_types") or config.get("layers_block_type"):
         return any(kind not in _ATTENTION for kind in kinds)
     return any(name.startswith(_STATE) for name in config)
@@ -219,6 +221,7 @@ def _rotary(config: Mapping[str, Any]) -> str | None:
     settings = config.get("rope_parameters") or config.get("rope_scaling") or {}
     by_layer = [value for value in settings.values() if isinstance(value, Mapping)] or [settings]
     kinds = [kind for one in by_layer if (kind := one.get("rope_type") or one.get("type"))]
+    # Some models have two types, such as Gemma 3 for local and global layers.
     return max(kinds, key=lambda kind: kind in CHANGING_ROTARY, default=None)
 
 
@@ -296,8 +299,10 @@ class Dimensions:
     def layer(self) -> float:
         """Weights that a token is multiplied with in a layer; of experts only its own. A mean over
         layers where some are dense."""
+        # Projections of queries and output, of keys and values.
         attention = 2 * self.hidden * (self.queries + self.keys)
         sparse = self.sparse_layers / self.layers
+        # Gate, up and down matrix of each chosen expert, and the router.
         chosen = self.hidden * (3 * self.chosen_inner + self.experts)
         return attention + (1 - sparse) * 3 * self.hidden * self.inner + sparse * chosen
 
@@ -306,6 +311,7 @@ def _experts(config: Mapping[str, Any]) -> dict[str, int]:
     """Expert fields of `Dimensions` from config.json; empty for a dense model."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     experts = next((int(config[name]) for name in names if config.get(name)), 0)
+    # A mixture with one expert computes like a dense model.
     if experts < 2:
         return {}
     inner = int(config.get("moe_intermediate_size") or config["intermediate_size"])
@@ -326,6 +332,7 @@ def _is_dense(config: Mapping[str, Any], layer: int) -> bool:
     DeepSeek's fields)."""
     if kinds := config.get("mlp_layer_types"):
         return bool(kinds[layer] == "dense")
+    # Qwen's rule: every `decoder_sparse_step`-th layer has experts.
     skipped = (layer + 1) % int(config.get("decoder_sparse_step") or 1) != 0
     return (
         skipped or layer in (config.get("mlp_only_layers") or ()) or layer < (config.get("first_k_dense_replace") or 0)
@@ -429,10 +436,13 @@ def activation_bytes(
     sparse = model.sparse_layers / model.layers
     inner = (1 - sparse) * model.inner + sparse * model.chosen_inner
     copies = sparse * 3 * model.experts_per_token * model.hidden
+    # Elements in the weights' dtype, kept per token and layer.
     values = 4 * (model.hidden + model.queries + inner) + copies
     if adapters is not None:
         values -= model.hidden + inner
+    # Two norm inputs in float32, the values, the adapters' float32 inputs.
     per_layer = 8 * model.hidden + width * round(values) + 4 * (adapters.inputs if adapters else 0)
+    # Float32 input and output of the norms of queries and keys.
     if model.head_norms:
         per_layer += 2 * (4 + width) * model.queries
     if compiled:
@@ -490,6 +500,7 @@ def _adamw_8bit(shape: Shape) -> int:
 def _adafactor(shape: Shape) -> int:
     """Without momentum: a row and a column of second moments for a matrix, all of them for a
     vector."""
+    # Adafactor factors the second moments of matrices only.
     if len(shape) < 2:
         return 4 * math.prod(shape)
     return 4 * (math.prod(shape[:-1]) + math.prod(shape[:-2]) * shape[-1])
@@ -521,6 +532,8 @@ def step_flops(
             is trained.
     """
     reached = model.layers if reached is None else reached
+    # Forward in all layers, gradients of activations in the reached ones, of weights in the trained
+    # ones.
     weights = (model.layers + reached) * model.layer + (model.layers * model.layer if trained is None else trained)
     attention = sum(2.0 * (model.layers + 2 * reached) * model.queries * n * n for n in lengths)
     head = 2.0 * model.hidden * model.vocab * (2 if trained is not None else 3)
@@ -538,6 +551,7 @@ def step_bytes(masters: str, optimizer: str, *, half: bool, narrow: bool, offloa
         offloaded: masters and states stream through three buffers from host memory.
         largest: parameters of the largest trained tensor.
     """
+    # A tensor is never split, so the largest one sets the least size of a part.
     part = max(PART_PARAMETERS, largest)
     size = 8 * largest if optimizer == "adafactor" else 0  # squares and updates of one tensor
     if half:
@@ -553,6 +567,7 @@ def pinned_bytes(shapes: Iterable[Shape], widths: Sequence[int]) -> int:
     """Bytes of pinned host memory for tensors of these shapes, one per width (bytes per element);
     torch rounds each up to a power of two."""
     sizes = Counter(math.prod(shape) for shape in shapes)
+    # Next power of two.
     return sum(times << max(0, size * width - 1).bit_length() for size, times in sizes.items() for width in widths)
 
 

@@ -1,9 +1,8 @@
 """A child that dies with its parent, even after SIGKILL. Standard library only, and importable by
 path.
 
-    die_with_parent(os.getppid())                                              # in the child
-    python -I -S parent_death.py PARENT_PID GROUP COMMAND [ARG...] # GROUP: a cgroup v2 folder, or
-    ""
+    die_with_parent(os.getppid())                                   # in the child
+    python -I -S parent_death.py PARENT_PID GROUP COMMAND [ARG...]  # GROUP: cgroup v2 folder or ""
 
 The kernel's signal has to be armed in the child, after the fork; `preexec_fn` is unsafe beside
 threads. So this program arms the signal, joins the control group and becomes COMMAND. It imports no
@@ -42,6 +41,7 @@ def become(parent: int, group: str, command: list[str], env: dict[str, str]) -> 
     os.umask(0o077)  # logs, sockets and checkpoints are this user's, wherever they lie
     for number in _RESET:
         signal.signal(number, signal.SIG_DFL)  # ignored signals would survive exec
+    # A blocked signal survives exec too, and would make SIGTERM ineffective.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     try:
         os.execvpe(command[0], command, env)

@@ -44,6 +44,7 @@ def way() -> Callable[[Address, Address], int]:
     other end is closed, on another machine, or not reported.
     """
     with contextlib.suppress(OSError, UnknownPeerError):
+        # Try it on a connection of our own: a sandbox may accept the socket but not answer.
         kernel = Kernel()
         with socket.create_server(("127.0.0.1", 0)) as other, socket.create_connection(other.getsockname()) as own:
             if kernel.uid(own.getsockname(), own.getpeername()) == os.geteuid():
@@ -71,11 +72,12 @@ class Kernel:
         self._asked = (self._asked + 1) % _ANY
         size = _HEADER.size + len(question)
         self._line.send(_HEADER.pack(size, _BY_FAMILY, _REQUEST, self._asked, 0) + question)
-        while True:  # it answers at once; what is left of a question that was broken off has another number
+        while True:  # the kernel answers at once; skip answers to earlier, interrupted queries
             answer = self._line.recv(8192)
             _, kind, _, number, _ = _HEADER.unpack_from(answer)
             if number == self._asked:
                 break
+        # An error message: the kernel does not know the socket.
         if kind != _BY_FAMILY:
             raise UnknownPeerError
         found = _ANSWER.unpack_from(answer, _HEADER.size)
@@ -90,6 +92,7 @@ def listed(client: Address, server: Address) -> int:
         with contextlib.suppress(OSError):
             rows = (PROC_NET / table).read_bytes()
             if (at := rows.find(b" %s %s " % ends)) >= 0:
+                # Columns: local and remote address, state, queues, timer, retransmits, uid, timeout, inode.
                 fields = rows[at : rows.find(b"\n", at)].split()
                 return _held(state=int(fields[2], 16), uid=int(fields[6]), inode=int(fields[8]))
     raise UnknownPeerError
@@ -108,6 +111,7 @@ def _ip(address: Address) -> IP:
         found = ipaddress.ip_address(address[0].partition("%")[0])
     except ValueError:
         raise UnknownPeerError from None
+    # A server on `::` sees IPv4 callers as `::ffff:a.b.c.d`.
     return getattr(found, "ipv4_mapped", None) or found
 
 

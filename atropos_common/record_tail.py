@@ -44,6 +44,7 @@ class FileSource:
         try:
             with open_regular(self.path) as file:
                 info = os.fstat(file.fileno())
+                # A replaced file has another inode; a truncated one is shorter than the position.
                 identity = (info.st_dev, info.st_ino)
                 anew = self.identity is not None and (identity != self.identity or info.st_size < self.offset)
                 if anew:
@@ -66,6 +67,7 @@ def nth_from_end(path: Path, words: bytes, count: int) -> int:
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
+            # `mmap` needs an offset that is a multiple of the page size.
             first = max(0, size - LOOK_BACK_BYTES) // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
             with mmap.mmap(file.fileno(), size - first, access=mmap.ACCESS_READ, offset=first) as data:
                 at = len(data)
@@ -133,7 +135,9 @@ class RecordTail:
             self._partial, self._skipping, self.unread_before = b"", False, 0
         if not data:
             return []
+        # The last element has no newline yet: keep it for the next call.
         *lines, self._partial = (self._partial + data).split(b"\n")
+        # The first line ends the oversized or half-skipped one.
         if self._skipping and lines:
             lines = lines[1:]
             self._skipping = False
@@ -142,6 +146,7 @@ class RecordTail:
         elif len(self._partial) > MAX_LINE_BYTES:
             self.bad_lines += 1
             self._partial, self._skipping = b"", True
+        # A cheap test on bytes, before any JSON is parsed.
         if self._source.offset <= self.unread_before:
             lines = [line for line in lines if self.unread not in line]
         return self._parse(lines)

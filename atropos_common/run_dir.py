@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+# `sun_path` has 108 bytes, with the final zero.
 LONGEST_SOCKET = 107
 """Longest path in bytes of a Unix socket."""
 
@@ -71,6 +72,7 @@ MANIFEST_NAME = "vllm_bridge_config.json"
 LATEST_TIME = 253_402_300_799.0
 """Latest plausible time in Unix seconds (the year 9999): calendars refuse later ones."""
 
+# No leading dot or dash: neither a hidden file, nor `..`, nor a flag.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -87,6 +89,7 @@ class _Below:
         self.name = name
 
     def __get__(self, run: RunDir, owner: type[RunDir]) -> Path:
+        # A descriptor, so that each path is one line in the class below.
         return run.root / self.name
 
 
@@ -122,6 +125,7 @@ class RunDir:
     def from_env(cls) -> RunDir | None:
         """The run directory that the supervisor named; None when this program runs alone."""
         value = os.environ.get(ENV_RUN_DIR)
+        # An empty value counts as unset, as in a shell.
         return cls(Path(value)) if value else None
 
     @property
@@ -136,8 +140,10 @@ class RunDir:
             OSError: it cannot be created, or the folder belongs to another user.
         """
         self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # In a shared folder such as /tmp another user could have created it first.
         if self.root.stat().st_uid != os.getuid():
             raise PermissionError(errno.EPERM, "it belongs to another user", str(self.root))
+        # `mkdir` keeps the mode of an existing folder.
         self.root.chmod(0o700)
         for folder in (self.logs, self.bridge, self.checkpoints):
             folder.mkdir(exist_ok=True, mode=0o700)

@@ -43,6 +43,7 @@ def reach(stage: str) -> None:
         stage=stage,
         attempt=int(attempt) if attempt.isdigit() else 1,
     )
+    # One `write` with O_APPEND: ranks on several nodes may report at the same time.
     path, line = run.stages_jsonl(component), record.to_line().encode()
     if not _append(path, line):
         threading.Thread(target=_retry, args=(path, line), name="stage", daemon=True).start()
@@ -51,12 +52,14 @@ def reach(stage: str) -> None:
 def _append(path: Path, line: bytes) -> bool:
     """Append a whole line, or nothing."""
     try:
+        # O_NOFOLLOW: the run directory may be a recording from elsewhere.
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError:
         return False
     try:
         size = os.fstat(descriptor).st_size
         written = os.write(descriptor, line)
+        # A full disk can accept a part; a torn line would merge with the next record.
         if written < len(line):
             os.ftruncate(descriptor, size)
         return written == len(line)

@@ -67,6 +67,7 @@ def joined_part(shape: Sequence[int], boxes: Iterable[Box]) -> PartPlace | None:
     """
     parts = list(dict.fromkeys(boxes))
     own = contiguous(shape)
+    # Dimension -> stride elsewhere, as far as the boxes have shown it.
     steps: dict[int, int] = {}
     corners, ends = [], []
     for box in parts:
@@ -75,6 +76,7 @@ def joined_part(shape: Sequence[int], boxes: Iterable[Box]) -> PartPlace | None:
         for size, step, there in zip(box.shape, box.stride, box.stride_there, strict=True):
             if size == 1:
                 continue
+            # Find the dimension of the whole tensor that this dimension of the box runs along.
             dim = next((dim for dim, mine in enumerate(own) if mine == step and shape[dim] >= size > 1), None)
             if dim is None or steps.setdefault(dim, there) != there:
                 return None
@@ -83,6 +85,7 @@ def joined_part(shape: Sequence[int], boxes: Iterable[Box]) -> PartPlace | None:
         ends.append(end)
     if not parts:
         return None
+    # Bounding box of all parts.
     begin = tuple(map(min, zip(*(corner for corner, _ in corners), strict=True)))
     size_of = tuple(max(each) - low for each, low in zip(zip(*ends, strict=True), begin, strict=True))
     places = {corner for corner, _ in corners}
@@ -98,6 +101,7 @@ def joined_part(shape: Sequence[int], boxes: Iterable[Box]) -> PartPlace | None:
                 return None
         if new[1:] or there - start != _reach(corner, first, steps):
             return None
+    # Stride 0 would map two elements to one place; negative ones are never needed.
     if any(step < 1 for step in steps.values()):
         return None
     return PartPlace(begin, size_of, start, tuple(steps.get(dim, own[dim]) for dim in range(len(shape))))

@@ -33,6 +33,7 @@ ALIGNMENT = 256
 SLOTS = 2
 """Receive buffers of a worker: one is filled while the other is emptied."""
 
+# Bytes of an element.
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -85,6 +86,7 @@ class TransferInit(BridgeMessage):
 def meeting_place(init_method: str, env: Mapping[str, str]) -> tuple[str, str]:
     """Address and port, as text, of a broadcast's rendezvous: `--init-method`, else MASTER_ADDR and
     MASTER_PORT; by default the loopback and any free port."""
+    # `[...]` around an IPv6 address.
     found = re.fullmatch(r"tcp://\[?(.+?)\]?:(\d+)", init_method)
     if found:
         return found[1], found[2]
@@ -105,10 +107,12 @@ def is_wildcard(address: str) -> bool:
 def _numbers(address: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
     """`address` as a number, in any notation; empty for a name."""
     try:
+        # AI_NUMERICHOST accepts every notation of a number (0x7f.1) but never asks DNS.
         (found, *_) = socket.getaddrinfo(address, None, flags=socket.AI_NUMERICHOST)
     except (OSError, UnicodeError):
         return []
     made = ipaddress.ip_address(str(found[4][0]).partition("%")[0])
+    # `::ffff:127.0.0.1` is the loopback too.
     return [getattr(made, "ipv4_mapped", None) or made]
 
 
@@ -160,6 +164,7 @@ class Chunk:
         for placed in self.tensors:
             at = placed.start
             for root, nbytes in placed.tensor.owners or [(0, placed.tensor.nbytes)]:
+                # Adjacent parts of one rank become one broadcast.
                 if not starts or starts[-1][0] != root:
                     starts.append((root, at))
                 at += nbytes
@@ -176,6 +181,7 @@ def place(tensors: Sequence[SentTensor]) -> tuple[list[Placed], int]:
     placed, end = [], 0
     for tensor in tensors:
         placed.append(Placed(tensor, end))
+        # Round up to the alignment.
         end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
     return placed, end
 
@@ -190,6 +196,7 @@ def chunks(tensors: Sequence[SentTensor], chunk_bytes: int) -> list[Chunk]:
         last = index == len(placed)
         end = total if last else placed[index].start
         following = end if last else end + placed[index].tensor.nbytes
+        # The next tensor would not fit: close the chunk before it.
         if last or following - placed[first].start > chunk_bytes:
             parts.append(Chunk(placed[first].start, end, tuple(placed[first:index])))
             first = index

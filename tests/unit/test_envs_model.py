@@ -100,7 +100,7 @@ def test_a_model_that_appears_while_torch_is_imported_is_taken(
 def test_too_few_rows_are_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         warm_start.main(["--output", str(tmp_path / "model"), "--vocab-rows", "13"])
-    assert "--vocab-rows 13: there are 14 tokens" in capsys.readouterr().err
+    assert "--vocab-rows 13: the 14 tokens need a row each" in capsys.readouterr().err
 
 
 def test_building_a_model_leaves_the_random_state_alone() -> None:

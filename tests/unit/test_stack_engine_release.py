@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from atropos_common import engine_release
-from atropos_common.engine_release import MENDED, EngineRelease, installed, why_not_served
+from atropos_common.engine_release import COHERE_FIXED, EngineRelease, installed, why_not_served
 from tests.unit.test_stack_plan import profile
 from tests.unit.test_stack_preflight import LLAMA, found
 from vllm_server import __main__ as start
@@ -63,7 +63,7 @@ def test_lfm2_on_the_cpu_builds_that_were_measured_is_refused() -> None:
 
 def test_what_is_installed_is_told_without_importing_it() -> None:
     release = installed()
-    assert release is not None and release.cpu and not release.is_before(MENDED)
+    assert release is not None and release.cpu and not release.is_before(COHERE_FIXED)
 
 
 def test_validate_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
