@@ -1,1 +1,2 @@
-"""What is seen: readers of a run's files and samplers of the machine. No Textual, owns nothing."""
+"""Readers of a run's files, and everything computed from them: state, verdict, charts, reports. No
+Textual."""

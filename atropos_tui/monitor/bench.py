@@ -1,9 +1,10 @@
-"""Figures of a run: its pace while it goes, and the guides' BENCHMARK SUMMARY, for one run or several side by side.
+"""Figures of a run: its current pace, and the guides' BENCHMARK SUMMARY, for one run or several
+side by side.
 
     atropos-tui bench RUN... [--json]
 
-A finished run of one attempt shows the trainer's own summary record. Otherwise (still running, stopped, restarted) the
-same figures are computed from the records that stand, and the title says so.
+A finished run of one attempt shows the trainer's own summary record. In other cases (still running,
+stopped, restarted) the figures are computed from the records, and the title says so.
 """
 
 from __future__ import annotations
@@ -37,39 +38,39 @@ from atropos_tui.monitor.state import ACCEPTED, CAPACITY_S, COUNTED_S, IDLE_S, R
 SETTLED = (State.COMPLETED, State.STOPPED, State.FAILED)
 ILL = (State.UNHEALTHY, State.BACKOFF, State.STOPPING, State.FAILED)
 WINDOW = 20
-"""Steps over which the live numbers are averaged."""
+"""Newest steps over which live figures are averaged."""
 
 PARTS = {"wait": "data_wait_s", "train": "train_s", "sync": "sync_s", "checkpoint": "checkpoint_s"}
-"""Parts of a step as the screen names them, by field of the timing record."""
+"""Parts of a step by their name on the screen -> field of the timing record."""
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Means over the newest `window` steps; None where there is no data. Seconds, tokens, bytes.
+    """Means over the newest `window` steps; None without data. Seconds, tokens, bytes.
 
-    The trainer's `step_s` is the whole step, so what its parts do not explain is shown as `other`; where a trainer
-    counts waiting outside of it, the parts are larger than the whole and `other` is absent.
+    The trainer's `step_s` is the whole step; time outside its parts is shown as `other`. A trainer
+    that excludes waiting from `step_s` has parts larger than the whole, and no `other`.
     """
 
     window: int
     step_s: float | None
     parts: dict[str, float | None]
     waiting: float | None
-    """Share of the steps in which the trainer waited for rollouts."""
+    """Share of the steps' time in which the trainer waited for rollouts."""
     engine_idle: float | None
-    """Share of the time in which the engines had nothing to answer."""
+    """Share of the time in which the engines had no request."""
     engine_capacity: float | None
-    """Share of the engines' capacity in use; None while that is not known."""
+    """Used share of the engines' capacity; None if unknown."""
     accepted_per_s: float | None
-    """Generated tokens that were trained on."""
+    """Generated tokens that were trained on, per second."""
     tokens_per_s: float | None
     steps_per_hour: float | None
     eta_s: float | None
-    """Time left by the wall clock between steps, waiting included."""
+    """Seconds left, by the wall clock between steps, waiting included."""
 
 
 def pace(state: RunState, training_steps: int | None, window: int = WINDOW) -> Pace:
-    """Measure `state` over its newest steps; over all of them once the trainer has written its summary."""
+    """Measure the newest steps of `state`; all steps once the trainer has written its summary."""
     timing = state.metric("step_s")
     window = timing.count if state.benchmark else window
     count = min(window, timing.count)
@@ -97,9 +98,10 @@ def pace(state: RunState, training_steps: int | None, window: int = WINDOW) -> P
 
 
 def _wall_per_step(series: Series, window: int, first_step: int) -> float | None:
-    """Seconds between consecutive steps of the present attempt, so that a restart does not count as slow steps.
+    """Return the seconds between consecutive steps of the current attempt, so that a restart does
+    not count as slow.
 
-    None for fewer than two steps, and for clocks that run backwards.
+    None for fewer than two steps, or if the clock ran backwards.
     """
     newest = series.newest(window + 1)
     points = [(step, time) for step, time in zip(newest.steps, newest.times, strict=True) if step >= first_step]
@@ -109,17 +111,20 @@ def _wall_per_step(series: Series, window: int, first_step: int) -> float | None
 
 
 def tokens_per_second(state: RunState, count: int | None = None) -> float | None:
-    """Tokens of the newest `count` steps (default: all) over their seconds: sums first, one division."""
+    """Return tokens per second over the newest `count` steps (default: all), as total tokens over
+    total seconds."""
     return _ratio(state.sums[TOKENS], state.metric("step_s"), count)
 
 
 def _idle_share(state: RunState, count: int) -> float | None:
-    """Of the engines, over the newest `count` steps by their seconds; None where no step tells."""
+    """Return the engines' idle share over the newest `count` steps, weighted by seconds; None if no
+    step reports it."""
     return _ratio(state.sums[IDLE_S], state.sums[COUNTED_S], count)
 
 
 def _capacity_share(state: RunState, count: int) -> float | None:
-    """Capacity of the engines in use over the newest `count` steps by their seconds; None where no step tells."""
+    """Return the engines' used capacity over the newest `count` steps, weighted by seconds; None if
+    no step reports it."""
     return _ratio(state.sums[CAPACITY_S], state.sums[RATED_S], count)
 
 
@@ -131,12 +136,12 @@ def _ratio(part: Series, whole: Series, count: int | None) -> float | None:
 
 @dataclass(frozen=True)
 class RunBenchmark:
-    """Figures of one run: seconds, bytes, tokens per second. None where there is no data."""
+    """Figures of one run: seconds, bytes, tokens per second. None without data."""
 
     run: str
     mode: str
     source: str
-    """`trainer`: its own summary; `records`: computed from what it wrote."""
+    """`trainer`: from its own summary; `records`: computed from its records."""
     attempts: int
     steps: int
     total_s: float | None
@@ -148,26 +153,26 @@ class RunBenchmark:
     avg_data_wait_s: float | None
     total_data_wait_s: float | None
     engine_idle_fraction: float | None
-    """Share of the time in which the engines had nothing to answer."""
+    """Share of the time in which the engines had no request."""
     engine_capacity_used: float | None
-    """Share of the engines' capacity in use, over the steps in which it was known."""
+    """Used share of the engines' capacity, over the steps that report it."""
     accepted_tokens_per_s: float | None
-    """Generated tokens that were trained on."""
+    """Generated tokens that were trained on, per second."""
     peak_bytes: int | None
     avg_bytes: int | None
     peak_rss_bytes: int | None
-    """Of the trainer process, in main memory."""
+    """Peak main memory of the trainer process."""
     tokens_per_s: float | None
     reward_first: float | None
     """Mean reward of the first five steps."""
     reward_last: float | None
     """Mean reward of the last five steps."""
     held_out: float | None = None
-    """Newest held-out accuracy, of the first environment that reports one."""
+    """Newest held-out accuracy of the first environment that reports one."""
     checkpoint_bytes: int | None = None
-    """Of the newest checkpoint."""
+    """Size of the newest checkpoint."""
     exit_code: int | None = None
-    """None while it runs, and where nothing tells."""
+    """None while it runs, or if unknown."""
 
     @property
     def waiting_share(self) -> float | None:
@@ -176,7 +181,7 @@ class RunBenchmark:
 
 
 def benchmark_run(root: Path) -> RunBenchmark:
-    """Read the run directory `root` and measure it. Missing files give None, not an error."""
+    """Measure the run directory `root`. Missing files give None instead of an error."""
     info, state, _ = load_run(root)
     figures = benchmark_state(state, run=root.name, mode=info.mode)
     return replace(figures, exit_code=exit_code(RunDir(root)))
@@ -188,7 +193,7 @@ def benchmark_runs(roots: Sequence[Path]) -> list[RunBenchmark]:
 
 
 def benchmark_state(state: RunState, *, run: str, mode: str) -> RunBenchmark:
-    """Measure a run that is already in memory."""
+    """Measure a run that is in memory."""
     reward = state.metric("reward_mean").values
     common = {
         "run": run,
@@ -229,14 +234,15 @@ def _computed(state: RunState) -> dict[str, float | int | None]:
 
 
 def _span(step: Series) -> float | None:
-    """Seconds from the first step's start to the last one's end; None where the clock was set back in between."""
+    """Return the seconds from the first step's start to the last one's end; None if the clock was
+    set back."""
     if not step.times or any(later < earlier for earlier, later in pairwise(step.times)):
         return None
     return step.times[-1] - step.times[0] + step.values[0]
 
 
 def _possible(figures: RunBenchmark) -> RunBenchmark:
-    """Without negative times and rates: clocks that run backwards leave such, and they say nothing."""
+    """Replace negative times and rates, which come from clocks that run backwards, by None."""
     nothing: dict[str, Any] = {
         name: None
         for name in RunBenchmark.__dataclass_fields__
@@ -254,14 +260,14 @@ def _whole(value: float | None) -> int | None:
 
 
 def render_benchmarks(runs: Sequence[RunBenchmark]) -> str:
-    """The summary of one run; a table with a ratio to the first run per row for several."""
+    """Return the summary of one run, or a table of several with ratios to the first."""
     return _summary(runs[0]) if len(runs) == 1 else _comparison(runs)
 
 
 def benchmarks_json(runs: Sequence[RunBenchmark]) -> str:
-    """`{"runs": [...]}`; a non-finite number is a string, as in the streams.
+    """Return `{"runs": [...]}`; a non-finite number is a string, as in the streams.
 
-    Of several, each after the first has `ratios` to it, where both have a figure.
+    Each run after the first has `ratios` to it, for figures that both have.
     """
     rows: list[dict[str, object]] = [
         {key: _strict(value) for key, value in {**asdict(run), "waiting_share": run.waiting_share}.items()}
@@ -283,7 +289,7 @@ def _strict(value: object) -> object:
 
 
 def summary_sections(run: RunBenchmark) -> list[summary.Section]:
-    """The summary of one run as titles and figures, ready to show; the first section has no name."""
+    """Return the summary of one run as titles and figures; the first section has no name."""
     *sections, (memory, figures) = summary.summary_sections(run)
     learning = [
         ("Reward first 5 steps", _fraction(run.reward_first)),
@@ -296,7 +302,7 @@ def summary_sections(run: RunBenchmark) -> list[summary.Section]:
 
 
 def origin(run: RunBenchmark) -> str:
-    """What the figures were computed from; empty where they are the trainer's own summary."""
+    """Describe the source of computed figures; empty for the trainer's own summary."""
     return "" if run.source == "trainer" else f"{run.steps} steps, {counted(run.attempts, 'attempt')} of the trainer"
 
 
@@ -306,7 +312,8 @@ def _summary(run: RunBenchmark) -> str:
 
 
 def _comparison(runs: Sequence[RunBenchmark]) -> str:
-    """Rows of figures, a column per run; `x` is the ratio to the first run."""
+    """Return a table with a row for each figure and a column for each run; `x` is the ratio to the
+    first run."""
     table = [["", *(one_line(f"{run.run} ({run.mode or '?'})") for run in runs)]]
     for title, name, write in _ROWS:
         values = [getattr(run, name) for run in runs]
@@ -321,7 +328,7 @@ def _comparison(runs: Sequence[RunBenchmark]) -> str:
 
 
 def ratio(value: float | None, base: float | None) -> float | None:
-    """`value` over `base`; None where that says nothing."""
+    """Return `value` over `base`; None if either is missing or not finite."""
     if value is None or not base or not math.isfinite(real(value)) or not math.isfinite(real(base)):
         return None
     return real(value) / real(base)
@@ -357,32 +364,32 @@ _ROWS = (
     ("Reward, last 5", "reward_last", _fraction),
     ("Accuracy held out", "held_out", _fraction),
 )
-"""Of a comparison: title, field, how it is written."""
+"""Rows of a comparison: title, field, formatter."""
 
 
 class Progress:
-    """How one of several stacks is doing, in one line, from its files alone: no socket."""
+    """One-line progress of one of several stacks, from its files only: no socket."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
         self._feed, self._state = RunFeed(run), RunState()
         self._info: RunInfo | None = None
         self.components: dict[str, str] = {}
-        """The last known state of each component."""
+        """Last known state of each component."""
 
     def refresh(self) -> None:
-        """Take in what the files have got since the last call."""
+        """Read the new records."""
         self._info = self._info or read_info(self._run)
         self._state = self._feed.catch_up(self._state)
         self.components = {record.component or "": record.new for record in self._state.transitions}
 
     def settled(self, component: str) -> bool:
-        """Whether `component` has come to its end, good or bad."""
+        """Return True if `component` has ended, in any way."""
         return self.components.get(component) in SETTLED
 
     @property
     def phase(self) -> str:
-        """What the stack is about: how it ended, which component it waits for, or training."""
+        """Phase in words: how it ended, which component it waits for, or training."""
         result = read_json(self._run.result_json)
         if result:
             code = result.get("exit_code")
@@ -397,7 +404,7 @@ class Progress:
         return f"starting {', '.join(waiting)}" if waiting else "waiting for the first batch"
 
     def line(self) -> str:
-        """Step, reward, seconds a step, time left, phase."""
+        """Return step, reward, seconds a step, time left, and phase."""
         steps = self._info.training_steps if self._info else None
         now = pace(self._state, steps)
         reward = self._state.metric("reward_mean").values

@@ -1,6 +1,7 @@
-"""The catalogue of charts: which curves stand together, in which colours, between which bounds.
+"""Catalogue of charts: their curves, colours and axis limits.
 
-A metric is added once, to `CHARTS`; a view of the screen (`ui/views.py`) and `PAGE` say where it is drawn.
+To add a metric, add it to `CHARTS`; a view of the screen (`ui/views.py`) and `PAGE` decide where it
+is drawn.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from atropos_common.records import HEALTHY_CLIP_FRACTION, HEALTHY_LOGPROB_DIFF, 
 from atropos_tui.monitor.format import bytes_text, number, seconds_text
 
 WRITERS: dict[str, Callable[[float | None], str]] = {"": number, "s": seconds_text, "bytes": bytes_text}
-"""How a value of a curve is written, by unit."""
+"""Formatter of curve values, by unit."""
 Range = tuple[float | None, float | None]
-"""From, to; None where it is open."""
+"""Lower and upper bound; None: unbounded."""
 
 
 @dataclass(frozen=True)
@@ -24,32 +25,32 @@ class CurveSpec:
     label: str
     metric: str
     colour: str = "primary"
-    """Of the theme: primary, accent, success or warning."""
+    """Theme colour: primary, accent, success or warning."""
     scatter: bool = False
 
 
 @dataclass(frozen=True)
 class ChartSpec:
-    """Some curves over optimizer steps with one vertical axis."""
+    """Curves over optimizer steps with one vertical axis."""
 
     name: str
     curves: tuple[CurveSpec, ...]
     about: str = ""
-    """What is drawn, in a sentence, for the page of a report."""
+    """Description in one sentence, for the report."""
     short: str = ""
-    """The name where there is little room."""
+    """Name for narrow places."""
     unit: str = ""
     low: float | None = None
-    """An end of the axis, unless a value lies beyond it."""
+    """Lower end of the axis, unless a value is lower."""
     high: float | None = None
     log: bool = False
     healthy: Range | None = None
     over_seconds: bool = False
-    """Over seconds before now, not over steps."""
+    """Plot over seconds before now instead of steps."""
 
     @property
     def health(self) -> str:
-        """The healthy range in words; empty where there is none."""
+        """Healthy range in words; empty if there is none."""
         if self.healthy is None:
             return ""
         low, high = self.healthy
@@ -57,16 +58,16 @@ class ChartSpec:
 
 
 HELD_OUT, QUEUE = "held-out", "queue"
-"""Curves that are no field of a trainer's record: accuracy by environment and split, and groups that wait in run-api,
-over seconds of the screen's own watching."""
+"""Curves that are not fields of a trainer's record: accuracy by environment and split, and groups
+queued in run-api over the seconds that the screen was open."""
 
 NOISY = frozenset({
     "reward_mean", "reward_std", "loss", "logprob_diff_abs_mean", "probe_diff_abs_mean", "inference_mean", "train_mean",
     "kl_k3", "useful_groups", "ratio_mean", "clip_fraction", "entropy_mean", "completion_tokens_mean",
     "truncated_fraction", "grad_norm", "step_s", "data_wait_s", "train_s", "sync_s", "tokens_per_s",
 })  # fmt: skip
-"""Metrics that are smoothed: means over a batch, and durations. Learning rate, maxima, policy lag and counts are exact,
-and an average would show values that never were."""
+"""Metrics that are smoothed: batch means and durations. Learning rate, maxima, policy lag and
+counts are exact; their averages would be values that never occurred."""
 
 CHARTS = {
     "reward": ChartSpec(
@@ -168,11 +169,11 @@ CHARTS = {
     "queue": ChartSpec("run-api queue", (CurveSpec("groups", QUEUE),), short="Queue", low=0.0, over_seconds=True),
     "tokens": ChartSpec("Tokens/s", (CurveSpec("trained", "tokens_per_s"),), low=0.0),
 }
-"""The charts of the screen, by name."""
+"""Charts of the screen, by name."""
 
 
 def chart_of(metric: str) -> ChartSpec:
-    """The chart of any curve, by the name that `RunState.metric` knows it by."""
+    """Return a chart for any curve, by its name in `RunState.metric`."""
     is_time = (metric.endswith("_s") and not metric.endswith("_per_s")) or metric.startswith("sync/")
     unit = "s" if is_time else "bytes" if metric.endswith("_bytes") else ""
     return ChartSpec(metric, (CurveSpec("value", metric),), unit=unit)
@@ -219,5 +220,5 @@ PAGE = (
         low=0.0,
     ),
 )
-"""The charts of a report, in reading order. There is room for more curves and longer names; where a screen shows fixed
-axes, most here are fitted to the data, which is read closely."""
+"""Charts of a report, in reading order. Compared with the screen, they have more curves, longer
+names, and axes mostly fitted to the data."""

@@ -1,4 +1,4 @@
-"""Text that is short enough to show: lines, tables, and figures in a few characters."""
+"""Short texts for display: lines, tables, and compact figures."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ _LOOKS: dict[State, tuple[str, Tone]] = {
 }
 GLYPHS = {state: glyph for state, (glyph, _) in _LOOKS.items()}
 TONES: dict[str, Tone] = {state: tone for state, (_, tone) in _LOOKS.items()}
-"""How a state is to be taken, by its name; what is shown in a colour has a glyph and a word, too."""
+"""Tone of each state, by name; everything coloured also has a glyph and a word."""
 
 
 def glyph_and_word(state: State) -> str:
-    """A state as people see it everywhere; never by colour alone."""
+    """Return the display form of a state, readable without colour."""
     return f"{GLYPHS[state]} {state.value}"
 
 
 def real(value: float) -> float:
-    """`value` as a float; a whole number beyond any float, in a foreign record, is infinite."""
+    """Convert to float; an integer beyond the range of floats becomes infinite."""
     try:
         return float(value)
     except OverflowError:
@@ -46,12 +46,13 @@ def real(value: float) -> float:
 
 
 def masked_line(text: str) -> str:
-    """`one_line` for what is passed on to others: tokens of known services are left out."""
+    """Return `one_line` without tokens of known services, for texts that leave this machine."""
     return mask(one_line(text))
 
 
 def columns(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[str]:
-    """A line for each row, its cells below one another; `right`: numbers of the columns that end at the same place."""
+    """Return a line for each row, with aligned cells; the columns numbered in `right` are
+    right-aligned."""
     right = set(right)
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     lines = []
@@ -63,13 +64,13 @@ def columns(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[st
 
 
 def text_table(rows: Sequence[Sequence[str]]) -> str:
-    """`columns`, the first of them as titles over a line."""
+    """Return `columns` with the first row as titles above a rule."""
     titles, *lines = columns(rows)
     return "\n".join([titles, "-" * max(map(len, [titles, *lines])), *lines])
 
 
 def duration(seconds: float | None) -> str:
-    """`9.3 s`, `2:05`, `1:02:05` or `3 d 04 h`; `–` where there is none."""
+    """Return `9.3 s`, `2:05`, `1:02:05` or `3 d 04 h`; `–` for None."""
     if seconds is None or not math.isfinite(seconds):
         return "–" if seconds is None else str(seconds)
     if seconds < 10:
@@ -84,7 +85,7 @@ def duration(seconds: float | None) -> str:
 
 
 def seconds_text(value: float | None) -> str:
-    """A measured time: `0.31 s`, `4.2 ms`, `12.0 s`."""
+    """Return a measured time: `4.2 ms`, `0.31 s`, `12.00 s`."""
     if value is None or not math.isfinite(value):
         return "–" if value is None else number(value)
     if 0 < abs(value) < 0.1:
@@ -93,7 +94,7 @@ def seconds_text(value: float | None) -> str:
 
 
 def bytes_text(value: float | None) -> str:
-    """`512 MB`, `1.5 GB`; powers of ten."""
+    """Return `512 MB`, `1.5 GB`; powers of ten."""
     if value is None:
         return "–"
     value = real(value)
@@ -104,12 +105,12 @@ def bytes_text(value: float | None) -> str:
 
 
 def percent(value: float | None) -> str:
-    """`37%` of a value that counts percent already; `–` where there is none."""
+    """Return `37%` for the value 37; `–` for None."""
     return "–" if value is None else f"{value:.0f}%"
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Few characters for any magnitude: `0.912`, `4.1e-07`, `12,300`, `NaN`; `–` where there is none."""
+    """Return a short text for any magnitude: `0.912`, `4.1e-07`, `12,300`, `NaN`; `–` for None."""
     if value is None:
         return "–"
     value = real(value)
@@ -124,6 +125,6 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def reason_of(record: StateRecord) -> str:
-    """The reason of a transition and, in backoff, the seconds to the next start."""
+    """Return the reason of a transition and, in backoff, the seconds to the next start."""
     again = "" if record.retry_at is None else f"; again in {max(0.0, record.retry_at - record.time):.1f} s"
     return one_line(record.reason) + again

@@ -1,6 +1,7 @@
-"""How busy the machine, the components and the engines of a run are, as its supervisor recorded it.
+"""Use of the machine, the components and the engines of a run, from the supervisor's gauges.
 
-`GaugeHistory` keeps records and makes rates of counters, `split_*` tell who holds what.
+`GaugeHistory` stores records and turns counters into rates; `split_*` divide a resource by
+component.
 """
 
 from __future__ import annotations
@@ -15,28 +16,28 @@ from atropos_common.control import ComponentStatus, GpuStatus, Role
 from atropos_common.records import GaugesRecord, HostUse
 
 KEPT = 4000
-"""Records kept: more than the file of a run holds."""
+"""Limit of stored records: more than a run's file has."""
 WINDOW_S = 15.0
-"""Over which counters are made into rates."""
+"""Window for rates of counters, in seconds."""
 OTHER = "other"
 
 
 @dataclass(frozen=True)
 class EngineRates:
-    """What a screen shows of an engine: counters turned into rates between two looks."""
+    """Figures of an engine on a screen: gauges, and rates of counters over a window."""
 
     running: float | None
     waiting: float | None
     kv_use: float | None
     prefix_hit_rate: float | None
-    """Share of looked-up prefix tokens that were there, over the window; None where none were looked up."""
+    """Share of looked-up prefix tokens found in the cache; None without lookups."""
     generated_per_s: float | None
     weight_version: float | None = None
 
 
 @dataclass
 class GaugeHistory:
-    """The newest records, oldest first."""
+    """Newest records, oldest first."""
 
     samples: deque[GaugesRecord] = field(default_factory=lambda: deque(maxlen=KEPT))
 
@@ -45,14 +46,15 @@ class GaugeHistory:
         return self.samples[-1] if self.samples else None
 
     def add(self, sample: GaugesRecord) -> None:
-        """Take a record in; one older than the last begins the history anew: a clock was set back."""
+        """Add a record. One older than the last clears the history: the clock was set back."""
         last = self.last
         if last and sample.time < last.time:
             self.samples.clear()
         self.samples.append(sample)
 
     def rates(self, engine: str) -> EngineRates | None:
-        """How `engine` works, over the newest `WINDOW_S`; None when it did not answer the last time."""
+        """Return the rates of `engine` over the newest `WINDOW_S`; None if it did not answer the
+        last time."""
         last = self.last
         now = last.engines.get(engine) if last else None
         if last is None or now is None:
@@ -73,12 +75,13 @@ class GaugeHistory:
         )
 
     def queue(self) -> tuple[list[float], list[float]]:
-        """Times and depths of run-api's queue."""
+        """Return times and depths of run-api's queue."""
         known = [(sample.time, float(sample.queue)) for sample in self.samples if sample.queue is not None]
         return [time for time, _ in known], [depth for _, depth in known]
 
     def card(self, index: int, node: str = "") -> list[tuple[float | None, float] | None]:
-        """Utilisation and share of memory in use of one GPU, both 0 to 1; None where a record does not have it."""
+        """Return utilisation and used memory share of one GPU, both 0 to 1; None for records
+        without it."""
         cards = ({(gpu.node, gpu.index): gpu for gpu in sample.gpus}.get((node, index)) for sample in self.samples)
         return [
             (_share(card.utilization_percent), min(1.0, card.used_bytes / max(card.total_bytes, 1))) if card else None
@@ -86,7 +89,7 @@ class GaugeHistory:
         ]
 
     def used(self, rows: Iterable[ComponentStatus]) -> list[ComponentStatus]:
-        """`rows` with what each component used as of the newest record, where the status itself does not tell."""
+        """Add the newest CPU and memory use to `rows` that have none."""
         use = self.last.components if self.last else {}
         return [
             row.model_copy(update=use[row.name].model_dump())
@@ -101,7 +104,7 @@ def _share(percent: int | None) -> float | None:
 
 
 def _grown(before: float | None, now: float | None) -> float | None:
-    """By how much a counter grew; a counter that fell began anew with its process."""
+    """Return the growth of a counter; one that fell restarted from 0 with its process."""
     if before is None or now is None or not math.isfinite(now - before):
         return None
     return now - before if now >= before else now
@@ -109,7 +112,7 @@ def _grown(before: float | None, now: float | None) -> float | None:
 
 @dataclass(frozen=True)
 class Share:
-    """One part of a bar; bytes, or percent for CPU."""
+    """One part of a bar: bytes, or percent for CPU."""
 
     label: str
     amount: float
@@ -117,12 +120,12 @@ class Share:
 
 @dataclass(frozen=True)
 class Split:
-    """Parts in the order in which they are drawn; what is left of `total` is free."""
+    """Parts in drawing order; the rest of `total` is free."""
 
     parts: list[Share]
     total: float
     note: str = ""
-    """How sure the parts are, where that has to be said."""
+    """Limits of the accuracy, if any."""
 
     @property
     def used(self) -> float:
@@ -132,14 +135,15 @@ class Split:
 def split_gpu(
     gpu: GpuStatus, rows: Sequence[ComponentStatus], planned: Mapping[str, Sequence[int]], trainer_bytes: float | None
 ) -> Split:
-    """The memory of one GPU by component.
+    """Divide the memory of one GPU by component.
 
-    NVML names processes by pids of the host, so inside a container it tells nothing apart. Then the trainer's own
-    figure stands for the trainer, if it has just this GPU; the rest is told under the names of all who may hold it.
+    NVML names processes by pids of the host, so inside a container they match no component. In that
+    case the trainer's own figure is used, if it has this GPU only, and the rest gets the names of
+    all possible holders.
 
     Args:
-        planned: GPUs of each component, as the plan hands them out.
-        trainer_bytes: what torch has reserved in the trainer process, from its telemetry.
+        planned: GPUs of each component in the plan.
+        trainer_bytes: memory reserved by torch in the trainer process, from its telemetry.
     """
     parts = [Share(row.name, float(gpu.held_bytes[row.name])) for row in rows if gpu.held_bytes.get(row.name)]
     rest = max(0.0, gpu.used_bytes - sum(part.amount for part in parts))
@@ -156,7 +160,7 @@ def split_gpu(
 
 
 def split_memory(rows: Iterable[ComponentStatus], host: HostUse) -> Split | None:
-    """The host's memory by component; None where it is not known."""
+    """Divide the host's memory by component; None if unknown."""
     if host.memory_total is None or host.memory_used is None:
         return None
     parts = [Share(row.name, float(row.memory_bytes)) for row in rows if row.memory_bytes]
@@ -165,7 +169,7 @@ def split_memory(rows: Iterable[ComponentStatus], host: HostUse) -> Split | None
 
 
 def split_cpu(rows: Sequence[ComponentStatus], host: HostUse) -> Split | None:
-    """CPU by component, in percent of one core; the total is all cores."""
+    """Divide CPU use by component, in percent of one core; the total is all cores."""
     if host.cpu_percent is None or not host.cores:
         return None
     if any(row.pid for row in rows) and all(row.cpu_percent is None for row in rows):
@@ -180,9 +184,10 @@ def _rest(label: str, amount: float) -> list[Share]:
 
 
 def cells(split: Split, width: int) -> list[int]:
-    """How many of `width` cells each part gets: never more than all, and a part that is there has at least one.
+    """Return the number of cells of each part: at most `width` in all, at least one for each part
+    above 0.
 
-    Rounded by cumulated sums, so that the parts end where their sum ends.
+    Cumulative sums are rounded, so that the parts end where their sum ends.
     """
     if split.total <= 0 or width <= 0:
         return [0] * len(split.parts)

@@ -1,7 +1,8 @@
-"""The component that limits a run that trains, from measured figures, and the setting that moves the limit. Pure.
+"""The component that limits a training run, from measured rates, and the setting that moves the
+limit. Pure.
 
-Rates are the supervisor's (`GaugesRecord.flows`), else those of the newest steps. docs/telemetry.md has the table of
-cases.
+Rates come from the supervisor (`GaugesRecord.flows`), else from the newest steps. docs/telemetry.md
+has the table of cases.
 """
 
 from __future__ import annotations
@@ -18,33 +19,35 @@ from atropos_tui.monitor.run_files import RunInfo, flag
 from atropos_tui.monitor.state import RunState
 
 WAITS = 0.5
-"""Share of the time without a batch from which on the trainer is not the limit."""
+"""Share of the time without a batch above which the trainer is not the limit."""
 HARDLY_WAITS = 0.25
 IDLES = 0.3
-"""Share of the time without a request from which on the engine could do more."""
+"""Share of the time without a request above which the engine could do more."""
 FEW_IN_FLIGHT = 0.1
 """Share of the engine's slots below which few sequences are in flight."""
 HAS_ROOM = 0.6
-"""Share of its capacity (where that is unknown, of its slots) below which an engine could make more tokens."""
+"""Share of its capacity (if unknown: of its slots) below which an engine could generate more
+tokens."""
 MOSTLY_OUTSIDE = 0.5
-"""Share of an environment's sequences in the engine, below which its own work takes most of a rollout's time."""
+"""Share of an environment's sequences outside the engine above which its own work takes most of a
+rollout's time."""
 ALL_BUSY = 0.9
-"""Share of an environment's workers from which on they are the bound."""
+"""Share of an environment's workers above which their number is the bound."""
 FRESH_S = 20.0
-"""Age in seconds from which on rates are too old."""
+"""Age in seconds above which rates are too old."""
 STEPS = 5
-"""Number of the newest steps whose rates stand in where the supervisor recorded none."""
+"""Newest steps whose rates are used if the supervisor recorded none."""
 
 OWN_GPUS = "more [vllm] gpus with tensor_parallel, or mode broadcast with GPUs"
 MORE_ENGINE = {"shared_vllm": f"{OWN_GPUS} for more engines", "lora_restart": "mode lora_only with more engines"}
-"""Fixes by mode, where the trainer feeds a single engine."""
+"""Fixes by mode, for a trainer that feeds a single engine."""
 SHARED_MODES = ("shared_vllm",)
-"""Modes in which trainer and engine compute on the same GPUs."""
+"""Modes in which trainer and engine use the same GPUs."""
 
 
 @dataclass(frozen=True)
 class Limit:
-    """The limit of a run, and the change that moves it; empty where nothing can be done."""
+    """The limit of a run, and the change that moves it; empty if nothing can be done."""
 
     what: str
     do: str = ""
@@ -59,14 +62,14 @@ class Rates:
     idle: float
     """Share in which the engine had no request."""
     capacity: float | None = None
-    """Share of the engine's capacity in use; None where it is not known."""
+    """Used share of the engine's capacity; None if unknown."""
     env: str = ""
     flow: EnvFlow | None = None
     """Flow of the environment for which the others wait (`_rank`)."""
 
     @property
     def engine_has_room(self) -> bool:
-        """True where the engine could make clearly more tokens in the time in which it has requests."""
+        """True if the engine could generate clearly more tokens while it has requests."""
         if self.capacity is not None:
             return self.capacity < HAS_ROOM * (1.0 - self.idle)
         flow = self.flow
@@ -74,7 +77,7 @@ class Rates:
 
     @property
     def engine_words(self) -> str:
-        """The use of the engine: its capacity where that is known, else its idle time."""
+        """Use of the engine in words: its capacity if known, else its idle time."""
         return f"the engine idles {self.idle:.0%}" if self.capacity is None else capacity_words(self.capacity)
 
 
@@ -95,13 +98,13 @@ class Run:
         return [row.name for row in self.status.components if row.role is role]
 
     def option(self, role: Role, name: str) -> str:
-        """A flag of the first component of a role; empty where it is not given."""
+        """Return a flag of the first component of a role; empty if it is not set."""
         found = (flag(list(item.command), name) for item in self.info.components if item.role is role)
         return next(filter(None, found), "")
 
     @property
     def has_gpus(self) -> bool:
-        """True where the plan gives a GPU to a component."""
+        """True if the plan gives a GPU to a component."""
         return any(item.gpus for item in self.info.components)
 
     @property
@@ -110,12 +113,12 @@ class Run:
 
     @property
     def offpolicy(self) -> str:
-        """env.max_batches_offpolicy of the environment."""
+        """Value of env.max_batches_offpolicy."""
         return self.option(Role.ENV, "--env.max_batches_offpolicy") or "1"
 
 
 def rates(state: RunState, now: float) -> Rates | None:
-    """Rates as the supervisor measured them, else of the newest steps; None where neither is known."""
+    """Return the supervisor's rates, else those of the newest steps; None if neither is known."""
     last = state.gauges.last
     if last and now - last.time <= FRESH_S:
         known = [(env, flow) for env, flow in last.flows.items() if flow.waiting is not None and flow.idle is not None]
@@ -129,12 +132,12 @@ def rates(state: RunState, now: float) -> Rates | None:
 
 
 def _rank(flow: EnvFlow) -> tuple[float, float, float]:
-    """Orders environments: the largest is the one for which the others wait."""
+    """Sort key for environments: the largest is the one for which the others wait."""
     return flow.awaited or 0.0, flow.idle or 0.0, flow.busy_workers or 0.0
 
 
 def limit(run: Run) -> Limit | None:
-    """The limit of a run that trains; None where trainer and engine both have work."""
+    """Return the limit of a training run; None if trainer and engine both have work."""
     found = rates(run.state, run.now)
     if found is None:
         return None
@@ -151,7 +154,7 @@ Bound = Literal["slots", "workers", "unknown"]
 
 
 def bound(flow: EnvFlow | None) -> Bound:
-    """The bound on the groups of an environment under way: free queue slots or its number of workers."""
+    """Return what bounds the groups in flight of an environment: queue slots or workers."""
     if flow is None or flow.busy_workers is None or not flow.max_workers:
         return "unknown"
     if flow.busy_workers >= ALL_BUSY * flow.max_workers:
@@ -160,7 +163,8 @@ def bound(flow: EnvFlow | None) -> Bound:
 
 
 def _outside(flow: EnvFlow | None) -> float | None:
-    """Share of an environment's sequences under way that are not in the engine: scored, or in tools."""
+    """Return the share of an environment's sequences that are outside the engine: in scoring or
+    tools."""
     if flow is None or flow.busy_workers is None or not flow.group_size or flow.in_engine is None:
         return None
     sequences = (flow.busy_workers - (flow.waiting_for_slot or 0.0)) * flow.group_size
@@ -200,7 +204,7 @@ def _by_slots(run: Run, found: Rates) -> tuple[str, str]:
 
 
 def _more_work(run: Run, flow: EnvFlow | None, binding: Bound, *, own_work: bool) -> str:
-    """The setting that lets an environment make more groups."""
+    """Return the setting with which an environment makes more groups."""
     now = flow.max_workers if flow and flow.max_workers else flow.workers if flow else None
     workers = "raise env.max_num_workers" + (f" (now {now})" if now else "")
     slots = flow.queue_slots if flow else None
@@ -246,7 +250,7 @@ def _by_training(run: Run, found: Rates) -> Limit:
 
 
 def _faster_step(run: Run, part: str) -> str:
-    """The setting that makes a part of the step shorter; empty where there is none."""
+    """Return the setting that shortens a part of the step; empty if there is none."""
     mode = run.status.mode
     if part == "sync":
         return _SYNC.get(mode, "broadcast or shared_vllm publish faster; or raise [trainer] vllm_restart_interval")

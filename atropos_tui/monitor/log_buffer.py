@@ -1,7 +1,8 @@
-"""Log lines for a screen: followed (`LogFeed`), and kept in a bounded buffer, filtered, wrapped and searched.
+"""Log lines for a screen: followed by `LogFeed`; stored, filtered, wrapped and searched in
+`LogBuffer`.
 
-Entries have numbers that never change. What a screen shows are *rows*: an entry each, or several where long lines are
-wrapped; with a filter, only those that match it.
+Entries have fixed numbers. A screen shows *rows*: one for each entry, or several for a wrapped one;
+with a filter, only matching entries.
 """
 
 from __future__ import annotations
@@ -26,46 +27,46 @@ Level = Literal["all", "warning", "error", "most"]
 LEVELS: tuple[Level, ...] = get_args(Level)
 
 AROUND_S, AROUND_LINES = 30.0, 400
-"""How much of a log is read about a moment that lies further back than what is kept."""
+"""Seconds and lines read around a moment that the buffer no longer has."""
 ROWS_AT_ONCE = 1000
-"""Searched as one text on the way to the next match."""
+"""Rows that are searched as one text."""
 _SHOWN: dict[Level, tuple[Kind, ...]] = {
     "all": ("plain", "poll", "warning", "error", "note"),
     "warning": ("warning", "error", "note"),
     "error": ("error", "note"),
     "most": ("plain", "warning", "error", "note"),
 }
-"""What is shown of each level; notes always are."""
+"""Kinds shown at each level; notes always are."""
 _LEVEL = re.compile(r"\b(?:(WARN|WARNING)|ERROR|CRITICAL|FATAL|Traceback|[A-Z]\w*(?:Error|Exception))\b")
 _MAYBE = ("ERROR", "CRITICAL", "FATAL", "Traceback", "Error", "Exception", "WARN")
 _ANSWER = re.compile(r'"([A-Z]+) \S+ HTTP/[\d.]+" ([1-5])\d\d\b')
-"""What a web server says of a request that it has answered."""
+"""Access log line of a web server: method and status class."""
 _CHANGING = re.compile(
     r"\b(?:\d{4}-)?\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d+)?|\b\d\d:\d\d:\d\d(?:[.,]\d+)?"
     r"|(?<=\d\.\d\.\d\.\d:)\d+|(?<=127\.0\.0\.1:)\d+(?= - )"
 )
-"""Of a line: when it was said, and a client's port."""
+"""Parts that differ between equal lines: the time, and a client's port."""
 _SAME_END = 12
-"""Characters that two lines must have in common before they are looked at closely."""
+"""Characters at the end of two lines that must be equal before they are compared in full."""
 
 
 class LogEntry(NamedTuple):
-    """One line. A `note` is ours: a new attempt, or lines that were skipped."""
+    """One line. A `note` is inserted by us: a new attempt, or skipped lines."""
 
     kind: Kind
     text: str
     component: str = ""
     time: float = 0.0
-    """Unix seconds; 0 where nobody asked."""
+    """Unix seconds; 0 if unused."""
     times: int = 1
-    """It came so often in a row, the first time at `time`."""
+    """Number of repetitions in a row; `time` is that of the first."""
 
     @property
     def shown(self) -> str:
         return self.text if self.times == 1 else f"{self.text}  × {self.times:,}"
 
     def repeats(self, other: LogEntry) -> bool:
-        """Whether it says what `other` said, but for the time of day and a client's port."""
+        """Return True if both lines are equal except for the time and a client's port."""
         if (self.kind, self.component) != (other.kind, other.component) or self.kind == "note":
             return False
         if self.text == other.text:
@@ -76,10 +77,11 @@ class LogEntry(NamedTuple):
 
 
 class Classifier:
-    """Tells the level of a component's lines by their first word of one: a warning that names an error is a warning.
+    """Detect the level of a component's lines by the first level word: a warning that names an
+    error is a warning.
 
-    A traceback's indented lines belong to it. A request that was refused is a warning, one that was only a look is a
-    poll.
+    Indented lines of a traceback belong to it. A failed HTTP request is a warning, a successful GET
+    is a poll.
     """
 
     def __init__(self) -> None:
@@ -101,41 +103,43 @@ class Classifier:
 
 
 class LogBuffer:
-    """At most `capacity` entries; the oldest go first, so that a full one keeps its height: no layout at every line."""
+    """Buffer of at most `capacity` entries. It drops the oldest ones singly, so that its height
+    stays constant."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.dropped = 0
-        """Entries that had to go."""
+        """Number of dropped entries."""
         self.width = 0
-        """Of the longest line kept since the last clear, in cells."""
+        """Width of the longest line since the last clear, in cells."""
         self.level: Level = "all"
         self.pattern: Pattern | None = None
         self._wrap: int | None = None
         self._entries: list[LogEntry] = []
         self._base = 0
         self._rows: list[tuple[int, int]] | None = None
-        """Number and part of each row; None while every entry is one row."""
+        """Entry number and part of each row; None while each entry is one row."""
 
     def __len__(self) -> int:
         return len(self._entries)
 
     @property
     def entries(self) -> list[LogEntry]:
-        """What is kept, oldest first."""
+        """Stored entries, oldest first."""
         return self._entries
 
     def times(self) -> Iterator[tuple[int, float]]:
-        """Number and time of each entry that is kept."""
+        """Return number and time of each stored entry."""
         return ((self._base + at, entry.time) for at, entry in enumerate(self._entries))
 
     @property
     def height(self) -> int:
-        """How many rows there are."""
+        """Number of rows."""
         return len(self._entries) if self._rows is None else len(self._rows)
 
     def extend(self, entries: Iterable[LogEntry]) -> int:
-        """Append, or count what only repeats the newest entry; how many rows left at the top."""
+        """Append entries, or count repetitions of the newest one; return the number of rows dropped
+        at the top."""
         kept = self._entries
         first = len(kept)
         for entry in entries:
@@ -170,7 +174,7 @@ class LogBuffer:
         self._rows = None if self._rows is None else []
 
     def show(self, *, level: Level, pattern: Pattern | None, wrap: int | None) -> None:
-        """Which entries are shown, and the width at which they are wrapped (None: not at all)."""
+        """Set the filter, and the width for wrapping (None: no wrapping)."""
         if (level, pattern, wrap) == (self.level, self.pattern, self._wrap):
             return
         self.level, self.pattern, self._wrap = level, pattern, wrap
@@ -180,11 +184,11 @@ class LogBuffer:
             self._rows = self._rows_from(self._base)
 
     def _rows_from(self, first: int) -> list[tuple[int, int]]:
-        """The rows of what is shown, from an entry on."""
+        """Return the rows of shown entries from number `first` on."""
         return [row for number in self._shown(first) for row in self._rows_of(number)]
 
     def _shown(self, first: int) -> list[int]:
-        """The numbers of the entries that are shown, from `first` on."""
+        """Return the numbers of shown entries from `first` on."""
         entries = self._entries[first - self._base :]
         if self.pattern is None:
             return [first + at for at, entry in enumerate(entries) if self._has_level(entry)]
@@ -212,7 +216,7 @@ class LogBuffer:
         return chop_cells(text, width) or [""]
 
     def row(self, y: int) -> tuple[int, int, LogEntry, str] | None:
-        """Number, part, entry and text of a row; None where there is none."""
+        """Return number, part, entry and text of a row; None if there is none."""
         if not 0 <= y < self.height:
             return None
         number, part = (self._base + y, 0) if self._rows is None else self._rows[y]
@@ -220,7 +224,7 @@ class LogBuffer:
         return number, part, entry, entry.shown if self._wrap is None else self._parts(entry.shown)[part]
 
     def row_of(self, number: int) -> int | None:
-        """The first row of an entry, or None when it is gone or not shown."""
+        """Return the first row of an entry; None if it is dropped or hidden."""
         if not 0 <= number - self._base < len(self._entries):
             return None
         if self._rows is None:
@@ -229,7 +233,8 @@ class LogBuffer:
         return at if at < len(self._rows) and self._rows[at][0] == number else None
 
     def next_row(self, number: int, step: int) -> int | None:
-        """The row behind the last one of an entry, or before its first; None when it is gone or not shown."""
+        """Return the row after the last one of an entry, or before its first; None if it is dropped
+        or hidden."""
         first = self.row_of(number)
         if first is None:
             return None
@@ -238,7 +243,8 @@ class LogBuffer:
         return first + 1 if self._rows is None else bisect_left(self._rows, (number + 1, 0))
 
     def find(self, wanted: Pattern | Kind, start: int, step: int) -> int | None:
-        """The number of the next shown entry that matches, from row `start` on, in direction `step`, around the end."""
+        """Return the number of the next matching entry from row `start` in direction `step`,
+        wrapping around."""
         for begin in range(0, self.height, ROWS_AT_ONCE):
             steps = range(begin, min(begin + ROWS_AT_ONCE, self.height))
             rows = [(start + step * count) % self.height for count in steps]
@@ -253,21 +259,21 @@ class LogBuffer:
         return None
 
     def count(self, pattern: Pattern) -> int:
-        """How many shown lines match."""
+        """Count the shown lines that match."""
         entries = [self._entries[number - self._base] for number in self._shown(self._base)]
         return sum(entries[at].times for at in pattern.matching([entry.text for entry in entries]))
 
 
 class EntryMaker:
-    """Makes the lines of several components into entries of a screen, with a note where another attempt begins."""
+    """Convert lines of several components into entries, with a note at each new attempt."""
 
     def __init__(self) -> None:
         self.attempts: dict[str, int] = {}
-        """The attempt of each component's last line."""
+        """Attempt of each component's last line."""
         self._classifiers: dict[str, Classifier] = {}
 
     def entries(self, lines: Iterable[LogLine]) -> list[LogEntry]:
-        """The entries of `lines`, and the notes between them."""
+        """Return the entries of `lines`, and notes between them."""
         entries: list[LogEntry] = []
         for at, name, attempt, text, _, is_note in lines:
             if self.attempts.get(name) != attempt:
@@ -285,7 +291,7 @@ class EntryMaker:
 
 
 class LogFeed:
-    """Logs of a run as a screen follows them; what it follows may change at every call."""
+    """Logs of a run as a screen follows them; the followed components may change at every call."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
@@ -294,11 +300,11 @@ class LogFeed:
         self._maker = EntryMaker()
 
     def path(self, name: str) -> Path | None:
-        """The log of `name` that is being read."""
+        """Return the path of the log of `name` that is read."""
         return self._readers[name].path if name in self._readers else None
 
     def around(self, name: str, time: float) -> list[LogEntry]:
-        """Lines of one component from shortly before `time` (Unix seconds) on, whatever is followed."""
+        """Return lines of one component around `time` (Unix seconds), followed or not."""
         reader = LogReader(self._run.logs / name, "all")
         reader.skip(since=time - AROUND_S)
         lines = takewhile(lambda line: line.time <= time + AROUND_S, chain(reader.drain(), reader.rest()))
@@ -307,7 +313,8 @@ class LogFeed:
         return EntryMaker().entries(found)
 
     def read(self, names: tuple[str, ...]) -> list[LogEntry]:
-        """What was printed since the last call; from their latest lines on, where `names` are others than before."""
+        """Return the lines printed since the last call; the latest lines after a change of
+        `names`."""
         if names != tuple(self._readers):
             self._merged.close()
             self._readers = {name: LogReader(self._run.logs / name, lossy=True) for name in names}

@@ -1,9 +1,11 @@
-"""Read components' logs while they grow: `LogReader` reads one, `MergedLogs` several in order of arrival.
+"""Read the logs of components while they grow: `LogReader` for one, `MergedLogs` for several in
+order of arrival.
 
-A reader holds the file open, so that a rotation (`N.log` becomes `N.log.1`) takes away nothing unread. It reads
-everything, for a pipe or a terminal that scrolls; a *lossy* one keeps a screen fresh: it begins near the end, reads one
-bounded chunk a call, jumps ahead when it is late, and says in a note what it left out, since the file has the rest.
-Each line comes with the time at which its end arrived, as `supervisor.logs` has it.
+A reader keeps its file open, so that a rotation (`N.log` becomes `N.log.1`) loses nothing. By
+default it reads everything, for a pipe or a scrolling terminal. A *lossy* reader keeps a screen up
+to date: it starts near the end, reads one bounded chunk a call, skips ahead if it is late, and
+inserts a note about the skipped part. Each line has the time at which its end arrived, from
+`supervisor.logs`.
 """
 
 from __future__ import annotations
@@ -25,40 +27,42 @@ from atropos_tui.monitor.format import bytes_text
 from atropos_tui.supervisor.logs import LogTimes, attempts, latest_attempt
 
 MAX_BEHIND_BYTES = 4 * CHUNK_BYTES
-"""A lossy reader that is later than this jumps ahead."""
+"""Unread bytes above which a lossy reader skips ahead."""
 FLOOD_BYTES = 32 * 1024
-"""What a lossy reader reads at once while more comes than a screen can show: each line costs the screen time."""
+"""Bytes that a lossy reader reads per call in a flood: each line costs the screen time."""
 CALM_READS = 20
-"""So many reads without a jump end a flood."""
+"""Reads without a skip that end a flood."""
 ROTATED = "[atropos] the log was rotated here; its earlier part is in the file ending in .1"
 HOLD_S = 0.15
-"""How long a line of a merged log is held back."""
+"""Seconds for which a line of a merged log is held back."""
 
 
 class LogLine(NamedTuple):
     """One line of a component's log, without its newline, decoded with replacement."""
 
     time: float
-    """Unix seconds; never less than that of the line before it in the same reader."""
+    """Unix seconds, never decreasing within a reader."""
     component: str
     attempt: int
     text: str
     read_at: float
-    """Of the monotonic clock: when it was found in the file."""
+    """Time of reading, on the monotonic clock."""
     is_note: bool = False
-    """Whether the reader says this, and not the component."""
+    """The reader inserted it; the component did not print it."""
 
 
 ARRIVAL = itemgetter(0)
 
 
 class LogReader:
-    """Lines of one component from the oldest kept byte of its latest attempt on, then of each attempt after it.
+    """Read the lines of one component, from its latest attempt's oldest kept byte, and then later
+    attempts.
 
     Args:
         folder: `RUN/logs/COMPONENT`.
-        attempt: `"all"` begins with the first attempt that is there; a number reads that attempt alone.
-        lossy: prefer the newest lines to all of them; the last words of an attempt that is over are read all the same.
+        attempt: `"all"` starts with the first attempt that exists; a number reads that attempt
+            only.
+        lossy: prefer the newest lines; the last lines of an ended attempt are still read.
     """
 
     def __init__(self, folder: Path, attempt: int | Literal["all"] | None = None, *, lossy: bool = False) -> None:
@@ -71,11 +75,11 @@ class LogReader:
         self._partial = b""
         self._clock = 0.0
         self._begun = False
-        """Whether anything of this attempt was read."""
+        """True once something of this attempt was read."""
         self._is_torn = False
-        """Whether a jump led into the midst of a line."""
+        """True after a skip into the middle of a line."""
         self._calm = CALM_READS
-        """Reads since the last jump."""
+        """Reads since the last skip."""
         if isinstance(attempt, int):
             self._path = next((path for path in attempts(folder) if int(path.stem) == attempt), None)
         else:
@@ -83,13 +87,14 @@ class LogReader:
 
     @property
     def path(self) -> Path | None:
-        """The log that is being read; None as long as no attempt that it reads has one."""
+        """Path of the current log; None until an attempt exists."""
         return self._path
 
     def skip(self, count: float = math.inf, since: float = -math.inf) -> None:
-        """Before the first `drain`: begin late, yet early enough for the last `count` lines that came since `since`.
+        """Start late, before the first `drain`, but early enough for the last `count` lines since
+        `since` (Unix seconds).
 
-        What is then read may hold more than asked for, but no more than about `CHUNK_BYTES` a segment.
+        At most about `CHUNK_BYTES` more per segment are read.
         """
         for segment, path in self._backwards():
             file = _open(segment)
@@ -104,7 +109,8 @@ class LogReader:
                 return
 
     def drain(self) -> Iterator[LogLine]:
-        """Complete lines up to the present end, of a lossy reader at most a chunk; call again for what comes later."""
+        """Yield complete lines up to the current end (lossy: at most a chunk). Call again for later
+        lines."""
         while True:
             later = self._next_attempt()  # looked up first: once it exists, the present one grows no more
             yield from self._attempt(is_over=later is not None)
@@ -115,13 +121,13 @@ class LogReader:
             self._path, self._begun, self._is_torn, self._calm = later, False, False, CALM_READS
 
     def rest(self) -> Iterator[LogLine]:
-        """The last line, if it has no newline; call when nothing more can come."""
+        """Yield the last line if it has no newline; call when nothing more can come."""
         if self._partial and self._file is not None:
             yield from self._timed([self._partial], self._file.tell() - 1 - len(self._partial), time.monotonic())
         self._partial = b""
 
     def close(self) -> None:
-        """Let go of the files that are held open."""
+        """Close the open files."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -141,7 +147,7 @@ class LogReader:
         return (max if self.lossy else min)(later, key=lambda path: int(path.stem), default=None)
 
     def _backwards(self) -> Iterator[tuple[Path, Path]]:
-        """Every segment that is to be read, newest first, with the log that it belongs to."""
+        """Yield every segment to read, newest first, with the log that it belongs to."""
         first = self._number
         for path in sorted(attempts(self._folder), key=lambda path: -int(path.stem)):
             if int(path.stem) == first or (int(path.stem) > first and not self._alone):
@@ -173,13 +179,13 @@ class LogReader:
                 return
 
     def _take(self, segment: Path, file: BinaryIO) -> LogTimes:
-        """Go on with `file`, opened as `segment`."""
+        """Continue with `file`, opened as `segment`."""
         self.close()
         self._file, self._times = file, LogTimes(segment, file)
         return self._times
 
     def _rotated(self, path: Path, file: BinaryIO) -> BinaryIO | None:
-        """The segment that comes after `file`, opened, when `file` is no longer the one being written."""
+        """Return the next segment, opened, if `file` is no longer written; else None."""
         try:
             with contextlib.ExitStack() as stack:
                 newest = stack.enter_context(open_regular(path, IN_LOGS))
@@ -200,7 +206,8 @@ class LogReader:
             return None  # between the two steps of a rotation
 
     def _lines(self, file: BinaryIO, grows: bool) -> Iterator[LogLine]:
-        """What is unread of `file`; a lossy reader leaves most of it out, or for later if the file still grows."""
+        """Yield the unread lines of `file`; a lossy reader skips most of them, or leaves them for
+        later if the file grows."""
         assert self._times is not None
         size = os.fstat(file.fileno()).st_size
         if size < file.tell():  # somebody cut it: it comes again from its start
@@ -232,7 +239,7 @@ class LogReader:
             yield from self._timed(lines, end, read_at)
 
     def _jump(self, file: BinaryIO, left: int, at_once: int, allowed: int) -> Iterator[LogLine]:
-        """Move a lossy reader that has more than allowed left to where `at_once` bytes are, and say so in a note."""
+        """Skip a lossy reader that is late to the last `at_once` bytes, and insert a note."""
         assert self._times is not None
         is_late = left > (allowed if self._begun else at_once)
         self._calm = 0 if is_late and self._begun else self._calm + 1
@@ -246,7 +253,8 @@ class LogReader:
         self._begun = True
 
     def _timed(self, lines: list[bytes], begin: int, read_at: float) -> list[LogLine]:
-        """The lines, of which the first begins at offset `begin`; the innermost loop of everything that reads logs."""
+        """Decode lines; the first begins at offset `begin`. This is the innermost loop of all log
+        reading."""
         assert self._times is not None
         arrival, number, ends, end = self._times.at, self._number, [], begin - 1
         for line in lines:
@@ -269,12 +277,12 @@ class LogReader:
 
 
 class MergedLogs:
-    """One stream from several readers, in order of arrival; that of a single one is never held back.
+    """Merge several readers by order of arrival; a single one is not delayed.
 
-    A line may reach its file a moment after a later one of another component reached its own. So, while a run is
-    followed, a line is held back for `HOLD_S` before it is shown: the order is right unless the supervisor was held up
-    for longer, and nothing is ever waited for. Nothing is lost or repeated by this, and memory holds a chunk of each
-    log plus what is held back.
+    A line may reach its file a moment after a later line of another component reached its own.
+    While a run is followed, each line is therefore held back for `HOLD_S`. The order is right
+    unless the supervisor was blocked for longer. No line is lost or repeated, and memory holds a
+    chunk of each log plus the lines held back.
     """
 
     def __init__(self, readers: Sequence[LogReader]) -> None:
@@ -284,7 +292,8 @@ class MergedLogs:
         self._waiting: list[LogLine] = []
 
     def ready(self) -> Iterator[LogLine]:
-        """Lines whose turn has come, from all that is in the files now. Use it up before the next call."""
+        """Yield the lines that are due, from the current content of the files. Exhaust it before
+        the next call."""
         if not self._holds:
             yield from self._in_order(*(reader.drain() for reader in self._readers))
             return
@@ -297,20 +306,21 @@ class MergedLogs:
                 self._waiting.append(line)
 
     def rest(self) -> Iterator[LogLine]:
-        """Everything that is left, last lines without a newline included; for when nothing more can come."""
+        """Yield everything that is left, including last lines without a newline, when nothing more
+        can come."""
         waiting, self._waiting = self._waiting, []
         both = (itertools.chain(reader.drain(), reader.rest()) for reader in self._readers)
         yield from self._in_order(waiting, *both)
 
     def close(self) -> None:
-        """Let go of the files that are held open."""
+        """Close the open files."""
         for reader in self._readers:
             reader.close()
 
     def _due(self) -> float:
-        """Lines that came up to this time are shown now.
+        """Return the arrival time (Unix seconds) up to which lines are due.
 
-        By the clock of the lines, and where that is another machine's or was set back, by when they were read.
+        If the clock of the lines is another machine's or was set back, the time of reading decides.
         """
         oldest = time.monotonic() - HOLD_S
         return max(time.time() - HOLD_S, *(line.time for line in self._waiting if line.read_at <= oldest), 0.0)
@@ -322,7 +332,8 @@ class MergedLogs:
 
 
 def _start(file: BinaryIO, times: LogTimes, count: float, since: float) -> tuple[int, int]:
-    """Where to begin so that the last `count` lines that ended since `since` are read, and how many lines follow."""
+    """Return the offset from which the last `count` lines since `since` are read, and the number of
+    lines after it."""
     if count == math.inf and since == -math.inf:
         return 0, 0
     times.refresh()

@@ -1,7 +1,8 @@
-"""Runs over runs: their curves on the same axes, seeds of one setting as a band, what differs, and how each ended.
+"""Comparison of runs: curves on common axes, seeds of one setting as a band, differing settings,
+final values.
 
-One machinery for the screen, `compare` and `report RUN RUN`. Two runs are of one setting where their resolved profiles
-differ in nothing but seed, ports and names.
+Used by the screen, `compare` and `report RUN RUN`. Two runs have one setting if their resolved
+profiles differ in seed, ports and names only.
 """
 
 from __future__ import annotations
@@ -22,33 +23,33 @@ from atropos_tui.monitor.series import Series, mean
 from atropos_tui.monitor.state import RunState
 
 LAST, LAST_SHARE = 20, 4
-"""Limit of the newest steps whose mean is a run's final value, and of their share: a quarter of the shortest run of a
-comparison. The number is the same for all."""
+"""The final value of a run is the mean over its newest steps: at most `LAST`, and at most one part
+in `LAST_SHARE` of the shortest run. All runs use the same number."""
 PLACES = 300
-"""Of a band, at most."""
+"""Limit of the points of a band."""
 POINTS = 2_000
-"""Of a curve, at most."""
+"""Limit of the points of a curve."""
 NONE = "–"
 MOST_WORDS = 3
-"""Settings that a label names."""
+"""Limit of the settings in a label."""
 _NOT_A_SETTING = ("name", "prepare", "notify")
 SEED = "seed"
 
 
 @dataclass(frozen=True, eq=False)
 class RunCurves:
-    """One of several runs, as far as its files tell."""
+    """One of several runs, from its files."""
 
     name: str
     info: RunInfo
     state: RunState
     settings: dict[str, str]
-    """The resolved profile, flat, without what names a run or gives it its ports."""
+    """The resolved profile, flattened, without names and ports."""
 
 
 @dataclass(frozen=True, eq=False)
 class Setting:
-    """Runs that differ in nothing but their seed."""
+    """Runs that differ in their seed only."""
 
     label: str
     runs: tuple[RunCurves, ...]
@@ -56,7 +57,8 @@ class Setting:
 
 @dataclass(frozen=True)
 class MetricLine:
-    """A metric of one setting along an axis. With several runs the values are means, beside the lowest and highest."""
+    """A metric of one setting along an axis. For several runs: means, and the lowest and highest
+    values."""
 
     label: str
     places: Sequence[float]
@@ -65,11 +67,11 @@ class MetricLine:
     high: Sequence[float] = ()
     smoothing: int = 0
     last: float | None = None
-    """The final value: the mean over the newest steps (`last_steps`), and over the runs."""
+    """Final value: mean over the newest steps (`last_steps`), and over the runs."""
 
 
 def read_runs(roots: Sequence[Path]) -> list[RunCurves]:
-    """Everything the files of several runs hold."""
+    """Read all files of several runs."""
     found = []
     for root, name in zip(roots, names_of(roots), strict=True):
         info, state, _ = load_run(root)
@@ -78,7 +80,7 @@ def read_runs(roots: Sequence[Path]) -> list[RunCurves]:
 
 
 def settings_of(run: RunDir) -> dict[str, str]:
-    """The settings of a run by their dotted keys, from the profile.toml that lies in it; empty where there is none."""
+    """Return the settings in a run's profile.toml by dotted key; empty without that file."""
     return {
         masked_line(key): masked_line(str(value))
         for key, value in _flat(read_toml(run.profile_toml))
@@ -89,9 +91,10 @@ def settings_of(run: RunDir) -> dict[str, str]:
 
 
 def _flat(table: dict[str, Any], before: str = "") -> Iterator[tuple[str, object]]:
-    """Keys with their values; an entry of an array of tables goes by its name, else by its number.
+    """Yield dotted keys and values; an entry in an array of tables goes by its name, else by its
+    index.
 
-    Of GPUs only how many counts: which of them it was is where a run was, not what it was.
+    For GPUs only the number counts: which ones were used does not distinguish settings.
     """
     for key, value in table.items():
         if isinstance(value, dict):
@@ -104,14 +107,15 @@ def _flat(table: dict[str, Any], before: str = "") -> Iterator[tuple[str, object
 
 
 def differing(runs: Sequence[RunCurves]) -> dict[str, list[str]]:
-    """Settings that are not the same in all of `runs`, each with its value in every one; the seed comes last."""
+    """Return the settings that differ between `runs`, with the value of each run; the seed comes
+    last."""
     keys = sorted({key for run in runs for key in run.settings}, key=lambda key: (key == SEED, key))
     found = {key: [run.settings.get(key, NONE) for run in runs] for key in keys}
     return {key: values for key, values in found.items() if len(set(values)) > 1}
 
 
 def by_setting(runs: Sequence[RunCurves]) -> list[Setting]:
-    """Runs of one setting together, in the order in which each setting comes first."""
+    """Group runs by setting, in order of first appearance."""
     keys = [key for key in differing(runs) if key != SEED]
     found: dict[tuple[str, ...], list[RunCurves]] = {}
     for run in runs:
@@ -128,7 +132,7 @@ def by_setting(runs: Sequence[RunCurves]) -> list[Setting]:
 
 
 def _telling(rows: Sequence[Sequence[str]]) -> list[int]:
-    """The fewest columns in which all `rows` differ, chosen one by one; of equally good ones the first."""
+    """Choose, greedily, few columns in which all `rows` differ; among equal ones the first."""
     chosen: list[int] = []
     while len({tuple(row[at] for at in chosen) for row in rows}) < len(rows):
         rest = [at for at in range(len(rows[0])) if at not in chosen]
@@ -142,9 +146,10 @@ def _words(settings: Sequence[tuple[str, str]]) -> str:
 
 
 def lines(settings: Sequence[Setting], metric: str, along: Along, smoothing: int = 0) -> list[MetricLine | None]:
-    """The curve of `metric` of each setting; None where no run of it has one.
+    """Return the curve of `metric` for each setting; None if no run has it.
 
-    All are smoothed, or none: a smooth curve beside a ragged one would look like a difference between the runs.
+    Either all curves are smoothed or none: a smooth one beside a noisy one would look like a
+    difference.
     """
     longest = max((len(run.state.metric(metric)) for setting in settings for run in setting.runs), default=0)
     span = smoothing if metric in NOISY and is_smoothed(longest, smoothing) else 0
@@ -169,7 +174,7 @@ def _line(setting: Setting, metric: str, along: Along, span: int, count: int) ->
 def _band(
     curves: Sequence[tuple[list[float], list[float]]],
 ) -> tuple[list[float], list[float], list[float], list[float]]:
-    """Places, means, lowest and highest of the curves that reach each place."""
+    """Return places, means, minima and maxima of the curves that reach each place."""
     everywhere = sorted({place for places, _ in curves for place in places})
     places = everywhere if len(everywhere) <= PLACES else everywhere[:: math.ceil(len(everywhere) / PLACES)]
     columns = [[value for curve in curves if (value := _between(*curve, place)) is not None] for place in places]
@@ -183,7 +188,7 @@ def _band(
 
 
 def _between(places: Sequence[float], values: Sequence[float], place: float) -> float | None:
-    """The value at `place`, on a straight line between its neighbours; None beyond the ends, and beside a gap."""
+    """Interpolate linearly at `place`; None outside the curve, and beside a gap."""
     at = bisect_left(places, place)
     if at == len(places) or (at == 0 and places[0] > place):
         return None
@@ -198,23 +203,23 @@ def _between(places: Sequence[float], values: Sequence[float], place: float) -> 
 
 
 def last_steps(runs: Iterable[RunCurves]) -> int:
-    """How many of the newest steps make the final value of each of these runs."""
+    """Return the number of newest steps in the final value of each of these runs."""
     shortest = min((count for run in runs if (count := len(run.state.metric("reward_mean")))), default=LAST)
     return max(1, min(LAST, shortest // LAST_SHARE))
 
 
 def final(series: Series, count: int) -> float | None:
-    """The mean of the newest `count` values; None where there are none."""
+    """Return the mean of the newest `count` values; None without values."""
     return mean(series.tail(count))
 
 
 def splits(runs: Iterable[RunCurves]) -> list[str]:
-    """Every environment and split that a run was evaluated on."""
+    """Return every environment and split with evaluations."""
     return list(dict.fromkeys(name for run in runs for name in run.state.evals))
 
 
 def final_table(runs: Sequence[RunCurves]) -> list[list[str]]:
-    """A row of titles, then one for each run: mode, seed and final values."""
+    """Return titles and a row for each run: mode, seed and final values."""
     evaluated, count = splits(runs), last_steps(runs)
     titles = [
         "run",
@@ -250,13 +255,15 @@ def final_table(runs: Sequence[RunCurves]) -> list[list[str]]:
 
 
 def settings_table(runs: Sequence[RunCurves]) -> list[list[str]]:
-    """A row of titles, then one for each setting that differs, but for the seed; empty where none does."""
+    """Return titles and a row for each differing setting except the seed; empty if there is
+    none."""
     rows = [[key, *values] for key, values in differing(runs).items() if key != SEED]
     return [["setting", *(run.name for run in runs)], *rows] if rows else []
 
 
 def seeds_table(runs: Sequence[RunCurves]) -> list[list[str]]:
-    """A row of titles, then one for each setting that has several runs; empty where none has. Mean, lowest, highest."""
+    """Return titles and a row for each setting with several runs: mean, minimum, maximum; empty if
+    there is none."""
     several = [setting for setting in by_setting(runs) if len(setting.runs) > 1]
     evaluated, count = splits(runs), last_steps(runs)
     rows = [["setting", f"reward, last {counted(count, 'step')}", *evaluated]] if several else []
@@ -273,6 +280,6 @@ def _spread(values: Sequence[float | None]) -> str:
 
 
 def summary(runs: Sequence[RunCurves]) -> str:
-    """What differs and how each ended, as text."""
+    """Return the tables of final values and differences as text."""
     found = (final_table(runs), seeds_table(runs), settings_table(runs))
     return "\n\n".join(text_table(rows) for rows in found if rows)

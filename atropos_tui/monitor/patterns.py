@@ -1,4 +1,4 @@
-"""Regular expressions that a user types. They are matched by RE2, in time linear in the text: none takes for ever."""
+"""Regular expressions typed by a user. RE2 matches them in linear time, so none can block."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ _SPECIAL = frozenset(r"\.^$*+?{}[]|()")
 
 
 class PatternError(ValueError):
-    """The text is no regular expression; the message says why, in one line."""
+    """The text is not a regular expression; the message is the reason, in one line."""
 
 
 class UnsupportedPatternError(PatternError):
-    """Python would take the text as a regular expression, RE2 does not: look-around, back-references and the like."""
+    """Python accepts the expression, RE2 does not: look-around, back-references and the like."""
 
 
 class Pattern:
-    """One regular expression of RE2's syntax.
+    """One regular expression in RE2's syntax.
 
     Args:
         text: the expression.
-        literal: the text stands for itself.
-        ignore_case: capitals and small letters are the same.
+        literal: search for the text itself.
+        ignore_case: ignore the case of letters.
 
     Raises:
-        UnsupportedPatternError: RE2 lacks what the text asks for.
-        PatternError: the text is no regular expression.
+        UnsupportedPatternError: RE2 lacks a feature of the expression.
+        PatternError: the text is not a regular expression.
     """
 
     def __init__(self, text: str, *, literal: bool = False, ignore_case: bool = False) -> None:
@@ -41,24 +41,26 @@ class Pattern:
         folded = text.lower() if ignore_case else text
         self._ignore_case = ignore_case
         self._words = folded if literal or not _SPECIAL.intersection(text) else None
-        """What is looked for, where that is no more than a stretch of text: the most common case, and the fastest."""
+        """Plain text to search for, if the expression is nothing more: the most common and fastest
+        case."""
         self._knows_ends = any(mark in expression for mark in (r"\A", r"\z"))
 
     def search(self, text: str) -> bool:
-        """Whether any part of `text` matches."""
+        """Return True if any part of `text` matches."""
         if self._words is not None:
             return self._words in (text.lower() if self._ignore_case else text)
         return self._one.search(_encoded(text)) is not None
 
     def spans(self, text: str) -> Iterator[tuple[int, int]]:
-        """Begin and end of each match in `text`, in characters; those of no length are left out."""
+        """Return begin and end of each non-empty match in `text`, in characters."""
         matches = self._one.finditer(_encoded(text).decode())
         return (match.span() for match in matches if match.end() > match.start())
 
     def matching(self, lines: Sequence[str]) -> Iterator[int]:
-        """The indices of the lines that match, ascending.
+        """Yield the indices of the matching lines, ascending.
 
-        A call of RE2 costs more than the search in a line, so lines are searched as one text where they can.
+        A call of RE2 costs more than the search in one line, so lines are joined into one text if
+        possible.
         """
         data = _encoded("\n".join(lines)) if self._words is None else b""
         if self._words is not None or self._knows_ends or data.count(b"\n") >= len(lines):
@@ -73,10 +75,11 @@ class Pattern:
 
 
 def compiled(text: str) -> Pattern:
-    """`text` as a search field takes it: no case unless it has capitals, and taken literally where it is half typed.
+    """Compile the text of a search field: case matters only with capitals, and an incomplete
+    expression is taken literally.
 
     Raises:
-        UnsupportedPatternError: it asks for what RE2 lacks.
+        UnsupportedPatternError: RE2 lacks a feature of the expression.
     """
     ignore_case = text == text.lower()
     try:
@@ -88,7 +91,7 @@ def compiled(text: str) -> Pattern:
 
 
 def _encoded(text: str) -> bytes:
-    """UTF-8 with a question mark for half a surrogate pair, so that every character stays one."""
+    """Encode as UTF-8; a lone surrogate becomes a question mark, so that offsets stay the same."""
     return text.encode("utf-8", "replace")
 
 

@@ -1,4 +1,4 @@
-"""How a curve is read: what it is drawn along, smoothed, within which range, and what happened beside it. Pure."""
+"""View of a curve: its axis, smoothing, value range, and marks of events. Pure."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from atropos_tui.monitor.series import Series, averaged
 from atropos_tui.monitor.state import RunState
 
 FENCE = 6.0
-"""Values further from the middle half than so many times its width are outliers."""
+"""Distance from the middle half, in multiples of its width, beyond which values are outliers."""
 MOST_OUTLIERS = 0.05
-"""Of the points; where there are more, they are no outliers."""
+"""Largest share of points that can be outliers."""
 FEWEST = 12
-"""Points that a range is judged by."""
+"""Smallest number of points from which a range is computed."""
 SPANS = 5
-"""Shortest curve that is smoothed, in spans of the moving average: of a shorter one nothing would be left."""
+"""Shortest curve that is smoothed, in spans of the moving average."""
 SHORTEST_AXIS, GROWTH, MARGIN = 10.0, 1.3, 1.05
-"""The axis of a young run: its first length in steps, the factor by which it grows, and the room kept free."""
+"""Axis of a young run: its first length in steps, its growth factor, and the factor of free
+space."""
 
 
 class Along(StrEnum):
-    """What the horizontal axis counts."""
+    """Unit of the horizontal axis."""
 
     STEPS = "steps"
     TOKENS = "tokens"
@@ -35,34 +36,35 @@ class Along(StrEnum):
 
 @dataclass(frozen=True)
 class Lens:
-    """How all charts of a screen are looked at: together, so that they show the same moment."""
+    """View settings shared by all charts of a screen, so that they show the same moment."""
 
     along: Along = Along.STEPS
     first: float | None = None
-    """Of the axis; None: from its beginning."""
+    """Start of the shown axis; None: its beginning."""
     last: float | None = None
-    """None: to its end, also while that moves."""
+    """End of the shown axis; None: its end, also while that moves."""
     newest: float | None = None
-    """So much of the axis' end instead, moving along with it."""
+    """Length at the moving end of the axis to show; replaces `first` and `last`."""
     whole_plan: bool = False
-    """Draw to the planned end of the run, although it is far from there."""
+    """Extend the axis to the planned end of the run."""
     cursor: float | None = None
-    """Where the values are read; None: at the end."""
+    """Place at which values are read; None: at the end."""
     smoothing: int = 10
-    """Span of the moving average, in points; 0: none."""
+    """Span of the moving average in points; 0: none."""
     cuts_outliers: bool = True
     other_axis: frozenset[str] = field(default_factory=frozenset)
-    """Charts, by name, whose vertical axis is logarithmic where it is linear by default, and the other way round."""
+    """Names of charts with the vertical axis switched between linear and logarithmic."""
 
     def window(self, first: float, last: float) -> tuple[float, float]:
-        """The part of the axis from `first` to `last` that is drawn."""
+        """Return the shown part of the axis from `first` to `last`."""
         if self.newest is not None:
             return max(first, last - self.newest), last
         return first if self.first is None else self.first, last if self.last is None else self.last
 
 
 def axis_end(newest: float, planned: float) -> float:
-    """Last step of the axis of a run: the plan once half of it is done, before that at most `GROWTH` times `newest`.
+    """Return the last step of a run's axis: the plan from half of it on, before that at most
+    `GROWTH` times `newest`.
 
     It grows in jumps, so that curves do not shift with every step.
     """
@@ -76,16 +78,17 @@ def axis_end(newest: float, planned: float) -> float:
 
 @dataclass
 class Looking:
-    """The lens that all charts of a screen share; a chart changes it at once, for the next key may be under way."""
+    """Holder of the shared lens. A chart changes it at once, because the next key may already be
+    waiting."""
 
     lens: Lens
 
 
 class Ruler:
-    """Where a step of a run lies on an axis, as of the moment at which the ruler was made.
+    """Positions of a run's steps on an axis, at the moment of its creation.
 
-    It copies what it reads from `state`: series that are placed by it may have grown since, or lost their end to a
-    restart. Later steps lie at its end.
+    It copies its input from `state`, because series may grow, or lose their end to a restart. Later
+    steps get the position of its end.
     """
 
     def __init__(self, state: RunState, along: Along) -> None:
@@ -97,7 +100,7 @@ class Ruler:
         self._start = times.times[0] - took if len(times) else math.inf  # before the first step all lies at 0
 
     def place(self, series: Series) -> Sequence[float]:
-        """The places of the points of `series`."""
+        """Return the positions of the points of `series`."""
         if self._along is Along.STEPS:
             return series.steps
         if self._along is Along.MINUTES:
@@ -105,7 +108,7 @@ class Ruler:
         return [self._tokens(step) for step in series.steps]
 
     def part(self, series: Series, first: float, last: float) -> Series:
-        """The points of `series` from `first` to `last` on the axis."""
+        """Return the points of `series` from `first` to `last` on the axis."""
         if self._along is Along.STEPS:
             return series.part(bisect_left(series.steps, first), bisect_right(series.steps, last))
         if self._along is Along.MINUTES:
@@ -117,7 +120,7 @@ class Ruler:
         )
 
     def step_at(self, place: float, steps: Series) -> int:
-        """The newest step of `steps` at or before `place`; 0 before the first."""
+        """Return the newest step of `steps` at or before `place`; 0 before the first."""
         at = bisect_right(self.place(steps), place)
         return steps.steps[at - 1] if at else 0
 
@@ -134,8 +137,8 @@ def _sums(series: Series) -> Iterator[float]:
 
 
 def smoothed(values: Sequence[float], span: float) -> list[float]:
-    """Exponential moving average with the weight 2 / (span + 1), without a bias towards the first value (as Adam's
-    moments are corrected). What is not finite is left out, and stays where it is."""
+    """Exponential moving average with weight 2 / (span + 1), bias-corrected as Adam's moments are.
+    Non-finite values are kept in place and do not enter the average."""
     keep = 1 - 2 / (span + 1)
     total = weight = 0.0
     found = []
@@ -147,7 +150,7 @@ def smoothed(values: Sequence[float], span: float) -> list[float]:
 
 
 def smooth(series: Series, span: int, most: int) -> Series:
-    """`series` smoothed over `span` steps; of more than `most` points, means over slices of them."""
+    """Smooth `series` over `span` steps; with more than `most` points, average slices first."""
     means = averaged(series, most)
     of_slices = span * len(means) / max(1, series.count)
     values = smoothed(means.values, of_slices) if of_slices > 1 else means.values
@@ -155,15 +158,16 @@ def smooth(series: Series, span: int, most: int) -> Series:
 
 
 def is_smoothed(points: int, span: int) -> bool:
-    """Whether so many points bear an average over `span`."""
+    """Return True if there are enough points for an average over `span`."""
     return span > 1 and points >= SPANS * span
 
 
 def sensible_range(values: Sequence[float]) -> tuple[float, float] | None:
-    """Lowest and highest value without outliers; None where there are none, or leaving them out shows hardly more.
+    """Return the value range without outliers; None if there are none, or if the range would hardly
+    shrink.
 
-    Outliers are few (`MOST_OUTLIERS`) and far (`FENCE`) from the middle half, as Tukey's far-out values are. A curve
-    that mostly stands still has no outliers: each of its moves is what one looks for.
+    Outliers are few (`MOST_OUTLIERS`) and far (`FENCE`) from the middle half, as Tukey's far-out
+    values. A curve that is mostly constant has none: its moves are what matters.
     """
     finite = sorted(value for value in values if math.isfinite(value))
     if len(finite) < FEWEST:
@@ -182,14 +186,14 @@ def sensible_range(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def value_at(places: Sequence[float], values: Sequence[float], place: float) -> float | None:
-    """The value that held at `place`: of the point there, else of the one before; None before the first."""
+    """Return the value at `place`, or of the last point before it; None before the first."""
     at = bisect_right(places, place)
     return values[at - 1] if at else None
 
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened at a step, beside the curves."""
+    """An event at a step, drawn beside the curves."""
 
     step: int
     kind: str
@@ -199,11 +203,11 @@ class Mark:
 
 
 MARKS = {"restart": "↻", "diagnosis": "▲", "evaluation": "◇", "checkpoint": "▪"}
-"""The glyph of each kind; where several share a place, the first of these is shown."""
+"""Glyph of each kind; at one place, the first kind in this order is shown."""
 
 
 def marks(state: RunState) -> list[Mark]:
-    """Restarts, checkpoints, evaluations and diagnoses, by step."""
+    """Return restarts, checkpoints, evaluations and diagnoses, by step."""
     first_attempt = min(state.attempt_steps, default=0)
     steps = state.metric("step_s")
     found = [

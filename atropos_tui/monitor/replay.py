@@ -1,7 +1,8 @@
-"""A recorded run as if it happened now: `Replay(Recording.load(run))`, for the screen.
+"""Replay a recorded run on the screen as if it were live: `Replay(Recording.load(run))`.
 
-`Replay` stands in for everything the screen reads of a live run: `feed` for the streams, `control` for the supervisor,
-`logs` for the components' logs, `clock` for the wall clock. Only reading: every command is refused.
+`Replay` replaces everything that the screen reads of a live run: `feed` (the streams), `control`
+(the supervisor), `logs` (the components' logs) and `clock` (the wall clock). It is read-only and
+refuses every command.
 """
 
 from __future__ import annotations
@@ -36,51 +37,51 @@ from atropos_tui.monitor.state import RunState
 from atropos_tui.supervisor.client import Refused
 
 RECORDS_AT_ONCE = 1_000
-"""A read hands over so many at most, so that a jump does not hold up the screen."""
+"""Limit of the records of one read, so that a jump does not block the screen."""
 LINES_AT_ONCE = 500
 LOOKBACK_S = 60.0
-"""After a jump, logs are shown from so long before it on."""
+"""Seconds of logs shown from before the target of a jump."""
 SLOWEST, FASTEST = 1 / 16, 4096.0
 STATUS = (ComponentRecord, GaugesRecord)
-"""Records that a status is made of."""
+"""Records from which a status is built."""
 EVENTS = (StateRecord, DiagnosisRecord, CommandRecord, CheckpointRecord)
-"""What happened, as the screen lists it."""
+"""Records that the screen lists as events."""
 SEEKS = 50
-"""The arrow keys move by one of so many parts of the whole."""
+"""Parts of the recording; an arrow key moves by one of them."""
 
 
 @dataclass(frozen=True)
 class Recording:
-    """Every record of a run, in an order that could have happened."""
+    """All records of a run, in a possible order of arrival."""
 
     run: RunDir
     info: RunInfo
     times: list[float]
-    """When each record is due, ascending; Unix seconds."""
+    """Due time of each record, ascending, in Unix seconds."""
     records: list[Record]
     bad_lines: int
     final: RunStatus
-    """How the run ended, or stands."""
+    """Status of the run at the end of its files."""
 
     def events(self) -> list[float]:
-        """When something happened, ascending, each moment once."""
+        """Return the times of events, ascending and without duplicates."""
         pairs = zip(self.times, self.records, strict=True)
         return sorted({at for at, record in pairs if isinstance(record, EVENTS)})
 
     def time_of(self, step: int) -> float | None:
-        """When that step was done, or the first one after it; None where there is none."""
+        """Return the time of that step, or of the first later one; None if there is none."""
         pairs = zip(self.times, self.records, strict=True)
         return next((at for at, record in pairs if isinstance(record, StepRecord) and record.step >= step), None)
 
     @classmethod
     def load(cls, run: RunDir) -> Recording:
-        """Read every stream of `run` to its present end; what is no record is counted and left out."""
-        told, bad_lines = [], 0
+        """Read every stream of `run` to its current end; count and skip invalid lines."""
+        timed, bad_lines = [], 0
         for path in streams(run):
             records, bad = _read(path)
-            told.append(list(zip(_ascending(records), records, strict=True)))
+            timed.append(list(zip(_ascending(records), records, strict=True)))
             bad_lines += bad
-        ordered = list(heapq.merge(*told, key=lambda pair: pair[0]))
+        ordered = list(heapq.merge(*timed, key=lambda pair: pair[0]))
         info, state = read_info(run), RunState()
         for _, record in ordered:
             if isinstance(record, STATUS):
@@ -98,7 +99,8 @@ def _read(path: Path) -> tuple[list[Record], int]:
 
 
 def _ascending(records: list[Record]) -> list[float]:
-    """A time for each record that keeps the order of its file, also where a clock was set back or a time is foreign."""
+    """Return a due time for each record that keeps the order of the file, even if a clock was set
+    back."""
     times, latest = [], math.inf
     for record in reversed(records):
         if 0 < record.time < LATEST_TIME:
@@ -110,16 +112,17 @@ def _ascending(records: list[Record]) -> list[float]:
 
 
 class ReplayClock:
-    """Time of the recording: runs `speed` times as fast as the wall clock, stands still while paused and at the end."""
+    """Time of the recording: `speed` times as fast as the wall clock; stopped while paused and at
+    the end."""
 
     def __init__(
         self, first: float, last: float, speed: float = 1.0, ticks: Callable[[], float] = time.monotonic
     ) -> None:
-        """Args: `first`, `last`: Unix seconds; `ticks`: seconds of a clock that never goes back."""
+        """Args: `first`, `last`: Unix seconds; `ticks`: seconds of a monotonic clock."""
         self.first, self.last = first, last
         self.paused = False
         self.jumps = 0
-        """How often it was set."""
+        """Number of seeks."""
         self._speed = speed
         self._ticks = ticks
         self._at, self._since = first, ticks()
@@ -133,12 +136,12 @@ class ReplayClock:
         return self.now() >= self.last
 
     def now(self) -> float:
-        """Unix seconds in the recording."""
+        """Return the recording's time in Unix seconds."""
         passed = 0.0 if self.paused else (self._ticks() - self._since) * self._speed
         return min(self.last, self._at + passed)
 
     def toggle(self) -> None:
-        """Pause, or go on; at the end, begin again."""
+        """Pause or continue; at the end, restart from the beginning."""
         if self.at_end and not self.paused:
             self.seek(self.first)
             return
@@ -151,19 +154,20 @@ class ReplayClock:
         self._speed = min(max(self._speed * factor, SLOWEST), FASTEST)
 
     def seek(self, at: float) -> None:
-        """Go on from `at`, or from the nearer end of the recording."""
+        """Continue from `at`, limited to the recording."""
         self._at, self._since = min(max(at, self.first), self.last), self._ticks()
         self.jumps += 1
 
     def seek_event(self, events: Sequence[float], direction: int) -> None:
-        """To the next of `events`, ascending, or the one before; to the end, or the beginning, where there is none."""
+        """Seek to the next or previous of `events` (ascending), or to the end or beginning if there
+        is none."""
         now = self.now()
         at = bisect_right(events, now) if direction > 0 else bisect_left(events, now) - 1
         end = self.last if direction > 0 else self.first
         self.seek(events[at] if 0 <= at < len(events) else end)
 
     def skip(self, parts: int) -> None:
-        """Seek by so many parts of the whole."""
+        """Seek by this many parts of the whole."""
         self.seek(self.now() + parts * (self.last - self.first) / SEEKS)
 
     def _settle(self) -> None:
@@ -171,30 +175,31 @@ class ReplayClock:
 
 
 class ReplayFeed:
-    """Records that are due, as `feed.RunFeed` gives those that were written. Read it from one thread at a time."""
+    """Due records, with the interface of `feed.RunFeed`. Read it from one thread at a time."""
 
     def __init__(self, recording: Recording, clock: ReplayClock) -> None:
         self._recording, self._clock = recording, clock
         self._next = 0
         self._seen = RunState()
-        """What the supervisor told up to now."""
+        """State from the supervisor's records up to now."""
         self._steps = False
         self.status = self._status()
-        """How the run stood at the last read."""
+        """Status of the run at the last read."""
 
     @property
     def bad_lines(self) -> int:
         return self._recording.bad_lines
 
     def newest(self) -> list[Record]:
-        """None before the others: a recording is in memory."""
+        """Return nothing: a recording is in memory and needs no preview."""
         return []
 
     def read(self) -> RecordBatch:
-        """What became due since the last call; all that is due anew after a jump back."""
+        """Return the records that became due since the last call; all due records after a seek
+        back."""
         due = bisect_right(self._recording.times, self._clock.now())
-        anew = due < self._next
-        if anew:
+        from_start = due < self._next
+        if from_start:
             self._next, self._seen, self._steps = 0, RunState(), False
         until = min(due, self._next + RECORDS_AT_ONCE)
         records = self._recording.records[self._next : until]
@@ -204,7 +209,7 @@ class ReplayFeed:
             if isinstance(record, STATUS):
                 self._seen.apply(record)
         self.status = self._status()
-        return RecordBatch(records, until < due, anew)
+        return RecordBatch(records, until < due, from_start)
 
     def _status(self) -> RunStatus:
         final = self._recording.final
@@ -227,7 +232,7 @@ class ReplayFeed:
 
 
 class ReplayControl:
-    """The supervisor of a recording: it knows how the run stood, and takes no command."""
+    """Read-only supervisor of a recording: returns its status and refuses commands."""
 
     def __init__(self, feed: ReplayFeed) -> None:
         self._feed = feed
@@ -248,7 +253,7 @@ class ReplayControl:
 
 
 class ReplayLogs:
-    """Lines of the followed components that are due, as `log_buffer.LogFeed` gives those that were printed."""
+    """Due log lines of the followed components, with the interface of `log_buffer.LogFeed`."""
 
     def __init__(self, run: RunDir, clock: ReplayClock) -> None:
         self._run, self._clock = run, clock
@@ -260,12 +265,13 @@ class ReplayLogs:
         self._maker = EntryMaker()
 
     def path(self, name: str) -> Path | None:
-        """The log of `name` that is being shown."""
+        """Return the path of the log of `name` that is shown."""
         attempts = self._maker.attempts
         return self._run.log(name, attempts[name]) if name in attempts else None
 
     def read(self, names: tuple[str, ...]) -> list[LogEntry]:
-        """What became due since the last call; from a minute ago on, where `names` are others, or after a jump."""
+        """Return the lines due since the last call; after a change of `names` or a seek, those of
+        the last minute."""
         if (names, self._clock.jumps) != (self._following, self._jumps):
             self._begin(names)
         entries: deque[LogEntry] = deque(maxlen=LINES_AT_ONCE)
@@ -294,10 +300,10 @@ class ReplayLogs:
 
 
 class Replay:
-    """The four stand-ins for one recording."""
+    """Feed, control, logs and clock of one recording."""
 
     def __init__(self, recording: Recording, speed: float = 1.0, ticks: Callable[[], float] = time.monotonic) -> None:
-        """Args: `recording` holds at least one record."""
+        """Args: `recording` has at least one record."""
         self.recording = recording
         self.clock = ReplayClock(recording.times[0], recording.times[-1], speed, ticks)
         self.feed = ReplayFeed(recording, self.clock)

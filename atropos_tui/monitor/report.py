@@ -1,7 +1,8 @@
-"""A run as one page, `render_report(RUN, status, now)`, or several, `render_overlay(RUNS, now)`: their curves on the
-same axes, how each ended, what differs. Self-contained HTML without script or network.
+"""HTML reports: `render_report(RUN, status, now)` for one run, `render_overlay(RUNS, now)` to
+compare several.
 
-Everything in it comes from the runs' files; what programs and models wrote is made plain and escaped, so it stays text.
+The page is self-contained: no script, no network. All content comes from the runs' files; output of
+programs and models is stripped of control characters and escaped.
 """
 
 from __future__ import annotations
@@ -59,30 +60,30 @@ from atropos_tui.profile.redact import mask
 from trainer_core.config import TrainingConfig
 
 INTERRUPTED = 130
-"""Exit code of a run that its user ended, as `errors.Exit` has it."""
+"""Exit code of a run that its user ended; equals `errors.Exit`."""
 SAMPLES = 24
-"""Rollouts on the page: the newest groups, whole, until there are so many."""
+"""Rollouts on the page: whole groups, newest first, until this number is reached."""
 QUESTION_CHARS = 300
-"""Of a group's question beside its step; the whole prompt stands below."""
+"""Characters of a group's question in its heading; the whole prompt follows below."""
 TEXT_CHARS, PROFILE_CHARS = 2_000, 100_000
-"""A longer prompt, completion or profile is cut; the run's files have the rest."""
+"""Characters above which a prompt, completion or profile is cut; the run's files have the rest."""
 
 
 @dataclass
 class Lane:
-    """What one component was over time: parts of the whole as (left, width) in percent, with the state."""
+    """States of one component over time: bars in percent of the whole time."""
 
     name: str
     bars: list[tuple[float, float, str, str]] = field(default_factory=list)
-    """Left, width, state, and words about it."""
+    """Left, width, state, and description."""
 
 
 def render_report(run: RunDir, status: RunStatus, now: float) -> str:
-    """The page as text, fit for UTF-8.
+    """Return the page as text that UTF-8 can encode.
 
     Args:
-        status: how the run stands, from its supervisor or its files.
-        now: Unix seconds at which this is told.
+        status: current status, from the supervisor or the files.
+        now: Unix seconds of the report.
     """
     info, state, feed = load_run(run.root)
     figures = benchmark_state(state, run=run.root.name, mode=info.mode or status.mode)
@@ -124,7 +125,7 @@ def _page(template: str, now: float, **values: object) -> str:
 
 
 def environment() -> Environment:
-    """The templates of this folder; everything put into them is escaped."""
+    """Return the environment for the templates in this folder; it escapes all inserted values."""
     loader = PackageLoader("atropos_tui.monitor", package_path=".")
     return Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
 
@@ -142,7 +143,7 @@ def _identity(info: RunInfo, status: RunStatus) -> str:
 
 
 def _verdict(status: RunStatus) -> tuple[str, str]:
-    """Words and tone; never by colour alone."""
+    """Return words and tone; the words are enough without colour."""
     if status.phase is not Phase.ENDED:
         return f"● {status.phase.value}", "good"
     if is_crashed(status):
@@ -153,13 +154,13 @@ def _verdict(status: RunStatus) -> tuple[str, str]:
 
 
 def _sentence(status: RunStatus, info: RunInfo, state: RunState, now: float) -> tuple[str, str]:
-    """The one sentence that screen and `why` say too, and its tone."""
+    """Return the verdict as on the screen and in `why`, and its tone."""
     found = verdict(status, info, state, now)
     return masked_line(found.line), found.tone
 
 
 def _learned(state: RunState) -> str:
-    """Held-out accuracy of every environment and split, from the first evaluation to the newest."""
+    """Return the held-out accuracy of every environment and split, first and newest."""
     found = {name: series for name, series in state.evals.items() if len(series) > 1}
     return "; ".join(
         f"{masked_line(name)} {number(series.values[0])} → {number(series.last)}" for name, series in found.items()
@@ -167,7 +168,7 @@ def _learned(state: RunState) -> str:
 
 
 def _headline(state: RunState, info: RunInfo, status: RunStatus, end: float) -> list[tuple[str, str]]:
-    """The figures that matter first."""
+    """Return the main figures."""
     steps = f"{state.step:,}" + (f" of {info.training_steps:,}" if info.training_steps else "")
     name, held_out = next(iter(state.evals.items()), ("", None))
     rewards = state.metric("reward_mean")
@@ -187,7 +188,7 @@ def _headline(state: RunState, info: RunInfo, status: RunStatus, end: float) -> 
 
 
 def _remarks(state: RunState, bad_lines: int) -> Iterator[str]:
-    """What the reader should know about the files."""
+    """Yield remarks about incomplete data."""
     if bad_lines:
         yield f"{counted(bad_lines, 'line')} of the run's streams were torn, foreign or too long, and are left out."
     if state.unknown:
@@ -211,14 +212,14 @@ def _remarks(state: RunState, bad_lines: int) -> Iterator[str]:
 
 
 def _clock(at: float) -> str:
-    """Date and time of day."""
+    """Return date and time of day."""
     if not 0 < at < LATEST_TIME:
         return "–"
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
 
 
 def _end(status: RunStatus, state: RunState, now: float) -> float:
-    """When the run ended, or now while it runs."""
+    """Return the end time of the run; `now` while it runs."""
     if status.phase is not Phase.ENDED:
         return now
     times = [record.time for record in state.transitions] + [state.trainer_time or 0.0]
@@ -226,7 +227,7 @@ def _end(status: RunStatus, state: RunState, now: float) -> float:
 
 
 def _span(state: RunState, end: float) -> tuple[str, str, str]:
-    """Where the lanes begin and end, and how long that is."""
+    """Return start, end and duration of the lanes."""
     start = _start(state, end)
     return _clock(start), _clock(end), duration(end - start)
 
@@ -236,7 +237,8 @@ def _start(state: RunState, end: float) -> float:
 
 
 def lanes(state: RunState, end: float) -> list[Lane]:
-    """What each component was from the first transition to `end`; resting states leave a gap, but for failed."""
+    """Return the states of each component from the first transition to `end`; resting states other
+    than failed leave a gap."""
     start = _start(state, end)
     whole = max(end - start, 1e-3)
     found: dict[str, Lane] = {}
@@ -286,7 +288,7 @@ def _component(row: Any) -> dict[str, str]:
 
 
 def exit_words(code: int | None) -> str:
-    """An exit code; the signal where one ended the process, by either convention."""
+    """Return an exit code, with the name of the signal in it (-N or 128 + N)."""
     if code is None:
         return "–"
     number_ = -code if code < 0 else code - 128
@@ -298,7 +300,8 @@ def exit_words(code: int | None) -> str:
 
 
 def _block(text: str, most: int) -> str:
-    """Text of several lines, each made plain."""
+    """Return text of several lines, masked, without control characters, cut to `most`
+    characters."""
     cut = text[:most]
     lines = [mask(plain_text(line)) for line in cut.replace("\r\n", "\n").split("\n")]
     more = f"\n… {len(text) - most:,} more characters" if len(text) > most else ""
@@ -306,14 +309,16 @@ def _block(text: str, most: int) -> str:
 
 
 def _settings(run: RunDir) -> list[tuple[str, str, str]]:
-    """Key, value and default of every setting that is not at its default; of a key without one, a dash."""
+    """Return key, value and default of every setting that is not at its default; `–` without
+    one."""
     defaults = {f"trainer.{name}": field.default for name, field in TrainingConfig.model_fields.items()}
     rows = [(key, value, masked_line(str(defaults.get(key, "–")))) for key, value in settings_of(run).items()]
     return [row for row in rows if row[1] != row[2]]
 
 
 def _rollouts(state: RunState) -> list[dict[str, Any]]:
-    """The newest groups, newest step first: the question without what all begin with, and every completion."""
+    """Return the newest groups: question (without a beginning that all share) and every
+    completion."""
     newest: list[RolloutGroup] = []
     for group in groups(state.rollouts):
         if sum(len(one.rollouts) for one in newest) >= SAMPLES:
@@ -339,7 +344,7 @@ def _group(group: RolloutGroup, shared: int) -> dict[str, Any]:
 
 
 def _spread(group: RolloutGroup) -> str:
-    """How the rewards of a group differ, in words: what it teaches."""
+    """Describe the rewards of a group."""
     known, made = known_rewards(group.rollouts), len(group.rollouts)
     whole = group.rollouts[0].group_size
     size = counted(made, "completion") + (f" of {whole}" if whole and whole > made else "")
@@ -354,7 +359,8 @@ def _spread(group: RolloutGroup) -> str:
 
 
 def _dots(known: Sequence[float]) -> list[float]:
-    """Where each reward lies between the lowest and the highest, in percent; nothing where all are one."""
+    """Return the position of each reward between lowest and highest, in percent; empty if all are
+    equal."""
     low, high = min(known, default=0.0), max(known, default=0.0)
     return [100 * (reward - low) / (high - low) for reward in known] if math.isfinite(high - low) and high > low else []
 
@@ -385,7 +391,7 @@ _FACTS = {
 
 
 def _facts(run: RunDir, status: RunStatus) -> list[tuple[str, str]]:
-    """run.json and result.json as rows; what is not there is left out."""
+    """Return run.json and result.json as rows; missing values are left out."""
     data = read_json(run.run_json)
     rows = [(title, _fact(key, data[key])) for key, title in _FACTS.items() if data.get(key) is not None]
     versions, git = data.get("versions"), data.get("git")
@@ -408,7 +414,7 @@ def _fact(key: str, value: object) -> str:
 
 
 def _profile(run: RunDir) -> str:
-    """profile.toml as it lies in the run directory: redacted when it was written."""
+    """Return profile.toml from the run directory; it was redacted when written."""
     try:
         return _block(read_regular(run.profile_toml), PROFILE_CHARS)
     except (OSError, UnicodeDecodeError):
@@ -416,24 +422,25 @@ def _profile(run: RunDir) -> str:
 
 
 LINES = 50_000
-"""Of each component, the newest."""
+"""Newest log lines that are searched, for each component."""
 KINDS = 8
-"""Kinds of errors of a component that are kept, the newest."""
+"""Newest kinds of errors that are kept, for each component."""
 _FIGURES = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 
 @dataclass
 class Errors:
-    """Of one component."""
+    """Errors of one component."""
 
     component: str
     count: int
     kinds: list[tuple[float, int, str]]
-    """Time of the newest, how many, and its text; the newest kind first."""
+    """Time of the newest, count, and its text; newest kind first."""
 
 
 def errors_of(run: RunDir) -> list[Errors]:
-    """The errors of every component that printed any. Lines that differ only in figures are of one kind."""
+    """Return the errors of every component that printed any. Lines that differ in numbers only are
+    one kind."""
     found = []
     for name in names_in(run.logs, folders=True):
         reader, classifier = LogReader(run.logs / name, "all"), Classifier()
@@ -455,12 +462,12 @@ def errors_of(run: RunDir) -> list[Errors]:
 # Several runs.
 
 DRAWN = ("reward", "useful", "entropy", "length", "kl", "loss", "grad", "diff", "lag", "time", "tokens")
-"""Charts of the catalogue, of each its first curve; held-out accuracy comes behind the reward."""
+"""Charts of which the first curve is drawn; held-out accuracy follows the reward."""
 SMOOTHING = 10
 
 
 def render_overlay(runs: Sequence[RunCurves], now: float) -> str:
-    """The page as text, fit for UTF-8; `now` in Unix seconds."""
+    """Return the page as text that UTF-8 can encode; `now` in Unix seconds."""
     settings = by_setting(runs)
     reward, *others = DRAWN
     names = (reward, *splits(runs), *others)
@@ -485,8 +492,8 @@ def render_overlay(runs: Sequence[RunCurves], now: float) -> str:
 
 
 def chart_over(name: str, settings: Sequence[Setting], along: Along) -> PageChart | None:
-    """The first curve of a chart of the catalogue, or an accuracy by its environment and split, of every setting; None
-    where none has it."""
+    """Draw the first curve of a chart, or an accuracy by environment and split, for every setting;
+    None without data."""
     accuracy = ChartSpec(f"Accuracy, {name}", (CurveSpec("accuracy", name),), low=0.0, high=1.0)
     spec = CHARTS.get(name, accuracy)
     found = lines(settings, spec.curves[0].metric, along, SMOOTHING)

@@ -1,8 +1,9 @@
-"""The curves of a report: `charts(state)` prepares them for the page, `draw(chart)` makes one an SVG by matplotlib.
+"""Charts of a report: `charts(state)` prepares them, `draw(chart)` renders one as SVG by
+matplotlib.
 
-There is no script, font or foreign text in a picture, and the page's style sheet owns the colours: matplotlib draws in
-marker colours, which become `var(--...)`, so that one picture is right on light and on dark. Names and legends stand in
-the page, not in the picture.
+A picture has no script, font or foreign text. The page's style sheet sets the colours: matplotlib
+draws in marker colours, which are replaced by `var(--...)`, so that one picture fits light and dark
+pages. Names and legends are in the page.
 """
 
 from __future__ import annotations
@@ -36,27 +37,27 @@ from atropos_tui.monitor.series import MOST_STEPS, Series, averaged, on_scale, t
 from atropos_tui.monitor.state import RunState
 
 POINTS = 1_000
-"""Of one curve on the page; a longer one is thinned."""
+"""Points of one curve on the page; a longer one is thinned."""
 STACKED = 250
-"""Columns of the split of a step; more steps are averaged."""
+"""Columns of the time split of steps; more steps are averaged."""
 SIZE_IN = (5.6, 2.5)
 FONT_PT = 9
 GLYPH_PT, LINE_PT, TICK_PT = 0.64 * FONT_PT, 1.2 * FONT_PT, 8
-"""Width of a digit, height of a line, from an axis to its labels."""
+"""Width of a digit, height of a line, distance of labels from an axis, in points."""
 SVG, XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
 PALETTE = 6
-"""Colours of the page for curves: `--c1` to `--c6`."""
+"""Curve colours of the page: `--c1` to `--c6`."""
 FEW = 40
-"""So few points are marked, for a single one is no line."""
+"""Curves of at most this many points get markers: a single point draws no line."""
 MANY = 400
-"""More points make a thinner line."""
+"""Curves of more points get a thinner line."""
 
 _MARKERS = {f"#0102{at:02x}": f"var(--c{at})" for at in range(1, PALETTE + 1)}
 _MARKERS |= {"#010301": "var(--axis)", "#010302": "var(--grid)", "#010303": "var(--good-area)", "#010304": "var(--bad)"}
 _AXIS, _GRID, _HEALTHY, _BAD = (name for name in _MARKERS if name.startswith("#0103"))
 _LINES = {"restart": _AXIS, "diagnosis": _BAD}
 _POINTS = {"evaluation": "d", "checkpoint": "s"}
-"""How each kind of mark is drawn: over the whole height, or as a point on the axis."""
+"""Drawing of each kind of mark: a line over the whole height, or a point on the axis."""
 _STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "atropos",
@@ -90,47 +91,47 @@ STEP_PARTS = ChartSpec(
     high=1.0,
 )
 SPOTS = 120
-"""Places of a chart that say their values when pointed at."""
+"""Limit of the places in a chart that show values on hover."""
 
 Write = Callable[[float | None], str]
 
 
 @dataclass(frozen=True)
 class PageCurve:
-    """One curve: its points, thinned for the page, and what its legend says."""
+    """One curve: its points, thinned for the page, and its legend."""
 
     label: str
     colour: int
-    """Which colour of the page's palette, from 1."""
+    """Colour in the page's palette, from 1."""
     points: Series
     last: str
     span: str
-    """Lowest and highest value, of all points."""
+    """Lowest and highest of all values."""
     scatter: bool = False
     not_finite: int = 0
     places: Sequence[float] = ()
-    """Where the points lie on the axis, where that is not at their steps."""
+    """Positions of the points on the axis, if not their steps."""
     band: tuple[Sequence[float], Sequence[float]] | None = None
-    """Lowest and highest of several runs, whose mean this is."""
+    """Lowest and highest values of several runs; the curve is their mean."""
 
     @property
     def along(self) -> Sequence[float]:
-        """The place of each point."""
+        """Positions of the points on the axis."""
         return self.places or self.points.steps
 
 
 @dataclass(frozen=True)
 class PageChart:
-    """A chart with the curves that a run has data for."""
+    """A chart with the curves for which a run has data."""
 
     spec: ChartSpec
     lines: list[PageCurve]
     marks: list[Mark]
-    """What happened beside the curves."""
+    """Events to mark."""
     note: str
     stacked: bool = False
     over: str = "optimizer steps"
-    """What the horizontal axis counts."""
+    """Unit of the horizontal axis."""
 
     @property
     def name(self) -> str:
@@ -138,17 +139,17 @@ class PageChart:
 
     @property
     def about(self) -> str:
-        """What is drawn and what is healthy, in a sentence."""
+        """Description and healthy range, in one sentence."""
         return f"{'; '.join(filter(None, (self.spec.about, self.spec.health)))}."
 
     @property
     def not_finite(self) -> int:
-        """Values that are NaN, infinite or beyond any scale."""
+        """Number of values that are NaN, infinite or out of range."""
         return sum(line.not_finite for line in self.lines)
 
 
 def charts(state: RunState) -> list[PageChart]:
-    """Every chart that `state` has data for, in reading order."""
+    """Return every chart for which `state` has data, in reading order."""
     every = marks(state)
     few = [mark for mark in every if mark.kind != "evaluation"]  # under every chart they would hide the restarts
     found = [
@@ -170,16 +171,16 @@ def _chart(spec: ChartSpec, state: RunState, beside: list[Mark]) -> PageChart:
 
 
 def _found(curve: CurveSpec, state: RunState) -> list[tuple[str, Series]]:
-    """A curve's label and points; held-out accuracy has a curve for each environment."""
+    """Return label and points of a curve; held-out accuracy has one for each environment."""
     if curve.metric == HELD_OUT:
         return [(f"{curve.label} accuracy, {masked_line(name)}", series) for name, series in state.evals.items()]
     return [(curve.label, state.metric(curve.metric))]
 
 
 def _split(state: RunState, beside: list[Mark]) -> PageChart:
-    """Shares of a step's seconds, stacked; a part without a value counts as none of them.
+    """Return the stacked shares of step time; a missing part counts as 0.
 
-    The first step is left out: it compiles and warms up, and says nothing of the others.
+    The first step is left out: it compiles and warms up, and is not typical.
     """
     seconds = state.metric("step_s")
     whole = seconds.part(1, len(seconds)) if len(seconds) > 1 else seconds
@@ -198,7 +199,7 @@ def _split(state: RunState, beside: list[Mark]) -> PageChart:
 
 
 def _share(label: str, colour: int, part: Series, whole: Series) -> PageCurve:
-    """What `part` is of `whole`, at each step and in all."""
+    """Return the share of `part` in `whole`, for each step and in total."""
     pairs = list(zip(part.values, whole.values, strict=True))
     shares = [value / total if total > 0 and math.isfinite(total) else 0.0 for value, total in pairs]
     seconds, all_of_them = sum(value for value, _ in pairs), sum(total for _, total in pairs)
@@ -207,7 +208,7 @@ def _share(label: str, colour: int, part: Series, whole: Series) -> PageCurve:
 
 
 def system_charts(state: RunState) -> list[PageChart]:
-    """Use of the machine and of the engines over minutes, as far as it was recorded."""
+    """Return charts of machine and engine use over minutes, as far as recorded."""
     samples = list(state.gauges.samples)
     if not samples:
         return []
@@ -262,7 +263,7 @@ def _at_points(series: Series, points: Series) -> Series:
 
 
 def _line(label: str, colour: int, series: Series, write: Write, *, scatter: bool = False) -> PageCurve | None:
-    """None where there is no data."""
+    """Return the curve of a series; None without data."""
     if not len(series):
         return None
     clean, drawn = Series(), series.extremes()
@@ -284,7 +285,8 @@ def _line(label: str, colour: int, series: Series, write: Write, *, scatter: boo
 
 
 def draw(chart: PageChart, name: str) -> str:
-    """An `<svg>` element with a title and a description; `name` makes its ids unique on the page."""
+    """Return an `<svg>` element with title and description; `name` makes its ids unique on the
+    page."""
     with rc_context(_STYLE), warnings.catch_warnings():  # type: ignore[arg-type]
         warnings.simplefilter("ignore")  # a log axis without a positive value, say: drawn empty
         figure = Figure(SIZE_IN)
@@ -298,8 +300,8 @@ def draw(chart: PageChart, name: str) -> str:
 
 
 def _make_room(axes: Axes) -> None:
-    """Let the labels of both axes just fit into the figure, by the length of their texts: the page that shows them has
-    fonts of its own, and to measure each in matplotlib's is a third of what a page costs."""
+    """Fit the axes by the length of their labels. Measuring with matplotlib takes a third of a
+    page's time, and the page uses other fonts anyway."""
     beside, below = _labels(axes.yaxis), _labels(axes.xaxis)
     left = max(map(len, beside), default=0) * GLYPH_PT + TICK_PT
     right = max(len(below[-1]) if below else 0, 2) * GLYPH_PT / 2
@@ -309,7 +311,7 @@ def _make_room(axes: Axes) -> None:
 
 
 def _labels(axis: Axis) -> list[str]:
-    """Of the ticks that are seen."""
+    """Return the labels of the visible ticks."""
     low, high = sorted(axis.get_view_interval())
     places = [float(place) for place in axis.get_majorticklocs() if low <= place <= high]
     return axis.get_major_formatter().format_ticks(places)
@@ -317,7 +319,7 @@ def _labels(axis: Axis) -> list[str]:
 
 @dataclass(frozen=True)
 class HoverSpot:
-    """A part of a picture that says its values when pointed at, in units of the SVG."""
+    """A part of a picture that shows values on hover, in units of the SVG."""
 
     left: float
     width: float
@@ -327,7 +329,7 @@ class HoverSpot:
 
 
 def _spots(axes: Axes, chart: PageChart) -> Iterator[HoverSpot]:
-    """Strips over the whole height, one for each place that has a value, or for some of them where there are many."""
+    """Yield full-height strips, one for each place with a value, or for a sample of them."""
     places = sorted({place for line in chart.lines for place in line.along})
     places = places[:: max(1, math.ceil(len(places) / SPOTS))]
     scale = 72 / axes.get_figure(root=True).dpi  # type: ignore[union-attr]
@@ -342,7 +344,7 @@ def _spots(axes: Axes, chart: PageChart) -> Iterator[HoverSpot]:
 
 
 def _values(chart: PageChart, place: float) -> Iterator[str]:
-    """What each curve says at `place`: its newest value there or before."""
+    """Yield the value of each curve at `place`, or its last one before."""
     write = (lambda value: f"{value:.0%}") if chart.stacked else WRITERS[chart.spec.unit]
     for line in chart.lines:
         if (value := value_at(line.along, line.points.values, place)) is not None:
@@ -382,7 +384,7 @@ def _paint(axes: Axes, chart: PageChart) -> None:
 
 
 def _tick(value: float, unit: str) -> str:
-    """A round value of an axis."""
+    """Format a tick of an axis."""
     if unit == "bytes":
         return "0" if value == 0 else bytes_text(value)
     text = f"{value:,.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.6g}"
@@ -414,7 +416,7 @@ def _stack(axes: Axes, lines: Sequence[PageCurve]) -> None:
 
 
 def _limits(axes: Axes, chart: PageChart) -> None:
-    """The chart's own ends of the vertical axis, each unless a value lies beyond it."""
+    """Apply the chart's own axis limits, unless values lie beyond them."""
     if not chart.stacked:
         values = [value for line in chart.lines for value in line.points.values if math.isfinite(value)]
         low, high = (min(values), max(values)) if values else (0.0, 1.0)
@@ -433,8 +435,8 @@ def _colour(number_: int) -> str:
 
 
 def _embedded(data: bytes, chart: PageChart, name: str, spots: Sequence[HoverSpot]) -> str:
-    """What matplotlib wrote as an element for an HTML page: ids of its own, the page's colours, title, description,
-    and values to point at."""
+    """Convert matplotlib's output into an element for an HTML page: unique ids, page colours,
+    title, description, hover values."""
     root = ElementTree.fromstring(data)
     for tag in ("metadata", "defs"):
         for child in root.findall(f"{{{SVG}}}{tag}"):

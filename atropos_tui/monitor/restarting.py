@@ -1,4 +1,5 @@
-"""Components that start again after the first step: which ones, since when, why, and how long it took the last time."""
+"""Restarts after the first step: the components, the time, the cause, and how long the last start
+took."""
 
 from __future__ import annotations
 
@@ -16,15 +17,15 @@ from atropos_tui.monitor.why import doing, next_stage
 ON_THE_WAY = (State.PENDING, State.STARTING, State.STOPPING)
 WAS_UP = (State.HEALTHY, State.UNHEALTHY)
 LEFT_BEHIND = 2
-"""Number of steps that the trainer can make of what an environment sent before its end."""
+"""Steps that the trainer can make from batches that an environment sent before its end."""
 LONG = 2.0
-"""Multiple of the usual start from which on a restart is slow."""
+"""Factor on the usual start time above which a restart is slow."""
 LEAST_LONG_S = 30.0
 """Seconds below which no restart is slow."""
 _DONE = {"kill": "killed", "restart": "restarted", "start": "started"}
 _BY: Mapping[str, str] = defaultdict(lambda: "by hand", trainer="by the trainer")
 EXPLAINS_S = 10.0
-"""Seconds between a diagnosis and the end that it explains."""
+"""Limit of the seconds from a diagnosis to the end that it explains."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,9 @@ class Outage:
 
     row: ComponentStatus
     down: StateRecord
-    """The transition out of its last healthy or unhealthy time."""
+    """Transition out of its last healthy or unhealthy state."""
     command: CommandRecord | None
-    """The command that took it down or starts it; None after a crash."""
+    """Command that took it down or starts it; None after a crash."""
 
     @property
     def since(self) -> float:
@@ -44,20 +45,21 @@ class Outage:
 
 @dataclass(frozen=True)
 class Restart:
-    """Components of one restart, the first that went down first."""
+    """Components of one restart, in the order in which they went down."""
 
     outages: Sequence[Outage]
     usual_s: float | None
-    """Seconds that the longest of their last starts took."""
+    """Longest of their last start times, in seconds."""
     cause: DiagnosisRecord | None = None
-    """The diagnosis of a crash; None after a command."""
+    """Diagnosis of a crash; None after a command."""
 
     @property
     def since(self) -> float:
         return self.outages[0].since
 
     def words(self, now: float) -> str:
-        """The sentence, as `vllm and trainer are restarting (killed by hand 10 s ago; last time 15 s)`."""
+        """Return a sentence such as `vllm and trainer are restarting (killed by hand 10 s ago; last
+        time 15 s)`."""
         names = [each.row.name for each in self.outages]
         who = " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
         command, why = self.outages[0].command, one_line(self.cause.title) if self.cause else ""
@@ -68,12 +70,12 @@ class Restart:
         return f"{who} {verb} restarting ({how} {ago}{last})"
 
     def is_slow(self, now: float) -> bool:
-        """True where it takes clearly longer than the last time."""
+        """Return True if it takes clearly longer than the last time."""
         return now - self.since > max(LEAST_LONG_S, LONG * (self.usual_s or 0.0))
 
 
 def restart(run: Run) -> Restart | None:
-    """The restart that goes on; None where there is none, and before the first step."""
+    """Return the restart in progress; None if there is none, or before the first step."""
     if not run.state.step or run.status.phase is not Phase.RUNNING:
         return None
     rows = (row for row in run.status.components if row.state in (*ON_THE_WAY, State.BACKOFF))
@@ -86,7 +88,8 @@ def restart(run: Run) -> Restart | None:
 
 
 def _outage(run: Run, row: ComponentStatus) -> Outage | None:
-    """The outage of a component; None for one that was never up, is stopped for good, or backs off after a crash."""
+    """Return the outage of a component; None if it was never up, is stopped for good, or backs off
+    after a crash."""
     own = [move for move in run.state.transitions if move.component == row.name]
     down = next((move for move in reversed(own) if move.old in WAS_UP and move.new not in WAS_UP), None)
     if down is None:
@@ -101,7 +104,7 @@ def _outage(run: Run, row: ComponentStatus) -> Outage | None:
 
 
 def stopped_by_hand(run: Run) -> list[str]:
-    """Names of the components that a `stop` command has stopped."""
+    """Return the components that a `stop` command stopped."""
     found = []
     for row in run.status.components:
         moves = [move for move in run.state.transitions if move.component == row.name and move.new == State.STOPPED]
@@ -112,14 +115,15 @@ def stopped_by_hand(run: Run) -> list[str]:
 
 
 def _cause(run: Run, outage: Outage) -> DiagnosisRecord | None:
-    """The newest diagnosis of the component that is not older than its end."""
+    """Return the newest diagnosis of the component, unless it is older than the outage."""
     own = (each for each in reversed(run.state.diagnoses) if each.component == outage.row.name)
     newest = next(own, None)
     return newest if newest and newest.time >= outage.down.time - EXPLAINS_S else None
 
 
 def resuming(run: Run) -> str:
-    """The trainer, or every environment, that started again and has not brought a step yet; empty where none has."""
+    """Describe a trainer, or the environments, that restarted and made no step yet; empty if
+    none."""
     for role, steps in ((Role.TRAINER, 0), (Role.ENV, LEFT_BEHIND)):
         rows = [row for row in run.status.components if row.role is role]
         if not rows or not run.state.step or any(not _comes_up(row) for row in rows):
@@ -135,5 +139,5 @@ def resuming(run: Run) -> str:
 
 
 def _comes_up(row: ComponentStatus) -> bool:
-    """True where a component is up and has a stage left to reach."""
+    """Return True if a component is up and has a stage left to reach."""
     return row.started_at is not None and next_stage(row) is not None

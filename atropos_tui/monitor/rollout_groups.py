@@ -1,4 +1,4 @@
-"""Rollouts as people look at them: by group, searched, and one completion against another. Pure."""
+"""Rollouts for readers: grouped, searched, and compared with each other. Pure."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from atropos_tui.monitor.patterns import Pattern
 Change = Literal["same", "gone", "new"]
 _WORDS = re.compile(r"\w+|\s+|[^\w\s]")
 DIFF_WORDS = 4000
-"""Of each side, and more than a record holds; what comes after is compared no more."""
+"""Words compared on each side, more than a record has; the rest is not compared."""
 
 
 @dataclass(frozen=True)
 class RolloutGroup:
-    """Completions of one prompt in one step, as far as the stream holds them."""
+    """Completions of one prompt in one step, as far as the stream has them."""
 
     step: int
     env: str
@@ -29,7 +29,8 @@ class RolloutGroup:
 
 
 def groups(rollouts: Iterable[RolloutRecord], pattern: Pattern | None = None) -> list[RolloutGroup]:
-    """Newest step first; within a step by prompt, in the order of the stream. With `pattern`, only what matches it.
+    """Group rollouts: newest step first, within a step in the order of the stream. `pattern`
+    filters them.
 
     A match in the prompt keeps the whole group, one in a completion keeps that completion.
     """
@@ -51,17 +52,18 @@ def _matches(rollout: RolloutRecord, pattern: Pattern) -> bool:
 
 _ROLE = r"(?:<\|im_start\|>|<start_of_turn>|<\|start_header_id\|>|<\|)"
 _USER = re.compile(_ROLE + r"\s*user\s*(?:<\|end_header_id\|>|\|>)?\s*|\[INST\]\s*")
-"""Where a chat template begins a turn of the user's: ChatML, Gemma, Llama 3 and 2, Phi, Zephyr."""
+"""Start of a user turn in chat templates: ChatML, Gemma, Llama 3 and 2, Phi, Zephyr."""
 _TOKENS = re.compile(
     r"<\|[^|<>\s]{1,40}\|>|\[/?INST\]|</?(?:s|bos|eos|pad|unk|start_of_turn|end_of_turn|think)>|<(?:bos|eos|pad)>"
 )
-"""Words of templates and tokenizers, which say nothing to a reader."""
+"""Special tokens of templates and tokenizers."""
 SHARED = 16
-"""Characters that questions begin with together from which on they are cut."""
+"""Characters that questions must share at their beginning before it is cut."""
 
 
 def question(prompt: str) -> str:
-    """The user's last turn; without a template that is known the whole prompt, without its special tokens."""
+    """Return the user's last turn; without a known template the whole prompt, without special
+    tokens."""
     *before, last = _USER.split(prompt)
     if before:
         last = _TOKENS.split(last, maxsplit=1)[0]
@@ -69,12 +71,13 @@ def question(prompt: str) -> str:
 
 
 def answer(completion: str) -> str:
-    """A completion without the tokens it ends with."""
+    """Return a completion without special tokens."""
     return _TOKENS.sub(" ", completion).strip()
 
 
 def shared_beginning(questions: Iterable[str]) -> int:
-    """How many characters several different questions have in common at their beginning; 0 for hardly any."""
+    """Return the length of the common beginning of several different questions; 0 if it is
+    short."""
     different = sorted(set(questions))
     if len(different) < 2:
         return 0
@@ -85,7 +88,7 @@ def shared_beginning(questions: Iterable[str]) -> int:
 
 
 def known_rewards(rollouts: Iterable[RolloutRecord]) -> list[float]:
-    """The finite ones: no other has a place between the lowest and the highest."""
+    """Return the finite rewards."""
     return [one.reward for one in rollouts if math.isfinite(one.reward)]
 
 
@@ -96,7 +99,8 @@ ORDERS: tuple[Order, ...] = get_args(Order)
 
 
 def chosen(found: Iterable[RolloutGroup], only: Only) -> list[RolloutGroup]:
-    """Of `found`, all; or what did worse than its group, and what failed where all did; or groups without a spread."""
+    """Filter groups: all; those with completions below their group's mean or without reward; or
+    flat ones."""
     if only == "all":
         return list(found)
     if only == "flat":
@@ -106,9 +110,10 @@ def chosen(found: Iterable[RolloutGroup], only: Only) -> list[RolloutGroup]:
 
 
 def earlier_twin(rollout: RolloutRecord, rollouts: Sequence[RolloutRecord]) -> RolloutRecord | None:
-    """What to compare `rollout` with: the same prompt in the latest earlier step, else any completion of that env then.
+    """Return a rollout to compare with: the same prompt in the latest earlier step, else any of
+    that env.
 
-    None where no earlier step is known.
+    None without an earlier step.
     """
     before = [other for other in rollouts if other.step < rollout.step and other.env == rollout.env]
     same = [other for other in before if other.prompt == rollout.prompt]
@@ -116,7 +121,7 @@ def earlier_twin(rollout: RolloutRecord, rollouts: Sequence[RolloutRecord]) -> R
 
 
 def diff(old: str, new: str) -> list[tuple[Change, str]]:
-    """`old` against `new`, word by word: stretches that stayed, went and came, in reading order."""
+    """Compare word by word: unchanged, removed and added parts, in reading order."""
     before, after = _WORDS.findall(old), _WORDS.findall(new)
     rest = "".join(before[DIFF_WORDS:]), "".join(after[DIFF_WORDS:])
     before, after = before[:DIFF_WORDS], after[:DIFF_WORDS]
@@ -133,10 +138,10 @@ def diff(old: str, new: str) -> list[tuple[Change, str]]:
 
 
 def _stayed(before: list[str], after: list[str]) -> list[tuple[int, int]]:
-    """The longest common subsequence, as pairs of indices in order.
+    """Return the longest common subsequence, as pairs of indices in order.
 
-    By rows of bits (Hyyrö 2004), so that the cost does not depend on the texts: `difflib` takes minutes for those that
-    repeat themselves, as a policy that collapses does.
+    It uses rows of bits (Hyyrö 2004), whose cost does not depend on the texts. `difflib` takes
+    minutes for repetitive texts, such as those of a collapsed policy.
     """
     places: dict[str, int] = {}
     for at, word in enumerate(after):

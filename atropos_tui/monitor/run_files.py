@@ -1,7 +1,7 @@
-"""What the files of a run say: what it is, how it stands or ended, and its records as one feed.
+"""Read the files of a run: its description, its status or result, and its records as one feed.
 
-Every file may be missing, half-written or of another version: what cannot be read is left out, nothing raises. That
-goes for figures that no run can have, too. Reading takes time: call `RunFeed.read` off the event loop.
+Every file may be missing, incomplete or of another version. What cannot be read, or is out of
+range, is left out; nothing raises. Reading takes time: call `RunFeed.read` outside the event loop.
 """
 
 from __future__ import annotations
@@ -31,52 +31,54 @@ from atropos_tui.supervisor.tracker import Leftover
 
 GONE = "its supervisor is gone and left no result"
 _ROLLOUT = b'"kind":"rollout"'
-"""As the trainer writes it; inside a text its quotation marks would be escaped."""
+"""Marker of rollout records as the trainer writes them; inside a text its quotation marks would be
+escaped."""
 LONG_BYTES = 4 * CHUNK_BYTES
-"""A longer stream is shown from its end while it is read."""
+"""Size above which the end of a stream is shown while the rest is read."""
 LOOKED_AT = 20
-"""Neighbours among which a run of the same name is looked for, the newest."""
+"""Newest neighbouring runs among which one of the same name is searched for."""
 E = TypeVar("E", bound=StrEnum)
 
 
 @dataclass(frozen=True)
 class PlannedComponent:
-    """A component as the plan names it."""
+    """A component in plan.json."""
 
     name: str
     role: Role
     port: int | None = None
     gpus: tuple[int, ...] = ()
-    """As NVML counts them."""
+    """GPU indices of NVML."""
     command: tuple[str, ...] = ()
     depends_on: dict[str, str] = field(default_factory=dict)
-    """What each component that it waits for has to be: started, healthy or completed."""
+    """Condition for each component that it waits for: started, healthy or completed."""
     start_timeout_s: float | None = None
     max_restarts: int | None = None
     window_s: float | None = None
     stages: dict[str, str] = field(default_factory=dict)
-    """What usually keeps each of its stages from being reached."""
+    """Usual reason why each stage is not reached."""
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a run is. Empty or None where no file tells."""
+    """Description of a run. A field is empty or None if no file has it."""
 
     run_id: str = ""
     name: str = ""
     mode: str = ""
     model: str = ""
     training_steps: int | None = None
-    """Optimizer steps the trainer was asked for."""
+    """Requested number of optimizer steps."""
     components: list[PlannedComponent] = field(default_factory=list)
     other_trainer: str = ""
-    """What trains, if it is not ours: the program's name, and its first word."""
+    """Program name and first argument of a trainer that is not ours."""
     last_start_s: dict[str, float] = field(default_factory=dict)
-    """How long each component's start took in the newest run of the same name beside this one; see `last_starts`."""
+    """Start time of each component, in seconds, in the newest run of the same name; see
+    `last_starts`."""
 
     @property
     def short_model(self) -> str:
-        """The model without the folders of a path; a name of the hub as it is."""
+        """The model without the folders of a path; a hub name unchanged."""
         return PurePath(self.model).name if self.model.startswith(("/", ".", "${")) else self.model
 
 
@@ -100,7 +102,7 @@ def read_info(run: RunDir) -> RunInfo:
 
 
 def start_seconds(transitions: Iterable[StateRecord]) -> dict[str, float]:
-    """How long the newest start of each component took that came to an end."""
+    """Return the duration in seconds of each component's newest completed start."""
     began: dict[str, float] = {}
     took: dict[str, float] = {}
     for move in transitions:
@@ -113,7 +115,7 @@ def start_seconds(transitions: Iterable[StateRecord]) -> dict[str, float]:
 
 
 def last_starts(run: RunDir, name: str) -> dict[str, float]:
-    """`start_seconds` of the newest run of this name beside `run`."""
+    """Return `start_seconds` of the newest run of this name beside `run`."""
     for root in sorted(within(run.root.parent), key=changed_at, reverse=True)[:LOOKED_AT]:
         other = RunDir(root)
         if root.name != run.root.name and read_json(other.plan_json).get("name") == name:
@@ -124,7 +126,7 @@ def last_starts(run: RunDir, name: str) -> dict[str, float]:
 
 
 def changed_at(path: Path) -> int:
-    """When a file was written last, in nanoseconds; 0 where there is none."""
+    """Return the modification time of a file in nanoseconds; 0 if it does not exist."""
     try:
         return path.stat().st_mtime_ns
     except OSError:
@@ -132,10 +134,11 @@ def changed_at(path: Path) -> int:
 
 
 def status_from_files(run: RunDir, info: RunInfo, state: RunState) -> RunStatus:
-    """The run as its files tell it: components at their last journaled state, end from result.json.
+    """Build the status from the files: components in their last recorded state, the end from
+    result.json.
 
-    Without result.json the process table tells whether the supervisor lives (then it only does not answer) or is gone,
-    and what is left of the components.
+    Without result.json, the process table shows whether the supervisor lives (and only does not
+    answer) or is gone, and which processes are left.
     """
     result = read_json(run.result_json)
     started = moment(read_json(run.run_json).get("started_at"))
@@ -158,7 +161,7 @@ def status_from_files(run: RunDir, info: RunInfo, state: RunState) -> RunStatus:
 
 
 def component_rows(info: RunInfo, state: RunState) -> list[ComponentStatus]:
-    """Every component at its last transition in `state`, those that had none yet as pending."""
+    """Return every component in its last state; pending if it had no transition."""
     rows = {
         item.name: ComponentStatus(
             name=item.name, role=item.role, state=State.PENDING, port=item.port, stages=_stages(item, state)
@@ -175,28 +178,28 @@ def component_rows(info: RunInfo, state: RunState) -> list[ComponentStatus]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in `path`, empty when there is none."""
+    """Return the JSON object in `path`; empty if it cannot be read."""
     return _read(path, json.loads)
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The table in `path`, empty when there is none."""
+    """Return the TOML table in `path`; empty if it cannot be read."""
     return _read(path, tomllib.loads)
 
 
 def exit_code(run: RunDir) -> int | None:
-    """How `run` ended; None while it runs, and where nothing tells."""
+    """Return the exit code of `run`; None while it runs, or without a result."""
     return _whole(read_json(run.result_json).get("exit_code"))
 
 
 def moment(value: object) -> float | None:
-    """A time in Unix seconds, or None where `value` is none."""
+    """Return a time in Unix seconds; None if `value` is not one."""
     seconds = _number(value)
     return seconds if seconds is not None and 0 <= seconds <= LATEST_TIME else None
 
 
 def flag(command: list[Any], name: str) -> str:
-    """The value behind `name` in a command line, in either spelling; empty where it is not given."""
+    """Return the value of a flag in a command line (`--a b` or `--a=b`); empty if it is not set."""
     for at, part in enumerate(command):
         if part == name and at + 1 < len(command):
             return str(command[at + 1])
@@ -242,7 +245,7 @@ def _planned(item: dict[str, Any]) -> PlannedComponent:
 
 
 def _stages(item: PlannedComponent, state: RunState) -> list[StageStatus]:
-    """The stages of a component, as far as its newest attempt got."""
+    """Return the stages of a component, with the times of its newest attempt."""
     attempts = [record.attempt for record in state.transitions if record.component == item.name]
     newest = max(attempts, default=0)
     reached = {record.stage: record.time for record in state.stages.get(item.name, []) if record.attempt == newest}
@@ -251,7 +254,7 @@ def _stages(item: PlannedComponent, state: RunState) -> list[StageStatus]:
 
 
 def _member(kind: type[E], value: object) -> E | None:
-    """The member of `kind` with this value, or None: a newer writer may know more than this version."""
+    """Return the member of `kind` with this value; None if this version does not know it."""
     return next((member for member in kind if member.value == value), None)
 
 
@@ -267,7 +270,7 @@ def _list(value: object) -> list[Any]:
 
 
 def _text(value: object) -> str:
-    """Plain: a name of a foreign file must not reach a terminal as it is."""
+    """Plain text: a foreign name must not send escape sequences to a terminal."""
     return one_line(value) if isinstance(value, str) else ""
 
 
@@ -280,7 +283,7 @@ def _number(value: object) -> float | None:
 
 
 def _step_count(words: str) -> int | None:
-    """Python itself refuses to read numbers of more than some thousand digits."""
+    """Parse a step count; the length check comes first because Python refuses huge numbers."""
     short = words.isdecimal() and len(words) <= len(str(MOST_STEPS))
     return _whole(int(words)) if short else None
 
@@ -294,22 +297,22 @@ def _dicts(value: object) -> list[dict[str, Any]]:
 
 
 def living_supervisor(table: ProcessTable | None) -> int | None:
-    """The pid of the supervisor that a run's journal names, if it lives."""
+    """Return the pid of the supervisor in the journal, if it is alive."""
     return table.supervisor.pid if table and table.supervisor and tracker.supervisor_alive(table) else None
 
 
 def supervisor_gone(run: RunDir) -> bool:
-    """Whether a run has neither a result nor the supervisor that its journal names."""
+    """Return True if a run has no result and its supervisor is not alive."""
     return not run.result_json.exists() and living_supervisor(ProcessTable.load(run.journal_json)) is None
 
 
 def is_crashed(status: RunStatus) -> bool:
-    """Whether `status` is that of a run which ended without a result."""
+    """Return True if the run ended without a result."""
     return status.phase is Phase.ENDED and status.exit_code is None
 
 
 def without_result(run: RunDir, status: RunStatus) -> RunStatus:
-    """`status`, last heard of in the journal, set right by the process table."""
+    """Correct `status` from the journal by the processes that exist."""
     table = ProcessTable.load(run.journal_json)
     run_id = table.run_id if table else status.run_id
     found = left_by(run, run_id, table)
@@ -334,7 +337,8 @@ def without_result(run: RunDir, status: RunStatus) -> RunStatus:
 
 
 def _last_heard(status: RunStatus) -> str:
-    """The end that the journal tells of: a full disk may have kept the result away."""
+    """Describe an end that the journal contains although result.json is missing, for example on a
+    full disk."""
     failed = next((row for row in status.components if row.state is State.FAILED), None)
     if failed:
         return f"; before, {failed.name} had failed: {failed.reason}"
@@ -360,23 +364,23 @@ def _present(row: ComponentStatus, main: int | None, found: list[Leftover], keep
 
 @dataclass
 class RecordBatch:
-    """What one `read` brought."""
+    """Result of one `read`."""
 
     records: list[Record]
     behind: bool
-    """More is known to wait: read again at once."""
-    anew: bool
-    """A file was cut or replaced and comes again from its start: begin with a new `RunState`."""
+    """More data is waiting: read again at once."""
+    from_start: bool
+    """A file was cut or replaced and is read from its start again: begin with a new `RunState`."""
 
 
 def streams(run: RunDir) -> list[Path]:
-    """Every file of records of `run`, there or not."""
+    """Return the paths of all record files of `run`, existing or not."""
     return [run.supervisor_jsonl, run.telemetry_jsonl, run.gauges_jsonl, *sorted(run.root.glob("eval.*.jsonl"))]
 
 
 @dataclass
 class RunFeed:
-    """Tails of every stream of `run`."""
+    """All record streams of `run`."""
 
     run: RunDir
     _tails: dict[Path, RecordTail] = field(default_factory=dict)
@@ -384,11 +388,11 @@ class RunFeed:
 
     @property
     def bad_lines(self) -> int:
-        """Lines that were no records, over all streams."""
+        """Number of invalid lines in all streams."""
         return sum(tail.bad_lines for tail in self._tails.values())
 
     def read(self) -> RecordBatch:
-        """One bounded chunk of every stream."""
+        """Read one bounded chunk of every stream."""
         for path in streams(self.run):
             if path not in self._tails:
                 self._tails[path] = self._tail(path)
@@ -399,9 +403,9 @@ class RunFeed:
         return RecordBatch(records, any(tail.behind for tail in self._tails.values()), False)
 
     def newest(self) -> list[Record]:
-        """The newest records of every stream where one is so long that reading it takes a while; else none.
+        """Return the newest records of every stream, if one of them takes a while to read.
 
-        They say how the run stands; what it was is not known from them.
+        They show the current state only; the history is still missing.
         """
         paths = streams(self.run)
         if max(map(size_of, paths)) <= LONG_BYTES:
@@ -410,10 +414,11 @@ class RunFeed:
         return [record for tail in tails for record in tail.read()]
 
     def catch_up(self, state: RunState) -> RunState:
-        """`state` with all that the files hold by now; another one where they came again from their start."""
+        """Apply everything in the files to `state`; return a new state if the files were
+        replaced."""
         while True:
             batch = self.read()
-            if batch.anew:
+            if batch.from_start:
                 state = RunState()
             for record in batch.records:
                 state.apply(record)
@@ -421,24 +426,24 @@ class RunFeed:
                 return state
 
     def _tail(self, path: Path) -> RecordTail:
-        """From the file's start, without the rollouts that a state would have forgotten again at its end."""
+        """Open a stream from its start, without rollouts that the state would drop again."""
         return RecordTail(path, unread=_ROLLOUT, unread_before=nth_from_end(path, _ROLLOUT, ROLLOUTS_KEPT))
 
     def _start_over(self) -> RecordBatch:
-        """Read every stream from its start, so that one fresh state holds all of them."""
+        """Read every stream from its start, so that one new state holds all of them."""
         self._tails = {path: RecordTail(path) for path in self._tails}
         self._restarts = 0
         return RecordBatch([], True, True)
 
 
 def names_of(roots: Sequence[Path]) -> list[str]:
-    """What runs are called side by side: by their folders, those of one name by the folder above, too."""
+    """Return display names of runs: their folders, with the parent folder if names repeat."""
     count = Counter(root.name for root in roots)
     return [f"{root.parent.name}/{root.name}" if count[root.name] > 1 else root.name for root in roots]
 
 
 def load_run(root: Path) -> tuple[RunInfo, RunState, RunFeed]:
-    """Everything the files of a run hold at this moment."""
+    """Read all files of a run in their current state."""
     feed = RunFeed(RunDir(root))
     state = feed.catch_up(RunState())
     info = read_info(feed.run)
@@ -446,7 +451,7 @@ def load_run(root: Path) -> tuple[RunInfo, RunState, RunFeed]:
 
 
 def size_of(path: Path) -> int:
-    """Bytes of a file; 0 where there is none."""
+    """Return the size of a file in bytes; 0 if it does not exist."""
     try:
         return path.stat().st_size
     except OSError:
@@ -454,7 +459,7 @@ def size_of(path: Path) -> int:
 
 
 def within(folder: Path) -> list[Path]:
-    """What lies in `folder`; nothing where it cannot be listed."""
+    """Return the entries of `folder`; empty if it cannot be listed."""
     try:
         return list(folder.iterdir())
     except OSError:

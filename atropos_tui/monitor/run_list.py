@@ -1,4 +1,5 @@
-"""Runs in a list: what is told of each, as `runs` prints it, and those that the screen offers to compare with."""
+"""Lists of runs: a row for each as `runs` prints it, and the runs that the screen offers for
+comparison."""
 
 from __future__ import annotations
 
@@ -19,9 +20,9 @@ from atropos_tui.monitor.series import mean
 from atropos_tui.profile.ports import has_supervisor
 
 MOST_OTHERS = 100
-"""Runs that are offered to be compared with, the newest."""
+"""Limit of the runs offered for comparison, newest first."""
 LIVE, UNFINISHED = "live", "unfinished"
-"""A state: its supervisor answers; nothing here tells how it ended."""
+"""States of a run: its supervisor answers; its end is unknown."""
 AGES = (("d", 86400), ("h", 3600), ("min", 60))
 
 
@@ -30,29 +31,30 @@ class RunRow:
     """One run, from its files."""
 
     run: str
-    """Its id."""
+    """Run id."""
     name: str
     mode: str
     state: str
-    """`live`, `waits` (in SLURM's queue), `ended CODE` or `crashed`, the last with what is left of it."""
+    """`live`, `waits` (in SLURM's queue), `ended CODE` or `crashed`, the last with what is left of
+    it."""
     reason: str
-    """Why it ended, or what it waits for; empty while it lives."""
+    """Reason of its end, or what it waits for; empty while it lives."""
     started_at: float | None
-    """Unix seconds, of its first start."""
+    """Unix seconds of its first start."""
     duration_s: float | None
-    """Since its newest start; null where nothing tells when it ended."""
+    """Seconds since its newest start, until its end; None if the end is unknown."""
     step: int | None
     """Newest optimizer step."""
     training_steps: int | None
-    """How many it was asked for."""
+    """Requested number of steps."""
     reward: Number | None
-    """Mean of the newest steps, 20 at most."""
+    """Mean of the newest steps, at most 20."""
     held_out: Number | None
     """Newest held-out accuracy, from 0 to 1."""
     dir: Path
 
     def cells(self, now: float) -> tuple[str, ...]:
-        """As `HEADINGS` name them."""
+        """Return the cells of the columns in `HEADINGS`."""
         steps = "–" if self.step is None else f"{self.step}/{self.training_steps or '–'}"
         ended = f": {self.reason}" if self.reason and self.state != "ended 0" else ""
         return (
@@ -72,13 +74,14 @@ HEADINGS = ("RUN", "MODE", "STARTED", "TOOK", "STEPS", "REWARD", "HELD OUT", "ST
 
 FIGURES = HEADINGS[3:7]
 SPARED = ("MODE", "TOOK", "HELD OUT")
-"""Left out where there is little room, in this order."""
+"""Columns left out of a narrow table, in this order."""
 STATE_COLUMNS = 11
-"""So much of a state is worth more than those."""
+"""Width kept for the state before those columns are left out."""
 
 
 def table(runs: Sequence[RunRow], now: float, width: int | None = None) -> list[str]:
-    """The headings, then a line for each run; with `width`, only the columns that fit, the last of which may not."""
+    """Return the headings and a line for each run; with `width`, only columns that fit (the last
+    one may be wider)."""
     rows = [HEADINGS, *(run.cells(now) for run in runs)]
     kept = list(range(len(HEADINGS)))
     for name in SPARED:
@@ -90,7 +93,7 @@ def table(runs: Sequence[RunRow], now: float, width: int | None = None) -> list[
 
 
 def listed(run: RunDir, *, is_live: bool, now: float) -> RunRow:
-    """How `run` stands or went; where it neither lives nor told of its end, `UNFINISHED`."""
+    """Describe `run`; its state is `UNFINISHED` if it neither lives nor has a result."""
     info, meta, result, figures = read_info(run), read_json(run.run_json), read_json(run.result_json), last_figures(run)
     code = None if is_live else exit_code(run)
     until = now if is_live else None if code is None else moment(result.get("ended_at"))
@@ -113,7 +116,7 @@ def listed(run: RunDir, *, is_live: bool, now: float) -> RunRow:
 
 
 def age(when: float | None, now: float) -> str:
-    """`2 h ago`; `–` where nobody knows."""
+    """Return a text such as `2 h ago`; `–` if unknown."""
     if when is None:
         return "–"
     seconds = max(0.0, now - when)
@@ -122,8 +125,8 @@ def age(when: float | None, now: float) -> str:
 
 
 def other_runs(root: Path) -> list[RunRow]:
-    """The newest runs that have records of a trainer, beside `root` or anywhere of this user's, by the names of their
-    folders; newest first."""
+    """Return the newest runs with trainer records, beside `root` or anywhere of this user; newest
+    first."""
     found = {}
     for path in [*within(root.parent), *within(registry())]:
         try:
@@ -143,23 +146,23 @@ def other_runs(root: Path) -> list[RunRow]:
 
 R = TypeVar("R", bound=Record)
 SPLITS = 16
-"""Of an environment, at most: its newest records hold one of each."""
+"""Limit of an environment's splits: its newest records have one of each."""
 
 
 @dataclass(frozen=True)
 class LastFigures:
-    """None where there is no data."""
+    """Newest figures of a run; None without data."""
 
     step: int | None
     """Newest optimizer step."""
     reward: float | None
     """Mean of the newest `WINDOW` steps."""
     held_out: float | None
-    """Newest accuracy of the first split of the first environment that reports one, as the sentence on top has it."""
+    """Newest accuracy of the first split of the first environment, as in the headline."""
 
 
 def last_figures(run: RunDir) -> LastFigures:
-    """Read the last few records of `run`; a file that cannot be read has none."""
+    """Read the last records of `run`; an unreadable file has none."""
     steps = [step for step in _last(run.telemetry_jsonl, StepRecord, WINDOW) if step.rank == 0]
     accuracies = (_held_out(path) for path in sorted(run.root.glob("eval.*.jsonl")))
     return LastFigures(
@@ -170,26 +173,26 @@ def last_figures(run: RunDir) -> LastFigures:
 
 
 def _held_out(path: Path) -> float | None:
-    """The newest accuracy of the split that an environment wrote first."""
+    """Return the newest accuracy of the split that an environment wrote first."""
     first = next(_records(path, EvalRecord, _words(EvalRecord), 0), None)
     found = [one for one in _last(path, EvalRecord, SPLITS) if first is not None and one.split == first.split]
     return real(found[-1].accuracy) if found else None
 
 
 def _last(path: Path, kind: type[R], count: int) -> list[R]:
-    """The last `count` records of a kind, oldest first."""
+    """Return the last `count` records of a kind, oldest first."""
     words = _words(kind)
     found = list(_records(path, kind, words, nth_from_end(path, words, count + 1)))
     return found[-count:]
 
 
 def _words(kind: type[Record]) -> bytes:
-    """In every line of a kind."""
+    """Return the bytes that every line of a kind contains."""
     return f'"kind":"{kind.KIND}"'.encode()
 
 
 def _records(path: Path, kind: type[R], words: bytes, begin: int) -> Iterator[R]:
-    """Those behind byte `begin`, which may lie within a line: that one is left out."""
+    """Yield the records after byte `begin`; a line that is cut there is skipped."""
     try:
         with open_regular(path) as file:
             file.seek(begin)

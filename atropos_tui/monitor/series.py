@@ -1,9 +1,10 @@
-"""A curve's points: a metric over optimizer steps, in bounded memory (`Series`), and with fewer points (`thin`).
+"""Points of a curve: a metric over optimizer steps in bounded memory (`Series`), and thinned for
+drawing (`thin`).
 
     series.put(step, value, time)
 
-A long run has more steps than anybody reads one by one. The newest points and the first are kept as they came; what
-lies between is merged, so that one point stands for the steps of 2, 4, 8 ... with their mean, lowest and highest value.
+The newest and the first points are kept. Points between them are merged: one point stands for 2, 4,
+8 ... steps, with their mean, lowest and highest value.
 """
 
 from __future__ import annotations
@@ -19,20 +20,21 @@ from atropos_tui.monitor.format import real
 
 MOST_STEPS = 2**53
 LARGEST, SMALLEST = 1e300, 1e-300
-"""Beyond these a plot has no scale any more: figures of foreign records, which must not end what draws them."""
+"""Magnitudes beyond these, from foreign records, are not plotted: an axis could not scale them."""
 MOST_POINTS = 8192
-"""Of a series; with one more, old ones are merged. A run of fewer steps is kept whole."""
+"""Limit of the points of a series; beyond it, old ones are merged. A shorter run is kept whole."""
 NEWEST, FIRST = 2048, 32
-"""Points that are never merged, at the end and at the beginning, which is where a run compiles and warms up."""
+"""Points that are never merged, at the end and at the beginning, where a run compiles and warms
+up."""
 ROOM = MOST_POINTS // 4
-"""Made at least when points are merged, so that it happens rarely."""
+"""Points freed by a merge, so that merges are rare."""
 
 
 class Series:
-    """Values by step, ascending. NaN and infinities are kept; a value that does not exist has no point.
+    """Values by step, ascending. NaN and infinities are stored; a missing value has no point.
 
-    All are packed. Those of `counts`, the oldest, may stand for several steps: `values` has the mean, `steps` and
-    `times` have what belongs to the first of them.
+    All values are in packed arrays. Each of the oldest `len(counts)` points may stand for several
+    steps: `values` has their mean, `steps` and `times` those of the first.
     """
 
     def __init__(self, steps: Iterable[int] = (), values: Iterable[float] = (), times: Iterable[float] = ()) -> None:
@@ -41,11 +43,13 @@ class Series:
         self.times = array("d", times)
         """Unix seconds of each point."""
         self.counts = array("q")
-        """How many each of the oldest points stands for; every later one is a step's own."""
+        """Number of steps of each of the oldest points; every later point is one step."""
         self.lows, self.highs = array("d"), array("d")
-        """Lowest and highest of those; NaN where a value was not finite, which `values` leaves out."""
+        """Lowest and highest value of those points; NaN if one was not finite (the mean in `values`
+        leaves it out)."""
         self._width = 1
-        """Merged points are of the steps with the same `step // _width`, so that curves of a run stay comparable."""
+        """A merged point has the steps with the same `step // _width`, so that curves of one run
+        stay comparable."""
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Series):
@@ -67,38 +71,39 @@ class Series:
 
     @property
     def last(self) -> float | None:
-        """Newest value, or None where there is no data."""
+        """Newest value; None without data."""
         return self.values[-1] if self.values else None
 
     @property
     def is_merged(self) -> bool:
-        """Whether a point may stand for several steps."""
+        """True if points may stand for several steps."""
         return bool(self.counts)
 
     @property
     def count(self) -> int:
-        """Steps that have a value."""
+        """Number of steps with a value."""
         return sum(self.counts) + len(self) - len(self.counts)
 
     @property
     def total(self) -> float:
-        """The sum over all steps."""
+        """Sum over all steps."""
         return sum(map(mul, self.values, self.counts)) + sum(self.values[len(self.counts) :])
 
     @property
     def mean(self) -> float | None:
-        """Over all steps; NaN if one value is NaN, None for no values."""
+        """Mean over all steps; NaN if one value is NaN, None without values."""
         return self.total / self.count if self.steps else None
 
     @property
     def highest(self) -> float | None:
-        """Over all steps, or None where there is no data."""
+        """Maximum over all steps; None without data."""
         return max([*self.highs, *self.values[len(self.counts) :]], default=None)
 
     def put(self, step: int, value: float, time: float = 0.0) -> None:
-        """Add the point of `step`, replacing one that is there. A whole number beyond any float is infinite.
+        """Add the point of `step`, or replace it. An integer beyond the range of floats becomes
+        infinite.
 
-        What comes for steps that are merged already is left out.
+        A value for steps that are already merged is dropped.
         """
         steps = self.steps
         if type(value) is not float:
@@ -119,7 +124,7 @@ class Series:
             self._merge_old()
 
     def cut(self, step: int) -> None:
-        """Forget every point from `step` on, and one that stands for steps on both sides of it."""
+        """Drop every point from `step` on, and one that has steps on both sides of it."""
         at = bisect_left(self.steps, step)
         before = at - 1
         if 0 <= before < len(self.counts) and self.counts[before] > 1:
@@ -128,12 +133,12 @@ class Series:
             del points[at:]
 
     def at(self, step: int) -> float | None:
-        """The value of this very step; None where it has none."""
+        """Return the value of exactly this step; None if it has none."""
         at = bisect_left(self.steps, step)
         return self.values[at] if at < len(self) and self.steps[at] == step else None
 
     def reach(self, step: int) -> tuple[int, int]:
-        """First and last of the steps that share a point with `step`."""
+        """Return first and last of the steps that share a point with `step`."""
         at = bisect_right(self.steps, step) - 1
         if not 0 <= at < len(self.counts) or self.counts[at] == 1:
             return step, step
@@ -141,7 +146,7 @@ class Series:
         return self.steps[at], min(end, self.steps[at + 1] if at + 1 < len(self) else end) - 1
 
     def newest(self, count: int) -> Series:
-        """The points of the newest `count` steps, whole ones."""
+        """Return the points of at least the newest `count` steps."""
         at = max(len(self.counts), len(self) - count)
         inside = len(self) - at
         while at and inside < count:
@@ -150,27 +155,27 @@ class Series:
         return self.part(at, len(self))
 
     def part(self, start: int, end: int) -> Series:
-        """The points from number `start` to before `end`."""
+        """Return the points from index `start` to before `end`."""
         found = Series(self.steps[start:end], self.values[start:end], self.times[start:end])
         found.counts, found._width = self.counts[start:end], self._width
         found.lows, found.highs = self.lows[start:end], self.highs[start:end]
         return found
 
     def like(self, values: Iterable[float]) -> Series:
-        """Other values for the same points, each as many steps as here."""
+        """Return a series with other values for the same points and step counts."""
         found = Series(self.steps, values, self.times)
         found.counts, found._width = self.counts[:], self._width
         found.lows, found.highs = found.values[: len(self.counts)], found.values[: len(self.counts)]
         return found
 
     def tail(self, count: int) -> list[float]:
-        """The newest `count` values, oldest first."""
+        """Return the newest `count` values, oldest first."""
         return list(self.values[-count:]) if count > 0 else []
 
     def extremes(self) -> Series:
-        """As it is drawn: in place of a point that stands for several steps, their lowest and highest value.
+        """Return the series for drawing: a merged point becomes its lowest and highest value.
 
-        Where one of them was not finite, their mean and a gap.
+        If one of its values was not finite, it becomes the mean and a gap.
         """
         merged = len(self.counts)
         if not merged:
@@ -189,7 +194,7 @@ class Series:
         return found
 
     def _merge_old(self) -> None:
-        """Make room: points between the first and the newest are merged, in twice as many steps where that is not
+        """Merge points between the first and the newest; double the merge width if that is not
         enough."""
         merged, end = len(self.counts), len(self) - NEWEST
         values = self.values[merged:end]
@@ -203,7 +208,7 @@ class Series:
             self._merge(FIRST)
 
     def _merge(self, start: int) -> None:
-        """Merge those of `counts` from number `start` on that belong together by `_width`."""
+        """Merge the old points from index `start` on that share a slot of `_width` steps."""
         found = Series()
         steps, width, end, at = self.steps, self._width, len(self.counts), start
         while at < end:
@@ -222,7 +227,7 @@ class Series:
             getattr(self, name)[start:end] = getattr(found, name)
 
     def _summed(self, start: int, end: int) -> tuple[float, float, float, int]:
-        """Mean, lowest, highest and number of merged points."""
+        """Return mean, lowest, highest and step count of the merged points."""
         values, counts, lows = self.values[start:end], self.counts[start:end], self.lows[start:end]
         total, count = sum(map(mul, values, counts)), sum(counts)
         if math.isfinite(total) and math.isfinite(sum(lows)):  # nearly always, and then at the speed of C
@@ -233,21 +238,22 @@ class Series:
 
 
 def on_scale(value: float) -> float:
-    """`value` as a plot can place it: NaN where it is beyond `LARGEST`, 0 where it is nearer to 0 than `SMALLEST`."""
+    """Return NaN beyond `LARGEST`, 0 below `SMALLEST`, and other values unchanged."""
     if SMALLEST <= abs(value) < LARGEST or math.isinf(value):
         return value
     return 0.0 if abs(value) < SMALLEST else math.nan
 
 
 def mean(values: Sequence[float]) -> float | None:
-    """Arithmetic mean; NaN if one value is NaN, None for no values."""
+    """Arithmetic mean; NaN if one value is NaN, None without values."""
     return sum(values) / len(values) if values else None
 
 
 def thin(series: Series, most: int) -> Series:
-    """At most about `most` points of `series`: first, last, and the extremes of each slice in their order.
+    """Return about `most` points of `series`: first, last, and the extremes of each slice in their
+    order.
 
-    A slice that holds a value which is not finite keeps one such value, too, so that the gap is seen.
+    A slice with a non-finite value keeps one such value as well, so that the gap is visible.
     """
     is_merged, series = series.is_merged, series.extremes()
     if len(series) <= most:
@@ -271,7 +277,7 @@ def thin(series: Series, most: int) -> Series:
 
 
 def averaged(series: Series, most: int) -> Series:
-    """Means over at most `most` slices of `series`; each stands at the first step of its slice."""
+    """Return means over at most `most` slices; each is at the first step of its slice."""
     if len(series) <= most:
         return series
     slices = list(_slices(series, most, by_steps=series.is_merged))
@@ -288,8 +294,8 @@ def averaged(series: Series, most: int) -> Series:
 
 
 def _slices(series: Series, count: int, *, by_steps: bool) -> Iterator[tuple[int, int]]:
-    """`count` or fewer ranges that cover `series`, of as many points each; `by_steps`: of as many steps, for old points
-    stand for more of them than new ones."""
+    """Yield at most `count` ranges that cover `series`, of equal numbers of points; with
+    `by_steps`, of steps, because merged points have more of them."""
     edges = [len(series) * at // count for at in range(count + 1)]
     if by_steps:
         first, width = series.steps[0], series.steps[-1] + 1 - series.steps[0]

@@ -1,7 +1,8 @@
-"""All that is known of a run from its records: `RunState.apply(record)`, pure, in memory, bounded where text is kept.
+"""State of a run from its records: `RunState.apply(record)`. Pure, in memory; lists of texts are
+bounded.
 
-Trainer records of an earlier attempt are dropped from a later attempt's first step on: after a crash the trainer goes
-back to its checkpoint, and what it had done beyond that no longer belongs to this run's history.
+From the first step of a later attempt on, trainer records of earlier attempts are dropped: after a
+crash the trainer returns to its checkpoint, and later steps of the old attempt no longer count.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from atropos_tui.monitor.series import MOST_STEPS, Series
 
 
 def _numbers(kind: type[Record], *without: str) -> tuple[str, ...]:
-    """The fields of `kind` itself that hold one number."""
+    """Return the numeric fields that `kind` itself declares."""
     ends = (Number, Number | None, int, int | None, Whole, Whole | None)
     return tuple(name for name, written in kind.__annotations__.items() if written in ends and name not in without)
 
@@ -53,22 +54,23 @@ METRICS: dict[type[Record], tuple[str, ...]] = {
     TimingRecord: _numbers(TimingRecord),
     MemoryRecord: _numbers(MemoryRecord),
 }
-"""Which fields of a record become a curve, by record type: every number (of `tokens`, the one of the step)."""
+"""Numeric fields that become curves, by record type (`tokens` is that of the step record)."""
 TABLES: dict[type[Record], dict[str, str]] = {
     StepRecord: {"left_out": "left_out", "logprobs_from": "logprobs_from"},
     SyncRecord: {"phases": "sync"},
 }
-"""Fields that hold numbers by name, and what the names of their curves begin with, before a slash."""
+"""Fields with named numbers -> prefix of their curve names, before a slash."""
 USEFUL_GROUPS = "useful_groups"
-"""Share of a step's groups that have an advantage: a group whose scores are all equal teaches nothing."""
+"""Curve name: share of a step's groups with an advantage. Flat groups teach nothing."""
 TOKENS, IDLE_S, COUNTED_S = "tokens", "idle_s", "counted_s"
-"""What can be summed over steps, where a record holds a rate or a share: tokens, seconds in which the engines idled,
-and those of steps that tell of it."""
+"""Names of sums over steps, for fields that are rates or shares: tokens, idle seconds of engines,
+and seconds of the steps that report idle time."""
 ACCEPTED, CAPACITY_S, RATED_S = "accepted", "capacity_s", "rated_s"
-"""Sums in the same way: accepted tokens, seconds of the engines' capacity in use, seconds of steps that tell of it."""
+"""More such sums: accepted tokens, used seconds of engine capacity, and seconds of the steps that
+report it."""
 SUMS = (TOKENS, IDLE_S, COUNTED_S, ACCEPTED, CAPACITY_S, RATED_S)
 MOST_CURVES = 400
-"""Names beyond these are dropped: a stream may hold ever new ones."""
+"""Limit of curve names; a stream could contain endlessly many."""
 
 
 ROLLOUTS_KEPT = 1000
@@ -81,55 +83,56 @@ COMMANDS_KEPT = 200
 
 @dataclass
 class RunState:
-    """History of one run. Feed it the records of its streams in any mix."""
+    """History of one run. Apply the records of its streams in any order across streams."""
 
     series: dict[str, Series] = field(default_factory=dict)
     evals: dict[str, Series] = field(default_factory=dict)
-    """Accuracy by environment and split, over weight versions (run-api's step where no version is known)."""
+    """Accuracy by environment and split, over weight versions (over run-api's step if the version
+    is unknown)."""
     env_metrics: dict[str, Series] = field(default_factory=dict)
-    """What environments log, by `ENV:NAME`, over run-api's steps."""
+    """Metrics of environments by `ENV:NAME`, over run-api's steps."""
     attempt: int = 0
     attempt_steps: dict[int, int] = field(default_factory=dict)
     """First step of each attempt of the trainer."""
     step: int = 0
-    """Newest optimizer step, 0 before the first."""
+    """Newest optimizer step; 0 before the first."""
     trainer_time: float | None = None
-    """Time of the newest trainer record; tells how long the trainer has been silent."""
+    """Time of the newest trainer record, in Unix seconds; shows how long the trainer is silent."""
     newest_steps: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
-    """Whole, for what is no curve."""
+    """Complete records, for fields without a curve."""
     alignment: AlignmentRecord | None = None
     benchmark: BenchmarkRecord | None = None
     ranks: RanksRecord | None = None
-    """Of the newest step; null where the trainer has one rank."""
+    """Record of the newest step; None for a trainer with one rank."""
     rollouts: deque[RolloutRecord] = field(default_factory=lambda: deque(maxlen=ROLLOUTS_KEPT))
     checkpoints: deque[CheckpointRecord] = field(default_factory=lambda: deque(maxlen=CHECKPOINTS_KEPT))
     sums: dict[str, Series] = field(default_factory=lambda: {name: Series() for name in SUMS})
-    """Of each step what adds up to figures of the whole run."""
+    """Per-step values that add up to figures of the whole run."""
     syncs: Series = field(default_factory=Series)
     """Seconds of every publish, over weight versions."""
     newest_sync: SyncRecord | None = None
-    """Whole, with the engines that it left out."""
+    """Complete record, with the engines that it left out."""
     transitions: deque[StateRecord] = field(default_factory=lambda: deque(maxlen=TRANSITIONS_KEPT))
     diagnoses: deque[DiagnosisRecord] = field(default_factory=lambda: deque(maxlen=DIAGNOSES_KEPT))
-    """Every diagnosis as it was opened, oldest first; `over_at` tells which are over."""
+    """Every diagnosis as opened, oldest first; `over_at` returns when it ended."""
     standing: dict[tuple[str | None, str, str], DiagnosisRecord] = field(default_factory=dict)
-    """Those that are not over, by component, rule and title."""
+    """Open diagnoses by component, rule and title."""
     _over_at: dict[int, float] = field(default_factory=dict)
-    """End of each diagnosis by the `seq` of its opening, in Unix seconds."""
+    """End of each diagnosis in Unix seconds, by the `seq` of its opening."""
     stages: dict[str, list[StageRecord]] = field(default_factory=dict)
-    """What each component reached in its newest attempt, oldest first."""
+    """Stages of each component's newest attempt, oldest first."""
     commands: dict[str, CommandRecord] = field(default_factory=dict)
-    """Latest word on each command, by id, oldest first."""
+    """Latest record of each command, by id, oldest first."""
     gauges: GaugeHistory = field(default_factory=GaugeHistory)
     supervisor_seq: int = -1
-    """Last record of supervisor.jsonl that was applied."""
+    """`seq` of the last applied record of supervisor.jsonl."""
     unknown: int = 0
-    """Records of a kind this version does not know."""
+    """Number of records of unknown kinds."""
     newest_version: int = SCHEMA_VERSION
-    """The highest schema version that a record claims."""
+    """Highest schema version in the records."""
 
     def apply(self, record: Record) -> None:
-        """Take one record in. Never raises for a parsed record."""
+        """Apply one record. Never raises for a parsed record."""
         if record.v > self.newest_version:
             self.newest_version = record.v
         if isinstance(record, TrainerRecord):
@@ -146,19 +149,20 @@ class RunState:
             self.unknown += 1
 
     def metric(self, name: str) -> Series:
-        """The series of `name`, a trainer's, an environment's or an accuracy; empty where there is no data."""
+        """Return the series of a metric of the trainer or an environment, or of an accuracy; empty
+        without data."""
         return self.series.get(name) or self.env_metrics.get(name) or self.evals.get(name) or Series()
 
     def names(self) -> list[str]:
-        """Of every curve that there is: the trainer's, accuracies, the environments'."""
+        """Return the names of all curves: of the trainer, accuracies, of environments."""
         return [*sorted(self.series), *sorted(self.evals), *sorted(self.env_metrics)]
 
     def open_commands(self) -> list[CommandRecord]:
-        """Commands that were accepted and are not over."""
+        """Return the commands that are accepted or running."""
         return [record for record in self.commands.values() if record.status in ("accepted", "running")]
 
     def over_at(self, found: DiagnosisRecord) -> float | None:
-        """When a diagnosis was over, in Unix seconds; None while it is open."""
+        """Return the end of a diagnosis in Unix seconds; None while it is open."""
         return self._over_at.get(found.seq)
 
     def _apply_diagnosis(self, record: DiagnosisRecord) -> None:
@@ -173,7 +177,8 @@ class RunState:
             del self.standing[next(iter(self.standing))]
 
     def _end_of_older(self, move: StateRecord) -> None:
-        """End diagnoses of a version that wrote no ends: by the health or completion of their component."""
+        """End diagnoses of an older version, which recorded no ends, when their component is
+        healthy or completed."""
         if move.new in (State.HEALTHY, State.COMPLETED):
             for key, found in list(self.standing.items()):
                 if found.component == move.component and not found.severity:
@@ -213,7 +218,8 @@ class RunState:
             self.benchmark = record
 
     def _put_numbers(self, record: TrainerRecord) -> None:
-        """A point for every number of `record`, those that this version has no name for included."""
+        """Add a point for every number of `record`, including fields that this version does not
+        know."""
         names = METRICS.get(type(record))
         if names is not None:
             values, step, time = record.__dict__, record.step, record.time
@@ -243,7 +249,7 @@ class RunState:
             self.sums[RATED_S].put(step, seconds, time)
 
     def _put_unnamed(self, record: TrainerRecord, more: dict[str, Any]) -> None:
-        """Numbers in fields that this version has no name for, and what is made of them."""
+        """Add the numbers of unknown fields, and values derived from them."""
         found = {name: value for name, value in more.items() if type(value) in (int, float)}
         if groups := found.get("groups"):
             found[USEFUL_GROUPS] = 1 - real(found.get("flat_groups", 0)) / real(groups)
@@ -259,7 +265,7 @@ class RunState:
         series.put(step, value, time)
 
     def _begin_attempt(self, record: TrainerRecord) -> None:
-        """Note a new attempt's first step and forget what earlier ones did from there on."""
+        """Note a new attempt's first step, and drop the later steps of earlier attempts."""
         first = record.step
         self.attempt_steps[record.attempt] = first
         if any(later > record.attempt for later in self.attempt_steps):
@@ -294,7 +300,8 @@ class RunState:
                 self._put(self.env_metrics, f"{record.env}:{name}", step, value, record.time)
 
     def _apply_supervisor(self, record: ComponentRecord) -> None:
-        """Records come from the file and from the live stream: `seq` tells which were seen."""
+        """Apply a record once: it comes from the file and from the live stream, with the same
+        `seq`."""
         if record.seq <= self.supervisor_seq:
             return
         self.supervisor_seq = record.seq

@@ -1,4 +1,4 @@
-"""What happened in a run, as one list: transitions, diagnoses, commands, checkpoints. Pure."""
+"""Events of a run as one list: transitions, diagnoses, commands, checkpoints. Pure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from atropos_tui.monitor.state import RunState
 
 @dataclass(frozen=True)
 class Event:
-    """One line of the timeline; `detail` is more than fits there. All texts are plain."""
+    """One line of the timeline, and its detail. All texts are plain."""
 
     time: float
     component: str
@@ -37,7 +37,7 @@ class Event:
 
 
 def clock(at: float) -> str:
-    """A moment as local time of day; dashes where it is none."""
+    """Return the local time of day; dashes if `at` is not a valid time."""
     try:
         return f"{datetime.fromtimestamp(at):%H:%M:%S}"
     except (ValueError, OverflowError, OSError):
@@ -45,7 +45,8 @@ def clock(at: float) -> str:
 
 
 def timeline(state: RunState) -> list[Event]:
-    """Every event, oldest first. Records of one source are in order already; a clock set back shows as it was."""
+    """Return every event, oldest first. Each source is sorted, because a clock may have been set
+    back."""
     sources = (
         (_moved(record) for record in state.transitions),
         (diagnosed(record, state.over_at(record)) for record in state.diagnoses),
@@ -75,7 +76,7 @@ def _moved(record: StateRecord) -> Event:
 
 
 def diagnosed(record: DiagnosisRecord, over_at: float | None = None) -> Event:
-    """A diagnosis as it stands in the timeline; `over_at`: its end, in Unix seconds."""
+    """Return a diagnosis as an event; `over_at`: its end, in Unix seconds."""
     over = "" if over_at is None else f"at {clock(over_at)}"
     parts = [("evidence", record.evidence), ("fix", record.fix), ("rule", record.rule), ("over", over)]
     detail = "\n".join(f"{name}: {plain_lines(text)}" for name, text in parts if text)

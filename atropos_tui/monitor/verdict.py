@@ -1,8 +1,10 @@
-"""One sentence about a run: what it does, what limits it, what to change. Pure functions over what is known of it.
+"""One sentence about a run: its state, its limit, and the change to make. Pure functions of its
+status and records.
 
-`verdict` looks at what is broken first, then at what stands still, then at what is coming up; advice is given only on a
-run that trains. Rates are the supervisor's (`GaugesRecord.flows`), else those of the newest steps; what is wrong is
-what the diagnoses say. `Verdict.text` is the same in the screen, `ps`, `why`, `bench`, the report and a replay.
+`verdict` checks failures first, then stalls, then starts; advice comes only for a training run.
+Rates come from the supervisor (`GaugesRecord.flows`), else from the newest steps; problems come
+from the diagnoses. `Verdict.text` is the same on the screen, in `ps`, `why`, `bench`, the report
+and a replay.
 """
 
 from __future__ import annotations
@@ -27,9 +29,9 @@ from atropos_tui.monitor.why import doing, next_stage, open_diagnoses, overdue
 Severity = Literal["alarm", "warning", "advice", "healthy", "coming", "over"]
 
 LEFT_OUT = 0.05
-"""Share of sequences that are too old, from which on it is worth a word."""
+"""Share of sequences beyond the lag limit above which it is reported."""
 MOST_WORDS = 160
-"""Of a fix: the whole of it stands in the diagnosis."""
+"""Limit of a fix in the sentence, in characters; the diagnosis has all of it."""
 
 
 GLYPHS: dict[Severity, str] = {
@@ -42,14 +44,14 @@ TONES: dict[Severity, Tone] = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is to be known first."""
+    """The most important sentence about a run."""
 
     severity: Severity
     what: str
     do: str = ""
-    """What to change; empty where nothing is to be."""
+    """Change to make; empty if none."""
     diagnosis: DiagnosisRecord | None = None
-    """That it comes from, with evidence and the whole fix."""
+    """Diagnosis behind it, with evidence and the whole fix."""
 
     @property
     def text(self) -> str:
@@ -57,12 +59,12 @@ class Verdict:
 
     @property
     def line(self) -> str:
-        """With its glyph, as a terminal shows it."""
+        """The text with its glyph, as a terminal shows it."""
         return f"{GLYPHS[self.severity]} {self.text}"
 
     @property
     def is_trouble(self) -> bool:
-        """Whether something is wrong, or has come to a stop."""
+        """True if something is wrong or stopped."""
         return self.severity in ("alarm", "warning")
 
     @property
@@ -71,18 +73,18 @@ class Verdict:
 
 
 def verdict(status: RunStatus, info: RunInfo, state: RunState, now: float) -> Verdict:
-    """The sentence about a run at `now` (Unix seconds)."""
+    """Return the sentence about a run at `now` (Unix seconds)."""
     known = Known(status, info, state, now)
     return next(found for look in LOOKS if (found := look(known)) is not None)
 
 
 @dataclass(frozen=True)
 class Known(Run):
-    """Everything that the sentence is made of."""
+    """Input of the checks."""
 
     @property
     def standing(self) -> list[DiagnosisRecord]:
-        """Open diagnoses that are more than advice, the gravest first."""
+        """Open diagnoses except advice, gravest first."""
         found = open_diagnoses(self.state, self.status)
         return [each for each in found if severity_of(each) != "advice"]
 
@@ -113,7 +115,7 @@ def _over(known: Known) -> Verdict | None:
 
 
 def _achieved(known: Known) -> str:
-    """Steps, reward, held-out accuracy, and what the time went into."""
+    """Summarise steps, reward, held-out accuracy, and waiting time."""
     state = known.state
     words = [counted(state.step, "step")]
     if (rewards := state.metric("reward_mean").values) and state.step > 1:
@@ -133,7 +135,7 @@ def _achieved(known: Known) -> str:
 
 
 def _ill(known: Known) -> Verdict | None:
-    """Components that are down, with why."""
+    """Report components that are down, and the cause."""
     again = restart(known)
     back = {each.row.name for each in again.outages} if again else set()
     rows = [
@@ -178,13 +180,13 @@ def _diagnosed(known: Known) -> Verdict | None:
 
 
 def _first_words(fix: str) -> str:
-    """The first sentence of a fix."""
+    """Return the first sentence of a fix."""
     first = re.split(r"(?<=[a-z)\]\d])\. (?=[A-Z])", one_line(fix), maxsplit=1)[0]
     return first if len(first) <= MOST_WORDS else f"{first[: MOST_WORDS - 1].rsplit(' ', 1)[0]} …"
 
 
 def _stopped(known: Known) -> Verdict | None:
-    """Somebody has stopped a component that the others need."""
+    """Report a needed component that was stopped by hand."""
     names = stopped_by_hand(known)
     if not names or known.status.phase is Phase.STARTING:
         return None
@@ -194,7 +196,7 @@ def _stopped(known: Known) -> Verdict | None:
 
 
 def _restarts(known: Known) -> Verdict | None:
-    """Components that start again: what went down first, why, and how long it took the last time."""
+    """Report components that restart: the first one, the cause, and the time of the last start."""
     found = restart(known)
     if found is None:
         return None
@@ -211,7 +213,7 @@ def _restarts_in_time(known: Known) -> Verdict | None:
 
 
 def _resumes(known: Known) -> Verdict | None:
-    """Trainer or environments are up again, and no step has come yet."""
+    """Report that trainer or environments are up again, before their first step."""
     words = resuming(known)
     return Verdict("coming", words) if words else None
 
@@ -225,7 +227,7 @@ def _late(known: Known) -> Verdict | None:
 
 
 def _coming(known: Known) -> Verdict | None:
-    """What is waited for before the first step, for how long, and how long it took the last time."""
+    """Report what the run waits for before the first step, and the time of the last start."""
     status, state = known.status, known.state
     waiting = [row for row in status.components if row.state is State.STARTING]
     if waiting and (not state.step or status.phase is Phase.STARTING):
@@ -253,7 +255,7 @@ def _coming(known: Known) -> Verdict | None:
 
 
 def starting_words(row: ComponentStatus, info: RunInfo, state: RunState, now: float) -> str:
-    """What a component that is coming up does, for how long, and how long its start took the last time."""
+    """Describe a starting component: its stage, its time so far, and the time of its last start."""
     usual = (info.last_start_s | start_seconds(state.transitions)).get(row.name)
     last = f" (last time {duration(usual)})" if usual is not None else ""
     return f"{row.name} {doing(row)} · {duration(now - (row.since or now))}{last}"
@@ -263,7 +265,7 @@ def starting_words(row: ComponentStatus, info: RunInfo, state: RunState, now: fl
 
 
 def _too_old(known: Known) -> Verdict | None:
-    """Sequences are left out, since more versions lie between than `max_policy_lag` allows."""
+    """Report sequences left out because their lag exceeds `max_policy_lag`."""
     steps = known.state.newest_steps
     out = sum(step.too_old for step in steps)
     taken = sum(step.sequences for step in steps)
@@ -299,4 +301,4 @@ LOOKS: tuple[Callable[[Known], Verdict | None], ...] = (
     _over, _ill, _restarts_in_time, _diagnosed, _restarts, _stopped, _resumes, _late, _coming, _too_old, _limited,
     _healthy,
 )  # fmt: skip
-"""The first that has something to say."""
+"""Checks in order; the first result is the verdict."""

@@ -1,6 +1,8 @@
-"""What is wrong with a run, what it waits for, since when, and what usually causes it. Pure functions from a status.
+"""State of a run in words: what is wrong, what it waits for, since when, and the usual cause. Pure
+functions of a status.
 
-`Picture` is the text of `why`: the first line speaks of the run; a paragraph per component follows, one idea a line.
+`Picture` is the text of `why`: the first line is about the run, then a paragraph for each component
+follows.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from atropos_tui.monitor.state import RunState
 from atropos_tui.monitor.timeline import clock
 
 SILENT_S, SILENT_STEPS = 10.0, 10
-"""A trainer that is silent for both this many seconds and this many usual steps is waiting for something. The
-supervisor waits longer before it says so in a diagnosis: that is written down, and names a cause."""
+"""The trainer is overdue if it is silent for this many seconds and this many usual steps. A
+diagnosis waits longer, because it is recorded and names a cause."""
 
 PIDS_SHOWN = 8
 DIAGNOSES_SHOWN = 5
@@ -27,10 +29,11 @@ DIAGNOSES_SHOWN = 5
 
 
 class Picture:
-    """One moment of a run, and what its plan says about each component."""
+    """One moment of a run, and its plan for each component."""
 
     def __init__(self, status: RunStatus, info: RunInfo, state: RunState, now: float) -> None:
-        """Args: `state`: all that the run's records tell; `now`: Unix seconds, only used while the run lives."""
+        """Args: `state`: from all records of the run; `now`: Unix seconds, used only while the run
+        lives."""
         self.status = status
         self.state = state
         self.rows = {row.name: row for row in status.components}
@@ -40,7 +43,7 @@ class Picture:
         self._open = open_diagnoses(state, status)
 
     def lines(self, component: str | None = None, columns: int | None = None) -> list[str]:
-        """The whole picture, or the paragraph of one component; wrapped to `columns`, if given.
+        """Return the whole text, or the paragraph of one component; wrapped to `columns` if given.
 
         Raises:
             KeyError: no such component.
@@ -74,7 +77,7 @@ class Picture:
         return text + (f", and for {_listed(roots[1:])}" if len(roots) > 1 else "")
 
     def _roots(self) -> list[str]:
-        """Components that others wait for, or nobody does, but that themselves wait for no other."""
+        """Return the components at the start of each chain of waiting: they wait for no other."""
         found: dict[str, None] = {}
         for row in self.rows.values():
             if row.state not in (State.HEALTHY, State.COMPLETED, State.STOPPED):
@@ -91,7 +94,7 @@ class Picture:
         return [root for gate in gates for root in self._root_of(gate, seen | {name})] or [name]
 
     def _closed_gates(self, row: ComponentStatus) -> list[tuple[str, str]]:
-        """Components that a pending one waits for, each with what it has to be."""
+        """Return the components that a pending one waits for, each with the required condition."""
         plan = self._plan.get(row.name)
         if row.state is not State.PENDING or plan is None:
             return []
@@ -99,7 +102,7 @@ class Picture:
         return [(name, condition) for name, condition in known if not self.rows[name].state.satisfies(condition)]
 
     def _next_of_the_run(self) -> str:
-        """What comes next where no component is waited for."""
+        """Describe the next event of a run in which no component is waited for."""
         by_role = sorted(self.rows.values(), key=lambda row: row.role is not Role.TRAINER)
         for row in by_role:
             if (stage := next_stage(row)) is not None:
@@ -113,7 +116,8 @@ class Picture:
     # A component.
 
     def _paragraph(self, row: ComponentStatus, width: int, columns: int | None) -> list[str]:
-        """The name in `width` cells (0: as it is, else indented by two), the state, and what there is to say."""
+        """Return the paragraph of a component; its name takes `width` cells (0: unpadded, without
+        indentation)."""
         name = f"  {row.name}" if width else row.name
         head = f"{name:<{width}}  {glyph_and_word(row.state):<11}"
         first, *rest = [*self._ideas(row), *self._diagnosis(row)] or [""]
@@ -196,19 +200,20 @@ class Picture:
         return lines
 
     def _diagnosis(self, row: ComponentStatus) -> list[str]:
-        """Diagnoses that are open, the gravest first; after the end every one that was made, each once."""
+        """Return the open diagnoses, gravest first; after the end of the run all of them, each
+        once."""
         if not self._ended:
             found = [each for each in self._open if each.component == row.name][:DIAGNOSES_SHOWN]
-            return [line for each in found for line in _told(each, "")]
+            return [line for each in found for line in _diagnosis_lines(each, "")]
         own = {(found.rule, found.title): found for found in self.state.diagnoses if found.component == row.name}
         latest = sorted(own.values(), key=lambda found: found.time)[-DIAGNOSES_SHOWN:]
-        lines = [line for found in latest for line in _told(found, self._when(found))]
+        lines = [line for found in latest for line in _diagnosis_lines(found, self._when(found))]
         if more := len(own) - len(latest):
             lines.append(f"and {more} before: atropos-tui events --kind diagnosis --component {row.name}")
         return lines
 
     def _when(self, found: DiagnosisRecord) -> str:
-        """The time of a diagnosis, and of its end where it has ended."""
+        """Return the time of a diagnosis, and of its end."""
         over = self.state.over_at(found)
         return f" at {clock(found.time)}" + (f", over at {clock(over)}" if over is not None else "")
 
@@ -222,24 +227,25 @@ class Picture:
         return self._for(row.since)
 
     def _for(self, since: float | None) -> str:
-        """` for 12 s`; nothing where nobody knows."""
+        """Return ` for 12 s`; empty if the time is unknown."""
         return "" if since is None or self._ended else f" for {duration(max(0.0, self._now - since))}"
 
 
-def _told(found: DiagnosisRecord, when: str) -> list[str]:
-    """A diagnosis: what, how it is known, and the way out."""
+def _diagnosis_lines(found: DiagnosisRecord, when: str) -> list[str]:
+    """Return the lines of a diagnosis: title, evidence, fix."""
     lines = [f"diagnosis{when}: {one_line(found.title)}"]
     lines += [f"evidence: {one_line(found.evidence)}"] if found.evidence else []
     return lines + ([f"fix: {one_line(found.fix)}"] if found.fix else [])
 
 
 def _word(state: State) -> str:
-    """A state inside a sentence."""
+    """Return a state as it reads inside a sentence."""
     return "in backoff" if state is State.BACKOFF else state.value
 
 
 def next_stage(row: ComponentStatus) -> StageStatus | None:
-    """The first stage after the last one reached; earlier ones that were not seen do not matter any more."""
+    """Return the first stage after the last one reached; earlier ones that were missed no longer
+    matter."""
     if row.state not in (State.STARTING, State.HEALTHY, State.UNHEALTHY):
         return None
     if row.role is Role.ENGINE and row.state is not State.STARTING:
@@ -249,7 +255,7 @@ def next_stage(row: ComponentStatus) -> StageStatus | None:
 
 
 def doing(row: ComponentStatus) -> str:
-    """What a component that is coming up does: the stage that comes next, or what it waits for."""
+    """Describe a starting component: its next stage, or what it waits for."""
     stage = next_stage(row)
     if stage is not None:
         return _DOES.get(stage.name, f"waits for {one_line(stage.name)}")
@@ -258,17 +264,18 @@ def doing(row: ComponentStatus) -> str:
 
 
 _DOES = {"registered": "registers with run-api", "attached": "attaches to the engine"}
-"""What a component does before it reaches a stage whose name does not tell it."""
+"""Descriptions of stages whose name does not explain what the component does."""
 
 
 def _waiting_since(row: ComponentStatus) -> float | None:
-    """Since when the next stage is waited for: the last one, or the start of the process."""
+    """Return when the wait for the next stage began: at the last stage, or at the start of the
+    process."""
     times = [stage.reached_at for stage in row.stages if stage.reached_at is not None]
     return max(times) if times else row.started_at or row.since
 
 
 def _wrapped(line: str, columns: int | None, begin: int) -> list[str]:
-    """`line` in lines of at most `columns` cells; what goes over stands in column `begin`."""
+    """Wrap `line` to `columns` cells; continuation lines start in column `begin`."""
     if columns is None or len(line) <= columns:
         return [line]
     return textwrap.wrap(line, max(columns, begin + 20), subsequent_indent=" " * begin)
@@ -279,7 +286,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def silent_s(state: RunState, now: float) -> float | None:
-    """Seconds since the trainer's last record, if they are more than it ever takes; None while all is well."""
+    """Return the seconds since the trainer's last record, if unusually long; else None."""
     if state.benchmark or state.trainer_time is None:
         return None
     silent = now - state.trainer_time
@@ -287,7 +294,8 @@ def silent_s(state: RunState, now: float) -> float | None:
 
 
 def overdue(state: RunState, status: RunStatus, now: float) -> str:
-    """Which step should have come long ago, and who is away; empty while steps come, and before the first."""
+    """Describe the overdue step and the components that are down; empty while steps come, and
+    before the first."""
     silent = silent_s(state, now) if state.step else None
     if silent is None:
         return ""
@@ -297,7 +305,7 @@ def overdue(state: RunState, status: RunStatus, now: float) -> str:
 
 
 def open_diagnoses(state: RunState, status: RunStatus) -> list[DiagnosisRecord]:
-    """Diagnoses that are opened and not over, the gravest first; none of a run that ended well."""
+    """Return the open diagnoses, gravest first; none for a run that ended well."""
     if status.phase is Phase.ENDED and status.exit_code == 0:
         return []
     return gravest_first(state.standing.values())

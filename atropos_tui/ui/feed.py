@@ -181,9 +181,9 @@ class Feed:
             # Files are read in a thread: on a network file system a read can block for seconds.
             batch, info = await asyncio.to_thread(lambda: (feed.read(), about.read()))
             news = (batch.behind, feed.bad_lines, info)
-            if batch.records or batch.anew or news != posted:
+            if batch.records or batch.from_start or news != posted:
                 posted = news
-                self._post(RecordsArrived(batch.records, batch.anew, batch.behind, feed.bad_lines, info))
+                self._post(RecordsArrived(batch.records, batch.from_start, batch.behind, feed.bad_lines, info))
             # While behind, read on without a pause.
             if not batch.behind:
                 pause = FEED_S if batch.records else min(pause * 1.5, QUIET_S)

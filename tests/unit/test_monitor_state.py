@@ -216,7 +216,7 @@ def test_the_feed_starts_over_when_a_stream_is_replaced(tmp_path: Path) -> None:
         pass
     run.telemetry_jsonl.write_text("")
     batch = feed.read()
-    assert batch.anew
+    assert batch.from_start
     assert batch.behind
     write_records(run.telemetry_jsonl, steps(range(1, 3)))
     again = fed(*feed.read().records)

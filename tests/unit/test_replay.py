@@ -43,7 +43,7 @@ def play(run: RunDir, ticks: Ticks, speed: float = 1.0) -> Replay:
 def read_all(replay: Replay, state: RunState) -> RunState:
     while True:
         batch = replay.feed.read()
-        if batch.anew:
+        if batch.from_start:
             state = RunState()
         for record in batch.records:
             state.apply(record)
