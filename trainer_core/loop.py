@@ -1,14 +1,16 @@
-"""The training loop, read top to bottom. It names no mode: `weight_sync` knows how weights travel.
+"""The training loop, readable from top to bottom. It is independent of the mode: `weight_sync`
+knows how weights travel.
 
     from trainer_core import TrainingConfig, train
     train(TrainingConfig(model_name="...", weight_bridge_mode="shared_vllm"))
     train(TrainingConfig(model_name="..."), rollouts="rollouts.jsonl", loss_fn=..., callbacks=[...])
 
-With several ranks (`rank_group.py`) each goes through the same steps. Rank 0 alone speaks to others: to run-api,
-servers, files, trackers, callbacks; whoever runs the model does so on all of them.
+With several ranks (`rank_group.py`) each runs the same steps. Rank 0 alone uses run-api, servers,
+files, trackers and callbacks; every rank runs the model.
 
-Each step: wait for one batch, gradient over all of it (or over one minibatch after another), compare with the server at
-the same weights, write and publish the new version, report, now and then a checkpoint.
+Each step: wait for one batch, compute its gradient (or one minibatch after another), compare with
+the server at the same weights, write and publish the new version, report, and save a checkpoint if
+one is due.
 """
 
 from __future__ import annotations
@@ -105,14 +107,14 @@ The trainer does not fit into the GPU's memory. Ways out, the cheapest first:
   another GPU, or a smaller model"""
 
 COLLECTIVE_S = 600.0
-"""By so much a rank may come to a pass through the model later than another: one of them compiles, or reads its model.
-"""
+"""Collective timeout in seconds: ranks may reach a pass at different times while one compiles or
+loads its model."""
 DYING_S = 5.0
-"""In this time a server whose engine has died ends too."""
+"""Seconds within which a server ends after its engine has died."""
 
 
 class _Enough(Exception):
-    """A stop condition came true while waiting for a batch."""
+    """A stop condition became true while waiting for a batch."""
 
 
 def train(
@@ -121,23 +123,25 @@ def train(
     rollouts: str | Path | RolloutSource | Iterable[Any] | None = None,
     loss_fn: Formula | None = None, callbacks: Sequence[Callback] = (), keep_history: bool = True,
 ) -> TrainResult:  # fmt: skip
-    """Train until `training_steps`, a stop condition, the end of recorded rollouts, or until `stop` is set.
+    """Train until `training_steps`, a stop condition, the end of recorded rollouts, or until `stop`
+    is set. Prints progress to standard output.
 
-    Random generators, torch's threads and the settings of its compiler are the caller's again when it returns. What
-    there is to say is printed to the standard output.
+    Restores the caller's random generators, torch threads, compiler settings and `sys.path`.
 
     Args:
-        api: where batches come from; default: run-api, with which it registers itself.
-        stop: set it to end after the present step, or at once while waiting.
-        start: where it begins, which `api` was told; default: what `resume` means on this disk.
-        rollouts: train on these without run-api and without a server: a file, as `config.rollouts`, an object with
-            `next_batch`, or an iterable of batches.
-        loss_fn: takes the place of the objective's formula, as `config.loss`.
-        callbacks: are told of the start, each step, each checkpoint and the end.
-        keep_history: hold the fields of every step for the result, some 2 kB each; telemetry has them in any case.
+        api: source of batches; default: run-api, where the trainer registers.
+        stop: set it to end after the current step, or at once while waiting.
+        start: starting point, as already registered with `api`; default: found by `resume`.
+        rollouts: train on these without run-api and without a server: a file, as `config.rollouts`,
+            an object with `next_batch`, or an iterable of batches.
+        loss_fn: replaces the objective's formula, as `config.loss`.
+        callbacks: called at the start, each step, each checkpoint and the end.
+        keep_history: keep the fields of every step for the result, about 2 kB each; telemetry has
+            them in any case.
 
     Raises:
-        TrainerError: what a user can act on, such as `EngineGone`, `MissingLogprobs`, `LossError` or `CallbackError`.
+        TrainerError: a user can act on it: `EngineGone`, `MissingLogprobs`, `LossError`,
+            `CallbackError` and others.
         Stopped: stopped before the first step.
     """
     stop = stop or threading.Event()
@@ -147,12 +151,15 @@ def train(
         world = opened.enter_context(_world(config, stop))
         if problems := sharding_contradictions(config, world.size):
             raise UsageError("\n".join(problems))
+        # Before the model is loaded, whose sharding depends on it.
         world.split(config.context_parallel)
+        # Rank 0 reads the disk, so that all ranks start from the same checkpoint.
         start = world.share(lambda: start or checkpoint.starting_point(config))
         print(checkpoint.describe(start, config))
         if hint := objective_hint(config):
             print(f"[NOTE] {hint}")
         source = world.first(lambda: _source(config, api or rollouts, start.step, stop))
+        # `first` leaves the source on rank 0; other ranks get None.
         if source is not None:
             opened.callback(source.close)
         try:
@@ -163,7 +170,7 @@ def train(
                 )  # fmt: skip
             except Stopped:
                 raise
-            except Exception:  # nothing can be rescued yet: say what a next attempt begins with
+            except Exception:  # nothing to rescue yet: print what the next attempt starts from
                 print(checkpoint.describe_last(config))
                 raise
             return run.to_the_end()
@@ -172,17 +179,17 @@ def train(
 
 
 class Run:
-    """One attempt: what the loop holds, and its step. The policy is attached and ready once this is constructed."""
+    """One attempt: its state and its step. Once constructed, the policy is attached and ready."""
 
     def __init__(
         self, config: TrainingConfig, start: checkpoint.StartingPoint, api: RolloutSource, stop: threading.Event,
         opened: ExitStack, world: World = ALONE, *, loss_fn: Formula | None = None, callbacks: Sequence[Callback] = (),
         keep_history: bool = True,
     ) -> None:  # fmt: skip
-        """Get the policy with the starting weights on both sides, and an optimizer over it.
+        """Load the policy, give both sides the starting weights, and create the optimizer.
 
         Args:
-            api: on rank 0; nobody asks that of another.
+            api: source of batches; used on rank 0 only.
             opened: closes what is opened here, in reverse order.
         """
         self.world = world
@@ -191,14 +198,14 @@ class Run:
         self.config = config = for_device(config, self.device)
         self.step, self.version = start.step, start.version
         self.partly = False
-        """Whether the batch in training has changed the weights already, and is not done."""
+        """The current batch has changed the weights, and is not done."""
         self.stop = stop
         self.stopping = StopConditions(config, start.progress if start.exact else None)
         self.updates = Updates(start.step, start.version, start.progress)
         self.failed: TrainerError | None = None
-        """Why the present step, which is complete, is the last one of this attempt."""
+        """Error that ends this attempt after the current step, which is complete."""
         self.reason = ""
-        """What ended the run before its last step."""
+        """Reason for an end before the last step."""
         self.callbacks = Callbacks(callbacks)
         self.history: list[dict[str, Any]] = []
         self.keeps_history = keep_history
@@ -211,10 +218,13 @@ class Run:
         self.reader = TextReader(config.model_name)
         self.sync = make_sync(config, self.device, stop, world)
         opened.callback(self.sync.close)
+        # Before the model: a new LoRA adapter is initialised at random, equally on all ranks.
         _seed(config.seed)
         self.dealt = self.sync.spread.dealt
         self.model = self.sync.attach(Start(start.path, start.version))
+        # Before the optimizer, which takes the parameters that require a gradient.
         train_only(self.model, config.train_layer_indices)
+        # Packing must not change the logprobs; test it on this very model before training.
         print(f"Proved: packed logprobs are the model's own, to {prove(self.model):.1g} nats")
         use_head(self.model, config.head_dtype)
         print(f"Attention: {use_attention(self.model, config.attention_kernel)}")
@@ -222,6 +232,7 @@ class Run:
         world.share(self._require_recording)
         self.objective.balance_coef = balance_coefficient(self.model, config.router_aux_loss_coef)
         self.threads = use_cores(self.model, config, self.device, world.size)
+        # Before the first update: the reference is the policy as it was at the run's start.
         self.reference = self._reference(start) if config.ref_kl_coef else None
         self.stepper = _stepper(self.model, config, self.device, start.path if start.exact else None, world)
         self.saver = self._saver(start.step)
@@ -236,13 +247,13 @@ class Run:
         self.probe = LogprobProbe(self.sync.engines, config, self._asker(routers))
         opened.callback(self.probe.close)
         self.engine_use = EngineMeter(self.sync.engines)
-        self.engine_use.measure()
+        self.engine_use.measure()  # sets the zero point of the counters
         self.batches = self._batches(api, start, self._asker(routers), opened)
         self.bench = BenchmarkTotals(config.mode)
         print(f"Ready to train from step {self.step + 1} with weight version {self.version}")
         if speaks_for_node():
             print(f"Ready to train beside rank 0, from rank {world.rank} on", file=sys.__stdout__, flush=True)
-        if not world.rank or speaks_for_node():  # one record for each component of a trainer on several nodes
+        if not world.rank or speaks_for_node():  # the trainer on each node is a component with a stage of its own
             reach(ATTACHED)
 
     def _reference(self, start: checkpoint.StartingPoint) -> Reference:
@@ -259,7 +270,8 @@ class Run:
     def _batches(
         self, api: RolloutSource, start: checkpoint.StartingPoint, routing: RoutingAsker | None, opened: ExitStack
     ) -> BatchSource:
-        """Batches of `api`; what they lack is asked of the servers, or of the file that they come from."""
+        """Create the source of batches; servers, or the recording, supply logprobs and versions
+        that a batch lacks."""
         witnesses: list[Witness] = [api] if isinstance(api, RecordedRollouts) else [*self.sync.engines]
         record = None
         if self.config.record_rollouts is not None and not self.world.rank:
@@ -286,7 +298,7 @@ class Run:
         )  # fmt: skip
 
     def _require_recording(self) -> None:
-        """With `routing_replay`, every server that is there records which experts it takes."""
+        """With `routing_replay`, require that every reachable server records expert choices."""
         for engine in self.sync.engines if self.config.routing_replay else ():
             with suppress(EngineGone):  # the publish finds that out
                 if not engine.info().records_routing:
@@ -299,33 +311,37 @@ class Run:
         return None if routers is None else RoutingAsker([engine.routing for engine in self.sync.engines], routers)
 
     def to_the_end(self) -> TrainResult:
-        """All steps, or as many as there are before a stop condition or the stop; after a crash, save what is left."""
+        """Train to the end, a stop condition or a stop; after a crash, save what is left."""
         try:
             self.tell("on_start", self.config, self.step)
             result = self._train()
             self.tell("on_end", result)
             return result
+        # Expected ends: no crash to rescue from. Only wait for a checkpoint that is being written.
         except (Stopped, MismatchError, NonFiniteError, NoUpdateError):
             self.saver.finish(self.step, self.version)
             raise
         except Exception as error:
             if self.world.known(error):
                 self.rescue(error)
-            else:  # only together could the ranks save anything
+            else:  # saving is a collective, and a rank is missing
                 print(f"The steps after the last checkpoint are lost. {checkpoint.describe_last(self.config)}")
             raise
 
     def tell(self, method: str, *values: Any) -> None:
-        """Call a method of every callback."""
+        """Call a method of every callback, on rank 0."""
         self.world.share(lambda: self.callbacks.tell(method, *values))
 
     def _train(self) -> TrainResult:
         try:
+            # Rank 0 decides, so that all ranks make the same number of steps.
             while self.world.share(lambda: not self.ended() and not self.stop.is_set()):
                 try:
                     self.one_step()
+                # A dead server can surface as any CUDA or gloo error: find the cause before
+                # reporting it.
                 except RuntimeError:
-                    self.blame_the_server()
+                    self.raise_server_end()
                     raise
         except _Enough:
             return self.finish()
@@ -337,22 +353,25 @@ class Run:
         return self.finish() if self.world.share(self.ended) else self.save_at_stop()
 
     def ended(self) -> bool:
-        """Whether all steps are trained, or a stop condition holds."""
+        """Return True if all steps are trained, or a stop condition holds."""
         return self.step >= self.config.training_steps or self.stopping.reason() is not None
 
     def one_step(self) -> None:
-        """One batch: one optimizer step, or one on each of its minibatches."""
+        """Train one batch: one optimizer step, or one for each of its minibatches."""
         began = time.perf_counter()
         batch, lags = self.world.share(lambda: self.batches.next_batch(self.step, self.version))
         step = self.step + 1
         self.probe.learn(batch)
+        # Usually a no-op: the probe was started right after the last publish.
         self.probe.start(step, self.version)
         fetched = time.perf_counter()
         parts = self.minibatches.rows(batch.rollouts, step)
+        # Computes the base of every ratio, so it must happen before weights change.
         rows = next(parts)
         tokens = sum(len(row.tokens) for row in rows) // self.config.context_parallel
         packed = time.perf_counter()
         outcomes = [self.accumulate(rows, step)]
+        # Before the first write: trainer and server still have the same weights.
         probe_diffs = self.probe.finish(self.model, self.world)
         alignment = self.judge(outcomes[0], probe_diffs, lags, batch)
         for rows in parts:
@@ -366,9 +385,11 @@ class Run:
         sync = self.publish(last)
         self.stopping.saw(float(batch.scores.mean()))
         broken = self.config.stop_on_mismatch and alignment.verdict == "mismatch"
+        # Start the next probe now, so that it runs while the trainer waits for rollouts.
         if step < self.config.training_steps and not broken and self.failed is None:
             self.probe.start(step + 1, self.version)
         checkpoint_s = 0.0 if broken else self.saver.save_if_due(self.step, self.version)
+        # Only rollouts with a gradient count for MFU: the others pass forward only.
         taught = [r for r in batch.rollouts if self.objective.teaches(r.advantages[r.trained])]
         report = StepReport(
             step, self.version, self.config.objective, batch, outcome, lags, probe_diffs, alignment, sync,
@@ -389,20 +410,20 @@ class Run:
                 f"--stop-on-mismatch: {alignment.cause}. The weights of this step are not saved. "
                 f"{checkpoint.describe_last(self.config)}"
             )
+        # After the report, so that the failing step is recorded too.
         self.world.agree(self.failed)
 
     def while_waiting(self) -> None:
-        """Is there still a server, and reason to go on?"""
+        """Poll server health and stop conditions."""
         self.sync.check()
         if self.stopping.reason() is not None:
             raise _Enough
 
-    def blame_the_server(self) -> None:
-        """After an error of torch: raise `EngineGone` where the server's end explains that memory could not be read.
-
-        The process that owned it may be gone seconds before the one that is watched.
-        """
+    def raise_server_end(self) -> None:
+        """After an error of torch, raise `EngineGone` if the server's end explains it."""
         self.world.check(patience_s=SEEN_S)
+        # The process that owned the memory may be gone seconds before the one that the trainer
+        # watches.
         until = time.monotonic() + (DYING_S if self.device.type == "cuda" else 0.0)
         self.sync.check()
         while time.monotonic() < until:
@@ -410,18 +431,19 @@ class Run:
             self.sync.check()
 
     def accumulate(self, rows: list[PackedRow], step: int) -> StepOutcome:
-        """The gradient of one optimizer step."""
         return accumulate(
             self.model, self.stepper, rows, self.objective, step, world=self.dealt, threads=self.threads,
             reference=self.reference,
         )  # fmt: skip
 
     def write_between(self, outcome: StepOutcome) -> None:
-        """Write the update of a minibatch that others follow; one whose gradient is not finite changes nothing.
+        """Write the update of a minibatch that is not the batch's last; a gradient that is not
+        finite changes nothing.
 
-        A server learns of the batch as a whole, with its last minibatch; but one that computes with this very memory
-        sees what is written, so there each update is a version of its own. Pausing it all the while would cost the time
-        in which it makes the next rollouts, and an update under an old version's name would be a lie about their lag.
+        In single copy the server sees each write at once, so each update is a version of its own:
+        under the old version's name the policy lag would be wrong, and pausing the server for the
+        whole batch would cost rollouts. Other servers get the batch as a whole, with its last
+        minibatch.
         """
         if not outcome.finite:
             self.stepper.zero_grad()
@@ -435,8 +457,8 @@ class Run:
             self.stepper.write()
 
     def publish(self, outcome: StepOutcome) -> SyncReport | None:
-        """Write the batch's last update and let the server see it; null when no gradient of the batch was finite and
-        nothing has changed."""
+        """Write the batch's last update and publish it; None if no gradient of the batch was
+        finite, so nothing has changed."""
         changes = outcome.finite or self.partly
         self.updates.saw(updated=changes)
         if not outcome.finite:
@@ -448,47 +470,49 @@ class Run:
         return self._publish(self.write)
 
     def _publish(self, write: Callable[[], None]) -> SyncReport:
-        """Call `write` and let the server see the next version; without a server, `write` alone."""
+        """Call `write` and publish the next version; if the server is gone, only call `write`."""
         began, before = time.perf_counter(), self.version
         try:
             if self.failed is not None:
                 raise self.failed
             return self.sync.publish(self.version + 1, write)
         except TrainerError as error:
+            # A reason: the weights are lost with the server, so there is nothing to complete.
             if self.sync.let_go(self.stepper.copies()):
                 raise
             if self.version == before:
-                write()  # the update needs no server: complete it, so that the batch is not lost with one
+                write()  # needs no server: complete the update, so that the batch is not lost
             self.failed, lasted = error, time.perf_counter() - began
             return SyncReport(self.config.mode, self.version, lasted, {"server_gone": lasted}, moved=False)
 
     def write(self) -> None:
-        """Put the computed update into the policy: with this the step is done."""
+        """Apply the computed update to the policy; this completes the step."""
         self.write_version()
         self.step += 1
         self.partly = False
 
     def write_version(self) -> None:
-        """Put the computed update into the policy."""
+        """Apply the computed update to the policy."""
         self.stepper.write()
         self.version += 1
 
     def rescue(self, error: Exception) -> None:
-        """After `error`: save what is not saved yet, if the weights are still the policy's, and say what remains."""
+        """After `error`, save unsaved steps if the weights are still valid, and print what
+        remains."""
         cause = "the server" if isinstance(error, EngineGone) else "the error"
         try:
             with suppress(TrainerError):
                 self.sync.settle()
-            with suppress(OSError):  # it is saved anew
+            with suppress(OSError):  # the step is saved again below
                 self.saver.finish(self.step, self.version)
             lost = self.sync.let_go(self.stepper.copies())
             if self.partly and not self.stepper.unwritten:
-                self.stepper.zero_grad()  # of a minibatch that broke off; the batch counts with what it has changed
+                self.stepper.zero_grad()  # an interrupted minibatch; the batch counts with what it has changed
             if not lost and (self.stepper.unwritten or self.partly):
                 self.write()
             if not lost and self.step > self.saver.saved_step:
                 self.saver.save(self.step, self.version)
-        except Exception as another:  # what brought us here is told, whatever comes on top of it
+        except Exception as another:  # must not hide `error`, which the caller raises
             lost = f"they cannot be saved ({type(another).__name__}: {another})"
         last = checkpoint.describe_last(self.config)
         if lost:
@@ -497,7 +521,8 @@ class Run:
             print(f"✓ No step is lost: the weights of step {self.step} outlived {cause}. {last}")
 
     def judge(self, outcome: StepOutcome, probe: ProbeDiffs | None, lags: Lags, batch: Batch) -> Alignment:
-        """Before weights change: what the server said, the rollouts and the policy belong together now."""
+        """Judge the alignment; call it before weights change, while server, rollouts and policy
+        have the same weights."""
         known = [lag for lag in lags if lag is not None]
         lag_max = max(known) if known else None
         verdict = self.gate.judge(outcome.diffs, probe, lag_max=lag_max, version=self.version)
@@ -519,9 +544,10 @@ class Run:
         self.callbacks.tell("on_step", report)
 
     def save_at_stop(self) -> TrainResult:
-        """A checkpoint of what was trained since the last one."""
+        """Save a checkpoint of the steps since the last one."""
         self.sync.settle()
-        # A server that has died may have taken the weights with it: what is read then is nobody's model.
+        # In single copy a dead server takes the weights along: check it before saving from its
+        # memory.
         self.world.share(self.sync.check)
         self.saver.finish(self.step, self.version)
         path = self.saver.save(self.step, self.version).path if self.step > self.saver.saved_step else None
@@ -530,19 +556,20 @@ class Run:
         return TrainResult(self.step, self.version, False, path, history=self.history)
 
     def finish(self) -> TrainResult:
-        """The final model and the benchmark.
+        """Save the final model and write the benchmark.
 
         Raises:
-            NoUpdateError: the run trained nothing, or its last steps made no update; there is no final model then.
+            NoUpdateError: the run, or its last steps, made no update; there is no final model then.
         """
         self.sync.settle()
         self.saver.finish(self.step, self.version)
         early = self.step < self.config.training_steps
         reason = (self.reason or self.world.share(self.stopping.reason) or "") if early else ""
         if self.world.share(lambda: self._verdict(reason)):
-            if self.version and self.step > self.saver.saved_step:  # the earlier updates must not be lost
+            if self.version and self.step > self.saver.saved_step:  # keep the earlier updates
                 self.saver.save(self.step, self.version)
             self.world.share(lambda: self.tracker.finish({}))
+            # Again: the saved checkpoint is now the one that the message names.
             self.world.agree(self.world.share(lambda: self._verdict(reason)))
         final = self.saver.save_final(self.step, self.version)
         self.world.share(self._finished)
@@ -556,7 +583,7 @@ class Run:
         )
 
     def progress(self) -> dict[str, Any]:
-        """Everything beside weights and optimizer that a later attempt continues from."""
+        """Return the state, except weights and optimizer, that a later attempt continues from."""
         return {**self.stopping.state(), **self.updates.state(), **self.batches.state()}
 
     def _finished(self) -> None:
@@ -567,12 +594,12 @@ class Run:
             print(self.bench.summary())
 
     def record_sync(self, sync: SyncReport) -> None:
-        """Tell telemetry and the benchmark of a version that arrived during the step after its own."""
+        """Record a version that arrived during the step after its own."""
         self.telemetry.write(SyncRecord, self.step, **vars(sync))
         self.bench.add_sync(sync)
 
     def record_checkpoint(self, saved: checkpoint.Saved, step: int) -> None:
-        """Tell telemetry, the log and callbacks of a checkpoint, or of the final model, as of `step`."""
+        """Record a checkpoint, or the final model, in telemetry, the log and callbacks."""
         self.telemetry.write(CheckpointRecord, step, path=str(saved.path), seconds=saved.seconds, bytes=saved.bytes)
         print(f"Saved {saved.path.name} ({saved.bytes / 1e6:.1f} MB, {saved.seconds:.2f} s)")
         self.callbacks.tell("on_checkpoint", saved)
@@ -580,7 +607,7 @@ class Run:
 
 @contextmanager
 def _world(config: TrainingConfig, stop: threading.Event) -> Iterator[World]:
-    """All ranks; those beside rank 0 print nothing, for what there is to say is the same."""
+    """Connect all ranks. Only rank 0 prints: the others would print the same."""
     world = join(_device(config), COLLECTIVE_S, stop)
     with ExitStack() as silent:
         if world.rank:
@@ -594,14 +621,15 @@ def _world(config: TrainingConfig, stop: threading.Event) -> Iterator[World]:
 
 
 def _offline(config: TrainingConfig, rollouts: str | Path | RolloutSource | Iterable[Any] | None) -> TrainingConfig:
-    """The configuration with `rollouts`, which a source of one's own enters by its type.
+    """Return the configuration with `rollouts` set; a custom source is named by its type.
 
     Raises:
-        UsageError: something in it needs a server.
+        UsageError: a setting needs a server.
     """
     if rollouts is None:
         return config
     name = str(rollouts) if isinstance(rollouts, (str, Path)) else type(rollouts).__name__
+    # Validated again: rollouts without a server exclude some settings.
     changed, problems = validate(config.model_dump(exclude_unset=True) | {"rollouts": name})
     if changed is None:
         raise UsageError("\n".join(problems))
@@ -611,7 +639,7 @@ def _offline(config: TrainingConfig, rollouts: str | Path | RolloutSource | Iter
 def _source(
     config: TrainingConfig, given: str | Path | RolloutSource | Iterable[Any] | None, step: int, stop: threading.Event
 ) -> RolloutSource:
-    """The source of batches, with `step` optimizer steps done."""
+    """Open the source of batches, after `step` optimizer steps."""
     if given is not None and not isinstance(given, (str, Path)):
         return given if isinstance(given, RunApi | RecordedRollouts) else OwnSource(given)
     return open_api(config, step, stop) if config.rollouts is None else open_rollouts(config)
@@ -619,8 +647,8 @@ def _source(
 
 @contextmanager
 def _process_as_it_was() -> Iterator[None]:
-    """Give back what belongs to the whole process: random generators, torch's threads, its compiler's patience, and
-    where modules are looked for."""
+    """Restore process-wide state at the end: random generators, torch threads, a compiler flag and
+    `sys.path`."""
     places = list(sys.path)
     generators = random.getstate(), np.random.get_state(), torch.get_rng_state()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
@@ -643,10 +671,12 @@ def _process_as_it_was() -> Iterator[None]:
 def _stepper(
     model: torch.nn.Module, config: TrainingConfig, device: torch.device, weights: Path | None, world: World
 ) -> Stepper:
-    """The optimizer, as the checkpoint in `weights` left it, over a model that is made ready to compute."""
+    """Create the optimizer over a model ready to compute; `weights` is the checkpoint to restore it
+    from."""
     stepper = Stepper(model, config, world)
     if weights is not None:
         checkpoint.restore(weights, stepper)
+    # The memory estimate of checkpointing depends on it; compilation itself comes last.
     compiled = compiles(model, config.compile, device)
     use_checkpointing(
         model, config.gradient_checkpointing, device=device,
@@ -669,5 +699,6 @@ def _device(config: TrainingConfig) -> torch.device:
 
 def _seed(seed: int) -> None:
     random.seed(seed)
+    # NumPy only accepts 32 bits.
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -1,14 +1,17 @@
-"""The probe: compare logprobs of tokens that the server decodes with ours at the same weights, and say why they differ.
+"""Logprob probe: compare logprobs of tokens that the server decodes with ours at the same weights,
+and find the cause of a difference.
 
-Decoding, not prefilling, without the prefix cache and once more with it: `prompt_logprobs` alone would miss stale
-CUDA graphs and stale KV. One more answer, the anchor, is the likeliest one to the same prompt every time: a server with
-stale weights repeats itself. (A seed would do as well, but ends a vLLM on a CPU that prefills the prompt in parts: "CPU
-Generator does not use offset".) The server works in a background thread while the trainer waits for rollouts; the
-answer is collected before the next publish, so both sides still hold the same version.
+The server decodes instead of prefilling, once without and once with the prefix cache:
+`prompt_logprobs` alone would miss stale CUDA graphs and a stale KV cache. One more answer, the
+anchor, is the likeliest answer to the same prompt each time: a server with stale weights repeats
+it. (A fixed seed would do too, but ends a vLLM on a CPU that prefills the prompt in chunks: "CPU
+Generator does not use offset".) Background threads query the server while the trainer waits for
+rollouts. The trainer collects the answers before the next publish, so both sides still have the
+same version.
 
-On a verdict that is not ok, `explain` supposes one cause after another, computes the logprobs of a few sequences anew
-under it and sees whether they agree then. A cause is accepted when it accounts for most of the difference, so policy
-lag or noise is never taken for one.
+If the verdict is not ok, `explain` tests one cause after another: it recomputes the logprobs of a
+few sequences under that assumption. It accepts a cause that accounts for most of the difference, so
+policy lag or noise is never mistaken for one.
 """
 
 from __future__ import annotations
@@ -34,41 +37,40 @@ from trainer_core.server.client import GeneratedTokens, ServerClient
 from trainer_core.world import ALONE, World
 
 LEFT = 0.3
-"""A cause accounts for a difference of which at most this share is left under it."""
+"""Largest share of a difference that may remain under an accepted cause."""
 NOISE = 0.05
-"""Nats by which two computations of a logprob may differ in half precision."""
+"""Difference in nats between two computations of a logprob that half precision explains."""
 NEAREST_TEMPERATURE = 0.04
-"""Share by which a temperature has to differ before it is called the cause."""
+"""Smallest relative difference of temperatures that counts as a cause."""
 SEQUENCES = 6
 FEWEST_TOKENS = 8
 POLL_S = 0.02
 USUAL_BLOCK = 16
-"""Tokens of a block of the prefix cache, where no server tells."""
+"""Default block size of the prefix cache, in tokens, if no server reports one."""
 LAG_INTERVAL = 10
-"""A lag of several versions is an ordinary cause: look behind it only at every so many steps."""
+"""Steps between two explanations while the lag is several versions, which is an ordinary cause."""
 
 Answers = list[tuple[list[int], GeneratedTokens, GeneratedTokens]]
-"""Prompt, decoded fresh, decoded on the cached prefix."""
+"""Prompt, answer decoded fresh, answer decoded on the cached prefix."""
 
 
 @dataclass(frozen=True)
 class ProbeAnswers:
-    """What the server answered to one probe."""
+    """A server's answers to one probe."""
 
     answers: Answers
     anchor: tuple[list[int], GeneratedTokens]
 
 
 class LogprobProbe:
-    """Takes a probe every `probe_interval` steps, of one server after another."""
+    """Takes a probe every `probe_interval` steps, from one server after another."""
 
     def __init__(
         self, engines: Sequence[ServerClient], config: TrainingConfig, routing: RoutingAsker | None = None
     ) -> None:
         """Args:
-        engines: without any no probe is ever taken.
-        routing: knows the experts that the answers took, which are replayed; null: routers choose.
-        """
+        engines: empty: no probe is ever taken.
+        routing: returns the experts of the answers for replay; None: our routers choose."""
         self._routing = routing
         self.engines = list(engines)
         self.config = config
@@ -76,25 +78,27 @@ class LogprobProbe:
         self._prompts: list[list[int]] = []
         self._anchor: list[int] = []
         self.answers: Answers = []
-        """Of the probe that `finish` returned last; empty when it returned none."""
+        """Answers of the probe that `finish` returned last; empty if it returned none."""
+        # One thread each for `_ask`, the anchor, and the two answers of each prompt.
         self._pool = ThreadPoolExecutor(2 + 2 * config.probe_prompts, thread_name_prefix="probe")
         self._running: Future[ProbeAnswers | None] | None = None
 
     def learn(self, batch: Batch) -> None:
-        """Take real prompts from the newest batch: different ones, with room for the answer.
-
-        Only whole blocks are cached, so rollouts are strung together where prompts alone are too short for one.
-        """
-        room = self.config.max_model_len - self.config.probe_tokens
-        needed = min(self._block_size() + 1, room)
+        """Take different prompts with space for the answer from the newest batch."""
+        longest = self.config.max_model_len - self.config.probe_tokens
+        needed = min(self._block_size() + 1, longest)
         prompts = sorted({tuple(r.tokens[: r.prompt_length].tolist()) for r in batch.rollouts})
-        fitting = [list(p) for p in prompts if needed <= len(p) <= room] or _strung(batch, needed)
+        # Only whole blocks are cached, so concatenate rollouts if prompts are shorter than one
+        # block.
+        fitting = [list(p) for p in prompts if needed <= len(p) <= longest] or _concatenated(batch, needed)
         self._prompts = fitting[: self.config.probe_prompts] or self._prompts
+        # The anchor's prompt stays the same for the whole run, so that stale weights repeat its
+        # answer.
         if not self._anchor and self._prompts:
             self._anchor = self._prompts[0]
 
     def _block_size(self) -> int:
-        """Tokens of a block of the prefix cache, by the first server that tells."""
+        """Return the prefix cache's block size in tokens, from the first server that reports it."""
         for engine in self.engines if self._block is None and self.config.probe_interval else ():
             with suppress(EngineGone):
                 self._block = engine.info().block_size or USUAL_BLOCK
@@ -102,8 +106,8 @@ class LogprobProbe:
         return self._block or USUAL_BLOCK
 
     def start(self, step: int, version: int) -> None:
-        """Begin the probe that belongs to `step`, unless it runs already, none is due, or the server answers with
-        another weight version than `version`."""
+        """Start the probe of `step`, unless one is running or none is due. It yields nothing if the
+        server's weight version is not `version`."""
         due = self.config.probe_interval and (step - 1) % self.config.probe_interval == 0
         if due and self.engines and self._prompts and self._running is None:
             self._running = self._pool.submit(
@@ -112,16 +116,16 @@ class LogprobProbe:
             )  # fmt: skip
 
     def _asked(self, step: int) -> ServerClient:
-        """Whose turn it is at `step`."""
         return self.engines[(step - 1) // self.config.probe_interval % len(self.engines)]
 
     def asked_at(self, step: int) -> str:
-        """The server that the probe of `step` is of, where there are several."""
+        """Name the server of the probe of `step`, if there are several."""
         return f"; the probe asked {self._asked(step).base_url}" if len(self.engines) > 1 else ""
 
     def finish(self, model: torch.nn.Module, world: World = ALONE) -> ProbeDiffs | None:
-        """The comparison, on all ranks; null when none was started, or the server refused or is gone: the publish finds
-        that out."""
+        """Return the comparison, on all ranks; None if no probe was started, or the server refused
+        or is gone (the publish handles that)."""
+        # Rank 0 alone talks to servers; every rank computes with the model.
         asked = world.share(self._collected)
         self.answers = asked.answers if asked else []
         return compare(model, asked) if asked else None
@@ -131,16 +135,18 @@ class LogprobProbe:
         try:
             return running.result() if running else None
         except (EngineError, EngineGone) as error:
-            print(f"[WARNING] no probe of this step: {error}")
+            print(f"[WARNING] no logprob probe in this step: {error}")
             return None
 
     def close(self) -> None:
-        # Nothing is cancelled: `wait` never learns of a cancelled one. What has begun fails with the closed client.
+        # Cancel nothing: `wait` in `_ask` would hang on a cancelled future. Running requests fail
+        # when the client closes.
         self._pool.shutdown(wait=False)
 
 
 def compare(model: torch.nn.Module, asked: ProbeAnswers) -> ProbeDiffs:
-    """Sums of our logprobs against the server's: fresh, cached and the anchor apart."""
+    """Sum the differences of our logprobs to the server's, separately for fresh, cached and
+    anchor."""
     answers = asked.answers
     ours = iter(_logprobs_of(model, [asked.anchor, *_all_of(answers)]))
     anchor = diff_sums(next(ours), asked.anchor[1].logprobs)
@@ -159,13 +165,13 @@ def _all_of(answers: Answers) -> list[tuple[list[int], GeneratedTokens]]:
 def _logprobs_of(
     model: torch.nn.Module, answers: list[tuple[list[int], GeneratedTokens]], head_dtype: torch.dtype | None = None
 ) -> list[list[float]]:
-    """Ours, with the experts that the engine took where they are known."""
+    """Compute our logprobs, with the engine's experts where they are known."""
     pairs = [(prompt, done.token_ids) for prompt, done in answers]
     return completions_logprobs(model, pairs, head_dtype=head_dtype, experts=[done.experts for _, done in answers])
 
 
-def _strung(batch: Batch, length: int) -> list[list[int]]:
-    """Prompts of `length` tokens each, cut from the batch's rollouts laid end to end."""
+def _concatenated(batch: Batch, length: int) -> list[list[int]]:
+    """Cut prompts of `length` tokens from the batch's rollouts, concatenated."""
     stream = [token for rollout in batch.rollouts for token in rollout.tokens.tolist()]
     return [stream[at : at + length] for at in range(0, len(stream) - length + 1, length)]
 
@@ -174,10 +180,10 @@ def _ask(
     engine: ServerClient, pool: Executor, prompts: list[list[int]], anchor: list[int], tokens: int, version: int,
     routing: RoutingAsker | None = None, patience_s: float = 0.0,
 ) -> ProbeAnswers | None:  # fmt: skip
-    """Everything at once: the server decodes all answers together in the time of one.
+    """Query all answers concurrently: the server decodes them in the time of one.
 
     Args:
-        patience_s: so long a server without `version` may be about to get it.
+        patience_s: seconds to wait for a server to receive `version`.
     """
     until = time.monotonic() + patience_s
     while engine.info().weight_version != version:
@@ -186,12 +192,14 @@ def _ask(
         time.sleep(POLL_S)
 
     def unseen(prompt: list[int], temperature: float = 1.0) -> Future[GeneratedTokens]:
+        # A random salt keeps this request out of the prefix cache.
         return pool.submit(engine.generate, prompt, tokens, temperature=temperature, salt=secrets.token_hex(8))
 
     again = unseen(anchor, temperature=0.0)
     fresh = [unseen(prompt) for prompt in prompts]
     cached = [pool.submit(_on_cached_prefix, engine, prompt, tokens) for prompt in prompts]
-    wait([again, *fresh, *cached])  # none is under way when the publish comes, whatever became of the others
+    # Also after a failure of one: no request may be in flight when the publish starts.
+    wait([again, *fresh, *cached])
 
     def known(prompt: list[int], answer: Future[GeneratedTokens]) -> GeneratedTokens:
         done = answer.result()
@@ -202,7 +210,8 @@ def _ask(
 
 
 def _on_cached_prefix(engine: ServerClient, prompt: list[int], tokens: int) -> GeneratedTokens:
-    """Rollouts may have left this prefix in the cache already, from older weights even if its reset failed."""
+    # A miss fills the cache, so ask again. A hit may use blocks of older weights: the fault to
+    # find.
     first = engine.generate(prompt, tokens)
     return engine.generate(prompt, tokens) if first.cached_tokens == 0 else first
 
@@ -212,37 +221,41 @@ def explain(
     judged: Alignment, model: torch.nn.Module, rollouts: Sequence[Rollout], answers: Answers, *, step: int,
     lag_max: float | None, world: World = ALONE,
 ) -> Alignment:  # fmt: skip
-    """`judged`, or a mismatch with the cause that accounts for it; by rank 0's figures, for another rank's may lie just
-    beyond a bound, and it would run the model once more than all others.
+    """Return `judged`, or a mismatch with its cause.
 
     Args:
-        rollouts: of the step's batch.
-        answers: of the step's probe, at the model's present weights; empty when there was none.
-        lag_max: oldest rollout in weight versions; null when unknown.
+        rollouts: rollouts of the step's batch.
+        answers: the step's probe, at the model's current weights; empty if there was none.
+        lag_max: largest lag of a rollout, in weight versions; None if unknown.
     """
     if judged.verdict == "ok":
         return judged
     cause = judged.cause.partition(":")[0]
+    # With a lag of several versions the difference is ordinary, so only test it now and then.
     often = lag_max is None or lag_max <= 1 or step % LAG_INTERVAL == 1
     if cause == SAMPLING or (cause == POLICY_LAG and often):
-        return judged.explained(_of_rollouts(model, rollouts, world))
-    return judged.explained(_of_head(model, answers, world)) if cause == OTHER_WEIGHTS else judged
+        return judged.explained(_cause_in_rollouts(model, rollouts, world))
+    return judged.explained(_cause_in_head(model, answers, world)) if cause == OTHER_WEIGHTS else judged
 
 
-def _of_rollouts(model: torch.nn.Module, rollouts: Sequence[Rollout], world: World) -> str | None:
+def _cause_in_rollouts(model: torch.nn.Module, rollouts: Sequence[Rollout], world: World) -> str | None:
     chosen = [r for r in rollouts if r.trained.any()][:SEQUENCES]
     rows = pack(chosen, max((len(r.tokens) for r in chosen), default=0) * len(chosen))
-    row = max(rows, key=lambda row: len(row.labels), default=None)  # those without advantages have one of their own
+    # `pack` puts rollouts without advantages into a row of their own; take the larger row.
+    row = max(rows, key=lambda row: len(row.labels), default=None)
     if row is None or len(row.labels) < FEWEST_TOKENS:
         return None
     row = row.to(next(model.parameters()).device)
     scored = _Scored(model, row, world)
+    # Verdicts come from rank 0: another rank's figures may lie just beyond a bound, and it would
+    # then run the model once more than the others and hang.
     shifted = world.share(lambda: _shifted(scored))
     return shifted or _temperature(scored) or world.share(lambda: _filtered(scored))
 
 
 class _Scored:
-    """A packed row whose hidden states are kept, so that other temperatures cost a product with the head alone."""
+    """A packed row with its hidden states, so that another temperature costs only the head's
+    product."""
 
     def __init__(self, model: torch.nn.Module, row: PackedRow, world: World) -> None:
         self.row, self.model, self.world = row, model, world
@@ -255,18 +268,19 @@ class _Scored:
         return head_scores(self.model, self.states, self.row.labels, temperatures).logprobs
 
     def left(self, factor: float) -> float:
-        """Mean |trainer - rollout| then, as rank 0 has it."""
+        """Mean |trainer - rollout| at `factor`, as rank 0 computes it."""
         gaps = (self.at(factor) - self.row.logprobs).abs()
         return self.world.share(lambda: float(gaps.mean()))
 
 
 def _shifted(scored: _Scored) -> str | None:
-    """Do the rollouts' logprobs belong to the token before, or after?"""
+    """Test if the rollouts' logprobs are shifted by one token."""
     train, theirs, ids = scored.train, scored.row.logprobs, scored.row.sequences
     for mine, other, where in (
         (slice(1, None), slice(None, -1), "the token before"),
         (slice(None, -1), slice(1, None), "the next token"),
     ):
+        # Compare only neighbours of the same sequence: [T - 1] bool.
         inside = ids[mine] == ids[other]
         if int(inside.sum()) < FEWEST_TOKENS:
             continue
@@ -278,22 +292,27 @@ def _shifted(scored: _Scored) -> str | None:
 
 
 def _temperature(scored: _Scored) -> str | None:
-    """Is there a temperature at which both agree? One too close to ours is not told from an update that sharpened."""
+    """Search a temperature at which both sides agree."""
     before = scored.left(1.0)
     best, width = 1.0, 2.0
+    # Search on a logarithmic grid that narrows around the best factor by a cube root each round.
     for _ in range(5):
         best = min((best * width ** (i / 3) for i in range(-6, 7)), key=scored.left)
         width **= 1 / 3
+    # A temperature close to ours may also be an update that sharpened the policy.
     if scored.left(best) > LEFT * before or abs(best - 1.0) < NEAREST_TEMPERATURE:
         return None
+    # Near 1.0 the likely cause is a server that returns raw logprobs.
     assumed = float(scored.row.temperatures.median())
     raw = ": raw logprobs, or that temperature" if abs(best * assumed - 1.0) < 0.02 else ""
     return f"{TEMPERATURE}: the rollouts' logprobs fit {best * assumed:.2f}{raw}; the trainer counts with {assumed:.2f}"
 
 
 def _filtered(scored: _Scored) -> str | None:
-    """Is every token likelier to the server? So it is where a filter took the others' probability away."""
+    """Test if every token is more likely on the server, which means that a filter removed
+    others."""
     surplus = scored.row.logprobs - scored.train
+    # A filter rescales the kept tokens, so it can only raise their logprobs.
     if float(surplus.min()) < -NOISE or float(surplus.mean()) < NOISE:
         return None
     return (
@@ -302,8 +321,9 @@ def _filtered(scored: _Scored) -> str | None:
     )
 
 
-def _of_head(model: torch.nn.Module, answers: Answers, world: World) -> str | None:
-    """Does the server multiply with its head in another type?"""
+def _cause_in_head(model: torch.nn.Module, answers: Answers, world: World) -> str | None:
+    """Test if the server computes its head in another dtype."""
+    # [N] logprobs of all answers, in the order of `_all_of`.
     theirs = torch.tensor([value for _, *both in answers for done in both for value in done.logprobs])
     if not len(theirs):
         return None

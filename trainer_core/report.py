@@ -1,5 +1,5 @@
-"""What a step and a run leave behind: telemetry records, a console line, metrics for trackers, the guides' BENCHMARK
-SUMMARY, MFU and the memory of this process. Nothing here trains."""
+"""Reports of a step and a run: telemetry records, console line, tracker metrics, the guides'
+BENCHMARK SUMMARY, MFU, memory. Nothing here trains."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from trainer_core.weight_sync.base import SyncReport
 from trainer_core.world import World
 
 TEXT_LIMIT = 4000
-"""Characters of a prompt or completion that go into the stream."""
+"""Limit in characters for a prompt or completion in the telemetry."""
 
 
 @dataclass(frozen=True)
@@ -55,31 +55,31 @@ class StepReport:
     probe: ProbeDiffs | None
     alignment: Alignment
     sync: SyncReport | None
-    """Null when the step was skipped, its gradient not being finite."""
+    """None if the step was skipped because its gradient was not finite."""
     wait_s: float
     train_s: float
     checkpoint_s: float
     step_s: float
     mfu: float | None = None
-    """Of the training part; null on a CPU and on a GPU whose peak is not known."""
+    """MFU of the training part; None on a CPU or a GPU with unknown peak."""
     engine: EngineUse = UNKNOWN_USE
-    """Use of the engines since the last report."""
+    """Engine use since the last report."""
     ranks: Sequence[RankUse] = ()
-    """Of a trainer of several."""
+    """Use of each rank, if there are several."""
 
     @property
     def tokens_per_s(self) -> float:
-        """Every token trained on, prompts included, by the seconds of the whole step."""
+        """All trained tokens, prompts included, per second of the whole step."""
         return self.batch.tokens / self.step_s if self.step_s else 0.0
 
     @property
     def accepted_tokens_per_s(self) -> float | None:
-        """Generated tokens that were trained on, by the seconds of the whole step."""
+        """Generated tokens that were trained, per second of the whole step."""
         return self.batch.trained_tokens / self.step_s if self.step_s else None
 
 
 class TextReader:
-    """Token ids as text, by the model's tokenizer; without one the ids themselves."""
+    """Decodes token ids with the model's tokenizer; without one it prints the ids."""
 
     def __init__(self, model_name: str) -> None:
         from transformers import AutoTokenizer
@@ -93,11 +93,12 @@ class TextReader:
     def read(self, tokens: Any) -> str:
         ids = [int(t) for t in tokens]
         text = self._tokenizer.decode(ids) if self._tokenizer else " ".join(map(str, ids))
+        # A base model may generate the whole context; the limit keeps the file readable.
         return str(text)[:TEXT_LIMIT]
 
 
 def write_records(telemetry: Telemetry, report: StepReport, config: TrainingConfig, reader: TextReader) -> None:
-    """Append the step's records."""
+    """Write the step's records."""
     step = report.step
     telemetry.write(StepRecord, step, **step_fields(report))
     telemetry.write(AlignmentRecord, step, **alignment_fields(report))
@@ -108,6 +109,7 @@ def write_records(telemetry: Telemetry, report: StepReport, config: TrainingConf
         engine_capacity_used=report.engine.capacity, accepted_tokens_per_s=report.accepted_tokens_per_s,
     )  # fmt: skip
     telemetry.write(MemoryRecord, step, **memory_fields())
+    # A single rank's use is in the other records already.
     if len(report.ranks) > 1:
         telemetry.write(RanksRecord, step, ranks=report.ranks)
     if report.sync is not None:
@@ -118,8 +120,9 @@ def write_records(telemetry: Telemetry, report: StepReport, config: TrainingConf
 
 
 def step_fields(report: StepReport) -> dict[str, Any]:
-    """The fields of a `step` record, and counts of what was left out."""
+    """Fields of a `step` record, with counts of left-out sequences."""
     outcome, scores = report.outcome, report.batch.scores
+    # The lag is None for rollouts whose completion no server knows.
     known = [lag for lag in report.lags if lag is not None]
     return {
         "loss": outcome.loss,
@@ -150,6 +153,7 @@ def step_fields(report: StepReport) -> dict[str, Any]:
         "left_out": report.batch.left_out,
         "too_old": report.batch.too_old,
         "policy_lag_bound": report.batch.policy_lag_bound,
+        # Older name of `left_out`, which readers of recorded runs still use.
         "skipped": report.batch.left_out,
         "faults_by_env": {env: dict(reasons) for env, reasons in report.batch.faults_by_env.items()},
         "fault_examples": report.batch.fault_examples,
@@ -167,8 +171,9 @@ def step_fields(report: StepReport) -> dict[str, Any]:
 
 
 def alignment_fields(report: StepReport) -> dict[str, Any]:
-    """The fields of an `alignment` record."""
+    """Fields of an `alignment` record."""
     diffs = report.outcome.diffs
+    # `both`: fresh and cached answers together.
     probe = report.probe.both if report.probe else None
     return {
         "logprob_diff_mean": diffs.mean(diffs.diff),
@@ -189,7 +194,7 @@ def alignment_fields(report: StepReport) -> dict[str, Any]:
 
 
 def console_line(report: StepReport, total_steps: int, *, benchmark: bool) -> str:
-    """The step in one line; with `benchmark` the timing too."""
+    """Format the step as one line; with `benchmark` including timing."""
     fields = step_fields(report)
     lag = "-" if fields["policy_lag_mean"] is None else f"{fields['policy_lag_mean']:.1f}"
     probe = "" if report.probe is None or report.probe.both.abs_mean is None else f" {report.probe.both.abs_mean:.1e}"
@@ -209,7 +214,7 @@ def console_line(report: StepReport, total_steps: int, *, benchmark: bool) -> st
 
 
 def tracker_metrics(report: StepReport) -> dict[str, Any]:
-    """The guides' metric names."""
+    """Metrics under the guides' names."""
     step, align, memory = step_fields(report), alignment_fields(report), memory_fields()
     gpu = memory["allocated_bytes"]
     return {
@@ -244,18 +249,21 @@ def tracker_metrics(report: StepReport) -> dict[str, Any]:
 
 
 def sampled(rollouts: Sequence[Rollout], wanted: int, step: int) -> list[tuple[int, int]]:
-    """Which `wanted` rollouts are written as text, each with the size of its group: whole groups, for it is within a
-    group that one learns. Of the last one only a part may fit: from its best to its worst, evenly.
+    """Choose `wanted` rollouts to write as text; return each index with the size of its group.
 
-    Groups are those that share a prompt. Another one comes first at each step, and flat ones last: they teach nothing.
+    Takes whole groups, since a reader compares within a group; of the last group as many as fit,
+    evenly from best to worst. A group is the rollouts of one prompt. The first group changes with
+    each step, and flat groups come last: they teach nothing.
     """
     groups: dict[bytes, list[int]] = {}
     for index, rollout in enumerate(rollouts):
         groups.setdefault(rollout.tokens[: rollout.prompt_length].tobytes(), []).append(index)
-    turned = [list(groups.values())[(at + step) % len(groups)] for at in range(len(groups))]
+    # Rotate by step, so that successive records do not always show the same prompts.
+    rotated = [list(groups.values())[(at + step) % len(groups)] for at in range(len(groups))]
     found: list[tuple[int, int]] = []
-    for group in sorted(turned, key=lambda group: len({rollouts[index].score for index in group}) < 2):
+    for group in sorted(rotated, key=lambda group: len({rollouts[index].score for index in group}) < 2):
         by_score = sorted(group, key=lambda index: -rollouts[index].score)
+        # Sorted by score only for the choice; the records keep the order of the batch.
         kept = set(by_score if len(group) <= wanted - len(found) else _spread(by_score, wanted - len(found)))
         found += [(index, len(group)) for index in group if index in kept]
         if len(found) >= wanted:
@@ -264,7 +272,6 @@ def sampled(rollouts: Sequence[Rollout], wanted: int, step: int) -> list[tuple[i
 
 
 def _spread(ranked: Sequence[int], wanted: int) -> list[int]:
-    """`wanted` of `ranked`, evenly, both ends among them."""
     return [ranked[i * (len(ranked) - 1) // max(1, wanted - 1)] for i in range(wanted)]
 
 
@@ -276,6 +283,7 @@ def _rollout_fields(rollout: Rollout, lag: int | None, reader: TextReader) -> di
         "prompt": reader.read(rollout.tokens[:cut]),
         "completion": reader.read(rollout.tokens[cut:]),
         "reward": rollout.score,
+        # A rollout without a trained token has no mean.
         "advantage": float(trained.mean(dtype=np.float64)) if len(trained) else 0.0,
         "policy_lag": lag,
         "tokens": len(rollout.tokens) - cut,
@@ -284,7 +292,7 @@ def _rollout_fields(rollout: Rollout, lag: int | None, reader: TextReader) -> di
 
 @dataclass
 class BenchmarkTotals:
-    """Sums over the steps of one attempt; seconds and bytes."""
+    """Sums over the steps of one attempt, in seconds and bytes."""
 
     mode: str
     began: float = field(default_factory=time.perf_counter)
@@ -294,24 +302,25 @@ class BenchmarkTotals:
     syncs: int = 0
     wait_s: float = 0.0
     idle_s: float = 0.0
-    told_s: float = 0.0
-    """Of steps whose share of idleness is known."""
+    known_idle_s: float = 0.0
+    """Seconds of steps with known engine idleness."""
     used_s: float = 0.0
-    """Seconds of the steps, each by the share of the engines' capacity in use."""
+    """Engine-capacity seconds: seconds of the steps, weighted by the share in use."""
     rated_s: float = 0.0
-    """Seconds of steps for which that share is known."""
+    """Seconds of steps with known capacity use."""
     tokens: int = 0
     accepted_tokens: int = 0
     byte_sum: int = 0
 
     def add(self, report: StepReport) -> None:
-        """Count one step; its sync only where weights moved to a server."""
+        """Add one step; its sync counts only if weights moved to a server."""
         self.steps += 1
         self.step_s += report.step_s
         self.wait_s += report.wait_s
+        # Each share needs its own total time: a server may report one and not the other.
         if report.engine.idle is not None:
             self.idle_s += report.engine.idle * report.step_s
-            self.told_s += report.step_s
+            self.known_idle_s += report.step_s
         if report.engine.capacity is not None:
             self.used_s += report.engine.capacity * report.step_s
             self.rated_s += report.step_s
@@ -327,8 +336,8 @@ class BenchmarkTotals:
             self.sync_s += sync.seconds
 
     def fields(self) -> dict[str, Any]:
-        """The fields of a `benchmark` record. `tokens_per_s` counts every token trained on, prompts included, by the
-        seconds of all steps."""
+        """Fields of a `benchmark` record. `tokens_per_s` counts every trained token, prompts
+        included, over the seconds of all steps."""
         steps, syncs = max(1, self.steps), max(1, self.syncs)
         memory = memory_fields()
         return {
@@ -342,7 +351,7 @@ class BenchmarkTotals:
             "total_sync_s": self.sync_s,
             "avg_data_wait_s": self.wait_s / steps,
             "total_data_wait_s": self.wait_s,
-            "engine_idle_fraction": self.idle_s / self.told_s if self.told_s else None,
+            "engine_idle_fraction": self.idle_s / self.known_idle_s if self.known_idle_s else None,
             "engine_capacity_used": self.used_s / self.rated_s if self.rated_s else None,
             "accepted_tokens_per_s": self.accepted_tokens / self.step_s if self.step_s else None,
             "peak_bytes": memory["peak_bytes"],
@@ -351,49 +360,53 @@ class BenchmarkTotals:
         }
 
     def summary(self) -> str:
-        """The guides' block of text."""
+        """Format the guides' summary."""
         figures = BenchmarkRecord(**self.fields())
         return summary_text(f"({self.mode})", summary_sections(figures, no_memory="n/a (CPU)"))
 
 
 class MfuMeter:
-    """MFU of the training part of a step, on a GPU whose peak is known."""
+    """Measures MFU of a step's training part, on a GPU with a known peak."""
 
     def __init__(self, model: torch.nn.Module, device: torch.device, ranks: int = 1) -> None:
         """Args:
-        model: with `requires_grad` where it trains.
-        ranks: that share the work, each on a GPU like this one.
-        """
+        model: its `requires_grad` flags tell which parameters train.
+        ranks: number of ranks that share the work, each on such a GPU."""
         self._sizes, self._reached, self._trained = dimensions(model), layers_reached(model), None
+        # Adapters or upper layers only: count the trained matrices for the FLOPs of weight
+        # gradients.
         if not model.get_input_embeddings().weight.requires_grad:
             self._trained = sum(p.numel() for p in model.parameters() if p.requires_grad and p.ndim == 2)
         peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         self._peak = peak and peak * ranks
 
     def flops(self, lengths: Sequence[int], predicted: int) -> float:
-        """Operations of a step over sequences of these lengths, of which so many tokens train."""
+        """Return the FLOPs of a step over sequences of these lengths, with `predicted` trained
+        tokens."""
         return step_flops(self._sizes, lengths, predicted, reached=self._reached, trained=self._trained)
 
     def measure(self, lengths: Sequence[int], predicted: int, seconds: float) -> float | None:
-        """Share of the peak, from 0 to 1; null where there is no peak to compare with."""
+        """Return the share of the peak, 0 to 1; None without a known peak."""
         return self.flops(lengths, predicted) / seconds / self._peak if self._peak and seconds > 0 else None
 
 
 def rank_use(world: World, tokens: int, alone_s: float) -> list[RankUse]:
-    """What each rank did in a step, by rank, on every rank.
+    """Return each rank's use in a step, on every rank.
 
     Args:
-        tokens: of this rank's rows.
-        alone_s: seconds of what it did without the others.
+        tokens: tokens of this rank's rows.
+        alone_s: seconds of work without the other ranks.
     """
     memory = memory_fields()
+    # `RankUse` has no such field.
     memory.pop("reserved_bytes")
     gpu = os.environ.get("CUDA_VISIBLE_DEVICES") if memory["allocated_bytes"] is not None else None
     return world.gather(RankUse(rank=world.rank, gpu=gpu, tokens=tokens, alone_s=alone_s, **memory))
 
 
 def memory_fields() -> dict[str, int | None]:
-    """The fields of a `memory` record; GPU fields are null without a GPU in use."""
+    """Fields of a `memory` record, in bytes; GPU fields are None if no GPU is in use."""
+    # Without a CUDA context there is nothing to measure.
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
     return {
         "allocated_bytes": torch.cuda.memory_allocated() if cuda else None,

@@ -1,15 +1,16 @@
-"""When the checkpoints of one run are written, and what happens where the disk is full.
+"""Schedule of a run's checkpoints, and its behaviour on a full disk.
 
     saver = Saver(config, model, stepper, world, saved_step=..., stop=..., progress=..., record=...)
-    saver.save_if_due(step, version)    # after each step; all ranks together, as everything that writes
+    saver.save_if_due(step, version)    # after each step; all ranks together
     saver.save(step, version)
     saver.save_final(step, version)
 
-With `checkpoint_in_background` one is written while training goes on: a step waits for the copy into the host's memory
-alone (`BackgroundSave`). It is written as `checkpoint.save` does: aside, brought to the disk, renamed, so whenever the
-process or the machine dies the checkpoint before it is whole. Threads of several ranks speak through the folder that
-they write to, never by the connections of the world, which training uses meanwhile: each leaves a mark there when its
-files are written, and rank 0 completes the folder once it has seen all of them.
+With `checkpoint_in_background` training continues during the write: a step waits only for the copy
+into host memory (`BackgroundSave`). The write is as safe as `checkpoint.save`: temporary name,
+flush, rename; the previous checkpoint stays whole if the process or the machine dies. The writing
+threads of several ranks communicate only through files in the checkpoint's folder, since training
+uses the world's connections at the same time. Each rank marks its files as written, and rank 0
+completes the folder once it has all marks.
 """
 
 from __future__ import annotations
@@ -35,45 +36,46 @@ from trainer_core.policy.sharding import weights
 from trainer_core.world import World
 
 WRITTEN, FAILED = ".written-by-{}", ".failed-by-{}"
-"""Files that a rank leaves when it is done. The second may fail too, as on a full disk; `finish` hears of it anyhow."""
-LOOK_S = 0.05
+"""Marks that a rank leaves when it has finished. Writing the second may fail too, as on a full
+disk; `finish` then learns of the failure."""
+POLL_S = 0.05
 FULL_DISK_RETRY_S = 60.0
-"""So long a checkpoint that found no room waits before it is tried again in any case."""
-MORE_ROOM = 1 << 20
-"""Bytes by which the free room of a full disk must grow before a checkpoint is tried again at once."""
+"""Longest time in seconds before a checkpoint is retried on a full disk."""
+MORE_SPACE = 1 << 20
+"""Bytes of newly free space after which a checkpoint is retried at once."""
 
 
 class Saver:
-    """The checkpoints of one run, on each rank. What it writes is told to `record`, on rank 0."""
+    """Checkpoints of one run, on each rank. Rank 0 passes each one to `record`."""
 
     def __init__(
         self, config: TrainingConfig, model: torch.nn.Module, stepper: Stepper, world: World, *, saved_step: int,
         stop: threading.Event, progress: Callable[[], dict[str, Any]], record: Callable[[checkpoint.Saved, int], None],
         reference: Reference | None = None,
     ) -> None:  # fmt: skip
-        """Nothing is written yet.
-
-        Args:
-            saved_step: what a later attempt would begin with as things are.
-            progress: gives what a checkpoint keeps beside weights and optimizer.
-        """
+        """Args:
+        saved_step: the step from which a later attempt would start now.
+        progress: returns the state that a checkpoint keeps besides weights and optimizer."""
         self.saved_step = saved_step
-        """The newest step of which there is a checkpoint."""
+        """Latest step with a checkpoint."""
         self._config, self._model, self._stepper, self._world = config, model, stepper, world
         self._stop, self._progress, self._record, self._reference = stop, progress, record, reference
         self._saving: BackgroundSave | None = None
 
     def save_if_due(self, step: int, version: int) -> float:
-        """Seconds that the loop spent on a checkpoint, 0 when none is due."""
+        """Save if a checkpoint is due; return the seconds that the loop waited."""
+        # Rank 0 decides, so that all ranks enter the collective `finish` together.
         if self._saving is not None and self._world.share(self._saving.over):
             self.finish(step, version)
         interval = self._config.checkpoint_interval
         if not interval or step % interval:
             return 0.0
+        # Adapters are small, so they are written in the foreground.
         if not self._config.checkpoint_in_background or self._config.trains_adapters:
             return self.save(step, version).seconds
         began = time.perf_counter()
         self.finish(step, version)
+        # `finish` above waits for the previous one, so there is one write at a time.
         self._saving = BackgroundSave(
             self._model, self._config, self._stepper, step=step, version=version, progress=self._progress(),
             world=self._world,
@@ -81,10 +83,11 @@ class Saver:
         return time.perf_counter() - began
 
     def finish(self, step: int, version: int) -> None:
-        """Wait for the checkpoint that is being written, if any; where the disk was full `step`, the present one, is
-        saved in its place, which waits for room."""
+        """Wait for a checkpoint that is being written. If the disk was full, save the current
+        `step` instead, which waits for space."""
         if self._saving is None:
             return
+        # Cleared first: an error below must not leave the failed write behind.
         saving, self._saving = self._saving, None
         try:
             saved = saving.finish()
@@ -96,7 +99,7 @@ class Saver:
         self._remember(saved, saving.step)
 
     def save(self, step: int, version: int) -> checkpoint.Saved:
-        """Write step_N/ of the present step."""
+        """Write step_N/ of the current step."""
         saved = checkpoint.save_step(
             self._model, self._config, self._stepper, step=step, version=version, progress=self._progress(),
             reference=self._reference, wait_for_room=partial(self.wait_for_room, step), world=self._world,
@@ -118,30 +121,32 @@ class Saver:
         self._world.share(lambda: self._record(saved, step))
 
     def wait_for_room(self, step: int, folder: Path, words: str) -> None:
-        """Pause until there is more room on a full disk, or a minute has passed: a quota does not show.
+        """Pause until a full disk has more space, or a minute has passed: the free space does not
+        show a quota.
 
         Raises:
-            DiskFull: the run is to stop, so there is nothing to wait for.
+            DiskFull: the run is stopping, so it cannot wait.
         """
         free = shutil.disk_usage(folder).free
         text = f"{words}: step {step} cannot be saved in {folder} ({free / 1e9:.1f} GB free)"
         if self._stop.is_set():
             raise DiskFull(f"{text}. {checkpoint.describe_last(self._config)}")
-        print(f"[WARNING] {text}. Training pauses until there is room: free some, and it goes on by itself")
+        print(f"[WARNING] {text}. Training pauses until there is room: free some disk space, and training goes on")
         until = time.monotonic() + FULL_DISK_RETRY_S
-        while time.monotonic() < until and shutil.disk_usage(folder).free <= free + MORE_ROOM:
+        # Polls, since other processes may free space at any time.
+        while time.monotonic() < until and shutil.disk_usage(folder).free <= free + MORE_SPACE:
             if self._stop.wait(1.0):
                 break
 
 
 class BackgroundSave:
-    """The checkpoint of one step, of a whole model; each rank has one of its own."""
+    """Background write of one step's checkpoint of a whole model; one object on each rank."""
 
     def __init__(
         self, model: torch.nn.Module, config: TrainingConfig, stepper: Stepper, *, step: int, version: int,
         progress: dict[str, Any], world: World,
     ) -> None:  # fmt: skip
-        """Copy everything, and begin to write. A collective."""
+        """Copy all state and start the write. A collective."""
         began = time.perf_counter()
         self.step, self._began, self._config, self._world = step, began, config, world
         self._model, self._tensors = model, weights(model)
@@ -149,27 +154,30 @@ class BackgroundSave:
         self._kept = checkpoint.kept_of(stepper, progress, self._plain)
         self._version = version
         self._error: OSError | None = None
-        self._given_up = False
+        self._peer_failed = False
         self._target = checkpoint.step_folder(config, step)
         self._aside = checkpoint.written_in(self._target)
+        # All ranks wait here, so no thread writes before the folder exists.
         world.share(lambda: checkpoint.begin(self._aside))
         self._saved: checkpoint.Saved | None = None
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
         self._thread.start()
 
     def over(self) -> bool:
-        """Whether this rank has nothing to do for it any more."""
+        """Return True if this rank's thread has ended."""
         return not self._thread.is_alive()
 
     def finish(self) -> checkpoint.Saved:
-        """Wait until it is written. A collective.
+        """Wait for the end of the write. A collective.
 
         Raises:
-            OSError: it could not be written, on any rank; nothing is left of it.
+            OSError: a rank could not write; the partial checkpoint is removed.
         """
         if self._world.rank:
             self._thread.join()
-        self._given_up = any(self._world.gather(self._error is not None and self._world.rank > 0))
+        # A failed mark may be missing on a full disk, so tell rank 0 directly; it would wait
+        # forever.
+        self._peer_failed = any(self._world.gather(self._error is not None and self._world.rank > 0))
         self._thread.join()
         try:
             self._world.agree(self._error)
@@ -183,17 +191,19 @@ class BackgroundSave:
         try:
             self._write()
         except Exception as error:
-            self._error = error if isinstance(error, OSError) else OSError(str(error))  # safetensors has its own
+            # safetensors has error types of its own; `finish` expects an OSError.
+            self._error = error if isinstance(error, OSError) else OSError(str(error))
         if self._world.rank:
             with suppress(OSError):
                 self._mark(FAILED if self._error else WRITTEN, self._world.rank).touch()
-        self._tensors, self._state = {}, {}  # gigabytes
+        self._tensors, self._state = {}, {}  # free gigabytes of host memory
 
     def _write(self) -> None:
         checkpoint.write_state(self._aside / checkpoint.state_file(self._world), self._plain, self._state, self._world)
         if self._world.rank:
             return
         checkpoint.write_model(self._model, self._tensors, self._config, self._aside)
+        # Another rank failed: `finish` raises its error and removes the folder.
         if not all(map(self._written, range(1, self._world.size))):
             return
         checkpoint.complete(self._config, self._aside, self.step, self._version, self._kept)
@@ -202,16 +212,18 @@ class BackgroundSave:
         self._saved = checkpoint.Saved(self._target, time.perf_counter() - self._began, size)
 
     def _written(self, rank: int) -> bool:
-        """Wait for another rank; false where it failed. One that dies ends this process too (`rank_group.py`)."""
+        """Wait for another rank's mark; False if that rank failed."""
         written, failed = self._mark(WRITTEN, rank), self._mark(FAILED, rank)
-        while not self._given_up:
-            here = set(self._aside.iterdir())  # on a network file system it may be remembered that a name was missing
+        # A rank that dies leaves no mark, but then rank_group.py ends this process too.
+        while not self._peer_failed:
+            here = set(self._aside.iterdir())  # a network file system may cache a missing name
             if failed in here:
                 return False
             if written in here:
+                # Marks are no part of the checkpoint, which is sealed next.
                 written.unlink()
                 return True
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
         return False
 
     def _mark(self, name: str, rank: int) -> Path:

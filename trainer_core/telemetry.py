@@ -1,6 +1,7 @@
-"""Where figures go: `telemetry.jsonl`, one record a line, of which this is the only writer; and the trackers.
+"""Telemetry and trackers: `telemetry.jsonl`, one record a line, with this module as its only
+writer; Weights & Biases; TensorBoard.
 
-Each line is flushed at once. Nothing here ever stops training: what cannot be written is said once.
+Each line is flushed at once. A failed write never stops training; it is reported once.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from trainer_core.config import TrainingConfig
 
 Metrics = dict[str, Any]
 TABLE_ROWS = 64
-"""Completions that trackers gather before they show them as one table."""
+"""Completions that trackers collect into one table."""
 
 
 class Telemetry:
-    """Stamps records and appends them. `seq` continues where the file ends, also over attempts."""
+    """Stamps and appends records. `seq` continues from the end of the file, also across
+    attempts."""
 
     def __init__(self, path: Path, *, run_id: str = "", attempt: int = 1, rank: int = 0) -> None:
         self.path = path
@@ -33,21 +35,23 @@ class Telemetry:
         self.rank = rank
         self.seq = 0
         self.listener: Callable[[TrainerRecord], None] = lambda record: None
-        """Is shown every record that was written."""
+        """Called with every written record."""
         self._file: TextIO | None = None
         self._warned = False
 
     def write(self, kind: type[TrainerRecord], step: int, **fields: Any) -> None:
-        """Append one record of `kind` that belongs to optimizer step `step`."""
+        """Append one record of `kind` for optimizer step `step`."""
         try:
             file = self._open()
             stamp = {"run_id": self.run_id, "time": time.time(), "attempt": self.attempt, "rank": self.rank}
             record = kind(**stamp, seq=self.seq, step=step, **fields)
             file.write(record.to_line())
             file.flush()
+            # Only after a successful write, so that `seq` has no gaps.
             self.seq += 1
             self.listener(record)
         except OSError as error:
+            # The next write opens the file again, in case the disk recovers.
             self.close()
             if not self._warned:
                 self._warned = True
@@ -61,13 +65,14 @@ class Telemetry:
 
     def _open(self) -> TextIO:
         if self._file is None:
+            # Continue the numbers of an earlier attempt's file.
             self.seq = next_seq(self.path)
             self._file = self.path.open("a", encoding="utf-8")
         return self._file
 
 
 def open_telemetry(save_path: str, rank: int) -> Telemetry:
-    """The stream of the run directory, or one beside the checkpoints when the trainer runs alone."""
+    """Open the run directory's stream, or one in `save_path` if the trainer runs alone."""
     run_dir = RunDir.from_env()
     path = run_dir.telemetry_jsonl if run_dir else Path(save_path) / "telemetry.jsonl"
     run_id = os.environ.get(ENV_RUN_ID) or (run_dir.root.name if run_dir else "")
@@ -76,7 +81,8 @@ def open_telemetry(save_path: str, rank: int) -> Telemetry:
 
 
 def numbers_of(record: TrainerRecord) -> Metrics:
-    """Every number of a record as KIND/FIELD, those of a table in it as KIND/FIELD/KEY."""
+    """Return every number of a record as KIND/FIELD, and those of a table in it as
+    KIND/FIELD/KEY."""
     found: Metrics = {}
     for name, value in record.model_dump(exclude=set(TrainerRecord.model_fields)).items():
         inner = {f"{name}/{key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
@@ -85,8 +91,8 @@ def numbers_of(record: TrainerRecord) -> Metrics:
 
 
 class Wandb:
-    """A run of Weights & Biases. Every attempt goes on in the same one, which WANDB_RUN_ID names (the cockpit sets it).
-    The step is a metric, since an attempt may repeat some and wandb's own count takes none twice."""
+    """A Weights & Biases run. All attempts continue the same one, named by WANDB_RUN_ID (the
+    cockpit sets it)."""
 
     def __init__(self, config: TrainingConfig) -> None:
         import wandb
@@ -95,6 +101,8 @@ class Wandb:
             project=config.wandb_project, group=config.wandb_group, config=config.model_dump(mode="json")
         )
         self._table = wandb.Table
+        # Our step is a metric of its own: a resumed attempt repeats steps, and wandb's counter only
+        # grows.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
         print(f"W&B run: {self._run.url}" if self._run.url else f"W&B run (offline): {self._run.dir}")
@@ -113,8 +121,8 @@ class Wandb:
 
 
 class TensorBoard:
-    """Event files for `tensorboard --logdir`: one folder, a file an attempt. What an attempt repeats replaces what the
-    one before it wrote."""
+    """TensorBoard event files for `tensorboard --logdir`: one folder, one file an attempt. Repeated
+    steps replace those of earlier attempts."""
 
     def __init__(self, config: TrainingConfig, first_step: int) -> None:
         try:
@@ -122,6 +130,7 @@ class TensorBoard:
         except ImportError as error:
             raise ImportError(f"{error}: pip install tensorboardX, which writes without TensorBoard itself") from None
         folder = Path(config.tensorboard_dir or Path(config.save_path).parent / "tensorboard")
+        # `purge_step` hides what earlier attempts wrote from this step on.
         self._writer: Any = SummaryWriter(str(folder), purge_step=first_step, filename_suffix=f".{first_step}")
         print(f"TensorBoard: {folder}")
 
@@ -132,6 +141,7 @@ class TensorBoard:
 
     def table(self, step: int, rows: list[RolloutRecord]) -> None:
         for row in rows:
+            # Four spaces: TensorBoard renders Markdown, so this is a code block.
             text = f"{row.prompt}{row.completion}".replace("\n", "\n    ")
             self._writer.add_text(f"completions/{row.env or 'env'}", f"reward {row.reward}\n\n    {text}", row.step)
 
@@ -143,17 +153,18 @@ class TensorBoard:
 
 
 class Environments:
-    """What the environments of this run measure, from their own files: accuracies, and what they log."""
+    """Metrics of the run's environments, read from their own files."""
 
     def __init__(self) -> None:
         self._run = RunDir.from_env()
+        # Existing files are read from their end: earlier attempts have logged those records.
         self._tails: dict[Path, RecordTail] = {path: RecordTail(path, from_end=True) for path in self._files()}
 
     def _files(self) -> list[Path]:
         return sorted(self._run.root.glob("eval.*.jsonl")) if self._run else []
 
     def news(self) -> Metrics:
-        """Since the last call: eval/ENV/SPLIT and env/ENV/METRIC."""
+        """Return metrics since the last call: eval/ENV/SPLIT and env/ENV/METRIC."""
         found: Metrics = {}
         for path in self._files():
             for record in self._tails.setdefault(path, RecordTail(path)).read():
@@ -165,9 +176,9 @@ class Environments:
 
 
 class Trackers:
-    """Those that the configuration asks for. They get the guides' metric names, every number of telemetry, what the
-    environments measure, and completions; the first failure of one is said once and ends that one, never the training.
-    """
+    """The configured trackers. They get the guides' metric names, every number of telemetry, the
+    environments' metrics, and completions. A tracker that fails is reported and dropped; training
+    goes on."""
 
     def __init__(self, config: TrainingConfig, first_step: int = 1) -> None:
         self._backends: dict[str, Wandb | TensorBoard] = {}
@@ -182,32 +193,34 @@ class Trackers:
                 self._backends["TensorBoard"] = TensorBoard(config, first_step)
 
     def see(self, record: TrainerRecord) -> None:
-        """Remember a record of telemetry for the next `log`."""
+        """Keep a telemetry record for the next `log`."""
         if isinstance(record, RolloutRecord):
             self._rows.append(record)
         else:
             self._numbers |= numbers_of(record)
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Metrics of one step and all that was seen since the last; null values are left out."""
+        """Log one step's metrics and everything collected since the last call; None values are left
+        out."""
         known = {name: value for name, value in metrics.items() if value is not None}
         known = self._numbers | known | self._environments.news()
         self._numbers = {}
-        self._tell("log", step, known)
+        self._call("log", step, known)
         if len(self._rows) >= TABLE_ROWS:
             self._show_rows(step)
 
     def _show_rows(self, step: int) -> None:
         rows, self._rows = self._rows, []
-        self._tell("table", step, rows)
+        self._call("table", step, rows)
 
     def finish(self, summary: Metrics) -> None:
-        """Hand over the benchmark and close every backend."""
+        """Log the benchmark and close every tracker."""
         if self._rows:
             self._show_rows(self._rows[-1].step)
-        self._tell("finish", summary)
+        self._call("finish", summary)
 
-    def _tell(self, method: str, *values: Any) -> None:
+    def _call(self, method: str, *values: Any) -> None:
+        # A copy: `_isolated` removes a failed tracker from the dict.
         for name, backend in list(self._backends.items()):
             with self._isolated(name):
                 getattr(backend, method)(*values)
@@ -216,6 +229,6 @@ class Trackers:
     def _isolated(self, name: str) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # whatever the backend raises, training goes on
+        except Exception as error:  # any error of a tracker: training goes on
             print(f"Warning: {name} failed ({type(error).__name__}: {error}); training goes on without it")
             self._backends.pop(name, None)

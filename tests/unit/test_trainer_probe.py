@@ -128,7 +128,7 @@ def test_none_is_under_way_when_the_publish_comes(capsys: pytest.CaptureFixture[
     prober.start(1, 0)
     assert prober.finish(torch.nn.Identity()) is None
     assert engine.under_way == 0 and engine.begun == ALL
-    assert "no probe of this step: refused" in capsys.readouterr().out
+    assert "no logprob probe in this step: refused" in capsys.readouterr().out
     prober.close()
 
 
