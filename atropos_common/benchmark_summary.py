@@ -9,6 +9,7 @@ from typing import Any
 RULE = "=" * 70
 GB = 1e9
 NO_DATA = "no data"
+# Only a damaged or foreign recording has such figures.
 FOREIGN = 1e15
 """Seconds or bytes above which a figure is not plausible."""
 

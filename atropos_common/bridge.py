@@ -1,14 +1,14 @@
 """Messages between trainer and inference server, and the digest that links a completion to its
 weight version.
 
-    GET  /bridge/info                         -> BridgeInfo
-    POST /bridge/pause     PauseRequest       -> BridgeInfo     in-flight requests freeze, end, restart
-    POST /bridge/resume    ResumeRequest      -> BridgeInfo     resets the prefix cache, sets the version
-    POST /bridge/load      LoadWeightsRequest -> WeightsLoaded  pause, load and resume in one
-    POST /bridge/versions  VersionsRequest    -> VersionsResponse
-    POST /bridge/logprobs  LogprobsRequest    -> LogprobsResponse
-    POST /bridge/routing   RoutingRequest     -> RoutingResponse  if the engine records expert choices
-    POST /lora/load        LoadAdapterRequest -> AdapterInfo    new name and id; sets the version
+    GET  /bridge/info                          -> BridgeInfo
+    POST /bridge/pause     PauseRequest        -> BridgeInfo      freezes or ends requests
+    POST /bridge/resume    ResumeRequest       -> BridgeInfo      prefix cache reset, version set
+    POST /bridge/load      LoadWeightsRequest  -> WeightsLoaded   pause, load and resume in one
+    POST /bridge/versions  VersionsRequest     -> VersionsResponse
+    POST /bridge/logprobs  LogprobsRequest     -> LogprobsResponse
+    POST /bridge/routing   RoutingRequest      -> RoutingResponse if the engine records experts
+    POST /lora/load        LoadAdapterRequest  -> AdapterInfo     new name and id; sets the version
 
 A resume and a load of an adapter also release the hold on generation. All requests carry the run's
 token in the header `TOKEN_HEADER`. A request may name its server in `INSTANCE_HEADER`: a different

@@ -1,8 +1,10 @@
-"""Limits of a server for connections that are not the run's own: their number, and the time to send a request.
+"""Limits of a server for connections that are not the run's own: their number, and the time to send
+a request.
 
-A connection is the run's own if a process of this user (or of another user who is named) holds its other end, or as
-soon as one of its requests carries the run's key. Every other connection is foreign: another user of this machine, or
-another machine. Each costs a descriptor and asks for nothing, so a peer that opens thousands would lock the run out.
+A connection is the run's own if a process of this user (or of another user who is named) holds its
+other end, or as soon as one of its requests carries the run's key. Every other connection is
+foreign: another user of this machine, or another machine. Each costs a descriptor and asks for
+nothing, so a peer that opens thousands would lock the run out.
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ PER_PEER = 64
 IN_ALL = 256
 """Foreign connections of all peers together."""
 HEAD_S = 20.0
-"""Seconds that a foreign connection may take to send a whole request head, idle time after an answer included. aiohttp
-keeps an idle connection for 15 s, and the side that opened a connection should be the one that closes it."""
+"""Seconds that a foreign connection may take to send a whole request head, idle time after an
+answer included. aiohttp keeps an idle connection for 15 s, and the side that opened a connection
+should be the one that closes it."""
 BODY_S = 60.0
 """Seconds that a foreign connection may take to send the body of a request."""
 REPORT_S = 60.0
@@ -37,7 +40,8 @@ logger = logging.getLogger("uvicorn.error")
 class Connection:
     """One connection of a server.
 
-    `own` tells whether the run owns it; a middleware sets it with `prove` when a request carried the right key.
+    `own` tells whether the run owns it; a middleware sets it with `prove` when a request carried
+    the right key.
     """
 
     def __init__(
@@ -45,10 +49,12 @@ class Connection:
     ) -> None:
         self.own = own
         self.uid = uid
-        """User of the process at the other end; None for another machine, or where the system does not tell."""
+        """User of the process at the other end; None for another machine, or where the system does
+        not tell."""
         self.peer_name = address if uid is None else f"user {uid}"
         self.busy = 0
-        """Requests that are being answered; more than one where a client sends the next before it has the answer."""
+        """Requests that are being answered; more than one where a client sends the next before it
+        has the answer."""
         self.close = close
         self._limits = limits
         self._over = False
@@ -70,7 +76,8 @@ class Connection:
 
     @contextmanager
     def request(self) -> Iterator[None]:
-        """Mark one request, from its head to the end of its answer; the deadline of the next head starts at the end."""
+        """Mark one request, from its head to the end of its answer; the deadline of the next head
+        starts at the end."""
         self.busy += 1
         self._cancel()
         try:
@@ -91,7 +98,8 @@ class Connection:
             self._deadline = None
 
     def _expect_head(self) -> None:
-        # The timer starts once a head, not once a byte: uvicorn's own idle timer stops at the first byte that arrives.
+        # One timer per request head, not per byte: uvicorn's own idle timer stops at the first byte
+        # that arrives.
         self._deadline = asyncio.get_running_loop().call_later(HEAD_S, self.close)
 
 
@@ -130,7 +138,8 @@ class ConnectionLimits:
         full = of_peer if len(of_peer) >= PER_PEER else self._foreign if len(self._foreign) >= IN_ALL else None
         if full is not None:
             self._report(new.peer_name)
-            # The run's own components on other machines begin as foreign too: newcomers win over those that wait.
+            # The run's own components on other machines begin as foreign too: newcomers win over
+            # those that wait.
             oldest = next((each for each in full if not each.busy), None)
             if oldest is None:
                 new.end()
@@ -177,7 +186,8 @@ class ConnectionLimits:
                 if self.connection is None:
                     transport.abort()
                 else:
-                    # uvicorn copies this dictionary into the scope of each request of this connection.
+                    # uvicorn copies this dictionary into the scope of each request of this
+                    # connection.
                     self.app_state = self.app_state | {SCOPE_KEY: self.connection}
 
             def connection_lost(self, exc: Exception | None) -> None:

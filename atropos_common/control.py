@@ -1,15 +1,15 @@
 """Messages of the control socket: HTTP with JSON bodies over the run's Unix socket.
 
     GET  /status                     -> RunStatus
-    GET  /events?after=SEQ           -> NDJSON: a Snapshot line first, then every later record of supervisor.jsonl
+    GET  /events?after=SEQ           -> NDJSON: a Snapshot, then the later records of supervisor.jsonl
     POST /commands   CommandRequest  -> 202 Accepted | 409/404/422 Refusal
     GET  /commands/ID                -> CommandStatus
     GET  /recipe?action=A&component=C-> Recipe (what a command would do)
     GET  /logs/COMPONENT?n=N         -> text, the last N lines of the current attempt
     GET  /wait?for=X&timeout=S       -> WaitResult (for: ready, done, a component's name)
 
-The trainer uses the same socket to ask for a new engine (`initiator="trainer"`).
-A request may name the run that it means (`RUN_ID_HEADER`); the supervisor of any other run answers 421.
+The trainer uses the same socket to ask for a new engine (`initiator="trainer"`). A request may name
+the run that it means (`RUN_ID_HEADER`); the supervisor of any other run answers 421.
 """
 
 from enum import StrEnum

@@ -24,11 +24,13 @@ def open_regular(path: Path, unlinked: int = 1) -> BinaryIO:
     """Open a regular file for reading.
 
     Args:
-        unlinked: how many of the last parts of `path` may not be symbolic links; 0 follows every link. 1 suits a file
-            that lies in a run directory, `IN_LOGS` a log: a recording must not lead a reader to other files.
+        unlinked: how many of the last parts of `path` may not be symbolic links; 0 follows every
+            link. 1 suits a file that lies in a run directory, `IN_LOGS` a log: a recording must not
+            lead a reader to other files.
 
     Raises:
-        OSError: it does not exist, is reached by such a link, or is no regular file (a pipe would block for ever).
+        OSError: it does not exist, is reached by such a link, or is no regular file (a pipe would
+            block for ever).
     """
     # O_NONBLOCK: opening a pipe without a writer would otherwise wait for ever.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
@@ -60,8 +62,8 @@ def _opened_folder(path: Path, unlinked: int) -> Iterator[int]:
 
 
 def names_in(folder: Path, unlinked: int = 1, *, folders: bool = False) -> list[str]:
-    """Sorted names of the regular files in a folder, or of its folders; links are left out. Empty if the folder does
-    not exist or is reached by a link (`unlinked` as in `open_regular`)."""
+    """Sorted names of the regular files in a folder, or of its folders; links are left out. Empty
+    if the folder does not exist or is reached by a link (`unlinked` as in `open_regular`)."""
     try:
         with _opened_folder(folder, unlinked) as descriptor, os.scandir(descriptor) as entries:
             is_wanted = os.DirEntry.is_dir if folders else os.DirEntry.is_file
@@ -71,7 +73,8 @@ def names_in(folder: Path, unlinked: int = 1, *, folders: bool = False) -> list[
 
 
 def next_data(descriptor: int, offset: int) -> int:
-    """First offset from `offset` on that is not in a hole of the file; the file's size if there is none.
+    """First offset from `offset` on that is not in a hole of the file; the file's size if there is
+    none.
 
     A sparse file of any size takes no room in an archive; a reader skips its holes.
     """

@@ -1,4 +1,5 @@
-"""Reasons why a group of an environment does not reach the trainer: keys of `left_out` in `env_counts` records."""
+"""Reasons why a group of an environment does not reach the trainer: keys of `left_out` in
+`env_counts` records."""
 
 from __future__ import annotations
 

@@ -128,10 +128,11 @@ def hosts_in(env: Mapping[str, str], name: str) -> frozenset[str]:
 
 
 def page_refusal(headers: Mapping[str, str], hosts: frozenset[str]) -> tuple[int, str] | None:
-    """HTTP status and reason where a web page of another site asks; None for our own pages and for programs.
+    """HTTP status and reason where a web page of another site asks; None for our own pages and for
+    programs.
 
-    `Origin` names the site of a script's request. A tag such as `<img>` sends none, but the browser adds
-    `Sec-Fetch-Site` to it.
+    `Origin` names the site of a script's request. A tag such as `<img>` sends none, but the browser
+    adds `Sec-Fetch-Site` to it.
     """
     if (origin := headers.get("origin")) is not None and host_name(origin.partition("://")[2]) not in hosts:
         page = f"the page {origin!r}"

@@ -100,7 +100,8 @@ class Shard(BaseModel):
             whole = self.param_mappings.get(view.parameter)
             if whole is None:
                 raise ValueError(f"{name} lies in {view.parameter}, which is no parameter")
-            least = 1 if view.whole is None else 0  # a rank may have nothing of a tensor that is divided
+            # A rank may have nothing of a tensor that is divided.
+            least = 1 if view.whole is None else 0
             if len(view.shape) != len(view.stride) or min([1, *view.shape]) < least or min([0, *view.stride]) < 0:
                 raise ValueError(f"{name} has shape {view.shape} and stride {view.stride}")
             if (view.begin is None) != (view.whole is None) or not _inside(view):

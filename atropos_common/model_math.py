@@ -447,21 +447,25 @@ def activation_bytes(
         per_layer += 2 * (4 + width) * model.queries
     if compiled:
         per_layer = round(COMPILED * per_layer)
-    # Logits and their gradient; on a CPU the float32 softmax between them too, which a GPU computes in one kernel.
+    # Logits and their gradient; on a CPU the float32 softmax between them too, which a GPU computes
+    # in one kernel.
     logits = min(tokens * model.vocab, LOGITS_AT_ONCE[on_gpu]) * (2 * width + (0 if on_gpu else 12))
     largest = model.vocab * model.hidden if largest is None else largest
-    head = logits + largest * (8 if width < 4 else 4)  # the sum in float32, and in half precision what is added to it
+    # The float32 sum, and for half precision the addend.
+    head = logits + largest * (8 if width < 4 else 4)
     reached = model.layers if layers is None else layers
     recomputed = min(recomputed, reached)
     if not recomputed:
         return Activations(tokens, reached, per_layer, 8 * model.hidden, head)
     per_input = width * model.hidden
-    away = tokens * per_input * max(0, recomputed - 2) if offloaded else 0  # one is used while the next one comes
+    # Two inputs stay on the GPU: one in use, one arriving.
+    away = tokens * per_input * max(0, recomputed - 2) if offloaded else 0
     # A recomputed layer coexists with its own gradients.
     again = per_layer + width * round(2 * inner + 2 * model.hidden)
     if adapters is not None and adapters.widest >= inner:
-        # In the MLP, whose backward pass comes before anything of the layer is gone: the gradient of an adapter's
-        # product is float32, and compiled code makes that of its input before it is through with the first.
+        # The backward pass of the MLP comes first, when nothing of the layer is freed: the gradient
+        # of an adapter's product is float32, and compiled code makes the gradient of its input
+        # before it frees the first.
         again += (8 if compiled else 4) * adapters.widest
     return Activations(
         tokens, reached - recomputed, per_layer, 8 * model.hidden, head, recomputed, per_input, again, away

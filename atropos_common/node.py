@@ -32,7 +32,8 @@ def address_here() -> str:
     beyond = sorted(number for number in own if not number.startswith("127."))
     if beyond:
         return beyond[0]
-    if all(number.startswith("127.") for number in numbers):  # /etc/hosts often maps a machine's own name to these
+    # /etc/hosts often maps a machine's own name to these.
+    if all(number.startswith("127.") for number in numbers):
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect(("192.0.2.1", 9))  # datagram socket: this sends nothing
             return str(probe.getsockname()[0])

@@ -28,9 +28,11 @@ _SOCK_DIAG, _BY_FAMILY, _REQUEST, _ANY = 4, 20, 1, 0xFFFFFFFF
 _HEADER = struct.Struct("=IHHII")
 """nlmsghdr: length, type, flags, sequence, port."""
 _QUESTION = struct.Struct("=BBBBI4s16s16sIII")
-"""inet_diag_req_v2: family, protocol, extensions, padding, states; ports, two addresses, interface, cookie."""
+"""inet_diag_req_v2: family, protocol, extensions, padding, states; ports, two addresses, interface,
+cookie."""
 _ANSWER = struct.Struct("=BBBB48sIIIII")
-"""inet_diag_msg: family, state, timer, retransmits, the same socket, expiry, two queues, uid, inode."""
+"""inet_diag_msg: family, state, timer, retransmits, the same socket, expiry, two queues, uid,
+inode."""
 
 
 class UnknownPeerError(Exception):
@@ -92,7 +94,8 @@ def listed(client: Address, server: Address) -> int:
         with contextlib.suppress(OSError):
             rows = (PROC_NET / table).read_bytes()
             if (at := rows.find(b" %s %s " % ends)) >= 0:
-                # Columns: local and remote address, state, queues, timer, retransmits, uid, timeout, inode.
+                # Columns: local and remote address, state, queues, timer, retransmits, uid,
+                # timeout, inode.
                 fields = rows[at : rows.find(b"\n", at)].split()
                 return _held(state=int(fields[2], 16), uid=int(fields[6]), inode=int(fields[8]))
     raise UnknownPeerError

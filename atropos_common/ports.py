@@ -39,12 +39,13 @@ def hold(port: int) -> socket.socket:
     """
     held = socket.socket()
     try:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier server do not matter
+        # Ignore lingering connections of an earlier server.
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind((LOOPBACK, port))
-        held.listen()  # settles that nobody else listens there, and ends that others may bind by SO_REUSEADDR
+        held.listen()  # fails if another program listens, and ends binds by SO_REUSEADDR
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
-        held.shutdown(socket.SHUT_RD)  # it listens no more, and stays bound
+        held.shutdown(socket.SHUT_RD)  # stop listening, but stay bound
     except OSError:
         held.close()
         raise
@@ -86,7 +87,7 @@ def listen(bound: socket.socket) -> None:
     shared = bool(bound.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT))
     _persistently(lambda: bound.listen(BACKLOG), _TRY_S if shared else 0.0)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 0)
-    # The kernel remembers of a port that its sockets share it and looks no further, until one binds that does not.
+    # The kernel caches that the sockets of a port share it, until one binds that does not.
     with contextlib.suppress(OSError), socket.socket() as beside:
         beside.bind((_BESIDE, bound.getsockname()[1]))
 

@@ -62,7 +62,8 @@ class FileSource:
 def nth_from_end(path: Path, words: bytes, count: int) -> int:
     """Byte at which the `count`-th last occurrence of `words` in a file begins.
 
-    0 without a file. Where the last `LOOK_BACK_BYTES` hold fewer, the byte at which these begin: 0 in a shorter file.
+    0 without a file. Where the last `LOOK_BACK_BYTES` hold fewer, the byte at which these begin: 0
+    in a shorter file.
     """
     try:
         with open_regular(path) as file:
@@ -182,7 +183,8 @@ def next_seq(path: Path) -> int:
         cut_torn_line(file.fileno())
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - TAIL_BYTES))
-        lines = file.read(min(size, TAIL_BYTES)).splitlines()  # a device such as /dev/full has no end to be read to
+        # Bounded, because a device such as /dev/full has no end.
+        lines = file.read(min(size, TAIL_BYTES)).splitlines()
     for line in reversed(lines):
         with contextlib.suppress(RecordError):
             return parse_line(line).seq + 1

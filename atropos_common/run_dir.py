@@ -152,7 +152,8 @@ class RunDir:
         return self.root / f"eval.{env}.jsonl"
 
     def stages_jsonl(self, component: str) -> Path:
-        """Where one of our programs records the stages that it reaches (`atropos_common/stages.py`)."""
+        """Where one of our programs records the stages that it reaches
+        (`atropos_common/stages.py`)."""
         return self.root / f"stages.{component}.jsonl"
 
     def log(self, component: str, attempt: int) -> Path:

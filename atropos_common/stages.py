@@ -1,8 +1,8 @@
 """Stages of our own programs: records in `RUN/stages.COMPONENT.jsonl`, which the supervisor reads.
 
-A program calls `reach` at each named point of its start-up; printed lines are for people. The file lies in the run
-directory, which every node of a stack shares, so it works behind each launcher. A program that runs alone, without a
-supervisor, writes nothing.
+A program calls `reach` at each named point of its start-up; printed lines are for people. The file
+lies in the run directory, which every node of a stack shares, so it works behind each launcher. A
+program that runs alone, without a supervisor, writes nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ RETRY_S = 1.0
 
 
 def reach(stage: str) -> None:
-    """Record that this program has reached `stage`, again at each call; a full disk is retried in the background."""
+    """Record that this program has reached `stage`, again at each call; a full disk is retried in
+    the background."""
     run, component = RunDir.from_env(), os.environ.get(ENV_COMPONENT, "")
     if run is None or not is_safe_name(component):
         return

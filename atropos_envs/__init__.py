@@ -50,12 +50,14 @@ def without_torch() -> None:
     """
     if "torch" in sys.modules:
         return
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # no warning that torch is missing
+    # No warning that torch is missing.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     # `None` makes `import torch` fail, and transformers then offers its tokenizers alone. The entry
     # goes away again, so a later import of torch works.
     sys.modules["torch"] = None  # type: ignore[assignment]
     try:
-        importlib.import_module("transformers").is_torch_available()  # transformers caches the answer
+        # Transformers caches the answer.
+        importlib.import_module("transformers").is_torch_available()
     finally:
         del sys.modules["torch"]
 

@@ -110,8 +110,8 @@ class Hosted(BaseEnv):  # type: ignore[misc]
                 exit_code=2,
             ) from error
         if self.config.group_size == 1:
-            # A lone score equals itself, so BaseEnv would send nothing; the trainer compares it with
-            # earlier scores.
+            # A lone score equals itself, so BaseEnv would send nothing; the trainer compares it
+            # with earlier scores.
             self.config.ensure_scores_are_not_same = False
         self.eval_runner: asyncio.Task[None] | None = None
         self.component = component_name(self.name or type(self).__name__)
@@ -262,7 +262,8 @@ class Hosted(BaseEnv):  # type: ignore[misc]
                 if self.queue_slots is not None:
                     self._drop(self.queue_slots.sent(pending, 1))
             elif pending is not None:
-                pending.made = False  # the manager's next round starts another group, as after a failure
+                # The manager's next round starts another group, as after a failure.
+                pending.made = False
 
     async def _send(self, group: dict[str, Any]) -> bool:
         """Return True if run-api accepted `group`; count it otherwise."""
@@ -293,10 +294,11 @@ class Hosted(BaseEnv):  # type: ignore[misc]
         finally:
             self._drop(self.queue_slots.end(pending))
         self.workers.discard(asyncio.current_task())
-        # After a failure only the manager's next round starts another group; at once would be a busy
-        # loop of failures.
+        # After a failure only the manager's next round starts another group; at once would be a
+        # busy loop of failures.
         if pending.made:
-            # `get_next_item` may raise; the manager's next round meets the same error and reports it.
+            # `get_next_item` may raise; the manager's next round meets the same error and reports
+            # it.
             with suppress(Exception):
                 await self.add_train_workers()
         return made
@@ -307,7 +309,8 @@ class Hosted(BaseEnv):  # type: ignore[misc]
         pending = _pending.get()
         if self.queue_slots is None or pending is None:
             return True
-        pending.made = any(reason in (None, FLAT) for reason in reasons)  # False: treated as a failure
+        # False: treated as a failure.
+        pending.made = any(reason in (None, FLAT) for reason in reasons)
         self.queue_slots.count_result(flat=all(reason == FLAT for reason in reasons))
         useful = reasons.count(None)
         if not useful or await pending.wait_for_slot():
@@ -358,7 +361,8 @@ class Hosted(BaseEnv):  # type: ignore[misc]
             if not self.queue_slots.full:
                 full_since = time.monotonic()
             elif time.monotonic() - full_since < LOOK_FOR_S and await self._batch_taken():
-                with suppress(Exception):  # the manager's next round meets and reports the same error
+                # The manager's next round meets and reports the same error.
+                with suppress(Exception):
                     await self.get_status()
                     await self.add_train_workers()
 
@@ -547,7 +551,8 @@ class Foreign(Hosted):
         cls.servers_wanted = max(len(wanted), 1)
         first = wanted[0] if wanted else APIServerConfig()
         if "eval_handling" not in config.model_fields_set:
-            # The default, STOP_TRAIN, stops rollouts during an evaluation and restarts those in flight.
+            # The default, STOP_TRAIN, stops rollouts during an evaluation and restarts those in
+            # flight.
             config.eval_handling = EvalHandlingEnum.NONE
         known = {name: value for name, value in first.model_dump().items() if name in APIServerConfig.model_fields}
         return config, [APIServerConfig(**known)]

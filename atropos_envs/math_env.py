@@ -63,7 +63,8 @@ class HubSplit:
         where = (self.dataset, self.subset) if self.subset else (self.dataset,)
         try:
             rows = [self._row(row) for row in load_dataset(*where, split=self.split)]
-        except Exception as error:  # the hub's client raises many unrelated types, and all mean: no data
+        except Exception as error:
+            # The hub's client raises many unrelated types, and all mean: no data.
             reason = str(error).strip().split("\n")[0] or type(error).__name__
             raise EnvFault(
                 f"the data set {self.dataset} cannot be loaded ({reason[:200]}). Check the network or HF_ENDPOINT, use "
@@ -207,7 +208,8 @@ class MathEnv(StackEnv):
     """Base of the mathematics environments."""
 
     env_config_cls = MathConfig
-    # An evaluation takes minutes with a real model: neither rollouts nor the end of the run wait for it.
+    # An evaluation takes minutes with a real model: neither rollouts nor the end of the run wait
+    # for it.
     evaluates_first = False
     evaluates_last = False
     env_defaults: ClassVar[dict[str, Any]] = {
@@ -270,7 +272,8 @@ class MathEnv(StackEnv):
         async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
             texts = await self.complete(managed, item, sampling | {"n": self.config.group_size})
             nodes = managed.get_state()["nodes"]
-        # ManagedServer keeps its nodes in the order of the answer; `strict` fails if one is missing.
+        # ManagedServer keeps its nodes in the order of the answer; `strict` fails if one is
+        # missing.
         group = [
             Completion(text, len(node.tokens), reason == "length")
             for (text, reason), node in zip(texts, nodes, strict=True)

@@ -96,6 +96,7 @@ class MathZeroEnv(MathEnv):
 
 
 def _prompt(row: MathProblem) -> str:
+    # Spaces around a question would become tokens of their own.
     return PROMPT.format(question=row["question"].strip())
 
 

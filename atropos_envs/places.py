@@ -166,8 +166,8 @@ def enough(useful: int, flat_share: float) -> int:
     if useful <= 0:
         return 0
     useful_share = 1 - flat_share
-    # Of n groups n * u are useful, with a standard deviation of sqrt(n * f * u); f is the flat share,
-    # u = 1 - f. Solve n * u - sqrt(n * f * u) = useful for sqrt(n).
+    # Of n groups n * u are useful, with a standard deviation of sqrt(n * f * u); f is the flat
+    # share, u = 1 - f. Solve n * u - sqrt(n * f * u) = useful for sqrt(n).
     spread = math.sqrt(flat_share * useful_share)
     root = (spread + math.sqrt(spread**2 + 4 * useful_share * useful)) / (2 * useful_share)
     # The small term keeps rounding errors from adding a group.

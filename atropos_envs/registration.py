@@ -129,7 +129,8 @@ class Registration:
         while True:
             try:
                 answer = await self._call("POST", "/register-env", fields)
-                reason = f"run-api at {self._url} says: {answer['status']}"  # `env_not_registered` matches "says:"
+                # `env_not_registered` matches "says:".
+                reason = f"run-api at {self._url} says: {answer['status']}"
                 if answer["status"] == "success":
                     break
             # run-api may start after the environment; wait without limit, the supervisor has the

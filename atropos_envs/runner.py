@@ -87,7 +87,8 @@ def _execute(target: str, name: str) -> dict[str, Any]:
             if depth := _package_depth(path):
                 return runpy.run_module(_as_module(folder, depth, path.stem), run_name=name, alter_sys=True)
             return runpy.run_path(str(path), run_name=name)
-        sys.path.insert(0, str(Path.cwd()))  # as `python -m` does; our own modules are imported already
+        # As `python -m` does; our own modules are imported already.
+        sys.path.insert(0, str(Path.cwd()))
         return runpy.run_module(target, run_name=name, alter_sys=True)
     except ImportError as error:
         raise EnvFault(missing_package(error), exit_code=2) from error
@@ -113,7 +114,8 @@ def _as_module(folder: Path, depth: int, stem: str) -> str:
     names = folder.parts[-depth:]
     for level in range(1, depth + 1):
         place = folder.parents[depth - level - 1] if level < depth else folder
-        if not (place / "__init__.py").exists():  # otherwise a file of the same name could be found first
+        # Otherwise a file of the same name could be found first.
+        if not (place / "__init__.py").exists():
             package = ModuleType(".".join(names[:level]))
             package.__path__ = [str(place)]
             sys.modules[package.__name__] = package

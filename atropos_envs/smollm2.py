@@ -60,7 +60,8 @@ def save_smollm2(output: Path, dtype: str = "bfloat16") -> None:
 
     transformers_logging.disable_progress_bar()
     read = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
-    # transformers refuses to save a config with `quantization_config`; these weights are dequantized.
+    # transformers refuses to save a config with `quantization_config`; these weights are
+    # dequantized.
     config = type(read.config).from_dict(
         {name: value for name, value in read.config.to_dict().items() if name != "quantization_config"}
     )
@@ -69,7 +70,8 @@ def save_smollm2(output: Path, dtype: str = "bfloat16") -> None:
     model.load_state_dict(read.state_dict())
     model.generation_config = read.generation_config
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-    # Releases of transformers read different special tokens from this file; the config has the right ids.
+    # Releases of transformers read different special tokens from this file; the config has the
+    # right ids.
     tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token = tokenizer.convert_ids_to_tokens(
         [config.bos_token_id, config.eos_token_id, config.pad_token_id]
     )

@@ -31,8 +31,8 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
-    # BPE without merges is a character model. Mapping the unknown to padding, not to nothing, keeps a warm-up
-    # prompt such as "Hello" from becoming an empty one, which vLLM refuses.
+    # BPE without merges is a character model. Mapping the unknown to padding, not to nothing, keeps
+    # a warm-up prompt such as "Hello" from becoming an empty one, which vLLM refuses.
     core = Tokenizer(models.BPE(vocab=VOCABULARY, merges=[], unk_token=PAD_TOKEN))
     # Joins the characters; the default decoder puts spaces between them.
     core.decoder = decoders.Fuse()

@@ -216,7 +216,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--vocab-rows {options.vocab_rows}: the {len(VOCABULARY)} tokens need a row each")
     import torch
 
-    # The matrices are tiny: a second thread gains a third on an idle machine and loses tenfold on a busy one.
+    # The matrices are tiny: a second thread gains a third on an idle machine and loses tenfold on a
+    # busy one.
     torch.set_num_threads(1)
     from transformers.utils import logging as transformers_logging
 
