@@ -639,7 +639,6 @@ def sharding_contradictions(config: TrainingConfig, ranks: int) -> list[str]:
 
 
 def _rollout_contradictions(config: TrainingConfig) -> list[str]:
-    """Return conflicts about policy lag and the source of rollouts."""
     problems = []
     lag, every = config.max_policy_lag, config.vllm_restart_interval
     # In these modes the server keeps old weights for several steps, so its lag grows to `every` -

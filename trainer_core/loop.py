@@ -113,7 +113,7 @@ DYING_S = 5.0
 """Seconds within which a server ends after its engine has died."""
 
 
-class _Enough(Exception):
+class _StopConditionMet(Exception):
     """A stop condition became true while waiting for a batch."""
 
 
@@ -147,7 +147,7 @@ def train(
     stop = stop or threading.Event()
     config = _offline(config, rollouts).in_run_dir(RunDir.from_env())
     with ExitStack() as opened:
-        opened.enter_context(_process_as_it_was())
+        opened.enter_context(_restored_process_state())
         world = opened.enter_context(_world(config, stop))
         if problems := sharding_contradictions(config, world.size):
             raise UsageError("\n".join(problems))
@@ -158,7 +158,7 @@ def train(
         print(checkpoint.describe(start, config))
         if hint := objective_hint(config):
             print(f"[NOTE] {hint}")
-        source = world.first(lambda: _source(config, api or rollouts, start.step, stop))
+        source = world.first(lambda: _open_source(config, api or rollouts, start.step, stop))
         # `first` leaves the source on rank 0; other ranks get None.
         if source is not None:
             opened.callback(source.close)
@@ -225,7 +225,7 @@ class Run:
         # Before the optimizer, which takes the parameters that require a gradient.
         train_only(self.model, config.train_layer_indices)
         # Packing must not change the logprobs; test it on this very model before training.
-        print(f"Proved: packed logprobs are the model's own, to {prove(self.model):.1g} nats")
+        print(f"Verified: packed logprobs equal the model's within {prove(self.model):.1g} nats")
         use_head(self.model, config.head_dtype)
         print(f"Attention: {use_attention(self.model, config.attention_kernel)}")
         routers = replay_in(self.model) if config.routing_replay else None
@@ -244,11 +244,11 @@ class Run:
         self.mfu = MfuMeter(self.model, self.device, world.size)
         dtype = str(compute_dtype(self.model)).removeprefix("torch.")
         self.gate = AlignmentGate(thresholds(dtype, config.alignment_ok, config.alignment_mismatch))
-        self.probe = LogprobProbe(self.sync.engines, config, self._asker(routers))
+        self.probe = LogprobProbe(self.sync.engines, config, self._routing_asker(routers))
         opened.callback(self.probe.close)
         self.engine_use = EngineMeter(self.sync.engines)
         self.engine_use.measure()  # sets the zero point of the counters
-        self.batches = self._batches(api, start, self._asker(routers), opened)
+        self.batches = self._batches(api, start, self._routing_asker(routers), opened)
         self.bench = BenchmarkTotals(config.mode)
         print(f"Ready to train from step {self.step + 1} with weight version {self.version}")
         if speaks_for_node():
@@ -303,11 +303,11 @@ class Run:
             with suppress(EngineGone):  # the publish finds that out
                 if not engine.info().records_routing:
                     raise UsageError(
-                        f"--routing-replay: the server at {engine.base_url} records no experts: start it with "
-                        f"--{ROUTING_FLAG}, or leave it out"
+                        f"--routing-replay: the server at {engine.base_url} does not record expert choices: start it "
+                        f"with --{ROUTING_FLAG}, or leave out --routing-replay"
                     )
 
-    def _asker(self, routers: RouterShape | None) -> RoutingAsker | None:
+    def _routing_asker(self, routers: RouterShape | None) -> RoutingAsker | None:
         return None if routers is None else RoutingAsker([engine.routing for engine in self.sync.engines], routers)
 
     def to_the_end(self) -> TrainResult:
@@ -343,7 +343,7 @@ class Run:
                 except RuntimeError:
                     self.raise_server_end()
                     raise
-        except _Enough:
+        except _StopConditionMet:
             return self.finish()
         except RolloutsEnd as end:
             self.reason = str(end)
@@ -417,7 +417,7 @@ class Run:
         """Poll server health and stop conditions."""
         self.sync.check()
         if self.stopping.reason() is not None:
-            raise _Enough
+            raise _StopConditionMet
 
     def raise_server_end(self) -> None:
         """After an error of torch, raise `EngineGone` if the server's end explains it."""
@@ -636,17 +636,16 @@ def _offline(config: TrainingConfig, rollouts: str | Path | RolloutSource | Iter
     return changed
 
 
-def _source(
+def _open_source(
     config: TrainingConfig, given: str | Path | RolloutSource | Iterable[Any] | None, step: int, stop: threading.Event
 ) -> RolloutSource:
-    """Open the source of batches, after `step` optimizer steps."""
     if given is not None and not isinstance(given, (str, Path)):
         return given if isinstance(given, RunApi | RecordedRollouts) else OwnSource(given)
     return open_api(config, step, stop) if config.rollouts is None else open_rollouts(config)
 
 
 @contextmanager
-def _process_as_it_was() -> Iterator[None]:
+def _restored_process_state() -> Iterator[None]:
     """Restore process-wide state at the end: random generators, torch threads, a compiler flag and
     `sys.path`."""
     places = list(sys.path)

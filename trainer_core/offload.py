@@ -150,12 +150,10 @@ class HostMemory:
 
 
 @dataclass(eq=False)
-class _Saved:
-    """A hidden state in host memory."""
-
+class _SavedState:
     host: torch.Tensor
     written: torch.cuda.Event | None
-    below: weakref.ref[_Saved] | None
+    below: weakref.ref[_SavedState] | None
     """State that the backward pass needs next. A weak reference: only the graph keeps a state
     alive, and frozen layers never request theirs."""
     back: torch.Tensor | None = None
@@ -170,7 +168,7 @@ class SavedStates:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._up, self._down = _CopyStream(device), _CopyStream(device)
-        self._newest: weakref.ref[_Saved] | None = None
+        self._newest: weakref.ref[_SavedState] | None = None
 
     def around(self, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap `checkpoint`, the function that calls a layer, so that its saved inputs are
@@ -185,7 +183,7 @@ class SavedStates:
         return call
 
     @torch.no_grad()
-    def _pack(self, tensor: torch.Tensor) -> _Saved | torch.Tensor:
+    def _pack(self, tensor: torch.Tensor) -> _SavedState | torch.Tensor:
         # Indices and small tensors are not worth a copy.
         if not tensor.is_floating_point() or tensor.numel() <= SMALL:
             return tensor
@@ -194,12 +192,12 @@ class SavedStates:
             host.copy_(tensor, non_blocking=True)
         # The layer may free its input before the copy has finished.
         self._down.borrow(tensor)
-        saved = _Saved(host, self._down.mark(), self._newest)
+        saved = _SavedState(host, self._down.mark(), self._newest)
         self._newest = weakref.ref(saved)
         return saved
 
     @torch.no_grad()
-    def _unpack(self, saved: _Saved | torch.Tensor) -> torch.Tensor:
+    def _unpack(self, saved: _SavedState | torch.Tensor) -> torch.Tensor:
         if isinstance(saved, torch.Tensor):
             return saved
         back = self._fetched(saved)
@@ -211,7 +209,7 @@ class SavedStates:
             self._fetched(below)
         return back
 
-    def _fetched(self, saved: _Saved) -> torch.Tensor:
+    def _fetched(self, saved: _SavedState) -> torch.Tensor:
         """Start the copy to the device unless it has started already; return the device tensor."""
         if saved.back is None:
             saved.back = torch.empty_like(saved.host, device=self._device)

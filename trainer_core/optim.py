@@ -356,7 +356,7 @@ def for_device(config: TrainingConfig, device: torch.device) -> TrainingConfig:
         update["optimizer"] = optimizer
     for name in ("optimizer_offload", "activation_offload"):
         if getattr(config, name):
-            print(f"{flag(name)} does nothing on a CPU: its memory is the host's")
+            print(f"{flag(name)} does nothing on a CPU: its memory is host memory already")
             update[name] = False
     return config.model_copy(update=update)
 

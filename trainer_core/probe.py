@@ -120,7 +120,7 @@ class LogprobProbe:
 
     def asked_at(self, step: int) -> str:
         """Name the server of the probe of `step`, if there are several."""
-        return f"; the probe asked {self._asked(step).base_url}" if len(self.engines) > 1 else ""
+        return f"; probed server: {self._asked(step).base_url}" if len(self.engines) > 1 else ""
 
     def finish(self, model: torch.nn.Module, world: World = ALONE) -> ProbeDiffs | None:
         """Return the comparison, on all ranks; None if no probe was started, or the server refused
@@ -249,8 +249,8 @@ def _cause_in_rollouts(model: torch.nn.Module, rollouts: Sequence[Rollout], worl
     scored = _Scored(model, row, world)
     # Verdicts come from rank 0: another rank's figures may lie just beyond a bound, and it would
     # then run the model once more than the others and hang.
-    shifted = world.share(lambda: _shifted(scored))
-    return shifted or _temperature(scored) or world.share(lambda: _filtered(scored))
+    shifted = world.share(lambda: _shifted_by_one(scored))
+    return shifted or _other_temperature(scored) or world.share(lambda: _filtered(scored))
 
 
 class _Scored:
@@ -273,8 +273,7 @@ class _Scored:
         return self.world.share(lambda: float(gaps.mean()))
 
 
-def _shifted(scored: _Scored) -> str | None:
-    """Test if the rollouts' logprobs are shifted by one token."""
+def _shifted_by_one(scored: _Scored) -> str | None:
     train, theirs, ids = scored.train, scored.row.logprobs, scored.row.sequences
     for mine, other, where in (
         (slice(1, None), slice(None, -1), "the token before"),
@@ -291,8 +290,7 @@ def _shifted(scored: _Scored) -> str | None:
     return None
 
 
-def _temperature(scored: _Scored) -> str | None:
-    """Search a temperature at which both sides agree."""
+def _other_temperature(scored: _Scored) -> str | None:
     before = scored.left(1.0)
     best, width = 1.0, 2.0
     # Search on a logarithmic grid that narrows around the best factor by a cube root each round.
@@ -305,7 +303,7 @@ def _temperature(scored: _Scored) -> str | None:
     # Near 1.0 the likely cause is a server that returns raw logprobs.
     assumed = float(scored.row.temperatures.median())
     raw = ": raw logprobs, or that temperature" if abs(best * assumed - 1.0) < 0.02 else ""
-    return f"{TEMPERATURE}: the rollouts' logprobs fit {best * assumed:.2f}{raw}; the trainer counts with {assumed:.2f}"
+    return f"{TEMPERATURE}: the rollouts' logprobs fit {best * assumed:.2f}{raw}; the trainer uses {assumed:.2f}"
 
 
 def _filtered(scored: _Scored) -> str | None:
@@ -322,7 +320,6 @@ def _filtered(scored: _Scored) -> str | None:
 
 
 def _cause_in_head(model: torch.nn.Module, answers: Answers, world: World) -> str | None:
-    """Test if the server computes its head in another dtype."""
     # [N] logprobs of all answers, in the order of `_all_of`.
     theirs = torch.tensor([value for _, *both in answers for done in both for value in done.logprobs])
     if not len(theirs):

@@ -262,7 +262,6 @@ class Ranks(World):
         return self._verified(0, signed)
 
     def _with_mac(self, rank: int, message: bytes) -> bytearray:
-        """Prefix the next message with its MAC."""
         self._message += 1
         # The counter and the rank are part of the MAC, so a message cannot be replayed.
         return bytearray(self._sealed.mac(f"{self._message} by {rank}", message) + message)

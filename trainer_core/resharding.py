@@ -62,8 +62,8 @@ class SavedTensor:
             edges.append((rows.first + rows.count) * width)
         if any(edge % block for edge in edges):
             raise UsageError(
-                f"the 8-bit optimizer state of a parameter {list(rows.shape)} cannot be cut for another number of "
-                "ranks: go on with as many as wrote the checkpoint, or --resume never"
+                f"the 8-bit optimizer state of a parameter {list(rows.shape)} cannot be split for another number of "
+                "ranks: use as many ranks as wrote the checkpoint, or --resume never"
             )
         parts = 1 if of.shapes[0] == rows.shape else len(self.shapes)
         return self._cut(rows.first * width // block, -(-rows.count * width // block), parts)

@@ -270,8 +270,8 @@ class _Sums:
     def add(self, part: LossSums, scores: TokenScores, row: _DeviceRow) -> None:
         logprobs, rollout, correction = scores.logprobs, row.packed.logprobs, row.correction
         measured = torch.ones_like(rollout) if row.measured is None else row.measured.to(rollout.dtype)
-        # A replaced logprob is the trainer's own: its difference of 0 would embellish the
-        # alignment.
+        # A replaced logprob is the trainer's own: its difference of 0 would hide
+        # a mismatch.
         diff = torch.where(measured > 0, logprobs - rollout, 0.0)
         self._largest = torch.maximum(self._largest, diff.abs().max())
         everything = torch.ones_like(rollout).sum()

@@ -214,9 +214,9 @@ def _alignments(folder: Path) -> list[AlignmentRecord]:
 @pytest.mark.parametrize(
     ("temperature", "say", "words"),
     [
-        (0.7, 1.0, "temperature: the rollouts' logprobs fit 0.70; the trainer counts with 1.00"),
+        (0.7, 1.0, "temperature: the rollouts' logprobs fit 0.70; the trainer uses 1.00"),
         (0.9, 1.0, "fit 0.90"),
-        (1.0, 0.5, "fit 1.00: raw logprobs, or that temperature; the trainer counts with 0.50"),
+        (1.0, 0.5, "fit 1.00: raw logprobs, or that temperature; the trainer uses 0.50"),
     ],
 )
 def test_a_wrong_temperature_is_named(

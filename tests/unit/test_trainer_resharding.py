@@ -63,5 +63,5 @@ def test_each_rank_reads_what_it_would_have_written(
 
 def test_a_block_of_8_bit_state_is_not_cut(tmp_path: Path) -> None:
     files = written(tmp_path, torch.randn(6, 10), 1, 4)
-    with pytest.raises(UsageError, match="go on with as many as wrote the checkpoint"):
+    with pytest.raises(UsageError, match="use as many ranks as wrote the checkpoint"):
         cut(state(files), [rows_of((6, 10), 1, 2)], [0])
