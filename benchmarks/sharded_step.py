@@ -44,7 +44,7 @@ from trainer_core.policy.sharding import load_for, shard, weights
 from trainer_core.policy.speed import compile_layers, compiles, use_checkpointing, use_memory
 from trainer_core.rank_group import join
 from trainer_core.rollouts.batch import Rollout
-from trainer_core.rollouts.packing import PackedRow, deal, hand, pack
+from trainer_core.rollouts.packing import PackedRow, assign_rows, pack, rows_at
 from trainer_core.step import StepOutcome, accumulate
 from trainer_core.world import World
 
@@ -123,7 +123,7 @@ class Trainer:
 
     def rows(self, ranks: int, step: int) -> list[PackedRow]:
         rows = pack(self.rollouts(ranks, step), self.job.row, self.world.size)
-        return hand(rows, deal(rows, self.world.size, lambda _: True)[self.world.rank])
+        return rows_at(rows, assign_rows(rows, self.world.size, lambda _: True)[self.world.rank])
 
     def step(self, rows: list[PackedRow], step: int) -> StepOutcome:
         outcome = accumulate(self.model, self.stepper, rows, Objective(self.config), step, world=self.world)

@@ -87,7 +87,7 @@ from trainer_core.rollouts.batch import Baselines, Batch
 from trainer_core.rollouts.client import RolloutSource, RunApi, open_api
 from trainer_core.rollouts.own import OwnSource
 from trainer_core.rollouts.packing import PackedRow
-from trainer_core.rollouts.recorded import RecordedLags, RecordedRollouts, Recorder, Witness, open_rollouts
+from trainer_core.rollouts.recorded import Provenance, RecordedLags, RecordedRollouts, Recorder, open_rollouts
 from trainer_core.rollouts.source import BatchSource, LagMeter, Lags
 from trainer_core.saving import Saver
 from trainer_core.server.client import EngineMeter
@@ -272,17 +272,17 @@ class Run:
     ) -> BatchSource:
         """Create the source of batches; servers, or the recording, supply logprobs and versions
         that a batch lacks."""
-        witnesses: list[Witness] = [api] if isinstance(api, RecordedRollouts) else [*self.sync.engines]
+        sources: list[Provenance] = [api] if isinstance(api, RecordedRollouts) else [*self.sync.engines]
         record = None
         if self.config.record_rollouts is not None and not self.world.rank:
             recorder = Recorder(self.config.record_rollouts)
             opened.callback(recorder.close)
-            witnesses = [recorder.overhear(witness) for witness in witnesses]
+            sources = [recorder.record_answers_of(source) for source in sources]
             record = recorder.write
         if isinstance(api, RecordedRollouts):
             api.go_on_from(start.progress.get("position"))
         meter = (
-            RecordedLags(api) if isinstance(api, RecordedRollouts) else LagMeter([each.versions for each in witnesses])
+            RecordedLags(api) if isinstance(api, RecordedRollouts) else LagMeter([each.versions for each in sources])
         )
         return BatchSource(
             self.config, api, self.telemetry,
@@ -290,7 +290,7 @@ class Run:
             advantage_std=self.objective.advantage_std,
             lag_meter=meter,
             while_waiting=self.while_waiting,
-            missing=MissingAsker([witness.logprobs for witness in witnesses]),
+            missing=MissingAsker([source.logprobs for source in sources]),
             routing=routing,
             record=record,
             baselines=Baselines(start.progress.get("baselines")),

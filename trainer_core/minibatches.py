@@ -25,7 +25,7 @@ from trainer_core.policy.logprobs import row_logprobs
 from trainer_core.policy.reference import Reference
 from trainer_core.policy.speed import in_threads
 from trainer_core.rollouts.batch import Rollout
-from trainer_core.rollouts.packing import PackedRow, deal, hand, pack, packing_order
+from trainer_core.rollouts.packing import PackedRow, assign_rows, pack, packing_order, rows_at
 from trainer_core.step import StepOutcome
 from trainer_core.world import ALONE, World
 
@@ -60,12 +60,12 @@ class Minibatches:
 
     def _pack(self, rollouts: Sequence[Rollout]) -> list[PackedRow]:
         rows, hands = self._dealt(rollouts)
-        return hand(rows, hands[self._world.rank])
+        return rows_at(rows, hands[self._world.rank])
 
     def _dealt(self, rollouts: Sequence[Rollout]) -> tuple[list[PackedRow], list[list[int]]]:
         """Pack the rows of all ranks; also return each rank's row indices."""
         rows = pack(rollouts, self._config.tokens_per_pass, self._threads * self._world.size)
-        return rows, deal(rows, self._world.size, lambda row: self._objective.teaches(row.advantages))
+        return rows, assign_rows(rows, self._world.size, lambda row: self._objective.teaches(row.advantages))
 
     @torch.no_grad()
     def _with_fixed_logprobs(self, rollouts: list[Rollout]) -> list[Rollout]:
@@ -73,7 +73,7 @@ class Minibatches:
         # step.
         device = next(self._model.parameters()).device
         rows, hands = self._dealt(rollouts)
-        mine = hand(rows, hands[self._world.rank])
+        mine = rows_at(rows, hands[self._world.rank])
 
         def of_all(found: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
             # Each rank computed its own rows; gather them into the order of all rows.

@@ -114,7 +114,7 @@ WORDS = [
     (
         TRAINER,
         "logprobs_recomputed",
-        "[WARNING] 32 sequences came without inference_logprobs: the trainer's own stand in (missing_logprobs = ...)",
+        "[WARNING] 32 sequences came without inference_logprobs: the trainer uses its own (missing_logprobs = ...)",
     ),
     (ENGINE, "triton_blackwell", PTXAS),  # vllm-project/vllm#16336
     (ENGINE, "triton_blackwell", "ptxas fatal   : Value 'sm_121a' is not defined for option 'gpu-name'"),  # vllm#29469
@@ -162,12 +162,12 @@ WORDS = [
     (
         TRAINER,
         "other_trainer_registered",
-        "[WARNING] run-api at http://[::1]:8000 holds another trainer's registration and takes no second one: x",
+        "[WARNING] run-api at http://[::1]:8000 holds another trainer's registration and allows only one: x",
     ),
     (
         TRAINER,
         "trainer_not_registered",
-        "[WARNING] run-api at http://[::1]:8000 takes no registration, since groups came: Trainer not registered",
+        "[WARNING] run-api at http://[::1]:8000 ignores the registration, because x: Trainer not registered",
     ),
     (TRAINER, "health_timeout", "  ERROR: vLLM failed to start after 300s"),
     (TRAINER, "gpu_unusable", "error: --device cuda: torch sees no GPU here"),

@@ -157,7 +157,7 @@ MALFORMED: list[tuple[dict[str, Any], str, str]] = [
     ({"scores": ["1", "0"]}, "malformed scores", "scores must be a list of numbers"),
     ({"scores": [1.0, None]}, "malformed scores", "scores must be a list of numbers"),
     ({"scores": [1.0, 10**400]}, "malformed scores", "scores must be a list of numbers"),
-    ({"scores": {"a": 1}}, "malformed scores", "scores is no list"),
+    ({"scores": {"a": 1}}, "malformed scores", "scores is not a list"),
     ({"scores": [1.0, float("nan")]}, "score is not a finite number", "NaN or Infinity"),
     ({"scores": [1.0, float("1e400")]}, "score is not a finite number", "NaN or Infinity"),
     ({"scores": [1e308, -1e308]}, "scores are too far apart to compare", "scores up to 1e.308"),
@@ -171,9 +171,9 @@ MALFORMED: list[tuple[dict[str, Any], str, str]] = [
     ({"advantages": [[1.0] * 5]}, "malformed advantages", "advantages has 1 entries where tokens has 2"),
     ({"advantages": [[1.0], [float("inf")]]}, "malformed advantages", "not a finite number"),
     ({"overrides": [{"set_advantage_to_zero": True}]}, "malformed overrides", "overrides has 1 entries"),
-    ({"overrides": "no list"}, "malformed overrides", "overrides is no list"),
-    ({"overrides": [{}, "x"]}, "malformed overrides", "overrides is no object"),
-    ({"generation_params": [1]}, "malformed generation_params", "generation_params is no object"),
+    ({"overrides": "no list"}, "malformed overrides", "overrides is not a list"),
+    ({"overrides": [{}, "x"]}, "malformed overrides", "overrides is not an object"),
+    ({"generation_params": [1]}, "malformed generation_params", "generation_params is not an object"),
     ({"generation_params": {"temperature": "0.5"}}, "malformed temperature", "must be a finite number"),
     ({"group_overrides": {"temperature": 10**400}}, "malformed temperature", "must be a finite number"),
     ({"tokens": _first(TOKENS, -7)}, "token ids outside of the vocabulary", "token ids are not negative"),
@@ -244,7 +244,7 @@ def test_a_large_score_is_a_score() -> None:
 
 def test_what_trains_and_is_odd_is_remarked() -> None:
     (said,) = _read(_group(), _group(inference_logprobs=_first(LOGPROBS, 1.0))).remarks
-    assert "have no logprob" in said
+    assert "have a placeholder instead of a logprob" in said
     assert not _read(_group()).remarks
 
 

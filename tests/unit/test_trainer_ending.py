@@ -49,7 +49,7 @@ def test_masks_of_another_framework_end_the_run_with_3(
     assert "no update was made, so no final model is saved: 24 of 24 sequences were left out: malformed masks (24)" in (
         said.err
     )
-    assert "masks holds 0 and 1, which is another framework's convention: put -100 where" in said.err
+    assert "masks holds 0 and 1, another framework's convention. fix: put -100 where" in said.err
     assert "Training finished" not in said.out
     with pytest.raises(NoUpdateError, match="24 of 24"):
         train(config, rollouts=path)

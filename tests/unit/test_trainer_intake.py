@@ -147,7 +147,7 @@ def test_nobody_is_said_to_wait_while_it_trains(api: str, monkeypatch: pytest.Mo
 
 def test_after_a_reset_it_registers_with_the_step_of_now(api: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The batch was asked for a step earlier."""
-    monkeypatch.setattr("trainer_core.rollouts.client.LOOK_S", 0.1)
+    monkeypatch.setattr("trainer_core.rollouts.client.REGISTRATION_CHECK_S", 0.1)
     client = _opened(api, 2)
     _send(api, [[GROUP]])
     client.next_batch(6)

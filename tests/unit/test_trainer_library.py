@@ -58,7 +58,7 @@ def test_a_replay_trains_the_weights_that_the_run_trained(
     config = offline_config(base, tmp_path, gradient_accumulation_steps=4, **fields)
     replay = train(config, rollouts=record)
     out = capsys.readouterr().out
-    assert f"✓ Rollouts of {record}: {STEPS} batches, of steps 1 to {STEPS}" in out and "No server" in out
+    assert f"✓ Rollouts of {record}: {STEPS} batches, steps 1 to {STEPS}" in out and "No server" in out
     assert (replay.done, replay.step, replay.weight_version) == (True, STEPS, STEPS)
     same = [
         [(h["loss"], h["grad_norm"], h["reward_mean"], h["policy_lag_max"]) for h in r.history] for r in (run, replay)
@@ -94,7 +94,7 @@ def test_logprobs_that_a_server_told_are_recorded(engine: Engine, base: Path, tm
 def test_the_end_of_the_file_ends_the_run_well(base: Path, batches: Path, tmp_path: Path) -> None:
     result = train(offline_config(base, tmp_path, training_steps=100), rollouts=str(batches))
     assert (result.done, result.step) == (True, STEPS)
-    assert "holds no more rollouts" in result.reason
+    assert "has no more rollouts" in result.reason
     assert result.path is not None and (result.path / "model.safetensors").is_file()
     assert [h["step"] for h in result.history] == [1, 2, 3, 4] and result.history[0]["policy_lag_max"] is None
 
@@ -167,11 +167,11 @@ def test_a_record_that_begins_later_serves_both(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "not one batch of 8 sequences"),
+        ("", "it has no complete batch of 8 sequences"),
         ('{"batch": []}\n{"a": 1}\n', "line 2: neither"),
-        ('{"batch": 3}\n', "line 1: no batch and no group"),
-        ("[" * 5000 + "\n", "line 1: no batch and no group"),
-        ("\xff\n", "line 1: no batch and no group"),
+        ('{"batch": 3}\n', "line 1: not a batch or group"),
+        ("[" * 5000 + "\n", "line 1: not a batch or group"),
+        ("\xff\n", "line 1: not a batch or group"),
     ],
 )
 def test_a_file_that_holds_something_else(base: Path, tmp_path: Path, text: str, words: str) -> None:
@@ -315,7 +315,7 @@ def test_recording_never_ends_a_run(
     batches = [[group(engine, [3, 12, 4, 13], 4, 3) for _ in range(4)] for _ in range(2)]
     config = run_config(engine, base, tmp_path, training_steps=2, record_rollouts="/dev/full")
     assert train(config, api=Recorded(batches)).done
-    assert capsys.readouterr().out.count("rollouts are not recorded whole") == 1
+    assert capsys.readouterr().out.count("the recording of rollouts is incomplete") == 1
 
 
 def test_a_long_run_need_not_hold_every_step(base: Path, batches: Path, tmp_path: Path) -> None:

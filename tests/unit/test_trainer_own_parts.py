@@ -45,7 +45,7 @@ def generator() -> Iterator[Groups]:
 def test_sources_of_every_shape(base: Path, tmp_path: Path, source: Any) -> None:
     """Five steps are asked for, so that each comes to its end."""
     result = train(offline_config(base, tmp_path, training_steps=STEPS + 1), rollouts=source)
-    assert (result.done, result.step) == (True, STEPS) and "holds no more rollouts" in result.reason
+    assert (result.done, result.step) == (True, STEPS) and "has no more rollouts" in result.reason
 
 
 class Wrong:
@@ -64,16 +64,16 @@ class ThreeArguments:
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        (3, r"rollouts: int is no source of batches"),
-        ({"batch": []}, r"rollouts: dict is no source of batches"),
+        (3, r"rollouts: int is not a source of batches"),
+        ({"batch": []}, r"rollouts: dict is not a source of batches"),
         (Lines, r"rollouts: Lines is a class"),
         (ThreeArguments(), r"ThreeArguments.next_batch\(step: .* must take \(step, on_idle\)"),
-        (Wrong(None), r"Wrong gave NoneType as a batch"),
+        (Wrong(None), r"Wrong returned NoneType as a batch"),
         (
             Wrong({"tokens": [[1]]}),
-            r"Wrong gave dict with the keys tokens as a batch. fix: a batch is a list of groups",
+            r"Wrong returned dict with the keys tokens as a batch. fix: a batch is a list of groups",
         ),
-        ([group_of(1)], r"list gave dict with the keys tokens, masks"),
+        ([group_of(1)], r"list returned dict with the keys tokens, masks"),
     ],
 )
 def test_sources_that_are_none(base: Path, tmp_path: Path, source: Any, words: str) -> None:
@@ -121,7 +121,7 @@ def test_a_score_that_json_cannot_hold_is_named(base: Path, tmp_path: Path) -> N
     bad["scores"][1] = float("nan")
     path = write_lines(tmp_path / "r.jsonl", [{"batch": BATCHES[0]}, {"batch": [bad, group_of(3)]}])
     with pytest.raises(
-        UsageError, match=r"line 2: scores holds NaN, which JSON cannot hold. fix: leave that group out"
+        UsageError, match=r"line 2: scores holds NaN, which JSON does not allow. fix: remove that group"
     ):
         train(offline_config(base, tmp_path), rollouts=path)
 

@@ -21,7 +21,7 @@ from trainer_core.optim import Stepper
 from trainer_core.policy import attention, logprobs
 from trainer_core.policy.attention import register
 from trainer_core.policy.load import load_model
-from trainer_core.policy.logprobs import LastWord, chunked_scores, row_logprobs, row_scores, whole_row
+from trainer_core.policy.logprobs import LogitTransform, chunked_scores, row_logprobs, row_scores, whole_row
 from trainer_core.policy.proof import prove
 from trainer_core.probe import _Scored
 from trainer_core.report import MfuMeter
@@ -93,7 +93,7 @@ def test_half_precision_is_proved_in_float32() -> None:
 
 
 def _no_last_word(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(logprobs, "last_word", lambda config: LastWord())
+    patch.setattr(logprobs, "logit_transform", lambda config: LogitTransform())
 
 
 def _state_runs_on(patch: pytest.MonkeyPatch) -> None:
@@ -157,10 +157,10 @@ def test_what_is_planted_wrong_is_caught(what: str, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("name", ["Llama 4", "Nemotron"])
 def test_what_does_not_go_our_way_at_all_is_refused_in_words(name: str) -> None:
     model = _made(name)
-    with pytest.raises(UsageError, match="it cannot compute it") as refused:
+    with pytest.raises(UsageError, match="its forward pass failed") as refused:
         prove(model)
     assert why_refused(model.config.to_dict()), "and from the configuration alone"
-    assert name == "Llama 4" or "leaves out where the sequences of a row lie" in str(refused.value)
+    assert name == "Llama 4" or "its attention layers drop the keyword" in str(refused.value)
 
 
 def test_a_class_that_fails_without_a_word_is_refused_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +169,7 @@ def test_a_class_that_fails_without_a_word_is_refused_all_the_same(monkeypatch: 
 
     model = _made("Qwen3")
     monkeypatch.setattr("trainer_core.policy.proof.row_logprobs", fails)
-    with pytest.raises(UsageError, match=r"it cannot compute it \(NotImplementedError"):
+    with pytest.raises(UsageError, match=r"its forward pass failed \(NotImplementedError"):
         prove(model)
 
 
@@ -184,7 +184,8 @@ def test_the_last_word_has_its_gradient(labels: int) -> None:
     for chunked in (True, False):
         inputs = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
         if chunked:
-            scores = chunked_scores(*inputs, None, wanted, temperatures, chunk_elements=33, last=LastWord(0.7, 2.5))
+            bent = LogitTransform(0.7, 2.5)
+            scores = chunked_scores(*inputs, None, wanted, temperatures, chunk_elements=33, transform=bent)
             own, entropy = scores.logprobs, scores.entropy
         else:
             logits = 2.5 * torch.tanh(0.7 * inputs[0] @ inputs[1].T / 2.5) / temperatures[:, None]

@@ -22,7 +22,7 @@ from tests.unit.trainer_offline import STEPS, group_of, offline_config, write_li
 from trainer_core import train
 from trainer_core.__main__ import main
 from trainer_core.ranks import GONE_CODE
-from trainer_core.rollouts.packing import deal, hand, pack
+from trainer_core.rollouts.packing import assign_rows, pack, rows_at
 
 LIMIT_S = 10.0
 """In this time the end of a rank has ended all."""
@@ -67,7 +67,7 @@ def test_two_ranks_train_what_one_does(folder: Path, shared: int) -> None:
     assert (first.code, second.code) == (0, 0), (first, second)
     one = train(config.model_copy(update={"save_path": str(folder / "one"), "context_parallel": 1}))
     said = first.output
-    assert said.count("Training finished: 2 steps (") == 1 and "holds no more rollouts" in said, said
+    assert said.count("Training finished: 2 steps (") == 1 and "has no more rollouts" in said, said
     assert "Training finished" not in second.output
     told = records(Path(config.save_path), "step")
     assert [record["rank"] for record in told] == [0, 0]
@@ -179,10 +179,10 @@ def test_rows_are_dealt_evenly_and_alike() -> None:
     for flat in rollouts[:9]:
         flat.advantages[:] = 0.0
     rows = pack(rollouts, 24)
-    hands = deal(rows, 3, lambda row: bool(row.advantages.any()))
+    hands = assign_rows(rows, 3, lambda row: bool(row.advantages.any()))
     assert sorted(i for each in hands for i in each if i >= 0) == list(range(len(rows)))
     assert len({len(each) for each in hands}) == 1
-    tokens = [sum(len(row.tokens) for row in hand(rows, each) if len(row.labels)) for each in hands]
+    tokens = [sum(len(row.tokens) for row in rows_at(rows, each) if len(row.labels)) for each in hands]
     assert max(tokens) - min(tokens) <= 24, tokens
     mixed = [
         {bool(rows[i].advantages.any()) for i in at if i >= 0} for at in zip(*hands, strict=True)

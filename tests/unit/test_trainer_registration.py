@@ -41,7 +41,7 @@ class Side:
     """A trainer's client of a run-api, waiting in a thread of its own; and anybody's plain requests."""
 
     def __init__(self, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("trainer_core.rollouts.client.LOOK_S", 0.1)
+        monkeypatch.setattr("trainer_core.rollouts.client.REGISTRATION_CHECK_S", 0.1)
         self.stop = threading.Event()
         self.api = RunApi(url, REGISTRATION, self.stop, timeout_s=30)
         self.http = httpx.Client(base_url=url, limits=httpx.Limits(max_keepalive_connections=0))
@@ -166,13 +166,13 @@ def test_an_empty_queue_is_explained_by_who_is_registered(side: Side) -> None:
     from atroposlib.api import app
 
     side.open(0).result(10)
-    assert "is an environment running" in side.api._why_empty(), "a run-api that lists nobody"
+    assert "check that an environment is running" in side.api._why_empty(), "a run-api that lists nobody"
     add_listing(app)
     try:
         assert "no environment is registered there" in side.api._why_empty()
         env = {"max_token_length": 8, "desired_name": "rg", "weight": 1.0, "group_size": 2}
         assert side.http.post("/register-env", json=env).json()["status"] == "success"
-        assert "nothing has come since the last batch from rg" in side.api._why_empty()
+        assert "nothing since the last batch from rg" in side.api._why_empty()
     finally:
         del app.router.routes[-1]
 

@@ -237,7 +237,7 @@ def test_a_router_that_weighs_in_another_way_is_refused(monkeypatch: pytest.Monk
         return logits, weights**2, experts
 
     monkeypatch.setattr(router, "forward", sharper)
-    with pytest.raises(UsageError, match="Qwen3MoeTopKRouter weighs experts is not known"):
+    with pytest.raises(UsageError, match="Qwen3MoeTopKRouter weighs experts by an unknown formula"):
         replay_in(model)
 
 

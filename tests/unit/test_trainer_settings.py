@@ -16,7 +16,7 @@ from tests.unit.trainer_stand_ins import TOKEN, Engine, Recorded, group, plain_m
 from trainer_core import checkpoint
 from trainer_core.errors import MemoryFullError, MismatchError, UsageError
 from trainer_core.loop import TrainResult, train
-from trainer_core.policy.logprobs import LastWord, TokenScores, row_scores
+from trainer_core.policy.logprobs import LogitTransform, TokenScores, row_scores
 
 PROMPTS = [[3 + i, 12, 4, 13] for i in range(4)]
 
@@ -53,7 +53,7 @@ def test_a_model_that_is_computed_wrong_is_not_trained(
     engine: Engine, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever its name: a logit scale that the model does not have."""
-    monkeypatch.setattr("trainer_core.policy.logprobs.last_word", lambda config: LastWord(0.5))
+    monkeypatch.setattr("trainer_core.policy.logprobs.logit_transform", lambda config: LogitTransform(0.5))
     with pytest.raises(UsageError, match="does not compute Qwen3ForCausalLM right"):
         _train(engine, base, tmp_path, training_steps=1)
     assert not (tmp_path / "out" / "telemetry.jsonl").exists(), "no step, and nothing saved"

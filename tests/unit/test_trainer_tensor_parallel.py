@@ -60,9 +60,9 @@ def test_a_checkpoint_in_parts_is_a_model_and_goes_on_in_as_many(answers: list[A
 @pytest.mark.parametrize(
     ("name", "rows", "words"),
     [
-        ("mlp.down_proj.weight", True, r"model.layers.0.mlp.gate_proj, whose outputs nothing adds up"),
-        ("input_layernorm.weight", True, r"model.layers.0.input_layernorm.weight, a \w+Norm, cut by rows"),
-        ("embed_tokens.weight", False, r"model.embed_tokens.weight, a Embedding, cut by columns"),
+        ("mlp.down_proj.weight", True, r"model.layers.0.mlp.gate_proj, whose split outputs no layer sums"),
+        ("input_layernorm.weight", True, r"model.layers.0.input_layernorm.weight, a \w+Norm, split by rows"),
+        ("embed_tokens.weight", False, r"model.embed_tokens.weight, a Embedding, split by columns"),
     ],
 )
 def test_what_is_cut_in_another_way_is_refused_by_name(name: str, rows: bool, words: str) -> None:

@@ -1,14 +1,16 @@
-"""Causal attention over packed sequences of different lengths, as an attention implementation of transformers.
+"""Causal attention over packed sequences, registered as an attention implementation of
+transformers.
 
-On CUDA in half precision FlashAttention 2 (`torch.nn.attention.varlen`) or FlashAttention 4 runs over the packed row as
-it is; `kernel_choice.use_attention` chooses. On a CPU, or in float32, there is no such kernel: each sequence becomes a
-row of one right-padded batch for SDPA, which is exact, since a causal row never looks at what follows it. Scores that
-are soft-capped or have a sink beside them are computed whole, a sequence at a time.
+On CUDA in half precision the packed row goes through FlashAttention 2 (`torch.nn.attention.varlen`)
+or FlashAttention 4; `kernel_choice.use_attention` chooses. On a CPU, or in float32, each sequence
+becomes a row of one right-padded batch for SDPA. That is exact, because a causal row never attends
+to later positions. Soft-capped scores and scores with a sink are computed in full, one sequence at
+a time.
 
-FlashAttention 4's kernels are those of the package `flash-attn-4` (CuTe DSL, compiled for the device on first use;
-sm_90 and newer), here as two operators that torch.compile does not look into. They take fewer heads for keys than for
-queries, and windows. Source: flash_attn/cute/interface.py. Which sizes of heads they get right, `kernel_choice` proves
-on the device.
+FlashAttention 4 comes from the package `flash-attn-4` (CuTe DSL, compiled for the device on first
+use; sm_90 and newer; source: flash_attn/cute/interface.py). Two custom operators hide it from
+torch.compile. It supports grouped-query heads and sliding windows. `kernel_choice` checks each head
+size on the device.
 """
 
 from __future__ import annotations
@@ -29,61 +31,64 @@ from trainer_core.context_parallel import Context
 
 NAME = "atropos_packed"
 NAME_FLASH4 = "atropos_packed_4"
-"""Without "flash", which transformers would look for among its own."""
+"""Avoids the substring "flash", which transformers would resolve to its own implementations."""
 HALF = (torch.bfloat16, torch.float16)
 KERNEL_HEAD = 256
-"""Largest head that the kernel for variable lengths computes."""
+"""Largest head size of the variable-length kernel."""
 PROVEN: set[tuple[int, int]] = set()
-"""Sizes of a head, of keys and of values, that `kernel_choice.wrong_kernels` has found right on this device."""
+"""(key, value) head sizes that `kernel_choice.wrong_kernels` has found correct on this device."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the S sequences of a packed row of N tokens lie."""
+    """Positions of the S sequences in a packed row of N tokens."""
 
     varlen: bool
-    """Use the kernel for variable lengths, on CUDA."""
+    """Use the variable-length kernel, on CUDA."""
     lengths: tuple[int, ...]
     max_length: int
-    """Of a sequence; for the kernel rounded up, so that compiled code meets few values of it."""
+    """Tokens of the longest sequence; rounded up for the kernel, so that compiled code sees few
+    distinct values."""
     cumulative: torch.Tensor
     """[S + 1] int32, first position of each sequence, then N."""
     pad: torch.Tensor | None
-    """[S * max_length] int64, position of every cell of the padded batch (any position where it is padding); null when
-    all lengths are equal."""
+    """[S * max_length] int64, position of each cell of the padded batch (any position for padding);
+    None when all lengths are equal."""
     unpad: torch.Tensor | None
-    """[N] int64, cell of every position."""
+    """[N] int64, cell of each position; None when all lengths are equal."""
     context: Context | None = None
-    """Where other ranks have some of these tokens."""
+    """Set when other ranks hold part of the row's tokens."""
 
 
 def layout(
     lengths: tuple[int, ...], device: torch.device, dtype: torch.dtype, context: Context | None = None
 ) -> Layout:
-    """The layout of a row whose sequences have these lengths, for weights of `dtype`."""
+    """Build the layout of a row with these sequence lengths, for weights of `dtype`."""
     varlen = device.type == "cuda" and dtype in HALF
     longest = max(lengths)
     starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device, non_blocking=True)
     if varlen:
+        # The next power of two: every new value would make torch.compile compile again.
         return Layout(varlen, lengths, max(256, 1 << (longest - 1).bit_length()), starts, None, None, context)
     if min(lengths) == longest:
         return Layout(varlen, lengths, longest, starts, None, None, context)
     cells = torch.arange(longest)
     sizes = torch.tensor(lengths)
     real = cells[None, :] < sizes[:, None]
+    # real: [S, longest] bool, True where the padded batch holds a token.
     pad = torch.where(real, starts[:-1, None].long().cpu() + cells[None, :], 0).flatten()
     unpad = torch.nonzero(real.flatten()).flatten()
     return Layout(varlen, lengths, longest, starts, pad.to(device), unpad.to(device), context)
 
 
 def register() -> str:
-    """Make the implementation known to transformers; returns its name."""
+    """Register the implementations with transformers; return the default one's name."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
     for name, function in ((NAME, packed_attention), (NAME_FLASH4, _packed_by_flash4)):
         AttentionInterface.register(name, function)
-        AttentionMaskInterface.register(name, lambda *args, **kwargs: None)  # the layout says it all
+        AttentionMaskInterface.register(name, lambda *args, **kwargs: None)  # `packing` replaces masks
     return NAME
 
 
@@ -107,14 +112,15 @@ def packed_attention(
     by_flash4: bool = False,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention in transformers' form.
+    """Compute attention with transformers' interface.
 
     Args:
         query: [1, heads, N, head_dim]; key and value: [1, kv_heads, N, head_dim].
         packing: the row's layout; the caller of the model passes it as a keyword.
         softcap: scores become softcap * tanh(score / softcap) (Gemma 2).
-        s_aux: [heads], a score beside those of all keys that takes its share and gives nothing, a sink (GPT-OSS).
-        by_flash4: compute what FlashAttention 4 can with it.
+        s_aux: [heads], attention sinks: one extra score per head that takes part in the softmax and
+            has no value (GPT-OSS).
+        by_flash4: use FlashAttention 4 where it supports the shapes.
 
     Returns:
         [1, N, heads, head_dim] and no attention weights.
@@ -123,10 +129,12 @@ def packed_attention(
         ValueError: the model's class does not pass `packing` on, or wants a mask or dropout.
     """
     if packing is None:
-        raise ValueError("its attention leaves out where the sequences of a row lie")
+        raise ValueError("its attention layers drop the keyword `packing`")
     if attention_mask is not None or dropout:
         raise ValueError("packed attention takes its layout from `packing`, without mask and dropout")
     if packing.context is not None:
+        # Context parallelism: exchange a part of the tokens with all heads for all tokens with a
+        # part of the heads.
         query, key, value, s_aux = packing.context.heads(query, key, value, s_aux)
     result = _attend(query[0], key[0], value[0], packing, scaling, sliding_window, softcap, s_aux, by_flash4)
     return (result if packing.context is None else packing.context.tokens(result)), None
@@ -136,9 +144,9 @@ def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Layout, scaling: float | None,
     window: int | None, softcap: float | None, sinks: torch.Tensor | None, by_flash4: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """[1, N, heads, head_dim]."""
+    """Return [1, N, heads, head_dim]."""
     groups = query.shape[0] // key.shape[0]
-    # The kernel takes half precision (the proof on a GPU does not), and heads up to a size.
+    # The kernel takes half precision and limited head sizes; the start-up proof runs in float32.
     beyond = packing.varlen and (query.dtype == torch.float32 or query.shape[-1] > KERNEL_HEAD)
     if softcap is not None or sinks is not None or beyond:
         return one_by_one(query, key, value, packing, groups, scaling, window, softcap, sinks)
@@ -172,7 +180,7 @@ def _varlen(
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     starts, longest = packing.cumulative, packing.max_length
     size, narrower = value.shape[-1], query.shape[-1] - value.shape[-1]
-    if narrower > 0:  # MLA; the kernel wants one size
+    if narrower > 0:  # MLA: values are narrower than keys, and the kernel needs one size
         value = F.pad(value, (0, narrower))
     result: torch.Tensor = varlen_attn(
         query, key, value, starts, starts, longest, longest,
@@ -182,7 +190,7 @@ def _varlen(
 
 
 def _kernel_groups() -> bool:
-    """Whether this torch's kernel takes fewer heads for keys than for queries (2.13 does, 2.11 does not)."""
+    """True if torch's kernel supports grouped-query heads (2.13 does, 2.11 does not)."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -206,6 +214,7 @@ def _padded(
         x = x.reshape(sequences, longest, *x.shape[1:]).transpose(1, 2)
         return x.repeat_interleave(repeat, dim=1) if repeat > 1 else x
 
+    # SDPA's own causal flag is faster than a mask, so a mask exists for sliding windows only.
     mask = None
     if window is not None and window < longest:
         cells = torch.arange(longest, device=query.device)
@@ -224,9 +233,12 @@ def one_by_one(
     scaling: float | None = None, window: int | None = None, softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """[1, N, heads, head_dim] from [heads, N, head_dim] and [kv_heads, N, head_dim], for what no kernel here does:
-    whole scores, one sequence at a time, and anew in the backward pass, so that those of one sequence alone are
-    held."""
+    """Attention that no kernel here supports: [1, N, heads, head_dim] from query [heads, N,
+    head_dim] and key and value [kv_heads, N, head_dim].
+
+    Computes the full scores one sequence at a time, and again in the backward pass, so that only
+    one sequence's scores are in memory.
+    """
     key, value = (x.repeat_interleave(groups, dim=0) if groups > 1 else x for x in (key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     parts = zip(*(x.split(packing.lengths, dim=1) for x in (query, key, value)), strict=True)
@@ -241,8 +253,9 @@ def _whole(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None,
     softcap: float | None, sinks: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    """[heads, n, head_dim], of one sequence."""
+    """Return [heads, n, head_dim] for one sequence."""
     scores = query @ key.transpose(1, 2) * scale
+    # The softmax runs in float32 at least, as in the kernels.
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
@@ -251,6 +264,8 @@ def _whole(
     seen = (gap >= 0) if window is None else (gap >= 0) & (gap < window)
     scores = scores.masked_fill(~seen, -torch.inf)
     if sinks is not None:
+        # [heads, n, 1]: the sink is one more column of the softmax, dropped before the product with
+        # values.
         beside = sinks.to(scores.dtype)[:, None, None].expand(-1, query.shape[1], 1)
         scores = torch.cat([scores, beside], dim=-1)
     shares = scores.softmax(-1)
@@ -259,12 +274,12 @@ def _whole(
 
 @cache
 def kernels() -> Any | None:
-    """The package's interface; None where it is not installed, or not with what it needs."""
-    # One warning for each argument that its compiler passes on as it is.
+    """The flash-attn-4 interface module; None if it is missing or cannot be imported."""
+    # The compiler warns once per argument that it passes through.
     warnings.filterwarnings("ignore", message="Argument .* cannot be converted to a JitArgument", category=UserWarning)
     try:
         return importlib.import_module("flash_attn.cute.interface")
-    except Exception:  # with another cutlass than its own it fails in ways of its own
+    except Exception:  # an incompatible cutlass fails with various exception types
         return None
 
 
@@ -275,10 +290,11 @@ def flash4(
     """Causal attention within each sequence of a packed row.
 
     Args:
-        query: [N, heads, head_dim] in half precision; key: [N, kv_heads, head_dim]; value: [N, kv_heads, value_dim].
+        query: [N, heads, head_dim] in half precision; key: [N, kv_heads, head_dim]; value: [N,
+            kv_heads, value_dim].
         starts: [sequences + 1] int32, where each sequence begins and the last one ends.
         longest: at least the tokens of the longest sequence.
-        window: tokens that each one sees, itself included; None is all before it.
+        window: tokens that each position attends to, itself included; None: all before it.
 
     Returns:
         [N, heads, value_dim].
@@ -301,12 +317,13 @@ def _flash4_forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor, longest: int, scale: float,
     left: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    found = kernels()._flash_attn_fwd(  # type: ignore[union-attr]  # who calls has asked
+    found = kernels()._flash_attn_fwd(  # type: ignore[union-attr]  # callers check `kernels()`
         query, key, value, **_flash4_arguments(starts, longest, scale, left), return_lse=True
     )
     return found[0], found[1]
 
 
+# Shapes for torch.compile: the output, [N, heads, value_dim], and the softmax log-sums, [heads, N].
 @_flash4_forward.register_fake
 def _(query, key, value, *_):  # type: ignore[no-untyped-def]
     tokens, heads, _ = query.shape
@@ -338,6 +355,7 @@ def _flash4_keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, 
 
 def _flash4_differentiate(ctx: Any, to_out: torch.Tensor, to_sums: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     found = _flash4_backward(to_out.contiguous(), *ctx.saved_tensors, *ctx.rest)
+    # No gradients for starts, longest, scale and left.
     return *found, None, None, None, None
 
 

@@ -1,8 +1,8 @@
-"""The policy as a transformers model whose parameters may be views into another process's tensors.
+"""The policy as a transformers model whose parameters may be views of another process's tensors.
 
-The model is built without memory, then every parameter becomes a view of the server's tensor: by the names of the
-checkpoint, of which the server says where it has loaded them to and transformers of what it made them. What cannot be
-mapped is refused with the list.
+The model is built without memory. Then every parameter becomes a view of a server tensor, matched
+by checkpoint name: the server reports where it loaded each checkpoint tensor, and transformers
+reports where each belongs in its parameters. Anything that cannot be mapped is refused with a list.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ _LAYER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
 
 
 def load_config(model_name: str, *, frozen: bool = False, shared: bool = False) -> Any:
-    """The model's configuration by transformers, as of plain weights: quantized ones are made plain when they are read.
+    """Load the model's configuration through transformers, without its quantization settings:
+    quantized weights are dequantized when read.
 
     Args:
         frozen, shared: as in `why_refused`.
 
     Raises:
-        UsageError: no such model, or one that `why_refused` refuses.
+        UsageError: there is no such model, or `why_refused` refuses it.
     """
     from transformers import AutoConfig
 
@@ -59,15 +60,15 @@ def load_config(model_name: str, *, frozen: bool = False, shared: bool = False) 
 
 
 def _plain(config: Any) -> Any:
-    """`config` of a model whose weights are not quantized, changed in place."""
+    """Drop the quantization settings of `config` in place."""
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     return config
 
 
 def dtype_of(config: Any, wanted: str) -> torch.dtype:
-    """Of weights that are loaded; `auto` is the checkpoint's own type, and half precision for one in float32, as in
-    vLLM."""
+    """Dtype of the weights to load. `auto` is the checkpoint's own dtype, with bfloat16 for a
+    float32 checkpoint, as in vLLM."""
     if wanted != "auto":
         named: torch.dtype = getattr(torch, wanted)
         return named
@@ -75,7 +76,8 @@ def dtype_of(config: Any, wanted: str) -> torch.dtype:
 
 
 def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Fields of `SAME_MODEL` in which two config.json differ, as text; one that a side leaves out does not count."""
+    """Fields of `SAME_MODEL` in which two config.json differ, as text; a field missing on one side
+    is ignored."""
     pairs = ((name, ours.get(name), theirs.get(name)) for name in SAME_MODEL)
     return [
         f"{name} {mine} here, {other} on the server"
@@ -85,8 +87,11 @@ def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]
 
 
 def empty_model(config: Any, dtype: torch.dtype) -> nn.Module:
-    """The model with packed attention, in evaluation mode: no dropout. Its parameters have no memory (meta device); its
-    buffers, such as rotary frequencies, are transformers' own, on the CPU."""
+    """Build the model with packed attention, in evaluation mode (no dropout).
+
+    Parameters have no memory (meta device). Buffers, such as rotary frequencies, have transformers'
+    values, on the CPU.
+    """
     from transformers import AutoModelForCausalLM
 
     with _parameters_without_memory(), _packed_attention(config):
@@ -96,10 +101,10 @@ def empty_model(config: Any, dtype: torch.dtype) -> nn.Module:
 
 @contextmanager
 def _packed_attention(config: Any) -> Iterator[None]:
-    """Classes of transformers that pick their attention out of a table of their own know no other.
+    """Refuse classes of transformers that choose attention from a table of their own.
 
     Raises:
-        UsageError: for a model of such a class.
+        UsageError: the model has such a class.
     """
     try:
         yield
@@ -112,11 +117,13 @@ def _packed_attention(config: Any) -> Iterator[None]:
 
 @contextmanager
 def _parameters_without_memory() -> Iterator[None]:
-    """Parameters made meanwhile, in this process, give up their memory before anything is written there."""
+    """Create parameters on the meta device while the block runs, in the whole process."""
+    # Constructors write initial values after registration, so a parameter gives up its memory
+    # untouched.
     register_parameter = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta:  # else a tied one, which must stay the same object
+        if param is not None and not param.is_meta:  # a tied parameter must stay the same object
             param = nn.Parameter(param.to("meta"))
         register_parameter(module, name, param)
 
@@ -128,10 +135,10 @@ def _parameters_without_memory() -> Iterator[None]:
 
 
 def load_model(model_name: str | Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """The model with memory of its own, weights from disk, plain ones where those are quantized.
+    """Load the model into its own memory; quantized weights are dequantized.
 
     Raises:
-        UsageError: what makes plain weights of them is not installed, or cannot read them.
+        UsageError: the package that dequantizes is missing, or it cannot read the weights.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -148,7 +155,7 @@ def load_model(model_name: str | Path, dtype: torch.dtype, device: torch.device)
 
 
 def _dequantized(model_name: str | Path, method: str, config: Any, dtype: torch.dtype) -> nn.Module:
-    """The model on the CPU, with the weights that its quantized ones stand for."""
+    """Load the model on the CPU with dequantized weights."""
     import transformers
     from transformers import AutoModelForCausalLM
 
@@ -156,7 +163,7 @@ def _dequantized(model_name: str | Path, method: str, config: Any, dtype: torch.
     how = getattr(transformers, kind[method])(dequantize=True) if method in kind else None
     more = {"quantization_config": how} if how is not None else {}
     try:
-        with warnings.catch_warnings(action="ignore", category=UserWarning):  # that `how` changes what is there
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # `how` overrides the config
             read = AutoModelForCausalLM.from_pretrained(
                 model_name, config=config, dtype=dtype, trust_remote_code=False, device_map="cpu", **more
             )
@@ -175,8 +182,9 @@ def _dequantized(model_name: str | Path, method: str, config: Any, dtype: torch.
 
 
 def _windows_as_served(model: nn.Module) -> nn.Module:
-    """Cohere 2 was trained with windows of `sliding_window` tokens before the present one, and vLLM serves it so
-    (`models/commandr.py`); transformers counts the present one among them."""
+    """Widen Cohere 2's windows by one token. The model was trained with `sliding_window` tokens
+    before the current one, and vLLM serves it so (`models/commandr.py`); transformers counts the
+    current token."""
     if model.config.model_type == "cohere2":
         for module in model.modules():
             if getattr(module, "sliding_window", None) is not None:
@@ -185,18 +193,18 @@ def _windows_as_served(model: nn.Module) -> nn.Module:
 
 
 def attach_views(model: nn.Module, tensors: Mapping[str, torch.Tensor], shard: Shard, *, verbose: bool = False) -> int:
-    """Make every parameter of `model`, or the part of it that is there, a trainable view of the server's `tensors`;
-    returns how many.
+    """Make every parameter of `model`, or this rank's part of it, a trainable view of the server's
+    `tensors`; return their number.
 
     Args:
         model: from `empty_model`.
         tensors: the server's parameters by the server's names.
-        shard: what the server says of them.
-        verbose: print where each parameter lies.
+        shard: the server's description of them.
+        verbose: print the place of each parameter.
 
     Raises:
-        UsageError: a parameter without a tensor, a tensor without a parameter, or one that lies there in another order;
-            all listed.
+        UsageError: a parameter without a tensor, a tensor without a parameter, or an incompatible
+            memory layout; lists all.
     """
     wanted = dict(model.named_parameters())
     parts: defaultdict[str, list[tuple[Spot, TensorView]]] = defaultdict(list)
@@ -204,26 +212,29 @@ def attach_views(model: nn.Module, tensors: Mapping[str, torch.Tensor], shard: S
     for name, spot in checkpoint_layout(model).items():
         view = shard.views.get(name)
         if spot is None:
-            problems.append(f"{name}: transformers makes it anew from its parameters")
+            problems.append(f"{name}: transformers computes it from its parameters, so it cannot be shared")
         elif spot.parameter not in wanted:
-            problems.append(f"{name}: a buffer, and the server shares parameters alone")
+            problems.append(f"{name}: it is a buffer, and the server shares only parameters")
         elif view is None:
-            problems.append(f"{name}: the server has no such tensor")
+            problems.append(f"{name}: missing on the server")
         elif tuple(view.whole or view.shape) != spot.shape:
             problems.append(f"{name}: {list(spot.shape)} does not fit the server's {view.whole or view.shape}")
         elif view.begin is not None and spot.shape != tuple(wanted[spot.parameter].shape):
-            problems.append(f"{name}: cut over ranks, and not all of {spot.parameter}")
+            problems.append(f"{name}: it is split over ranks, and is only a part of {spot.parameter}")
         else:
             parts[spot.parameter].append((spot, view))
+    # Several checkpoint tensors, such as experts or q, k and v, may form one parameter.
     views: dict[str, torch.Tensor] = {}
     for name, pairs in parts.items():
         sources = {view.parameter for _, view in pairs}
         part = pairs[0][1] if pairs[0][1].begin is not None else None
+        # `begin` is set if the tensor is split over ranks; then the view has the shape of this
+        # rank's part.
         shape = tuple(wanted[name].shape if part is None else part.shape)
         boxes = [Box(s.shape, s.stride, s.offset, tuple(v.stride), v.offset) for s, v in pairs]
         place = joined(shape, boxes) if part is None else (part.offset, tuple(part.stride))
         if len(sources) > 1 or place is None:
-            problems.append(f"{name}: its {len(pairs)} parts do not lie evenly in the server's {', '.join(sources)}")
+            problems.append(f"{name}: no view covers its {len(pairs)} parts in the server's {', '.join(sources)}")
             continue
         tensor = tensors[sources.pop()]
         views[name] = tensor.as_strided(shape, place[1], tensor.storage_offset() + place[0])
@@ -242,24 +253,25 @@ def _install(model: nn.Module, views: Mapping[str, torch.Tensor]) -> None:
     for name, view in views.items():
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, nn.Parameter(view))
+    # `setattr` broke the tie between embeddings and head.
     if model.config.tie_word_embeddings:
         model.get_output_embeddings().weight = model.get_input_embeddings().weight
     left = [name for name, param in model.named_parameters() if param.is_meta]
     if left:
-        raise UsageError("no memory for: " + ", ".join(left))
-    model.to(next(iter(views.values())).device)  # the buffers; every parameter is there already
+        raise UsageError("no server tensor for parameters: " + ", ".join(left))
+    model.to(next(iter(views.values())).device)  # moves the buffers only
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The model's layers, whatever its class calls them."""
+    """The model's decoder layers, under any attribute name."""
     return next(module for module in model.base_model.modules() if isinstance(module, nn.ModuleList))
 
 
 def train_only(model: nn.Module, layers: list[int] | None) -> None:
-    """Freeze everything but the given transformer layers; null trains all.
+    """Freeze everything except the given transformer layers; None trains all.
 
     Raises:
-        UsageError: an index that the model does not have.
+        UsageError: the model has no layer of that index.
     """
     if layers is None:
         return
@@ -274,11 +286,11 @@ def train_only(model: nn.Module, layers: list[int] | None) -> None:
 
 @torch.no_grad()
 def copy_weights(model: nn.Module, source: str | Path, world: World = ALONE) -> None:
-    """Overwrite the model's parameters, wherever they lie and whatever part they are, with those of a directory or hub
-    id, which rank 0 alone reads. A collective.
+    """Overwrite the model's parameters in place, or this rank's parts, from a directory or hub id,
+    which only rank 0 reads. A collective.
 
     Raises:
-        UsageError: the weights are of another model.
+        UsageError: the weights belong to another model.
     """
     parallel = parallel_of(model)
     ours = dict(model.named_parameters())
@@ -301,14 +313,16 @@ def copy_weights(model: nn.Module, source: str | Path, world: World = ALONE) -> 
 
 
 def end_tokens(model: nn.Module) -> frozenset[int]:
-    """Tokens with which a completion ends, by the generation settings or the configuration; none where neither says."""
+    """Token ids that end a completion, from the generation settings or the configuration; empty if
+    neither has them."""
     settings = getattr(model, "generation_config", None)
     given = getattr(settings, "eos_token_id", None) or model.config.eos_token_id
     return frozenset([given] if isinstance(given, int) else given or [])
 
 
 def dimensions(model: nn.Module) -> Dimensions:
-    """The sizes that memory and arithmetic are estimated from."""
+    """Sizes for estimates of memory and arithmetic."""
     config = model.config.to_dict() | {"num_hidden_layers": len(decoder_layers(model))}
+    # `to_dict` has class-specific names; these attributes exist under their common names.
     config |= {name: getattr(model.config, name) for name in ("hidden_size", "vocab_size")}
     return Dimensions.of(config, head_norms=any("q_norm" in name for name, _ in model.named_modules()))

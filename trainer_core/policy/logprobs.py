@@ -1,4 +1,4 @@
-"""Logprobs of trained tokens, and how sure the policy was of them, in float32, without ever holding full logits."""
+"""Logprobs and entropy of trained tokens in float32, without ever holding full logits."""
 
 from __future__ import annotations
 
@@ -21,20 +21,22 @@ from trainer_core.policy.tensor_parallel import Vocabulary, enter, over_ranks, p
 from trainer_core.rollouts.packing import PackedRow, packed_experts
 
 EXPERTS = "replayed_experts"
-"""Keyword under which the layers of a model get the experts that a row brings, [N, sparse layers, K]."""
+"""Keyword that passes a row's replayed experts, [N, sparse layers, K], to the model's layers."""
 
 
 class TokenScores(NamedTuple):
-    """What the policy says at T positions, each at its own temperature, in nats."""
+    """The policy's scores at T positions, each at its own temperature, in nats."""
 
     logprobs: torch.Tensor
-    """[T] float32 of the tokens that stand there, with gradient; [T, K] where K labels each were asked for."""
+    """[T] float32 of the labels, with gradient; [T, K] if the caller passes K labels per
+    position."""
     entropy: torch.Tensor
-    """[T] float32 of the whole distribution; no gradient goes through it."""
+    """[T] float32 of the whole distribution, without gradient."""
 
 
 def row_logprobs(model: torch.nn.Module, row: PackedRow, *, head_dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Logprobs of the labels of `row`, [T] float32, in nats, at each token's temperature; arguments of `row_scores`."""
+    """Logprobs of the labels of `row`, [T] float32, in nats, at each token's temperature; arguments
+    as in `row_scores`."""
     return row_scores(model, row, head_dtype=head_dtype).logprobs
 
 
@@ -42,14 +44,16 @@ def row_scores(
     model: torch.nn.Module, row: PackedRow, *, head_dtype: torch.dtype | None = None,
     labels: torch.Tensor | None = None, routing: list[torch.Tensor] | None = None,
 ) -> TokenScores:  # fmt: skip
-    """Logprobs of the labels of `row`, and the entropy where they were sampled.
+    """Compute logprobs of the labels of `row`, and the entropy at those positions.
 
     Args:
         model: a causal language model of transformers with the packed attention.
         row: on the model's device.
-        head_dtype: multiply with the head in this type; default: as `head_type` says.
-        labels: [T, K] int64, several at each position in the place of the row's own; then [T, K] are returned.
-        routing: takes what the routers of a mixture of experts say, [N, experts] for each sparse layer, with gradient.
+        head_dtype: dtype of the head's product; default: `head_type`.
+        labels: [T, K] int64, several labels per position instead of the row's own; logprobs are
+            then [T, K].
+        routing: list that receives the router logits of a mixture of experts, [N, experts] for each
+            sparse layer, with gradient.
     """
     labels, context = row.labels if labels is None else labels, context_of(model)
     if context is not None:
@@ -65,7 +69,7 @@ def _shared_scores(
     model: torch.nn.Module, row: PackedRow, head_dtype: torch.dtype | None, labels: torch.Tensor,
     routing: list[torch.Tensor] | None, context: Context,
 ) -> TokenScores:  # fmt: skip
-    """All of the row's, of which this rank computes a part."""
+    """Scores of the whole row, of which this rank computes a part."""
     part = context.part(row)
     hidden = _part_states(model, part, len(row.tokens), routing, context)
     own = _head_scores(model, hidden, labels[part.labels], row.temperatures[part.labels], head_dtype)
@@ -76,7 +80,7 @@ def head_scores(
     model: torch.nn.Module, hidden: torch.Tensor, labels: torch.Tensor, temperatures: torch.Tensor, *,
     head_dtype: torch.dtype | None = None,
 ) -> TokenScores:  # fmt: skip
-    """Scores from the hidden states that predict the labels, [T, H], as `row_scores` gives them."""
+    """Score labels from the hidden states that predict them, [T, H], as `row_scores` does."""
     return gathered(model, lambda: _head_scores(model, hidden, labels, temperatures, head_dtype))
 
 
@@ -87,32 +91,34 @@ def _head_scores(
     head = model.get_output_embeddings()
     weight, bias = head.weight, getattr(head, "bias", None)
     head_dtype = head_dtype or head_type(model)
+    # A float32 head over half-precision inputs needs no float32 copy of the weight: see `wide`.
     half = weight.dtype in (torch.bfloat16, torch.float16) and hidden.dtype == weight.dtype
     wide = half and head_dtype == torch.float32
     if not wide:
         hidden, weight = hidden.to(head_dtype), weight.to(head_dtype)
         bias = None if bias is None else bias.to(head_dtype)
     return chunked_scores(
-        hidden, weight, bias, labels, temperatures, last=last_word(model.config), wide=wide,
+        hidden, weight, bias, labels, temperatures, transform=logit_transform(model.config), wide=wide,
         keep=getattr(model, "keeps_logits", False),
         vocabulary=None if (parallel := parallel_of(model)) is None else parallel.vocabulary,
     )  # fmt: skip
 
 
 def head_type(model: torch.nn.Module) -> torch.dtype:
-    """The type of the model's logits: what `use_head` chose, else that of the head."""
+    """Dtype of the model's logits: set by `use_head`, else the head's own."""
     found: torch.dtype = getattr(model, "logits_dtype", compute_dtype(model))
     return found
 
 
 def use_head(model: torch.nn.Module, head_dtype: str) -> None:
-    """Logits of `model` in `head_dtype` from now on, wherever it is scored: "model", the head's own, or "float32"."""
+    """Compute all later logits of `model` in `head_dtype`: "model" (the head's own) or
+    "float32"."""
     if head_dtype == "float32":
         model.logits_dtype = torch.float32
 
 
 def predicting_states(model: torch.nn.Module, row: PackedRow) -> torch.Tensor:
-    """Hidden states that predict the labels of `row`, [T, H]: what the head is multiplied with."""
+    """Hidden states that predict the labels of `row`, [T, H]: the input of the head."""
     context = context_of(model)
     if context is None:
         return gathered(model, lambda: _predicting_states(model, row, None))
@@ -124,18 +130,20 @@ def predicting_states(model: torch.nn.Module, row: PackedRow) -> torch.Tensor:
 def _part_states(
     model: torch.nn.Module, part: RowPart, count: int, routing: list[torch.Tensor] | None, context: Context
 ) -> torch.Tensor:
-    """Those that predict the labels of this part of a row of `count` tokens."""
-    said: list[torch.Tensor] | None = None if routing is None else []
-    hidden = _states(model, part.tokens, part.positions, part.lengths, said, part.experts, context)
-    if routing is not None and said is not None:
+    """Hidden states that predict this part's labels; `count` is the number of tokens of the whole
+    row."""
+    own_routing: list[torch.Tensor] | None = None if routing is None else []
+    hidden = _states(model, part.tokens, part.positions, part.lengths, own_routing, part.experts, context)
+    if routing is not None and own_routing is not None:
+        # The last rank's part may end in padding, which has router logits as well.
         here = context.tokens_of(count)
-        routing += [context.whole(each[: here.stop - here.start], here, count) for each in said]
+        routing += [context.whole(each[: here.stop - here.start], here, count) for each in own_routing]
     return hidden.index_select(0, part.predict)
 
 
 def _predicting_states(model: torch.nn.Module, row: PackedRow, routing: list[torch.Tensor] | None) -> torch.Tensor:
-    """A model that carries a state from token to token computes the sequences of a row one by one, since the state
-    would run on into the neighbour."""
+    """Hidden states that predict the row's labels, [T, H]."""
+    # A recurrent state (Mamba, linear attention) would leak into the next sequence of the row.
     apart = len(row.lengths) > 1 and carries_state(vars(model.config))
     parts = [(n,) for n in row.lengths] if apart else [row.lengths]
     sizes = [sum(part) for part in parts]
@@ -151,7 +159,7 @@ def _states(
     model: torch.nn.Module, tokens: torch.Tensor, positions: torch.Tensor, lengths: tuple[int, ...],
     routing: list[torch.Tensor] | None, experts: torch.Tensor | None, context: Context | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """[N, H], of sequences that stand behind one another; of the tokens that are here."""
+    """[N, H] of the tokens on this rank, sequence after sequence."""
     output = model.base_model(
         input_ids=tokens[None],
         position_ids=positions[None],
@@ -177,10 +185,11 @@ def completions_logprobs(
     model: torch.nn.Module, pairs: list[tuple[list[int], list[int]]], *, head_dtype: torch.dtype | None = None,
     experts: Sequence[NDArray[np.int16] | None] | None = None,
 ) -> list[list[float]]:  # fmt: skip
-    """The same for several (prompt, completion), packed into one row; `head_dtype` as in `row_logprobs`.
+    """Logprobs as in `sequence_logprobs` for several (prompt, completion) pairs, packed into one
+    row; `head_dtype` as in `row_logprobs`.
 
     Args:
-        experts: of the tokens of each, as `Rollout.experts`.
+        experts: chosen experts of each pair's tokens, as `Rollout.experts`.
     """
     row = whole_row([torch.tensor([*prompt, *completion]) for prompt, completion in pairs], [len(p) for p, _ in pairs])
     if experts is not None:
@@ -192,12 +201,13 @@ def completions_logprobs(
 
 
 def whole_row(sequences: list[torch.Tensor], prompts: list[int] | None = None) -> PackedRow:
-    """A row of these sequences, each [N] int64, at temperature 1, with the tokens behind the prompt as labels: all but
-    the first, where no lengths of prompts are given."""
+    """Pack sequences, each [N] int64, into a row at temperature 1. Labels are the tokens after the
+    prompt; without prompt lengths, all tokens but the first."""
     prompts = prompts or [1] * len(sequences)
     starts = [0, *accumulate(map(len, sequences))]
     parts = zip(starts, prompts, sequences, strict=False)
     flat = torch.cat(sequences)
+    # The state at position n predicts token n + 1, so positions shift left by one.
     where = torch.cat([torch.arange(a + first - 1, a + len(tokens) - 1) for a, first, tokens in parts]).to(flat.device)
     nothing = torch.zeros(len(where), device=flat.device)
     return PackedRow(
@@ -212,20 +222,20 @@ def whole_row(sequences: list[torch.Tensor], prompts: list[int] | None = None) -
     )
 
 
-class LastWord(NamedTuple):
-    """What some models do to their logits behind the head: cap * tanh(scale * logits / cap)."""
+class LogitTransform(NamedTuple):
+    """A model's transformation of its logits after the head: cap * tanh(scale * logits / cap)."""
 
     scale: float = 1.0
     cap: float | None = None
-    """Soft-capping (Gemma 2); null: none."""
+    """Soft-capping (Gemma 2); None: none."""
 
 
-def last_word(config: Any) -> LastWord:
-    """What a configuration says that the model does to its logits."""
+def logit_transform(config: Any) -> LogitTransform:
+    """Read the transformation of the logits from a model's configuration."""
     scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
     scale *= getattr(config, "lm_head_multiplier", None) or 1.0  # Falcon-H1
     scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite
-    return LastWord(scale, getattr(config, "final_logit_softcapping", None))
+    return LogitTransform(scale, getattr(config, "final_logit_softcapping", None))
 
 
 def chunked_scores(
@@ -236,42 +246,50 @@ def chunked_scores(
     temperatures: torch.Tensor,
     *,
     chunk_elements: int | None = None,
-    last: LastWord = LastWord(),  # noqa: B008
+    transform: LogitTransform = LogitTransform(),  # noqa: B008
     wide: bool = False,
     keep: bool = False,
     vocabulary: Vocabulary | None = None,
 ) -> TokenScores:
-    """Of p = softmax(last(hidden @ weight.T + bias) / temperature): log p[label] and -sum p log p, float32 (float64 for
-    float64 weights).
+    """Return log p[label] and -sum p log p of p = softmax(transform(logits) / temperature),
+    logits = hidden @ weight.T + bias; float32 (float64 for float64 weights).
 
     Args:
-        hidden: [T, H]; weight: [V, H]; bias: [V] or null; labels: [T] int64, or [T, K]; temperatures: [T] float32.
-        chunk_elements: at most this many logits live at once; the backward pass computes them anew.
-        wide: logits of half-precision states and weights in float32, as their products are summed, instead of rounded.
-            That is a head in float32, whose products of half-precision numbers are exact, at the price of one in half.
-        keep: logits stay until the backward pass instead: a quarter fewer products, T * V logits more.
-        vocabulary: the rows that weight and bias are, where other ranks have the others; every rank scores the same.
+        hidden: [T, H]; weight: [V, H]; bias: [V] or None; labels: [T] int64, or [T, K];
+            temperatures: [T] float32.
+        chunk_elements: largest number of logits in memory at once; the backward pass recomputes
+            them.
+        wide: keep logits of half-precision states and weights in float32, in which their products
+            are summed, without rounding. The result equals a float32 head, because products of
+            half-precision numbers are exact, at the cost of a half-precision one.
+        keep: keep the logits until the backward pass: a quarter fewer products, T * V logits more
+            memory.
+        vocabulary: this rank's rows of weight and bias, if other ranks have the rest; every rank
+            returns the same scores.
     """
     keep = keep and torch.is_grad_enabled()
-    limit = chunk_elements or LOGITS_AT_ONCE[hidden.is_cuda] << keep  # where there is room, products of more rows
-    rows = len(weight) if vocabulary is None else vocabulary.most  # ranks meet in every chunk
+    limit = chunk_elements or LOGITS_AT_ONCE[hidden.is_cuda] << keep  # a GPU takes larger chunks
+    rows = len(weight) if vocabulary is None else vocabulary.most  # the same chunks on all ranks
     size = max(1, limit // rows // (2 if wide else 1))
     if vocabulary is not None:
+        # Sums the gradient of the hidden states over ranks in the backward pass.
         hidden = enter(hidden)
-    # cap * tanh(scale * x / cap) / t = c * tanh(x / c) / (t / scale) with c = cap / scale: one number less to carry.
-    cap = None if last.cap is None else last.cap / last.scale
+    # cap * tanh(scale * x / cap) / t = c * tanh(x / c) / (t / scale) with c = cap / scale: one
+    # number fewer to pass on.
+    cap = None if transform.cap is None else transform.cap / transform.scale
     values = _HeadScores.apply(
-        hidden, weight, bias, labels, temperatures / last.scale, size, cap, wide, keep, vocabulary
+        hidden, weight, bias, labels, temperatures / transform.scale, size, cap, wide, keep, vocabulary
     )
     return TokenScores(*values)
 
 
 class _HeadScores(torch.autograd.Function):
-    """The head and its log-softmax, chunk by chunk in both directions: full logits never exist.
+    """Head and log-softmax, chunk by chunk in both directions, so full logits never exist.
 
-    The gradient of a logprob with respect to its logits is (one-hot - softmax) / temperature, so one more product with
-    the head is all that the backward pass computes twice, unless logits are kept. The gradient of the head is summed in
-    float32. Where the vocabulary is cut over ranks, each has its own logits alone: the largest, then sums are shared.
+    The gradient of a logprob with respect to its logits is (one-hot - softmax) / temperature, so
+    the backward pass recomputes only the product with the head, or nothing if the logits are kept.
+    The head's gradient is summed in float32. If the vocabulary is split over ranks, each rank
+    computes its own logits; ranks exchange maxima, then sums.
     """
 
     @staticmethod
@@ -287,6 +305,7 @@ class _HeadScores(torch.autograd.Function):
             parts.append(pick(logits, labels[a : a + size], temperatures[a : a + size], cap))
             if keep:
                 ctx.kept.append(logits)
+        # No labels: concatenation needs at least one tensor.
         if not parts:
             nothing = temperatures.new_zeros(0, dtype=torch.promote_types(weight.dtype, torch.float32))
             parts = [(nothing.new_zeros(labels.shape), nothing, nothing)]
@@ -306,6 +325,7 @@ class _HeadScores(torch.autograd.Function):
         to_bias = torch.zeros_like(bias, dtype=wide) if wants_bias else None
         for a in range(0, len(labels), ctx.size):
             part = slice(a, a + ctx.size)
+            # Frees each chunk of kept logits after its use.
             logits = ctx.kept.pop(0) if ctx.kept else _logits(hidden[part], weight, bias, ctx.wide)
             to_logits = logits.to(weight.dtype)
             if logits.shape[1]:
@@ -325,7 +345,7 @@ class _HeadScores(torch.autograd.Function):
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wide: bool) -> torch.Tensor:
-    """hidden @ weight.T + bias; `wide` in float32, as it is summed."""
+    """hidden @ weight.T + bias; with `wide` in float32, the dtype of the products' sum."""
     if not wide:
         return F.linear(hidden, weight, bias)
     if hidden.is_cuda:
@@ -336,7 +356,7 @@ def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
 
 def _add_product(total: torch.Tensor, to_logits: torch.Tensor, hidden: torch.Tensor) -> None:
-    """total += to_logits.T @ hidden, summed in the type of `total`."""
+    """total += to_logits.T @ hidden, summed in the dtype of `total`."""
     if total.dtype == hidden.dtype:
         total.addmm_(to_logits.T, hidden)
     elif total.is_cuda:
@@ -349,7 +369,7 @@ def _add_product(total: torch.Tensor, to_logits: torch.Tensor, hidden: torch.Ten
 def _pick(
     logits: torch.Tensor, labels: torch.Tensor, temperatures: torch.Tensor, cap: float | None
 ) -> tuple[torch.Tensor, ...]:
-    """Logprobs of the labels, in their shape, the log of the normalizers and the entropy, [T], in float32."""
+    """Return (logprobs in the labels' shape, log-normalizers [T], entropy [T]) in float32."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     scaled = (wide if cap is None else cap * torch.tanh(wide / cap)) / temperatures[:, None]
     largest = scaled.amax(1)
@@ -365,7 +385,8 @@ def _pick(
 def _pick_own(
     logits: torch.Tensor, labels: torch.Tensor, temperatures: torch.Tensor, cap: float | None
 ) -> tuple[torch.Tensor, ...]:
-    """As `_pick`, of all ranks' logits; labels count from the first one here, those of other ranks lie outside."""
+    """`_pick` with the vocabulary split over ranks. Labels count from this rank's first row, so
+    those of other ranks are out of range."""
     labels_of = labels.view(len(labels), -1)
     if logits.shape[1]:
         scaled, largest = _scaled(logits, temperatures, cap)
@@ -383,7 +404,8 @@ def _pick_own(
 
 @compiled_on_cuda
 def _scaled(logits: torch.Tensor, temperatures: torch.Tensor, cap: float | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits as they enter the softmax, [T, V] in float32, and the largest at each position, [T]."""
+    """Logits after cap and temperature, [T, V] in float32, and their maximum at each position,
+    [T]."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     scaled = (wide if cap is None else cap * torch.tanh(wide / cap)) / temperatures[:, None]
     return scaled, scaled.amax(1)
@@ -391,8 +413,8 @@ def _scaled(logits: torch.Tensor, temperatures: torch.Tensor, cap: float | None)
 
 @compiled_on_cuda
 def _own_sums(scaled: torch.Tensor, largest: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """[T, K + 2], what ranks add up: the labels' logits, [T, K], below the largest; sums of p and of p times its logit,
-    with p not normalized."""
+    """[T, K + 2], to be summed over ranks: the labels' logits minus the maximum, [T, K]; the sum of
+    p; the sum of p times its logit. p is not normalized."""
     scaled = scaled - largest[:, None]
     here = (labels >= 0) & (labels < scaled.shape[1])
     own = torch.where(here, scaled.gather(1, labels.clamp(0, scaled.shape[1] - 1)), 0.0)
@@ -405,9 +427,11 @@ def _spread(
     logits: torch.Tensor, labels: torch.Tensor, temperatures: torch.Tensor, normalizers: torch.Tensor,
     grads: torch.Tensor, cap: float | None, dtype: torch.dtype,
 ) -> torch.Tensor:  # fmt: skip
-    """Gradient of the logits, [T, V] in `dtype`, from that of the logprobs."""
+    """Gradient of the logits, [T, V] in `dtype`, from the gradient of the logprobs."""
     wide = logits.to(normalizers.dtype)
     bent = wide if cap is None else cap * torch.tanh(wide / cap)
+    # p = exp(logit / temperature - log-normalizer): the softmax without another pass for its
+    # maximum.
     share = (bent / temperatures[:, None] - normalizers[:, None]).exp()
     if labels.ndim == 2:
         here = (labels >= 0) & (labels < logits.shape[1])  # with other ranks' labels elsewhere
@@ -418,5 +442,6 @@ def _spread(
         own = torch.arange(logits.shape[1], device=logits.device)[None, :] == labels[:, None]
         result = (own.to(share.dtype) - share) * (grads / temperatures)[:, None]
     if cap is not None:
+        # Derivative of cap * tanh(x / cap).
         result = result * (1 - (bent / cap) ** 2)
     return result.to(dtype)

@@ -1,7 +1,8 @@
-"""LoRA adapters on a transformers model: added in place, saved in peft's own format, which vLLM loads.
+"""LoRA adapters on a transformers model: injected in place, saved in peft's format, which vLLM
+loads.
 
-The layers are injected without a wrapper, so the model keeps its shape for packed attention and the chunked head.
-Dropout is off: with it the ratio would compare two different masks.
+Without peft's wrapper class the model keeps its interface for packed attention and the chunked
+head. Dropout is off: the ratio would compare two different masks.
 """
 
 from __future__ import annotations
@@ -21,16 +22,17 @@ from trainer_core.policy.load import load_model
 
 TARGETS = ("q_proj", "v_proj")
 ALL_LINEAR = "all-linear"
-"""Stands for every linear layer but the head."""
+"""Stands for every linear layer except the head."""
 _ADAPTER = "default"
-"""What peft calls an adapter in the model; no saved name has it."""
+"""peft's name of the adapter in the model; saved names leave it out."""
 
 
 def add_adapter(model: nn.Module, config: TrainingConfig) -> int:
-    """Freeze `model` and add trainable float32 adapters that change nothing yet (B is 0); returns their parameters.
+    """Freeze `model` and add trainable float32 adapters that start without effect (B is 0); return
+    the number of their parameters.
 
     Raises:
-        UsageError: a target or a layer that the model does not have.
+        UsageError: the model lacks a target module or a layer.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -39,7 +41,8 @@ def add_adapter(model: nn.Module, config: TrainingConfig) -> int:
     if wrong := [i for i in config.lora_layer_indices or [] if i >= count]:
         raise UsageError(f"--lora-layer-indices {wrong}: the model has layers 0-{count - 1}")
     if config.lora_dropout and "lora_dropout" in config.model_fields_set:
-        print(f"--lora-dropout {config.lora_dropout} is not applied: ratios of two dropout masks would be noise")
+        print(f"--lora-dropout {config.lora_dropout} is ignored: policy ratios between two dropout masks are noise")
+    # Freeze first: peft adds parameters that require a gradient.
     model.requires_grad_(False)
     settings = LoraConfig(
         r=config.lora_r, lora_alpha=config.lora_alpha, lora_dropout=0.0, target_modules=targets,
@@ -49,6 +52,7 @@ def add_adapter(model: nn.Module, config: TrainingConfig) -> int:
     inject_adapter_in_model(settings, model, adapter_name=_ADAPTER)
     model.peft_config = {_ADAPTER: settings}  # type: ignore[assignment]
     for parameter in model.parameters():
+        # peft creates adapters in the base's dtype; small updates would be lost in half precision.
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
     model.eval()
@@ -56,27 +60,28 @@ def add_adapter(model: nn.Module, config: TrainingConfig) -> int:
 
 
 def _targets(model: nn.Module, wanted: list[str]) -> list[str]:
-    """The modules' own names; the head is none of them, since its product is computed in chunks from its weight."""
+    """Target module names in the model. The head is excluded: its product is computed in chunks
+    from its weight."""
     head = model.get_output_embeddings()
     linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head)
     names = {name.rpartition(".")[2] for name in linear}
     if not names:
         raise UsageError(
-            f"adapters go on linear layers, and {type(model).__name__} has none (GPT-2's are convolutions): train all "
-            "weights, --weight-bridge-mode broadcast, shared_vllm or none"
+            f"adapters need linear layers, and {type(model).__name__} has none (GPT-2's are convolutions): train all "
+            "weights with --weight-bridge-mode broadcast, shared_vllm or none"
         )
     if wanted == [ALL_LINEAR]:
         return sorted(names)
     if missing := sorted(set(wanted) - names):
         raise UsageError(
-            f"--lora-target-modules {' '.join(missing)}: adapters go on {' '.join(sorted(names))}; {ALL_LINEAR} is all"
+            f"--lora-target-modules {' '.join(missing)}: choose from {' '.join(sorted(names))}; or {ALL_LINEAR} for all"
         )
     return wanted
 
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """The model without its adapters, in every thread, for as long as the block runs."""
+    """Disable the model's adapters in all threads while the block runs."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
@@ -91,7 +96,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def adapter_values(model: nn.Module, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """The model with the adapter `values`, in every thread, for as long as the block runs."""
+    """Give the model the adapter `values` in all threads while the block runs."""
     mine = {name: parameter.detach() for name, parameter in adapter_parameters(model).items()}
     kept = {name: parameter.clone() for name, parameter in mine.items()}
     try:
@@ -113,7 +118,7 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def base_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The frozen parameters by the names that they have in the model without adapters."""
+    """The frozen parameters by their names in the model without adapters."""
     return {
         name.replace(".base_layer.", "."): parameter
         for name, parameter in model.named_parameters()
@@ -122,13 +127,13 @@ def base_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def merged_model(model: nn.Module, config: TrainingConfig, folder: Path) -> nn.Module:
-    """The base of `model` from disk with the adapter in `folder` added by peft, on the CPU: exact in float32, else each
-    weight is rounded once, to the base's type."""
+    """Load the base of `model` from disk on the CPU and let peft merge the adapter in `folder` into
+    it. Exact in float32; otherwise each weight is rounded once, to the base's dtype."""
     from peft import PeftModel
 
     dtype = next(iter(base_parameters(model).values())).dtype
     if dtype != torch.float32:
-        print(f"The adapter is added in {dtype}: each weight is rounded once, so logprobs differ a little from its own")
+        print(f"Merging the adapter in {dtype} rounds each weight once, so logprobs differ slightly from training")
     base = load_model(config.model_name, dtype, torch.device("cpu"))
     merged: nn.Module = PeftModel.from_pretrained(base, str(folder)).merge_and_unload()
     return merged
@@ -137,10 +142,10 @@ def merged_model(model: nn.Module, config: TrainingConfig, folder: Path) -> nn.M
 def write_adapter(
     model: nn.Module, folder: Path, dtype: torch.dtype | None = None, values: Mapping[str, torch.Tensor] | None = None
 ) -> None:
-    """Write an adapter's two files into `folder`, in float32 or in `dtype`.
+    """Write the two files of an adapter into `folder`, in `dtype`; default: as kept, in float32.
 
     Args:
-        values: of an adapter like the model's; default: the model's own.
+        values: of an adapter with the model's shapes; default: the model's own.
     """
     from safetensors.torch import save_file
 
@@ -162,10 +167,10 @@ def load_adapter(model: nn.Module, folder: Path) -> None:
 
 
 def read_adapter(model: nn.Module, folder: Path) -> dict[str, torch.Tensor]:
-    """The values in `folder` of an adapter like the model's, by the names of `adapter_parameters`.
+    """Read an adapter with the model's shapes from `folder`, by the names of `adapter_parameters`.
 
     Raises:
-        UsageError: an adapter for other modules, of another shape or another scale.
+        UsageError: the adapter has other modules, shapes or scale.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -174,19 +179,20 @@ def read_adapter(model: nn.Module, folder: Path) -> dict[str, torch.Tensor]:
         settings = json.loads((folder / ADAPTER_CONFIG).read_text())
         saved = load_file(folder / ADAPTER_WEIGHTS)
     except (OSError, ValueError, SafetensorError) as error:
-        raise UsageError(f"{folder} holds no adapter that can be read ({error})") from None
+        raise UsageError(f"{folder} has no readable adapter ({error})") from None
     mine = adapter_parameters(model)
     if odd := sorted(mine.keys() ^ saved.keys()):
         raise UsageError(
-            f"{folder} holds an adapter for other modules ({odd[0].removeprefix(ADAPTER_PREFIX)}): use its "
+            f"{folder} has an adapter for other modules ({odd[0].removeprefix(ADAPTER_PREFIX)}): use its "
             f"--lora-target-modules {' '.join(sorted(settings.get('target_modules', [])))} and --lora-layer-indices"
         )
     for name, parameter in mine.items():
         if saved[name].shape != parameter.shape:
             raise UsageError(
-                f"{folder} holds an adapter of another shape: {name.removeprefix(ADAPTER_PREFIX)} "
+                f"{folder} has an adapter of another shape: {name.removeprefix(ADAPTER_PREFIX)} "
                 f"{list(saved[name].shape)} there, {list(parameter.shape)} here (its --lora-r is {settings.get('r')})"
             )
+    # Scale and rsLoRA change the effect of the same values.
     ours = model.peft_config[_ADAPTER]  # type: ignore[index]
     if settings.get("lora_alpha") != ours.lora_alpha:
         raise UsageError(f"{folder} was trained with --lora-alpha {settings.get('lora_alpha')}, not {ours.lora_alpha}")

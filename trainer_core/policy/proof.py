@@ -1,10 +1,12 @@
-"""Proof that the trainer computes this model right: its own path against the model's own forward pass, at the start.
+"""Start-up proof that the trainer computes this model correctly: its own path against the model's
+forward pass.
 
-Two short sequences are packed into one row and go the trainer's way: packed attention, experts as they train, head in
-chunks. The same two go through the model as transformers wrote it, one by one, with eager attention and full logits.
-All of it in float32 on the weights as they are, whatever their type: what belongs to one layer is made wide while that
-layer computes, so the most that this takes beside the model is one layer in float32. Windows are made shorter than the
-sequences meanwhile, so that they matter. On a GPU in half precision the row goes through the kernel as well.
+Two short sequences packed into one row go through the trainer's path: packed attention, experts as
+they train, chunked head. The same sequences go one by one through transformers' code with eager
+attention and full logits. Both run in float32 on the actual weights. Each layer is widened only
+while it computes, so the extra memory is one layer in float32. Sliding windows are shortened below
+the sequence lengths, so that they matter. On a GPU in half precision the row goes through the
+kernel as well.
 """
 
 from __future__ import annotations
@@ -23,22 +25,25 @@ from trainer_core.policy.logprobs import row_logprobs, whole_row
 from trainer_core.policy.sharding import scatter
 
 BOUND = 2e-3
-"""Nats, at any position, in float32; right models stay below 1e-4, and the seven known wrongs begin at 0.05."""
+"""Limit in nats at any position, in float32. Correct models stay below 1e-4; the seven known errors
+start at 0.05."""
 COARSE = 0.3
-"""Nats in the mean over positions, where numbers are of half precision or quantized."""
+"""Limit in nats of the mean over positions, for half precision or quantized weights."""
 _HALF = (torch.bfloat16, torch.float16)
+# Tokens of the two sequences, and the shortened window.
 _LENGTHS = (29, 24)
 _WINDOW = 8
 
 
 def prove(model: nn.Module) -> float:
-    """Compare the two ways; returns the largest difference in nats.
+    """Compare the two paths; return the largest difference in nats.
 
     Args:
-        model: before its optimizer exists, with its weights, no layer compiled.
+        model: with its weights, before its optimizer exists and before any layer is compiled.
 
     Raises:
-        UsageError: they differ, or this model does not go the trainer's way at all; with the likely cause.
+        UsageError: they differ, or this model cannot run on the trainer's path; names the likely
+            cause.
     """
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(0)
@@ -49,15 +54,16 @@ def prove(model: nn.Module) -> float:
             plain = torch.cat([_plain(model, tokens) for tokens in sequences])
             differences = (row_logprobs(model, row, head_dtype=torch.float32) - plain).abs()
         with torch.no_grad(), _short_windows(model):
+            # The path of the training, in its own dtype, through the GPU kernel.
             coarse = (row_logprobs(model, row) - plain).abs().mean().item()
     except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # whatever a class of transformers that nobody tried here raises
-        what = f"it cannot compute it ({type(error).__name__}: {first_line(error)})"
+        raise  # too little memory is not evidence against the model
+    except Exception as error:  # an untested transformers class may raise anything
+        what = f"its forward pass failed ({type(error).__name__}: {first_line(error)})"
         raise UsageError(_refusal(model, what)) from error
     largest = differences.max().item()
     exact = all(parameter.dtype in _HALF or parameter.element_size() >= 4 for parameter in model.parameters())
-    if not largest <= (BOUND if exact else COARSE) or not coarse <= COARSE:  # a NaN is no proof
+    if not largest <= (BOUND if exact else COARSE) or not coarse <= COARSE:  # NaN fails, too
         found = f"{largest:.2g} nats from its own forward pass ({coarse:.2g} as it trains)"
         raise UsageError(_refusal(model, f"packed sequences are off by up to {found}"))
     return largest
@@ -69,22 +75,23 @@ def _refusal(model: nn.Module, what: str) -> str:
         likely.append("attention sinks (s_aux)")
     cause = f"; likely because of {', '.join(likely)}" if likely else ""
     return (
-        f"the trainer does not compute {type(model).__name__} right: {what}{cause}. Training on it would be wrong. "
-        "docs/models.md has the architectures that train; please report this one with its config.json"
+        f"the trainer does not compute {type(model).__name__} right: {what}{cause}. Its gradients would be wrong. "
+        "docs/models.md lists the supported architectures; please report this one with its config.json"
     )
 
 
 def _plain(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """Logprobs of tokens[1:], [N - 1] float32, by the model's own code alone."""
+    """Logprobs of tokens[1:], [N - 1] float32, by the model's own code."""
     with _eager(model.config):
         logits = model(input_ids=tokens[None], use_cache=False).logits[0, :-1]
+    # Called without `gathered`, so FSDP's parameters beside the layers have to be freed here.
     scatter(model)
     return logits.float().log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
 
 
 @contextmanager
 def _eager(config: Any) -> Iterator[None]:
-    """Attention and experts as the model's own file computes them."""
+    """Use the eager attention and experts of the model's own file."""
     with ExitStack() as changed:
         for name in ("_attn_implementation", "_experts_implementation"):
             changed.enter_context(_changed(config, name, "eager"))
@@ -103,7 +110,8 @@ def _changed(thing: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def _short_windows(model: nn.Module) -> Iterator[None]:
-    """Every sliding window so short that these sequences reach past it, wherever a model keeps its length."""
+    """Shorten every sliding window below the test sequences, in the configuration and in
+    modules."""
     with ExitStack() as changed:
         for holder in (model.config, *model.modules()):
             if isinstance(getattr(holder, "sliding_window", None), int):
@@ -113,7 +121,8 @@ def _short_windows(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _in_float32(model: nn.Module) -> Iterator[None]:
-    """Each part of the model computes in float32: its parameters are replaced while it does, and then back again."""
+    """Compute each part of the model in float32: replace its parameters while it runs, then restore
+    them."""
     kept: dict[nn.Module, list[tuple[nn.Module, str, nn.Parameter]]] = {}
 
     def widen(part: nn.Module, *_: Any) -> None:
@@ -133,7 +142,7 @@ def _in_float32(model: nn.Module) -> Iterator[None]:
     with ExitStack() as hooks:
         for part in _parts(model):
             hooks.callback(part.register_forward_pre_hook(widen).remove)
-            # Before FSDP's own hook, which takes its parameters back from the modules.
+            # Restore before FSDP's own hook, which frees the gathered parameters.
             hooks.callback(part.register_forward_hook(restore, prepend=True).remove)
         try:
             yield
@@ -143,7 +152,8 @@ def _in_float32(model: nn.Module) -> Iterator[None]:
 
 
 def _parts(model: nn.Module) -> Iterator[nn.Module]:
-    """Layers, and what is beside them and has parameters of its own: embeddings, norms, the head."""
+    """Decoder layers, and the modules outside them that have parameters: embeddings, norms, the
+    head."""
     inside: set[nn.Module] = set()
     for module in model.modules():
         if module in inside:

@@ -1,4 +1,4 @@
-"""The frozen reference that `ref_kl_coef` pulls back to: the policy as it was before the run's first step."""
+"""The frozen reference of `ref_kl_coef`: the policy before the run's first step."""
 
 from __future__ import annotations
 
@@ -21,26 +21,31 @@ from trainer_core.rollouts.packing import PackedRow
 from trainer_core.world import ALONE, World
 
 FOLDER = "reference"
-"""Folder of a checkpoint with the adapter that the run started from."""
+"""Checkpoint folder of the adapter that the run started from."""
 
 
 class Reference:
-    """Logprobs for the rows of a step whose environment sent none. Holds a model of its own; with adapters it computes
-    with the policy's, whose adapter is off or has the values of the start meanwhile."""
+    """Reference logprobs for rows whose environment sent none.
+
+    Keeps a model of its own. When adapters train, it uses the policy's model with the adapter
+    switched off, or with the adapter's starting values.
+    """
 
     def __init__(
         self, config: TrainingConfig, policy: nn.Module, device: torch.device, world: World = ALONE, *,
         resumed: Path | None = None, origin: str | None = None,
     ) -> None:  # fmt: skip
-        """Args:
-        policy: on `device`; with adapters, if the configuration trains any.
-        resumed: checkpoint that the run continues from, which may hold the adapter of its start.
-        origin: `lora_adapter_path` of the run's start; default: a new adapter.
+        """Load or reuse the model, and print which.
+
+        Args:
+            policy: on `device`; with adapters, if the configuration trains them.
+            resumed: checkpoint that the run continues from; may contain the starting adapter.
+            origin: `lora_adapter_path` of the run's start; default: a new adapter.
         """
         self._device = device
         self._adapted = config.trains_adapters
         self._start: dict[str, torch.Tensor] | None = None
-        """Values of the adapter that the run started from; None: a new one, which is the same as none."""
+        """Starting adapter's values; None: a new adapter, which has no effect."""
         if self._adapted:
             self._model = policy
             folder = world.share(lambda: _starting_adapter(resumed, origin))
@@ -53,19 +58,21 @@ class Reference:
         self._model = shard(model, world, device, config)
         use_head(self._model, config.head_dtype)
         use_attention(self._model, config.attention_kernel)
-        if config.routing_replay:  # else the choice of experts would count as a difference to the policy
+        if config.routing_replay:  # otherwise the KL would include different choices of experts
             replay_in(self._model)
         size = sum(p.numel() * p.element_size() for p in self._model.parameters())
         print(f"Frozen reference of --ref-kl-coef: {config.model_name}, a copy of {size / 1e9:.2f} GB")
 
     @torch.no_grad()
     def fill(self, rows: Sequence[PackedRow], threads: int = 1, world: World = ALONE) -> list[PackedRow]:
-        """The rows with `reference` known for each token: the environment's where it sent one, else this model's.
+        """Complete `reference` in each row: the environment's value if it sent one, else this
+        model's.
 
         Args:
             rows: on any device.
             threads, world: as in `step.accumulate`.
         """
+        # Running the model is a collective, so all ranks run it for a row if one of them needs it.
         lacks = anywhere(world, [row.reference is None or bool(row.reference.isnan().any()) for row in rows])
 
         def complete(item: tuple[PackedRow, bool], _: int) -> PackedRow:
@@ -74,6 +81,7 @@ class Reference:
                 return row
             given, own = row.reference, row_logprobs(self._model, row.to(self._device)).float()
             if given is not None:
+                # NaN marks the tokens for which the environment sent no value.
                 given = given.to(own.device)
                 own = torch.where(given.isnan(), own, given)
             return replace(row, reference=own)
@@ -93,7 +101,8 @@ class Reference:
 
 
 def _starting_adapter(resumed: Path | None, origin: str | None) -> Path | None:
-    """The folder of the adapter that the run started from; None for a new one."""
+    """Folder of the adapter that the run started from; None: a new one."""
+    # A resumed run keeps its first attempt's reference.
     if resumed is not None and (resumed / FOLDER).is_dir():
         return resumed / FOLDER
     return Path(origin) if origin else None

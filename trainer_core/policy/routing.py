@@ -1,13 +1,12 @@
-"""Experts as the engine chose them: routers take a recorded choice in the place of their own (rollout routing replay,
-arXiv:2510.11370).
+"""Rollout routing replay (arXiv:2510.11370): routers use the experts that the engine recorded.
 
-Two programs that compute the same model round differently, and where two experts are nearly equal to a router that
-decides which of them a token meets. With `replay_in` each router of a sparse layer takes the experts that come with a
-row, and weighs them by its own probabilities, through which it learns as before. Where the engine's choice is not known
-(-1) the router's own stands, to the bit.
+Two programs round the same model differently. When two experts are nearly equal to a router, the
+rounding decides between them. After `replay_in` each router of a sparse layer takes the row's
+recorded experts and weighs them by its own probabilities, through which it learns as before. Where
+no choice is recorded (-1) the router's own choice stays, bit for bit.
 
-How a router weighs what it has chosen is not looked up by its class: at the start every one is shown tokens, and the
-formula that gives its own weights again, bit for bit, is the one it is replayed with.
+The formula for expert weights is found by trial: at the start each router sees test tokens, and the
+formula that reproduces its weights bit for bit is used for the replay.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from trainer_core.rollouts.asking import RouterShape
 from trainer_core.rollouts.packing import PackedRow
 
 _SHOWN = 64
-"""Tokens by which formulas are told apart."""
+"""Test tokens that distinguish the formulas."""
 
 Weigh = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
-"""A router, its logits, [N, experts], and experts, [N, K] -> their weights, [N, K]."""
+"""Map a router, its logits [N, experts] and experts [N, K] to their weights [N, K]."""
 
 
 def _share(_: nn.Module, logits: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
@@ -55,7 +54,7 @@ def _sigmoid(router: Any, logits: torch.Tensor, experts: torch.Tensor) -> torch.
 
 
 def _sigmoid_of_chosen(router: Any, logits: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-    """The same with norm_topk_prob."""
+    """DeepSeek-V3 and GLM-4-MoE with norm_topk_prob."""
     values = logits.sigmoid().gather(1, experts)
     return values / (values.sum(-1, keepdim=True) + 1e-20) * router.routed_scaling_factor
 
@@ -64,7 +63,8 @@ _FORMULAS: tuple[Weigh, ...] = (_share, _share_of_chosen, _softmax_of_chosen, _s
 
 
 class _Here(threading.local):
-    """What the layer that this thread computes now is to take; rows pass through one model in several threads."""
+    """Recorded experts for the layer that this thread computes; several threads run rows through
+    one model."""
 
     experts: torch.Tensor | None = None
 
@@ -73,40 +73,41 @@ _here = _Here()
 
 
 def replay_in(model: nn.Module) -> RouterShape:
-    """Let the routers of `model` take the experts of a row that has some, from now on. All ranks do it together.
+    """Make the routers of `model` use a row's recorded experts from now on. A collective.
 
     Raises:
-        UsageError: its routers are of another kind.
+        UsageError: the routers are of an unsupported kind.
     """
     config = model.config.to_dict()
     if refused := why_not_replayed(config):
         raise UsageError(f"--routing-replay: {': '.join(refused)}")
     routers = _routers(model)
     if sorted(routers) != sparse_layers(config):
-        raise UsageError(_refusal(model, f"it has routers in layers {sorted(routers)} alone"))
+        raise UsageError(_refusal(model, f"it has routers only in layers {sorted(routers)}"))
     tokens = torch.randint(model.config.vocab_size, (_SHOWN,), generator=torch.Generator().manual_seed(0))
     returned = _returned(model, routers, whole_row([tokens]))
     for place, (layer, router) in enumerate(routers.items()):
-        around = decoder_layers(model)[layer]
-        # Inside of what gradient checkpointing runs again: the second pass sees the same row.
-        around.register_forward_pre_hook(_enter, with_kwargs=True)
-        around.register_forward_hook(_leave, always_call=True)
-        # A tensor, not a number: layers have to look alike to torch.compile, which has one graph for all of them.
+        decoder_layer = decoder_layers(model)[layer]
+        # The hooks run inside gradient checkpointing, so the recomputation sees the same experts.
+        decoder_layer.register_forward_pre_hook(_enter, with_kwargs=True)
+        decoder_layer.register_forward_hook(_leave, always_call=True)
+        # A tensor, because a number would give torch.compile a different graph for every layer.
         which = torch.tensor([place], device=next(model.parameters()).device)
         router.register_forward_hook(partial(_choose, which, _formula(model, router, returned[place])))
-    said = config["num_experts_per_tok"], next(config[n] for n in _COUNTS if config.get(n))
-    return RouterShape(len(decoder_layers(model)), tuple(sorted(routers)), *said)
+    chosen, experts = config["num_experts_per_tok"], next(config[n] for n in _COUNTS if config.get(n))
+    return RouterShape(len(decoder_layers(model)), tuple(sorted(routers)), chosen, experts)
 
 
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def _routers(model: nn.Module) -> dict[int, nn.Module]:
-    """By layer: the modules whose logits transformers records for the balance loss."""
+    """Routers by layer index: the modules whose logits transformers records for the balance
+    loss."""
     recorded = (getattr(model.base_model, "_can_record_outputs", None) or {}).get("router_logits")
     kind = getattr(recorded, "target_class", None)
     if not isinstance(kind, type):
-        raise UsageError(_refusal(model, "transformers does not say which they are"))
+        raise UsageError(_refusal(model, "transformers does not record their logits"))
     layers = enumerate(decoder_layers(model))
     return {i: module for i, layer in layers for module in layer.modules() if isinstance(module, kind)}
 
@@ -120,10 +121,11 @@ def _leave(*_: Any) -> None:
 
 
 def _choose(place: torch.Tensor, weigh: Weigh, router: nn.Module, _: Any, output: Any) -> Any:
-    """After router number `place`: what it returns, with the experts that the row brings."""
+    """Forward hook of router number `place`: replace its experts by the row's recorded ones."""
     if _here.experts is None:
         return None
     logits, weights, own = output
+    # [N, sparse layers, K] -> [N, K] of this router.
     wanted = _here.experts.index_select(1, place).squeeze(1).to(own.dtype)
     experts = torch.where(wanted >= 0, wanted, own)
     return logits, weigh(router, logits, experts.long()).to(weights.dtype), experts
@@ -131,12 +133,13 @@ def _choose(place: torch.Tensor, weigh: Weigh, router: nn.Module, _: Any, output
 
 @torch.no_grad()
 def _returned(model: nn.Module, routers: dict[int, nn.Module], row: PackedRow) -> list[Any]:
-    """What every router returns for `row`, before it takes another's choice."""
+    """Outputs of all routers for `row`, before any replay."""
     returned: list[Any] = []
 
     def note(_: nn.Module, args: Any, output: Any) -> None:
         returned.append(output)
 
+    # Prepended, so it sees the output before `_choose` replaces it.
     hooks = [router.register_forward_hook(note, prepend=True) for router in routers.values()]
     try:
         predicting_states(model, row.to(next(model.parameters()).device))
@@ -147,7 +150,7 @@ def _returned(model: nn.Module, routers: dict[int, nn.Module], row: PackedRow) -
 
 
 def _formula(model: nn.Module, router: nn.Module, output: Any) -> Weigh:
-    """The one that gives the router's own weights again.
+    """Find the formula that reproduces the router's own weights.
 
     Raises:
         UsageError: none does.
@@ -157,20 +160,22 @@ def _formula(model: nn.Module, router: nn.Module, output: Any) -> Weigh:
         for weigh in _FORMULAS:
             try:
                 again = weigh(router, logits, own.long()).to(weights.dtype)
+            # The router lacks an attribute of this formula, or its shapes differ.
             except (AttributeError, RuntimeError):
                 continue
             if torch.equal(again, weights):
                 return weigh
-    raise UsageError(_refusal(model, f"how {type(router).__name__} weighs experts is not known here"))
+    raise UsageError(_refusal(model, f"{type(router).__name__} weighs experts by an unknown formula"))
 
 
 def _refusal(model: nn.Module, why: str) -> str:
     return (
-        f"--routing-replay: the routers of {type(model).__name__} cannot take the engine's choice: {why}; leave it out"
+        f"--routing-replay: the routers of {type(model).__name__} cannot replay the engine's choice: {why}. "
+        "fix: drop the flag"
     )
 
 
 def own_experts(model: nn.Module, row: PackedRow) -> torch.Tensor:
-    """The experts that the routers of `replay_in` would take for `row`, [N, sparse layers, K] int16; where the row
-    brings some, layers above see what came of those."""
+    """Experts that the routers of `replay_in` choose for `row`, [N, sparse layers, K] int16. If the
+    row has recorded experts, higher layers see the states that those produce."""
     return torch.stack([output[2].to(torch.int16) for output in _returned(model, _routers(model), row)], dim=1)

@@ -1,17 +1,20 @@
-"""The policy spread over the ranks of a trainer by FSDP2: each holds its rows of every parameter, and gathers a layer's
-whole parameters while that layer computes.
+"""The policy sharded over the trainer's ranks by FSDP2: each rank holds some rows of every
+parameter and gathers a layer's full parameters while that layer computes.
 
-    model = load_for(world, name, dtype, device)     # one copy in rank 0's host memory, without memory on the others
+    model = load_for(world, name, dtype, device) # one copy in rank 0's host memory, none on the
+    others
     ...                                              # adapters, frozen layers
     model = shard(model, world, device, config)
 
-Where `master_weights` is fp32, and nothing asks for less memory, what trains lies in float32: these rows are the master
-weights, and forward passes get them rounded. Else rows lie in the model's type, with what `optim.py` keeps beside. What
-FSDP cannot mix stays whole on every rank: adapters, and the few parameters that a model keeps in another type.
-Gradients are added up in float32, never averaged: the loss is divided by what all ranks train on (`step.py`).
+With `master_weights` fp32 and no memory-saving option, trained rows are float32: they are the
+master weights, and forward passes gather them rounded. Otherwise rows have the model's dtype, and
+`optim.py` keeps its state separately. Parameters that FSDP cannot mix stay whole on every rank:
+adapters, and the few parameters of another dtype. Gradients are summed in float32, never averaged:
+the loss is divided by the token count of all ranks (`step.py`).
 
-Nobody calls the model's own forward pass here, so parameters beside the layers (embeddings, norm, head) are gathered by
-`gathered`. Everything that runs the model is a collective: all ranks do it, in the same order, equally often.
+The trainer never calls the model's own forward pass, so `gathered` gathers the parameters outside
+the layers (embeddings, norm, head). Running the model is a collective: all ranks do it equally
+often in the same order.
 """
 
 from __future__ import annotations
@@ -39,14 +42,14 @@ T = TypeVar("T")
 
 
 def load_for(world: World, name: str | Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """The model `name` as `shard` takes it: its weights are read once, by rank 0, whatever the number of ranks.
+    """Load the model `name` for `shard`. Only rank 0 reads the weights.
 
     Raises:
-        UsageError: one whose ranks could not pass through it together.
+        UsageError: the model cannot be computed by several ranks together.
     """
     if world.size == 1:
         return load_model(name, dtype, device)
-    fields = vars(load_config(str(name), frozen=True))  # who trains them has asked before
+    fields = vars(load_config(str(name), frozen=True))  # the policy's own check ran before
     if refused := why_not_spread(fields) or why_not_shared(fields, world.context.size if world.context else 1):
         raise UsageError(f"--model-name {name}: {': '.join(refused)}")
     if world.rank == 0:
@@ -55,20 +58,24 @@ def load_for(world: World, name: str | Path, dtype: torch.dtype, device: torch.d
 
 
 def shard(model: nn.Module, world: World, device: torch.device, config: TrainingConfig) -> nn.Module:
-    """`model` on `device`, spread over all ranks, in place; for a single rank as it is. A collective.
+    """Move `model` to `device` and shard it over all ranks in place; a single rank's model is
+    returned as it is. A collective.
 
     Args:
-        model: from `load_for`, with `requires_grad` where it trains.
+        model: from `load_for`, with `requires_grad` set on trained parameters.
     """
     if world.mesh is None:
         return model
+    # Ranks other than 0 hold meta tensors, so facts about the stored weights come from rank 0.
     compute = world.share(lambda: next(model.parameters()).dtype)
     named = dict(model.named_parameters())
     adapters = {name for name in named if config.trains_adapters and named[name].requires_grad}
     source = {name: parameter.detach() for name, parameter in named.items()} | dict(model.named_buffers())
     stored = world.share(lambda: {name: tensor.dtype for name, tensor in source.items()})
+    # FSDP needs one dtype per group and at least one dimension.
     odd = {name for name in named if stored[name] != compute or not named[name].ndim} | adapters
     slim = config.master_weights != "fp32" or config.gradient_dtype != "float32" or config.optimizer_offload
+    # Rows that become float32 master weights.
     wide = set() if slim else {name for name in named if named[name].requires_grad} - odd
     _without_memory(model, stored | dict.fromkeys(wide, torch.promote_types(compute, torch.float32)))
     whole = {parameter for name, parameter in model.named_parameters() if name in odd}
@@ -77,12 +84,14 @@ def shard(model: nn.Module, world: World, device: torch.device, config: Training
     )
     for part in [*decoder_layers(model), model]:
         fully_shard(part, mesh=world.mesh, mp_policy=policy, ignored_params=whole)
+        # Sum gradients: the loss is already divided by the tokens of all ranks.
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)
     _distribute(model, world, device, source, stored)
     model.compute_dtype = compute  # type: ignore[assignment]
     model.context = world.context  # type: ignore[assignment]
     model.compute_gathered = lambda compute: compute()  # type: ignore[assignment]
+    # FSDP treats this method like `forward`: it gathers the root's parameters around the call.
     register_fsdp_forward_method(model, "compute_gathered")
     if config.gradient_dtype == "float32":
         _gradients_in_float32(model)
@@ -90,40 +99,43 @@ def shard(model: nn.Module, world: World, device: torch.device, config: Training
 
 
 def anywhere(world: World, flags: list[bool]) -> list[bool]:
-    """Whether each is so on any rank: who runs the model, and how, all ranks have to decide alike."""
+    """For each flag, True if it is set on any rank: all ranks must agree on how to run the model. A
+    collective."""
     return [bool(flag) for flag in world.largest(torch.tensor(flags, dtype=torch.uint8)).tolist()]
 
 
 def compute_dtype(model: nn.Module) -> torch.dtype:
-    """The type that the model computes in, whatever the type in which its parameters are kept."""
+    """The dtype of the model's computation; parameters may be kept in another."""
     found: torch.dtype = getattr(model, "compute_dtype", None) or next(model.parameters()).dtype
     return found
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's rows of a sharded tensor, in its memory and without a graph; any other tensor as it is."""
+    """This rank's rows of a sharded tensor, detached, sharing memory; any other tensor as it is."""
     return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @dataclass(frozen=True)
 class Rows:
-    """What one rank has of a parameter."""
+    """One rank's rows of a parameter."""
 
     shape: tuple[int, ...]
-    """Of the whole."""
+    """Shape of the whole parameter."""
     first: int
     count: int
-    """Rows, from the first one on; of a scalar 0 and 1."""
+    """Number of rows from `first` on; a scalar has first 0 and count 1."""
 
 
 def row_bounds(count: int, size: int) -> list[int]:
-    """Where each of `size` ranks' rows of `count` begin, as torch.chunk cuts them, and the number of all."""
+    """First row of each of `size` ranks for `count` rows, cut as torch.chunk does, followed by
+    `count`."""
+    # Rounded up, as in torch.chunk; the last ranks may have fewer rows or none.
     each = -(-count // size)
     return [min(rank * each, count) for rank in range(size + 1)]
 
 
 def rows_of(parameter: torch.Tensor) -> Rows:
-    """This rank's rows of a parameter; all, where it is not sharded."""
+    """This rank's rows of a parameter; all rows if it is not sharded."""
     shape = tuple(parameter.shape)
     if not isinstance(parameter, DTensor):
         return Rows(shape, 0, shape[0] if shape else 1)
@@ -133,25 +145,27 @@ def rows_of(parameter: torch.Tensor) -> Rows:
 
 
 def gathered(model: nn.Module, compute: Callable[[], T]) -> T:
-    """compute(), which runs the model's layers or uses its head; a collective."""
+    """Call `compute`, which runs the model's layers or uses its head, with gathered parameters; a
+    collective."""
     through = getattr(model, "compute_gathered", None)
     if through is None:
         return compute()
     found = cast(T, through(compute))
-    if not torch.is_grad_enabled():  # else the backward pass does it
+    if not torch.is_grad_enabled():  # otherwise the backward pass frees them
         scatter(model)
     return found
 
 
 def scatter(model: nn.Module) -> None:
-    """Forget the parameters that were gathered beside the layers: what the next update changes is not seen in them."""
+    """Free the gathered parameters outside the layers, which do not see the next update."""
     if hasattr(model, "compute_gathered"):
         cast(Any, model).reshard()
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """A copy of every tensor of the checkpoint on the CPU, in the type that the model computes in, under its name there
-    and contiguous, a tied head once. A collective, which gives them to rank 0 alone."""
+    """Copy every checkpoint tensor to the CPU, contiguous, in the model's compute dtype, under its
+    checkpoint name; a tied head appears once. A collective; ranks other than 0 get an empty dict.
+    """
     if (parallel := parallel_of(model)) is not None:
         return {name: whole for name, whole in parallel.gathered() if whole is not None}
     if not hasattr(model, "compute_gathered"):
@@ -160,18 +174,19 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     for name, parameter in model.named_parameters():
         whole = parameter.detach()
         if isinstance(whole, DTensor):
-            whole = whole.to(dtype).full_tensor()  # one after the other: never all of them on the device
+            whole = whole.to(dtype).full_tensor()  # one at a time, to limit device memory
         if dist.get_rank() == 0:
             kept[name] = whole.to("cpu", copy=True)
     tensors = checkpoint_tensors(model, kept) if kept else {}
-    # Some are parts of a parameter, such as its experts: files hold each on its own.
+    # Views of a larger parameter, such as experts, get memory of their own: files store them
+    # separately.
     own = torch.contiguous_format
     return {n: t if t.nbytes == t.untyped_storage().nbytes() else t.clone(memory_format=own)
             for n, t in tensors.items()}  # fmt: skip
 
 
 def _without_memory(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Parameters of these types in the place of the model's, without memory; a tied one stays one."""
+    """Replace the model's parameters by ones of these dtypes without memory; ties are kept."""
     empty = {
         parameter: nn.Parameter(torch.empty_like(parameter, dtype=dtypes[name], device="meta"), parameter.requires_grad)
         for name, parameter in model.named_parameters()
@@ -187,7 +202,7 @@ def _distribute(
     model: nn.Module, world: World, device: torch.device, source: Mapping[str, torch.Tensor],
     stored: Mapping[str, torch.dtype],
 ) -> None:  # fmt: skip
-    """Memory for every tensor of `model`, filled from what rank 0 has in `source`."""
+    """Allocate every tensor of `model` and fill it from rank 0's `source`."""
     model.to_empty(device=device)
     for name, tensor in {**dict(model.named_parameters()), **dict(model.named_buffers())}.items():
         if world.rank == 0:
@@ -197,17 +212,18 @@ def _distribute(
         if isinstance(tensor, DTensor):
             local(tensor).copy_(local(distribute_tensor(whole, tensor.device_mesh, tensor.placements)))
         else:
+            # Buffers and unsharded parameters are the same on every rank.
             dist.broadcast(whole, 0)
             tensor.copy_(whole)
 
 
 def _gradients_in_float32(model: nn.Module) -> None:
-    """What is added up in float32 is not rounded to the type of rows in half precision. FSDP has no setting for that,
-    so its groups are told by the attribute that it looks at."""
+    """Keep gradients that were summed in float32 in that dtype. FSDP has no setting for this, so
+    set the private attribute that it reads."""
     cast(Any, model)._get_fsdp_state()._lazy_init()
     for part in [*decoder_layers(model), model]:
         state = cast(Any, part)._get_fsdp_state()
-        # One group, by the name it had up to torch 2.11, or a list of them.
+        # A list of groups, or the single group of torch up to 2.11.
         for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
             group._orig_dtype = torch.promote_types(compute_dtype(model), torch.float32)
     for parameter in model.parameters():

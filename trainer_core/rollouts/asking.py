@@ -1,9 +1,9 @@
-"""What rollouts came without, asked of the servers: one of them made the tokens and knows.
+"""Ask the servers for data that rollouts came without: the server that made the tokens has it.
 
-Logprobs (`MissingAsker`): what no server knows stays NaN, and the trainer computes it at its present weights
-(`step.py`). And which experts the engine took for tokens (`RoutingAsker`): a turn of an environment is a completion of
-its own. Its request read all tokens before it, so the experts of what another program put between two turns come with
-the later one, and those of a turn with its own.
+`MissingAsker` asks for logprobs. Tokens that no server knows keep NaN, and the trainer computes
+them with its current weights (`step.py`). `RoutingAsker` asks for the experts that the engine
+chose. Each turn of an environment is a completion of its own, whose request also reads all earlier
+tokens. So experts of text inserted between two turns come with the later turn.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from trainer_core.errors import EngineError, EngineGone
 from trainer_core.rollouts.batch import Batch, segments
 
 AsksLogprobs = Callable[[list[str], list[list[int]]], list[KnownLogprobs | None]]
-"""Digests of prompts and completions -> what a server knows of each."""
+"""Map digests of prompts, and completions, to a server's logprobs of each."""
 AsksRouting = Callable[[list[str], list[list[int]], list[int]], list[NDArray[Any] | None]]
-"""Digests of prompts, completions and first tokens asked for -> the experts that a server knows of each."""
+"""Map digests of prompts, completions, and first token positions to a server's recorded experts of
+each."""
 LOGPROB_TOKENS = 500_000
-"""Of one question: 4 MB as JSON there, 10 MB back."""
+"""Limit of tokens in one request: 4 MB of JSON in the request, 10 MB in the response."""
 ROUTING_TOKENS = 50_000
-"""Of one question: some 25 MB come back for 48 layers and 8 experts a token."""
+"""Limit of tokens in one request: about 25 MB in the response for 48 layers and 8 experts per
+token."""
 
 Server = TypeVar("Server")
 Answer = TypeVar("Answer")
@@ -34,7 +36,8 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class _Turn:
-    """Half-open range of generated tokens of one sequence; what is asked for begins at `begin`."""
+    """Half-open range [start, end) of generated tokens in one sequence; the request covers [begin,
+    end)."""
 
     sequence: int
     begin: int
@@ -47,11 +50,12 @@ class _Turn:
 
 
 class ServersInTurn(Generic[Server]):
-    """Asks one server after the other until each turn is answered; one that cannot tell is not asked again.
+    """Ask one server after the other until each turn is answered; drop a server that does not
+    support the request.
 
     Args:
-        most_tokens: about so many go into one question: the server refuses larger ones.
-        otherwise: what happens without a server that cannot tell, in words for its log.
+        most_tokens: limit of tokens in one request; servers refuse larger ones.
+        otherwise: log text for the effect of a dropped server.
     """
 
     def __init__(self, servers: Sequence[Server], most_tokens: int, otherwise: str) -> None:
@@ -63,11 +67,12 @@ class ServersInTurn(Generic[Server]):
         self, wanted: list[_Turn], question: Callable[[Server, list[_Turn]], Sequence[Answer | None]],
         take: Callable[[_Turn, Answer], bool],
     ) -> list[_Turn]:  # fmt: skip
-        """What no server knows, in the order asked.
+        """Return the turns that no server knows, in request order.
 
         Args:
-            question: asks a server about some; None for what it does not know. May raise EngineError.
-            take: uses an answer; False when it is of no use.
+            question: asks a server about some turns; returns None for unknown ones. May raise
+                EngineError.
+            take: uses an answer; returns False if it is unusable.
         """
         for server in list(self._servers):
             left: list[_Turn] = []
@@ -79,10 +84,11 @@ class ServersInTurn(Generic[Server]):
                     pairs = zip(part, answers, strict=True)
                     left += [turn for turn, answer in pairs if answer is None or not take(turn, answer)]
             except EngineGone:
-                pass  # it may know the next batch
+                pass  # unreachable now; ask it again for the next batch
             except EngineError as error:
                 print(f"{self._otherwise}: {error}")
                 self._servers.remove(server)
+            # Turns without an answer, and those not asked before an error, go to the next server.
             wanted = [*left, *wanted[asked:]]
         return wanted
 
@@ -100,20 +106,20 @@ class ServersInTurn(Generic[Server]):
 
 
 def _named(sequences: Sequence[NDArray[np.int64]], turns: list[_Turn]) -> tuple[list[str], list[list[int]]]:
-    """Digests of the prompts of `turns`, and their completions."""
+    """Prompt digests and completions of `turns`."""
     prompts = [prompt_digest(sequences[turn.sequence][: turn.start].tolist()) for turn in turns]
     return prompts, [sequences[turn.sequence][turn.start : turn.end].tolist() for turn in turns]
 
 
 class MissingAsker:
-    """Fills the gaps of batches with what the servers know."""
+    """Fill missing logprobs of batches from the servers."""
 
     def __init__(self, servers: Sequence[AsksLogprobs]) -> None:
-        self._servers = ServersInTurn(servers, LOGPROB_TOKENS, "Missing logprobs are computed here")
+        self._servers = ServersInTurn(servers, LOGPROB_TOKENS, "Missing logprobs are computed by the trainer")
 
     def fill(self, batch: Batch) -> None:
-        """Put what the servers know into the rollouts of `batch`, with the temperature that goes with it, and count
-        where logprobs came from."""
+        """Fill the rollouts of `batch` with the servers' logprobs and the matching temperature, and
+        count the sources of logprobs."""
         rollouts = batch.rollouts
         sequences = [rollout.tokens for rollout in rollouts]
         gaps = [
@@ -127,13 +133,15 @@ class MissingAsker:
             return ask(*_named(sequences, part))
 
         def take(gap: _Turn, known: KnownLogprobs) -> bool:
-            """Fill the gap, unless its rollout has logprobs of another temperature: one rollout has one.
+            """Fill the gap, unless its rollout has logprobs at another temperature: a rollout has a
+            single temperature.
 
-            Tokens of the gap that the engine did not make are not trained: the policy never chose them. The newline
-            that a ChatML template puts behind the end of a turn is the usual one.
+            Tokens of the gap that the engine did not make do not train, because the policy never
+            chose them. The usual case is the newline that a ChatML template adds after a turn.
             """
             rollout = rollouts[gap.sequence]
             own = rollout.logprobs[rollout.trained]
+            # Ratios need all logprobs of a rollout at one temperature.
             if np.isfinite(own).any() and known.temperature != rollout.temperature:
                 return False
             end = gap.start + len(known.logprobs)
@@ -152,25 +160,25 @@ class MissingAsker:
 
 @dataclass(frozen=True)
 class RouterShape:
-    """What a recorded choice of experts looks like for a model."""
+    """Expert choices of a model: shape and bounds."""
 
     layers: int
     sparse: tuple[int, ...]
-    """Which of the layers choose."""
+    """Indices of layers with routers."""
     chosen: int
-    """Experts a token."""
+    """Experts per token."""
     experts: int
 
 
 class RoutingAsker:
-    """Knows the experts of sequences, as far as the servers do."""
+    """Fetch recorded experts of sequences from the servers."""
 
     def __init__(self, servers: Sequence[AsksRouting], shape: RouterShape) -> None:
-        self._servers = ServersInTurn(servers, ROUTING_TOKENS, "[WARNING] routers go by their own choice")
+        self._servers = ServersInTurn(servers, ROUTING_TOKENS, "[WARNING] routers use their own choice")
         self._shape = shape
 
     def fill(self, batch: Batch) -> None:
-        """Put what the servers know into the rollouts of `batch`."""
+        """Fill the rollouts of `batch` with the servers' recorded experts."""
         batch.asked_routing = True
         turns = [segments(rollout.trained) for rollout in batch.rollouts]
         found = self.look_up([rollout.tokens for rollout in batch.rollouts], turns)
@@ -179,13 +187,14 @@ class RoutingAsker:
         ]
 
     def of_answer(self, prompt: list[int], token_ids: list[int]) -> NDArray[np.int16] | None:
-        """Of prompt and answer; null where nobody knows."""
+        """Experts of prompt and answer; None if no server knows them."""
         return self.look_up([np.array([*prompt, *token_ids])], [[(len(prompt), len(prompt) + len(token_ids))]])[0]
 
     def look_up(
         self, sequences: Sequence[NDArray[np.int64]], generated: Sequence[list[tuple[int, int]]]
     ) -> list[NDArray[np.int16] | None]:
-        """[L, sparse layers, K] of each sequence, of length L, -1 where no server knows; null where of no token.
+        """[L, sparse layers, K] for each sequence of length L, -1 for unknown tokens; None if all
+        are unknown.
 
         Args:
             generated: half-open ranges of each sequence's completions.
@@ -196,13 +205,14 @@ class RoutingAsker:
             begin = 0
             for start, end in ranges:
                 turns.append(_Turn(i, begin, start, end))
-                begin = end - 1  # the last token of a completion is read by the next request alone
+                begin = end - 1  # the engine reads a completion's last token only in the next request
 
         def question(ask: AsksRouting, part: list[_Turn]) -> list[NDArray[np.int16] | None]:
             answers = ask(*_named(sequences, part), [turn.begin for turn in part])
             return [None if each is None else self._taken(each) for each in answers]
 
         def take(turn: _Turn, experts: NDArray[np.int16]) -> bool:
+            # No experts for the last token: the engine sampled it but never read it.
             if len(experts) != turn.end - 1 - turn.begin:
                 return False
             if (into := whole[turn.sequence]) is None:
@@ -215,10 +225,10 @@ class RoutingAsker:
         return whole
 
     def _taken(self, experts: NDArray[Any]) -> NDArray[np.int16]:
-        """Of the sparse layers; -1 for tokens of which the engine has nothing, for no token takes an expert twice.
+        """Keep the sparse layers, and set tokens that the engine did not record to -1.
 
         Raises:
-            EngineError: they are another model's.
+            EngineError: the experts belong to another model.
         """
         shape = self._shape
         if experts.shape[1] == shape.layers:
@@ -226,10 +236,12 @@ class RoutingAsker:
         if experts.shape[1:] != (len(shape.sparse), shape.chosen) or (experts >= shape.experts).any():
             layers, chosen = experts.shape[1:]
             raise EngineError(
-                f"a server recorded {chosen} experts in each of {layers} layers, up to number {experts.max()}; this "
+                f"a server recorded {chosen} experts in each of {layers} layers, numbers up to {experts.max()}; this "
                 f"model takes {shape.chosen} of {shape.experts} in {len(shape.sparse)} layers"
             )
         taken = experts.astype(np.int16)
-        first = np.sort(taken[:, 0], axis=-1)  # what was never written is alike in all layers
+        # A token never takes an expert twice, so repeated numbers are unwritten memory. That is
+        # alike in all layers, so the first one is enough.
+        first = np.sort(taken[:, 0], axis=-1)
         taken[(first[:, 1:] == first[:, :-1]).any(-1)] = -1
         return taken

@@ -1,7 +1,9 @@
-"""Judge one batch from run-api: what trains, with which advantage, temperature and rollout logprob.
+"""Check one batch from run-api: which tokens train, with which advantage, temperature and rollout
+logprob.
 
-Pure; no torch. A group that is malformed in any way is left out whole and counted, and the rest of the batch trains.
-Groups stay groups only as long as advantages need them; afterwards a batch is a list of `Rollout`.
+Pure functions, without torch. A malformed group is left out whole and counted; the rest of the
+batch trains. Groups exist only until advantages are computed; afterwards a batch is a list of
+`Rollout`.
 """
 
 from __future__ import annotations
@@ -40,9 +42,10 @@ from trainer_core.rollouts.fields import (
 )
 
 FLAT = 1e-6
-"""Scores of a group that differ less, relative to the largest one above 1, are equal: rounding alone does that."""
+"""Largest spread of equal scores in a group, relative to max(1, largest |score|); rounding alone
+causes smaller ones."""
 WINDOW = 256
-"""Scores that the running mean stands for: of more than that, each new one weighs 1 / WINDOW."""
+"""Window of the running mean in scores: after that many, each new score weighs 1 / WINDOW."""
 
 NO_LOGPROBS = (
     "GRPO requires inference_logprobs for importance sampling, and {what}. "
@@ -50,46 +53,46 @@ NO_LOGPROBS = (
     "point its base_url at a server with /generate (python -m vllm_server)"
 )
 UNNAMED = "unnamed"
-"""Stands for an environment that does not say who it is."""
+"""Name for environments that send none."""
 WITHOUT_LOGPROBS = "without inference_logprobs"
-"""Why a sequence is left out."""
+"""Reason for leaving a sequence out."""
 RECOMPUTED = (
-    "sequences came without inference_logprobs, and no server knows theirs: the trainer's own stand in "
-    "(missing_logprobs = recompute), so their ratio begins at 1 whatever the policy lag"
+    "sequences came without inference_logprobs, and no server knows theirs: the trainer uses its own "
+    "(missing_logprobs = recompute), so their ratio starts at 1 whatever the policy lag"
 )
 ASKED = (
-    "sequences came without inference_logprobs: those that the engine computed when it made them stand in "
+    "sequences came without inference_logprobs: the trainer uses those that the engine computed when it made them "
     "(missing_logprobs = recompute)"
 )
 
-PARTLY = "generated tokens have no logprob (a placeholder in its place) and do not train"
+PARTLY = "generated tokens have a placeholder instead of a logprob and do not train"
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What an objective trains on beyond what every objective refuses."""
+    """An objective's own choice of sequences, in addition to the common checks."""
 
     drop_flat: bool = False
-    """Leave groups of equal scores out (DAPO's dynamic sampling, without asking for replacements)."""
+    """Leave out groups of equal scores (DAPO's dynamic sampling, without replacements)."""
     max_completion: int | None = None
-    """Longest completion (that of one turn) in tokens; null: no completion is overlong."""
+    """Token limit of a completion (one turn); None: no limit."""
     overlong_buffer: int = 0
-    """Scores sink over the last N tokens before `max_completion`; 0: they do not."""
+    """Lower scores over the last N tokens before `max_completion`; 0: off."""
     overlong_penalty: float = 1.0
     overlong_mask: bool = False
-    """Leave completions of `max_completion` tokens or more out: they were cut off."""
+    """Leave out completions of `max_completion` tokens or more, which were cut off."""
     vocab_size: int | None = None
-    """Token ids must be below; null: unknown."""
+    """Exclusive upper bound of token ids; None: unknown."""
     end_tokens: frozenset[int] = frozenset()
-    """With which a completion ends by itself."""
+    """Token ids that end a completion."""
     group_of_one: Literal["baseline", "score"] = "baseline"
-    """What is the advantage of a group of one: its score, less a running mean or as it is."""
+    """Advantage of a group of one: its score minus a running mean, or the score itself."""
     reference: bool = False
     teacher: bool = False
-    """Read the environment's logprobs of a reference, and what its teacher says."""
+    """Read reference logprobs, and teacher logprobs, from the environment."""
 
     def punishment(self, length: int) -> float:
-        """What a completion of `length` tokens loses of its score: 0 to `overlong_penalty`.
+        """Score penalty of a completion of `length` tokens: 0 to `overlong_penalty`.
 
         The soft overlong punishment of DAPO (arXiv:2503.14476, eq. 13), verl's `DAPORewardManager`.
         """
@@ -101,36 +104,40 @@ class Selection:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One sequence: prompt and completions, length L."""
+    """One sequence of length L: prompt and completions."""
 
     tokens: NDArray[np.int64]
     """[L]"""
     trained: NDArray[np.bool_]
-    """[L], true for generated tokens that train; never for the first token, which nothing predicts."""
+    """[L], True for generated tokens that train; never for the first token, which has no predicting
+    position."""
     logprobs: NDArray[np.float32]
-    """[L] rollout logprobs in nats, on the token they belong to; meaningless where not trained. NaN where the
-    environment sent none, and the trainer is to put its own."""
+    """[L] rollout logprobs in nats, at the position of their token; meaningless where not trained.
+    NaN: the environment sent none, and the trainer computes it."""
     advantages: NDArray[np.float32]
     """[L]"""
     temperature: float
     score: float
     env: str
     digests: tuple[str, ...]
-    """One for each contiguous generated segment (each turn)."""
+    """One per contiguous generated segment (turn)."""
     reference: NDArray[np.float32] | None = None
-    """[L] logprobs of a frozen reference that the environment sent, NaN where it sent none; null: none at all."""
+    """[L] reference logprobs that the environment sent, NaN for missing values; None: all are
+    missing."""
     teacher: Teacher | None = None
     base: NDArray[np.float32] | None = None
-    """[L] logprobs of the policy before the first of several optimizer steps on its batch; null: there is one step."""
+    """[L] logprobs of the policy before the batch's first optimizer step; None: the batch has only
+    one step."""
     experts: NDArray[np.int16] | None = None
-    """[L, sparse layers, K] the experts that the engine took for each token, -1 where that is not known; null: nobody
-    asked, or nobody knew any."""
+    """[L, sparse layers, K] experts that the engine chose for each token, -1 if unknown; None: not
+    requested, or all unknown."""
     oldest_version: int | None = None
-    """Oldest weight version behind it, as far as a server told it with the logprobs; the digests ask for the rest."""
+    """Oldest weight version that a server reported with the logprobs. The versions of `digests` are
+    requested separately."""
 
     @property
     def complete(self) -> bool:
-        """Whether every trained token came with a logprob."""
+        """True if every trained token has a logprob."""
         return not bool(np.isnan(self.logprobs[self.trained]).any())
 
     @property
@@ -142,55 +149,56 @@ class Rollout:
 
 @dataclass
 class Batch:
-    """What one optimizer step trains on, and what was left out of it."""
+    """Rollouts of one optimizer step, and counts of everything left out."""
 
     rollouts: list[Rollout]
     groups: int = 0
-    """Well-formed ones."""
+    """Number of well-formed groups."""
     flat_groups: int = 0
-    """Groups whose scores are all equal: they have no advantage."""
+    """Groups without advantage: all scores are equal."""
     groups_by_env: Counter[str] = field(default_factory=Counter)
     flat_by_env: Counter[str] = field(default_factory=Counter)
-    """The same two by environment."""
+    """`groups` and `flat_groups` by environment."""
     logprobs_from: Counter[str] = field(default_factory=Counter)
-    """Sequences by who gave the logprobs: environment, engine, or trainer (which computes them)."""
+    """Sequences by source of their logprobs: environment, engine, or trainer (which computes
+    them)."""
     unused: Counter[str] = field(default_factory=Counter)
-    """Groups that hold something which nobody reads, by its name."""
+    """Groups by name of a field that the trainer ignores."""
     left_out: dict[str, int] = field(default_factory=dict)
-    """Sequences left out, by reason; a group that does not say how many it holds counts as one."""
+    """Sequences left out, by reason; a group of unknown size counts as one."""
     too_old: int = 0
-    """Sequences of `left_out` with more policy lag than their bound allows."""
+    """Sequences of `left_out` whose policy lag exceeds their bound."""
     policy_lag_bound: int | None = None
     """The bound that left out the newest of them."""
     examples: dict[str, str] = field(default_factory=dict)
-    """The first place where a reason was met, in words."""
+    """First example of each reason."""
     faults_by_env: dict[str, Counter[str]] = field(default_factory=dict)
     """Malformed sequences of each environment, by reason."""
     fault_examples: dict[str, str] = field(default_factory=dict)
-    """The first of them by environment, in words."""
+    """First malformed example of each environment."""
     remarks: dict[str, int] = field(default_factory=dict)
-    """What is odd about that which trains, and how many times."""
+    """Warning about trained data -> count."""
     sample_len: int = 0
-    """Length of the first list of inference_logprobs that holds some; 0: none does."""
+    """Length of the first non-empty list of inference_logprobs; 0: there is none."""
     logprob_sum: float = 0.0
     generated: int = 0
-    """Generated tokens and the sum of their logprobs as they came, placeholders included."""
+    """Generated tokens and the sum of their logprobs as received, placeholders included."""
     unselected_scores: list[float] = field(default_factory=list)
-    """Scores of good sequences that the objective leaves out; they count in the mean reward."""
+    """Scores of good sequences that the objective leaves out; part of the mean reward."""
     completion_tokens: list[int] = field(default_factory=list)
-    """Generated tokens of each good sequence, those that the objective leaves out included."""
+    """Generated tokens of each good sequence, including those that the objective leaves out."""
     reached_limit: list[bool] = field(default_factory=list)
-    """Whether a turn of each was as long as one may be; empty where no limit is known."""
+    """True for each good sequence with a turn at the length limit; empty without a limit."""
     ahead: dict[str, int | None] = field(default_factory=dict)
-    """`max_batches_offpolicy` of each environment; None for one that does not say."""
+    """`max_batches_offpolicy` of each environment; None if it sends none."""
     baselines: dict[str, list[float]] = field(default_factory=dict)
     """State of the running means of groups of one after this batch."""
     raw: list[Any] = field(default_factory=list)
-    """The groups as they came, where they are to be recorded."""
+    """The groups as received, if they are recorded."""
     asked_routing: bool = False
-    """Whether the servers were asked which experts they took."""
+    """True after a request for recorded experts."""
     ended: list[bool] = field(default_factory=list)
-    """Whether the last generated token of each is one with which a completion ends."""
+    """True for each good sequence whose last generated token is an end token."""
 
     @property
     def trained_tokens(self) -> int:
@@ -206,20 +214,21 @@ class Batch:
 
     @property
     def completion_tokens_mean(self) -> float | None:
-        """Generated tokens of a sequence, all of its turns together."""
+        """Mean number of generated tokens in a sequence, summed over its turns."""
         return float(np.mean(self.completion_tokens)) if self.completion_tokens else None
 
     @property
     def truncated_fraction(self) -> float | None:
-        """Share of sequences with a turn as long as one may be; where no limit is known, of those that do not end with
-        an end token, unless none does: then completions may well end otherwise, as by a stop string."""
+        """Share of sequences with a turn at the length limit. Without a limit: share that does not
+        end with an end token; None if none ends with one, because completions may end otherwise, as
+        with stop strings."""
         if self.reached_limit:
             return float(np.mean(self.reached_limit))
         return 1.0 - float(np.mean(self.ended)) if any(self.ended) else None
 
     @property
     def logprob_warning(self) -> str | None:
-        """The guides' warning when logprobs look like placeholders."""
+        """Warning if logprobs look like placeholders, in the words of the upstream guides."""
         average = self.logprob_sum / self.generated if self.generated else 0.0
         if average <= POSITIVE_TOLERANCE:
             return None
@@ -227,17 +236,19 @@ class Batch:
 
     @property
     def routing_replayed(self) -> float | None:
-        """Share of the tokens whose experts the engine told; null where it was not asked."""
+        """Share of tokens with experts recorded by the engine; None if not requested."""
         if not self.asked_routing:
             return None
         known = sum(int((r.experts[:, 0, 0] >= 0).sum()) for r in self.rollouts if r.experts is not None)
+        # Routers see each sequence up to its last trained token, which is itself not read.
         return known / max(1, sum(int(np.flatnonzero(r.trained)[-1]) for r in self.rollouts if r.trained.any()))
 
     def leave_out(self, reason: str, count: int, example: str = "", env: str = "") -> None:
         """Count `count` sequences that do not train.
 
         Args:
-            env: the environment that sent them malformed; empty where a setting of the run leaves them out.
+            env: environment that sent malformed sequences; empty if a setting of the run leaves
+                them out.
         """
         self.left_out[reason] = self.left_out.get(reason, 0) + count
         self.examples.setdefault(reason, example)
@@ -246,7 +257,7 @@ class Batch:
             self.fault_examples.setdefault(env, example)
 
     def absorb(self, other: Batch) -> None:
-        """Count what an earlier batch held, in which nothing was left to train on."""
+        """Add the counts of an earlier batch that had nothing to train on."""
         for reason, count in other.left_out.items():
             self.leave_out(reason, count, other.examples.get(reason, ""))
         for env, reasons in other.faults_by_env.items():
@@ -268,16 +279,18 @@ class Batch:
         self.unselected_scores += other.unselected_scores
 
     def remark(self, text: str, count: int = 1) -> None:
-        """Count something odd that is no reason to leave anything out."""
+        """Count a warning about data that trains anyway."""
         if count:
             self.remarks[text] = self.remarks.get(text, 0) + count
 
 
 def group_advantages(scores: NDArray[np.float64], *, std: bool = True) -> NDArray[np.float64]:
-    """Advantages of one group, [G]: scores minus their mean, divided by their (population) standard deviation.
+    """Advantages of one group, [G]: scores minus their mean, divided by their (population) standard
+    deviation.
 
-    Equal scores give zeros: such a group says nothing about which completion is better.
+    Equal scores give zeros: such a group does not show which completion is better.
     """
+    # Dividing by a deviation that is only rounding noise would make noise into large advantages.
     if _equal(scores):
         return np.zeros_like(scores)
     centred = scores - scores.mean()
@@ -285,39 +298,40 @@ def group_advantages(scores: NDArray[np.float64], *, std: bool = True) -> NDArra
 
 
 def _equal(scores: NDArray[np.float64]) -> bool:
+    # Scores may be as large as float64 allows.
     with np.errstate(over="ignore"):
         return bool(np.ptp(scores) < FLAT * max(1.0, float(np.abs(scores).max())))
 
 
 @dataclass
 class _Running:
-    """Mean and variance (the population's) of about the last `WINDOW` scores."""
+    """Mean and (population) variance of about the last `WINDOW` scores."""
 
     count: float = 0.0
     mean: float = 0.0
     variance: float = 0.0
 
     def add(self, scores: NDArray[np.float64]) -> None:
-        """Chan et al. 1983, "Algorithms for computing the sample variance": two sets of scores become one."""
+        """Merge new scores into the running values (Chan et al. 1983, "Algorithms for computing the
+        sample variance")."""
         new = len(scores)
         total = self.count + new
         mean = (self.count * self.mean + new * float(scores.mean())) / total
         old_part = self.count * (self.variance + (self.mean - mean) ** 2)
+        # Each part's variance around the new mean.
         self.variance = (old_part + new * (float(scores.var()) + (float(scores.mean()) - mean) ** 2)) / total
         self.mean, self.count = mean, min(total, WINDOW)
 
 
 class Baselines:
-    """A running mean for each environment, over the batches of the whole run.
+    """Running mean of each environment over the batches of the whole run.
 
-    REINFORCE with a baseline (Williams 1992), which takes no bias from it but what a score adds to its own baseline:
+    The baseline of REINFORCE (Williams 1992). Its only bias is a score's share in its own baseline:
     1 / N of N scores, as in a group of N.
     """
 
     def __init__(self, state: dict[str, list[float]] | None = None) -> None:
-        """Args:
-        state: of the checkpoint that the run resumes.
-        """
+        """Start from `state` of the resumed run's checkpoint, if given."""
         self._running = {env: _Running(*numbers) for env, numbers in (state or {}).items()}
 
     def state(self) -> dict[str, list[float]]:
@@ -325,16 +339,17 @@ class Baselines:
         return {env: [each.count, each.mean, each.variance] for env, each in self._running.items()}
 
     def advantages(self, env: str, scores: NDArray[np.float64], *, std: bool) -> NDArray[np.float64]:
-        """Scores minus the mean of those so far, these included, divided by their standard deviation; all zero where
-        that deviation is below `FLAT` times the larger of the mean and 1.
+        """Scores minus the running mean (these scores included), divided by the running standard
+        deviation; zeros if that deviation is below `FLAT` times max(1, |mean|).
 
         Args:
             env: the environment's name.
-            scores: [N] of its groups of one in this batch.
+            scores: [N] scores of its groups of one in this batch.
         """
         running = self._running.setdefault(env, _Running())
         running.add(scores)
         deviation = running.variance**0.5
+        # Written so that NaN counts as no deviation.
         if not deviation >= FLAT * max(1.0, abs(running.mean)):
             return np.zeros_like(scores)
         centred = scores - running.mean
@@ -346,26 +361,29 @@ def read_batch(
     selection: Selection | None = None, logprobs_seen: bool = False, recompute: bool = False,
     baselines: Baselines | None = None,
 ) -> Batch:  # fmt: skip
-    """Judge the groups of one `GET /batch`, whatever they hold.
+    """Check the groups of one `GET /batch`, whatever they contain.
 
     Args:
         groups: as run-api returns them.
-        seq_len: sequences longer than this are left out and counted.
-        temperature: used where neither overrides nor generation_params name one.
+        seq_len: longer sequences are left out and counted, in tokens.
+        temperature: used if neither overrides nor generation_params have one.
         advantage_std: see `group_advantages`.
-        selection: what the objective leaves out, or scores lower.
-        logprobs_seen: an earlier batch had logprobs, so the settings are right and this batch alone is wrong.
-        recompute: tokens without a logprob train, with NaN in its place; else their sequence is left out.
-        baselines: what earlier batches held in groups of one; this batch is added.
+        selection: sequences that the objective leaves out or scores lower.
+        logprobs_seen: an earlier batch had logprobs, so the settings are right and only this batch
+            is wrong.
+        recompute: train tokens without a logprob, with NaN in its place; otherwise leave their
+            sequence out.
+        baselines: running means of earlier groups of one; this batch is added.
 
     Raises:
-        MissingLogprobs: no sequence of the batch has logprobs, and none had before.
+        MissingLogprobs: no sequence of this batch or an earlier one has logprobs.
     """
     reader = _Reader(Batch([]), seq_len, temperature, advantage_std, selection or Selection(), recompute)
     baselines = baselines or Baselines()
     reader.read(groups, baselines)
     batch = reader.batch
     batch.baselines = baselines.state()
+    # No logprob since the start means wrong settings, which waiting would not fix.
     if WITHOUT_LOGPROBS in batch.left_out and not batch.sample_len and not logprobs_seen:
         raise MissingLogprobs(batch.examples[WITHOUT_LOGPROBS])
     return batch
@@ -373,21 +391,21 @@ def read_batch(
 
 @dataclass(frozen=True)
 class _Judged:
-    """One sequence: a rollout, or why there is none."""
+    """One checked sequence: a rollout, or the reason why there is none."""
 
     rollout: Rollout | None
     reason: str = ""
     example: str = ""
     generated: int = 0
     logprob_sum: float = 0.0
-    """Generated tokens and the sum of their logprobs as they came."""
+    """Generated tokens and the sum of their logprobs as received."""
     placeholders: int = 0
     """Generated tokens without a logprob."""
 
 
 @dataclass
 class _Reader:
-    """Judges one group after another into `batch`."""
+    """Check groups one by one and add them to `batch`."""
 
     batch: Batch
     seq_len: int
@@ -397,9 +415,10 @@ class _Reader:
     recompute: bool
 
     def read(self, raws: Sequence[Any], baselines: Baselines) -> None:
-        """Take each group in, or leave it out as a whole."""
+        """Add each group, or leave it out as a whole."""
         parsed = [(raw, self._parse(f"group {index} of the batch", raw)) for index, raw in enumerate(raws)]
         good = [(raw, *found) for raw, found in parsed if found is not None]
+        # Groups of one share a baseline, so all scores are read before any advantage is computed.
         lone = self._lone([(group, scores) for _, group, scores in good], baselines)
         for index, (raw, group, scores) in enumerate(good):
             shared = lone.get(index, group_advantages(scores, std=self.advantage_std))
@@ -408,16 +427,20 @@ class _Reader:
             except Malformed as error:
                 self._refuse(raw, error)
                 continue
+            # An environment's own advantages may differ even if the scores are equal.
             self._take_group(raw, group, judged, flat=not group.advantages and not shared.any())
 
     def _parse(self, where: str, raw: Any) -> tuple[Group, NDArray[np.float64]] | None:
-        """The group, and its scores, [G], with overlong completions punished; null for one that is left out."""
+        """Parse a group; return it with its scores, [G], after overlong penalties, or None if it is
+        left out."""
         select = self.selection
         try:
             group = Group.parse(where, raw, reference=select.reference, teacher=select.teacher)
             with np.errstate(over="ignore", invalid="ignore"):
                 scores = group.scores
                 if select.overlong_buffer:
+                    # Advantages are computed from the punished scores, the mean reward from the
+                    # original ones.
                     scores = scores - np.array([select.punishment(_longest_turn(mask)) for mask in group.masks])
                 values = scores if len(scores) == 1 else group_advantages(scores, std=self.advantage_std)
                 if not (np.abs(values).max() <= FLOAT32_MAX and np.isfinite(scores.std())):
@@ -437,7 +460,7 @@ class _Reader:
     def _lone(
         self, groups: list[tuple[Group, NDArray[np.float64]]], baselines: Baselines
     ) -> dict[int, NDArray[np.float64]]:
-        """Advantages, [1], of the groups of one that bring none, by their place in `groups`."""
+        """Advantages, [1], of groups of one that bring none, by index in `groups`."""
         alone = [i for i, (group, scores) in enumerate(groups) if len(scores) == 1 and not group.advantages]
         if self.selection.group_of_one == "score":
             return {i: groups[i][1] for i in alone}
@@ -453,6 +476,7 @@ class _Reader:
         batch, name = self.batch, group.env or UNNAMED
         batch.groups += 1
         batch.groups_by_env[name] += 1
+        # `tables[0]` is generation_params.
         batch.ahead[name] = batches_ahead(group.tables[0])
         if flat:
             batch.flat_groups += 1
@@ -462,7 +486,8 @@ class _Reader:
             self._take(each, mask, flat and not group.teacher_ids)
 
     def _sequence(self, group: Group, i: int, shared: float) -> _Judged:
-        """The sequence as a rollout, unless it is too long, or holds nothing generated or no logprob."""
+        """Turn a sequence into a rollout, unless it is too long, or has no generated token or no
+        logprob."""
         spot, tokens = f"{group.where}, sequence {i}", group.tokens[i]
         override = table(spot, "overrides", group.overrides[i] if group.overrides else None)
         logprobs = group.logprobs[i] if group.logprobs else None
@@ -475,29 +500,33 @@ class _Reader:
         values_of = advantages(spot, override, given, shared, len(ids))
         heat = temperature(spot, (override, *group.tables), self.temperature)
         if not generated[1:].any():
-            return _Judged(None, "nothing generated", f"{spot}: masks is {IGNORED} behind the first token")
+            return _Judged(None, "nothing generated", f"{spot}: masks is {IGNORED} after the first token")
         if logprobs is None and not self.recompute:
             return _Judged(None, WITHOUT_LOGPROBS, NO_LOGPROBS.format(what=f"{group.where} has none"))
         values = np.full(len(ids), PLACEHOLDER) if logprobs is None else rollout_logprobs(spot, logprobs, generated)
+        # A positive value is a placeholder: a logprob is at most 0.
         real = generated & (values <= POSITIVE_TOLERANCE)
         own = values[generated]
         seen = (
             (len(own), float(own.sum()), int((own > POSITIVE_TOLERANCE).sum())) if logprobs is not None else (0, 0.0, 0)
         )
         usable = generated.copy() if self.recompute else real.copy()
+        # No position predicts the first token.
         usable[0] = False
         if not usable.any():
             what = "only placeholders" if (own == PLACEHOLDER).all() else "no real one"
             return _Judged(None, WITHOUT_LOGPROBS, NO_LOGPROBS.format(what=f"{spot} has {what}"), *seen)
         known = np.where(real, values, np.nan) if self.recompute else values
-        asked = logprobs or []
+        given_logprobs = logprobs or []
         rollout = Rollout(
             tokens=ids, trained=usable, logprobs=np.where(usable, known, 0.0).astype(np.float32),
             advantages=values_of, temperature=heat, score=float(group.scores[i]), env=group.env,
+            # Digests let the servers recognize their completions; a segment with placeholders
+            # cannot match.
             digests=tuple(
-                completion_digest(tokens[a:b], asked[a:b])
+                completion_digest(tokens[a:b], given_logprobs[a:b])
                 for a, b in segments(generated)
-                if asked and real[a:b].all()
+                if given_logprobs and real[a:b].all()
             ),
             reference=reference_logprobs(spot, group.reference[i], generated) if group.reference else None,
             teacher=self._teacher(spot, group, i, usable),
@@ -510,13 +539,14 @@ class _Reader:
         return teacher_of(spot, group.teacher_ids[i], group.teacher_logprobs[i], usable, self.selection.vocab_size)
 
     def _take(self, judged: _Judged, mask: list[Any], flat: bool) -> None:
-        """Keep the rollout, unless there is none or the objective leaves it out."""
+        """Keep the rollout, unless the objective leaves it out."""
         batch, rollout = self.batch, judged.rollout
         batch.generated += judged.generated
         batch.logprob_sum += judged.logprob_sum
         if rollout is None:
             batch.leave_out(judged.reason, 1, judged.example)
             return
+        # `sample_len` shows in the log that logprobs arrive at all.
         if rollout.complete:
             batch.sample_len = batch.sample_len or len(rollout.tokens)
         reached_limit = self._measure(rollout, mask)
@@ -530,10 +560,12 @@ class _Reader:
                 batch.remark(PARTLY, judged.placeholders)
             return
         batch.leave_out(reason, 1)
+        # A good sequence: its score stays in the mean reward.
         batch.unselected_scores.append(rollout.score)
 
     def _measure(self, rollout: Rollout, mask: list[Any]) -> bool:
-        """Count how long it became, and how it ended; whether a turn of it was as long as one may be."""
+        """Record the length and ending of a rollout; return True if one of its turns reached the
+        length limit."""
         generated, limit = np.flatnonzero(rollout.trained), self.selection.max_completion
         self.batch.completion_tokens.append(len(generated))
         self.batch.ended.append(int(rollout.tokens[generated[-1]]) in self.selection.end_tokens)
@@ -544,12 +576,14 @@ class _Reader:
 
 
 def _longest_turn(mask: list[Any]) -> int:
-    """Tokens of the longest contiguous generated segment: what the environment's limit is for."""
+    """Tokens of the longest contiguous generated segment, to which the environment's limit
+    applies."""
     runs = groupby(mask, key=lambda label: label != IGNORED)
     return max((sum(1 for _ in run) for generated, run in runs if generated), default=0)
 
 
 def segments(generated: NDArray[np.bool_]) -> list[tuple[int, int]]:
     """Half-open ranges of contiguous generated tokens."""
+    # False on both ends, so that segments at the borders have two edges as well.
     edges = np.flatnonzero(np.diff(np.concatenate(([0], generated.astype(np.int8), [0]))))
     return [(int(a), int(b)) for a, b in zip(edges[::2], edges[1::2], strict=True)]

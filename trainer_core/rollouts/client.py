@@ -1,17 +1,20 @@
-"""Client of atroposlib's run-api: register, then one batch per optimizer step.
+"""Client of atroposlib's run-api: register, then fetch one batch per optimizer step.
 
-How run-api (atroposlib 0.4.0) behaves, and what follows from it:
-- Environments cannot register before the first `GET /batch`, so that call comes before the model loads.
-- All its state is in memory, and anybody's `GET /reset_data` wipes it. So the trainer looks at `GET /info` before every
-  batch and while it waits, and registers again, with its own step, where the registration is gone.
-- The first `POST /register` counts, every later one is answered and ignored; so is one that comes after a group
-  (`POST /scored_data`). In a run-api without a trainer (batch_size -1) a `GET /reset_data` of ours makes room; another
-  trainer's registration is left alone, and so are its batches.
-- A bare run-api takes a batch out before it answers: what breaks then is lost. NaN breaks it (HTTP 500), a client that
-  gives up too early, too. And pulling ahead would defeat the environment's off-policy bound there.
-- Our own (`atropos_api.batches`) hands out the oldest groups first, and keeps a batch in its queue until the trainer
-  asks for the one after it. So the next batch is fetched while the present one trains, and nothing of it is lost when
-  the trainer ends before it trains it.
+Behaviour of run-api (atroposlib 0.4.0), and its consequences:
+- Environments cannot register before the first `GET /batch`, so that call comes before the model
+  loads.
+- Its state is in memory, and any client's `GET /reset_data` wipes it. So the trainer checks `GET
+  /info` before every batch and while it waits, and registers again at its current step if the
+  registration is gone.
+- The first `POST /register` counts; later ones succeed without effect, and so does one after a
+  group (`POST /scored_data`). If run-api has groups but no trainer (batch_size -1), the client
+  clears them with `GET /reset_data`. It leaves another trainer's registration and batches alone.
+- Upstream run-api removes a batch from its queue before it answers, so a failed answer loses the
+  batch. NaN fails (HTTP 500), and so does a client timeout. Prefetching would also break the
+  environment's off-policy bound there.
+- Our front (`atropos_api.batches`) returns the oldest groups first, and keeps a batch until the
+  trainer requests the next one. So the trainer fetches the next batch while it trains the current
+  one, and that batch is not lost if the trainer ends first.
 """
 
 from __future__ import annotations
@@ -36,17 +39,17 @@ from trainer_core.errors import ApiError, Stopped
 POLL_FIRST_S = 0.02
 POLL_MAX_S = 0.2
 IDLE_CHECK_S = 1.0
-STOP_LOOK_S = 0.2
-"""Between two looks at the stop while an answer does not come."""
-LOOK_S = 3.0
-"""Between two looks at the registration while no batch comes."""
+STOP_CHECK_S = 0.2
+"""Poll interval of the stop event while an answer is pending, in seconds."""
+REGISTRATION_CHECK_S = 3.0
+"""Seconds between registration checks while no batch comes."""
 COMPLAIN_AFTER_S = 30.0
 ANSWER_S = 30.0
-"""For every answer but that of `GET /batch`, which may be many megabytes."""
-NOBODY = -1
+"""Timeout in seconds of every request except `GET /batch`, whose answer may be many megabytes."""
+NO_TRAINER = -1
 """`batch_size` of a run-api without a trainer."""
 FAILED = "failed"
-"""Status of an answer that run-api could not give."""
+"""Status for a batch request that run-api failed to answer."""
 RESTART = "restart run-api (atropos-tui restart api)"
 
 T = TypeVar("T")
@@ -55,47 +58,51 @@ RawBatch = list[Any]
 
 
 class RolloutSource(Protocol):
-    """Where batches come from: run-api, a file, or anything of one's own."""
+    """Source of batches: run-api, a file, or the caller's own object."""
 
     def next_batch(self, step: int, on_idle: Callable[[], None] = lambda: None) -> RawBatch:
-        """The groups of the next batch, waiting as long as it takes; `on_idle` is to be called about once a second
-        meanwhile and may raise.
+        """Return the groups of the next batch; wait without a limit. The source calls `on_idle`
+        about once a second while it waits; it may raise.
 
         Args:
-            step: optimizer steps done. Asked for again with the same one where nothing of a batch could be trained.
+            step: optimizer steps done. The same step is requested again if nothing in a batch could
+                train.
 
         Raises:
-            RolloutsEnd: there is none left; the run ends well.
+            RolloutsEnd: no batch is left; the run ends successfully.
         """
 
     def close(self) -> None:
-        """The run is over."""
+        """Release resources at the end of the run."""
 
 
 class Background(Generic[T]):
-    """One call, begun at once. A stop ends the wait for it, not the call."""
+    """A call in a thread, started at once. A stop ends the wait for its result; the call
+    continues."""
 
     def __init__(self, call: Callable[[], T], stop: threading.Event) -> None:
         self._stop = stop
         self._answers: SimpleQueue[T | BaseException] = SimpleQueue()
+        # Daemon: a pending request must not delay the end of the process.
         threading.Thread(target=self._run, args=(call,), daemon=True, name="run-api").start()
 
     def _run(self, call: Callable[[], T]) -> None:
         try:
             self._answers.put(call())
+        # `answer` raises it in the thread that waits.
         except BaseException as error:
             self._answers.put(error)
 
     def answer(self, on_idle: Callable[[], None] = lambda: None) -> T:
-        """Wait for it, once; `on_idle` is called about once a second and may raise.
+        """Wait for the result, once. `on_idle` is called about once a second and may raise.
 
         Raises:
-            Stopped: the stop is set. Else what the call raised.
+            Stopped: the stop event is set. Otherwise the exception of the call.
         """
         next_check = time.monotonic() + IDLE_CHECK_S
         while True:
             try:
-                found = self._answers.get(timeout=STOP_LOOK_S)
+                found = self._answers.get(timeout=STOP_CHECK_S)
             except Empty:
                 if self._stop.is_set():
                     raise Stopped from None
@@ -109,7 +116,8 @@ class Background(Generic[T]):
 
 
 class RunApi:
-    """One trainer's side of run-api. Every wait ends at once with `Stopped` when `stop` is set."""
+    """One trainer's connection to run-api. Every wait ends at once with `Stopped` when `stop` is
+    set."""
 
     def __init__(
         self,
@@ -126,71 +134,78 @@ class RunApi:
         self.timeout_s = timeout_s
         self._http = httpx.Client(
             base_url=self.url, timeout=ANSWER_S, limits=LIMITS, transport=transport, trust_env=False,
+            # `trust_env=False`: a proxy of the environment must not get the run's traffic.
             verify=certificates(self.url),
-            # Compressing a batch costs run-api more time than sending it.
+            # run-api would take longer to compress a batch than to send it.
             headers={"Accept-Encoding": "identity"} | door_headers(os.environ),
         )  # fmt: skip
         self._step = 0
         """Optimizer steps done, for a new registration."""
         self._ready: RawBatch | None = None
         self._after = ""
-        """Name of the batch that came last, where run-api keeps batches."""
+        """Name of the last batch, if run-api keeps batches; empty otherwise."""
         self._awaited_since: float | None = None
-        """When somebody began to wait for the batch under way; null: nobody does."""
+        """Monotonic time since which the trainer waits for the pending batch; None: it is still
+        training."""
         self._opened = False
         self._registered = False
-        """The last look said so."""
+        """Result of the last registration check."""
         self._complained_at = -COMPLAIN_AFTER_S
 
     def open(self, step: int) -> None:
-        """Wait for run-api, register at `step` (optimizer steps done) and let environments in with one `GET /batch`.
+        """Wait for run-api, register at `step` (optimizer steps done) and admit environments with
+        one `GET /batch`.
 
-        Where run-api holds another trainer's registration: say so, and wait until it does not.
+        If run-api holds another trainer's registration, print that and wait until it is gone.
 
         Raises:
-            ApiError: run-api stays away for `timeout_s`, or refuses the registration.
+            ApiError: run-api is unreachable for `timeout_s`, or refuses the registration.
         """
         self._step = step
-        while not self._look():
-            self._pause(LOOK_S)
+        while not self._check_registration():
+            self._pause(REGISTRATION_CHECK_S)
         self._opened = True
         self._ready = self._batch()
 
     @property
     def keeps_batches(self) -> bool:
-        """Whether run-api keeps the batch that came last, and hands it out again, until the next one is asked for: to
-        fetch ahead then takes nothing from anybody."""
+        """True if run-api keeps the last batch and returns it again until the next one is
+        requested, so that prefetching loses nothing."""
         return bool(self._after)
 
     def next_batch(self, step: int, on_idle: Callable[[], None] = lambda: None) -> RawBatch:
-        """The next batch, waiting as long as it takes; `on_idle` is called about once a second and may raise. An empty
-        one was lost in run-api.
+        """Return the next batch; wait without a limit. `on_idle` is called about once a second and
+        may raise. An empty batch was lost in run-api.
 
         Args:
-            step: optimizer steps done, for a new registration when run-api lost its state.
+            step: optimizer steps done, for a new registration after run-api lost its state.
         """
         self.await_from(step)
         return self._next(on_idle)
 
     def fetch_ahead(self, read: Callable[[RawBatch], T]) -> Background[T]:
-        """Fetch the next batch, and `read` it, while nobody waits for it yet; `await_from` tells when somebody does."""
+        """Fetch the next batch and call `read` on it in a thread; call `await_from` when the
+        trainer starts to wait for it."""
         self._awaited_since = None
         return Background(lambda: read(self._next()), self.stop)
 
     def await_from(self, step: int) -> None:
-        """Somebody waits from now on for the batch under way, with `step` optimizer steps done."""
+        """Mark that the trainer waits for the pending batch from now on, with `step` optimizer
+        steps done."""
         self._step, self._awaited_since = step, time.monotonic()
 
     def _next(self, on_idle: Callable[[], None] = lambda: None) -> RawBatch:
         if self._ready is not None:
+            # `open` may have received the first batch already.
             ready, self._ready = self._ready, None
             return ready
         pause, began = POLL_FIRST_S, time.monotonic()
-        next_check, next_word, next_look = began + IDLE_CHECK_S, began + COMPLAIN_AFTER_S, began
+        next_check, next_message, next_registration_check = began + IDLE_CHECK_S, began + COMPLAIN_AFTER_S, began
         while True:
-            if time.monotonic() >= next_look:
-                self._look()
-                next_look = time.monotonic() + LOOK_S
+            if time.monotonic() >= next_registration_check:
+                self._check_registration()
+                next_registration_check = time.monotonic() + REGISTRATION_CHECK_S
+            # Another trainer's batch must not be taken.
             batch = self._batch() if self._registered else None
             if batch is not None:
                 return batch
@@ -199,10 +214,11 @@ class RunApi:
                 on_idle()
                 next_check = now + IDLE_CHECK_S
             waited = now - self._awaited_since if self._awaited_since is not None else 0.0
-            if waited >= COMPLAIN_AFTER_S and now >= next_word and self._registered:
+            if waited >= COMPLAIN_AFTER_S and now >= next_message and self._registered:
                 print(f"Waiting for rollouts for {waited:.0f} s: {self._why_empty()}")
-                next_word = now + COMPLAIN_AFTER_S
+                next_message = now + COMPLAIN_AFTER_S
             self._pause(pause)
+            # Back off, so that a long wait does not load run-api.
             pause = min(pause * 1.3, POLL_MAX_S)
 
     def close(self) -> None:
@@ -212,39 +228,43 @@ class RunApi:
         if self.stop.wait(seconds):
             raise Stopped
 
-    def _look(self) -> bool:
-        """Whether run-api's registration is ours; registers where it is nobody's."""
+    def _check_registration(self) -> bool:
+        """Check that run-api has our registration; register if it has none."""
         wanted = self.registration["batch_size"]
         info = self._call("GET", "/info")
         if info.get("batch_size") == wanted and self._registered:
             return True
-        if info.get("batch_size") == NOBODY and self._registered:
+        if info.get("batch_size") == NO_TRAINER and self._registered:
             print(f"run-api has forgotten this trainer. Registering again at step {self._step}.")
         self._registered = False
-        if info.get("batch_size") in (NOBODY, wanted):
+        # `wanted` may be our own registration of an earlier attempt; registering again changes
+        # nothing.
+        if info.get("batch_size") in (NO_TRAINER, wanted):
             info = self._register()
-            if info.get("batch_size") == NOBODY:
-                # A group came first.
-                self._make_room()
+            if info.get("batch_size") == NO_TRAINER:
+                # run-api ignores a registration that comes after a group.
+                self._drop_groups()
                 info = self._register()
         self._registered = info.get("batch_size") == wanted
         if self._registered:
-            self._greet(info)
+            self._print_registered(info)
         else:
-            self._complain(info.get("batch_size"), wanted)
+            self._print_refused(info.get("batch_size"), wanted)
         return self._registered
 
     def _register(self) -> dict[str, Any]:
-        """Ask to be registered; what run-api's `/info` says then."""
+        """Register, and return run-api's `/info` afterwards."""
         answer = self._call("POST", "/register", json={**self.registration, "starting_step": self._step})
+        # run-api reports a refusal with status 200.
         if "uuid" not in answer:
             raise ApiError(f"run-api at {self.url} refused the trainer: {answer}")
         return self._call("GET", "/info")
 
-    def _make_room(self) -> None:
-        """Let a run-api without a trainer forget the groups that it holds; a door before it asks for the run's token.
+    def _drop_groups(self) -> None:
+        """Make a run-api without a trainer drop the groups that it holds.
 
-        Nobody else is shown that: a bare run-api does not ask.
+        The run's token is sent only after a refusal (403) by the auth middleware: upstream run-api
+        needs none, and must not see it.
         """
         for token in ("", os.environ.get(ENV_TOKEN, "")):
             try:
@@ -254,7 +274,7 @@ class RunApi:
             if answer.status_code != httpx.codes.FORBIDDEN:
                 return
 
-    def _greet(self, info: dict[str, Any]) -> None:
+    def _print_registered(self, info: dict[str, Any]) -> None:
         self._complained_at = -COMPLAIN_AFTER_S
         size, longest = info.get("batch_size"), info.get("max_token_len")
         reach(REGISTERED)
@@ -262,41 +282,44 @@ class RunApi:
         wanted = self.registration.get("max_token_len")
         if longest != wanted:
             print(
-                f"[WARNING] run-api holds an earlier registration: it tells environments max_token_len {longest}, this "
-                f"trainer asks for {wanted}. Training goes on; to change it, {RESTART}"
+                f"[WARNING] run-api has an earlier registration: environments get max_token_len {longest}, this "
+                f"trainer asks for {wanted}. Training continues. fix: {RESTART}"
             )
 
-    def _complain(self, size: Any, wanted: int) -> None:
-        """Why this trainer does not get in, now and then."""
+    def _print_refused(self, size: Any, wanted: int) -> None:
+        """Print why the registration fails, at most every `COMPLAIN_AFTER_S`."""
         now = time.monotonic()
         if now - self._complained_at < COMPLAIN_AFTER_S:
             return
         self._complained_at = now
-        why = "takes no registration, since groups came before one: Trainer not registered"
-        if size != NOBODY:
+        why = "ignores the registration, because groups came before it: Trainer not registered"
+        if size != NO_TRAINER:
             why = (
-                f"holds another trainer's registration and takes no second one: it serves batches of {size} sequences, "
+                f"holds another trainer's registration and allows only one: it serves batches of {size} sequences, "
                 f"this trainer asks for {wanted}"
             )
         print(
-            f"[WARNING] run-api at {self.url} {why}. Waiting until that changes. Way out: {RESTART}, or match "
+            f"[WARNING] run-api at {self.url} {why}. Waiting until that changes. fix: {RESTART}, or match "
             "--batch-size x --gradient-accumulation-steps"
         )
 
     def _batch(self) -> RawBatch | None:
-        """One `GET /batch`: its groups; an empty list for a batch that was lost; null when there is none yet."""
+        """Groups of one `GET /batch`; an empty list for a lost batch; None if no batch is ready."""
+        # Acknowledges the last batch, which a run-api that keeps batches then drops. The thread
+        # lets a stop interrupt a slow answer.
         after = {AFTER_HEADER: self._after}
         answer = Background(lambda: self._call("GET", "/batch", headers=after), self.stop).answer()
         if answer.get("status") == "error":
             print(f"run-api says: {answer.get('message', answer)} Registering again at step {self._step}.")
             self._registered = False
-            self._look()
+            self._check_registration()
         elif answer.get("status") == FAILED:
-            # It fails without its state as well as with a batch that it cannot write down; and closes the connection.
+            # HTTP 500 has two causes: run-api lost its state, or it cannot encode this batch.
+            # `/info` tells.
             self._pause(POLL_MAX_S)
             known = self._call("GET", "/info").get("batch_size") == self.registration["batch_size"]
             if not known:
-                self._look()
+                self._check_registration()
             return [] if known else None
         batch = answer.get("batch")
         if not (isinstance(batch, list) and batch):
@@ -307,15 +330,17 @@ class RunApi:
     def _call(
         self, method: str, path: str, json: dict[str, Any] | None = None, headers: dict[str, str] | None = None
     ) -> dict[str, Any]:
-        """One answer, through outages of up to `timeout_s`; with the name of the batch that it brings, if any."""
+        """Return one answer, retrying through outages of up to `timeout_s` seconds; includes the
+        batch's name if it has one."""
         began = time.monotonic()
-        last_word = 0.0
+        printed_at = 0.0
+        # Giving up on a batch request early can lose the batch, so it gets the long timeout.
         patience = max(ANSWER_S, self.timeout_s) if path == "/batch" else ANSWER_S
         while True:
             try:
                 response = self._http.request(method, path, json=json, headers=headers, timeout=patience)
                 if response.status_code < 500:
-                    if last_word:
+                    if printed_at:
                         print(f"run-api is back after {time.monotonic() - began:.1f} s")
                     response.raise_for_status()
                     answer = msgspec.json.decode(response.content)
@@ -326,58 +351,61 @@ class RunApi:
                 problem = f"HTTP {response.status_code}"
             except httpx.TransportError as error:
                 problem = str(error) or type(error).__name__
+                # The connection failed after the request was sent, so run-api may have removed a
+                # batch already.
                 broken_off = isinstance(error, httpx.ReadError | httpx.ReadTimeout | httpx.RemoteProtocolError)
                 if path == "/batch" and broken_off and not self.keeps_batches:
-                    problem += "; a batch that was on its way may be lost"
+                    problem += "; a batch in transit may be lost"
             except (httpx.HTTPStatusError, ValueError, RecursionError) as error:
-                problem = f"no answer of a run-api: {error}"
+                problem = f"unexpected answer: {error}"
                 if not self._opened:
-                    raise ApiError(f"{self.url}{path} is no run-api: {error}. Check --atropos-url") from None
+                    raise ApiError(f"{self.url}{path} is not a run-api: {error}. fix: check --atropos-url") from None
             away = time.monotonic() - began
             if away > self.timeout_s:
                 raise ApiError(
                     f"Atropos API not reachable at {self.url} for {away:.0f} s ({problem}). "
-                    "Start it: run-api --host 127.0.0.1 --port PORT; or set --atropos-url"
+                    "fix: start it with run-api --host 127.0.0.1 --port PORT, or set --atropos-url"
                 )
-            if not last_word or away - last_word >= COMPLAIN_AFTER_S:
+            if not printed_at or away - printed_at >= COMPLAIN_AFTER_S:
                 print(f"Atropos API not reachable at {self.url} ({problem}); waiting")
-                last_word = away or 1e-9
+                printed_at = away or 1e-9
             self._pause(0.25)
 
-    def _ask(self, path: str) -> dict[str, Any]:
-        """One answer if there is one at once, else nothing."""
+    def _get_once(self, path: str) -> dict[str, Any]:
+        """Return one answer without retries; empty after an error."""
         try:
             answer = self._http.get(path).json()
         except (httpx.HTTPError, ValueError, RecursionError):
             return {}
         return answer if isinstance(answer, dict) else {}
 
-    def _who_sends(self) -> str:
-        """Who is registered and has sent nothing since the last batch."""
-        envs = self._ask("/envs").get("envs")
-        if not isinstance(envs, list):  # a run-api without our door
-            return "is an environment running, registered at this run-api, and its inference server answering?"
+    def _silent_environments(self) -> str:
+        """Describe the registered environments that have sent nothing since the last batch."""
+        envs = self._get_once("/envs").get("envs")
+        if not isinstance(envs, list):  # upstream run-api has no /envs
+            return "check that an environment is running and registered here, and that its inference server answers"
         names = [str(env.get("name")) for env in envs if isinstance(env, dict) and env.get("connected")]
         if not names:
             return "no environment is registered there"
-        return f"nothing has come since the last batch from {', '.join(names)}, registered there"
+        return f"nothing since the last batch from {', '.join(names)}, which is registered there"
 
     def _why_empty(self) -> str:
-        """What run-api shows while it gives no batch."""
-        queue = int(self._ask("/status").get("queue_size") or 0)
+        """Describe the state of run-api's queue while it returns no batch."""
+        queue = int(self._get_once("/status").get("queue_size") or 0)
         if not queue:
-            return f"run-api's queue is empty: {self._who_sends()}"
-        group = len(self._ask("/latest_example").get("tokens") or [])
+            return f"run-api's queue is empty: {self._silent_environments()}"
+        group = len(self._get_once("/latest_example").get("tokens") or [])
         size = self.registration["batch_size"]
+        # run-api only builds batches of whole groups.
         if group and size % group:
-            return f"groups of {group} never add up to a batch of {size}: make it a multiple of {group}"
+            return f"groups of {group} never add up to a batch of {size}: make the batch size a multiple of {group}"
         if queue * group >= size:
-            return f"{queue} groups queued, and no {size} sequences of them add up to a batch: {RESTART}"
+            return f"{queue} groups queued, but none of them add up to a batch of {size} sequences: {RESTART}"
         return f"{queue} groups queued, not yet a batch of {size} sequences"
 
 
 def open_api(config: TrainingConfig, step: int, stop: threading.Event) -> RunApi:
-    """Register for the run that `config` describes, with `step` optimizer steps done."""
+    """Register for the run of `config`, with `step` optimizer steps done."""
     registration = {
         "wandb_group": config.wandb_group or "",
         "wandb_project": config.wandb_project or "",

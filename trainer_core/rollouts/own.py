@@ -2,7 +2,8 @@
 
     train(config, rollouts=[[group, group], [group, group]])
 
-It is checked where it enters, so that a wrong shape is an error in words and not an endless loop of empty batches.
+Batches are checked here, so that a wrong type is a clear error instead of an endless loop of empty
+batches.
 """
 
 from __future__ import annotations
@@ -16,15 +17,19 @@ from trainer_core.errors import RolloutsEnd, UsageError
 from trainer_core.rollouts.client import RawBatch
 
 MOST_USELESS = 100
-"""Limit of batches in a row that hold nothing but malformed groups, after which a run on such a source fails."""
+"""Limit of consecutive batches with only malformed groups, after which the run fails."""
 SHAPE = 'a batch is a list of groups, or {"batch": [GROUP, ...]}'
 
 
 class OwnSource:
-    """A `RolloutSource` over what the caller of `train` gave as `rollouts`."""
+    """A `RolloutSource` over the caller's `rollouts` argument of `train`."""
 
     def __init__(self, source: Any) -> None:
-        """Raises: UsageError: it has no `next_batch` and cannot be iterated over."""
+        """Accept an iterable or an object with `next_batch`.
+
+        Raises:
+            UsageError: `source` is neither.
+        """
         self.name = type(source).__name__
         self._source = source
         call = getattr(source, "next_batch", None)
@@ -37,39 +42,40 @@ class OwnSource:
             self._ask = lambda step, on_idle: next(batches)
         else:
             raise UsageError(
-                f"rollouts: {self.name} is no source of batches. fix: pass the path of a file, an iterable of batches, "
+                f"rollouts: {self.name} is not a source of batches. fix: pass a file's path, an iterable of batches, "
                 f"or an object with next_batch(step, on_idle); {SHAPE}"
             )
 
     def next_batch(self, step: int, on_idle: Callable[[], None] = lambda: None) -> RawBatch:
-        """The groups of the next batch.
+        """Return the groups of the next batch.
 
         Raises:
             RolloutsEnd: the source has no more.
-            UsageError: it gave something that is no batch.
+            UsageError: it returned something that is not a batch.
         """
         try:
             given = self._ask(step, on_idle)
         except StopIteration:
-            raise RolloutsEnd(f"{self.name} holds no more rollouts") from None
+            raise RolloutsEnd(f"{self.name} has no more rollouts") from None
         batch = given.get("batch") if isinstance(given, dict) else given
         if not isinstance(batch, list | tuple):
-            held = f" with the keys {', '.join(map(str, given))}" if isinstance(given, dict) else ""
-            raise UsageError(f"rollouts: {self.name} gave {type(given).__name__}{held} as a batch. fix: {SHAPE}")
+            keys = f" with the keys {', '.join(map(str, given))}" if isinstance(given, dict) else ""
+            raise UsageError(f"rollouts: {self.name} returned {type(given).__name__}{keys} as a batch. fix: {SHAPE}")
         return list(batch)
 
     def close(self) -> None:
-        """Close the source, if it can be closed."""
+        """Close the source if it has a `close` method."""
         if callable(close := getattr(self._source, "close", None)):
             close()
 
 
 def _fitted(call: Callable[..., Any], name: str) -> Callable[[int, Callable[[], None]], Any]:
-    """`call` with as many of the arguments `step` and `on_idle` as it takes."""
+    """Adapt `call` to (step, on_idle); it may take both arguments, only `step`, or none."""
     try:
         signature = inspect.signature(call)
-    except (TypeError, ValueError):  # a builtin that tells nothing of itself
+    except (TypeError, ValueError):  # a builtin without a signature
         return lambda step, on_idle: call(step, on_idle=on_idle)
+    # Most arguments first, so that a callable gets all that it accepts.
     ways: list[tuple[tuple[str, ...], Callable[[int, Callable[[], None]], Any]]] = [
         (("step", "on_idle"), lambda step, on_idle: call(step, on_idle=on_idle)),
         (("step",), lambda step, on_idle: call(step)),

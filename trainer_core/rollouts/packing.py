@@ -1,8 +1,8 @@
-"""Rollouts to packed rows: no padding, rollout logprobs on the positions that predict them; and which rank gets which.
+"""Pack rollouts into rows without padding, and assign rows to ranks.
 
-The shift by one, in one place: token i is predicted by the hidden state of position i - 1, so `predict` holds i - 1
-while labels, logprobs, advantages and temperatures are those of token i. A sequence ends before its last trained token:
-nothing from there on is needed to predict anything.
+The shift by one happens only here. The hidden state at position i - 1 predicts token i, so
+`predict` holds i - 1, while labels, logprobs, advantages and temperatures belong to token i. A
+sequence is cut before its last trained token: later tokens predict nothing that trains.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from trainer_core.rollouts.batch import Rollout
 
 @dataclass(frozen=True)
 class PackedRow:
-    """Several sequences behind one another: N tokens, S sequences, T trained tokens."""
+    """Several sequences in one row: N tokens, S sequences, T trained tokens."""
 
     tokens: torch.Tensor
     """[N] int64"""
     positions: torch.Tensor
     """[N] int64, from 0 in every sequence"""
     lengths: tuple[int, ...]
-    """S lengths that sum up to N"""
+    """S lengths with sum N"""
     predict: torch.Tensor
-    """[T] int64, index in the row whose hidden state predicts the trained token"""
+    """[T] int64, row index of the hidden state that predicts each trained token"""
     labels: torch.Tensor
     """[T] int64, the trained tokens"""
     logprobs: torch.Tensor
@@ -41,20 +41,21 @@ class PackedRow:
     temperatures: torch.Tensor
     """[T] float32"""
     reference: torch.Tensor | None = None
-    """[T] float32, logprobs of a frozen reference, NaN where none came; null: none came with the row"""
+    """[T] float32, logprobs of a frozen reference, NaN for missing values; None: the row has
+    none"""
     teacher_ids: torch.Tensor | None = None
     teacher_logprobs: torch.Tensor | None = None
-    """[T, K] int64 and float32, as in `fields.Teacher`; null: no teacher"""
+    """[T, K] int64 and float32, as in `fields.Teacher`; None: no teacher"""
     base: torch.Tensor | None = None
-    """[T] float32, the policy's own logprobs before the batch's first optimizer step; null: the present ones are that
-    """
+    """[T] float32, the policy's own logprobs before the batch's first optimizer step; None: the
+    current ones are those"""
     experts: torch.Tensor | None = None
-    """[N, sparse layers, K] int16, the experts that the engine took for each token, -1 where that is not known; null:
-    of none of them it is"""
+    """[N, sparse layers, K] int16, the experts that the engine chose for each token, -1 if unknown;
+    None: all unknown"""
 
     @property
     def sequences(self) -> torch.Tensor:
-        """[T] int64, which of the S sequences each trained token belongs to."""
+        """[T] int64, index of the sequence that each trained token belongs to."""
         ends = torch.tensor(self.lengths).cumsum(0).to(self.predict.device)
         return torch.searchsorted(ends, self.predict, right=True)
 
@@ -72,7 +73,7 @@ class PackedRow:
 
 
 def empty_row() -> PackedRow:
-    """A row of one token of which none trains, for a rank that has fewer rows than another."""
+    """A row of one token that does not train, for a rank with fewer rows than others."""
     none = torch.zeros(0)
     where = torch.zeros(0, dtype=torch.int64)
     first = torch.zeros(1, dtype=torch.int64)
@@ -80,14 +81,15 @@ def empty_row() -> PackedRow:
 
 
 def pack(rollouts: Sequence[Rollout], max_tokens: int, threads: int = 1) -> list[PackedRow]:
-    """Pack into rows of at most `max_tokens` (a longer single sequence gets a row of its own).
+    """Pack into rows of at most `max_tokens` tokens; a longer single sequence gets its own row.
 
-    Rows hold sequences of similar length, which bounds padding where attention cannot do without it. Those whose
-    advantages are all 0 have rows of their own, which may need no backward pass. The order is deterministic; sequences
-    without a trained token are left out.
+    Rows hold sequences of similar length, which bounds padding where attention needs it. Sequences
+    with zero advantages get rows of their own, which may need no backward pass. The order is
+    deterministic. Sequences without a trained token are left out.
 
     Args:
-        threads: rows that are computed at a time: as many rows as fill all of them, of about equal size.
+        threads: rows computed in parallel; the number of rows becomes a multiple of it, with about
+            equal sizes.
     """
     rows = []
     for _, alike in groupby(packing_order(rollouts), _is_flat):
@@ -99,7 +101,8 @@ def pack(rollouts: Sequence[Rollout], max_tokens: int, threads: int = 1) -> list
 
 
 def packing_order(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """Those that train, in the order in which rows hold them: without any advantage last, else the longest first."""
+    """Sequences that train, in the order of rows: longest first; those without any advantage
+    last."""
     return sorted((r for r in rollouts if r.trained.any()), key=lambda r: (_is_flat(r), -_needed(r)))
 
 
@@ -108,12 +111,12 @@ def _is_flat(rollout: Rollout) -> bool:
 
 
 def _needed(rollout: Rollout) -> int:
-    """A sequence is read up to, and without, its last trained token."""
+    """Number of tokens to read: up to, and without, the last trained one."""
     return int(np.flatnonzero(rollout.trained)[-1])
 
 
 def _cuts(lengths: Sequence[int], room: int) -> list[int]:
-    """Where rows of at most `room` tokens begin, then the number of sequences."""
+    """Indices where rows of at most `room` tokens start, followed by the number of sequences."""
     starts, free = [], 0
     for i, length in enumerate(lengths):
         if not i or length > free:
@@ -124,9 +127,11 @@ def _cuts(lengths: Sequence[int], room: int) -> list[int]:
 
 
 def _equal_room(lengths: Sequence[int], max_tokens: int, threads: int) -> int:
-    """The smallest room with which the fewest rows that fill all threads evenly suffice; `max_tokens` at most."""
+    """Smallest row size that still gives the fewest rows that fill all threads evenly; `max_tokens`
+    at most."""
     fewest = len(_cuts(lengths, max_tokens)) - 1
     rows = threads * -(-fewest // threads)
+    # The number of rows falls as the size grows, so a binary search finds the smallest size.
     return 1 + bisect_left(range(1, max_tokens), True, key=lambda room: len(_cuts(lengths, room)) - 1 <= rows)
 
 
@@ -144,6 +149,7 @@ def _row(members: list[tuple[int, Rollout]]) -> PackedRow:
         positions=column([np.arange(length, dtype=np.int64) for length in lengths]),
         lengths=tuple(lengths),
         predict=column([start + at - 1 for start, at in zip(starts, where, strict=True)]),
+        # The label may be the token behind the cut, so it comes from the whole sequence.
         labels=column([r.tokens[at] for r, at in pairs]),
         logprobs=column([r.logprobs[at] for r, at in pairs]),
         advantages=column([r.advantages[at] for r, at in pairs]),
@@ -156,10 +162,12 @@ def _row(members: list[tuple[int, Rollout]]) -> PackedRow:
 
 
 def packed_experts(parts: Sequence[NDArray[np.int16] | None], lengths: Sequence[int]) -> torch.Tensor | None:
-    """`PackedRow.experts` of sequences of these lengths, from what is known of the first tokens of each."""
+    """`PackedRow.experts` for sequences of these lengths, from the known experts of each one's
+    first tokens."""
     known = next((part for part in parts if part is not None), None)
     if known is None:
         return None
+    # -1: the router chooses by itself.
     whole = np.full((sum(lengths), *known.shape[1:]), -1, dtype=np.int16)
     for part, length, end in zip(parts, lengths, accumulate(lengths), strict=True):
         if part is not None:
@@ -168,23 +176,25 @@ def packed_experts(parts: Sequence[NDArray[np.int16] | None], lengths: Sequence[
 
 
 Pairs = Sequence[tuple[Rollout, NDArray[np.int64]]]
-"""Rollouts, and where in each the trained tokens are."""
+"""Rollouts, each with the positions of its trained tokens."""
 
 
 def _reference(pairs: Pairs) -> torch.Tensor | None:
     if all(r.reference is None for r, _ in pairs):
         return None
+    # NaN makes the trainer's own reference fill the gap.
     parts = [np.full(len(at), np.nan, dtype=np.float32) if r.reference is None else r.reference[at] for r, at in pairs]
     return torch.from_numpy(np.concatenate(parts))
 
 
 def _teacher(pairs: Pairs) -> dict[str, torch.Tensor]:
-    """`teacher_ids` and `teacher_logprobs` of a row, if any of its rollouts has a teacher."""
+    """`teacher_ids` and `teacher_logprobs` of a row; empty if no rollout has a teacher."""
     most = max((r.teacher.ids.shape[1] for r, _ in pairs if r.teacher is not None), default=0)
     if not most:
         return {}
     count = sum(len(at) for _, at in pairs)
     ids = np.zeros((count, most), dtype=np.int64)
+    # -inf is probability 0: rollouts with fewer or no teacher tokens.
     logprobs = np.full((count, most), -np.inf, dtype=np.float32)
     start = 0
     for r, at in pairs:
@@ -196,24 +206,27 @@ def _teacher(pairs: Pairs) -> dict[str, torch.Tensor]:
     return {"teacher_ids": torch.from_numpy(ids), "teacher_logprobs": torch.from_numpy(logprobs)}
 
 
-def deal(rows: Sequence[PackedRow], ranks: int, learns: Callable[[PackedRow], bool]) -> list[list[int]]:
-    """The rows of each rank, by index: equally many on each, of about equal tokens; -1 is an empty one.
+def assign_rows(rows: Sequence[PackedRow], ranks: int, learns: Callable[[PackedRow], bool]) -> list[list[int]]:
+    """Assign rows to ranks, by index: the same number on each, with about equal tokens; -1 is an
+    empty row.
 
-    A pass through the model is one of all ranks together. So the n-th rows of all are alike: beside a long one the
-    others would wait, and beside one that learns they would pass backward too.
+    All ranks run a forward pass together, so the n-th rows of all ranks are similar. Otherwise
+    ranks would wait for a long row, and a row that needs a backward pass would force one on all.
     """
     order = sorted(range(len(rows)), key=lambda i: (not learns(rows[i]), -len(rows[i].tokens)))
+    # A collective needs every rank, so the last round is filled up with empty rows.
     order += [-1] * (-len(order) % ranks)
-    hands: list[list[int]] = [[] for _ in range(ranks)]
+    assigned: list[list[int]] = [[] for _ in range(ranks)]
     tokens = [0] * ranks
     for at in range(0, len(order), ranks):
+        # The longest row of this round goes to the rank with the fewest tokens.
         fewest_first = sorted(range(ranks), key=tokens.__getitem__)
         for rank, index in zip(fewest_first, order[at : at + ranks], strict=True):
-            hands[rank].append(index)
+            assigned[rank].append(index)
             tokens[rank] += len(rows[index].tokens) if index >= 0 else 0
-    return hands
+    return assigned
 
 
-def hand(rows: Sequence[PackedRow], indices: Sequence[int]) -> list[PackedRow]:
-    """The rows that one rank was dealt."""
+def rows_at(rows: Sequence[PackedRow], indices: Sequence[int]) -> list[PackedRow]:
+    """Return the rows of one rank's indices from `assign_rows`."""
     return [rows[index] if index >= 0 else empty_row() for index in indices]

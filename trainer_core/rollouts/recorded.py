@@ -1,13 +1,15 @@
-"""Rollouts in a file: written while a run trains on them, read back where there is neither run-api nor a server.
+"""Rollouts in a file: recorded while a run trains on them, and replayed without run-api or a
+server.
 
-One JSON object a line, in run-api's own words: `{"batch": [GROUP, ...]}` as `GET /batch` answers, which is what one
-step trains on; or a GROUP as environments send it (`tokens`, `masks`, `scores`, `inference_logprobs`, ...), of which as
-many make up a batch as hold `batch_size` x `gradient_accumulation_steps` sequences. A recorder adds what the run's
-servers knew, so that a replay knows it too; a file made by hand needs none of it:
+One JSON object per line, in run-api's format: `{"batch": [GROUP, ...]}` as `GET /batch` answers,
+which one step trains on; or a GROUP as environments send it (`tokens`, `masks`, `scores`,
+`inference_logprobs`, ...). Consecutive groups make up a batch when they have `batch_size` x
+`gradient_accumulation_steps` sequences. A recorder adds what the run's servers knew, so that a
+replay needs no server. A file made by hand needs none of it:
 
-    step            that trained on the batch, from 1; a line replaces those before it with the same or a later one
-    weight_version  that the policy held then
-    lag_bounds      environment -> largest policy lag that trained then
+    step that trained on the batch, from 1; replaces earlier lines of the same or a later step
+    weight_version  of the policy at that step
+    lag_bounds      environment -> largest allowed policy lag at that step
     versions        digest of a completion -> its oldest and newest weight version
     logprobs        digests of a prompt and a completion that came without -> `KnownLogprobs`
 """
@@ -33,18 +35,19 @@ from trainer_core.rollouts.client import RawBatch
 from trainer_core.rollouts.source import LagMeter, Lags
 
 
-class Witness(Protocol):
-    """Who knows what of completions: a server, or what was recorded of one."""
+class Provenance(Protocol):
+    """Source of facts about completions: a server, or a recording of its answers."""
 
     def versions(self, digests: list[str]) -> list[tuple[int, int] | None]:
-        """Oldest and newest weight version of each completion; null for one not known."""
+        """Oldest and newest weight version of each completion; None if unknown."""
 
     def logprobs(self, prompts: list[str], completions: list[list[int]]) -> list[KnownLogprobs | None]:
-        """What it computed when it made each completion, by the digest of its prompt and its tokens."""
+        """Logprobs that the engine computed with each completion, by prompt digest and completion
+        tokens; None if unknown."""
 
 
 class RecordedLine(msgspec.Struct, omit_defaults=True):
-    """One line of the file; a group's other fields are passed over."""
+    """One line of the file; a group's other fields are skipped."""
 
     batch: list[Any] | None = None
     step: int | None = None
@@ -55,7 +58,7 @@ class RecordedLine(msgspec.Struct, omit_defaults=True):
 
 
 class _Head(msgspec.Struct):
-    """What the first reading of a line needs."""
+    """The fields of a line that the index needs."""
 
     batch: list[msgspec.Raw] | None = None
     tokens: list[msgspec.Raw] | None = None
@@ -63,22 +66,24 @@ class _Head(msgspec.Struct):
 
 
 class _Place(NamedTuple):
-    """Where a batch lies in the file."""
+    """Place of a batch in the file."""
 
     offsets: list[int]
-    """Of its line, or of the lines of its groups."""
+    """Byte offsets of its line, or of its groups' lines."""
     step: int
 
 
 class RecordedRollouts:
-    """The batches of a file, one after another: a `RolloutSource`, and a `Witness` of the batch that came last."""
+    """Batches of a file in order: a `RolloutSource`, and the `Provenance` of the last batch."""
 
     def __init__(self, path: str | Path, batch_size: int) -> None:
-        """Args:
-            batch_size: sequences of a batch that is made of lines with one group each.
+        """Index the file.
+
+        Args:
+            batch_size: sequences of a batch that is made of single-group lines.
 
         Raises:
-            UsageError: no such file, a line of it that is no batch and no group, or no batch at all.
+            UsageError: the file is missing, has an invalid line, or has no complete batch.
         """
         self.path = Path(path)
         try:
@@ -87,41 +92,46 @@ class RecordedRollouts:
             raise UsageError(f"--rollouts {path}: {error.strerror}") from None
         self._places = _places(self._file, self.path, batch_size)
         if not self._places:
-            raise UsageError(f"--rollouts {path}: not one batch of {batch_size} sequences in it")
+            raise UsageError(f"--rollouts {path}: it has no complete batch of {batch_size} sequences")
+        # Only the first line: it identifies a file that may still grow.
         self._digest = blake2b(self._read(self._places[0].offsets[0]), digest_size=8).hexdigest()
-        """Digest of the first line, by which a checkpoint recognises the file."""
+        """Digest of the first line, by which a checkpoint recognizes the file."""
         self._next: int | None = None
         self._line = RecordedLine()
         first, last = self._places[0].step, self._places[-1].step
-        print(f"✓ Rollouts of {self.path}: {len(self._places)} batches, of steps {first} to {last}")
+        print(f"✓ Rollouts of {self.path}: {len(self._places)} batches, steps {first} to {last}")
 
     def next_batch(self, step: int, on_idle: Callable[[], None] = lambda: None) -> RawBatch:
-        """The batch after the last one; at first the one that belongs to the optimizer step after `step`.
+        """Return the batch after the last one; at first, the one of the optimizer step after
+        `step`.
 
         Raises:
-            RolloutsEnd: there is none left.
+            RolloutsEnd: no batch is left.
         """
         if self._next is None:
             self._next = self._first(step)
         if self._next >= len(self._places):
-            raise RolloutsEnd(f"{self.path} holds no more rollouts")
+            raise RolloutsEnd(f"{self.path} has no more rollouts")
         lines = [self._read(offset) for offset in self._places[self._next].offsets]
         self._next += 1
         self._line = msgspec.json.decode(lines[0], type=RecordedLine)
         return self._line.batch if self._line.batch is not None else [msgspec.json.decode(line) for line in lines]
 
     def position(self) -> dict[str, Any]:
-        """The place of the next batch, for a checkpoint: lines that trained nothing make it differ from the step."""
+        """Position of the next batch, for a checkpoint. It differs from the step after batches that
+        trained nothing."""
         return {"batch": self._next, "file": self._digest}
 
     def go_on_from(self, position: dict[str, Any] | None) -> None:
-        """Start at the `position` of a checkpoint; in another file, or without one, the step decides."""
+        """Start at a checkpoint's `position`; for another file, or without a position, start by the
+        step."""
         if position and position["file"] == self._digest:
             self._next = position["batch"]
 
     def _first(self, step: int) -> int:
-        """Which batch comes first when `step` optimizer steps are done: that of the step after them, or as many further
-        on where the record itself begins later."""
+        """Index of the first batch after `step` optimizer steps: the next step's, or that many
+        batches further on if the recording starts later."""
+        # `before`: steps that were done before the recording began.
         before = self._places[0].step - 1
         return bisect_left([place.step for place in self._places], step + 1 if step >= before else before + step + 1)
 
@@ -131,20 +141,20 @@ class RecordedRollouts:
 
     @property
     def lag_bounds(self) -> dict[str, int]:
-        """The largest policy lag of each environment's rollouts when the last batch was recorded."""
+        """Largest allowed policy lag of each environment when the last batch was recorded."""
         return self._line.lag_bounds
 
     @property
     def weight_version(self) -> int | None:
-        """What the policy held when it trained on the last batch; null where nobody wrote that down."""
+        """The policy's weight version when it trained on the last batch; None if not recorded."""
         return self._line.weight_version
 
     def versions(self, digests: list[str]) -> list[tuple[int, int] | None]:
-        """As a `Witness`."""
+        """See `Provenance`."""
         return [self._line.versions.get(digest) for digest in digests]
 
     def logprobs(self, prompts: list[str], completions: list[list[int]]) -> list[KnownLogprobs | None]:
-        """As a `Witness`."""
+        """See `Provenance`."""
         found = (self._line.logprobs.get(_name(*pair)) for pair in zip(prompts, completions, strict=True))
         return [None if known is None else KnownLogprobs.model_validate(known) for known in found]
 
@@ -153,33 +163,37 @@ class RecordedRollouts:
 
 
 class RecordedLags(LagMeter):
-    """Policy lag as it was when the rollouts were recorded: the versions in the file are that run's."""
+    """Policy lag at the time of recording: the versions in the file belong to that run."""
 
     def __init__(self, source: RecordedRollouts) -> None:
         super().__init__([source.versions])
         self._source = source
 
     def measure(self, rollouts: list[Rollout], version: int) -> Lags:
+        # The replay's own version numbers have no relation to the recorded ones.
         recorded = self._source.weight_version
         return super().measure(rollouts, version if recorded is None else recorded)
 
     def bounds(self, derived: dict[str, int]) -> dict[str, int]:
-        """The bounds that held when the batch was recorded: they depend on the mode of then."""
+        """The bounds at the time of recording, which depended on that run's mode."""
         return self._source.lag_bounds
 
 
 def _places(file: BinaryIO, path: Path, batch_size: int) -> list[_Place]:
-    """Where each batch lies, in the order of training."""
+    """Places of all batches, in the order of training."""
     places: list[_Place] = []
     groups: list[int] = []
     held = offset = 0
     for number, line in enumerate(file, 1):
+        # Only heads are decoded here: a file may be larger than memory.
         head, start = _head(line, path, number), offset
         offset += len(line)
         if head is None:
             continue
         if head.batch is not None:
+            # A batch without a step follows the one before it.
             step = (places[-1].step + 1 if places else 1) if head.step is None else head.step
+            # A run that resumed from a checkpoint repeats steps: the later lines count.
             while places and places[-1].step >= step:
                 places.pop()
             places.append(_Place([start], step))
@@ -190,76 +204,85 @@ def _places(file: BinaryIO, path: Path, batch_size: int) -> list[_Place]:
             places.append(_Place(groups, places[-1].step + 1 if places else 1))
             groups, held = [], 0
     if groups:
-        print(f"[WARNING] {path}: its last {held} sequences make up no batch of {batch_size} and are left out")
+        print(f"[WARNING] {path}: its last {held} sequences do not fill a batch of {batch_size} and are left out")
     return places
 
 
 def _head(line: bytes, path: Path, number: int) -> _Head | None:
-    """What kind of line it is; null for an empty one, and for one that its writer did not finish.
+    """Parse a line's head; None for an empty or torn line.
 
     Raises:
-        UsageError: neither a batch nor a group.
+        UsageError: the line is neither a batch nor a group.
     """
     if not line.strip():
         return None
     try:
         head = msgspec.json.decode(line, type=_Head)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        # The writer died in the middle of its last line.
         if not line.endswith(b"\n"):
-            print(f"[WARNING] {path}: line {number} breaks off and is left out")
+            print(f"[WARNING] {path}: line {number} is incomplete and is left out")
             return None
         if not_json := re.search(rb'"(\w+)":[^"]*?(NaN|-?Infinity)', line):
             field, value = (part.decode() for part in not_json.groups())
             raise UsageError(
-                f"--rollouts {path}, line {number}: {field} holds {value}, which JSON cannot hold. fix: leave that "
-                "group out, or put a number there (json.dumps writes NaN unless allow_nan is False)"
+                f"--rollouts {path}, line {number}: {field} holds {value}, which JSON does not allow. fix: remove that "
+                "group, or put a number there (json.dumps writes NaN unless allow_nan is False)"
             ) from None
-        raise UsageError(f"--rollouts {path}, line {number}: no batch and no group of rollouts ({error})") from None
+        raise UsageError(f"--rollouts {path}, line {number}: not a batch or group of rollouts ({error})") from None
     if head.batch is None and head.tokens is None:
         raise UsageError(f'--rollouts {path}, line {number}: neither {{"batch": [...]}} nor a group with `tokens`')
     return head
 
 
 class Recorder:
-    """Appends each batch that trains, with what the servers said of it."""
+    """Append each batch that trains, with the servers' answers about it."""
 
     def __init__(self, path: str | Path) -> None:
-        """Raises: UsageError: the file cannot be written."""
+        """Open the file for appending.
+
+        Raises:
+            UsageError: the file cannot be written.
+        """
         self.path = Path(path)
         self._line = RecordedLine()
         self._failed = False
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            # 0600: rollouts may contain private text. O_APPEND, so that a resumed run continues the
+            # file.
             self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
             cut_torn_line(self._file)
         except OSError as error:
             raise UsageError(f"--record-rollouts {path}: {error.strerror}") from None
 
     def write(self, step: int, version: int, batch: RawBatch, lag_bounds: dict[str, int] | None = None) -> None:
-        """The batch that optimizer step `step` trains on, with weights of `version`. What cannot be written is said
-        once; training goes on."""
+        """Write the batch of optimizer step `step`, trained at weights `version`. The first failure
+        prints a warning; training continues."""
         self._line.batch, self._line.step, self._line.weight_version = batch, step, version
         self._line.lag_bounds = lag_bounds or {}
         try:
+            # `os.write` may write less than it gets.
             left = memoryview(msgspec.json.encode(self._line) + b"\n")
             while left:
                 left = left[os.write(self._file, left) :]
         except (OSError, RecursionError) as error:
             cut_torn_line(self._file)
             if not self._failed:
-                print(f"[WARNING] rollouts are not recorded whole: {self.path}: {error}")
+                print(f"[WARNING] the recording of rollouts is incomplete: {self.path}: {error}")
             self._failed = True
+        # Also after a failure: the answers belong to this batch only.
         self._line = RecordedLine(versions={}, logprobs={})
 
-    def overhear(self, server: Witness) -> Witness:
-        """`server`, whose answers are remembered for the next `write`."""
-        return _Overheard(server, self)
+    def record_answers_of(self, server: Provenance) -> Provenance:
+        """Wrap `server`, so that its answers are part of the next `write`."""
+        return _RecordedProvenance(server, self)
 
-    def heard_versions(self, digests: list[str], answers: list[tuple[int, int] | None]) -> None:
+    def add_versions(self, digests: list[str], answers: list[tuple[int, int] | None]) -> None:
         pairs = zip(digests, answers, strict=True)
         self._line.versions |= {digest: pair for digest, pair in pairs if pair is not None}
 
-    def heard_logprobs(self, names: list[str], answers: list[KnownLogprobs | None]) -> None:
+    def add_logprobs(self, names: list[str], answers: list[KnownLogprobs | None]) -> None:
         pairs = zip(names, answers, strict=True)
         self._line.logprobs |= {name: known.model_dump() for name, known in pairs if known is not None}
 
@@ -267,21 +290,21 @@ class Recorder:
         os.close(self._file)
 
 
-class _Overheard:
-    """A witness whose answers a recorder writes down."""
+class _RecordedProvenance:
+    """A provenance that passes its answers to a recorder."""
 
-    def __init__(self, server: Witness, recorder: Recorder) -> None:
+    def __init__(self, server: Provenance, recorder: Recorder) -> None:
         self._server, self._recorder = server, recorder
 
     def versions(self, digests: list[str]) -> list[tuple[int, int] | None]:
         answers = self._server.versions(digests)
-        self._recorder.heard_versions(digests, answers)
+        self._recorder.add_versions(digests, answers)
         return answers
 
     def logprobs(self, prompts: list[str], completions: list[list[int]]) -> list[KnownLogprobs | None]:
         answers = self._server.logprobs(prompts, completions)
         names = [_name(*pair) for pair in zip(prompts, completions, strict=True)]
-        self._recorder.heard_logprobs(names, answers)
+        self._recorder.add_logprobs(names, answers)
         return answers
 
 
@@ -290,5 +313,5 @@ def _name(prompt: str, completion: list[int]) -> str:
 
 
 def open_rollouts(config: TrainingConfig) -> RecordedRollouts:
-    """The file that `config.rollouts` names."""
+    """Open the file `config.rollouts`."""
     return RecordedRollouts(config.rollouts or "", config.sequences_per_step)

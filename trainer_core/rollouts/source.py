@@ -1,8 +1,10 @@
-"""The way in: the next batch of run-api, the policy lag of its rollouts, and what of it is left out.
+"""The trainer's next batch: fetch it, measure the policy lag of its rollouts, and leave out what
+must not train.
 
-Where run-api keeps a batch until it trains (`RunApi.keeps_batches`), the next one is fetched and read in a thread while
-the present one trains. It is the batch that would have been fetched later, for run-api hands out the oldest groups
-first and environments go on counting it: no rollout gets older by that. Its lag is measured when it trains.
+If run-api keeps a batch until it trains (`RunApi.keeps_batches`), a thread fetches and reads the
+next one during training. It is the same batch as without prefetching: run-api returns the oldest
+groups first, and environments still count it as queued. So no rollout gets older. Its lag is
+measured when it trains.
 """
 
 from __future__ import annotations
@@ -23,45 +25,46 @@ from trainer_core.errors import ApiError, EngineError, EngineGone, MissingLogpro
 from trainer_core.rollouts.asking import MissingAsker, RoutingAsker
 from trainer_core.rollouts.batch import ASKED, RECOMPUTED, UNNAMED, Baselines, Batch, Rollout, Selection, read_batch
 from trainer_core.rollouts.client import Background, RawBatch, RolloutSource, RunApi
-from trainer_core.rollouts.fields import NOBODY_READS, WHY_UNUSED
+from trainer_core.rollouts.fields import NOT_READ, WHY_UNUSED
 from trainer_core.rollouts.own import MOST_USELESS, OwnSource
 from trainer_core.telemetry import Telemetry
 
 REPEAT_S = 60.0
-"""Between two lines about the same thing."""
+"""Seconds between two warnings with the same text."""
 MANY_EMPTY = 10
-"""So many batches in a row with nothing to train on are worth a word of their own."""
+"""Consecutive batches with nothing to train on, after which a warning gives the reasons."""
 
-LOOKED_AT = 20
-"""Batches over which `max_left_out` is measured: fewer say nothing."""
+LEFT_OUT_WINDOW = 20
+"""Window of `max_left_out` in batches; the limit applies once it is full."""
 MOST_NAMED = 50
-"""Fields that are named; an environment may invent any number."""
+"""Limit of ignored fields that are printed; an environment may send any number."""
 
 UNSENDABLE = "lost in run-api, which could not send their batch (HTTP 500)"
-UNSENDABLE_WHY = "NaN or Infinity in one of its groups, which JSON cannot hold: the others are lost with it"
-UNKNOWN_AGE = "rollouts are of unknown age, so that --max-policy-lag does not hold for them"
+UNSENDABLE_WHY = "one of its groups has NaN or Infinity, which JSON does not allow; the others are lost with it"
+UNKNOWN_AGE = "rollouts are of unknown age, so --max-policy-lag does not apply to them"
 
 ENOUGH_REPLAYED = 0.9
 LITTLE_REPLAYED = "batches in which little routing is replayed"
 NOT_REPLAYED = (
-    "{share:.0%} of the tokens of this one. No server knows which experts the others took, so routers choose for them: "
-    "it was restarted, had no room for so many, or an environment sends other tokens than it read"
+    "{share:.0%} of the tokens of this one. No server knows the experts of the others, so routers choose for them: "
+    "it was restarted, its memory for them is full, or an environment sends other tokens than the server read"
 )
 
 Lags = list[int | None]
-"""Policy lag of each rollout in weight versions; null where the server does not know the completion."""
+"""Policy lag of each rollout in weight versions; None if no server knows the completion."""
 Versions = Callable[[list[str]], list[tuple[int, int] | None]]
-"""Digests of completions -> oldest and newest weight version of each; null for one not known."""
+"""Map completion digests to the oldest and newest weight version of each; None if unknown."""
 
 
 class LagMeter:
-    """Asks the servers which weights wrote each completion: one of them did. Stops asking one that cannot tell."""
+    """Ask the servers for the weight versions of each completion. A server that does not support
+    the request is dropped."""
 
     def __init__(self, servers: Sequence[Versions]) -> None:
         self._servers = list(servers)
 
     def measure(self, rollouts: list[Rollout], version: int) -> Lags:
-        """`version` (what the policy holds) minus the oldest version of each rollout."""
+        """`version` (the policy's) minus the oldest version of each rollout."""
         versions = iter(self._ask([digest for r in rollouts for digest in r.digests]))
         lags: Lags = []
         for rollout in rollouts:
@@ -71,35 +74,36 @@ class LagMeter:
         return lags
 
     def bounds(self, derived: dict[str, int]) -> dict[str, int]:
-        """The lag bound of each environment where the settings have none: the one `derived` from its own."""
+        """Lag bound of each environment if the settings have none; here the `derived` one."""
         return derived
 
     def _ask(self, digests: list[str]) -> list[tuple[int, int] | None]:
-        """Oldest and newest version of each, by the server that knows it; null where none does."""
+        """Oldest and newest version of each completion; None if no server knows it."""
         known: list[tuple[int, int] | None] = [None] * len(digests)
         for ask in list(self._servers):
             try:
                 parts = [ask(digests[at : at + MOST_DIGESTS]) for at in range(0, len(digests), MOST_DIGESTS)]
             except EngineGone as error:
-                print(f"Policy lag of this batch unknown: {error}")
+                print(f"Policy lag of this batch is unknown: {error}")
             except EngineError as error:
-                print(f"Policy lag unknown: {error}")
+                print(f"Policy lag is unknown from now on: {error}")
                 self._servers.remove(ask)
             else:
                 answer = [pair for part in parts for pair in part]
+                # Each completion is known to the one server that made it.
                 known = [old or new for old, new in zip(known, answer, strict=True)]
         return known
 
 
 class RateLimitedWarnings:
-    """Warns on the console: of something new at once, of the same again every `REPEAT_S`, with the count since."""
+    """Print a new warning at once, and repeat it every `REPEAT_S` with the count since."""
 
     def __init__(self) -> None:
         self._unprinted: Counter[str] = Counter()
         self._printed_at: dict[str, float] = {}
 
     def count(self, what: str, count: int, why: str = "") -> None:
-        """`count` times `what`, which a line ends with after the number; `why` explains it in that line."""
+        """Count a warning that reads "`count` `what`; `why`"."""
         self._unprinted[what] += count
         now = time.monotonic()
         if now - self._printed_at.get(what, -REPEAT_S) >= REPEAT_S:
@@ -108,18 +112,18 @@ class RateLimitedWarnings:
 
 
 class EmptyBatches:
-    """Batches in a row in which nothing was left to train on."""
+    """Consecutive batches with nothing to train on."""
 
     def __init__(self) -> None:
         self.held = Batch([])
-        """What was counted in all of them."""
+        """Sum of their counts."""
         self._batches = 0
         self.useless = 0
-        """Those in a row whose groups are all malformed, or that are empty."""
+        """Consecutive batches that are empty or have only malformed groups."""
         self._began = self._printed_at = 0.0
 
     def add(self, batch: Batch) -> None:
-        """One more; says so at the first, and clearly once there are many."""
+        """Add a batch; warn at the first one, and with reasons after `MANY_EMPTY`."""
         now = time.monotonic()
         self.held.absorb(batch)
         self._batches += 1
@@ -133,38 +137,39 @@ class EmptyBatches:
             reason, count = reasons.most_common(1)[0] if reasons else ("they are empty", 0)
             print(
                 f"[WARNING] nothing to train on in the last {self._batches} batches ({now - self._began:.0f} s): "
-                f"{count} sequences left out: {reason}. It goes on as soon as one holds something. Way out: mend "
+                f"{count} sequences left out: {reason}. Training continues with the first usable batch. fix: correct "
                 "or stop the environment that sends them, or change the setting that the reason names"
             )
 
 
 class LeftOutShare:
-    """Which share of the last `LOOKED_AT` batches' sequences had to be left out, not counting what an objective or a
-    lag leaves out of good ones."""
+    """Share of the last `LEFT_OUT_WINDOW` batches' sequences that could not train. Good sequences
+    left out by the objective or the lag bound do not count."""
 
     def __init__(self, most: float) -> None:
         self._most = most
-        self._batches: deque[tuple[int, int, Counter[str]]] = deque(maxlen=LOOKED_AT)
+        self._batches: deque[tuple[int, int, Counter[str]]] = deque(maxlen=LEFT_OUT_WINDOW)
 
     def add(self, batch: Batch) -> None:
-        """One more, as it was read.
+        """Add a batch as read, before the lag check.
 
         Raises:
-            TooMuchLeftOut: the share is above `most`.
+            TooMuchLeftOut: the share exceeds `most`.
         """
         good = len(batch.rollouts) + len(batch.unselected_scores)
+        # An objective's own choice is counted in both.
         bad = sum(batch.left_out.values()) - len(batch.unselected_scores)
-        mended = Counter({reason: count for reason, count in batch.left_out.items() if batch.examples[reason]})
-        self._batches.append((bad, good + bad, mended))
+        faults = Counter({reason: count for reason, count in batch.left_out.items() if batch.examples[reason]})
+        self._batches.append((bad, good + bad, faults))
         left_out, total = sum(bad for bad, _, _ in self._batches), sum(count for _, count, _ in self._batches)
-        if len(self._batches) < LOOKED_AT or left_out <= self._most * total:
+        if len(self._batches) < LEFT_OUT_WINDOW or left_out <= self._most * total:
             return
-        told = sum((reasons for _, _, reasons in self._batches), Counter[str]())
-        reasons = ", ".join(f"{reason} ({count})" for reason, count in told.most_common(3))
+        counts = sum((faults for _, _, faults in self._batches), Counter[str]())
+        reasons = ", ".join(f"{reason} ({count})" for reason, count in counts.most_common(3))
         example = next(filter(None, batch.examples.values()), "none in the newest batch")
         raise TooMuchLeftOut(
-            f"{left_out} of the last {total} sequences cannot be trained on, more than max_left_out = {self._most:g}: "
-            f"{reasons}. An example: {example}. Mend the environment or leave it out, "
+            f"{left_out} of the last {total} sequences cannot train, more than max_left_out = {self._most:g}: "
+            f"{reasons}. Example: {example}. fix: correct the environment or remove it, "
             "or raise max_left_out under [trainer]"
         )
 
@@ -178,46 +183,49 @@ class BatchSource:
     telemetry: Telemetry
     selection: Selection
     advantage_std: bool
-    """Both are what the objective needs of a batch."""
+    """Both are set by the objective."""
     lag_meter: LagMeter
     while_waiting: Callable[[], None]
     """Called before a batch is taken and about once a second until it comes; may raise."""
     missing: MissingAsker = field(default_factory=lambda: MissingAsker([]))
     routing: RoutingAsker | None = None
-    """Asked for the experts of each batch as it is read, beside the training of another; null: routers choose."""
+    """Fetches the experts of each batch when it is read, in parallel to training; None: routers
+    choose."""
     record: Callable[[int, int, list[Any], dict[str, int]], None] | None = None
-    """Takes the step, the policy's weight version, the groups and the lag bounds of each batch that trains."""
+    """Receives step, weight version, groups and lag bounds of each batch that trains."""
     baselines: Baselines = field(default_factory=Baselines)
     position: Callable[[], dict[str, Any] | None] = lambda: None
-    """Place of the next batch in a rollouts file; None where they come from elsewhere."""
+    """Position of the next batch in a rollouts file; None for other sources."""
     _ahead: Background[Batch] | None = None
-    """The batch after the last one, on its way."""
+    """The prefetched batch."""
     _began: bool = False
-    """The first batch has come."""
+    """The first batch has arrived."""
     _greeted: bool = False
     _warnings: RateLimitedWarnings = field(default_factory=RateLimitedWarnings)
     _named: set[str] = field(default_factory=set)
     _left_out: Batch = field(default_factory=lambda: Batch([]))
-    """The counts of the batches in which this attempt found nothing to train on."""
+    """Counts of this attempt's batches with nothing to train on."""
 
     def __post_init__(self) -> None:
         self._share = LeftOutShare(self.config.max_left_out)
         self._seen = self.baselines.state()
 
     def next_batch(self, step: int, version: int) -> tuple[Batch, Lags]:
-        """The next batch that holds something to train on, and the policy lag of each of its rollouts.
+        """Return the next batch that has something to train on, and the policy lag of each rollout.
 
         Args:
             step: optimizer steps done.
-            version: of the weights that the policy holds.
+            version: weight version of the policy.
 
         Raises:
-            MissingLogprobs: nothing has logprobs, from the first batch on; a record for the screen is written.
-            TooMuchLeftOut: as `max_left_out` says.
+            MissingLogprobs: no sequence has logprobs, from the first batch on; a telemetry record
+                is written.
+            TooMuchLeftOut: the limit `max_left_out` is exceeded.
         """
         streak = EmptyBatches()
         while True:
-            # Without a server a batch stays in run-api, for whoever goes on with a new one.
+            # First, because it raises without a server: the batch then stays in run-api for the
+            # next attempt.
             self.while_waiting()
             batch = self._take(step)
             self._share.add(batch)
@@ -227,15 +235,21 @@ class BatchSource:
             measured = self.lag_meter.measure(batch.rollouts, version)
             bounds = self._lag_bounds(batch)
             asked = self.config.max_policy_lag is not None
+            # Without a lag bound the age does not matter.
             keep_unknown = self.config.unknown_lag == "keep" or not asked
             lags = leave_out_by_lag(batch, measured, bounds, keep_unknown=keep_unknown)
             batch.remark(UNKNOWN_AGE, lags.count(None) if asked else 0)
             self._print_remarks(batch)
             self._warn_of_routing(batch)
             if isinstance(self.api, RunApi) and self.api.keeps_batches:
+                # Start only after this batch is checked: the request for the next one makes run-api
+                # drop it.
                 self._ahead = self.api.fetch_ahead(self._read)
+            # Here rather than on reading: a prefetched batch changes the running means before it
+            # trains.
             self._seen = batch.baselines
             if batch.trained_tokens:
+                # The step's record also counts the unusable batches before it.
                 batch.absorb(streak.held)
                 if self.record is not None:
                     self.record(step + 1, version, batch.raw, bounds)
@@ -246,33 +260,35 @@ class BatchSource:
             streak.add(batch)
             if isinstance(self.api, OwnSource) and streak.useless >= MOST_USELESS:
                 raise TooMuchLeftOut(
-                    f"rollouts: the last {streak.useless} batches of {self.api.name} hold nothing to train on: "
+                    f"rollouts: the last {streak.useless} batches of {self.api.name} have nothing to train on: "
                     f"{self.left_out_in_words()}. fix: correct the groups, or end with RolloutsEnd"
                 )
 
     def _lag_bounds(self, batch: Batch) -> dict[str, int]:
-        """The largest policy lag of each environment's rollouts: `max_policy_lag`, else what its own bound gives."""
+        """Largest policy lag of each environment's rollouts: `max_policy_lag`, else derived from
+        the environment's own bound."""
         if (most := self.config.max_policy_lag) is not None:
             return dict.fromkeys(batch.groups_by_env, most)
         derived = {env: lag_bound(self.config, ahead) for env, ahead in batch.ahead.items() if ahead is not None}
         return self.lag_meter.bounds(derived)
 
     def state(self) -> dict[str, Any]:
-        """The part of a checkpoint that a later attempt continues from; a batch fetched ahead is not in it."""
+        """State for a checkpoint; excludes a prefetched batch."""
         return {"baselines": self._seen, "position": self.position()}
 
     def left_out_in_words(self) -> str:
-        """Sequences of batches with nothing to train on, by reason, with an example; "" where there were none."""
+        """Reasons and an example of sequences in batches with nothing to train on; empty if there
+        were none."""
         reasons = Counter(self._left_out.left_out)
         if not reasons:
             return ""
         parts = ", ".join(f"{reason} ({count})" for reason, count in reasons.most_common(3))
         example = next(filter(None, map(self._left_out.examples.get, dict(reasons.most_common()))), "")
-        said = f"{reasons.total()} of {reasons.total()} sequences were left out: {parts}"
-        return f"{said}. Example: {example}" if example else said
+        text = f"{reasons.total()} of {reasons.total()} sequences were left out: {parts}"
+        return f"{text}. Example: {example}" if example else text
 
     def _take(self, step: int) -> Batch:
-        """The batch that is on its way, or the next of run-api."""
+        """Return the prefetched batch, or the next one of run-api."""
         ahead, self._ahead = self._ahead, None
         try:
             if ahead is not None:
@@ -281,7 +297,7 @@ class BatchSource:
                 began = time.monotonic()
                 try:
                     return ahead.answer(on_idle=self.while_waiting)
-                except ApiError:  # away while nobody waited: patience begins anew
+                except ApiError:  # the outage began during training: the timeout restarts now
                     if time.monotonic() - began >= self.config.api_timeout:
                         raise
             return self._read(self.api.next_batch(step, on_idle=self.while_waiting))
@@ -293,6 +309,7 @@ class BatchSource:
         if self.config.dump_last_batch:
             self._dump(raw)
         if not raw:
+            # `RunApi.next_batch` returns an empty list for a batch that run-api lost.
             lost = Batch([])
             lost.leave_out(UNSENDABLE, self.config.sequences_per_step, UNSENDABLE_WHY)
             return lost
@@ -312,10 +329,10 @@ class BatchSource:
             target.mkdir(parents=True, exist_ok=True)
             (target / "temp.json").write_text(json.dumps({"batch": raw}))
         except (OSError, RecursionError) as error:
-            self._warnings.count("batches could not be kept as temp.json", 1, str(error))
+            self._warnings.count("batches could not be written to temp.json", 1, str(error))
 
     def _print_remarks(self, batch: Batch) -> None:
-        """On the console: the first batch with logprobs, and what is odd about any."""
+        """Print the first batch's logprob check, and the warnings of every batch."""
         if not self._began:
             self._began = True
             reach(FIRST_BATCH)
@@ -323,14 +340,15 @@ class BatchSource:
             self._greeted = True
             print(f"✓ inference_logprobs found in batch (sample len: {batch.sample_len})")
         if batch.logprob_warning:
-            self._warnings.count("batches whose inference_logprobs are no logprobs", 1, batch.logprob_warning)
+            self._warnings.count("batches with inference_logprobs that are not logprobs", 1, batch.logprob_warning)
         for reason, count in batch.left_out.items():
             self._warnings.count(f"sequences left out: {reason}", count, batch.examples[reason])
         for text, count in batch.remarks.items():
             self._warnings.count(text, count)
+        # Once per field and run.
         for name in sorted(batch.unused.keys() - self._named)[: MOST_NAMED - len(self._named)]:
             self._named.add(name)
-            print(f"[NOTE] an environment sends {name}, which is not used: {WHY_UNUSED.get(name, NOBODY_READS)}")
+            print(f"[NOTE] an environment sends {name}, which is not used: {WHY_UNUSED.get(name, NOT_READ)}")
 
     def _warn_of_routing(self, batch: Batch) -> None:
         replayed = batch.routing_replayed
@@ -339,24 +357,29 @@ class BatchSource:
 
 
 def lag_bound(config: TrainingConfig, ahead: int) -> int:
-    """Largest policy lag, in weight versions, of an environment that may be `ahead` batches ahead of the trainer.
+    """Largest policy lag, in weight versions, of an environment that may be `ahead` batches ahead
+    of the trainer.
 
-    A group waits in run-api behind at most `ahead` batches. While its completions are generated others may train: it is
-    granted as many batches again for that. Older ones are left out.
+    A group waits in run-api behind at most `ahead` batches. The same number is allowed for batches
+    that train while its completions are generated. Older groups are left out.
     """
+    # In single copy each optimizer step of a batch is a version of its own.
     batch = config.minibatches * config.epochs if config.mode == "shared_vllm" else 1
     reloads = config.mode in ("none", "lora_restart")  # the engine may be behind the trainer
+    # `overlap_publish` is True or False: engines may be one version behind.
     return 2 * ahead * batch + (config.vllm_restart_interval - 1 if reloads else 0) + config.overlap_publish
 
 
 def leave_out_by_lag(batch: Batch, lags: Lags, bounds: Mapping[str, int], *, keep_unknown: bool = True) -> Lags:
-    """Leave out what is older than the bound of its environment, and what weights wrote that a return to a checkpoint
-    gave up: no update leads to those. Rollouts of unknown age stay where `keep_unknown`."""
+    """Leave out rollouts older than their environment's bound, and rollouts of abandoned weights:
+    versions from before a return to a checkpoint, which no update leads to. `keep_unknown` keeps
+    rollouts of unknown age."""
 
     def reason(rollout: Rollout, lag: int | None) -> str | None:
         most = bounds.get(rollout.env or UNNAMED)
         if lag is None:
             return None if keep_unknown or most is None else f"of unknown age, with --max-policy-lag {most}"
+        # Newer than the policy: published before a return to a checkpoint.
         if lag < 0:
             return "generated by weights that a restart gave up"
         if most is None or lag <= most:
