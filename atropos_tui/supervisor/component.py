@@ -59,7 +59,7 @@ HEALTHY_RESET_S = 60.0
 ALIKE_S = 10.0
 """Minimum seconds between two equal failures of a start before they are final: a network disk may
 be back by then."""
-REASON_ROOM = 300
+MAX_REASON = 300
 """Most characters of an error line in the reason of a state."""
 PROVEN_S = 5.0
 """Seconds of life that prove a start, for a component without health checks."""
@@ -67,7 +67,7 @@ SILENT_START_S = 60.0
 """The same limit for a component with stages that has reached none."""
 PORT_PATIENCE_S = 5.0
 """Seconds to wait for a port that another process holds."""
-ROOM_PATIENCE_S = 60.0
+RESOURCE_PATIENCE_S = 60.0
 """Seconds to retry a start while the machine is out of descriptors, processes, memory or disk."""
 EVIDENCE = 200
 """Last log lines in which the exit rules search."""
@@ -130,7 +130,7 @@ class Restarts:
         hopeless = "wrong usage, not retried" if usage and not self.proven else ""
         hopeless = "final, not retried" if final else hopeless
         if self._fails_alike(error, now):
-            hopeless = f"the start failed twice with the same error, not retried: {shortened(error, REASON_ROOM)}"
+            hopeless = f"the start failed twice with the same error, not retried: {shortened(error, MAX_REASON)}"
         if hopeless:
             return None, hopeless
         policy = self._policy
@@ -243,7 +243,7 @@ class Component:
         self._port_wait: float | None = None
         """Monotonic time at which its port was first found in use; infinity once that is
         reported."""
-        self._room_wait: float | None = None
+        self._resource_wait: float | None = None
 
     @property
     def name(self) -> str:
@@ -376,7 +376,7 @@ class Component:
         resources."""
         if command_id is not None:
             self._command_id = command_id
-            self._port_wait = self._room_wait = None
+            self._port_wait = self._resource_wait = None
             self._restarts.start_error = ""
         if self.state.is_resting or self.state is State.BACKOFF:
             self._move(State.PENDING, reason)
@@ -399,7 +399,7 @@ class Component:
             try:
                 living = self._host.start(self.spec, attempt, launch, *self._listeners(attempt))
             except OSError as error:
-                self._wait_for_room(error)
+                self._wait_for_resources(error)
                 return
             self._begin(living)
             self._move(State.STARTING, f"attempt {attempt}{', from the standby process' if living.waited else ''}")
@@ -407,16 +407,16 @@ class Component:
             if not self.has_gate and not self.one_shot:
                 self._healthy("started; it has no probe")
 
-    def _wait_for_room(self, error: OSError) -> None:
-        """Retry the start in a second, up to `ROOM_PATIENCE_S`.
+    def _wait_for_resources(self, error: OSError) -> None:
+        """Retry the start in a second, up to `RESOURCE_PATIENCE_S`.
 
         Raises:
             LaunchError: that time is over.
         """
-        self._room_wait = self._room_wait or time.monotonic()
-        if time.monotonic() - self._room_wait > ROOM_PATIENCE_S:
+        self._resource_wait = self._resource_wait or time.monotonic()
+        if time.monotonic() - self._resource_wait > RESOURCE_PATIENCE_S:
             fix = "see what uses it up (ulimit -n, ulimit -u, df, free), and `atropos-tui up --resume RUN`"
-            raise LaunchError(f"cannot start {self.name} for {ROOM_PATIENCE_S:g} s: {error.strerror}", fix)
+            raise LaunchError(f"cannot start {self.name} for {RESOURCE_PATIENCE_S:g} s: {error.strerror}", fix)
         self.waiting_for = f"the machine: {error.strerror}"
         asyncio.get_running_loop().call_later(1.0, self._owner.post, look_again)
 
@@ -453,7 +453,7 @@ class Component:
         living.log.scanner = self._scanner.feed
         self.child, self.attempt, self.started_at = child, living.entry.attempt, child.started_at
         self._hurry, self.outcome, self.exit_code = asyncio.Event(), "", None
-        self._port_wait, self._room_wait, self.exited_at, self._stages = None, None, None, {}
+        self._port_wait, self._resource_wait, self.exited_at, self._stages = None, None, None, {}
         self._restarts.healthy_at = None
 
     def _watch(self) -> None:

@@ -217,7 +217,7 @@ class GpuMemory:
                     self._enter(name, cards, shared)
                     break
                 who = self._barred[min(barred)].name
-                self.asking[name] = f"{said(barred)}, left by {who}"
+                self.asking[name] = f"{amounts(barred)}, left by {who}"
                 changed()
                 await asyncio.sleep(pause)
                 pause = min(pause * 2, LOOK_S[1])
@@ -318,7 +318,7 @@ class GpuMemory:
         self, claims: list[_Claim], shared: Sharers, hurry: asyncio.Event, tell: Callable[[str], None]
     ) -> Diagnosis | None:
         give_up = time.monotonic() + LIMIT_S
-        pause, told = LOOK_S[0], ""
+        pause, reported = LOOK_S[0], ""
         while (cards := await self._cards([claim.gpu for claim in claims])) is not None:
             here = [claim for claim in claims if claim.gpu in cards]
             left = {c.gpu: size for c in here if (size := c.left(cards[c.gpu], shared(c.gpu))) is not None}
@@ -330,8 +330,8 @@ class GpuMemory:
             if late or hurry.is_set():
                 self._bar(claims)
                 return _not_back(claims, left, cards) if late else None
-            if (text := said(left)) != told:
-                told = text
+            if (text := amounts(left)) != reported:
+                reported = text
                 tell(text)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(hurry.wait(), pause)
@@ -350,7 +350,7 @@ def _size(listed: Iterable[int], card: Card) -> int | None:
     return sum(known) if known and len(known) == len(sizes) else None
 
 
-def said(left: Mapping[int, int]) -> str:
+def amounts(left: Mapping[int, int]) -> str:
     """`4.0 GiB on GPU 0, 1.2 GiB on GPU 1`; an unknown amount is `memory`."""
     return ", ".join(f"{f'{size / GIB:.1f} GiB' if size else 'memory'} on GPU {gpu}" for gpu, size in left.items())
 
@@ -358,7 +358,7 @@ def said(left: Mapping[int, int]) -> str:
 def _not_back(claims: list[_Claim], left: Mapping[int, int], cards: Mapping[int, Card]) -> Diagnosis:
     holders = "; ".join(f"GPU {claim.gpu}: {_holders(claim, cards[claim.gpu])}" for claim in claims)
     return GPU_MEMORY_HELD.diagnosis(
-        f"{said(left)} {LIMIT_S:g} s after its last process was gone; {holders}",
+        f"{amounts(left)} {LIMIT_S:g} s after its last process was gone; {holders}",
         f"nothing starts there until it is free, for {BARRED_S:g} s at most; end what holds it (see nvidia-smi)",
         f"GPU memory of {claims[0].name} was not given back",
     )

@@ -150,7 +150,7 @@ class LogDrain:
         self._close_pipe()
         if self.file:
             if self.file.lost_bytes > self._reported[1]:
-                self._report(f"{self.file.path}: the disk was full{room_beside(self.file.path)}")
+                self._report(f"{self.file.path}: the disk was full{free_space(self.file.path)}")
             self.file.close()
 
 
@@ -208,11 +208,11 @@ class LogFile:
         """Append `data`. Return the disk's problem, or "". A full disk never raises; lost bytes are
         counted."""
         while data:
-            room = self._half - self._size
+            space = self._half - self._size
             # Cut at the last line end that fits; a single line longer than a segment is split.
-            cut = len(data) if len(data) <= room else data.rfind(b"\n", 0, room) + 1 if room > 0 else 0
+            cut = len(data) if len(data) <= space else data.rfind(b"\n", 0, space) + 1 if space > 0 else 0
             if cut == 0 and self._size == 0:
-                cut = room
+                cut = space
             problem = self._put(data[:cut])
             data = data[cut:]
             if problem:
@@ -268,7 +268,7 @@ class LogFile:
                 self._end += written
                 view = view[written:]
         except OSError as error:
-            return len(data) - len(view), f"{self.path}: {error.strerror}{room_beside(self.path)}"
+            return len(data) - len(view), f"{self.path}: {error.strerror}{free_space(self.path)}"
         return len(data), ""
 
     def _rotate(self) -> bool:
@@ -308,7 +308,7 @@ def _open(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
 
-def room_beside(path: Path) -> str:
+def free_space(path: Path) -> str:
     """Return free space, size and free inodes of the disk of `path`, in words."""
     try:
         disk = os.statvfs(path.parent)

@@ -100,15 +100,15 @@ class Operation:
         """Return True if `name` must not start yet because of this operation."""
         return self.stage in ("stop", "start") and name in self.start
 
-    def said(self) -> str:
+    def cause(self) -> str:
         """Return the reason of the transitions that it causes."""
         if self.why:
             return self.why
         if self.action == "down":
             return "the stack is being stopped"
-        whose = self.request.component or "the stack"
-        who = {"user": "by hand", "trainer": "asked for by the trainer"}[self.request.initiator]
-        return f"{self.action} of {whose} {who if self.by_hand else 'after its crash'}"
+        target = self.request.component or "the stack"
+        by = {"user": "by hand", "trainer": "asked for by the trainer"}[self.request.initiator]
+        return f"{self.action} of {target} {by if self.by_hand else 'after its crash'}"
 
     def stopped_for(self, name: str) -> str:
         """Return the reason of the stop of component `name`."""
@@ -122,8 +122,8 @@ class Operation:
             return f"stopped, since {self.request.component} crashed"
         if self.request.initiator == "trainer":
             return "stopped for a restart, as the trainer asked"
-        whose = self.request.component or "the stack"
-        return "stopped for a restart by hand" + ("" if name == whose else f" of {whose}")
+        target = self.request.component or "the stack"
+        return "stopped for a restart by hand" + ("" if name == target else f" of {target}")
 
     def as_status(self) -> CommandStatus:
         return CommandStatus(
@@ -367,7 +367,7 @@ class Supervisor:
                 return
             for name in op.start:
                 self._unwanted.discard(name)
-                self.components[name].release(op.said(), op.own_id)
+                self.components[name].release(op.cause(), op.own_id)
             op.stage = "settle"
         if op.stage == "settle":
             started = [self.components[name] for name in op.start]
@@ -393,7 +393,7 @@ class Supervisor:
                 op.sent = True
             return False
         if component.child is not None:
-            component.stop(op.own_id, op.said())
+            component.stop(op.own_id, op.cause())
             return False
         if op.action == "stop":
             # The standby process has loaded files that may change before the next start.
@@ -438,8 +438,8 @@ class Supervisor:
             self._fail(component, Exit.TIMEOUT, component.reason)
         elif outcome == "stopped" or stopping or self._is_being_stopped(component):
             clean = ended.exit_code == 0 and not outcome and stopping
-            said = self._stopped_how(component, ended) if outcome == "stopped" else end
-            component.rest(State.COMPLETED if clean else State.STOPPED, said)
+            reason = self._stopped_how(component, ended) if outcome == "stopped" else end
+            component.rest(State.COMPLETED if clean else State.STOPPED, reason)
         elif outcome == "crash":
             self._crash(component, component.reason, ended)
         elif outcome == "killed":
@@ -466,11 +466,11 @@ class Supervisor:
         one of the stop signal."""
         number = SIGNALS[component.spec.stop.signal]
         op = next((op for op in self._active() if op.stage == "stop" and component.name in op.stop), None)
-        said = op.stopped_for(component.name) if op else "stopped with the stack"
+        reason = op.stopped_for(component.name) if op else "stopped with the stack"
         if ended.killed:
-            return f"{said}; {ended.killed} killed after the grace"
+            return f"{reason}; {ended.killed} killed after the grace"
         usual = ended.exit_code in (0, -number, 128 + number)
-        return said if usual else f"{said}; {describe_exit(ended.exit_code)}"
+        return reason if usual else f"{reason}; {describe_exit(ended.exit_code)}"
 
     def _crash(self, component: Component, reason: str, ended: Ended) -> None:
         if ended.diagnosis:
@@ -498,10 +498,10 @@ class Supervisor:
         lines = component.log.tail(RESULT_LINES) if component.log else []
         component.rest(State.FAILED, reason)
         name, found = component.name, component.found
-        said = f"{found.title} ({reason})" if found and found.title not in reason else reason
-        if not said.startswith(f"{name} "):
-            said = f"{name}: {said}"
-        self._end_run(RunResult(exit_code=code, reason=said, component=name, last_lines=lines))
+        text = f"{found.title} ({reason})" if found and found.title not in reason else reason
+        if not text.startswith(f"{name} "):
+            text = f"{name}: {text}"
+        self._end_run(RunResult(exit_code=code, reason=text, component=name, last_lines=lines))
 
     def _end_run(self, result: RunResult, operation: Operation | None = None) -> None:
         """Begin the end of the run. The first caller decides the result."""
@@ -577,8 +577,8 @@ class Supervisor:
             if whole:
                 raise RefusedError(409, f"{other.action} of {whose or 'the stack'} is under way ({other.id})", wait)
             if name in {*other.stop, *other.start}:
-                told = f"{other.action} {whose or 'of the stack'}"
-                raise RefusedError(409, f"{name} is part of {told} ({other.id})", wait)
+                part_of = f"{other.action} {whose or 'of the stack'}"
+                raise RefusedError(409, f"{name} is part of {part_of} ({other.id})", wait)
 
     def _check_state(self, action: Action, component: Component) -> None:
         name, state = component.name, component.state
@@ -610,8 +610,8 @@ class Supervisor:
             return
         plan = recipe(self.stack, "down", None)
         operation = Operation(new_id(), CommandRequest(action="down"), plan, stop=list(plan.stop), status="running")
-        said = "the job's time is almost up: the run saves and stops"
-        self._record(operation.request, operation.id, "accepted", said)
+        detail = "the job's time is almost up: the run saves and stops"
+        self._record(operation.request, operation.id, "accepted", detail)
         result = RunResult(exit_code=Exit.INTERRUPTED, reason="the job's time limit", ended_by="time_limit")
         self._end_run(result, operation)
 
@@ -653,7 +653,7 @@ class Supervisor:
         # Components that an operation is about to start count as running.
         held = {name for op in self._active() for name in op.start if op.holds(name)} - self._unwanted
         lives = {name for name in self.components if self._comes_along(name)} | held
-        resting = {name for name, whose in self._stopped_with.items() if whose == component}
+        resting = {name for name, other in self._stopped_with.items() if other == component}
         return {"start": resting, "restart": lives | resting}.get(action, lives)
 
     def _finish(self, op: Operation, status: Literal["done", "failed"], detail: str = "") -> None:

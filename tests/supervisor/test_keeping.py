@@ -206,15 +206,15 @@ async def test_a_keeper_serves_the_last_who_greets_it(tmp_path: Path) -> None:
             assert stranger.recv(64) == b"", "closed without a word"
         printed = b"".join(payload for kind, payload in first.rest if kind == "output")  # came with the greeting
         while printed.count(b"\n") < 3:
-            printed += first.line.hear(5)[1]
+            printed += first.line.receive(5)[1]
         assert printed.startswith(b"['0', '1', '2', '3']\nup\nline 0\n"), "it inherits nothing (3 lists the folder)"
         second = keeper_launcher.attach(first.address)
         assert (second.pid, second.ticks, second.notes) == (first.pid, first.ticks, notes)
         with pytest.raises(LineClosedError):  # the first is let go
-            while first.line.hear(5)[0] == "output":
+            while first.line.receive(5)[0] == "output":
                 pass
-        assert second.line.hear(5)[1].startswith(b"line ")
-        second.line.say("finish")
+        assert second.line.receive(5)[1].startswith(b"line ")
+        second.line.send("finish")
         assert first.popen is not None
         assert first.popen.wait(5) == 0
         second.close()
@@ -245,13 +245,13 @@ def test_the_line_needs_no_socket(tmp_path: Path) -> None:
     job = keeper_launcher.KeeperJob(python(code), {}, "/", "", str(tmp_path / "1.log"), 10**7, {})
     frames: list[tuple[str, bytes]] = []
     try:
-        line.say("start", keeper_launcher.packed(job))
+        line.send("start", keeper_launcher.packed(job))
         while not frames or frames[-1][0] != "exit":
-            frames.append(line.hear(20))
-        line.say("finish")
+            frames.append(line.receive(20))
+        line.send("finish")
         with contextlib.suppress(LineClosedError):
             while True:
-                frames.append(line.hear(5))
+                frames.append(line.receive(5))
         assert keeper.wait(5) == 0
     finally:
         line.close()

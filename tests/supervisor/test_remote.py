@@ -337,7 +337,7 @@ async def test_beats_go_on_while_the_event_loop_waits_for_a_disk() -> None:
     outbox, line = Outbox(writing), Line(reading, -1)
     beats = Beats(0.02, lambda: [outbox])
     try:
-        assert [line.hear(5) for _ in range(3)] == [("beat", b"")] * 3
+        assert [line.receive(5) for _ in range(3)] == [("beat", b"")] * 3
         outbox.send("output", b"x" * 300_000)  # more than the pipe holds
         while (found := await asyncio.to_thread(line.hear, 5)) == ("beat", b""):
             pass

@@ -56,7 +56,7 @@ async def test_a_start_waits_for_the_machine(launch: Any, monkeypatch: pytest.Mo
 
 async def test_a_start_does_not_wait_for_ever(launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "spawn", failing(10**6, errno.EMFILE))
-    monkeypatch.setattr(component, "ROOM_PATIENCE_S", 0.5)
+    monkeypatch.setattr(component, "RESOURCE_PATIENCE_S", 0.5)
     async with launch(part("one")) as running:
         assert await running.end() == 3
         assert "cannot start one for 0.5 s: Too many open files" in running.result().reason

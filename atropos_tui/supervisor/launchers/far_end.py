@@ -98,7 +98,7 @@ class FarEnd:
 
     def __init__(self, line: Line, out: Outbox, job: Mapping[str, Any]) -> None:
         self._line, self._out, self._job = line, out, job
-        out.on_room = self._resume
+        out.on_space = self._resume
         self._loop = asyncio.get_running_loop()
         self._channels = Channels(out)
         self._machine = procfs.MachineMeter()
@@ -112,7 +112,7 @@ class FarEnd:
         self._tasks: set[asyncio.Task[None]] = set()
         self._use = UseMeter()
         self._driver: Nvml | None = None
-        self._heard = time.monotonic()
+        self._frame_at = time.monotonic()
         self._over = asyncio.Event()
         self._leaves = [Path(path) for path in job["clears"]]
 
@@ -124,8 +124,8 @@ class FarEnd:
         except (OSError, LaunchError) as error:
             self._failed(error)
         else:
-            self._take(self._line.heard())
-            self._loop.add_reader(self._line.reading, self._hear)
+            self._take(self._line.pending())
+            self._loop.add_reader(self._line.reading, self._receive)
             self._tasks = {self._loop.create_task(work) for work in (self._watch_owner(), self._survey())}
             await self._over.wait()
         beats.close()
@@ -180,12 +180,12 @@ class FarEnd:
 
     # Incoming frames.
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         frames = self._line.read()
         if frames is None:
             self._orphaned()
         else:
-            self._heard = time.monotonic()
+            self._frame_at = time.monotonic()
             self._take(frames)
 
     def _take(self, frames: list[Frame]) -> None:
@@ -253,7 +253,7 @@ class FarEnd:
         taken = 0
         while taken < MOST_LEFT and (count := self._copy()):
             taken += count
-            await self._out.room()
+            await self._out.wait_for_space()
         # Only now: the zombie kept pid and group reserved during the kill.
         child.reap()
         await asyncio.to_thread(procfs.remove_unused, self._tracker.shared_files(self._name))
@@ -266,7 +266,7 @@ class FarEnd:
     async def _watch_owner(self) -> None:
         while True:
             await asyncio.sleep(BEAT_S)
-            if time.monotonic() - self._heard > OWNER_S:
+            if time.monotonic() - self._frame_at > OWNER_S:
                 self._orphaned()
 
     async def _survey(self) -> None:
@@ -334,7 +334,7 @@ async def answer(reading: int, writing: int) -> None:
     os.set_blocking(reading, True)
     out.write(MAGIC)
     try:
-        kind, payload = await asyncio.to_thread(line.hear, OWNER_S)
+        kind, payload = await asyncio.to_thread(line.receive, OWNER_S)
     except OSError:
         return  # the supervisor is gone; nothing has started yet
     os.set_blocking(reading, False)

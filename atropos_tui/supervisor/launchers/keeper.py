@@ -92,7 +92,7 @@ class Keeper:
         if line is None:
             return
         try:
-            kind, _ = line.hear(GREETING_S)
+            kind, _ = line.receive(GREETING_S)
         except LineClosedError:
             kind = ""
         if kind == "attach":
@@ -123,7 +123,7 @@ class Keeper:
         component slows down."""
         if self._line is not None and not self._muted:
             try:
-                self._line.say(kind, payload)
+                self._line.send(kind, payload)
             except OSError:
                 self._muted = True
 
@@ -215,7 +215,7 @@ def begin(line: Line, listener: socket.socket) -> None:
     """Start the component that the supervisor on `line` requests, and keep it; later supervisors
     come by `listener`."""
     try:
-        kind, job_fields = line.hear()
+        kind, job_fields = line.receive()
     except LineClosedError:
         return  # the supervisor is gone; nothing has started yet
     if kind == "start":

@@ -109,13 +109,13 @@ class KeptProcess(Local):
         self.keeper_pid = handle.keeper_pid
         self.exit_code: int | None = None
         self.exited = asyncio.Event()
-        self._loop.add_reader(self._line.reading, self._hear)
+        self._loop.add_reader(self._line.reading, self._receive)
         if handle.exit_code is not None:
             self._end(handle.exit_code)
         # Later, because the caller must store this object before `on_output` runs.
         self._loop.call_soon(self._take, handle.rest)
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         frames = self._line.read()
         if frames is not None:
             self._take(frames)
@@ -152,7 +152,7 @@ class KeptProcess(Local):
         """Let the keeper write the rest of the output and exit."""
         if not self._left.is_set():
             with contextlib.suppress(OSError):
-                self._line.say("finish")
+                self._line.send("finish")
         try:
             await asyncio.wait_for(self._left.wait(), SETTLE_S)
         except TimeoutError:
@@ -264,7 +264,7 @@ def _connect(address: str) -> Line:
 def _exchange(address: str, line: Line, kind: str, payload: bytes = b"") -> Handle:
     handle = Handle(address, line)
     try:
-        line.say(kind, payload)
+        line.send(kind, payload)
         _greet(handle)
     except OSError as error:
         handle.close()
@@ -275,7 +275,7 @@ def _exchange(address: str, line: Line, kind: str, payload: bytes = b"") -> Hand
 def _greet(handle: Handle) -> None:
     deadline = time.monotonic() + GREETING_S
     while True:
-        kind, payload = handle.line.hear(max(0.0, deadline - time.monotonic()))
+        kind, payload = handle.line.receive(max(0.0, deadline - time.monotonic()))
         if kind == "kept":
             keeper, pid, ticks, started = payload.split()
             handle.keeper_pid, handle.pid, handle.ticks = int(keeper), int(pid), int(ticks)
@@ -288,7 +288,7 @@ def _greet(handle: Handle) -> None:
             break
         else:
             handle.rest.append((kind, payload))
-    handle.rest += handle.line.heard()
+    handle.rest += handle.line.pending()
     if not handle.pid:
         raise KeeperError("the component could not be started")
 

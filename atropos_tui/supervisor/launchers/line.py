@@ -50,7 +50,7 @@ class Line:
         self._data = bytearray()
         self._frames: list[Frame] = []
 
-    def say(self, kind: str, payload: bytes = b"") -> None:
+    def send(self, kind: str, payload: bytes = b"") -> None:
         """Send one frame; waits for a busy reader.
 
         Raises:
@@ -83,7 +83,7 @@ class Line:
         except ValueError:
             return None
 
-    def hear(self, timeout_s: float | None = None) -> Frame:
+    def receive(self, timeout_s: float | None = None) -> Frame:
         """Wait for the next frame and return it.
 
         Raises:
@@ -100,8 +100,8 @@ class Line:
             self._frames += frames
         return self._frames.pop(0)
 
-    def heard(self) -> list[Frame]:
-        """Return the frames that arrived with the last frame of `hear`."""
+    def pending(self) -> list[Frame]:
+        """Return the frames that arrived with the last frame of `receive`."""
         frames, self._frames = self._frames, []
         return frames
 

@@ -31,13 +31,13 @@ class Outbox:
     def __init__(self, descriptor: int) -> None:
         os.set_blocking(descriptor, False)
         self._fd = descriptor
-        self.on_room: Callable[[], None] = lambda: None
+        self.on_space: Callable[[], None] = lambda: None
         """Called when the queue accepts more after `is_full`."""
         self._waiting: deque[bytes] = deque()
         self._count = 0
-        self._room = asyncio.Event()
+        self._space = asyncio.Event()
         self._empty = asyncio.Event()
-        self._room.set()
+        self._space.set()
         self._empty.set()
         self._lock = threading.RLock()
         """Guards the queue between the event loop and the thread of `Beats`."""
@@ -68,11 +68,11 @@ class Outbox:
                 self._empty.clear()
                 self._loop.add_writer(self._fd, self._flush)
             if self.is_full:
-                self._room.clear()
+                self._space.clear()
 
-    async def room(self) -> None:
+    async def wait_for_space(self) -> None:
         """Wait until the queue is not full."""
-        await self._room.wait()
+        await self._space.wait()
 
     async def flush(self, timeout_s: float) -> None:
         """Wait until everything is sent or the connection has ended, at most `timeout_s`."""
@@ -114,9 +114,9 @@ class Outbox:
         if self._fd >= 0:
             self._loop.remove_writer(self._fd)
         self._empty.set()
-        if not self._room.is_set():
-            self._room.set()
-            self.on_room()
+        if not self._space.is_set():
+            self._space.set()
+            self.on_space()
 
 
 class Beats:
@@ -167,7 +167,7 @@ class Channels:
         with contextlib.suppress(OSError):
             while data := await reader.read(CHUNK):
                 # Backpressure: stop reading while the queue is full.
-                await self._out.room()
+                await self._out.wait_for_space()
                 self._out.send("data", _NUMBER.pack(number) + data)
         self._out.send("close", _NUMBER.pack(number))
         self._ended(number)

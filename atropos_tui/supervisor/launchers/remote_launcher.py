@@ -133,9 +133,9 @@ class Far:
         self.cards: list[GpuStatus] = []
         self._measured = asyncio.Event()
         self._asked_at = 0.0
-        self._heard = time.monotonic()
+        self._frame_at = time.monotonic()
         self._reported = self._begun = self._leaving = False
-        self._words = ""
+        self._last_line = ""
         """Last line of the prefix's stderr, preferably with an error."""
         self._killed = 0
         self._gone = asyncio.Event()
@@ -164,8 +164,8 @@ class Far:
         os.set_blocking(reading, False)
         os.set_blocking(self._stderr, False)
         self._line, self._out = Line(reading, -1, after=MAGIC), Outbox(writing)
-        self._loop.add_reader(reading, self._hear)
-        self._loop.add_reader(self._stderr, self._hear_prefix)
+        self._loop.add_reader(reading, self._receive)
+        self._loop.add_reader(self._stderr, self._read_stderr)
         self.prefix.begin(lambda _: self._task(self._line_ended()))
 
     def _task(self, work: Any) -> None:
@@ -175,13 +175,13 @@ class Far:
 
     # Incoming frames.
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         frames = self._line.read()
         if frames is None:
             self._loop.remove_reader(self._line.reading)
             self._task(self._line_ended())
             return
-        self._heard, self._reported = time.monotonic(), False
+        self._frame_at, self._reported = time.monotonic(), False
         try:
             for kind, payload in frames:
                 self._take(kind, payload)
@@ -231,7 +231,7 @@ class Far:
         else:
             await self._channels.carry(number, reader, writer)
 
-    def _hear_prefix(self) -> None:
+    def _read_stderr(self) -> None:
         data = read_some(self._stderr)
         if data is None:
             return
@@ -241,7 +241,7 @@ class Far:
         self._log.note(data)
         lines = [line.strip() for line in data.decode(errors="replace").splitlines() if line.strip()]
         telling = [line for line in lines if "error" in line.lower()] or lines
-        self._words = telling[-1] if telling else self._words
+        self._last_line = telling[-1] if telling else self._last_line
 
     def _note_usage(self, found: dict[str, Any]) -> None:
         cards = found.pop("cards", [])
@@ -256,7 +256,7 @@ class Far:
     @property
     def heard_at(self) -> float:
         """Unix time of the last frame."""
-        return time.time() - (time.monotonic() - self._heard)
+        return time.time() - (time.monotonic() - self._frame_at)
 
     async def measure(self) -> None:
         """Request new figures if the old ones are outdated; waits up to `ANSWER_S`."""
@@ -271,7 +271,7 @@ class Far:
 
     def look(self) -> None:
         """Check for silence of the node agent; report it, or give the component up."""
-        quiet_s = time.monotonic() - self._heard
+        quiet_s = time.monotonic() - self._frame_at
         if self._gone.is_set() or self._leaving:
             return
         if self._begun and quiet_s > LOST_S:
@@ -281,7 +281,7 @@ class Far:
         elif quiet_s > (SILENT_S if self._begun else LOGIN_S) and not self._reported:
             self._reported = True
             what = "has said nothing" if self._begun else "has not answered"
-            self._say(f"{self._where} {what} for {quiet_s:.0f} s{f': {self._words}' if self._words else ''}")
+            self._note(f"{self._where} {what} for {quiet_s:.0f} s{f': {self._last_line}' if self._last_line else ''}")
 
     @property
     def outbox(self) -> Outbox | None:
@@ -292,7 +292,7 @@ class Far:
     def _where(self) -> str:
         return f"node {self.entry.node} ({self.entry.host})"
 
-    def _say(self, words: str) -> None:
+    def _note(self, words: str) -> None:
         self._log.note(f"\natropos: {words}\n".encode())
 
     async def _line_ended(self) -> None:
@@ -307,7 +307,7 @@ class Far:
             how = f"it was killed by {signal.Signals(-code).name}"
         else:
             how = f"it ended with exit code {code}"
-        await self._lose(f"{how}: {self._words}" if self._words else how)
+        await self._lose(f"{how}: {self._last_line}" if self._last_line else how)
 
     async def _lose(self, how: str) -> None:
         if self._gone.is_set() or self._leaving:
@@ -315,7 +315,7 @@ class Far:
         self._leaving = True
         program = Path(self.entry.command[0]).name
         self.lost = f"{self._where}: {'lost' if self._begun else 'not reached'} by {program}: {how}"
-        self._say(self.lost)
+        self._note(self.lost)
         self._out.close()
         # A prefix that still runs is useless now.
         await self._end_prefix(0.0)
@@ -357,7 +357,7 @@ class Far:
         if self.lost and self._begun:
             problem = await self._loop.run_in_executor(_SWEEPERS, sweep_there, self.entry, self._run_id)
             if problem:
-                self._say(f"{self._where}: its remaining processes could not be killed: {problem}")
+                self._note(f"{self._where}: its remaining processes could not be killed: {problem}")
         return self._killed
 
     async def _hurry(self, hurry: asyncio.Event) -> None:
