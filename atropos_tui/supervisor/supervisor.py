@@ -113,15 +113,15 @@ class Operation:
     def stopped_for(self, name: str) -> str:
         """Return the reason of the stop of component `name`."""
         if self.why:
-            return f"stopped, since {self.why}"
+            return f"stopped because {self.why}"
         if self.action == "down":
             return "stopped with the stack"
         if self.action != "restart":
             return "stopped by hand" + ("" if name == self.request.component else f" with {self.request.component}")
         if not self.by_hand:
-            return f"stopped, since {self.request.component} crashed"
+            return f"stopped because {self.request.component} crashed"
         if self.request.initiator == "trainer":
-            return "stopped for a restart, as the trainer asked"
+            return "stopped for a restart that the trainer requested"
         target = self.request.component or "the stack"
         return "stopped for a restart by hand" + ("" if name == target else f" of {target}")
 
@@ -468,7 +468,7 @@ class Supervisor:
         op = next((op for op in self._active() if op.stage == "stop" and component.name in op.stop), None)
         reason = op.stopped_for(component.name) if op else "stopped with the stack"
         if ended.killed:
-            return f"{reason}; {ended.killed} killed after the grace"
+            return f"{reason}; {ended.killed} killed after the grace period"
         usual = ended.exit_code in (0, -number, 128 + number)
         return reason if usual else f"{reason}; {describe_exit(ended.exit_code)}"
 

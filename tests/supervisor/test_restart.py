@@ -376,7 +376,7 @@ async def test_a_crashed_run_api_takes_its_environments_before_it_comes_back(lau
         await running.until("env", State.HEALTHY, attempt=2)
         at = {(row.component, row.new, row.attempt): row.seq for row in running.states()}
         assert at["env", "stopped", 1] < at["api", "starting", 2] < at["api", "healthy", 2] < at["env", "starting", 2]
-        assert running.states("env")[3].reason == "stopped, since api crashed"
+        assert running.states("env")[3].reason == "stopped because api crashed"
 
 
 async def test_the_backoff_begins_anew_after_health(launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -429,7 +429,7 @@ async def test_a_backoff_tells_when_the_next_try_comes(launch: Any) -> None:
         ("signal.signal(15, lambda *_: sys.exit(0))", "stopped by hand"),
         ("signal.signal(15, lambda *_: sys.exit(143))", "stopped by hand"),
         ("signal.signal(15, lambda *_: sys.exit(7))", "stopped by hand; exit code 7"),
-        ("signal.signal(15, signal.SIG_IGN)", "stopped by hand; 1 killed after the grace"),
+        ("signal.signal(15, signal.SIG_IGN)", "stopped by hand; 1 killed after the grace period"),
     ],
 )
 @pytest.mark.launchers("direct")
