@@ -79,7 +79,7 @@ class OtherRun(UserError, ConnectionError):
 
     def __init__(self, run_dir: Path, reason: str) -> None:
         fix = f"{run_dir} was replaced while its run goes on: restore its run.json, or kill that supervisor by its pid"
-        super().__init__("the supervisor there is of another run", [Problem(reason, fix)], Exit.NO_RUN)
+        super().__init__("the supervisor of this directory belongs to another run", [Problem(reason, fix)], Exit.NO_RUN)
 
 
 class StreamLost(Exception):
@@ -230,7 +230,7 @@ class ControlClient:
                 f"the supervisor of {self.run_dir.root} is user {owner}'s; run this command as that user"
             )
         if own_socket(self.run_dir) != target:
-            raise NoSupervisor(f"{self.run_dir.control_sock} leads to the socket of another run: {target}")
+            raise NoSupervisor(f"{self.run_dir.control_sock} points to the socket of another run: {target}")
         # A resumed run has a new socket: the old connection is useless.
         if self._http is None or target != self._target:
             self._target = target

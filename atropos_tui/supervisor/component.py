@@ -366,7 +366,7 @@ class Component:
         if self.state is State.STOPPING:
             return f"{self._draining} to be given back" if self._draining else self.waiting_for
         if self.state is State.STARTING and not self.waiting_for:
-            return probe.detail if probe and not probe.ok else "its probe" if self.has_gate else "its exit"
+            return probe.detail if probe and not probe.ok else "its health check" if self.has_gate else "its exit"
         return self.waiting_for if self.state in (State.PENDING, State.STARTING) else ""
 
     # Starting.
@@ -405,7 +405,7 @@ class Component:
             self._move(State.STARTING, f"attempt {attempt}{', from the standby process' if living.waited else ''}")
             self._watch()
             if not self.has_gate and not self.one_shot:
-                self._healthy("started; it has no probe")
+                self._healthy("started; it has no health check")
 
     def _wait_for_resources(self, error: OSError) -> None:
         """Retry the start in a second, up to `RESOURCE_PATIENCE_S`.
@@ -415,7 +415,7 @@ class Component:
         """
         self._resource_wait = self._resource_wait or time.monotonic()
         if time.monotonic() - self._resource_wait > RESOURCE_PATIENCE_S:
-            fix = "see what uses it up (ulimit -n, ulimit -u, df, free), and `atropos-tui up --resume RUN`"
+            fix = "find what uses it up (ulimit -n, ulimit -u, df, free), then atropos-tui up --resume RUN"
             raise LaunchError(f"cannot start {self.name} for {RESOURCE_PATIENCE_S:g} s: {error.strerror}", fix)
         self.waiting_for = f"the machine: {error.strerror}"
         asyncio.get_running_loop().call_later(1.0, self._owner.post, look_again)
@@ -431,11 +431,11 @@ class Component:
         self._move(State.STARTING, f"adopted, attempt {entry.attempt}")
         self._watch()
         if self.child and self.child.exit_code is None and not self.has_gate and not self.one_shot:
-            self._healthy("adopted; it has no probe")
+            self._healthy("adopted; it has no health check")
 
     def done_before(self) -> None:
         """Mark it as completed under an earlier supervisor whose other components still run."""
-        self._move(State.COMPLETED, "done before, under the earlier supervisor")
+        self._move(State.COMPLETED, "completed under the earlier supervisor")
 
     def _listeners(self, attempt: int) -> tuple[Callable[[], None], Callable[[str], None]]:
         return lambda: self._owner.post(self._exited, attempt), self._disk_trouble
@@ -566,7 +566,7 @@ class Component:
 
     def _does_not_answer(self, detail: str) -> None:
         reason = f"liveness failed: {detail}"
-        fix = f"it is being restarted; atropos-tui logs {self.name} shows what it was doing"
+        fix = f"see atropos-tui logs {self.name} for its last output; the supervisor restarts it"
         self.diagnose(model.NOT_ANSWERING.diagnosis(detail, fix, f"{self.name} runs but does not answer"))
         if self.state is State.HEALTHY:
             self._move(State.UNHEALTHY, reason)
@@ -767,7 +767,7 @@ class Component:
 
 def stuck(who: str) -> Diagnosis:
     """Return the diagnosis for processes (by pid and state) that outlive SIGKILL."""
-    fix = "state D is a wait inside the kernel, for a disk or a driver (GPU: see dmesg); only that can end it"
+    fix = "repair the disk or driver (GPU: see dmesg): a process in state D waits for it inside the kernel"
     return model.UNKILLABLE.diagnosis(who, fix)
 
 

@@ -170,7 +170,7 @@ def resolved(policy: NotifyPolicy, variables: Mapping[str, str]) -> str | None:
     url = resolve(policy.webhook, dict(variables), "notify.webhook")
     if not url.startswith(("http://", "https://")):
         fix = "set an http:// or https:// address, or ${VAR} of an environment variable that holds one"
-        raise LaunchError("it is no http address", fix)
+        raise LaunchError("it is not an http:// or https:// address", fix)
     return url
 
 

@@ -264,7 +264,7 @@ def _fault(supervisor: Supervisor, guard: Guard) -> int:
         )
     reason = f"internal error of the supervisor: {report.strip().splitlines()[-1]}; please report {run.fault_txt}"
     if guard.keeps:
-        reason += f"; the components go on: atropos-tui up --resume {run.root} adopts them, atropos-tui clean ends them"
+        reason += f"; the components still run: atropos-tui up --resume {run.root} adopts, atropos-tui clean kills them"
     else:
         reap_leftovers(run_id, ProcessTable.load(run.journal_json))
     result = RunResult(exit_code=Exit.FAULT, reason=reason)

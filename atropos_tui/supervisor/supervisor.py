@@ -564,7 +564,7 @@ class Supervisor:
         if name and name not in self.components:
             raise self._unknown(name)
         if self.phase is Phase.STOPPING and action != "kill":
-            fix = "wait for its end" + (", or kill the component" if name else "")
+            fix = "wait until it has stopped" + (", or kill the component" if name else "")
             raise RefusedError(409, "the stack is being stopped", fix)
         if name:
             self._check_state(action, self.components[name])

@@ -127,7 +127,7 @@ async def test_a_killed_keeper_is_a_crash_of_its_component(tmp_path: Path) -> No
             after = await rows_of(second)
             same_processes(before, after, "two")
             assert after["one"].restarts == 1
-            assert "adopted; it has no probe" not in [reason for _, _, reason in steps(second, "one")]
+            assert "adopted; it has no health check" not in [reason for _, _, reason in steps(second, "one")]
             await down(second)
 
 
@@ -187,7 +187,9 @@ async def test_killed_spares_are_replaced(tmp_path: Path) -> None:
             (spare,) = (one for one in supervisor.left() if not one.component)
             os.kill(spare.pid, signal.SIGKILL)
             await client.command(CommandRequest(action="restart", component="one"))
-            await wait_until(lambda: ("healthy", attempt, "started; it has no probe") in steps(supervisor, "one"))  # noqa: B023
+            await wait_until(
+                lambda: ("healthy", attempt, "started; it has no health check") in steps(supervisor, "one")  # noqa: B023
+            )
         await down(supervisor)
 
 

@@ -404,7 +404,9 @@ def claim(stack: StackSpec, run: RunDir) -> Inheritance:
     except LaunchError as error:
         for _, handle in reached.values():
             handle.close()
-        raise StackError(f"cannot adopt what still runs of {stack.run_id}: {error.problem}; {error.fix}") from None
+        raise StackError(
+            f"cannot adopt the running components of {stack.run_id}: {error.problem}; {error.fix}"
+        ) from None
     _reap_others(stack.run_id, table, inheritance)
     return inheritance
 

@@ -96,7 +96,7 @@ class Line:
                 raise LineClosedError(f"no answer within {timeout_s:g} s")
             frames = self.read()
             if frames is None:
-                raise LineClosedError("the other side has ended")
+                raise LineClosedError("the peer has exited")
             self._frames += frames
         return self._frames.pop(0)
 

@@ -302,7 +302,7 @@ class Far:
         await asyncio.sleep(0.05)  # let the event loop read the pipes first
         code = self.prefix.exit_code
         if code is None:
-            how = "it closed the line"
+            how = "it closed the connection"
         elif code < 0:
             how = f"it was killed by {signal.Signals(-code).name}"
         else:
