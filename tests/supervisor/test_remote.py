@@ -339,7 +339,7 @@ async def test_beats_go_on_while_the_event_loop_waits_for_a_disk() -> None:
     try:
         assert [line.receive(5) for _ in range(3)] == [("beat", b"")] * 3
         outbox.send("output", b"x" * 300_000)  # more than the pipe holds
-        while (found := await asyncio.to_thread(line.hear, 5)) == ("beat", b""):
+        while (found := await asyncio.to_thread(line.receive, 5)) == ("beat", b""):
             pass
         assert found == ("output", b"x" * 300_000)
     finally:
