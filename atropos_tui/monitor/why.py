@@ -260,7 +260,8 @@ def doing(row: ComponentStatus) -> str:
     if stage is not None:
         return _DOES.get(stage.name, f"waits for {one_line(stage.name)}")
     words = one_line(row.waiting_for)
-    return f"waits for {words}" if words and words not in (one_line(row.probe_detail), "its health check") else "is starting"
+    known = words and words not in (one_line(row.probe_detail), "its health check")
+    return f"waits for {words}" if known else "is starting"
 
 
 _DOES = {"registered": "registers with run-api", "attached": "attaches to the engine"}
