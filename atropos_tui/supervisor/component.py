@@ -3,13 +3,12 @@
     PENDING -> STARTING -> HEALTHY <-> UNHEALTHY -> STOPPING -> COMPLETED, STOPPED, FAILED or
     BACKOFF -> PENDING
 
-`TRANSITIONS` is the full table. `start` makes an attempt. Its exit (`_exited`) or a stop from
-outside calls `_begin_end`, whose task `_end` returns when no process of the set is left. Then
-`_gone` passes an `Ended` to the supervisor, which decides what follows. `Restarts` decides whether
-and when a crash leads to another start.
+`TRANSITIONS` is the full table. `start` makes an attempt. Its exit (`_exited`) or a stop calls
+`_begin_end`, whose task `_end` returns when no process of the set is left. Then `_gone` passes an
+`Ended` to the supervisor. `Restarts` decides about restarts after a crash.
 
-Only `Component` writes a component's fields, and only in the supervisor's event loop. It is one
-state machine over one record, therefore one long file.
+Only `Component` writes a component's fields, and only in the event loop: one state machine,
+therefore one long file.
 """
 
 from __future__ import annotations

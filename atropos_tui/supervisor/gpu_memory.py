@@ -2,31 +2,28 @@
 its cards before that.
 
 `gpus` of a component are card numbers in NVML's PCI order; in a SLURM job they index the cards of
-the job (`gpu.given_here`). The plan sets the component's CUDA_VISIBLE_DEVICES from them, which
-replaces an outer value, so both sides count the same cards. Without `gpus`, or if the driver is
-missing or silent, there is no gate.
+the job (`gpu.given_here`). The plan sets the component's CUDA_VISIBLE_DEVICES from them, so both
+sides count the same cards. Without `gpus`, or if the driver is missing or silent, there is no gate.
 
-The gate decides for each card, once no process of the component is left:
+Decision for each card, once no process of the component is left:
 
-1. If NVML listed processes of the component on this card while they lived (by a pid of ours that
-  has the card's device file open), the memory is free once none of them is listed. Other processes
-  cannot disturb this.
+1. If NVML listed processes of the component on this card while they lived (a pid of ours with the
+  card's device file open), the memory is free once none of them is listed. Other processes cannot
+  disturb this.
 2. Otherwise (NVML names pids of the host, which a container cannot match) the card's used memory
-  decides, compared with the *floor*: the reading before the first of our components came to the
-  card. Memory of the processes listed in the floor is subtracted from both readings, so that they
-  may grow, shrink and exit. The rest is the *excess*.
+  decides, compared with the *floor*: the reading before the first of our components came. Memory of
+  processes in the floor is subtracted from both readings, so that they may grow, shrink and exit.
+  The rest is the *excess*.
    - The excess is at most `SLACK`: free.
-   - Another component of ours lives on the card (trainer and engine in single copy): the owner of
-     the excess is unknown, so the memory is free once it has not fallen for `SETTLE_S`. The last
-     component to leave waits for all.
+   - Another component of ours is on the card (trainer and engine in single copy), so the owner of
+     the excess is unknown: free once it has not fallen for `SETTLE_S`. The last component to leave
+     waits for all.
    - No component of ours is left there: free once the excess has fallen and then rested for
-     `OTHERS_S`. The driver frees the memory of a process in one go, so the rest belongs to another
-     user's process that came later.
+     `OTHERS_S`. The driver frees a process's memory in one go, so the rest belongs to another user.
 3. After `LIMIT_S` the component counts as stopped, with a diagnosis that names the holder. The card
   is then barred: a start on it waits until the memory is free, at most `BARRED_S`.
 
-So every wait ends, and a process of another user delays at most one start: the next start takes a
-new floor.
+So every wait ends, and another user's process delays one start: the next start takes a new floor.
 """
 
 from __future__ import annotations

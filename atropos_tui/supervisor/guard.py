@@ -7,18 +7,17 @@ Children of a killed supervisor die by their parent-death signal; their descenda
 double-forked processes do not. The guard reads notes from a pipe:
 
 - `S SESSION TICKS`, `F SESSION`: a session of the run has started, is gone.
-- `C PATH`, `D PATH`: a file to remove with the run, no longer to remove.
-- `M PATH`: a file in /dev/shm that processes of the run have mapped.
-- `A PATH`: a file to remove with the supervisor.
+- `C PATH`, `D PATH`: remove the file with the run, keep it.
+- `M PATH`: processes of the run have mapped this file in /dev/shm.
+- `A PATH`: remove the file with the supervisor.
 - `E`: the run is being ended.
 
 At end of file it kills the run's control group, the processes with the run id in their environment,
-those of the sessions, and all descendants. Then it removes the files. With `K`, components survive
-the supervisor until the note `E`: the guard then leaves them alone and removes only the files of
-`A`.
+those of the sessions, and all descendants; then it removes the files. With `K` (before `E`),
+components survive the supervisor: the guard removes only the files of `A`.
 
-`Guard` is the supervisor's side: it starts the process, sends the notes, and replaces a guard that
-dies. Imports for that side are local, because the process must stay small.
+`Guard` is the supervisor's side: it starts the process, sends notes, and replaces a dead guard. Its
+imports are local, because the process must stay small.
 """
 
 from __future__ import annotations

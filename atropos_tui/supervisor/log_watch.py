@@ -1,8 +1,8 @@
 """Matches the patterns of log checks against a component's lines as a person sees them.
 
-A carriage return ends a line like a newline, colours are removed, and of an over-long line the last
-part counts. An unfinished line counts after `SILENT_S`. Output after that silence is also tried as
-a line of its own, because a progress bar often leaves its last line unfinished.
+A carriage return ends a line like a newline, and colours are removed. An unfinished line counts
+after `SILENT_S`; later output is then also tried as a line of its own, because a progress bar often
+leaves its last line unfinished.
 
 Imports little, because every keeper uses this module.
 """

@@ -1,19 +1,17 @@
 """Logs of a component: the drain of its pipe, the files of each attempt, and the arrival time of
 each byte.
 
-`LogDrain` reads the pipe, and never waits for the disk. `LogFile` writes two segments:
-`ATTEMPT.log` is the current one, `ATTEMPT.log.1` the one before. Together they hold `max_bytes`,
-each at most half. Output that rotation drops is counted in the first line of the new file. Output
-that a full disk refuses is counted, reported as a problem, and noted in the log where it is
-missing.
+`LogDrain` reads the pipe. `LogFile` writes two segments, `ATTEMPT.log` (current) and
+`ATTEMPT.log.1` (before it), each at most half of `max_bytes`. The first line of a new file counts
+what rotation dropped. Output that a full disk refuses is counted, reported, and noted in the log
+where it is missing.
 
-A log holds only what a program printed. Its times are therefore in separate files, `ATTEMPT.times`
-and `.times.1`: a head that names the log's inode, then 16 bytes per entry, "from this offset on,
-bytes arrived at this Unix time". Entries are limited to `RATE` per second, with a reserve that
-keeps the exact order of lines of quiet programs. In a flood, the time of a line is up to 1/`RATE` s
-too early. An entry is written before its bytes, so a reader of a line finds its time. If times are
-missing, torn or cut short by a full disk, the last entry before a line counts, then the first
-entry, then the log's modification time.
+Times are in separate files, `ATTEMPT.times` and `.times.1`, because a log holds only what a program
+printed. A head names the log's inode; each entry of 16 bytes says "from this offset on, bytes
+arrived at this Unix time". Entries are limited to `RATE` per second, so in a flood a line's time is
+up to 1/`RATE` s too early. An entry is written before its bytes: a reader of a line finds its time.
+If times are missing or torn, the last entry before a line counts, then the first entry, then the
+log's modification time.
 
 Imports little, because every keeper uses this module.
 """

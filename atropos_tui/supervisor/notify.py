@@ -1,10 +1,9 @@
 """`[notify]`: notifications about a run that fails, ends, or trains on wrong weights, and about an
 `[[alert]]`.
 
-One JSON object per event, by POST and on the standard input of a command. Delivery runs beside the
-run: a dead host or a missing answer costs only a diagnosis. (A name server that never answers
-delays the exit of the process until the resolver gives up.) The address is resolved (`${VAR}`) in
-memory and never written to disk.
+One JSON object per event, by POST and on the standard input of a command. A dead host or a missing
+answer costs only a diagnosis. (A name server that never answers delays the exit of the process.)
+The address is resolved (`${VAR}`) in memory and never written to disk.
 """
 
 from __future__ import annotations

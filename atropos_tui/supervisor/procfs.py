@@ -3,14 +3,13 @@
 A process is identified by (pid, start ticks), because the kernel reuses pids.
 
 If this user may create control groups, each run gets one, with a group for each attempt of a
-component. No process leaves its group by double-forking, starting a session or cleaning its
-environment, and `cgroup.kill` ends a group even while it forks. If the hierarchy is missing,
-read-only or another user's, the functions for groups return "" or False, and the other means
-(session, marker, descent, parent-death signal) suffice. No controller is enabled, so groups with
-processes may have child groups.
+component. No process can leave its group by double-forking, starting a session or cleaning its
+environment, and `cgroup.kill` ends a group even while it forks. Otherwise the functions for groups
+return "" or False, and session, marker, descent and parent-death signal must suffice. No controller
+is enabled, so groups with processes may have child groups.
 
-Imports only `os`, `signal` and `time` (pathlib alone costs 2 MB), because the guard, a small
-process per run, uses this module.
+Imports only `os`, `signal` and `time` (pathlib alone costs 2 MB), because the small guard process
+uses this module.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The supervisor: runs one stack to its end. Read `run`, then `_do` and `_reconcile`.
 
 Every event (an exit, a health check's verdict, a command, a timer) is one call that `post` puts
-into the event loop; it is handled to its end before the next one. The call changes a component by
-that component's own methods. Then `_reconcile` does what has become possible: stop the next
-component, start those whose gates allow it, finish commands, end the run.
+into the event loop. It changes a component by that component's own methods. Then `_reconcile` does
+what has become possible: stop the next component, start those whose gates allow it, finish
+commands, end the run.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Membership of processes in components, and leftovers of a run. Never decided by name or port.
 
 The signs are control group, session, process group, environment marker and descent. A process that
-`Tracker` has seen as a member once stays one (by pid and start time), even if it then cleans its
-environment, starts a session and loses its parent.
+was a member once stays one (by pid and start time), even if it then cleans its environment, starts
+a session and loses its parent.
 
-Leftovers are found by the same signs and by the run's `journal.json`. The runner searches for them
-before a start and after every end; `clean` and `doctor` do so for users. Files in /dev/shm belong
-to the run if its own processes had them mapped.
+Leftovers are found by the same signs and by the run's `journal.json`: by the runner before a start
+and after every end, by `clean` and `doctor` for users. Files in /dev/shm belong to the run if its
+own processes had them mapped.
 """
 
 from __future__ import annotations

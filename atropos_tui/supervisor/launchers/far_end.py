@@ -7,20 +7,18 @@ Its stdin and stdout carry frames (`line.Line`); the command line has no secrets
 `MAGIC`, because a login shell may print before it. The first frame that it reads is one of two:
 
 - `start` with a job: start the component as its child, in a session of its own, and send `kept`
-  (pids). Then it sends `output`, `exit` (exit status), `left` and `stuck` during an end, and `beat`
-  every `BEAT_S`. It reads `end` (signal and grace period), `hurry`, `measure` (answered by `usage`)
-  and `beat`. When no process of the component is left on this node, it sends `gone` with the number
-  of killed processes, and exits.
+  (pids). Then it sends `output`, `exit` (exit status), `left` and `stuck` during an end, and
+  `beat`. It reads `end` (signal and grace period), `hurry`, `measure` (answered by `usage`) and
+  `beat`. When no process of the component is left on this node, it sends `gone` with the number of
+  killed processes, and exits.
 - `sweep` with a job: kill what a killed node agent has left, send `gone`, and exit.
 
 At the end of stdin, or after `OWNER_S` without a frame, the supervisor counts as gone and the
-component is killed. A program that talks to the supervisor connects to a socket of this process in
-a private folder. Its bytes travel over the same frames (`open`, `data`, `close`;
-`outbox.Channels`), so that nothing new listens on a network.
+component is killed. Programs reach the supervisor by a socket of this process in a private folder,
+tunnelled through the same frames (`outbox.Channels`), so that nothing new listens on a network.
 
-While the connection is full, output waits in the component's pipe: nothing is lost, and memory does
-not grow. Imports only the standard library. Members are found as on the supervisor's machine
-(`tracker.Tracker`, `process.end_set`).
+While the connection is full, output waits in the component's pipe. Imports only the standard
+library.
 """
 
 from __future__ import annotations

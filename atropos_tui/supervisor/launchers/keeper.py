@@ -6,10 +6,9 @@ taken over.
 
 LISTENER is the descriptor of a Unix socket. The supervisor connects and sends `start` with the
 marshalled fields of a `KeeperJob`. The component is the keeper's child, in a session of its own,
-and dies with it. The keeper writes the output to the log, copies it to the supervisor, and reports
-the exit. It holds the zombie until it receives `finish`, so that the kernel does not reuse pid and
-process group. If the supervisor dies, the keeper goes on; the next supervisor connects and sends
-`attach`. No output is lost, because only the keeper reads it.
+and dies with it. The keeper holds the zombie until `finish`, so that the kernel does not reuse pid
+and process group. If the supervisor dies, the keeper goes on; the next supervisor sends `attach`.
+Only the keeper reads the output, so none is lost.
 
 Frames (`line.Line`) to the keeper: `start` or `attach`, later `finish`. Frames from it: `kept` (its
 pid, the component's pid, start ticks and start time), `notes`, `ready`; then `output`, `exit` (exit

@@ -1,9 +1,9 @@
 """Launcher of `survive = true`: components below keepers, and their adoption by the next
 supervisor.
 
-A keeper (`keeper.py`) is the parent of one component and survives the supervisor. After a kill of
-the supervisor, the next one calls `claim` before it starts anything. `claim` connects to the keeper
-of each component in `journal.json`:
+A keeper (`keeper.py`) is the parent of one component and survives the supervisor. The next
+supervisor calls `claim` before it starts anything, which connects to the keeper of each component
+in `journal.json`:
 
 - A running component is adopted with its pid, attempt and log.
 - An exited one is adopted as well, so that its exit code and restart are handled as usual.

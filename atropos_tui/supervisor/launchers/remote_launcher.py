@@ -2,13 +2,13 @@
 a node agent (`far_end.py`).
 
 The prefix runs here as a child that dies with the supervisor. Its stdin and stdout connect to the
-node agent; its stderr goes into the component's log, because srun and ssh report errors only there.
-This process writes the log from the frames that arrive.
+node agent; its stderr goes into the component's log, because srun and ssh report errors there. This
+process writes the log from the frames.
 
-A component is lost if its prefix exits or its connection breaks before the agent has sent `gone`,
-or after `LOST_S` of silence. That is a crash, explained in `Leader.lost`. Before the next start,
-another prefix kills what may be left on that node (`sweep`). `clean` and the next supervisor do the
-same from `journal.json`.
+A component is lost if its prefix exits or the connection breaks before `gone`, or after `LOST_S` of
+silence. That is a crash, explained in `Leader.lost`. Before the next start, another prefix kills
+what may be left on that node (`sweep`). `clean` and the next supervisor do the same from
+`journal.json`.
 """
 
 from __future__ import annotations
