@@ -3,7 +3,7 @@
     python -m benchmarks.many [--components 500] [--far 0] [--lines 20000] [--json]
 
 `lines` are printed by a tenth of the components at the same time; the rest sleeps. So many are `far`: each below a
-prefix that leads nowhere, with a far end of its own, as on another node.
+prefix that leads nowhere, with a node agent of its own, as on another node.
 """
 
 from __future__ import annotations

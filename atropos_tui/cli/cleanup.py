@@ -31,7 +31,7 @@ from atropos_tui.monitor.format import counted, one_line
 from atropos_tui.monitor.run_files import read_json
 from atropos_tui.profile.ports import listens
 from atropos_tui.supervisor import client, procfs, tracker
-from atropos_tui.supervisor.launchers.remote_launcher import far_ends, sweep_nodes
+from atropos_tui.supervisor.launchers.remote_launcher import far_entries, sweep_nodes
 from atropos_tui.supervisor.liveness import holding, left_by
 from atropos_tui.supervisor.process import remove_files
 from atropos_tui.supervisor.run_lock import named
@@ -183,7 +183,7 @@ class DeadRun:
     def elsewhere(self) -> list[FarEntry]:
         """Components on other nodes at the time the supervisor died. They end by themselves, but
         nobody has seen it."""
-        return [*far_ends(self.table)]
+        return [*far_entries(self.table)]
 
     @property
     def count_text(self) -> str:

@@ -56,7 +56,7 @@ def prepare(stack: StackSpec, spec: ComponentSpec, attempt: int, socket: str, to
     """Resolve `spec` against this process's environment and the stack's variables, which no
     component inherits.
 
-    Paths of components on another node are checked and created there (`far_end.py`).
+    Paths of components on another node are checked and created there (`node_agent.py`).
 
     Args:
         token: the run's token for control routes, unless the spec or the environment sets one.

@@ -186,13 +186,13 @@ def test_two_runs_in_one_allocation(user: User, run: Observed) -> None:
     assert done.returncode == 2 and "another run has this allocation" in done.stderr, done.stderr
 
 
-def test_a_killed_far_end(run: Observed, table: Table) -> None:
+def test_a_killed_node_agent(run: Observed, table: Table) -> None:
     """SLURM sees the step end; the component must not outlive it."""
     far = run.main("vllm").parent()
-    assert far is not None and "far_end" in " ".join(far.cmdline())
+    assert far is not None and "node_agent" in " ".join(far.cmdline())
     far.kill()
     seconds = run.until_said("was lost")
-    table.row("SIGKILL of the far end", run.said()[-1], seconds)
+    table.row("SIGKILL of the node agent", run.said()[-1], seconds)
     assert seconds < 10
     run.until("vllm", "healthy")
 

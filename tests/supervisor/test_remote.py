@@ -70,8 +70,8 @@ def prefix_of(running: Running, name: str) -> int:
     return table.components[name].pid
 
 
-def far_end_of(running: Running, name: str) -> int:
-    """The pid of the far end, as the parent of the component."""
+def node_agent_of(running: Running, name: str) -> int:
+    """The pid of the node agent, as the parent of the component."""
     row = procfs.read(far_of(running, name).pid)
     assert row is not None
     return row.ppid
@@ -148,7 +148,7 @@ async def test_nothing_secret_is_on_a_command_line_or_in_a_file(
 
 def test_what_belongs_to_a_machine_stays_there() -> None:
     """PATH, HOME, the GPUs and the step of the far node win over the supervisor's, but not over the plan's."""
-    from atropos_tui.supervisor.launchers.far_end import environment
+    from atropos_tui.supervisor.launchers.node_agent import environment
 
     here = {"PATH": "/far/bin:/usr/bin", "HOME": "/far", "CUDA_VISIBLE_DEVICES": "1", "SLURM_STEP_ID": "7"}
     job = {"env": {"LANG": "C"}, "path": "/venv/bin:/usr/bin", "role": "api"}
@@ -168,7 +168,7 @@ async def test_what_cannot_be_started_there_is_said(launch: Callable[..., Any], 
 
 
 @remote
-@pytest.mark.parametrize("victim", ["prefix", "far end"])
+@pytest.mark.parametrize("victim", ["prefix", "node agent"])
 async def test_a_lost_node_is_a_crash_in_words_and_nothing_is_left(
     launch: Callable[..., Any], tmp_path: Path, victim: str
 ) -> None:
@@ -177,7 +177,7 @@ async def test_a_lost_node_is_a_crash_in_words_and_nothing_is_left(
         await running.until("one", State.HEALTHY)
         pids = await pids_in(tmp_path / "pids")
         first = await there(running, "one")
-        killed = prefix_of(running, "one") if victim == "prefix" else far_end_of(running, "one")
+        killed = prefix_of(running, "one") if victim == "prefix" else node_agent_of(running, "one")
         os.kill(killed, signal.SIGKILL)
         crash = await running.until("one", State.BACKOFF)
         assert "node far (host-7): lost by" in crash.reason
@@ -216,12 +216,12 @@ async def test_a_node_that_is_not_reached_is_explained_by_what_the_launcher_said
 async def test_a_node_that_goes_silent_is_named_and_then_given_up(
     launch: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its far end hangs, as it would on a node that does; so does the component, until it is ended."""
+    """Its node agent hangs, as it would on a node that does; so does the component, until it is ended."""
     monkeypatch.setattr(remote_launcher, "SILENT_S", 3.0)
     monkeypatch.setattr(remote_launcher, "LOST_S", 6.0)
     async with launch(part("one", restart=QUICK)) as running:
         await running.until("one", State.HEALTHY)
-        pid, end = await there(running, "one"), far_end_of(running, "one")
+        pid, end = await there(running, "one"), node_agent_of(running, "one")
         os.kill(end, signal.SIGSTOP)
         await wait_until(lambda: "node_silent" in [getattr(record, "rule", "") for record in running.records])
         assert running.states("one")[-1].new == "healthy", "named before it is given up"
@@ -299,7 +299,7 @@ async def test_a_killed_supervisor_leaves_nothing_there_and_the_next_one_ends_wh
 
 
 @remote
-async def test_a_sweep_ends_what_a_killed_far_end_has_left(tmp_path: Path, prefix: list[str]) -> None:
+async def test_a_sweep_ends_what_a_killed_node_agent_has_left(tmp_path: Path, prefix: list[str]) -> None:
     """Only what bears this run's and this component's names; the files that go with it, too."""
     child = script("escapes", tmp_path / "pids", 600, "marked")
     env = {"ATROPOS_RUN_ID": "swept", "ATROPOS_COMPONENT": "one"}
@@ -348,7 +348,7 @@ async def test_beats_go_on_while_the_event_loop_waits_for_a_disk() -> None:
         line.close()
 
 
-async def test_a_sweep_waits_until_the_far_end_listens(tmp_path: Path) -> None:
+async def test_a_sweep_waits_until_the_node_agent_listens(tmp_path: Path) -> None:
     """A .bashrc that reads its standard input took what was sent before, and nothing was ended."""
     env = {**os.environ, "ATROPOS_RUN_ID": "swept-late", "ATROPOS_COMPONENT": "one"}
     left = await asyncio.create_subprocess_exec(*python("import time; time.sleep(600)"), env=env)

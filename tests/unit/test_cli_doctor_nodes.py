@@ -98,7 +98,7 @@ def test_another_version_and_none_at_all(tmp_path: Path) -> None:
 
 
 def test_the_same_version_of_another_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nodes.node_probe, "_build", lambda: "0123456789ab")  # here; the far end has its own text
+    monkeypatch.setattr(nodes.node_probe, "_build", lambda: "0123456789ab")  # here; the node agent has its own text
     assert re.match(r"atropos-tui \S+ with other source", fails(checks(tmp_path, HERE))["node here: versions"])
 
 
@@ -205,7 +205,7 @@ for line in sys.stdin:
 
 @pytest.mark.parametrize("by", ["the transport", "everything"])
 def test_a_transport_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
-    """There is no second GPU here: a program that speaks the far end's part stands for NCCL, which hangs."""
+    """There is no second GPU here: a program that speaks the node agent's part stands for NCCL, which hangs."""
     monkeypatch.setattr(nodes, "COLLECTIVE_S", 1.0)
     program = tmp_path / "far.py"
     hangs = HANGS_UNLESS_BY_SOCKETS if by == "the transport" else HANGS_UNLESS_BY_SOCKETS.replace('"Socket"', '"none"')

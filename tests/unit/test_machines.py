@@ -19,7 +19,7 @@ from atropos_tui.profile.preflight import is_this_machine, machines_of, unfit
 from atropos_tui.profile.sections import Profile, load_profile, parse_profile
 from atropos_tui.profile.site import make_site, trainer_ranks, trainer_seats
 from atropos_tui.profile.spec import ComponentSpec, HttpCheck
-from atropos_tui.supervisor.launchers.far_end import environment
+from atropos_tui.supervisor.launchers.node_agent import environment
 from atropos_tui.supervisor.process import gpus_within
 
 RUN_DIR = Path("/runs/r")

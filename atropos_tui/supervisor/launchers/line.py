@@ -2,7 +2,7 @@
 socket, pipes, an ssh.
 
 A frame is `KIND LENGTH`, a newline, and LENGTH bytes. End of file means that the peer has exited.
-`keeper.py` and `far_end.py` define the kinds. In an event loop frames are sent by `outbox.Outbox`.
+`keeper.py` and `node_agent.py` define the kinds. In an event loop frames are sent by `outbox.Outbox`.
 Imports only quick parts of the standard library.
 """
 

@@ -1,5 +1,5 @@
 """Launcher of components on other nodes: each behind a command prefix (srun, ssh, kubectl exec) and
-a node agent (`far_end.py`).
+a node agent (`node_agent.py`).
 
 The prefix runs here as a child that dies with the supervisor. Its stdin and stdout connect to the
 node agent; its stderr goes into the component's log, because srun and ssh report errors there. This
@@ -37,9 +37,9 @@ from atropos_tui.diagnoses import Diagnosis, node_lost
 from atropos_tui.profile.spec import ComponentSpec, StackSpec
 from atropos_tui.supervisor import procfs
 from atropos_tui.supervisor.launch import Launch, scratch_name
-from atropos_tui.supervisor.launchers.far_end import ARGUMENTS, MAGIC, OWNER_BEAT_S
 from atropos_tui.supervisor.launchers.launcher import DirectLauncher, Living, OnExit, OnProblem, Usage, entry_of
 from atropos_tui.supervisor.launchers.line import Line, head
+from atropos_tui.supervisor.launchers.node_agent import ARGUMENTS, MAGIC, OWNER_BEAT_S
 from atropos_tui.supervisor.launchers.outbox import Beats, Channels, Outbox, number_of
 from atropos_tui.supervisor.logs import LogDrain, LogFile, read_some, widen
 from atropos_tui.supervisor.process import Ending, end_words, spawn
@@ -544,7 +544,7 @@ def _until_magic(prefix: subprocess.Popen[bytes]) -> bytes:
     return output
 
 
-def far_ends(table: ProcessTable | None) -> list[FarEntry]:
+def far_entries(table: ProcessTable | None) -> list[FarEntry]:
     """Return the components on other nodes that a supervisor of this boot has recorded.
 
     Those of another boot have ended with their connection, at the latest `OWNER_S` after it. A
@@ -562,7 +562,7 @@ def sweep_nodes(table: ProcessTable | None) -> dict[str, Diagnosis]:
     """
     if table is None:
         return {}
-    entries = [far for far in far_ends(table) if not far.turn or far.turn == turn_of_job()]
+    entries = [far for far in far_entries(table) if not far.turn or far.turn == turn_of_job()]
     results = _SWEEPERS.map(lambda entry: sweep_there(entry, table.run_id), entries)
     problems = zip(entries, results, strict=True)
     return {

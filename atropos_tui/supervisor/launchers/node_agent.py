@@ -1,6 +1,6 @@
 """Node agent of a launcher: starts one component on its node for the supervisor.
 
-    PREFIX python -I -S -c '... from atropos_tui.supervisor.launchers.far_end import main; main()'
+    PREFIX python -I -S -c '... from atropos_tui.supervisor.launchers.node_agent import main; main()'
     ROOT
 
 Its stdin and stdout carry frames (`line.Line`); the command line has no secrets. It first writes
@@ -91,7 +91,7 @@ def environment(job: Mapping[str, Any], here: Mapping[str, str]) -> dict[str, st
     return env
 
 
-class FarEnd:
+class NodeAgent:
     """One component on this node, during its life."""
 
     def __init__(self, line: Line, out: Outbox, job: Mapping[str, Any]) -> None:
@@ -341,7 +341,7 @@ async def answer(reading: int, writing: int) -> None:
         out.send("gone", str(await asyncio.to_thread(sweep, job)).encode())
         await out.flush(OWNER_S)
     elif kind == "start":
-        await FarEnd(line, out, job).serve()
+        await NodeAgent(line, out, job).serve()
     os._exit(0)  # a thread that hangs in the driver must not block the exit
 
 
