@@ -49,7 +49,7 @@ def test_fp8_is_what_it_stands_for_to_the_last_bit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("frozen", "shared", "words"),
     [
-        (False, False, "training them would need each step to quantize them anew; use the checkpoint"),
+        (False, False, "training them would need each step to quantize them again; use the checkpoint"),
         (True, True, "nothing to compute a gradient with; use .* set trainer.single_copy = false"),
     ],
 )

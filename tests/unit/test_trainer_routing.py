@@ -378,7 +378,7 @@ def test_what_is_known_of_a_sequence_lies_at_its_place_in_the_row() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"rollouts": "r.jsonl"}, "trains without one"),
+        ({"rollouts": "r.jsonl"}, "trains without a server"),
         ({"weight_bridge_mode": "lora_restart"}, "use lora_only"),
         ({"engine_reload": "restart"}, "leave out --engine-reload restart"),
     ],

@@ -68,7 +68,7 @@ def test_every_number_of_a_record_has_a_name() -> None:
     assert found["timing/step_s"] == 2.0 and found["timing/newer"] == 4, "also what a newer writer adds"
     assert "timing/mfu" not in found and not any(name.endswith(("/seq", "/time", "/attempt")) for name in found)
     assert numbers_of(StepRecord.model_construct(kind="step", left_out={"too long": 2}, optimizer_steps=3)) == {
-        "step/left_out/too long": 2, "step/optimizer_steps": 3,
+        "step/left_out/too long": 2, "step/optimizer_steps": 3, "step/too_old": 0,
     }  # fmt: skip
 
 
