@@ -311,7 +311,7 @@ def test_restarts_as_an_own_child(tmp_path: Path, alone: None, monkeypatch: pyte
 
         trainer.step()
         lifecycle = trainer.sync.lifecycle
-        successor = psutil.Process(lifecycle._spare.pid)
+        successor = psutil.Process(lifecycle._standby.pid)
         said, deadline = IMPORTED if fork == "1" else ENGINE_IMPORTED, time.monotonic() + 120
         while lifecycle.log.read_text().count(said) < 2 and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -65,7 +65,7 @@ def test_sums_of_ones_own_are_taken_as_they_are(base: Path, batches: Path, tmp_p
     result = train(offline_config(base, tmp_path, training_steps=1), rollouts=batches, loss_fn=my_losses.sums)
     assert result.history[0]["ratio_mean"] == 1.0 and result.history[0]["clip_fraction"] == 0.0
     for fields in ({"kl_coef": 0.1}, {"ratio_base": "proximal"}):
-        with pytest.raises(LossError, match=r"returns LossSums, to which --.* cannot be added"):
+        with pytest.raises(LossError, match=r"returns LossSums, which excludes --.*return losses by token"):
             own_loss(offline_config(base, tmp_path, **fields), my_losses.sums, CPU)
 
 
@@ -87,13 +87,13 @@ def test_a_function_may_ignore_advantages(base: Path, tmp_path: Path) -> None:
     [
         ("tests.unit.my_losses:nothing", "the module tests.unit.my_losses has no nothing"),
         ("tests.unit.no_such:f", r"cannot import tests.unit.no_such \(ModuleNotFoundError"),
-        ("tests.unit.my_losses:a_list", "is no function but list"),
+        ("tests.unit.my_losses:a_list", "expected a function, found list"),
         ("tests.unit.my_losses:three_arguments", r"must take \(logprobs, .*too many positional"),
-        ("tests.unit.my_losses:summed", r"tried on six tokens, returned shape \[\], where it is to return"),
-        ("tests.unit.my_losses:number", "returned float, where it is to return"),
+        ("tests.unit.my_losses:summed", r"tried on six tokens, returned shape \[\]; it must return"),
+        ("tests.unit.my_losses:number", "returned float; it must return"),
         ("tests.unit.my_losses:nan", "returned a loss of nan"),
         ("tests.unit.my_losses:root", "has one with NaN or infinity"),
-        ("tests.unit.my_losses:constant", "must have a finite gradient through logprobs, and has none"),
+        ("tests.unit.my_losses:constant", "must have a finite gradient through logprobs; it has none"),
         ("tests.unit.my_losses:raises", "raised KeyError: 'oops'"),
     ],
 )

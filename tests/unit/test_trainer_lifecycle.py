@@ -117,15 +117,15 @@ def test_a_child_that_died_is_started_again(made: Any, capsys: pytest.CaptureFix
 
 
 def spare_of(lifecycle: ServerChild) -> int:
-    assert lifecycle._spare is not None
-    return lifecycle._spare.pid
+    assert lifecycle._standby is not None
+    return lifecycle._standby.pid
 
 
 def test_the_next_server_waits_without_the_port_and_takes_over(made: Any) -> None:
     """A restart hides what the next server imports: it began before, and goes on when the one before has ended."""
     lifecycle = made()
     lifecycle.prepare()
-    assert lifecycle._spare is None, "there is nothing to restart yet"
+    assert lifecycle._standby is None, "there is nothing to restart yet"
     lifecycle.ensure()
     first = instance(lifecycle)
     lifecycle.prepare()
@@ -185,7 +185,7 @@ def test_a_stubborn_child_is_killed(made: Any, monkeypatch: pytest.MonkeyPatch) 
     assert gone(pid)
 
 
-@pytest.mark.parametrize("server", ["c._process", "c.prepare() or c._spare"])
+@pytest.mark.parametrize("server", ["c._process", "c.prepare() or c._standby"])
 def test_servers_die_with_a_killed_trainer(tmp_path: Path, server: str) -> None:
     """The one that serves, and the next one that waits."""
     code = (
@@ -238,7 +238,7 @@ def test_a_server_that_runs_already_is_used_with_the_token_and_left_alone(
             return
         lifecycle.ensure()
         assert instance(lifecycle) == str(other.pid) and not lifecycle.can_restart
-        with pytest.raises(UsageError, match="started by somebody else"):
+        with pytest.raises(UsageError, match="was not started by this trainer"):
             lifecycle.restart("for the test")
         lifecycle.close()
         assert other.poll() is None
@@ -400,7 +400,7 @@ def test_a_restart_that_fails_or_stands_still_says_so(supervisor: Supervisor, tm
     stop.set()
     with pytest.raises(Stopped):
         ask(tmp_path, stop).restart("x")
-    with pytest.raises(UsageError, match=r"no engine of this run is there; it has vllm at 9001, other at 9002"):
+    with pytest.raises(UsageError, match=r"this run has no engine there. Its engines: vllm at 9001, other at 9002"):
         ask(tmp_path, vllm_port=9003).restart("x")
 
 
@@ -413,7 +413,7 @@ def test_a_supervisor_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.
 def test_time_does_not_run_while_the_supervisor_brings_the_engine_back(
     supervisor: Supervisor, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer_core.server.lifecycle.ASK_S", 0.05)
+    monkeypatch.setattr("trainer_core.server.lifecycle.STATUS_EVERY_S", 0.05)
     stack = ask(tmp_path, vllm_port=9002)
     assert isinstance(stack, Supervised)
     supervisor.state = "backoff"

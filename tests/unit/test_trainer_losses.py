@@ -366,7 +366,7 @@ def test_one_wrong_logprob_does_not_outweigh_the_batch() -> None:
 def test_what_no_objective_takes_is_refused() -> None:
     one, rows = torch.zeros(5), Sequences(torch.zeros(5, dtype=torch.int64), 1)
     for function in (grpo_loss, gspo_loss, cispo_loss):
-        with pytest.raises(TypeError, match="no objective takes klcoef; there are kl_coef, dual_clip"):
+        with pytest.raises(TypeError, match="no objective takes klcoef; choose from kl_coef, dual_clip"):
             function(one, one, one, sequences=rows, klcoef=0.1)
         for values in ((one, one[:, None], one), (one, one, one[:, None]), (one, one[:4], one)):
             with pytest.raises(ValueError, match=r"one value for each of T tokens .* are \[5\], but"):

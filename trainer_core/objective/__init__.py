@@ -1,1 +1,1 @@
-"""What is minimised and how trainer and inference server compare: pure functions, sums only."""
+"""Losses, and the comparison of trainer and engine logprobs: pure functions that return sums."""

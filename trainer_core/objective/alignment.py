@@ -1,7 +1,8 @@
-"""Do trainer and inference server compute the same logprobs? Sums, comparison and verdict; pure, no torch.
+"""Alignment of trainer and engine: sums, comparison and verdict on their logprobs. Pure, without
+torch.
 
-Two comparisons that mean different things: over rollout tokens policy lag is included, the probe compares at the same
-weights on both sides. The verdict rests on the probe first.
+There are two comparisons. Rollout tokens include policy lag; the probe compares both sides at the
+same weights. The verdict uses the probe first.
 """
 
 from __future__ import annotations
@@ -28,18 +29,20 @@ Verdict = Literal["ok", "drift", "mismatch"]
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Bounds on mean |trainer - inference| in nats: ok up to the first, mismatch from the second on."""
+    """Bounds on mean |trainer - inference| in nats: ok up to `ok`, mismatch from `mismatch` on,
+    drift between."""
 
     ok: float
     mismatch: float
     half: bool = False
-    """Half precision: it rounds a rare token far."""
+    """Half precision, whose rounding is large for rare tokens."""
     follows: bool = False
-    """`ok` was chosen by nobody: it grows with what the first probe reads, when nothing has been trained yet."""
+    """`ok` is a default: raise it to fit the first probe, before anything is trained."""
 
     def after(self, first: float) -> Thresholds:
-        """These bounds where the first probe differs by `first` nats on average, and is ok: that is rounding, which a
-        deep model has much of, and training changes from one step to the next."""
+        """Bounds after a first probe that is ok and differs by `first` nats on average. That
+        difference is rounding: deep models have more of it, and training changes it from step to
+        step."""
         if not self.follows:
             return self
         return replace(self, ok=min(max(self.ok, FIRST_PROBE * first), self.mismatch), follows=False)
@@ -47,7 +50,8 @@ class Thresholds:
 
 @dataclass(frozen=True)
 class DiffSums:
-    """Sums over tokens of trainer logprobs against the server's; differences are trainer minus inference."""
+    """Sums over tokens of trainer and server logprobs; differences are trainer minus inference, in
+    nats."""
 
     tokens: int = 0
     diff: float = 0.0
@@ -67,7 +71,7 @@ class DiffSums:
         )
 
     def mean(self, total: float) -> float | None:
-        """`total` by token; None when there is none."""
+        """`total` per token; None without tokens."""
         return total / self.tokens if self.tokens else None
 
     @property
@@ -77,14 +81,14 @@ class DiffSums:
 
 @dataclass(frozen=True)
 class ProbeDiffs:
-    """The same weights on both sides: decoded on a fresh and on a cached prefix."""
+    """Comparison at the same weights, decoded on a fresh and on a cached prefix."""
 
     fresh: DiffSums
     cached: DiffSums
     cached_tokens: int | None = None
-    """Prompt tokens served from the prefix cache; null when the server does not say."""
+    """Prompt tokens served from the prefix cache; None if the server does not report it."""
     anchor: DiffSums | None = None
-    """The likeliest answer to the same prompt in every probe, fresh: stale weights answer the same for ever."""
+    """The likeliest answer to one fixed prompt, fresh: with stale weights it never changes."""
 
     @property
     def both(self) -> DiffSums:
@@ -93,14 +97,14 @@ class ProbeDiffs:
 
 @dataclass(frozen=True)
 class Alignment:
-    """The answer, with the cause when it is not ok."""
+    """Verdict, with its cause if it is not ok."""
 
     verdict: Verdict
     cause: str = ""
-    """One of `ALIGNMENT_CAUSES`, a colon, and what was seen."""
+    """One of `ALIGNMENT_CAUSES`, a colon, and the evidence."""
 
     def explained(self, cause: str | None) -> Alignment:
-        """A mismatch with a cause that accounts for the difference; None leaves it as it is."""
+        """A mismatch with the given cause; None keeps this result."""
         return self if cause is None else Alignment("mismatch", cause)
 
 
@@ -112,7 +116,7 @@ def diff_sums(train: Sequence[float], inference: Sequence[float]) -> DiffSums:
 
 
 def thresholds(dtype: str, ok: float | None = None, mismatch: float | None = None) -> Thresholds:
-    """Bounds for weights of `dtype` (torch's name), where the configuration names none."""
+    """Bounds for weights of `dtype` (torch's name); `ok` and `mismatch` override the defaults."""
     half = dtype != "float32"
     bounds = Thresholds(0.1, 0.5) if half else Thresholds(1e-3, 0.05)
     least = bounds.ok if ok is None else ok
@@ -122,38 +126,39 @@ def thresholds(dtype: str, ok: float | None = None, mismatch: float | None = Non
 
 
 class AlignmentGate:
-    """The verdict on every step; remembers what trainer and server said when they last agreed."""
+    """The verdict on every step; keeps the sums of the last agreement."""
 
     def __init__(self, bounds: Thresholds) -> None:
         self.bounds = bounds
         self._agreed: DiffSums | None = None
-        """The anchor of the last probe that was ok."""
+        """Anchor of the last probe that was ok."""
         self._rollouts: tuple[DiffSums, float | None] | None = None
-        """The rollouts of the last step that was ok, and the version of the oldest; they speak where there is no
-        probe."""
+        """Rollouts of the last step that was ok, and their oldest version; used without a probe."""
 
     def judge(
         self, rollouts: DiffSums, probe: ProbeDiffs | None, *, lag_max: float | None = None, version: int = 0
     ) -> Alignment:
-        """The verdict on one step; whoever gave it may know better (`explained`).
+        """Return the verdict on one step; the caller may add a better cause (`explained`).
 
         Args:
             rollouts: over the tokens of the batch, policy lag included.
-            probe: null when none was taken; then only the rollouts speak, with the guides' bound of 0.1.
-            lag_max: oldest rollout in weight versions; null when unknown.
-            version: of the policy's present weights.
+            probe: None: not taken; then the rollouts decide, with the upstream guides' bound of
+                0.1.
+            lag_max: policy lag of the oldest rollout; None: unknown.
+            version: weight version of the policy.
         """
         oldest = None if lag_max is None else version - lag_max
         alignment = Alignment("ok")
         if probe is not None and probe.both.tokens:
             alignment = self._judge_probe(probe)
             if alignment.verdict == "ok":
+                # A later disagreement is compared with this state: which side has moved since?
                 self._agreed = probe.anchor or probe.both
                 self.bounds = self.bounds.after(max(probe.fresh.abs_mean or 0.0, probe.cached.abs_mean or 0.0))
-        lone = alignment.cause.startswith(OUTLIER)
-        if alignment.verdict == "ok" or lone:
+        outlier = alignment.cause.startswith(OUTLIER)
+        if alignment.verdict == "ok" or outlier:
             more = self._judge_rollouts(rollouts, probe, lag_max, oldest)
-            alignment = alignment if lone and more.verdict == "ok" else more
+            alignment = alignment if outlier and more.verdict == "ok" else more
         if alignment.verdict == "ok":
             self._rollouts = rollouts, oldest
         return alignment
@@ -167,6 +172,7 @@ class AlignmentGate:
             return Alignment("mismatch", f"{BROKEN_WEIGHTS}: a logprob is not a finite number on one side")
         if worst == "drift" and (lone := _outlier(probe, self.bounds)):
             return Alignment(worst, f"{OUTLIER}: {lone}")
+        # Only the cached side differs, so the prefix cache has keys and values of old weights.
         if fresh == "ok":
             return Alignment(worst, f"{STALE_PREFIX}: only answers on a cached prefix differ")
         if self._agreed is not None:
@@ -181,41 +187,45 @@ class AlignmentGate:
     ) -> Alignment:
         mean = rollouts.abs_mean
         if mean is None:
-            return Alignment("ok", "no rollout token came with a logprob")
+            return Alignment("ok", "no rollout token has a logprob")
         if not math.isfinite(mean):
             return Alignment("mismatch", f"{BROKEN_WEIGHTS}: a logprob of the batch is not a finite number")
-        if lag_max == 0:  # the same weights on both sides, as in a probe
+        if lag_max == 0:  # the same weights on both sides, as in the probe
             verdict = _grade(rollouts, self.bounds)
             if verdict != "ok" and mean >= ROLLOUT_MISMATCH:
                 verdict = "mismatch"
             return Alignment(verdict, "" if verdict == "ok" else _fresh_cause(mean, probe))
+        # Rounding in half precision may exceed the guides' bound.
         if mean < max(ROLLOUT_DRIFT, self.bounds.ok if self.bounds.half else 0.0):
             return Alignment("ok")
         if probe is None and (how := self._stale(rollouts, oldest)):
             return Alignment("mismatch", f"{STALE_WEIGHTS}: {how}")
-        if lag_max is not None and lag_max <= 1 and mean >= ROLLOUT_MISMATCH:  # more than one update does
+        if lag_max is not None and lag_max <= 1 and mean >= ROLLOUT_MISMATCH:  # more than one update can explain
             return Alignment("mismatch", _FRESH)
         lag = "unknown" if lag_max is None else f"up to {lag_max:g}"
         far: Verdict = "mismatch" if probe is None and mean >= ROLLOUT_MISMATCH else "drift"
         return Alignment(far, f"{POLICY_LAG}: rollouts are far from the policy (lag {lag})")
 
     def _stale(self, rollouts: DiffSums, oldest: float | None) -> str | None:
-        """How the server stood still since the rollouts last agreed, although its version has moved on."""
+        """Evidence that the server's weights did not change since the rollouts last agreed,
+        although its version did; None without such evidence."""
         if self._rollouts is None:
             return None
         then, version = self._rollouts
         if oldest is not None and version is not None and oldest <= version:
-            return None  # older versions answer the same: that is lag
+            return None  # no newer version has arrived, so equal answers are only lag
         train, inference = _moved(then, rollouts)
         return _how_stale(then, rollouts) if train >= ROLLOUT_DRIFT and inference <= STILL * train else None
 
 
 def _outlier(probe: ProbeDiffs, bounds: Thresholds) -> str | None:
-    """What to say where one token alone lifts the mean above the bound, and the others are far below it."""
+    """Evidence that a single token lifts the mean above the bound; None if the others are not far
+    below it."""
     lone = None
     for sums in (probe.fresh, probe.cached):
         if _grade(sums, bounds) == "ok":
             continue
+        # Mean of the tokens without the largest difference.
         others = (sums.abs_diff - sums.abs_max) / max(sums.tokens - 1, 1)
         if not bounds.half or sums.tokens < 2 or others > OUTLIER_OTHERS * bounds.ok:
             return None
@@ -224,7 +234,8 @@ def _outlier(probe: ProbeDiffs, bounds: Thresholds) -> str | None:
 
 
 def _fresh_cause(mean: float, probe: ProbeDiffs | None) -> str:
-    """Sampling or weights? The probe is asked without sampling options: what it sees too, they did not do."""
+    """Cause of a difference in fresh rollouts: sampling or weights. The probe uses no sampling
+    options, so a difference that it shows too comes from the weights."""
     seen = probe.fresh.abs_mean if probe is not None else None
     if seen is None or seen <= ALIKE * mean:
         return _FRESH
@@ -232,21 +243,22 @@ def _fresh_cause(mean: float, probe: ProbeDiffs | None) -> str:
 
 
 def _moved(then: DiffSums, now: DiffSums) -> tuple[float, float]:
-    """How far the means of trainer and server have moved, in nats."""
+    """Change of the trainer's and the server's mean logprob, in nats."""
     train = (now.mean(now.train) or 0.0) - (then.mean(then.train) or 0.0)
     inference = (now.mean(now.inference) or 0.0) - (then.mean(then.inference) or 0.0)
     return abs(train), abs(inference)
 
 
 def _alike(then: DiffSums, now: DiffSums) -> str | None:
-    """What to say where both sides moved together, to within the difference that they had when they agreed."""
+    """Evidence that both sides moved together, within the difference at their last agreement; None
+    otherwise."""
     noise = then.abs_mean or 0.0
     apart = abs((now.mean(now.diff) or 0.0) - (then.mean(then.diff) or 0.0))
     if apart > noise:
         return None
     train, inference = _moved(then, now)
     return (
-        f"both sides moved alike (means by {train:.2g} here, {inference:.2g} there), single tokens differ by "
+        f"both sides moved alike (means by {train:.2g} here, {inference:.2g} there), tokens differ on average by "
         f"{now.abs_mean or 0.0:.2g} nats, {noise:.2g} before"
     )
 
@@ -256,25 +268,26 @@ def _how_stale(then: DiffSums, now: DiffSums) -> str:
     if inference <= STILL * train:
         return f"the server's mean stands still while the trainer's has moved by {train:.2g}"
     return (
-        f"the server follows only in part (means moved by {inference:.2g} there, {train:.2g} here): a tensor that is "
-        "not shared, or a graph that computes with a copy"
+        f"the server follows only in part (means moved by {inference:.2g} there, {train:.2g} here): a tensor is not "
+        "shared, or a compiled graph uses a copy"
     )
 
 
 STILL = 0.1
-"""A mean that moved by less than this share of the other one stands still."""
+"""Largest ratio of two means' changes at which the smaller one counts as unchanged."""
 ALIKE = 0.3
-"""A probe that differs by more than this share of what the rollouts differ by sees the same fault."""
+"""Share of the rollouts' difference above which the probe shows the same fault."""
 OUTLIER_OTHERS = 0.4
-"""Share of the bound below which the others' mean speaks for one rounded token; above it the whole drifts."""
+"""Share of the bound below which the other tokens' mean shows a single rounded token; above it, all
+drift."""
 _FRESH = (
-    f"{SAMPLING}: fresh rollouts differ: top-p, top-k, min-p or penalties, a temperature that generation_params does "
-    "not tell, or raw logprobs"
+    f"{SAMPLING}: fresh rollouts differ: top-p, top-k, min-p or penalties, a temperature missing in "
+    "generation_params, or raw logprobs"
 )
 FIRST_PROBE = 2.0
-"""A probe in half precision may differ by so many times what the first one did, of weights that nobody had changed."""
+"""Factor on the first probe's difference in half precision that later probes may reach."""
 ROLLOUT_DRIFT = 0.1
-"""The guides' bound on mean |difference| over rollouts."""
+"""The upstream guides' bound on mean |difference| over rollouts, in nats."""
 ROLLOUT_MISMATCH = 1.0
 _ORDER: list[Verdict] = ["ok", "drift", "mismatch"]
 
@@ -287,4 +300,5 @@ def _grade(sums: DiffSums, bounds: Thresholds) -> Verdict:
 
 
 def _max(a: float, b: float) -> float:
+    # `max` would drop a NaN, depending on the order of its arguments.
     return b if math.isnan(b) or b > a else a

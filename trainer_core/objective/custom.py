@@ -1,19 +1,20 @@
-"""A loss function of one's own: found by its name, and tried before anything is trained with it.
+"""Custom loss functions: find one by name, and test it before training.
 
     def my_loss(logprobs, rollout_logprobs, advantages, sequences):
-        '''Loss of each of T tokens, [T], in float32, with gradient through `logprobs` alone.
+        '''Loss of each of T tokens, [T], in float32, with gradient only through `logprobs`.
 
         Args:
             logprobs: [T] of the policy, in nats.
-            rollout_logprobs: [T] of the policy that the ratio is against: as they came with the rollouts, or, with
+            rollout_logprobs: [T], the base of the ratio: as they came with the rollouts, or, with
                 `ratio_base = proximal`, the trainer's own before the batch's first optimizer step.
             advantages: [T]
             sequences: `Sequences`, which of them each token belongs to.
         '''
 
-The T tokens are those of one packed row. It is called from several threads, and must not depend on what it was called
-with before. Sums, importance weights, masks, denominator and the terms of kl_coef, ref_kl_coef and distill_coef are the
-trainer's; a function that returns `LossSums` of its own does all of that itself, but for the denominator.
+The T tokens are those of one packed row. Several threads call the function, so it must not keep
+state between calls. The trainer applies sums, importance weights, masks, the denominator and the
+terms of kl_coef, ref_kl_coef and distill_coef. A function that returns `LossSums` does all of that
+itself, except for the denominator.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ from trainer_core.objective.loss import Formula, LossSums, Sequences, from_funct
 def own_loss(
     config: TrainingConfig, function: Formula | None, device: torch.device
 ) -> Callable[..., LossSums] | None:  # fmt: skip
-    """The function that `config.loss` names, or `function`, as an objective; null where there is neither.
+    """The function `config.loss` or `function`, as an objective; None if neither is set.
 
     Raises:
-        LossError: it is not found, takes other arguments, raises, or returns no finite losses with a gradient.
+        LossError: it is missing, takes other arguments, raises, or does not return finite losses
+            with a gradient.
     """
     if function is None and config.loss is None:
         return None
@@ -54,33 +56,33 @@ def own_loss(
     lost = [flag(term) for term in alone if getattr(config, term)]
     lost += ["--ratio-base proximal"] if sums and config.ratio_base == "proximal" else []
     if lost:
-        raise LossError(f"{name} returns LossSums, to which {', '.join(lost)} cannot be added: return losses by token")
+        raise LossError(f"{name} returns LossSums, which excludes {', '.join(lost)}. fix: return losses by token")
     return from_function(found, name)
 
 
 def find_function(name: str) -> Formula:
-    """The function `package.module:function`.
+    """Import the function `package.module:function`.
 
     Raises:
-        LossError: no such module or function, or the module raises as it is imported.
+        LossError: the module or function is missing, or the import raises.
     """
     module, _, attribute = name.partition(":")
     if (here := str(Path.cwd())) not in sys.path:
-        sys.path.append(here)  # last: nothing of ours is to be hidden by a folder of its name
+        sys.path.append(here)  # last, so that a local folder cannot hide one of our packages
     try:
         imported = import_module(module)
-    except Exception as error:  # whatever a foreign module does as it is imported
+    except Exception as error:  # a foreign module may raise anything
         raise LossError(f"--loss {name}: cannot import {module} ({type(error).__name__}: {error})") from error
     if not hasattr(imported, attribute):
         raise LossError(f"--loss {name}: the module {module} has no {attribute}")
     found: Formula = getattr(imported, attribute)
     if not callable(found):
-        raise LossError(f"--loss {name} is no function but {type(found).__name__}")
+        raise LossError(f"--loss {name}: expected a function, found {type(found).__name__}")
     return found
 
 
 def _try(function: Formula, name: str, device: torch.device) -> bool:
-    """Call it once on six tokens of two sequences; whether it returns sums.
+    """Call the function once on six tokens of two sequences; return True if it returns `LossSums`.
 
     Raises:
         LossError: as in `own_loss`.
@@ -89,6 +91,7 @@ def _try(function: Formula, name: str, device: torch.device) -> bool:
     rollout = logprobs.detach() - torch.tensor([0.0, 0.1, -0.1, 0.0, 0.2, -0.2], device=device)
     advantages = torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0, -1.0], device=device)
     sequences = Sequences(torch.tensor([0, 0, 0, 1, 1, 1], device=device), 2)
+    # `from_function` hides what the function returned.
     given: list[bool] = []
 
     def noted(*values: Any) -> torch.Tensor | LossSums:
@@ -99,11 +102,12 @@ def _try(function: Formula, name: str, device: torch.device) -> bool:
     total = from_function(noted, f"{name}, tried on six tokens,")(
         logprobs, rollout, advantages, sequences=sequences
     ).loss  # fmt: skip
+    # A wrong result is reported below instead of as torch's own exception.
     if total.requires_grad and not total.ndim:
         total.backward()
     if total.ndim or not bool(total.isfinite()):
         raise LossError(f"{name}, tried on six tokens, returned a loss of {total.tolist()}")
     if logprobs.grad is None or not bool(logprobs.grad.isfinite().all()):
         got = "none" if logprobs.grad is None else "one with NaN or infinity"
-        raise LossError(f"{name} must have a finite gradient through logprobs, and has {got}")
+        raise LossError(f"{name} must have a finite gradient through logprobs; it has {got}")
     return given[0]

@@ -1,19 +1,21 @@
-"""The objectives as pure functions that return sums over tokens, never means.
+"""Objectives as pure functions that return sums over tokens, never means.
 
-    grpo_loss  gspo_loss  cispo_loss               # the policy's
-    reference_kl  teacher_kl                       # added to each token's loss, whatever the objective
-    balance_loss                                   # of a whole row, added beside all of that
+    grpo_loss  gspo_loss  cispo_loss               # loss of the policy
+    reference_kl  teacher_kl                       # added to each token's loss, for any objective
+    balance_loss                                   # of a whole row, added separately
 
-Dr. GRPO and DAPO have the terms of `grpo_loss`; what differs is in `registry.py`.
+Dr. GRPO and DAPO use `grpo_loss`; `registry.py` has the differences.
 
-The one denominator of an optimizer step (its trained tokens, its sequences, or a constant) is applied by the caller, so
-loss and gradient are the same for every split into micro-batches, packed rows and ranks. Below, r = pi / pi_base with
-pi_base the rollout policy, or the trainer at batch start (`correct`); sg() stops the gradient; A is the advantage.
+The caller divides by the one denominator of an optimizer step (trained tokens, sequences, or a
+constant). So loss and gradient are equal for every split into micro-batches, packed rows and ranks.
+Below, r = pi / pi_base with pi_base the rollout policy, or the trainer at batch start (`correct`);
+sg() stops the gradient; A is the advantage.
 
-`ratio_base = proximal` corrects for what trainer and inference server compute differently: the ratio is then against
-the trainer's own logprobs at batch start, so it measures the policy's movement alone; the gap to the policy that really
-sampled goes into a truncated weight, and tokens or sequences too far off can be left out. With `ratio_base = rollout`
-one ratio does both, and there is no `Correction`: never both corrections at once.
+`ratio_base = proximal` corrects for numerical differences between trainer and engine. The ratio is
+then against the trainer's own logprobs at batch start, so it measures only the policy's movement.
+The gap to the policy that sampled becomes a truncated weight, and tokens or sequences with a large
+gap can be masked. With `ratio_base = rollout` one ratio covers both, and `Correction` is None: the
+two corrections are never combined.
 """
 
 from __future__ import annotations
@@ -28,16 +30,17 @@ from torch import nn
 from trainer_core.errors import LossError, UsageError
 
 MAX_LOG_RATIO = 20.0
-"""exp of more would overflow, and its gradient is meaningless."""
+"""Limit of |log ratio|: exp of more would overflow, and its gradient is meaningless."""
 MOST_K3 = 10.0
-"""k3 of one token, in nats, as in verl (`kl_penalty`): beyond it a token has no gradient, instead of one of e^20."""
+"""Limit of one token's k3 in nats, as in verl (`kl_penalty`): beyond it the gradient is 0 instead
+of e^20."""
 LEAST_TAIL = 1e-6
-"""Probability that the tokens which a teacher does not name have at least: log 0 would be an infinite pull, and float32
-cannot tell 1 - 1e-8 from 1."""
+"""Lower bound of the total probability of tokens that a teacher does not name: log 0 would be an
+infinite penalty, and float32 cannot tell 1 - 1e-8 from 1."""
 
 
 class Sequences(NamedTuple):
-    """Which of S sequences each of T tokens belongs to."""
+    """Assignment of T tokens to S sequences."""
 
     ids: torch.Tensor
     """[T] int64, 0 to S - 1"""
@@ -49,64 +52,70 @@ class Sequences(NamedTuple):
         return values.new_zeros(self.size).index_add(0, self.ids, values)
 
     def sizes(self, kept: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-        """[T] kept tokens of each token's sequence, at least 1, in the type of `like`."""
+        """[T] number of kept tokens in each token's sequence, at least 1, in the dtype of
+        `like`."""
         ones = torch.ones_like(like) if kept is None else kept.to(like.dtype)
         return self.totals(ones.detach()).clamp(min=1.0)[self.ids]
 
     def mean(self, values: torch.Tensor, kept: torch.Tensor | None = None) -> torch.Tensor:
         """[T] mean of `values` over the kept tokens of each token's sequence."""
+        # Masked values may be infinite, so replace them before summing.
         known = values if kept is None else torch.where(kept, values, 0.0)
         return self.totals(known)[self.ids] / self.sizes(kept, values)
 
 
 class Correction(NamedTuple):
-    """Constants for T tokens."""
+    """Constants of the importance correction for T tokens."""
 
     base: torch.Tensor
     """[T] trainer logprobs at batch start: the base of the ratio"""
     weight: torch.Tensor
     """[T] min(pi_base / pi_rollout, cap)"""
     truncated: torch.Tensor
-    """[T] bool, where the cap held"""
+    """[T] bool, True where the cap applied"""
     keep: torch.Tensor | None
-    """[T] bool, tokens that train; null keeps all"""
+    """[T] bool, tokens that train; None keeps all"""
 
 
 class LossSums(NamedTuple):
-    """Sums over the T tokens that `correction` keeps (all, without one), and a maximum. `loss` alone has a gradient."""
+    """Sums, and a maximum, over the T tokens that `correction` keeps (all without one). Only `loss`
+    has a gradient."""
 
     loss: torch.Tensor
     ratio: torch.Tensor
     clipped: torch.Tensor
-    """Tokens whose ratio lies outside [1 - clip_eps, 1 + clip_eps_high]: `clipped_low` and `clipped_high` together. TRL
-    and verl count those alone whose advantage makes the clipped term the one that holds."""
+    """Tokens with a ratio outside [1 - clip_eps, 1 + clip_eps_high]: `clipped_low` plus
+    `clipped_high`. TRL and verl count only those whose advantage makes the clipped term the active
+    one."""
     kl_k3: torch.Tensor
     tokens: torch.Tensor
     clipped_low: torch.Tensor
     clipped_high: torch.Tensor
     dual_clipped: torch.Tensor
-    """Tokens with A < 0 whose ratio lies above `dual_clip`."""
+    """Tokens with A < 0 and a ratio above `dual_clip`."""
     ratio_max: torch.Tensor
-    """The largest ratio of them; 0 where none is kept."""
+    """Largest ratio; 0 if no token is kept."""
 
 
 class Common(TypedDict, total=False):
-    """What every objective takes beside its clip range; anything else is refused."""
+    """Keywords of every objective besides its clip range; others are refused."""
 
     kl_coef: float
     """Weight of k3 against the rollout policy; default 0."""
     dual_clip: float | None
-    """Bound on the ratio of tokens with A < 0; default none."""
+    """Bound on the ratio of tokens with A < 0; default: none."""
     sequences: Sequences | None
-    """Which sequence each token belongs to; needed by gspo and by `per_sequence`."""
+    """Sequence of each token; required by gspo and by `per_sequence`."""
     penalty: torch.Tensor | None
-    """[T] further terms of each token's loss, with gradient (as `reference_kl`); they take no importance weight."""
+    """[T] further terms of each token's loss, with gradient (as `reference_kl`); not multiplied by
+    the importance weight."""
     correction: Correction | None
-    """Ratio base, weights and mask of `ratio_base = proximal`; default: the ratio is against the rollout policy."""
+    """Ratio base, weights and mask of `ratio_base = proximal`; default: the ratio is against the
+    rollout policy."""
 
 
 class _Terms(NamedTuple):
-    """What an objective says of each of T tokens: its loss, and the ratio that it clips."""
+    """Loss of each of T tokens, and the ratio that the objective clips."""
 
     loss: torch.Tensor
     ratio: torch.Tensor
@@ -118,22 +127,25 @@ def grpo_loss(
 ) -> LossSums:  # fmt: skip
     """Sum over tokens of -min(r A, clip(r, 1 - low, 1 + high) A) + kl_coef k3.
 
-    The pessimistic bound of PPO (Schulman et al. 2017, eq. 7) with group-relative advantages (DeepSeekMath, Shao et al.
-    2024, arXiv:2402.03300, eq. 3). Divided by all trained tokens it equals verl's `compute_policy_loss` (vanilla,
-    core_algos.py) with its defaults: `loss_agg_mode="token-mean"` and, for `dual_clip` 3, `clip_ratio_c`. With
-    `per_sequence` and divided by the sequences it is DeepSeekMath's eq. 3 and TRL's `loss_type="grpo"`
-    (grpo_trainer.py, `_compute_loss`). With `dual_clip` = c, tokens with A < 0 lose at most c |A| (Ye et al. 2020,
-    arXiv:1912.09729, eq. 5): verl's `clip_ratio_c`, TRL's `delta`.
+    The pessimistic bound of PPO (Schulman et al. 2017, eq. 7) with group-relative advantages
+    (DeepSeekMath, Shao et al. 2024, arXiv:2402.03300, eq. 3). Divided by all trained tokens it
+    equals verl's `compute_policy_loss` (vanilla, core_algos.py) with its defaults:
+    `loss_agg_mode="token-mean"` and, for `dual_clip` 3, `clip_ratio_c`. With `per_sequence` and
+    divided by the sequences it is DeepSeekMath's eq. 3 and TRL's `loss_type="grpo"`
+    (grpo_trainer.py, `_compute_loss`). With `dual_clip` = c, tokens with A < 0 lose at most c |A|
+    (Ye et al. 2020, arXiv:1912.09729, eq. 5): verl's `clip_ratio_c`, TRL's `delta`.
 
-    k3 = q - 1 - log q with q = pi / pi_rollout (Schulman, "Approximating KL divergence") is the unbiased estimate of
-    KL(rollout || policy) on tokens that the rollout policy sampled; it is always against the rollout policy.
+    k3 = q - 1 - log q with q = pi / pi_rollout (Schulman, "Approximating KL divergence") is the
+    unbiased estimate of KL(rollout || policy) on tokens sampled by the rollout policy; it is always
+    against the rollout policy.
 
     Args:
         logprobs: [T] float32 of the policy, with gradient.
-        rollout_logprobs: [T] float32 of the policy that sampled the tokens, at the same temperature.
+        rollout_logprobs: [T] float32 of the policy that sampled the tokens, at the same
+            temperature.
         advantages: [T] float32.
         clip_eps_high: upper half of the clip range; default: `clip_eps`.
-        per_sequence: weigh every token by 1 / (trained tokens of its sequence).
+        per_sequence: weight every token by 1 / (trained tokens of its sequence).
     """
     _check(logprobs, rollout_logprobs, advantages, common)
     log_ratio = _log_ratio(logprobs, rollout_logprobs, common)
@@ -148,15 +160,16 @@ def gspo_loss(
 ) -> LossSums:  # fmt: skip
     """Sum over sequences of the mean over their tokens of -min(s A, clip(s, 1 - low, 1 + high) A).
 
-    s = (pi(y) / pi_base(y)) ** (1 / |y|) is one ratio for the whole sequence (GSPO, Zheng et al. 2025,
-    arXiv:2507.18071, eq. 5-7; clip range of section 5.1). Written as sg(s) pi / sg(pi) at every token (eq. 13-14), so
-    that advantages may differ within a sequence; where they do not, value and gradient are those of eq. 5. A weight
-    of each token (`ratio_base = proximal` with `tis_cap`) makes it eq. 13 with that weight, no longer eq. 5. Divided
-    by the sequences it equals verl's `compute_policy_loss_gspo` (`seq-mean-token-mean`) and TRL's
+    s = (pi(y) / pi_base(y)) ** (1 / |y|) is one ratio for the whole sequence (GSPO, Zheng et al.
+    2025, arXiv:2507.18071, eq. 5-7; clip range of section 5.1). It is written as sg(s) pi / sg(pi)
+    at every token (eq. 13-14), so that advantages may differ within a sequence; if they do not,
+    value and gradient equal eq. 5. A weight per token (`ratio_base = proximal` with `tis_cap`)
+    gives eq. 13 with that weight instead of eq. 5. Divided by the sequences it equals verl's
+    `compute_policy_loss_gspo` (`seq-mean-token-mean`) and TRL's
     `importance_sampling_level="sequence"` with `loss_type="grpo"`.
 
     Raises:
-        ValueError: without `sequences`.
+        ValueError: `sequences` is missing.
     """
     _check(logprobs, rollout_logprobs, advantages, common)
     sequences = common.get("sequences")
@@ -164,7 +177,7 @@ def gspo_loss(
         raise ValueError("gspo_loss needs `sequences`: its ratio is one for each whole sequence")
     log_ratio = _log_ratio(logprobs, rollout_logprobs, common)
     mean = sequences.mean(log_ratio.detach(), _kept(common))
-    # The exponent is worth `mean`; its gradient is that of the token's own logprob.
+    # The exponent has the value `mean` and the gradient of the token's own logprob.
     ratio = (mean + log_ratio - log_ratio.detach()).exp()
     low, high = _range(clip_eps, clip_eps_high)
     terms = _clipped(ratio, advantages, low, high, common.get("dual_clip"))
@@ -175,34 +188,39 @@ def cispo_loss(
     logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, advantages: torch.Tensor, *, clip_eps: float = 1.0,
     clip_eps_high: float | None = 4.0, per_sequence: bool = False, **common: Unpack[Common],
 ) -> LossSums:  # fmt: skip
-    """Sum over tokens of -sg(clip(r, 1 - low, 1 + high)) A log pi: the weight is clipped, no token loses its gradient.
+    """Sum over tokens of -sg(clip(r, 1 - low, 1 + high)) A log pi: clips the weight, and every
+    token keeps its gradient.
 
-    MiniMax-M1 (2025, arXiv:2506.13585, eq. 4-5), which leaves the lower bound open: 1 here. The upper bound 5 follows
-    ScaleRL (arXiv:2510.13786) as TRL does (`epsilon_high=5.0`, an absolute bound there). Divided by all tokens it is
-    TRL's `loss_type="cispo"` and verl's `compute_policy_loss_cispo` with clip ratios (1, 4). A dual clip does nothing.
+    MiniMax-M1 (2025, arXiv:2506.13585, eq. 4-5), which leaves the lower bound open: 1 here. The
+    upper bound 5 follows ScaleRL (arXiv:2510.13786) as TRL does (`epsilon_high=5.0`, an absolute
+    bound there). Divided by all tokens it is TRL's `loss_type="cispo"` and verl's
+    `compute_policy_loss_cispo` with clip ratios (1, 4). `dual_clip` has no effect on the loss.
     """
     _check(logprobs, rollout_logprobs, advantages, common)
     ratio = _log_ratio(logprobs, rollout_logprobs, common).exp()
     low, high = _range(clip_eps, clip_eps_high)
+    # The ratio is a constant weight here; the gradient comes only from log pi.
     terms = _Terms(-ratio.detach().clamp(low, high) * advantages * _wide(logprobs), ratio.detach())
     return _sums(terms, logprobs, rollout_logprobs, advantages, low, high, per_sequence, common)
 
 
 Formula = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Sequences], "torch.Tensor | LossSums"]
-"""(logprobs [T] with gradient, base of the ratio [T], advantages [T], sequences) -> losses by token, [T], or sums."""
+"""Map (logprobs [T] with gradient, base of the ratio [T], advantages [T], sequences) to losses by
+token, [T], or sums."""
 
 
 def from_function(formula: Formula, name: str) -> Callable[..., LossSums]:
-    """`formula` as an objective, with the arguments of those above.
+    """Wrap `formula` as an objective with the arguments of those above.
 
-    Losses by token are weighed, masked, counted and summed as theirs are, and get the terms of `kl_coef` and `penalty`;
-    the clip range only measures how many ratios lie outside of it. `LossSums` are taken as they come.
+    Losses by token are weighted, masked, counted and summed as for the other objectives, and get
+    the terms of `kl_coef` and `penalty`; the clip range only counts ratios outside of it.
+    `LossSums` are returned unchanged.
 
     Args:
-        name: in what the errors say.
+        name: used in error messages.
 
-    Raises (what is returned):
-        LossError: `formula` raised, or gave something else.
+    Raises (the returned function):
+        LossError: `formula` raised, or returned something else.
     """
 
     def own(
@@ -212,12 +230,12 @@ def from_function(formula: Formula, name: str) -> Callable[..., LossSums]:
         _check(logprobs, rollout_logprobs, advantages, common)
         sequences, correction = common.get("sequences"), common.get("correction")
         if sequences is None:
-            raise ValueError("a function of one's own is handed `sequences`")
+            raise ValueError("a custom loss function needs `sequences`")
         base = rollout_logprobs if correction is None else correction.base
         try:
             made = formula(logprobs, base, advantages, sequences)
         except Exception as error:
-            if isinstance(error, RuntimeError) and logprobs.is_cuda:  # memory, or a server's end
+            if isinstance(error, RuntimeError) and logprobs.is_cuda:  # out of memory, or a lost server
                 raise
             raise LossError(f"{name} raised {type(error).__name__}: {error}") from error
         if isinstance(made, LossSums):
@@ -225,7 +243,7 @@ def from_function(formula: Formula, name: str) -> Callable[..., LossSums]:
         if not isinstance(made, torch.Tensor) or made.shape != logprobs.shape:
             got = f"shape {list(made.shape)}" if isinstance(made, torch.Tensor) else type(made).__name__
             wanted = f"the loss of each token, [{len(logprobs)}], or LossSums"
-            raise LossError(f"{name} returned {got}, where it is to return {wanted}")
+            raise LossError(f"{name} returned {got}; it must return {wanted}")
         low, high = _range(clip_eps, clip_eps_high)
         terms = _Terms(made, _bounded(logprobs, base).exp().detach())
         return _sums(terms, logprobs, rollout_logprobs, advantages, low, high, per_sequence, common)
@@ -236,9 +254,9 @@ def from_function(formula: Formula, name: str) -> Callable[..., LossSums]:
 def _check(
     logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, advantages: torch.Tensor, common: Common
 ) -> None:  # fmt: skip
-    """Raises: TypeError: a keyword that no objective has. ValueError: values that are not one for each token."""
+    """Raises TypeError for an unknown keyword, ValueError for values that are not [T]."""
     if unknown := sorted(common.keys() - Common.__annotations__.keys()):
-        raise TypeError(f"no objective takes {', '.join(unknown)}; there are {', '.join(Common.__annotations__)}")
+        raise TypeError(f"no objective takes {', '.join(unknown)}; choose from {', '.join(Common.__annotations__)}")
     given = {"logprobs": logprobs, "rollout_logprobs": rollout_logprobs, "advantages": advantages}
     if (sequences := common.get("sequences")) is not None:
         given["sequences.ids"] = sequences.ids
@@ -253,9 +271,10 @@ def _check(
 
 
 def _clipped(ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float, dual_clip: float | None) -> _Terms:
-    """-min(r A, clip(r) A), for A < 0 at most dual_clip |A|."""
+    """-min(r A, clip(r) A); for A < 0 at most dual_clip |A|."""
     loss = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
     if dual_clip is not None:
+        # A large ratio with A < 0 makes the loss unbounded; this bounds it, and stops its gradient.
         loss = torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
     return _Terms(loss, ratio.detach())
 
@@ -264,9 +283,10 @@ def _sums(
     terms: _Terms, logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, advantages: torch.Tensor,
     low: float, high: float, per_sequence: bool, common: Common,
 ) -> LossSums:  # fmt: skip
-    """Weights, KL and mask, the same for every objective."""
+    """Apply weights, KL and mask, which are the same for every objective."""
     correction, loss = common.get("correction"), terms.loss
     if correction is not None:
+        # Before KL and penalty, which are not importance-sampled.
         loss = loss * correction.weight
     log_ratio = _bounded(logprobs, rollout_logprobs)
     k3 = bounded_k3(log_ratio)
@@ -286,12 +306,14 @@ def _sums(
     dual = torch.zeros_like(keep) if bound is None else (terms.ratio > bound) & (advantages < 0) & keep
 
     def of_kept(values: torch.Tensor) -> torch.Tensor:
+        # `where` instead of a product: a masked token may be NaN or infinite.
         return values if kept is None else torch.where(kept, values, 0.0)
 
     return LossSums(
         loss=of_kept(loss).sum(), ratio=of_kept(terms.ratio).sum(), clipped=under.sum() + above.sum(),
         kl_k3=of_kept(k3.detach()).sum(), tokens=keep.sum(dtype=loss.dtype), clipped_low=under.sum(),
         clipped_high=above.sum(), dual_clipped=dual.sum(),
+        # The appended 0 covers a row without kept tokens.
         ratio_max=torch.cat([of_kept(terms.ratio), terms.ratio.new_zeros(1)]).max(),
     )  # fmt: skip
 
@@ -320,7 +342,7 @@ def _kept(common: Common) -> torch.Tensor | None:
 
 
 def _wide(values: torch.Tensor) -> torch.Tensor:
-    """At least float32: half-precision logprobs are off by up to 0.04 nats."""
+    """Convert to at least float32: half-precision logprobs are off by up to 0.04 nats."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
@@ -331,7 +353,7 @@ class Bounds:
     cap: float = 2.0
     """Upper bound of the importance weight (TIS)."""
     mask: str = "none"
-    """none, token or sequence: what is left out where its weight lies outside [low, high]."""
+    """none, token or sequence: unit that is masked if its weight is outside [low, high]."""
     low: float = 0.5
     high: float = 2.0
 
@@ -339,18 +361,18 @@ class Bounds:
 def correct(
     base: torch.Tensor, rollout_logprobs: torch.Tensor, bounds: Bounds, sequences: Sequences | None = None
 ) -> Correction:
-    """Weight and mask of T tokens.
+    """Compute weight and mask of T tokens.
 
-    Truncated importance sampling (Ionides 2008; Yao et al. 2025, "Your efficient RL framework secretly brings you
-    off-policy RL training"): verl's `rollout_is="token"` with `rollout_is_threshold`, TRL's
-    `vllm_importance_sampling_correction`, where it goes by token. The mask is rejection sampling as in verl's
-    `rollout_rs`, by token or by the geometric mean over a sequence, whose bounds do not depend on its length. What is
-    masked counts in no denominator.
+    Truncated importance sampling (Ionides 2008; Yao et al. 2025, "Your efficient RL framework
+    secretly brings you off-policy RL training"): verl's `rollout_is="token"` with
+    `rollout_is_threshold`, TRL's `vllm_importance_sampling_correction` by token. The mask is
+    rejection sampling as in verl's `rollout_rs`, by token or by the geometric mean over a sequence,
+    whose bounds do not depend on its length. Masked tokens count in no denominator.
 
     Args:
-        base: [T] trainer logprobs at batch start; no gradient goes through it.
+        base: [T] trainer logprobs at batch start; detached.
         rollout_logprobs: [T].
-        sequences: needed when `bounds.mask` is sequence.
+        sequences: required if `bounds.mask` is sequence.
     """
     base = base.detach()
     gap = (base - rollout_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -367,36 +389,41 @@ def correct(
 
 
 def reference_kl(logprobs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """k3 of KL(policy || reference) at each token, [T], in nats, with gradient; 0 where the reference is NaN.
+    """k3 of KL(policy || reference) at each token, [T], in nats, with gradient; 0 where the
+    reference is NaN.
 
-    exp(d) - 1 - d with d = log pi_reference - log pi (Schulman, "Approximating KL divergence"): DeepSeekMath's eq. 4
-    (arXiv:2402.03300), verl's `low_var_kl`, TRL's `beta`. Its value is
-    unbiased for tokens that the policy itself sampled. Its gradient is that of KL(reference || policy), and a token
-    with k3 above `MOST_K3` has none.
+    exp(d) - 1 - d with d = log pi_reference - log pi (Schulman, "Approximating KL divergence"):
+    DeepSeekMath's eq. 4 (arXiv:2402.03300), verl's `low_var_kl`, TRL's `beta`. Its value is
+    unbiased for tokens sampled by the policy itself. Its gradient is that of KL(reference ||
+    policy), and 0 for a token with k3 above `MOST_K3`.
 
     Args:
         logprobs: [T] float32 of the policy, with gradient.
         reference: [T] float32 at the same temperature.
     """
     known = ~reference.isnan()
+    # Replace NaN before the arithmetic: `where` alone would still give NaN gradients.
     gap = (torch.where(known, reference, 0.0) - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return torch.where(known, bounded_k3(gap), 0.0)
 
 
 def teacher_kl(logprobs: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    """Reverse KL(policy || teacher) at each of T positions, [T], in nats, with gradient; 0 where there is no teacher.
+    """Reverse KL(policy || teacher) at each of T positions, [T], in nats, with gradient; 0 without
+    a teacher.
 
-    On the K tokens that the teacher names it is exact, sum over v of pi(v) (log pi(v) - log q(v)); all others count as
-    one more outcome of both, whose probability is what is left. So it is the divergence of two distributions over K + 1
-    outcomes: never negative, 0 where they agree, and at most the divergence over the whole vocabulary (data processing
-    inequality). Nothing is renormalized, so probability outside of the K tokens costs what the teacher gives it.
-    No gradient goes through which states were visited (GKD, Agarwal et al. 2024, arXiv:2306.13649, with its reverse KL
-    on the student's own sequences).
+    On the teacher's K tokens it is exact: sum over v of pi(v) (log pi(v) - log q(v)). All other
+    tokens count as one more outcome with the remaining probability. So it is the divergence of two
+    distributions over K + 1 outcomes: never negative, 0 if they agree, and at most the divergence
+    over the whole vocabulary (data processing inequality). Without renormalization, probability
+    outside of the K tokens costs what the teacher assigns to it. The visited states carry no
+    gradient (GKD, Agarwal et al. 2024, arXiv:2306.13649, with its reverse KL on the student's own
+    sequences).
 
     Args:
         logprobs: [T, K] float32 of the policy for the teacher's tokens, with gradient.
-        teacher: [T, K] float32; -Infinity where the teacher names fewer than K.
+        teacher: [T, K] float32; -inf where the teacher names fewer than K.
     """
+    # [T, K]: padding has -inf.
     named = teacher > -torch.inf
     ours, theirs = torch.where(named, logprobs, -torch.inf), teacher
     inside = torch.where(named, logprobs.exp() * (logprobs - torch.where(named, theirs, 0.0)), 0.0).sum(1)
@@ -406,25 +433,27 @@ def teacher_kl(logprobs: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
 
 
 def balance_coefficient(model: nn.Module, asked: float | None) -> float:
-    """Weight of the balance loss: what was asked for, else what config.json wants where it says `output_router_logits`.
+    """Weight of the balance loss: `asked`, else config.json's coefficient if it sets
+    `output_router_logits`, else 0.
 
     Raises:
-        UsageError: there is nothing to balance in this model.
+        UsageError: the model has no experts to balance.
     """
     config = model.config
     own = getattr(config, "router_aux_loss_coef", None) if getattr(config, "output_router_logits", False) else 0.0
     wanted = own or 0.0 if asked is None else asked
     if wanted and "router_logits" not in (getattr(model.base_model, "_can_record_outputs", None) or {}):
         name = type(model).__name__
-        raise UsageError(f"--router-aux-loss-coef {wanted:g}: {name} has no experts to balance; leave it out")
+        raise UsageError(f"--router-aux-loss-coef {wanted:g}: {name} has no experts to balance. fix: drop the flag")
     return wanted
 
 
 def balance_loss(router_logits: Sequence[torch.Tensor], chosen: int) -> torch.Tensor:
-    """How unevenly the router loads its experts: experts * sum of (share of tokens * mean probability), [] float32.
+    """Imbalance of the experts' load: experts * sum of (share of tokens * mean probability), []
+    float32.
 
-    Over all tokens and layers together, as transformers' `load_balancing_loss_func` (Fedus et al. 2021, Switch
-    Transformer, equations 4 to 6). Even loads give `chosen`.
+    Over all tokens and layers together, as transformers' `load_balancing_loss_func` (Fedus et al.
+    2021, Switch Transformer, equations 4 to 6). Balanced loads give `chosen`.
 
     Args:
         router_logits: of each sparse layer, [N, experts].
@@ -433,5 +462,6 @@ def balance_loss(router_logits: Sequence[torch.Tensor], chosen: int) -> torch.Te
     logits = torch.cat([layer.reshape(-1, layer.shape[-1]) for layer in router_logits])
     shares = logits.float().softmax(-1)
     experts = shares.shape[1]
+    # Shares of chosen tokens have no gradient; it flows through the mean probabilities.
     loads = torch.bincount(shares.topk(chosen, dim=-1).indices.flatten(), minlength=experts) / len(shares)
     return experts * (loads * shares.mean(0)).sum()

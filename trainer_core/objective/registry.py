@@ -1,4 +1,5 @@
-"""Objectives by name, and one of them with the settings of a run: what `step.py` asks for sums and the denominator."""
+"""Objectives by name, and an objective with the settings of a run, from which `step.py` gets sums
+and the denominator."""
 
 from __future__ import annotations
 
@@ -18,31 +19,33 @@ Per = Literal["tokens", "sequences", "constant"]
 
 @dataclass(frozen=True)
 class PublishedObjective:
-    """An objective as published: its loss, and what goes with it where the configuration says nothing."""
+    """An objective as published: its loss and its defaults for missing settings."""
 
     loss: Callable[..., loss.LossSums]
-    """Any of the functions in `objective/loss.py`."""
+    """A function of `objective/loss.py`."""
     clip: tuple[float, float] | None = None
-    """(clip_eps, clip_eps_high); null takes the configuration's default."""
+    """(clip_eps, clip_eps_high); None: the configuration's default."""
     per: Per = "tokens"
     """Denominator of an optimizer step."""
     advantage_std: bool = True
     drops_flat_groups: bool = False
-    """Groups of equal scores leave the batch, so that they count in no denominator."""
+    """Leave out groups of equal scores, so that no denominator counts them."""
     overlong: float = 0.0
-    """Share of the longest completion over which the soft overlong punishment grows."""
+    """Width of the soft overlong punishment, as a share of the longest completion."""
 
 
 OBJECTIVES: dict[str, PublishedObjective] = {
     "grpo": PublishedObjective(loss.grpo_loss),
-    # "Understanding R1-Zero-like training" (Liu et al. 2025, arXiv:2503.20783, section 3.2): advantages are scores
-    # minus their mean, and the sum over tokens is divided by sequences x a constant, not by lengths: TRL's
-    # `loss_type="dr_grpo"` with `scale_rewards="none"`, whose constant is its max_completion_length, and verl's
-    # `loss_agg_mode="seq-mean-token-sum-norm"` with `norm_adv_by_std_in_grpo=False`.
+    # "Understanding R1-Zero-like training" (Liu et al. 2025, arXiv:2503.20783, section 3.2):
+    # advantages are scores minus their mean, and the sum over tokens is divided by sequences x a
+    # constant, not by lengths: TRL's `loss_type="dr_grpo"` with `scale_rewards="none"`, whose
+    # constant is its max_completion_length, and verl's `loss_agg_mode="seq-mean-token-sum-norm"`
+    # with `norm_adv_by_std_in_grpo=False`.
     "dr_grpo": PublishedObjective(loss.grpo_loss, per="constant", advantage_std=False),
-    # DAPO (Yu et al. 2025, arXiv:2503.14476): clip-higher and a token-level loss (eq. 8) here, groups of equal scores
-    # left out and the soft overlong punishment (eq. 13) in `rollouts/batch.py`. Equals TRL's `loss_type="dapo"`
-    # (divided by `num_items_in_batch`) and verl's vanilla loss with `clip_ratio_high=0.28` and `token-mean`.
+    # DAPO (Yu et al. 2025, arXiv:2503.14476): clip-higher and a token-level loss (eq. 8) here,
+    # groups of equal scores left out and the soft overlong punishment (eq. 13) in
+    # `rollouts/batch.py`. Equals TRL's `loss_type="dapo"` (divided by `num_items_in_batch`) and
+    # verl's vanilla loss with `clip_ratio_high=0.28` and `token-mean`.
     "dapo": PublishedObjective(loss.grpo_loss, clip=(0.2, 0.28), drops_flat_groups=True, overlong=0.2),
     "gspo": PublishedObjective(loss.gspo_loss, clip=(3e-4, 4e-4), per="sequences"),
     "cispo": PublishedObjective(loss.cispo_loss, clip=(1.0, 4.0)),
@@ -51,7 +54,7 @@ OBJECTIVES: dict[str, PublishedObjective] = {
 
 @dataclass(frozen=True)
 class Counts:
-    """What a step trains on; those of several ranks add up."""
+    """Trained tokens and sequences of a step; counts of several ranks add up."""
 
     tokens: torch.Tensor
     sequences: torch.Tensor
@@ -65,9 +68,11 @@ class Objective:
     """A published objective with the settings of a run."""
 
     def __init__(self, config: TrainingConfig, formula: Callable[..., loss.LossSums] | None = None) -> None:
-        """Args:
-        formula: in place of the published one, with its arguments (`loss.from_function`); what else was published
-            with that stays.
+        """Combine the configuration with the published defaults.
+
+        Args:
+            formula: replaces the published loss, with its arguments (`loss.from_function`); other
+                defaults stay.
         """
         published = OBJECTIVES[config.objective]
         self.published = published = published if formula is None else replace(published, loss=formula)
@@ -76,17 +81,23 @@ class Objective:
         self.clip = _clip(config, published)
         self.advantage_std = published.advantage_std if config.advantage_std is None else config.advantage_std
         self.bounds: Bounds | None = None
-        """Null: the ratio is against the rollout policy."""
+        """None: the ratio is against the rollout policy."""
         if config.ratio_base == "proximal":
             self.bounds = Bounds(config.tis_cap, config.tis_mask, config.tis_mask_low, config.tis_mask_high)
         self.ref_kl_coef, self.distill_coef = config.ref_kl_coef, config.distill_coef
         self.balance_coef = config.router_aux_loss_coef or 0.0
-        """Weight of the routers' balance loss; where the setting is left out, the model's configuration says it."""
+        """Weight of the routers' balance loss; without the setting, the model's configuration
+        decides."""
         self._config = config
         self._own_formula = formula is not None
 
     def selection(self, vocab_size: int | None = None, end_tokens: frozenset[int] = frozenset()) -> Selection:
-        """What of a batch this objective trains on, for a model of so many tokens, some of which end a completion."""
+        """The choice of sequences for this objective.
+
+        Args:
+            vocab_size: exclusive upper bound of token ids.
+            end_tokens: token ids that end a completion.
+        """
         config, longest = self._config, self._config.max_completion_tokens
         buffer = config.overlong_buffer
         if buffer is None:
@@ -98,8 +109,8 @@ class Objective:
         )  # fmt: skip
 
     def teaches(self, advantages: Any) -> bool:
-        """Whether tokens with these advantages, an array or a tensor, have a gradient at all: without another term of
-        the loss those of advantage 0 have none, whatever their ratio; of a formula of the caller's nobody knows."""
+        """True if tokens with these advantages (array or tensor) may have a gradient. Tokens with
+        advantage 0 have none unless the loss has further terms; a custom formula always may."""
         config = self._config
         terms = (config.kl_coef, config.ref_kl_coef, config.distill_coef, self.balance_coef)
         return bool(self._own_formula or any(terms) or advantages.any())
@@ -117,41 +128,48 @@ class Objective:
         )  # fmt: skip
 
     def correction(self, base: torch.Tensor, rollout_logprobs: torch.Tensor, sequences: Sequences) -> Correction | None:
-        """Weight and mask against the trainer's logprobs `base` at batch start; null with `ratio_base = rollout`."""
+        """Weight and mask against the trainer's logprobs `base` at batch start; None with
+        `ratio_base = rollout`."""
         return None if self.bounds is None else correct(base, rollout_logprobs, self.bounds, sequences)
 
     def denominator(self, counts: Counts) -> torch.Tensor:
-        """What the loss of a whole optimizer step is divided by, once; at least 1, for a step that is all masked."""
+        """Divisor of the loss of a whole optimizer step; at least 1, for a step with every token
+        masked."""
         if self.per == "tokens":
             return counts.tokens.clamp(min=1.0)
+        # `length` is the constant of Dr. GRPO: the longest completion, in tokens.
         return counts.sequences.clamp(min=1.0) * (self.length if self.per == "constant" else 1.0)
 
 
 def objective_hint(config: TrainingConfig) -> str:
-    """The part of the objective that a missing setting leaves out, in words; "" for none."""
+    """Advice about a missing setting that disables a part of the objective; empty if there is
+    none."""
     published = OBJECTIVES[config.objective]
     if not published.overlong or config.max_completion_tokens is not None or config.overlong_buffer is not None:
         return ""
     return (
-        f"--objective {config.objective} without --max-completion-tokens: long completions lose no score. "
-        "fix: set it to the environment's limit, or --overlong-buffer 0 for this on purpose"
+        f"--objective {config.objective} without --max-completion-tokens does not punish long completions. "
+        "fix: set it to the environment's limit, or set --overlong-buffer 0 to accept this"
     )
 
 
 def count(rows: Iterable[tuple[Sequences, Correction | None]], device: torch.device) -> Counts:
-    """Tokens and sequences that train in the given rows, masked ones left out."""
+    """Count tokens and sequences that train in the given rows, without masked ones."""
     zero = torch.zeros((), dtype=torch.float64, device=device)
     counts = Counts(zero, zero)
     for sequences, correction in rows:
         keep = None if correction is None else correction.keep
         ones = torch.ones_like(sequences.ids, dtype=torch.float64) if keep is None else keep.double()
+        # A sequence counts if at least one of its tokens is kept.
         counts += Counts(ones.sum(), (sequences.totals(ones) > 0).sum().double())
     return counts
 
 
 def _clip(config: TrainingConfig, published: PublishedObjective) -> tuple[float, float]:
-    """`clip_eps` holds on both sides unless `clip_eps_high` is set; the published range where neither is."""
+    """Clip range (low, high): `clip_eps` applies to both sides unless `clip_eps_high` is set;
+    without both, the published range."""
     low, high = published.clip or (config.clip_eps, config.clip_eps)
+    # A user's value replaces the published range, even if it equals the default.
     if "clip_eps" in config.model_fields_set:
         low = high = config.clip_eps
     return low, high if config.clip_eps_high is None else config.clip_eps_high

@@ -1,1 +1,1 @@
-"""The inference server as the trainer sees it."""
+"""The inference server from the trainer's side."""

@@ -1,11 +1,13 @@
-"""Who starts and restarts the inference server: the supervisor, else this trainer, with the server as its child.
+"""Start and restart the inference server: through the supervisor, or else as a child of this
+trainer.
 
     lifecycle = make_lifecycle(config, stop, flags=["--enable-lora"])
-    lifecycle.ensure()                 # alone: start one, unless one runs at vllm_port
-    lifecycle.restart("new adapter")   # returns when the new one answers; it is held, with the base model's weights
-    lifecycle.close()                  # ends what was started here
+    lifecycle.ensure() # without a supervisor: start one, unless one runs at vllm_port
+    lifecycle.restart("new adapter") # returns when the new one answers, on hold, with the base
+    model's weights
+    lifecycle.close()                  # end the processes started here
 
-Neither way gives the new server any weights: it serves nobody until its weight version is named.
+A new server holds all requests until the trainer names its weight version.
 """
 
 from __future__ import annotations
@@ -53,12 +55,12 @@ from trainer_core.errors import EngineError, EngineGone, Stopped, UsageError
 from trainer_core.server.client import ServerClient
 
 POLL_S = 0.1
-ASK_S = 1.0
-"""Between two questions to the supervisor."""
+STATUS_EVERY_S = 1.0
+"""Seconds between two status requests to the supervisor."""
 ANSWER_S = 30.0
-"""The supervisor answers commands at once; this is for a machine under load."""
+"""Timeout in seconds of the supervisor's answers, which are immediate except under load."""
 GRACE_S = 20.0
-"""From SIGTERM to SIGKILL; the server itself gives requests in flight two seconds."""
+"""Seconds from SIGTERM to SIGKILL; the server gives requests in flight two seconds."""
 TAIL_LINES = 12
 USAGE = 2
 """Exit code of a server that refuses its flags."""
@@ -71,27 +73,29 @@ def wait_for_server(
     ready: Callable[[], T], timeout_s: float, stop: threading.Event, *,
     meanwhile: tuple[type[Exception], ...] = (EngineGone,), coming: Callable[[], str | None] = lambda: None,
 ) -> T:  # fmt: skip
-    """What `ready` returns once it no longer raises one of `meanwhile`; why it waits is printed once for each reason.
+    """Return the result of `ready` once it stops raising one of `meanwhile`; print each new reason
+    for waiting.
 
     Args:
-        coming: what somebody who sees to the server says of it ("vllm is starting"). The time does not run while he
-            does: he has limits of his own. Null: nobody sees to it.
+        coming: progress text of the supervisor ("vllm is starting"), or None if it does nothing.
+            The timeout is suspended meanwhile, because the supervisor has its own limits.
 
     Raises:
         Exception: the last of `meanwhile`, after `timeout_s`.
-        Stopped: `stop` was set.
+        Stopped: `stop` is set.
     """
     deadline = time.monotonic() + timeout_s
-    asked = 0.0
+    requested_at = 0.0
     printed = ""
     while True:
         try:
             return ready()
         except meanwhile as error:
             now = time.monotonic()
-            if now - asked >= ASK_S:
-                asked = now
+            if now - requested_at >= STATUS_EVERY_S:
+                requested_at = now
                 news = coming()
+                # The supervisor is working on it, so the timeout starts again.
                 deadline = max(deadline, now + timeout_s) if news else deadline
                 reason = f"{news}: {error}" if news else str(error)
                 if reason != printed:
@@ -104,26 +108,28 @@ def wait_for_server(
 
 
 ON_ITS_WAY = (State.PENDING, State.STARTING, State.STOPPING, State.BACKOFF)
-"""States in which the supervisor sees to it that an engine comes."""
+"""States in which the supervisor is bringing an engine up."""
 
 
 class Supervised:
-    """A server that the supervisor owns: it starts and restarts it, and this asks for it."""
+    """A server that the supervisor owns; restarts are requests to the supervisor."""
 
     can_restart = True
 
     def __init__(self, config: TrainingConfig, stop: threading.Event, socket: str) -> None:
         self.config = config
         self.stop = stop
+        # The supervisor listens on a Unix socket, so the host name below is arbitrary.
         transport = httpx.HTTPTransport(uds=socket, limits=LIMITS, verify=certificates("http:"))
         self._http = httpx.Client(base_url="http://supervisor", transport=transport, timeout=ANSWER_S, trust_env=False)
 
     def ensure(self) -> None:
-        """Nothing to do: the supervisor starts it, and again after a crash."""
+        """Do nothing: the supervisor starts the server, also after a crash."""
 
     def coming(self) -> str | None:
-        """What the supervisor does to bring a server (back) that gets weights, in words; null when it does nothing, or
-        does not say."""
+        """Describe how the supervisor brings up an engine that receives weights; None if it does
+        not, or does not answer."""
+        # Other engines of the run get no weights from this trainer.
         ports = {urlsplit(url).port for url in self.config.engine_urls}
         with suppress(EngineGone, EngineError):
             for engine in self._engines():
@@ -132,30 +138,30 @@ class Supervised:
         return None
 
     def prepare(self) -> None:
-        """Nothing to do: only the supervisor starts processes, and it starts one when the one before has ended."""
+        """Do nothing: only the supervisor starts processes, one after the other."""
 
     def restart(self, reason: str) -> None:
-        """Return when the new server answers.
+        """Restart the server; return when it answers.
 
         Raises:
             UsageError: the run has no engine at `vllm_port`.
-            EngineGone: the supervisor, or the new server, did not answer within `engine_timeout`; or the restart was
-                overtaken by another command or a crash. A server may yet come back.
+            EngineGone: the supervisor or the new server did not answer within `engine_timeout`, or
+                another command or a crash interrupted the restart. A server may still come back.
             EngineError: the supervisor refuses.
-            Stopped: a stop was asked for meanwhile.
+            Stopped: `stop` is set.
         """
         name = self._component().name
         deadline = time.monotonic() + self.config.engine_timeout
         print(f"Asking the supervisor to restart {name}: {reason}")
         command = self._submit(name, deadline)
         while True:
-            state = self._ask("GET", f"/commands/{command}", CommandStatus)
+            state = self._request("GET", f"/commands/{command}", CommandStatus)
             if state.status == "done":
                 return
             if state.status == "failed":
-                self._pause()  # a stack that is being stopped tells its trainer so in a moment
+                self._pause()  # if the stack is shutting down, this trainer gets its stop now
                 raise EngineGone(f"the restart of {name} failed: {state.detail or 'see atropos-tui why ' + name}")
-            self._in_time(deadline, f"the restart of {name} is not done")
+            self._wait_until(deadline, f"the restart of {name} is not done")
 
     def close(self) -> None:
         self._http.close()
@@ -164,30 +170,32 @@ class Supervised:
         """The engine at `vllm_port`.
 
         Raises:
-            UsageError: the run has none there.
+            UsageError: the run has no engine there.
         """
         engines = self._engines()
         engine = next((c for c in engines if c.port == self.config.vllm_port), None)
         if engine is None:
             ports = ", ".join(f"{c.name} at {c.port}" for c in engines) or "none"
-            raise UsageError(f"--vllm-port {self.config.vllm_port}: no engine of this run is there; it has {ports}")
+            raise UsageError(f"--vllm-port {self.config.vllm_port}: this run has no engine there. Its engines: {ports}")
         return engine
 
     def _engines(self) -> list[ComponentStatus]:
-        return [c for c in self._ask("GET", "/status", RunStatus).components if c.role is Role.ENGINE]
+        return [c for c in self._request("GET", "/status", RunStatus).components if c.role is Role.ENGINE]
 
     def _submit(self, name: str, deadline: float) -> str:
-        """The command's id; while another command on the engine is under way, wait for its end."""
+        """Submit the restart and return the command's id; wait while another command on the engine
+        runs."""
         request = CommandRequest(action="restart", component=name, initiator="trainer")
         while True:
             try:
-                return self._ask("POST", "/commands", Accepted, request).command_id
+                return self._request("POST", "/commands", Accepted, request).command_id
             except _Refused as refused:
+                # 409: another command on the engine is running.
                 if refused.status != 409:
                     raise EngineError(f"the supervisor does not restart {name}: {refused}") from None
-                self._in_time(deadline, f"the supervisor does not restart {name}: {refused}")
+                self._wait_until(deadline, f"the supervisor does not restart {name}: {refused}")
 
-    def _in_time(self, deadline: float, what: str) -> None:
+    def _wait_until(self, deadline: float, what: str) -> None:
         if time.monotonic() > deadline:
             raise EngineGone(f"{what} after {self.config.engine_timeout:.0f} s (engine_timeout)")
         self._pause()
@@ -196,8 +204,9 @@ class Supervised:
         if self.stop.wait(POLL_S):
             raise Stopped
 
-    def _ask(self, method: str, path: str, kind: type[Answer], body: BaseModel | None = None) -> Answer:
-        """Raises _Refused; EngineGone when the supervisor does not answer."""
+    def _request(self, method: str, path: str, kind: type[Answer], body: BaseModel | None = None) -> Answer:
+        """Send a request; raise _Refused for a refusal, EngineGone if the supervisor does not
+        answer."""
         try:
             response = self._http.request(method, path, content=body.model_dump_json() if body else None)
         except httpx.TransportError as error:
@@ -212,8 +221,6 @@ class Supervised:
 
 
 class _Refused(EngineError):
-    """The supervisor's refusal."""
-
     def __init__(self, response: httpx.Response) -> None:
         self.status = response.status_code
         refusal = Refusal(error=f"HTTP {response.status_code}")
@@ -223,10 +230,11 @@ class _Refused(EngineError):
 
 
 class ServerChild:
-    """`python -m vllm_server` at `vllm_port` as this trainer's child, or whatever server of ours already runs there.
+    """`python -m vllm_server` at `vllm_port` as a child of this trainer, or a server of ours that
+    already runs there.
 
-    The child dies with the trainer even when that is killed: `atropos_common/parent_death.py` arms the kernel's signal
-    before it becomes the server.
+    The child dies with the trainer, even after SIGKILL: `atropos_common/parent_death.py` sets the
+    kernel's parent-death signal before it executes the server.
     """
 
     def __init__(
@@ -239,73 +247,75 @@ class ServerChild:
         self.url = f"http://127.0.0.1:{config.vllm_port}"
         self.log = Path(config.log_dir).absolute() / "vllm.log"
         self._process: subprocess.Popen[bytes] | None = None
-        self._spare: subprocess.Popen[bytes] | None = None
-        """The next server: it has imported what it needs, or does so now, and waits for `go`."""
+        self._standby: subprocess.Popen[bytes] | None = None
+        """The standby server: it imports its modules and waits for `go`."""
         self._foreign = False
         self._port: socket.socket | None = None
-        """Holds the port, so that no other user takes it between two servers."""
-        # As it is now: torch puts the places of its own caches there as soon as the trainer compiles something, and a
-        # server that took those over would find nothing of what the server before it compiled.
+        """Keeps the port bound, so that no other user takes it between two servers."""
+        # A copy from before any compilation: torch later adds its cache folders to the environment,
+        # and with those a server would miss its predecessor's compile cache.
         self._inherited = {**(env or {}), **os.environ}
 
     @property
     def can_restart(self) -> bool:
-        """False for a server that somebody else started."""
+        """False for a server that this trainer did not start."""
         return not self._foreign
 
     def ensure(self) -> None:
-        """See to it that a server runs; cheap when one does. Returns when it answers.
+        """Start the server unless one runs; return when it answers.
 
         Raises:
-            UsageError: the port belongs to another program, or the server refuses its flags.
-            EngineError: the server ended while it started; with its last lines.
+            UsageError: another program has the port, or the server refuses its flags.
+            EngineError: the server ended during its start; includes its last log lines.
             EngineGone: it did not answer within `engine_timeout`.
-            Stopped: a stop was asked for meanwhile.
+            Stopped: `stop` is set.
         """
         if self._foreign or (self._process is not None and self._process.poll() is None):
             return
         if self._process is not None:
-            print(f"The server started here has ended (exit code {self._process.returncode}); starting it again")
+            print(f"The server has ended (exit code {self._process.returncode}); starting it again")
             self._end()
-        elif self._somebody_else():
+        elif self._server_exists():
             self._foreign = True
-            print(f"Using the server that runs at {self.url}; it is not restarted from here")
+            print(f"Using the server that runs at {self.url}; this trainer cannot restart it")
             return
         self._start()
 
     def prepare(self) -> None:
-        """Start the next server, which waits: the next restart takes less time. Returns at once."""
-        if self._process is None or (self._spare is not None and self._spare.poll() is None):
+        """Start a standby server, which makes the next restart faster. Returns at once."""
+        if self._process is None or (self._standby is not None and self._standby.poll() is None):
             return
-        self._spare = self._spawn(waits=True)
+        # It waits before it binds the port, which the current server still has.
+        self._standby = self._spawn(waits=True)
 
     def restart(self, reason: str) -> None:
-        """End the server and start it anew, with what `ensure` raises.
+        """End the server and start a new one; raises as `ensure` does.
 
         Raises:
-            UsageError: somebody else started it.
+            UsageError: this trainer did not start the server.
         """
         if self._foreign:
             raise UsageError(
-                f"{self.url} was started by somebody else, so it cannot be restarted from here: end it and let the "
-                "trainer start its own, or run all with atropos-tui"
+                f"{self.url} was not started by this trainer, so it cannot restart it. fix: end it and let the "
+                "trainer start its own, or run the stack with atropos-tui"
             )
         print(f"Restarting the server at {self.url}: {reason}")
         self._end()
         self._start()
 
     def close(self) -> None:
-        """End what was started here."""
+        """End all processes started here."""
         self._end()
-        spare, self._spare = self._spare, None
-        if spare is not None:
-            _kill_session(spare)
+        standby, self._standby = self._standby, None
+        if standby is not None:
+            _kill_session(standby)
         if self._port is not None:
             self._port.close()
             self._port = None
 
-    def _somebody_else(self) -> bool:
-        """Whether a server of ours runs at the port, or is being started there; if not, the port is held from here on.
+    def _server_exists(self) -> bool:
+        """True if a server of ours runs or starts at the port; otherwise the port is held from now
+        on.
 
         Raises:
             UsageError: another program has the port.
@@ -314,7 +324,7 @@ class ServerChild:
             with socket.create_connection(("127.0.0.1", self.config.vllm_port), timeout=5):
                 pass
         except OSError:
-            return not self._hold_port()  # taken, not listening yet: a server that loads its model
+            return not self._hold_port()  # bound but not listening: a server that loads its model
         try:
             with closing(ServerClient(self.url, timeout_s=10.0)) as engine:
                 engine.info()
@@ -322,56 +332,59 @@ class ServerChild:
             raise UsageError(f"--vllm-port {self.config.vllm_port} is taken: {error}") from None
         except EngineGone as error:
             raise UsageError(
-                f"--vllm-port {self.config.vllm_port} is taken by another program ({error}): choose another port, or "
-                "end that program"
+                f"--vllm-port {self.config.vllm_port} is taken by another program ({error}). "
+                "fix: choose another port, or end that program"
             ) from None
         return True
 
     def _hold_port(self) -> bool:
-        """Keep the port for our servers; False if somebody has it."""
+        """Bind the port for our servers; return False if another process has it."""
         if self._port is None:
             with suppress(OSError):
                 self._port = ports.hold(self.config.vllm_port)
         return self._port is not None
 
     def _start(self) -> None:
-        self._process = self._released() or self._spawn()
+        self._process = self._release_standby() or self._spawn()
         print(f"Starting the inference server (pid {self._process.pid}), which logs to {self.log}")
         try:
             self._await(self._process)
+        # Also after a stop: a server that does not answer must not stay behind.
         except BaseException:
             self._end()
             raise
 
     def _spawn(self, *, waits: bool = False) -> subprocess.Popen[bytes]:
-        """A new server process; one that `waits` imports its parts and goes no further before it is told."""
+        """Start a server process; with `waits`, a standby server that stops after its imports."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        # Both sides read it from their environment; a restart keeps it.
+        # Trainer and server read the same token from their environment; a restart keeps it.
         token = os.environ.setdefault(ENV_TOKEN, secrets.token_urlsafe(24))
         env = self._environment() | {ENV_TOKEN: token} | ({ENV_WAIT_FOR_GO: "1"} if waits else {})
         with self.log.open("ab") as out:
             return subprocess.Popen(
                 [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()), "", *self.command()],
                 env=env, stdin=subprocess.PIPE if waits else subprocess.DEVNULL, stdout=out, stderr=out,
+                # A session of its own, so that one signal reaches all of vLLM's processes.
                 start_new_session=True,
             )  # fmt: skip
 
-    def _released(self) -> subprocess.Popen[bytes] | None:
-        """The server that waited, told to start; null when none waits."""
-        spare, self._spare = self._spare, None
-        if spare is None:
+    def _release_standby(self) -> subprocess.Popen[bytes] | None:
+        """Start the standby server's engine and return its process; None without a live standby
+        server."""
+        standby, self._standby = self._standby, None
+        if standby is None:
             return None
-        assert spare.stdin is not None
+        assert standby.stdin is not None
         try:
-            with spare.stdin as pipe:
+            with standby.stdin as pipe:
                 pipe.write(GO_LINE)
-        except BrokenPipeError:  # it has died, which says nothing about the next
-            _kill_session(spare)
+        except BrokenPipeError:  # the standby server has died; start a fresh one
+            _kill_session(standby)
             return None
-        return spare
+        return standby
 
     def command(self) -> list[str]:
-        """What is executed."""
+        """Command line of the server."""
         config = self.config
         return [
             sys.executable, "-P", "-m", "vllm_server", "--model", config.model_name, "--host", "127.0.0.1",
@@ -382,9 +395,10 @@ class ServerChild:
         ]  # fmt: skip
 
     def _environment(self) -> dict[str, str]:
-        # The same at every start, so that vLLM finds its compile cache again.
+        # The same variables at every start, because they are part of vLLM's compile cache key.
         held = {ENV_HELD_PORT: str(self.config.vllm_port), ENV_HOLD_GENERATION: "1"}
         env = self._inherited | held | {"LOGDIR": str(self.log.with_name("vllm-bridge"))}
+        # An inherited path would override LOGDIR.
         env.pop("VLLM_BRIDGE_CONFIG_PATH", None)
         env.pop(ENV_WAIT_FOR_GO, None)
         if self.config.vllm_gpu is not None:
@@ -396,6 +410,7 @@ class ServerChild:
 
         def answers() -> BridgeInfo:
             if (code := process.poll()) is not None:
+                # Wrong flags fail again at every start, so callers must not retry.
                 kind = UsageError if code == USAGE else EngineError
                 raise kind(f"the inference server ended with exit code {code}; {self._last_lines()}")
             return engine.info()
@@ -411,16 +426,17 @@ class ServerChild:
         return f"the last lines of {self.log}:\n  " + "\n  ".join(lines)
 
     def _end(self) -> None:
-        """Let it stop, then kill its whole session; nothing of it is left after this."""
+        """Stop the server, then kill its whole session, so that no process is left."""
         process, self._process = self._process, None
         if process is None:
             return
         if process.poll() is None:
+            # Only the server itself: it shuts its own workers down.
             process.send_signal(signal.SIGTERM)
             try:
                 process.wait(GRACE_S)
             except subprocess.TimeoutExpired:
-                print(f"The inference server (pid {process.pid}) does not end within {GRACE_S:.0f} s: killing it")
+                print(f"The inference server (pid {process.pid}) did not end within {GRACE_S:.0f} s: killing it")
         _kill_session(process)
 
 
@@ -428,27 +444,28 @@ def _kill_session(process: subprocess.Popen[bytes]) -> None:
     if process.stdin is not None:
         process.stdin.close()
     with suppress(ProcessLookupError):
+        # Kills workers that outlived the server; the group may be empty by now.
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 Lifecycle = Supervised | ServerChild
-"""The server at `vllm_port`, and how it begins and ends."""
+"""Owner of the server at `vllm_port`: the supervisor or this trainer."""
 
 
 def make_lifecycle(
     config: TrainingConfig, stop: threading.Event, *, flags: Sequence[str] = (), env: Mapping[str, str] | None = None
 ) -> Lifecycle:
-    """The supervisor's where there is one (`ATROPOS_CONTROL_SOCKET`), else a child of this process.
+    """The supervisor if there is one (`ATROPOS_CONTROL_SOCKET`), else a child of this process.
 
     Args:
-        flags: of `python -m vllm_server`, beyond what `config` says, for an own child.
-        env: variables of an own child, where this process has none of that name.
+        flags: of `python -m vllm_server` for a child, in addition to those from `config`.
+        env: variables for a child that this process does not set.
     """
     return supervised(config, stop) or ServerChild(config, stop, flags, env)
 
 
 def supervised(config: TrainingConfig, stop: threading.Event) -> Supervised | None:
-    """The server of a run with a supervisor; null where there is none to ask."""
+    """The supervisor's server; None in a run without a supervisor."""
     socket = os.environ.get(ENV_CONTROL_SOCKET)
     return Supervised(config, stop, socket) if socket else None
