@@ -112,11 +112,11 @@ def killed_by_signal(found: Evidence) -> tuple[str, str, str] | None:
     if found.exit_code == -signal.SIGKILL:
         fix = "if nobody killed it, the kernel's out-of-memory killer did: see dmesg, and use less memory"
     elif found.exit_code == -signal.SIGBUS:
-        fix = "a full /dev/shm shows as SIGBUS: df -h /dev/shm; atropos-tui clean removes what earlier runs left there"
+        fix = "check if /dev/shm is full: df -h /dev/shm; atropos-tui clean removes files of earlier runs there"
     elif found.exit_code in (-signal.SIGSEGV, -signal.SIGILL, -signal.SIGABRT):
-        fix = "a crash in native code: see the last log lines"
+        fix = "read the last log lines: native code crashed"
     else:
-        fix = "someone sent that signal: atropos-tui stop is the way that keeps it stopped"
+        fix = "find out who sent the signal; to stop it for good, use atropos-tui stop"
     return f"killed by {describe_exit(found.exit_code)}", _last_line(found), fix
 
 
@@ -126,8 +126,8 @@ def made_no_update(found: Evidence) -> tuple[str, str, str] | None:
         return None
     hit = found.last(r"^error: ")
     fix = (
-        "correct what the line names: masks, tokens or logprobs of the environment's groups; or lr, dtype or loss "
-        "under [trainer]"
+        "correct the cause named in the evidence: masks, tokens or logprobs of the environment's groups; or lr, dtype "
+        "or loss under [trainer]"
     )
     return f"{found.spec.name} made no update, or none in its last steps", hit[1] if hit else _last_line(found), fix
 
@@ -151,9 +151,8 @@ BY_EXIT = (
     ExitRule(
         "env_setup_failed",
         "the setup of {name} failed: {0}",
-        "a data set, file or service that it wants is not there: atropos-tui logs {name} shows where. What it reads "
-        "from a hub needs the network, or a filled cache and HF_HUB_OFFLINE=1 under [env.env]; paths and names of its "
-        "own are flags under [env.args]",
+        "see which data set, file or service is missing: atropos-tui logs {name}. Data from a hub needs the network, "
+        "or a filled cache and HF_HUB_OFFLINE=1 under [env.env]; set its own paths and names under [env.args]",
         r"the environment's setup failed: (\w+)",
     ),
     ExitRule(
@@ -165,7 +164,7 @@ BY_EXIT = (
     ExitRule(
         "import_failed",
         "a Python import failed",
-        "installed versions do not fit each other: run `make install` in a fresh .venv",
+        "run `make install` in a fresh .venv: installed versions do not fit together",
         r"ImportError: .+",
     ),
     ExitRule(
@@ -190,7 +189,7 @@ BY_EXIT = (
     ExitRule(
         "rank_failed",
         "rank {0} of {name} ended first, with exit code {1}",
-        "atropos-tui logs {name} shows what it said; the other ranks ended because of it",
+        "atropos-tui logs {name} shows its error; the other ranks ended because of it",
         r"^error: rank (\d+) ended first, with exit code (\d+)",
     ),
     ExitRule("not_executable", "a command cannot be run", judge=not_executable),
@@ -200,7 +199,7 @@ AT_LAST = (
     ExitRule(
         "python_error",
         "{name} raised {0}",
-        "atropos-tui logs {name} shows it all",
+        "atropos-tui logs {name} shows the traceback",
         r"^\s*(?:\w+\.)*(\w*(?:Error|Exception|Interrupt|Exit))(?::|$)",
     ),
     ExitRule("exited", "a component exited", judge=exited),

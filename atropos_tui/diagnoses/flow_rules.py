@@ -32,10 +32,10 @@ MANY = 8
 SILENT_S = 20.0
 """Seconds without a request after which a registered environment is silent; BaseEnv starts after
 five."""
-HOSTED_WAITS = "What blocks its event loop (time.sleep, requests, a large computation) belongs into asyncio.to_thread"
+HOSTED_WAITS = "Move calls that block its event loop (time.sleep, requests, a large computation) to asyncio.to_thread"
 PROGRAM_WAITS = (
-    "A program of your own must ask the engines of ATROPOS_ENGINE_URLS; started by script = or module =, it does so by "
-    "itself"
+    "A program of your own must send requests to the engines in ATROPOS_ENGINE_URLS; one started by script = or "
+    "module = does so automatically"
 )
 """Usual reasons why an environment sends no requests."""
 BOTH_WAIT = 0.3
@@ -49,12 +49,12 @@ REFUSALS = ("EngineRefused", "BadRequestError", "ClientResponseError")
 """Errors of requests that the engine refuses; the rule `rollouts_refused` explains those."""
 
 LEFT_OUT_FIXES = {
-    NONE: "return the group with its scores instead of None, in collect_trajectories: flat groups are counted "
-    "and replaced by others. Where it is None for another reason, print that reason there",
-    GROUP_SIZE: "make as many completions for each group as env.group_size says, or set it under [env.args]",
+    NONE: "return the group with its scores instead of None in collect_trajectories: flat groups are counted "
+    "and replaced. If it is None for another reason, print that reason there",
+    GROUP_SIZE: "make env.group_size completions for each group, or change env.group_size under [env.args]",
     TOO_LONG: "set env.max_token_length under [env.args] below [trainer] seq_len",
     NOT_FINITE: "correct its scores: NaN and infinities cannot be trained on",
-    UNANSWERED: "atropos-tui why api; atropos-tui restart api",
+    UNANSWERED: "atropos-tui why api shows the reason; atropos-tui restart api",
 }
 """Fix for each reason."""
 
@@ -93,7 +93,7 @@ def malformed(env: str, flow: Flow) -> Judgement:
         f"the trainer left out {flow.malformed.total()} sequences of the newest steps: {reasons}; "
         f"{flow.malformed_example}",
         f"correct the named field in the program of {env}, or stop it: atropos-tui stop {env}. Token ids outside of "
-        "the vocabulary are from another model's tokenizer",
+        "the vocabulary come from another model's tokenizer",
     )
 
 
@@ -111,7 +111,7 @@ def left_out(env: str, flow: Flow) -> Judgement:
     return (
         f"the groups of {env} are left out",
         f"{out.total()} of the newest {made}: {reasons}",
-        LEFT_OUT_FIXES.get(others.most_common(1)[0][0], "correct what the reason names, in its program"),
+        LEFT_OUT_FIXES.get(others.most_common(1)[0][0], "correct its program, as the reason says"),
     )
 
 
@@ -126,8 +126,8 @@ def evaluations_fail(env: str, flow: Flow) -> Judgement:
     reason, count = flow.evaluation_failures.most_common(1)[0]
     return (
         f"the evaluations of {env} fail",
-        f"{flow.evaluation_failures.total()} failed since the last one that did not; {count} times {reason}",
-        f"correct evaluate() in its program; its place stands in the log: atropos-tui logs {env} --grep 'an evaluation "
+        f"{flow.evaluation_failures.total()} failed since the last successful one; {count} times {reason}",
+        f"correct evaluate() in its program; the log has the line: atropos-tui logs {env} --grep 'an evaluation "
         "failed'",
     )
 
@@ -142,7 +142,7 @@ def failing(env: str, flow: Flow) -> Judgement:
     return (
         f"the rollouts of {env} fail",
         f"{failed} failed and {flow.made} were made in {flow.counted_s:.0f} s; {count} times {reason}",
-        f"mend its program; the first failure of each kind stands in its log with its place: atropos-tui logs {env} "
+        f"correct its program; its log has the first failure of each kind with the line: atropos-tui logs {env} "
         "--grep 'a rollout failed'",
     )
 
@@ -155,8 +155,8 @@ def silent(env: str, flow: Flow) -> Judgement:
         return None
     return (
         f"{env} is registered but sends nothing",
-        f"it is registered and {flow.engine} ready for {flow.could_ask_s:.0f} s; {flow.engine} has got no request, and "
-        "run-api no group",
+        f"{env} is registered and {flow.engine} is ready for {flow.could_ask_s:.0f} s; {flow.engine} received no "
+        "request, and run-api no group",
         f"atropos-tui logs {env} -n 50 shows what it waits for. {HOSTED_WAITS if flow.hosted else PROGRAM_WAITS}",
     )
 
@@ -169,19 +169,18 @@ def bottleneck(env: str, flow: Flow) -> Judgement:
         return None
     if flow.bounds.get("awaited", 1.0) < AWAITED:
         return None  # batches wait for another environment
-    came, could = "no group" if flow.counts else "groups that nobody counts", ""
+    came, could = "no group" if flow.counts else "an unknown number of groups", ""
     if flow.made:
         per_s = flow.made / max(flow.counted_s, 1.0)
         came = f"{flow.made} groups in {flow.counted_s:.0f} s ({per_s:.2f}/s, {flow.flat / flow.made:.0%} of them flat)"
         could = f"; with no idle time it could make {per_s / (1.0 - flow.idle):.2f}/s" if flow.idle < 1.0 else ""
     workers = "" if flow.workers is None else f" (now {flow.workers})"
     fix = (
-        f"more groups in flight: env.max_num_workers under [env.args] of {env}{workers}, as far as "
-        "env.max_batches_offpolicy lets it; what takes long in it beside the engine (scoring, tools) belongs into "
-        "threads: asyncio.to_thread"
+        f"raise env.max_num_workers under [env.args] of {env}{workers} for more groups in flight, within the limit of "
+        "env.max_batches_offpolicy; move slow work outside the engine (scoring, tools) to threads: asyncio.to_thread"
     )
     if flow.flat > MUCH_FLAT * flow.made:
-        fix += f". And fewer flat groups; {LOOK_AT_ROLLOUTS}"
+        fix += f". Also make fewer flat groups: {LOOK_AT_ROLLOUTS}"
     return (
         f"{env} is the bottleneck: trainer and engine wait for it",
         f"in {flow.seconds:.0f} s the trainer waited {flow.waiting:.0%} of the time and {flow.engine} had no request "

@@ -17,34 +17,33 @@ from atropos_tui.profile import ports
 
 FEWER_BYTES: dict[Role | None, str] = {
     Role.ENGINE: (
-        "lower [vllm] gpu_memory_utilization (0.4); lower [vllm] max_model_len; end what else is on the GPU "
-        "(nvidia-smi); give {engine} and {trainer} a GPU each ([vllm] gpus, [trainer] gpus); or spread it: [vllm] "
-        "tensor_parallel = 2"
+        "lower [vllm] gpu_memory_utilization (0.4); lower [vllm] max_model_len; end other programs on the GPU "
+        "(nvidia-smi); give {engine} and {trainer} a GPU each ([vllm] gpus, [trainer] gpus); or split the model: "
+        "[vllm] tensor_parallel = 2"
     ),
     Role.TRAINER: (
         "five ways out, cheapest first: lower [vllm] gpu_memory_utilization (0.4); lower [trainer] batch_size and "
-        "raise gradient_accumulation_steps as much (the gradient stays the same); lower [trainer] seq_len; "
-        '[trainer] optimizer = "adafactor"; give {trainer} a GPU of its own ([trainer] gpus)'
+        "raise gradient_accumulation_steps by the same factor (the gradient stays the same); lower [trainer] seq_len; "
+        'set [trainer] optimizer = "adafactor"; give {trainer} a GPU of its own ([trainer] gpus)'
     ),
-    None: "free GPU memory: nvidia-smi shows who holds it; atropos-tui clean ends what an earlier run left",
+    None: "free GPU memory: nvidia-smi shows who holds it; atropos-tui clean ends processes of earlier runs",
 }
 ASKS = (Role.TRAINER, Role.ENV)
 REPEATED_S = 75.0
 """`LogRule.quiet_s` for warnings that the trainer repeats at most once a minute."""
 ALIGNMENT_FIX = (
-    "a `cause` in the evidence names it. Else: was {engine} restarted behind the trainer's back? atropos-tui "
-    "restart {engine} brings both to the same weights. Other sampling than plain temperature (top-p, top-k, min-p)? "
-    "An architecture that rebinds its weights? Try enforce-eager = true under [vllm.args] once, to tell CUDA graphs "
-    "from the rest"
+    "a `cause` in the evidence names it. Without one: restart the engine, so that both have the same weights "
+    "(atropos-tui restart {engine}); sample with plain temperature (no top-p, top-k, min-p); and set enforce-eager = "
+    "true under [vllm.args] once, to see if CUDA graphs or an architecture that rebinds its weights is the cause"
 )
 GRADIENT_FIX = (
-    "frozen layers below and reentrant checkpointing cut the graph: use_reentrant=False "
-    "(gradient_checkpointing_kwargs), or model.enable_input_require_grads(); and check that train_layer_indices "
-    "([trainer]) names layers the model has"
+    "frozen lower layers and reentrant checkpointing cut the graph: set use_reentrant=False in "
+    "gradient_checkpointing_kwargs, or call model.enable_input_require_grads(); check that [trainer] "
+    "train_layer_indices names layers of the model"
 )
 NO_LOGPROBS_FIX = (
-    'openai.server_type = "vllm" under [env.args] (a profile derives it), and an engine with POST /generate: python -m '
-    "vllm_server, the default when `command` is left out under [vllm]"
+    'set openai.server_type = "vllm" under [env.args] (a profile derives it), and use an engine with POST /generate: '
+    "python -m vllm_server, the default when `command` is left out under [vllm]"
 )
 
 
@@ -69,10 +68,10 @@ def _port_in_use(match: LogMatch) -> Diagnosis:
 def _engine_dead(match: LogMatch) -> Diagnosis:
     """Use the dying process's own error as evidence, not later lines about its death."""
     root = root_error(match.around) or match.line  # the matched line may be a wrapper
-    fix = "its traceback, and what led to it: atropos-tui logs {engine} --grep 'Error|ERROR' -n 40"
+    fix = "read its traceback and the lines above it: atropos-tui logs {engine} --grep 'Error|ERROR' -n 40"
     if VANISHED.search(root):
         fix = (
-            "it said nothing before, so a signal ended it. If nobody killed it, the kernel's out-of-memory killer did: "
+            "it printed no error, so a signal ended it. If nobody killed it, the kernel's out-of-memory killer did: "
             "see dmesg, and use less memory (atropos-tui ps shows it)"
         )
     return Diagnosis("vLLM's engine process died", root, match.fill(fix))
@@ -97,9 +96,9 @@ LOG_RULES: tuple[LogRule, ...] = (
     # Before out_of_memory: the fix is the opposite one.
     LogRule(
         "kv_cache_too_small",
-        "no room for {engine}'s KV cache: GPU memory is exhausted",
-        "raise [vllm] gpu_memory_utilization, or lower [vllm] max_model_len (on a CPU: kv-cache-memory-bytes under "
-        "[vllm.args])",
+        "{engine}'s KV cache does not fit: GPU memory is exhausted",
+        "raise [vllm] gpu_memory_utilization, or lower [vllm] max_model_len (on a CPU: raise kv-cache-memory-bytes "
+        "under [vllm.args])",
         (
             LogPattern("No available memory for the cache blocks"),
             LogPattern("cache is needed, which is larger than the available"),
@@ -123,23 +122,23 @@ LOG_RULES: tuple[LogRule, ...] = (
     LogRule(
         "forked_cuda",
         "a forked process cannot use the GPU that its parent has opened",
-        'start workers by spawn: VLLM_WORKER_MULTIPROC_METHOD = "spawn" under [vllm.env], or keep CUDA out of '
-        "the parent (VLLM_USE_V1=0, the older advice, is gone from vLLM)",
+        'set VLLM_WORKER_MULTIPROC_METHOD = "spawn" under [vllm.env], or keep CUDA out of the parent (VLLM_USE_V1=0, '
+        "the older advice, no longer exists)",
         (LogPattern("Cannot re-initialize CUDA in forked subprocess"),),
         layer=Layer.PROCESS,
     ),
     LogRule(
         "daemonic_processes",
         "a daemonic process tried to start children",
-        "python -m vllm_server does not do that: leave out `command` under [vllm]; in a program of your own, start "
-        "workers with daemon=False, or as threads",
+        "leave out `command` under [vllm] (python -m vllm_server starts none); in a program of your own, start workers "
+        "with daemon=False, or as threads",
         (LogPattern("daemonic processes are not allowed to have children"),),
         layer=Layer.PROCESS,
     ),
     LogRule(
         "flexible_argument_parser",
         "this program was written for another version of vLLM",
-        "python -m vllm_server knows each version's names: leave out `command` under [vllm]; or install the vLLM that "
+        "leave out `command` under [vllm] (python -m vllm_server supports several versions), or install the vLLM that "
         "the program was written for",
         (
             LogPattern("FlexibleArgumentParser", r"cannot import name 'FlexibleArgumentParser'"),
@@ -150,9 +149,9 @@ LOG_RULES: tuple[LogRule, ...] = (
     LogRule(
         "triton_blackwell",
         "Triton cannot compile for this GPU",
-        "with adapters set VLLM_LORA_DISABLE_PDL=1 under [vllm.env]; where its ptxas is older than the GPU, set "
-        "TRITON_PTXAS_PATH (from Triton 3.6 on TRITON_PTXAS_BLACKWELL_PATH) to that of a CUDA 12.8+ toolkit there; or "
-        "go without compiled kernels: enforce-eager = true under [vllm.args]",
+        "with adapters set VLLM_LORA_DISABLE_PDL=1 under [vllm.env]; if its ptxas is older than the GPU, set "
+        "TRITON_PTXAS_PATH (from Triton 3.6 on TRITON_PTXAS_BLACKWELL_PATH) there to the ptxas of a CUDA 12.8+ "
+        "toolkit; or disable compiled kernels: enforce-eager = true under [vllm.args]",
         (
             LogPattern("is not defined for option 'gpu-name'", r"Value '(sm_\w+)' is not defined"),
             LogPattern("PTXASError"),
@@ -164,9 +163,10 @@ LOG_RULES: tuple[LogRule, ...] = (
     ),
     LogRule(
         "eager_fallback",
-        "{0}: no CUDA graphs, since they would compute from a copy of weights",
-        "nothing is wrong, but decoding is slower than with graphs: a mode in which the engine has its own weights "
-        "(broadcast, lora_only) keeps them; enforce-eager = true under [vllm.args] spares the first start",
+        "{0} runs without CUDA graphs, which would use a stale copy of the weights",
+        "training is correct, but decoding is slower than with graphs. Use a mode in which the engine has its own "
+        "weights (broadcast, lora_only) to keep graphs; or set enforce-eager = true under [vllm.args] to avoid the "
+        "second start",
         (
             LogPattern(
                 "starting again with --enforce-eager", r"vllm_server: (\S+?):? .*starting again with --enforce-eager"
@@ -195,7 +195,7 @@ LOG_RULES: tuple[LogRule, ...] = (
     LogRule(
         "shm_full",
         "/dev/shm is full",
-        "see what lies there: ls -l /dev/shm; atropos-tui clean removes what earlier runs left; enlarge it: mount -o "
+        "see what is there: ls -l /dev/shm; atropos-tui clean removes files of earlier runs; enlarge it: mount -o "
         "remount,size=16G /dev/shm, or --shm-size=16g (--ipc=host) for a container",
         (
             LogPattern("insufficient shared memory (shm)"),
@@ -211,8 +211,8 @@ LOG_RULES: tuple[LogRule, ...] = (
     LogRule(
         "disk_full",
         "a disk is full",
-        "free space (df -h; du -sh RUN/checkpoints), or put the run elsewhere: --run-dir DIR; the run itself goes on "
-        "as far as its parts do, and training pauses at a checkpoint until it can be written",
+        "free space (df -h; du -sh RUN/checkpoints), or put the run elsewhere: --run-dir DIR. The run goes on as long "
+        "as its components do; training pauses at a checkpoint until it can be written",
         (
             # A full /dev/shm is the rule shm_full.
             LogPattern("No space left on device", r"^(?!.*(?:/dev/shm|</torch_)).*No space left on device"),
@@ -225,8 +225,8 @@ LOG_RULES: tuple[LogRule, ...] = (
     ),
     LogRule(
         "checkpoint_damaged",
-        "a checkpoint is not what was written",
-        "the run goes on from the one before; remove the damaged folder, and look after the disk (dmesg, smartctl)",
+        "a checkpoint is damaged",
+        "remove the damaged folder, and check the disk (dmesg, smartctl); the run continues from the checkpoint before",
         (LogPattern("[WARNING] passed over: --resume"),),
         roles=(Role.TRAINER,),
         passing=True,
@@ -234,7 +234,7 @@ LOG_RULES: tuple[LogRule, ...] = (
     LogRule(
         "too_many_files",
         "too many open files",
-        "raise the limit before atropos-tui up: ulimit -n 65536; or fewer rollouts at once: "
+        "raise the limit before atropos-tui up: ulimit -n 65536; or lower the number of parallel rollouts: "
         "env.max_num_workers_per_node under [env.args]",
         # At every start vLLM warns that a low limit "can cause" this error, and quotes it.
         (LogPattern("Too many open files", r"^(?!.*can cause).*Too many open files"),),
@@ -244,9 +244,9 @@ LOG_RULES: tuple[LogRule, ...] = (
     LogRule(
         "gloo_stuck",
         "the process group of trainer and engine is not complete: stuck at Gloo",
-        "{engine} must have been started with ATROPOS_WEIGHT_UPDATES=1 (a profile's mode sets it) and reach {trainer} "
-        "at MASTER_ADDR and MASTER_PORT; atropos-tui logs {engine} --grep 'broadcast|ERROR' shows whether its side "
-        "started",
+        "check that {engine} was started with ATROPOS_WEIGHT_UPDATES=1 (a profile's mode sets it) and reaches "
+        "{trainer} at MASTER_ADDR and MASTER_PORT; atropos-tui logs {engine} --grep 'broadcast|ERROR' shows if its "
+        "side started",
         (
             LogPattern("the broadcast broke (phase rendezvous)", r"the broadcast broke \(phase rendezvous\): (.*)"),
             LogPattern("waiting for clients", r"Timed out after \d+ seconds waiting for clients"),
@@ -264,8 +264,8 @@ LOG_RULES: tuple[LogRule, ...] = (
     LogRule(
         "broadcast_broke",
         "a broadcast of weights broke off",
-        "the trainer forms the group again without the server that broke it and sends the weights anew; if that does "
-        "not end, restart the server that is named: atropos-tui restart {engine}. On a slow link raise "
+        "wait: the trainer forms a new group without the failed server and sends the weights again. If it keeps "
+        "happening, restart the server in the evidence: atropos-tui restart {engine}. On a slow link raise "
         "trainer.broadcast_timeout",
         (LogPattern("the broadcast broke", r"the broadcast broke \(phase (?!rendezvous)\w+\): (.*)"),),
         roles=(Role.TRAINER,),
@@ -275,8 +275,8 @@ LOG_RULES: tuple[LogRule, ...] = (
     LogRule(
         "nccl_failed",
         "the NCCL connection between trainer and engine was not made",
-        "GPUs must differ: [vllm] gpus and [trainer] gpus; NCCL_DEBUG=INFO under [trainer.env] and [vllm.env] says "
-        "more; with several network cards set NCCL_SOCKET_IFNAME. A good start prints `NCCL group created`",
+        "give [vllm] gpus and [trainer] gpus different GPUs; set NCCL_DEBUG=INFO under [trainer.env] and [vllm.env] "
+        "for details; with several network cards set NCCL_SOCKET_IFNAME. A good start prints `NCCL group created`",
         (
             LogPattern("NCCL error", r"NCCL error"),
             LogPattern("NCCL Error"),
@@ -310,8 +310,8 @@ LOG_RULES: tuple[LogRule, ...] = (
     LogRule(
         "generate_404",
         "404 on /generate: this server has no such route",
-        "stock vLLM has only /v1: leave out `command` under [vllm] (python -m vllm_server has /generate with "
-        "logprobs), and let openai.base_url be derived",
+        "leave out `command` under [vllm] (stock vLLM has only /v1; python -m vllm_server has /generate with "
+        "logprobs), and leave out openai.base_url, it is derived",
         (
             LogPattern('"POST /generate HTTP/1.1" 404'),
             LogPattern("/generate has no such route"),
@@ -324,7 +324,7 @@ LOG_RULES: tuple[LogRule, ...] = (
     LogRule(
         "logprobs_positive",
         "the rollouts' logprobs are positive: they are placeholders",
-        "1.0 marks masked tokens and leaked into the generated ones. " + NO_LOGPROBS_FIX,
+        "1.0 marks masked tokens, and got into the generated ones: " + NO_LOGPROBS_FIX,
         (
             LogPattern("should be negative", r"ref_logprobs.*should be negative"),
             LogPattern("inference_logprobs alignment is wrong"),
@@ -334,7 +334,7 @@ LOG_RULES: tuple[LogRule, ...] = (
     LogRule(
         "registration_refused",
         "run-api refused a registration (422): a field is None that must be text",
-        'Weights & Biases fields must be "" and not None when they are not used: wandb_project and wandb_group of the '
+        'set unused Weights & Biases fields to "" instead of None: wandb_project and wandb_group of the '
         "trainer, env.wandb_name under [env.args] of the environment (mandatory even with env.use_wandb = false)",
         (
             LogPattern('" 422 ', r'"POST /register(?:-env)? HTTP/[\d.]+" 422'),
@@ -347,8 +347,9 @@ LOG_RULES: tuple[LogRule, ...] = (
     LogRule(
         "lora_not_enabled",
         "vLLM runs without --enable-lora",
-        'mode = "lora_only" sets it; for a server of your own: enable-lora = true and max-lora-rank under [vllm.args], '
-        'VLLM_ALLOW_RUNTIME_LORA_UPDATING = "True" under [vllm.env], then atropos-tui restart {engine}',
+        'use mode = "lora_only", which sets it; for a server of your own set enable-lora = true and max-lora-rank '
+        'under [vllm.args] and VLLM_ALLOW_RUNTIME_LORA_UPDATING = "True" under [vllm.env], then atropos-tui restart '
+        "{engine}",
         (
             LogPattern("LoRA is not enabled"),
             LogPattern("without --enable-lora", r"started without --enable-lora"),
@@ -361,7 +362,7 @@ LOG_RULES: tuple[LogRule, ...] = (
     ),
     LogRule(
         "manifest_missing",
-        "the engine's manifest vllm_bridge_config.json is not there",
+        "the engine's manifest vllm_bridge_config.json is missing",
         'it is written only with VLLM_ENABLE_SHARED_WEIGHTS=1 and LOGDIR: mode = "shared_vllm" sets both for `python '
         "-m vllm_server`; with a `command` of your own under [vllm] set them in [vllm.env]. Then: atropos-tui restart "
         "{engine}",
@@ -381,10 +382,10 @@ LOG_RULES: tuple[LogRule, ...] = (
     ),
     LogRule(
         "manifest_empty",
-        "the engine's manifest holds no weights that fit",
-        "the server exported nothing, or another model: atropos-tui logs {engine} --grep Exported. "
-        "VLLM_ENABLE_SHARED_WEIGHTS=1 must be set before it starts (python -m vllm_server and the profile's mode see "
-        "to it); then atropos-tui restart {engine}",
+        "the engine's manifest has no weights for this model",
+        "see what the server exported, nothing or another model: atropos-tui logs {engine} --grep Exported. Set "
+        "VLLM_ENABLE_SHARED_WEIGHTS=1 before it starts (python -m vllm_server and the profile's mode do), then "
+        "atropos-tui restart {engine}",
         (
             LogPattern("No IPC handles found in bridge config"),
             LogPattern("Single-copy mode not available", r"single_copy_enabled=False"),
@@ -397,8 +398,8 @@ LOG_RULES: tuple[LogRule, ...] = (
     ),
     LogRule(
         "manifest_stale",
-        "the manifest speaks of a server that is gone",
-        "atropos-tui restart {engine}: it writes a new one, and the trainer comes along where it must",
+        "the manifest belongs to a server that is gone",
+        "atropos-tui restart {engine}: it writes a new manifest, and the trainer restarts with it if necessary",
         (
             LogPattern("is gone; start vLLM again"),
             LogPattern("the server's weights are gone"),
@@ -410,17 +411,17 @@ LOG_RULES: tuple[LogRule, ...] = (
     LogRule(
         "served_in_part",
         "vLLM has no place for a part of the model's weights, and would answer without them",
-        "two different models? `model` at the top of a profile names one for both sides. One and the same: this "
-        "release of vLLM does not serve it whole (a Qwen3 with attention_bias is such a model): train another, or "
-        "try another vLLM",
+        "check that both sides use one model: `model` at the top of a profile sets it for both. If they do, this "
+        "release of vLLM does not support all of its weights (for example a Qwen3 with attention_bias): train another "
+        "model, or install another vLLM",
         (LogPattern("of the tensors, such as", r"vLLM's (\S+) has no place for \d+ of the tensors"),),
         roles=(Role.ENGINE, Role.TRAINER),
     ),
     LogRule(
         "tokenizer_missing",
         "the tokenizer was not found",
-        "a model folder needs its tokenizer files, too. Name a whole folder or a hub id: `model` in the profile (it "
-        "becomes env.tokenizer_name and openai.model_name)",
+        "set `model` in the profile to a hub id, or to a folder that also has the tokenizer files (it becomes "
+        "env.tokenizer_name and openai.model_name)",
         (
             LogPattern("Can't load tokenizer for"),
             LogPattern("no tokenizer at"),
@@ -473,7 +474,7 @@ LOG_RULES: tuple[LogRule, ...] = (
     ),
     LogRule(
         "non_finite",
-        "NaN in the model's answers: its weights are broken",
+        "NaN in the model's output: its weights are broken",
         "go back to the last good checkpoint: atropos-tui up PROFILE --resume RUN; lower [trainer] lr and keep "
         "clip_eps at 0.2",
         (LogPattern("the model answers with NaN"), LogPattern("UPDATE SKIPPED (gradient not finite)", patience_s=5)),
@@ -483,7 +484,7 @@ LOG_RULES: tuple[LogRule, ...] = (
     LogRule(
         "trainer_not_registered",
         "run-api has forgotten the trainer",
-        "run-api keeps its state in memory: restart it with its partners (atropos-tui restart {api})",
+        "atropos-tui restart {api}: run-api keeps its state in memory, so the components that use it restart as well",
         # Our trainer registers again by itself; the same line then contains "Registering again".
         (LogPattern("Trainer not registered", r"Trainer not registered(?!.*Registering again)"),),
         passing=True,
@@ -491,9 +492,9 @@ LOG_RULES: tuple[LogRule, ...] = (
     ),
     LogRule(
         "other_trainer_registered",
-        "run-api belongs to another trainer, and takes no second one",
-        "atropos-tui restart {api}: it forgets everybody, and {name} registers as the first. It comes back? Two "
-        "trainers ask one run-api: give each stack a port of its own ([api] port)",
+        "another trainer is registered with run-api, which accepts only one",
+        "atropos-tui restart {api}: it drops all registrations, and {name} registers first. If it happens again, two "
+        "trainers use one run-api: give each stack a port of its own ([api] port)",
         (LogPattern("holds another trainer's registration"),),
         roles=(Role.TRAINER,),
         at_exit=False,
@@ -502,8 +503,9 @@ LOG_RULES: tuple[LogRule, ...] = (
     LogRule(
         "api_unreachable",
         "{name} does not reach run-api",
-        "is it up? atropos-tui ps. If not: atropos-tui restart {api} (it takes what depends on it along). If it is: "
-        "{name} asks at another address; leave out [trainer] atropos_url and env.rollout_server_url, they are derived",
+        "check that it is up: atropos-tui ps. If not: atropos-tui restart {api} (dependent components restart with "
+        "it). If it is, {name} uses another address: leave out [trainer] atropos_url and env.rollout_server_url, they "
+        "are derived",
         (
             LogPattern("Atropos API not reachable at", r"not reachable at \S+ for \d+ s|RuntimeError: Atropos API not"),
             LogPattern(
@@ -532,8 +534,9 @@ LOG_RULES: tuple[LogRule, ...] = (
     LogRule(
         "engine_unreachable",
         "{name} does not reach the inference server",
-        "is it up? atropos-tui ps, atropos-tui why {engine}. If not: atropos-tui start {engine}. If it is: {name} asks "
-        "at another port; leave out openai.base_url under [env.args] and [trainer] vllm_port, they are derived",
+        "check that it is up: atropos-tui ps, atropos-tui why {engine}. If not: atropos-tui start {engine}. If it is, "
+        "{name} uses another port: leave out openai.base_url under [env.args] and [trainer] vllm_port, they are "
+        "derived",
         (
             LogPattern("vLLM server not running on port"),
             LogPattern("External vLLM server required on port"),
@@ -561,9 +564,10 @@ LOG_RULES: tuple[LogRule, ...] = (
     ),
     LogRule(
         "env_not_registered",
-        "run-api does not take {name} in",
-        "run-api takes environments only after the trainer's first GET /batch: atropos-tui why {trainer}. If {trainer} "
-        "trains: both must use one run-api; leave out env.rollout_server_url and [trainer] atropos_url",
+        "run-api does not register {name}",
+        "see why the trainer is not ready: atropos-tui why {trainer} (run-api registers environments only after the "
+        "trainer's first GET /batch). If {trainer} trains, they use different run-apis: leave out "
+        "env.rollout_server_url and [trainer] atropos_url",
         tuple(
             LogPattern(
                 anchor,
@@ -580,7 +584,7 @@ LOG_RULES: tuple[LogRule, ...] = (
     LogRule(
         "health_timeout",
         "vLLM did not become healthy in time",
-        "its own log tells why: atropos-tui logs {engine} -n 100. A large model or cold compile caches need longer: "
+        "read its log: atropos-tui logs {engine} -n 100. If a large model or a first compilation only needs longer, "
         "raise start_timeout_s under [vllm]",
         (
             LogPattern("vLLM server failed to start within"),
@@ -593,8 +597,8 @@ LOG_RULES: tuple[LogRule, ...] = (
     LogRule(
         "api_reloaded",
         "run-api is restarted by its file watcher",
-        "each file that is saved in its folder makes it forget trainer, environments and queue: leave out --reload "
-        "from `command` under [api] (the derived command has none), then atropos-tui restart {api}",
+        "leave out --reload from `command` under [api] (the derived command has none), then atropos-tui restart {api}: "
+        "each file saved in its folder makes it lose trainer, environments and queue",
         (
             LogPattern("detected changes in", r"(?:WatchFiles|StatReload|WatchGodReload) detected changes in"),
             LogPattern("Started reloader process"),
@@ -606,9 +610,9 @@ LOG_RULES: tuple[LogRule, ...] = (
     LogRule(
         "rollouts_left_out",
         "rollouts are left out that cannot be trained on",
-        "the evidence names the reason, an example and its environment, and left_out of each step counts: correct that "
-        "environment or stop it. Token ids outside of the vocabulary are from another model's tokenizer; lengths and "
-        "lags from seq_len, max_completion_tokens and max_policy_lag under [trainer]",
+        "correct or stop the environment in the evidence, which has the reason and an example (left_out of each step "
+        "has the counts). Token ids outside of the vocabulary come from another model's tokenizer; limits of length "
+        "and lag are seq_len, max_completion_tokens and max_policy_lag under [trainer]",
         (
             LogPattern("nothing to train on in the last"),
             LogPattern("sequences left out: lost in run-api"),
@@ -631,8 +635,8 @@ LOG_RULES: tuple[LogRule, ...] = (
     LogRule(
         "use_cache_with_checkpointing",
         "use_cache and gradient checkpointing exclude each other",
-        "set model.config.use_cache = False before training; transformers does so for this call and warns. Nothing is "
-        "wrong with the gradients",
+        "set model.config.use_cache = False before training; transformers does so for this call and warns. The "
+        "gradients are correct",
         (
             LogPattern(
                 "is incompatible with gradient checkpointing",
@@ -660,8 +664,7 @@ LOG_RULES: tuple[LogRule, ...] = (
     LogRule(
         "out_of_host_memory",
         "the machine's memory is exhausted",
-        "run fewer things beside it (atropos-tui ps shows memory), use a smaller model or context, or add memory or "
-        "swap",
+        "run fewer other programs (atropos-tui ps shows memory), use a smaller model or context, or add memory or swap",
         (
             LogPattern("DefaultCPUAllocator: can't allocate memory"),
             LogPattern("Cannot allocate memory", r"\[?[Ee]rr(?:no|or) 12\]?|Cannot allocate memory"),
@@ -690,9 +693,9 @@ LOG_RULES: tuple[LogRule, ...] = (
     ),
     LogRule(
         "sampling_adjusted",
-        "{engine} leaves {0} out of rollouts: they sample plainly",
-        'nothing, if plain sampling is right; else sampling = "as_asked" under [vllm] (logprobs are then those of the '
-        'whole distribution), or sampling = "refuse"',
+        "{engine} ignores {0} in rollouts: they use plain sampling",
+        'do nothing if plain sampling is right; else set sampling = "as_asked" under [vllm] (logprobs are then those '
+        'of the whole distribution), or sampling = "refuse"',
         (LogPattern("left out: changes the distribution", r"adjusted \d+ requests? to \S+: (.+?) left out: changes"),),
         roles=(Role.ENGINE,),
         at_exit=False,
@@ -701,9 +704,9 @@ LOG_RULES: tuple[LogRule, ...] = (
     ),
     LogRule(
         "logprobs_recomputed",
-        "rollouts come without logprobs: the engine is asked for them, else the trainer puts its own",
-        "let the environment pass inference_logprobs on (atroposlib's ManagedServer has them); missing_logprobs = "
-        '"refuse" under [trainer] ends the run instead',
+        "rollouts come without logprobs: the trainer requests them from the engine, else uses its own",
+        "let the environment send inference_logprobs (atroposlib's ManagedServer has them); set missing_logprobs = "
+        '"refuse" under [trainer] to end the run instead',
         (LogPattern("sequences came without inference_logprobs"),),
         roles=(Role.TRAINER,),
         at_exit=False,

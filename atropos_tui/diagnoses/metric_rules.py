@@ -67,13 +67,13 @@ SHOWN = 60
 NEARLY_ALL = 0.9
 GROUPS_ALL_FLAT = "groups_all_flat"
 LOOK_AT_ROLLOUTS = (
-    "all wrong: is the answer cut off (env.max_token_length), is the prompt what the model knows, is it too weak? "
-    "Easier questions, or a reward with steps between. All right: harder questions. Now and then one differs: a larger "
-    "env.group_size under [env.args]"
+    "read the rollouts. All wrong: check if answers are cut off (env.max_token_length) and if the prompt has the "
+    "model's format; use easier questions, or a reward with values between. All right: use harder questions. Mixed "
+    "groups are rare: raise env.group_size under [env.args]"
 )
 """Fix for groups of equal scores."""
 
-ALERT = Rule("alert", "a metric is where the profile's [[alert]] does not want it", ends=Ends.RECORDS, event="alert")
+ALERT = Rule("alert", "a metric meets the condition of an [[alert]] in the profile", ends=Ends.RECORDS, event="alert")
 SLOPE_STEPS = 5
 """Smallest number of steps for a slope."""
 BASE_STEPS = 50
@@ -82,7 +82,7 @@ LEAST_BASE = 10
 SHOWN_VALUES = 5
 COLLAPSE_FIX = (
     "go back to the last good checkpoint (atropos-tui up PROFILE --resume RUN), lower [trainer] lr, keep clip_eps at "
-    "0.2; see what alignment and ratio did just before"
+    "0.2; look at alignment and ratio just before the fall"
 )
 
 Judge = Callable[[Sequence[Any]], str | None]
@@ -333,25 +333,25 @@ def engines_left_out(record: SyncRecord) -> str | None:
 STEPS, ALIGNMENTS, TIMINGS = (StepRecord,), (AlignmentRecord,), (TimingRecord,)
 CAUSE_FIXES = {
     STALE_WEIGHTS: (
-        "the engine generates with weights that the trainer has left behind: atropos-tui restart {engine} brings both "
-        "to the same ones. If it comes back, a layer computes with a copy of its weights: enforce-eager = true under "
-        "[vllm.args], or another mode (broadcast, lora_only)"
+        "the engine generates with old weights: atropos-tui restart {engine} gives both sides the same ones. If it "
+        "happens again, a layer uses a copy of its weights: set enforce-eager = true under [vllm.args], or use another "
+        "mode (broadcast, lora_only)"
     ),
     STALE_PREFIX: (
-        "keys and values of older weights are used again: atropos-tui restart {engine}. If it comes back, "
-        "enable-prefix-caching = false under [vllm.args] until it is found"
+        "the engine reuses keys and values of older weights: atropos-tui restart {engine}. If it happens again, set "
+        "enable-prefix-caching = false under [vllm.args] until the cause is found"
     ),
     TEMPERATURE: (
-        "let the environment say its sampling temperature (generation_params or group_overrides), or set [trainer] "
-        "temperature to it; and leave logprobs-mode = processed_logprobs under [vllm.args], the default here"
+        "let the environment send its sampling temperature (generation_params or group_overrides), or set [trainer] "
+        "temperature to it; and keep logprobs-mode = processed_logprobs under [vllm.args], the default here"
     ),
     SHIFTED: (
-        "the environment puts logprobs on the wrong tokens: inference_logprobs[i] belongs to tokens[i], prompt tokens "
-        "have 1.0. atroposlib's ManagedServer does it right"
+        "correct the environment, which assigns logprobs to the wrong tokens: inference_logprobs[i] belongs to "
+        "tokens[i], and prompt tokens have 1.0. atroposlib's ManagedServer does it right"
     ),
     MISSING: NO_LOGPROBS_FIX,
     HEAD_DTYPE: (
-        "give both sides the same types: dtype under [trainer] and [vllm], and head_dtype under [trainer] and under "
+        "set the same types on both sides: dtype under [trainer] and [vllm], and head_dtype under both [trainer] and "
         "[vllm.args] hf-overrides, or under neither"
     ),
     BROKEN_WEIGHTS: (
@@ -359,12 +359,12 @@ CAUSE_FIXES = {
         "[trainer] lr and keep clip_eps at 0.2"
     ),
     OTHER_WEIGHTS: (
-        "trainer and engine began with different weights or types: is `model` the same for both, and dtype? "
-        "atropos-tui restart {engine} writes the trainer's weights into it"
+        "set the same `model` and dtype for trainer and engine, which began with different weights or types; then "
+        "atropos-tui restart {engine} gives it the trainer's weights"
     ),
     SAMPLING: (
-        "the rollouts were not sampled by plain temperature: no top_p, top_k, min_p or penalties in the environment's "
-        "requests, no generation-config under [vllm.args], and its temperature in generation_params"
+        "sample by plain temperature: remove top_p, top_k, min_p and penalties from the environment's requests, and "
+        "generation-config from [vllm.args]; send the temperature in generation_params"
     ),
 }
 """Cause of an alignment mismatch -> fix: one rule for each, all with one name."""
@@ -373,7 +373,7 @@ METRIC_RULES: tuple[MetricRule, ...] = (
     MetricRule(
         "non_finite",
         "a number of the training is NaN or infinite",
-        "the update was skipped or the weights are broken. If it goes on: lower [trainer] lr, keep clip_eps at "
+        "wait if it happens once (the update was skipped). If it goes on: lower [trainer] lr, keep clip_eps at "
         "0.2, raise warmup_steps, and go back: atropos-tui up PROFILE --resume RUN starts from the last checkpoint",
         (StepRecord, AlignmentRecord, TimingRecord),
         in_a_row(not_finite, 1),
@@ -404,26 +404,26 @@ METRIC_RULES: tuple[MetricRule, ...] = (
     MetricRule(
         "alignment_drift",
         "trainer and engine drift apart",
-        "policy lag is the usual cause: env.max_batches_offpolicy = 1 under [env.args] (atroposlib's default of 3 "
-        "gives a lag of up to 6). At a lag of 1 or less: sampling that changes the distribution (top-p, top-k, "
-        "min-p, penalties), or a temperature that generation_params does not tell",
+        "set env.max_batches_offpolicy = 1 under [env.args]: policy lag is the usual cause (atroposlib's default of 3 "
+        "gives a lag of up to 6). At a lag of 1 or less, remove sampling that changes the distribution (top-p, top-k, "
+        "min-p, penalties), and send the temperature in generation_params",
         ALIGNMENTS,
         in_a_row(drift),
     ),
     MetricRule(
         "ratio_out_of_range",
         "the importance ratio has left 0.8-1.2",
-        "the policy moves away from the rollouts: lower [trainer] lr, raise warmup_steps (20), keep clip_eps at "
-        "0.2, and bound the lag: env.max_batches_offpolicy = 1 under [env.args]. A ratio that is off from step 1 "
-        "on is an alignment problem",
+        "lower [trainer] lr, raise warmup_steps (20), keep clip_eps at 0.2, and limit the lag: "
+        "env.max_batches_offpolicy = 1 under [env.args]; the policy moves away from the rollouts too fast. A wrong "
+        "ratio from step 1 on is an alignment problem",
         STEPS,
         in_a_row(ratio_out_of_range),
     ),
     MetricRule(
         "clip_fraction_high",
         "30 % of the tokens or more are clipped",
-        "steps are too large for such old rollouts: lower [trainer] lr, raise warmup_steps (20), and bound the lag: "
-        "env.max_batches_offpolicy = 1 under [env.args]",
+        "lower [trainer] lr, raise warmup_steps (20), and limit the lag: env.max_batches_offpolicy = 1 under "
+        "[env.args]; the steps are too large for rollouts this old",
         STEPS,
         in_a_row(clipped_too_often),
     ),
@@ -445,7 +445,7 @@ METRIC_RULES: tuple[MetricRule, ...] = (
     MetricRule(
         GROUPS_ALL_FLAT,
         "the groups of the batches are flat: nothing is learnt from them",
-        LOOK_AT_ROLLOUTS + ". env.ensure_scores_are_not_same = true keeps flat ones from the trainer",
+        LOOK_AT_ROLLOUTS + ". Set env.ensure_scores_are_not_same = true to keep flat groups from the trainer",
         STEPS,
         in_a_row(groups_flat),
         severity="alarm",
@@ -453,10 +453,10 @@ METRIC_RULES: tuple[MetricRule, ...] = (
     ),
     MetricRule(
         "reward_constant",
-        "all rewards are the same: nothing is learnt",
-        "all right: the task is solved, take harder questions. All wrong: read the rollouts (the screen, or "
-        "rollout records of RUN/telemetry.jsonl); is the answer cut off (env.max_token_length), does the scoring "
-        "find it, is the model too weak?",
+        "all rewards are the same: the trainer learns nothing",
+        "read the rollouts (on the screen, or rollout records of RUN/telemetry.jsonl). All right: the task is solved, "
+        "use harder questions. All wrong: check if answers are cut off (env.max_token_length), if the scoring finds "
+        "them, and if the model is too weak",
         STEPS,
         in_a_row(reward_constant),
     ),
@@ -480,8 +480,8 @@ METRIC_RULES: tuple[MetricRule, ...] = (
     MetricRule(
         "repetition",
         "the model repeats itself",
-        "the policy is degenerating: lower [trainer] lr, keep clip_eps at 0.2, go back to the last good "
-        "checkpoint. In a base model's first steps it may be the model: see whether it goes away",
+        "lower [trainer] lr, keep clip_eps at 0.2, and go back to the last good checkpoint: the policy degenerates. In "
+        "the first steps of a base model, wait: the model itself may repeat",
         (RolloutRecord,),
         repeating,
         window=LOOKED_AT,
@@ -490,8 +490,9 @@ METRIC_RULES: tuple[MetricRule, ...] = (
     MetricRule(
         "policy_lag_growing",
         "the policy lag grows: rollouts get older and older",
-        "env.max_batches_offpolicy = 1 under [env.args] bounds what waits in run-api; fewer rollouts at once "
-        "(env.max_num_workers_per_node) end sooner; [trainer] max_policy_lag leaves out what is older all the same",
+        "set env.max_batches_offpolicy = 1 under [env.args] to limit the queue in run-api; lower "
+        "env.max_num_workers_per_node, so that rollouts end sooner; set [trainer] max_policy_lag to leave out older "
+        "ones",
         STEPS,
         lag_grows,
         window=2 * BLOCK,
@@ -499,7 +500,7 @@ METRIC_RULES: tuple[MetricRule, ...] = (
     MetricRule(
         "engine_left_out",
         "the run goes on without one of its engines",
-        "it gets the weights of now, and rollouts again, as soon as it answers; one that crashed is restarted by "
+        "wait: it gets the current weights and rollouts again as soon as it answers, and a crashed one restarts by "
         "itself. If it does not come back, restart it: atropos-tui restart ENGINE",
         (SyncRecord,),
         in_a_row(engines_left_out, 1),
@@ -509,9 +510,9 @@ METRIC_RULES: tuple[MetricRule, ...] = (
     MetricRule(
         "slow_progress",
         "optimizer steps have become slow",
-        "waiting for data: more rollouts at once (env.max_num_workers_per_node under [env.args]), CUDA graphs "
-        "(leave out enforce-eager under [vllm.args]), shorter env.max_token_length. Training: shorter seq_len, "
-        "fewer sequences. Publishing or checkpoints: their interval. atropos-tui bench shows the split",
+        "atropos-tui bench shows the split. Waiting for data: raise env.max_num_workers_per_node under [env.args], use "
+        "CUDA graphs (leave out enforce-eager under [vllm.args]), lower env.max_token_length. Training: lower seq_len, "
+        "or use fewer sequences. Publishing or checkpoints: raise their interval",
         TIMINGS,
         slow,
         window=REMEMBERED,
@@ -533,8 +534,8 @@ def alert_rules(alerts: Sequence[AlertSpec]) -> tuple[MetricRule, ...]:
 
 def _rule(alert: AlertSpec, words: str, judge: Judge) -> MetricRule:
     fix = (
-        f"you asked to be told by [[alert]] of the profile: look at {alert.metric} in view 2 of the screen or in the "
-        "report, at the events of that time, and at what the sentence on top says; or set other bounds"
+        f"look at {alert.metric} in view 2 of the screen or in the report, at the events of that time, and at the "
+        "sentence on top; or change the bounds of the [[alert]] in the profile"
     )
     window = max(alert.for_steps, SLOPE_STEPS) + BASE_STEPS
     kinds = (METRIC_KINDS.get(alert.metric, EvalRecord),)

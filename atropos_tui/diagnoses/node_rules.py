@@ -14,8 +14,8 @@ LAUNCHER_RULES: tuple[LogRule, ...] = (
     LogRule(
         "ssh_host_key",
         "the host key is not the one that ssh knows",
-        "find out from whoever runs the machine whether it was set up anew; if so: ssh-keygen -R HOST, then ssh HOST "
-        "once by hand and compare the key that it shows",
+        "ask the administrator if the machine was reinstalled; if so, run ssh-keygen -R HOST, then ssh HOST once by "
+        "hand, and compare the key that it shows",
         (
             LogPattern("REMOTE HOST IDENTIFICATION HAS CHANGED"),
             LogPattern("Host key verification failed"),
@@ -25,9 +25,9 @@ LAUNCHER_RULES: tuple[LogRule, ...] = (
     ),
     LogRule(
         "ssh_denied",
-        "ssh is not let in without a question",
-        "a key that needs no passphrase, or an agent: ssh-copy-id HOST, ssh-add; then ssh -o BatchMode=yes HOST true "
-        "must pass",
+        "ssh cannot log in without a password or passphrase",
+        "set up a key without a passphrase, or an agent: ssh-copy-id HOST, ssh-add; then ssh -o BatchMode=yes HOST "
+        "true must succeed",
         (
             LogPattern("Permission denied (", r"Permission denied \((?:publickey|password|keyboard|gssapi|hostbased)"),
             LogPattern("Too many authentication failures"),
@@ -37,8 +37,8 @@ LAUNCHER_RULES: tuple[LogRule, ...] = (
     LogRule(
         "ssh_unreachable",
         "ssh does not reach the machine",
-        'is it up, is the name right, does sshd listen there ([cluster] ssh = ["-p", "PORT"])? ssh -v HOST true shows '
-        "where it stops",
+        'check that it is up, the name is right, and sshd listens on that port ([cluster] ssh = ["-p", "PORT"]); '
+        "ssh -v HOST true shows where it stops",
         (
             LogPattern("ssh: connect to host"),
             LogPattern("Could not resolve hostname"),
@@ -50,8 +50,8 @@ LAUNCHER_RULES: tuple[LogRule, ...] = (
     ),
     LogRule(
         "srun_refused",
-        "Slurm does not start it there",
-        "squeue and sinfo show the allocation and its nodes; the job must still run, and the node be part of it",
+        "Slurm does not start it on that node",
+        "check with squeue and sinfo that the job still runs, and that the node is part of its allocation",
         (
             LogPattern("srun: error: Unable to"),
             LogPattern("Requested nodes are busy"),
@@ -63,8 +63,8 @@ LAUNCHER_RULES: tuple[LogRule, ...] = (
     ),
     LogRule(
         "kubectl_refused",
-        "kubectl does not get into the pod",
-        "kubectl get pods must show it Running, and kubectl auth can-i create pods/exec say yes",
+        "kubectl cannot run a command in the pod",
+        "check that kubectl get pods shows it Running, and that kubectl auth can-i create pods/exec says yes",
         (
             LogPattern("Error from server", r"Error from server(?: \((\w+)\))?:"),
             LogPattern("error: unable to upgrade connection"),
@@ -79,8 +79,8 @@ LAUNCHER_RULES: tuple[LogRule, ...] = (
 NODE_SILENT = LogRule(
     "node_silent",
     "node {0} does not answer",
-    "nothing, if it comes back; else its component counts as crashed, and is started again there. Is it up, and what "
-    "does it do: ssh NODE uptime, sinfo -R",
+    "wait: if it does not come back, its component counts as crashed and restarts there. To check the node: ssh NODE "
+    "uptime, sinfo -R",
     (LogPattern("atropos: node ", r"^atropos: node (.+ \(.+\)) has (?:not answered|said nothing) for"),),
     at_exit=False,
     layer=Layer.MACHINE,
@@ -91,31 +91,31 @@ NODE_LOST = Rule(
 _WAYS_OUT = (
     (
         r"job/step already completing|job .* (expired|revoked)|cancelled at|due to time limit",
-        "the allocation has ended: scontrol show job and sacct -j say why; submit the run again",
+        "submit the run again: the allocation has ended (scontrol show job and sacct -j show why)",
     ),
     (
         r"unable to contact slurm|socket timed out|communication connection failure|node failure",
-        "slurm has lost the node or its controller: sinfo -R, scontrol show node NODE",
+        "check the node and Slurm's controller: sinfo -R, scontrol show node NODE",
     ),
     (
         r"connection to .* closed|closed by remote|connection (reset|closed)|broken pipe",
-        "is the node up? ssh NODE true says so; its component is started again there",
+        "check that the node is up: ssh NODE true; its component restarts there",
     ),
     (
         r"no module named .?atropos",
-        "the project must lie at the same path on every node, or be shared: atropos-tui doctor --nodes",
+        "put the project at the same path on every node, or share it: atropos-tui doctor --nodes",
     ),
     (
         r"no such file or directory|command not found|execve",
-        "the interpreter is not there: [cluster] python names one that every node has; atropos-tui doctor --nodes",
+        "set [cluster] python to an interpreter that every node has; atropos-tui doctor --nodes",
     ),
     (
         r"killed|oom|out of memory",
-        "someone, or the kernel for want of memory, ended it on that node: dmesg there, sacct -j JOB",
+        "find out who killed it on that node, a user or the out-of-memory killer: dmesg there, sacct -j JOB",
     ),
     (
         r"nothing was heard",
-        "the node, its network or the far end hangs: ssh NODE uptime, sinfo -R; its component is started again there",
+        "check the node, its network and our agent there: ssh NODE uptime, sinfo -R; its component restarts there",
     ),
 )
 
@@ -128,6 +128,6 @@ def node_lost(words: str) -> Diagnosis:
     fix = (
         known[0]
         if known
-        else "its log ends with what the launcher printed; ssh NODE, sinfo -R and dmesg there say more"
+        else "read the launcher's output at the end of its log; check with ssh NODE, sinfo -R and dmesg there"
     )
     return NODE_LOST.diagnosis(shortened(how), str(fix), f"{where} was lost, or could not be reached")

@@ -50,8 +50,8 @@ RUNS = (State.HEALTHY, State.UNHEALTHY)
 FIXES = (
     (
         re.compile(r"\. ((?:Send|Leave out) .+?)(?:, or\b|$)"),
-        "{env} asks for what cannot be trained on: {0}. That is in its program, or under [env.args] where it has such "
-        "an option; then atropos-tui restart {env}",
+        "{env} requests sampling that cannot be trained on: {0}. Change its program, or the option under [env.args] if "
+        "it has one; then atropos-tui restart {env}",
     ),
     (
         re.compile(r"does not exist|is not served here"),
@@ -59,12 +59,12 @@ FIXES = (
     ),
     (
         re.compile(r"chat template is no longer allowed|(?:no|have a|provide a) chat template"),
-        "the model has no chat template, and {env} asks for chat completions: set `model` to an instruct model, or "
+        "the model has no chat template, and {env} requests chat completions: set `model` to an instruct model, or "
         "save its template as chat_template.jinja in the model's folder; then atropos-tui restart {engine}",
     ),
     (
         re.compile(r"maximum (?:model|context) length|max_model_len"),
-        "raise [vllm] max_model_len, or shorten what {env} asks for: env.max_token_length under [env.args]",
+        "raise [vllm] max_model_len, or lower the length that {env} requests: env.max_token_length under [env.args]",
     ),
     (
         re.compile(""),
@@ -277,7 +277,7 @@ def _api_away(run: RunSnapshot) -> Cause | None:
 def _nobody_registered(run: RunSnapshot) -> Cause | None:
     if run.api is None or run.api.batch_size != -1:
         return None
-    fix = "run-api was restarted behind the trainer's back, or the trainer asks another one: atropos-tui restart {api}"
+    fix = "atropos-tui restart {api}: it was restarted without the trainer, or the trainer uses another run-api"
     return Cause("no trainer is registered", "run-api's /info says batch_size -1", fix)
 
 
@@ -300,8 +300,8 @@ def _trainer_hangs(run: RunSnapshot) -> Cause | None:
         return None
     evidence = f"run-api holds {api.queue} groups of {api.group}, a batch is {api.batch_size}"
     fix = (
-        "the batch is there, the trainer does not fetch it: atropos-tui logs {trainer} -n 50 shows what it does; "
-        "atropos-tui restart {trainer} goes on from its checkpoint"
+        "a batch is ready, but the trainer does not fetch it: atropos-tui logs {trainer} -n 50 shows what it does; "
+        "atropos-tui restart {trainer} continues from its checkpoint"
     )
     return Cause("the trainer hangs", evidence, fix)
 
@@ -311,7 +311,7 @@ def _no_environment(run: RunSnapshot) -> Cause | None:
     if any(part.state in (State.HEALTHY, State.UNHEALTHY) for part in envs):
         return None
     states = ", ".join(f"{part.name} is {part.state.value}" for part in envs) or "the stack has none"
-    fix = "an environment ends when env.total_steps batches were drained (-1 is read as 1): atropos-tui start {env}"
+    fix = "atropos-tui start {env}; an environment ends after env.total_steps batches (-1 is read as 1)"
     return Cause("no environment runs", states, fix)
 
 
@@ -339,8 +339,8 @@ def _ghosts(run: RunSnapshot) -> Cause | None:
         return None
     evidence = f"{run.ghosts} more registrations than environments that run"
     fix = (
-        "run-api does not notice that an environment died, and keeps its share of every batch for it: "
-        "atropos-tui restart {api} (it takes the environments along)"
+        "atropos-tui restart {api} (the environments restart with it): run-api does not notice that an environment "
+        "died, and reserves its share of every batch"
     )
     return Cause("run-api waits for an environment that is gone", evidence, fix)
 
@@ -348,10 +348,10 @@ def _ghosts(run: RunSnapshot) -> Cause | None:
 def _slow_rollouts(run: RunSnapshot) -> Cause | None:
     if run.refused or run.explained:
         return None
-    queue = f"{run.api.queue} groups wait at run-api" if run.api else "run-api was not asked"
+    queue = f"{run.api.queue} groups wait at run-api" if run.api else "the state of run-api is unknown"
     fix = (
-        "rollouts are slow, or none is begun: atropos-tui logs {env} -n 50, and does {engine} generate? Shorter "
-        "env.max_token_length, fewer env.max_num_workers_per_node; a program of your own must send to run-api"
+        "check if rollouts start: atropos-tui logs {env} -n 50, and if {engine} generates. If they are slow, lower "
+        "env.max_token_length and env.max_num_workers_per_node; a program of your own must send groups to run-api"
     )
     return Cause("rollouts are slow", queue, fix)
 
@@ -378,7 +378,7 @@ def slow_start(part: Part, now: float) -> Diagnosis | None:
         evidence += f"; {label}: {text}" if text else ""
     fix = (
         f"atropos-tui logs {part.name} -f shows what it does; a first start downloads and compiles. If it only "
-        "needs longer, raise start_timeout_s in its section"
+        "needs more time, raise start_timeout_s in its section"
     )
     return SLOW_START.diagnosis(evidence, fix, f"{part.name} takes unusually long to start")
 
@@ -550,7 +550,7 @@ def _ended(part: Part, rest: str) -> Diagnosis:
     return ENDED.diagnosis(
         f"it exited with 0 after {max(0.0, part.since - part.started_at):.0f} s{last}; {rest}",
         f"atropos-tui logs {part.name} -n 50 shows why; correct that, then atropos-tui start {part.name}. "
-        "One that counts batches itself leaves at env.total_steps (-1 is read as 1)",
+        "A stock environment ends after env.total_steps batches (-1 is read as 1)",
         f"{part.name} ended before the run",
     )
 

@@ -71,7 +71,7 @@ SHORT = Counter({GROUP_SIZE: 9})
         (
             "environment_silent",
             flow(could_ask_s=21.0, watches_engine=True),
-            "and vllm ready for 21 s",
+            "and vllm is ready for 21 s",
         ),
         ("environment_bound", flow(6, 4, **WAITS), "waited 90% of the time and vllm had no request 80% of it"),
         ("environment_bound", flow(6, 4, **WAITS), "10 groups in 20 s (0.50/s, 40% of them flat)"),
@@ -79,7 +79,7 @@ SHORT = Counter({GROUP_SIZE: 9})
         ("environment_bound", flow(6, 4, **WAITS), "it could make 2.50/s"),
         ("environment_bound", flow(**WAITS), "came no group"),
         ("environment_bound", flow(**WAITS, bounds={"awaited": 0.9}), "came no group"),
-        ("environment_bound", flow(**WAITS, counts=False), "came groups that nobody counts"),
+        ("environment_bound", flow(**WAITS, counts=False), "came an unknown number of groups"),
     ],
 )
 def test_what_holds_an_environment_up_is_told_with_its_numbers(rule: str, scene: Flow, evidence: str) -> None:

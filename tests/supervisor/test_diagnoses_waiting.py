@@ -70,7 +70,7 @@ CAUSES = [
     (replace(STILL, counts={"timed-out rollouts": 2}), "cancelled before they are done", "2 workers timed out"),
     (replace(STILL, ghosts=1), "an environment that is gone", "1 more registrations"),
     (STILL, "rollouts are slow", "3 groups wait"),
-    (replace(STILL, api=None), "rollouts are slow", "not asked"),
+    (replace(STILL, api=None), "rollouts are slow", "is unknown"),
 ]
 
 

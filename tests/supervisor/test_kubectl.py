@@ -59,7 +59,7 @@ async def test_a_component_in_a_pod(launch: Callable[..., Any], kubectl: Callabl
 async def test_what_kubectl_says_is_explained(kubectl: Callable[[str], Place], tmp_path: Path) -> None:
     node = Node(name="infer", host="infer-9", address="127.0.0.1")
     (check,) = await examine([Target(node, kubectl("infer-9"))], tmp_path, collectives=False)
-    assert check.verdict == "fail" and "kubectl does not get into the pod" in check.found
+    assert check.verdict == "fail" and "kubectl cannot run a command in the pod" in check.found
     assert "kubectl get pods" in check.fix
     (check,) = await examine([Target(node, kubectl("infer-0"))], tmp_path, collectives=False)
     assert check.verdict == "ok"

@@ -201,7 +201,7 @@ def test_what_ssh_cannot_do_is_said(
     assert run(["ps", f"{ME}@no-such-host.invalid"]) == 5
     assert "ssh does not reach the machine" in capfd.readouterr().err
     assert run(["ps", "nobody-here@n2"]) == 5
-    assert "ssh is not let in" in capfd.readouterr().err
+    assert "ssh cannot log in" in capfd.readouterr().err
     monkeypatch.setattr(remote.sys, "executable", "/nowhere/python")
     monkeypatch.setenv("SHELL", "/bin/sh")
     assert run(["ps", f"{ME}@n2"]) == 5
