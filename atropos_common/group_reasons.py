@@ -24,7 +24,7 @@ WORDS = {
     GROUP_SIZE: "another number of completions than group_size",
     TOO_LONG: "a sequence longer than the trainer takes",
     NOT_FINITE: "a score that is not a finite number",
-    SURPLUS: "surplus: begun for groups that might come out flat",
+    SURPLUS: "surplus: a spare group that was not needed",
 }
 """One line for each reason."""
 

@@ -117,7 +117,7 @@ class Hosted(BaseEnv):  # type: ignore[misc]
         self.component = component_name(self.name or type(self).__name__)
         self.eval_log = EvalLog(eval_path(self.component, config.data_dir_to_save_evals), self.component)
         self.tally = Tally()
-        # With `min_batch_allocation` atroposlib divides the batch, and its own bounds are right.
+        # With `min_batch_allocation` atroposlib divides the batch and bounds the workers itself.
         refills = os.environ.get(ENV_REFILL) != "0" and config.min_batch_allocation is None
         self.queue_slots = QueueSlots() if refills else None
         self._worker_meter = WorkerMeter()
