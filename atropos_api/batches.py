@@ -37,7 +37,7 @@ SHARE_PATH = "/share"
 HOLD_S = 0.5
 """Seconds that a request with `AFTER_HEADER` waits for a batch."""
 # Seconds between two checks of the queue. atroposlib appends to it without any event to wait for.
-LOOK_S = 0.01
+POLL_S = 0.01
 Group = dict[str, Any]
 UNREGISTERED = b'{"status":"error","message":"Trainer not registered. Call /register first.","batch":[]}'
 """Same text as atroposlib's answer."""
@@ -87,7 +87,7 @@ class Batches:
             while len(getattr(self._state, "queue", ())) == groups:
                 if time.monotonic() >= give_up:
                     return Response(b'{"batch":null}', media_type="application/json")
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(POLL_S)
 
     def _share(self, asked: QueryParams) -> Response:
         """Answer how many groups environment `env_id` may have in the queue for `ahead` batches,

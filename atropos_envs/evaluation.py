@@ -188,9 +188,7 @@ class Tally:
         if (reason, kind or words) not in self._kinds:
             self._kinds.add((reason, kind or words))
             self.urgent = True
-            log.warning(
-                "a group is left out (%s): %s. Further ones of this kind are only counted", in_words(reason), words
-            )
+            log.warning("a group is left out (%s): %s. Later ones are only counted", in_words(reason), words)
 
     def accepted(self) -> None:
         self.sent += 1

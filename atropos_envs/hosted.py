@@ -49,9 +49,9 @@ SUMMARY_S = 5.0
 """Seconds between two progress lines."""
 BACKOFF_S, BACKOFF_MOST_S = 0.01, 5.0
 """First and longest wait after a failed group, in seconds."""
-LOOK_S = 0.02
+QUEUE_POLL_S = 0.02
 """Poll interval for the trainer's next batch while the queue is full."""
-LOOK_FOR_S = 1.0
+FAST_POLL_S = 1.0
 """Seconds of fast polling; later the manager's rounds of 0.1 s are enough."""
 LEAST_WEIGHT = 1e-6
 _pending: ContextVar[PendingGroup | None] = ContextVar("pending", default=None)
@@ -357,10 +357,10 @@ class Hosted(BaseEnv):  # type: ignore[misc]
         the manager's next round."""
         full_since = time.monotonic()
         while self.queue_slots is not None:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(QUEUE_POLL_S)
             if not self.queue_slots.full:
                 full_since = time.monotonic()
-            elif time.monotonic() - full_since < LOOK_FOR_S and await self._batch_taken():
+            elif time.monotonic() - full_since < FAST_POLL_S and await self._batch_taken():
                 # The manager's next round meets and reports the same error.
                 with suppress(Exception):
                     await self.get_status()
