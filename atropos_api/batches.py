@@ -55,8 +55,7 @@ class Batches:
     """ASGI application that answers `GET /batch` and `GET /share`, and passes the rest to `app`."""
 
     def __init__(self, app: ASGIApp, state: Any) -> None:
-        """Args:
-        state: `app.state` of atroposlib's application."""
+        """Wrap `app`; `state` is `app.state` of atroposlib's application."""
         self._app, self._state = app, state
         self._kept: HandedOut | None = None
         self._shares = Shares()

@@ -158,7 +158,7 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
         numbers = ("num_max_requests_at_once", "num_requests_for_eval")
         each = {name: getattr(config, name) * len(urls) for name in numbers}
         super().__init__(config.model_copy(update=each), reasoning_config=reasoning_config)
-        # The base class polls /health, and would only hide what a request tells better.
+        # No polls of /health by the base class: a failed request says more.
         self.initialized = True
         self._session: aiohttp.ClientSession | None = None
         # Tokens of prompt and completion together; fetched with the first request.
@@ -173,7 +173,7 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
         """atroposlib's client of vLLM's own routes, for each server."""
         for url in urls:
             view = copy.copy(self)
-            # Tries of its own would all go to the same server.
+            # The openai client's own retries would all go to one server.
             retries = self.openai.max_retries if len(urls) == 1 else 0
             view.openai = self.openai.with_options(base_url=url, http_client=http, max_retries=retries)
             self._v1_clients[Server(url)] = view
