@@ -80,8 +80,8 @@ def pace(state: RunState, training_steps: int | None, window: int = WINDOW) -> P
     known = [value for value in parts.values() if value is not None]
     if step_s is not None and known:
         other = step_s - sum(known)
-        parts["other"] = other if not other < 0 else None
-    basis = wall or step_s
+        parts["other"] = other if not other < 0 else None  # `not <` keeps NaN
+    basis = wall or step_s  # wall time includes the gaps between steps
     left = None if training_steps is None else max(0, training_steps - state.step)
     return Pace(
         window=count,
@@ -206,6 +206,7 @@ def benchmark_state(state: RunState, *, run: str, mode: str) -> RunBenchmark:
     }
     record = state.benchmark
     mode = one_line((record.mode if record else "") or mode)
+    # After a restart the trainer's summary covers its last attempt only.
     if record is None or len(state.attempt_steps) > 1:
         return _possible(RunBenchmark(mode=mode, source="records", **common, **_computed(state)))  # type: ignore[arg-type]
     figures = record.model_dump(include=set(RunBenchmark.__dataclass_fields__) - {"mode"})

@@ -60,6 +60,7 @@ class GaugeHistory:
         if last is None or now is None:
             return None
         inside = list(takewhile(lambda old: old.time >= last.time - WINDOW_S, reversed(self.samples)))
+        # `inside` is newest first, so this is the oldest sample of the window; the newest always fits.
         old = next(sample for sample in reversed(inside) if engine in sample.engines)
         before, elapsed = old.engines[engine], last.time - old.time
         looked_up = _grown(before.prefix_queries, now.prefix_queries)
@@ -173,7 +174,7 @@ def split_cpu(rows: Sequence[ComponentStatus], host: HostUse) -> Split | None:
     if host.cpu_percent is None or not host.cores:
         return None
     if any(row.pid for row in rows) and all(row.cpu_percent is None for row in rows):
-        return None  # the supervisor has just begun to measure: whose work it is, is not known
+        return None  # the first measurement of each process is still missing
     parts = [Share(row.name, row.cpu_percent) for row in rows if row.cpu_percent]
     rest = max(0.0, host.cpu_percent * host.cores - sum(part.amount for part in parts))
     return Split([*parts, *_rest(OTHER, rest)], 100 * host.cores)

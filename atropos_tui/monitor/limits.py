@@ -141,6 +141,7 @@ def limit(run: Run) -> Limit | None:
     found = rates(run.state, run.now)
     if found is None:
         return None
+    # waiting + idle - 1 is the least share of the time in which trainer and engine both wait.
     if found.waiting + found.idle - 1.0 >= BOTH_WAIT or (found.waiting >= WAITS and found.engine_has_room):
         return _by_supply(run, found)
     if found.idle < IDLES:
@@ -148,7 +149,7 @@ def limit(run: Run) -> Limit | None:
     return _by_training(run, found) if found.waiting < HARDLY_WAITS else _by_turns(run, found)
 
 
-# The environment does not ask for enough.
+# Limit: the environment sends too few requests.
 
 Bound = Literal["slots", "workers", "unknown"]
 
@@ -167,6 +168,7 @@ def _outside(flow: EnvFlow | None) -> float | None:
     tools."""
     if flow is None or flow.busy_workers is None or not flow.group_size or flow.in_engine is None:
         return None
+    # A worker makes one group at a time; those that wait for a queue slot have finished theirs.
     sequences = (flow.busy_workers - (flow.waiting_for_slot or 0.0)) * flow.group_size
     return 1.0 - min(1.0, flow.in_engine / sequences) if sequences > 0 else None
 
@@ -177,6 +179,7 @@ def _by_supply(run: Run, found: Rates) -> Limit:
     waits = f"the trainer waits {found.waiting:.0%} of the time, {found.engine_words}"
     if flow and flow.made and flow.counted_s:
         per_s = flow.made / flow.counted_s
+        # Without idle time the engine would make this many; outside these bounds the figure is noise.
         could = f" of {per_s / (1.0 - found.idle):.2g} possible" if 0.05 <= found.idle < 0.99 else ""
         waits = f"{per_s:.2g}{could} groups/s; {waits}"
     if binding == "slots" and not own_work:
@@ -208,6 +211,7 @@ def _more_work(run: Run, flow: EnvFlow | None, binding: Bound, *, own_work: bool
     now = flow.max_workers if flow and flow.max_workers else flow.workers if flow else None
     workers = "raise env.max_num_workers" + (f" (now {now})" if now else "")
     slots = flow.queue_slots if flow else None
+    # More workers alone would wait for a queue slot.
     if binding == "workers" and slots and flow and flow.max_workers and slots <= flow.max_workers:
         workers += f" together with env.max_batches_offpolicy (now {run.offpolicy})"
     elif binding == "slots":
@@ -216,7 +220,7 @@ def _more_work(run: Run, flow: EnvFlow | None, binding: Bound, *, own_work: bool
     return f"{faster}, or {workers}" if own_work else f"{workers}, or {faster}"
 
 
-# The engine, the trainer, or both in turns.
+# Limit: the engine, the trainer, or both in turns.
 
 
 def _by_engine(run: Run, found: Rates) -> Limit:

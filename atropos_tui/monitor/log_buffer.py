@@ -71,6 +71,7 @@ class LogEntry(NamedTuple):
             return False
         if self.text == other.text:
             return bool(self.text.strip())
+        # Cheap check first: the regular expression is slow, and most lines differ at their end.
         if self.text[-_SAME_END:] != other.text[-_SAME_END:]:
             return False
         return _CHANGING.sub("", self.text) == _CHANGING.sub("", other.text)
@@ -93,6 +94,7 @@ class Classifier:
         self._in_traceback = False
         if "HTTP/" in line and (asked := _ANSWER.search(line)):
             return "warning" if asked[2] in "45" else "poll" if asked[1] == "GET" else "plain"
+        # Substring search is much cheaper than the regular expression.
         if not any(word in line for word in _MAYBE):
             return "plain"
         found = _LEVEL.search(line)
@@ -152,6 +154,7 @@ class LogBuffer:
             text = entry.shown
             self.width = max(self.width, len(text) if text.isascii() else cell_len(text))
         if self._rows is not None:
+            # Rebuild the rows of changed entries: a repetition count may wrap to another row.
             del self._rows[bisect_left(self._rows, (self._base + first, 0)) :]
             self._rows.extend(self._rows_from(self._base + first))
         return self._trim() if len(self._entries) > self.capacity else 0
@@ -247,7 +250,7 @@ class LogBuffer:
         wrapping around."""
         for begin in range(0, self.height, ROWS_AT_ONCE):
             steps = range(begin, min(begin + ROWS_AT_ONCE, self.height))
-            rows = [(start + step * count) % self.height for count in steps]
+            rows = [(start + step * count) % self.height for count in steps]  # wraps around the end
             numbers = [self._base + row if self._rows is None else self._rows[row][0] for row in rows]
             entries = [self._entries[number - self._base] for number in numbers]
             if isinstance(wanted, str):

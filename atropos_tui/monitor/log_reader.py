@@ -112,7 +112,7 @@ class LogReader:
         """Yield complete lines up to the current end (lossy: at most a chunk). Call again for later
         lines."""
         while True:
-            later = self._next_attempt()  # looked up first: once it exists, the present one grows no more
+            later = self._next_attempt()  # before reading: once it exists, this attempt's log is complete
             yield from self._attempt(is_over=later is not None)
             if later is None:
                 return
@@ -159,12 +159,12 @@ class LogReader:
             return
         if self._file is None:
             self._open_first(self._path)
-        # The one that is open, and two that are there by name: who comes back after these has to be called again,
-        # else a flood that rotates faster than it is read would never let this end.
+        # At most the open file and two more by name. Without the limit, a flood that rotates faster
+        # than it is read would keep this loop going for ever; the next call continues.
         for _ in range(3):
             if self._file is None:
                 return
-            newer = self._rotated(self._path, self._file)  # before reading: a renamed file grows no more
+            newer = self._rotated(self._path, self._file)  # before reading: a renamed file is complete
             yield from self._lines(self._file, grows=newer is None and not is_over)
             if newer is None:
                 return
@@ -191,7 +191,8 @@ class LogReader:
                 newest = stack.enter_context(open_regular(path, IN_LOGS))
                 if _same(newest, file):
                     return None
-                # Looked at in this order, a rotation in between can only make the older one newer, never lost.
+                # The new file is opened before the old one: a rotation between the two can only make
+                # the older one newer. The other order could lose a segment.
                 older = _open(_older(path))
                 if older is not None and not _same(older, file) and not _same(older, newest):
                     return older
@@ -199,7 +200,7 @@ class LogReader:
                     again = _same(older, newest)
                     older.close()
                     if again:
-                        return None  # rotated this very moment: decided at the next call
+                        return None  # a rotation happened just now: decide at the next call
                 stack.pop_all()
                 return newest
         except OSError:
@@ -210,19 +211,19 @@ class LogReader:
         later if the file grows."""
         assert self._times is not None
         size = os.fstat(file.fileno()).st_size
-        if size < file.tell():  # somebody cut it: it comes again from its start
+        if size < file.tell():  # the file was truncated: read it from its start
             file.seek(0)
             self._partial = b""
             yield self._own(ROTATED)
         if self.lossy:
             at_once = CHUNK_BYTES if self._calm >= CALM_READS else FLOOD_BYTES
-            may_wait = grows or at_once == CHUNK_BYTES  # in a flood, what is over is left out at once
+            may_wait = grows or at_once == CHUNK_BYTES  # in a flood, skip the surplus at once
             yield from self._jump(file, size - file.tell(), at_once, MAX_BEHIND_BYTES if may_wait else at_once)
             size = min(size, file.tell() + at_once) if grows else size
         left = size - file.tell()
         while left > 0:
             begin = file.tell()
-            left -= file.seek(next_data(file.fileno(), begin)) - begin
+            left -= file.seek(next_data(file.fileno(), begin)) - begin  # skip a hole of a sparse file
             data = file.read(min(CHUNK_BYTES, left)) if left > 0 else b""
             if not data:
                 return
@@ -260,6 +261,7 @@ class LogReader:
         for line in lines:
             end += len(line) + 1
             ends.append(end)
+        # Usually a chunk arrived at one time: then one lookup serves all lines.
         if ends and arrival(ends[0]) == arrival(ends[-1]):
             self._clock = max(self._clock, arrival(end))
             clocks: Iterable[float] = itertools.repeat(self._clock, len(lines))
@@ -326,7 +328,7 @@ class MergedLogs:
         return max(time.time() - HOLD_S, *(line.time for line in self._waiting if line.read_at <= oldest), 0.0)
 
     def _in_order(self, *sources: Iterable[LogLine]) -> Iterable[LogLine]:
-        if self._bounded:  # then a sort of what there is costs half
+        if self._bounded:  # lossy readers return little: sorting costs half of merging
             return sorted(itertools.chain(*sources), key=ARRIVAL)
         return heapq.merge(*sources, key=ARRIVAL)
 

@@ -120,7 +120,7 @@ def by_setting(runs: Sequence[RunCurves]) -> list[Setting]:
     found: dict[tuple[str, ...], list[RunCurves]] = {}
     for run in runs:
         found.setdefault(tuple(run.settings.get(key, NONE) for key in keys), []).append(run)
-    if not keys and all(not run.settings for run in runs):  # nothing tells what they are
+    if not keys and all(not run.settings for run in runs):  # no profiles: they cannot be grouped
         return [Setting(run.name, (run,)) for run in runs]
     telling = _telling(list(found))
     words = [_words([(keys[at], values[at]) for at in telling]) for values in found]
@@ -164,6 +164,7 @@ def _line(setting: Setting, metric: str, along: Along, span: int, count: int) ->
         return None
     drawn = [(Ruler(run.state, along), smooth(series, span, POINTS) if span else series) for run, series in found]
     curves = [(list(ruler.place(series)), list(series.values)) for ruler, series in drawn]
+    # Evaluations are rare and exact: the newest value counts, without a mean.
     ends = [series.last if metric in run.state.evals else final(series, count) for run, series in found]
     last = mean([value for value in ends if value is not None])
     if len(curves) == 1:

@@ -40,6 +40,7 @@ class Pattern:
         self._many = _compiled(f"(?m:{expression})", ignore_case, never_nl=True)
         folded = text.lower() if ignore_case else text
         self._ignore_case = ignore_case
+        # A plain substring search is faster than RE2.
         self._words = folded if literal or not _SPECIAL.intersection(text) else None
         """Plain text to search for, if the expression is nothing more: the most common and fastest
         case."""
@@ -62,6 +63,7 @@ class Pattern:
         A call of RE2 costs more than the search in one line, so lines are joined into one text if
         possible.
         """
+        # One text only if lines have no newlines of their own and the expression has no \A or \z.
         data = _encoded("\n".join(lines)) if self._words is None else b""
         if self._words is not None or self._knows_ends or data.count(b"\n") >= len(lines):
             yield from (number for number, line in enumerate(lines) if self.search(line))

@@ -68,7 +68,7 @@ def axis_end(newest: float, planned: float) -> float:
 
     It grows in jumps, so that curves do not shift with every step.
     """
-    if newest >= planned / 2:
+    if newest >= planned / 2:  # late enough that the rest of the plan is worth its width
         return max(newest, planned)
     end = SHORTEST_AXIS
     while end < MARGIN * newest:
@@ -97,7 +97,7 @@ class Ruler:
         self._steps, self._sums = tokens.steps[:], list(_sums(tokens))
         times = state.metric("step_s")
         took = times.values[0] if len(times) and math.isfinite(times.values[0]) else 0.0
-        self._start = times.times[0] - took if len(times) else math.inf  # before the first step all lies at 0
+        self._start = times.times[0] - took if len(times) else math.inf  # without a step, all places are 0
 
     def place(self, series: Series) -> Sequence[float]:
         """Return the positions of the points of `series`."""
@@ -113,6 +113,7 @@ class Ruler:
             return series.part(bisect_left(series.steps, first), bisect_right(series.steps, last))
         if self._along is Along.MINUTES:
             begin, end = self._start + 60 * first, self._start + 60 * last
+            # A millisecond more, because minutes as floats are rounded.
             return series.part(bisect_left(series.times, begin), bisect_right(series.times, end + 1e-3))
         within = self._steps[bisect_left(self._sums, first) : bisect_right(self._sums, last)]
         return series.part(
@@ -175,7 +176,7 @@ def sensible_range(values: Sequence[float]) -> tuple[float, float] | None:
     quarter, _, three_quarters = quantiles(finite, n=4)
     reach = FENCE * (three_quarters - quarter)
     if not reach > 0:
-        return None
+        return None  # at least half of the values are equal
     first = bisect_left(finite, quarter - reach)
     last = bisect_right(finite, three_quarters + reach) - 1
     left_out = first + len(finite) - 1 - last

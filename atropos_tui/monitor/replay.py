@@ -101,6 +101,7 @@ def _read(path: Path) -> tuple[list[Record], int]:
 def _ascending(records: list[Record]) -> list[float]:
     """Return a due time for each record that keeps the order of the file, even if a clock was set
     back."""
+    # Backwards: a record is due no later than any record after it in the same file.
     times, latest = [], math.inf
     for record in reversed(records):
         if 0 < record.time < LATEST_TIME:
@@ -145,7 +146,7 @@ class ReplayClock:
         if self.at_end and not self.paused:
             self.seek(self.first)
             return
-        self._settle()
+        self._settle()  # fix the time passed so far before the mode changes
         self.paused = not self.paused
 
     def faster(self, factor: float) -> None:
@@ -199,7 +200,7 @@ class ReplayFeed:
         back."""
         due = bisect_right(self._recording.times, self._clock.now())
         from_start = due < self._next
-        if from_start:
+        if from_start:  # states cannot be rolled back: build a new one
             self._next, self._seen, self._steps = 0, RunState(), False
         until = min(due, self._next + RECORDS_AT_ONCE)
         records = self._recording.records[self._next : until]
@@ -214,7 +215,7 @@ class ReplayFeed:
     def _status(self) -> RunStatus:
         final = self._recording.final
         if self._next == len(self._recording.records):
-            return final
+            return final  # all records are due: the end of the run, with its exit code
         gauges = self._seen.gauges
         rows = component_rows(self._recording.info, self._seen)
         rows = [gauges.used([row])[0] if row.state.has_process else row for row in rows]
@@ -242,7 +243,7 @@ class ReplayControl:
 
     async def events(self, after: int = -1) -> AsyncIterator[Snapshot | Record]:
         yield Snapshot(status=self._feed.status)
-        await asyncio.Event().wait()
+        await asyncio.Event().wait()  # no further events; callers cancel this
 
     async def recipe(self, action: Action, component: str | None = None) -> Recipe:
         raise Refused("this is a replay: what it shows is over", "atropos-tui attach opens the screen of a live run")
@@ -279,7 +280,7 @@ class ReplayLogs:
         while (line := self._waiting or next(self._lines, None)) is not None:
             self._waiting = line
             if line.time > now:
-                break
+                break  # keep it in `_waiting` until it is due
             self._waiting = None
             for entry in self._maker.entries([line]):
                 passed += len(entries) == LINES_AT_ONCE

@@ -121,7 +121,7 @@ def render_report(run: RunDir, status: RunStatus, now: float) -> str:
 def _page(template: str, now: float, **values: object) -> str:
     made = f"{_clock(now)} by atropos-tui {__version__}"
     page = environment().get_template(template).render(made=made, **values)
-    return page.encode("utf-8", "replace").decode("utf-8")  # half a surrogate pair in a model's output
+    return page.encode("utf-8", "replace").decode("utf-8")  # lone surrogates in a model's output
 
 
 def environment() -> Environment:
@@ -131,7 +131,7 @@ def environment() -> Environment:
 
 
 def _picture(chart: PageChart, name: str) -> Markup:
-    return Markup(draw(chart, name))  # its texts are escaped by the writer
+    return Markup(draw(chart, name))  # ElementTree has escaped its texts
 
 
 # How it stands.
@@ -291,7 +291,7 @@ def exit_words(code: int | None) -> str:
     """Return an exit code, with the name of the signal in it (-N or 128 + N)."""
     if code is None:
         return "–"
-    number_ = -code if code < 0 else code - 128
+    number_ = -code if code < 0 else code - 128  # Python's convention, then the shell's
     known = {one.value: one.name for one in signal.Signals}
     return f"{code} ({known[number_]})" if number_ in known else str(code)
 
@@ -448,10 +448,11 @@ def errors_of(run: RunDir) -> list[Errors]:
         kinds: dict[str, tuple[float, int, str]] = {}
         count = 0
         for at, _, _, text, *_ in chain(reader.drain(), reader.rest()):
-            is_first = not text.startswith((" ", "\t"))  # what a traceback holds belongs to its error
+            is_first = not text.startswith((" ", "\t"))  # lines inside a traceback belong to its error
             if classifier.kind(text) == "error" and is_first and text.strip():
                 count += 1
                 kind = _FIGURES.sub("#", text)
+                # Pop and insert again: the dict is ordered by the newest line of each kind.
                 kinds[kind] = at, kinds.pop(kind, (0.0, 0, ""))[1] + 1, masked_line(text)
         reader.close()
         if count:

@@ -61,7 +61,7 @@ _POINTS = {"evaluation": "d", "checkpoint": "s"}
 _STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "atropos",
-    "path.simplify": False,  # the points are thinned already, by a rule that keeps the spikes
+    "path.simplify": False,  # `thin` has reduced the points already, and keeps spikes
     "font.size": FONT_PT,
     "text.parse_math": False,
     "axes.edgecolor": _AXIS,
@@ -151,7 +151,7 @@ class PageChart:
 def charts(state: RunState) -> list[PageChart]:
     """Return every chart for which `state` has data, in reading order."""
     every = marks(state)
-    few = [mark for mark in every if mark.kind != "evaluation"]  # under every chart they would hide the restarts
+    few = [mark for mark in every if mark.kind != "evaluation"]  # many evaluations would hide restarts
     found = [
         _chart(spec, state, every if any(curve.metric == HELD_OUT for curve in spec.curves) else few) for spec in PAGE
     ]
@@ -288,7 +288,7 @@ def draw(chart: PageChart, name: str) -> str:
     """Return an `<svg>` element with title and description; `name` makes its ids unique on the
     page."""
     with rc_context(_STYLE), warnings.catch_warnings():  # type: ignore[arg-type]
-        warnings.simplefilter("ignore")  # a log axis without a positive value, say: drawn empty
+        warnings.simplefilter("ignore")  # for example a log axis without positive values: drawn empty
         figure = Figure(SIZE_IN)
         axes = figure.add_subplot()
         _paint(axes, chart)
@@ -357,10 +357,10 @@ def _paint(axes: Axes, chart: PageChart) -> None:
     if chart.stacked:
         _stack(axes, chart.lines)
     else:
-        for line in reversed(chart.lines):  # the first on top
+        for line in reversed(chart.lines):  # later ones cover earlier ones: the first curve is on top
             _curve(axes, line)
     _limits(axes, chart)
-    low, high = axes.get_ylim()
+    low, high = axes.get_ylim()  # the healthy band and marks must not widen the axis
     if chart.spec.healthy:
         start, end = chart.spec.healthy
         axes.axhspan(low if start is None else start, high if end is None else end, color=_HEALTHY, zorder=0)

@@ -76,6 +76,7 @@ class Restart:
 
 def restart(run: Run) -> Restart | None:
     """Return the restart in progress; None if there is none, or before the first step."""
+    # Before the first step, a start is no restart.
     if not run.state.step or run.status.phase is not Phase.RUNNING:
         return None
     rows = (row for row in run.status.components if row.state in (*ON_THE_WAY, State.BACKOFF))
@@ -91,6 +92,7 @@ def _outage(run: Run, row: ComponentStatus) -> Outage | None:
     """Return the outage of a component; None if it was never up, is stopped for good, or backs off
     after a crash."""
     own = [move for move in run.state.transitions if move.component == row.name]
+    # The newest time it went down; changes between healthy and unhealthy do not count.
     down = next((move for move in reversed(own) if move.old in WAS_UP and move.new not in WAS_UP), None)
     if down is None:
         return None
@@ -99,7 +101,7 @@ def _outage(run: Run, row: ComponentStatus) -> Outage | None:
     if command and command.action not in _DONE:
         return None
     if row.state is State.BACKOFF and not (command and command.action == "kill"):
-        return None
+        return None  # a crash: the verdict reports it as a failure
     return Outage(row, down, command)
 
 
@@ -128,7 +130,7 @@ def resuming(run: Run) -> str:
         rows = [row for row in run.status.components if row.role is role]
         if not rows or not run.state.step or any(not _comes_up(row) for row in rows):
             continue
-        row = max(rows, key=lambda row: row.started_at or 0.0)
+        row = max(rows, key=lambda row: row.started_at or 0.0)  # the last one to start
         since = row.started_at or 0.0
         fresh = run.now - max(row.since or 0.0, since) <= max(
             LEAST_LONG_S, LONG * run.info.last_start_s.get(row.name, 0.0)

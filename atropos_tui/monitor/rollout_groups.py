@@ -81,7 +81,7 @@ def shared_beginning(questions: Iterable[str]) -> int:
     different = sorted(set(questions))
     if len(different) < 2:
         return 0
-    first, last = different[0], different[-1]  # what these share, all between them share
+    first, last = different[0], different[-1]  # in sorted order, all texts between share their beginning
     common = first[: next((at for at, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))]
     common = common[: len(common) - len(common.split(" ")[-1])]  # whole words
     return len(common) if len(common) >= SHARED else 0
@@ -152,7 +152,8 @@ def _stayed(before: list[str], after: list[str]) -> list[tuple[int, int]]:
         met = row & places.get(word, 0)
         row = (row + met | row - met) & everywhere
         rows.append(row)
-    # Bit j of row i is 0 where `after[j]` makes the subsequence of `before[: i + 1]` and `after[: j + 1]` longer.
+    # Bit j of row i is 0 if `after[j]` extends the common subsequence of `before[: i + 1]` and
+    # `after[: j + 1]`.
     pairs = []
     i, j = len(before) - 1, len(after) - 1
     while i >= 0 and j >= 0:

@@ -87,7 +87,7 @@ def read_info(run: RunDir) -> RunInfo:
     meta, plan, profile = read_json(run.run_json), read_json(run.plan_json), read_toml(run.profile_toml)
     trainer = next((c for c in _dicts(plan.get("components")) if c.get("role") == Role.TRAINER), {})
     words = trainer.get("command")
-    command = words if isinstance(words, list) else []
+    command = words if isinstance(words, list) else []  # every file may be of another version
     own = _dict(profile.get("trainer"))
     steps = flag(command, "--training-steps") or str(own.get("training_steps") or "")
     return RunInfo(
@@ -116,6 +116,7 @@ def start_seconds(transitions: Iterable[StateRecord]) -> dict[str, float]:
 
 def last_starts(run: RunDir, name: str) -> dict[str, float]:
     """Return `start_seconds` of the newest run of this name beside `run`."""
+    # A folder's modification time is close to its run's start or end: good enough to order runs.
     for root in sorted(within(run.root.parent), key=changed_at, reverse=True)[:LOOKED_AT]:
         other = RunDir(root)
         if root.name != run.root.name and read_json(other.plan_json).get("name") == name:
@@ -171,6 +172,7 @@ def component_rows(info: RunInfo, state: RunState) -> list[ComponentStatus]:
     for record in state.transitions:
         if record.component and _member(State, record.new) is not None:
             rows[record.component] = _moved(rows.get(record.component), record)
+    # Advice is not a fault of the component, so its row does not show it.
     for found in state.standing.values():
         if found.component in rows and severity_of(found) != "advice":
             rows[found.component] = rows[found.component].model_copy(update={"diagnosis": found.title})
@@ -314,6 +316,7 @@ def is_crashed(status: RunStatus) -> bool:
 def without_result(run: RunDir, status: RunStatus) -> RunStatus:
     """Correct `status` from the journal by the processes that exist."""
     table = ProcessTable.load(run.journal_json)
+    # The journal is the more reliable source: plan.json may be missing.
     run_id = table.run_id if table else status.run_id
     found = left_by(run, run_id, table)
     if found is None:
@@ -321,12 +324,14 @@ def without_result(run: RunDir, status: RunStatus) -> RunStatus:
         reason = f"its supervisor{f' (pid {pid})' if pid else ''} does not answer"
         return status.model_copy(update={"phase": Phase.RUNNING, "supervisor_pid": pid, "reason": reason})
     mains = {name: entry.pid for name, entry in table.components.items()} if table else {}
+    # A keeper is our own process beside a component that outlives the supervisor; do not count it.
     keepers = {entry.keeper_pid for entry in table.components.values()} if table else set()
     rows = [
         _present(row, mains.get(row.name), [one for one in found if one.component == row.name], keepers)
         for row in status.components
     ]
     reason = GONE + _last_heard(status)
+    # In order of importance: a copy says nothing about processes, and kept ones can be adopted.
     if original := run_elsewhere(run, run_id):
         reason = f"this folder is a copy: {run_id} runs in {original}"
     elif kept := [row.name for row in rows if any(one.adoptable and one.component == row.name for one in found)]:
@@ -355,7 +360,7 @@ def _present(row: ComponentStatus, main: int | None, found: list[Leftover], keep
         return row.model_copy(update=living if kept else living | {"state": State.UNHEALTHY})
     if row.state.is_resting:
         return row
-    if found:  # its keeper alone
+    if found:  # only its keeper is left
         reason = "ended without a supervisor: up --resume reads how"
     else:
         reason = "was never started" if row.started_at is None else "gone with the supervisor"
@@ -393,11 +398,12 @@ class RunFeed:
 
     def read(self) -> RecordBatch:
         """Read one bounded chunk of every stream."""
-        for path in streams(self.run):
+        for path in streams(self.run):  # an environment's eval file may appear later
             if path not in self._tails:
                 self._tails[path] = self._tail(path)
         records = [record for tail in self._tails.values() for record in tail.read()]
         restarts = sum(tail.restarts for tail in self._tails.values())
+        # One replaced file is enough: its old records cannot be removed from the state one by one.
         if restarts != self._restarts:
             return self._start_over()
         return RecordBatch(records, any(tail.behind for tail in self._tails.values()), False)

@@ -134,7 +134,7 @@ def other_runs(root: Path) -> list[RunRow]:
             if run.root != root.resolve() and run.telemetry_jsonl.is_file():
                 started = moment(read_json(run.run_json).get("started_at"))
                 found[run.root] = (path.stat().st_mtime if started is None else started, run)
-        except (OSError, RuntimeError):  # another user's, or gone by now; a loop of links
+        except (OSError, RuntimeError):  # unreadable, or deleted meanwhile; RuntimeError: a loop of links
             continue
     newest = sorted(found.values(), key=lambda item: item[0], reverse=True)[:MOST_OTHERS]
     now = time.time()
@@ -182,6 +182,7 @@ def _held_out(path: Path) -> float | None:
 def _last(path: Path, kind: type[R], count: int) -> list[R]:
     """Return the last `count` records of a kind, oldest first."""
     words = _words(kind)
+    # One more than needed: the first match may be cut.
     found = list(_records(path, kind, words, nth_from_end(path, words, count + 1)))
     return found[-count:]
 

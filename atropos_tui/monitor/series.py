@@ -108,12 +108,12 @@ class Series:
         steps = self.steps
         if type(value) is not float:
             value = real(value)
-        if not steps or step > steps[-1]:
+        if not steps or step > steps[-1]:  # nearly always: steps arrive in order
             steps.append(step)
             self.values.append(value)
             self.times.append(time)
         elif (at := bisect_left(steps, step)) < len(self.counts):
-            return
+            return  # within merged points
         elif steps[at] == step:
             self.values[at], self.times[at] = value, time
         else:
@@ -128,6 +128,7 @@ class Series:
         at = bisect_left(self.steps, step)
         before = at - 1
         if 0 <= before < len(self.counts) and self.counts[before] > 1:
+            # Its value mixes steps before and after the cut, so it cannot be corrected.
             at = before if self.steps[before] // self._width == step // self._width else at
         for points in (self.steps, self.values, self.times, self.counts, self.lows, self.highs):
             del points[at:]
@@ -201,6 +202,7 @@ class Series:
         self.counts.extend([1] * len(values))
         self.lows += values
         self.highs += values
+        # Try the present width first: it may free enough. The last merged point may still be growing.
         if self._width > 1:
             self._merge(max(FIRST, merged - 1))
         while len(self) > MOST_POINTS - ROOM:
@@ -212,6 +214,7 @@ class Series:
         found = Series()
         steps, width, end, at = self.steps, self._width, len(self.counts), start
         while at < end:
+            # End of the slot: the first point with another `step // width`.
             to = bisect_left(steps, (steps[at] // width + 1) * width, at + 1, min(at + width, end))
             found.steps.append(steps[at])
             found.times.append(self.times[at])
@@ -230,7 +233,8 @@ class Series:
         """Return mean, lowest, highest and step count of the merged points."""
         values, counts, lows = self.values[start:end], self.counts[start:end], self.lows[start:end]
         total, count = sum(map(mul, values, counts)), sum(counts)
-        if math.isfinite(total) and math.isfinite(sum(lows)):  # nearly always, and then at the speed of C
+        # Nearly always all values are finite; then builtins do the work, without a Python loop.
+        if math.isfinite(total) and math.isfinite(sum(lows)):
             return total / count, min(lows), max(self.highs[start:end]), count
         finite = [(value, number) for value, number in zip(values, counts, strict=True) if math.isfinite(value)]
         known = sum(number for _, number in finite)
@@ -261,7 +265,7 @@ def thin(series: Series, most: int) -> Series:
     kept = {0, len(series) - 1}
     for start, end in _slices(series, max(1, most // 2), by_steps=is_merged):
         part = series.values[start:end]
-        if math.isfinite(sum(part)):  # nearly always, and then at the speed of C
+        if math.isfinite(sum(part)):  # nearly always; then builtins do the work
             kept |= {start + part.index(min(part)), start + part.index(max(part))}
             continue
         finite = [at for at in range(start, end) if math.isfinite(series.values[at])]
@@ -283,7 +287,7 @@ def averaged(series: Series, most: int) -> Series:
     slices = list(_slices(series, most, by_steps=series.is_merged))
     if series.is_merged:
         means = [series.part(start, end).mean for start, end in slices]
-    else:  # for every chart of a screen, each time that it is drawn
+    else:  # fast path: runs for every chart at each redraw
         means = [sum(series.values[start:end]) / (end - start) for start, end in slices]
     starts = [start for start, _ in slices]
     return Series(

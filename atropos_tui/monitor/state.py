@@ -145,7 +145,7 @@ class RunState:
             self._apply_supervisor(record)
         elif isinstance(record, GaugesRecord):
             self.gauges.add(record)
-        elif type(record) is Record:  # counts of environments are known; diagnoses read them
+        elif type(record) is Record:  # exactly the base class: an unknown kind
             self.unknown += 1
 
     def metric(self, name: str) -> Series:
@@ -173,7 +173,7 @@ class RunState:
             return
         self.diagnoses.append(record)
         self.standing[key] = record
-        if len(self.standing) > DIAGNOSES_KEPT:
+        if len(self.standing) > DIAGNOSES_KEPT:  # dicts keep insertion order: drop the oldest
             del self.standing[next(iter(self.standing))]
 
     def _end_of_older(self, move: StateRecord) -> None:
@@ -186,7 +186,7 @@ class RunState:
 
     def _apply_trainer(self, record: TrainerRecord) -> None:
         if record.rank != 0 or record.step > MOST_STEPS:
-            return
+            return  # rank 0 writes for all ranks; larger steps come from damaged or foreign records
         if record.attempt not in self.attempt_steps and isinstance(record, OF_EACH_STEP):
             self._begin_attempt(record)
         if len(self.attempt_steps) > 1 and self._superseded(record):
@@ -195,7 +195,7 @@ class RunState:
             self.attempt = record.attempt
         if self.trainer_time is None or record.time > self.trainer_time:
             self.trainer_time = record.time
-        if isinstance(record, RolloutRecord):  # first, for it is most of a long history
+        if isinstance(record, RolloutRecord):  # checked first: most records of a long run are rollouts
             self.rollouts.append(record)
             return
         self._put_numbers(record)
@@ -226,7 +226,7 @@ class RunState:
             for name in names:
                 if (value := values[name]) is not None:
                     series = self.series.get(name)
-                    if series is None:  # once a name: `_put` for each number would be a tenth of attaching
+                    if series is None:  # only once per name: a call of `_put` for each number is slow
                         self._put(self.series, name, step, value, time)
                     else:
                         series.put(step, value, time)
@@ -238,6 +238,7 @@ class RunState:
 
     def _put_sums(self, record: TimingRecord) -> None:
         step, seconds, time = record.step, real(record.step_s), record.time
+        # Rates times seconds, so that sums over any steps give correct averages.
         self.sums[TOKENS].put(step, real(record.tokens_per_s) * seconds, time)
         if record.engine_idle_fraction is not None:
             self.sums[IDLE_S].put(step, real(record.engine_idle_fraction) * seconds, time)
@@ -269,7 +270,7 @@ class RunState:
         first = record.step
         self.attempt_steps[record.attempt] = first
         if any(later > record.attempt for later in self.attempt_steps):
-            return
+            return  # a late record of an older attempt: a later one has cut the series already
         for series in (*self.series.values(), *self.sums.values(), self.syncs):
             series.cut(first)
         self.step = min(self.step, first - 1)
@@ -289,6 +290,7 @@ class RunState:
         return any(later > record.attempt and record.step >= first for later, first in self.attempt_steps.items())
 
     def _apply_eval(self, record: EvalRecord) -> None:
+        # Stock environments know run-api's step only.
         at = record.weight_version if record.weight_version is not None else record.policy_step
         if at is not None and abs(at) <= MOST_STEPS:
             self._put(self.evals, f"{record.env}/{record.split}", at, record.accuracy, record.time)
@@ -312,6 +314,7 @@ class RunState:
             self._apply_diagnosis(record)
         elif isinstance(record, StageRecord) and record.component:
             earlier = self.stages.get(record.component, [])
+            # A new attempt drops the stages of the one before.
             same = [old for old in earlier if old.attempt == record.attempt and old.stage != record.stage]
             self.stages[record.component] = [*same, record]
         elif isinstance(record, CommandRecord):

@@ -106,7 +106,8 @@ def _over(known: Known) -> Verdict | None:
         return Verdict("over", f"done: {_achieved(known)}")
     failed = [row.name for row in status.components if row.state is State.FAILED]
     wrong = min(known.standing, key=lambda found: found.component not in failed, default=None)
-    is_new = wrong is not None and wrong.component not in failed  # the reason of the end tells a failed one's
+    # The reason of the end already names the diagnosis of a failed component.
+    is_new = wrong is not None and wrong.component not in failed
     also, do = (f"; {one_line(wrong.title)}" if is_new else "", _first_words(wrong.fix)) if wrong else ("", "")
     if status.exit_code == 130:
         return Verdict("over", f"stopped by hand: {_achieved(known)}{also}", do)
@@ -143,10 +144,12 @@ def _ill(known: Known) -> Verdict | None:
         for row in known.status.components
         if row.state in (State.FAILED, State.BACKOFF, State.UNHEALTHY)
         and row.name not in back
+        # A component that became unhealthy after the restart began only waits for the others.
         and not (again and row.state is State.UNHEALTHY and (row.since or 0.0) >= again.since)
     ]
     if not rows:
         return None
+    # Gravest first: a failed component never comes back by itself.
     row = min(rows, key=lambda row: (State.FAILED, State.BACKOFF, State.UNHEALTHY).index(row.state))
     found = next((each for each in known.standing if each.component == row.name), None)
     what = f"{row.name} {_down(row, known.now)}"
@@ -181,6 +184,7 @@ def _diagnosed(known: Known) -> Verdict | None:
 
 def _first_words(fix: str) -> str:
     """Return the first sentence of a fix."""
+    # A sentence ends at a full stop between a small letter, bracket or digit, and a capital letter.
     first = re.split(r"(?<=[a-z)\]\d])\. (?=[A-Z])", one_line(fix), maxsplit=1)[0]
     return first if len(first) <= MOST_WORDS else f"{first[: MOST_WORDS - 1].rsplit(' ', 1)[0]} …"
 
@@ -238,7 +242,7 @@ def _coming(known: Known) -> Verdict | None:
         return Verdict("coming", f"{pending[0].name} waits for {one_line(pending[0].waiting_for) or 'its turn'}")
     if state.step:
         return None
-    if known.info.other_trainer:
+    if known.info.other_trainer:  # it writes no records, so its first step is never seen
         made = known.state.gauges.last
         groups = sum(flow.made or 0 for flow in made.flows.values()) if made else 0
         what = (
@@ -256,6 +260,7 @@ def _coming(known: Known) -> Verdict | None:
 
 def starting_words(row: ComponentStatus, info: RunInfo, state: RunState, now: float) -> str:
     """Describe a starting component: its stage, its time so far, and the time of its last start."""
+    # This run's own newest start replaces that of an earlier run.
     usual = (info.last_start_s | start_seconds(state.transitions)).get(row.name)
     last = f" (last time {duration(usual)})" if usual is not None else ""
     return f"{row.name} {doing(row)} · {duration(now - (row.since or now))}{last}"
@@ -297,6 +302,8 @@ def _healthy(known: Known) -> Verdict:
     return Verdict("healthy", ", ".join(words))
 
 
+# Failures, then stalls, then starts, then advice. A restart within its usual time comes before the
+# diagnoses, because they are about the outage that it ends.
 LOOKS: tuple[Callable[[Known], Verdict | None], ...] = (
     _over, _ill, _restarts_in_time, _diagnosed, _restarts, _stopped, _resumes, _late, _coming, _too_old, _limited,
     _healthy,

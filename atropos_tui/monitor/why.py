@@ -83,13 +83,14 @@ class Picture:
             if row.state not in (State.HEALTHY, State.COMPLETED, State.STOPPED):
                 found |= dict.fromkeys(self._root_of(row.name, set()))
         if any(self.rows[name].role is Role.ENGINE for name in found):
-            # A starting trainer waits for the engine by itself, without a gate.
+            # A starting trainer waits for the engine inside its program, without a `depends_on`.
             found = {name: None for name in found if self.rows[name].role is not Role.TRAINER}
         return list(found)
 
     def _root_of(self, name: str, seen: set[str]) -> list[str]:
         if name in seen:
             return []
+        # `seen` ends a cycle, which only a foreign plan can have.
         gates = [gate for gate, _ in self._closed_gates(self.rows[name])]
         return [root for gate in gates for root in self._root_of(gate, seen | {name})] or [name]
 
@@ -103,7 +104,7 @@ class Picture:
 
     def _next_of_the_run(self) -> str:
         """Describe the next event of a run in which no component is waited for."""
-        by_role = sorted(self.rows.values(), key=lambda row: row.role is not Role.TRAINER)
+        by_role = sorted(self.rows.values(), key=lambda row: row.role is not Role.TRAINER)  # trainer first
         for row in by_role:
             if (stage := next_stage(row)) is not None:
                 return f"{stage.name} of {row.name}{self._for(_waiting_since(row))}"
@@ -205,6 +206,7 @@ class Picture:
         if not self._ended:
             found = [each for each in self._open if each.component == row.name][:DIAGNOSES_SHOWN]
             return [line for each in found for line in _diagnosis_lines(each, "")]
+        # A dict keeps the newest of each rule and title.
         own = {(found.rule, found.title): found for found in self.state.diagnoses if found.component == row.name}
         latest = sorted(own.values(), key=lambda found: found.time)[-DIAGNOSES_SHOWN:]
         lines = [line for found in latest for line in _diagnosis_lines(found, self._when(found))]
@@ -249,7 +251,7 @@ def next_stage(row: ComponentStatus) -> StageStatus | None:
     if row.state not in (State.STARTING, State.HEALTHY, State.UNHEALTHY):
         return None
     if row.role is Role.ENGINE and row.state is not State.STARTING:
-        return None  # it answers, whatever it has printed
+        return None  # a healthy engine answers requests, even if a stage line was missed
     reached = [at for at, stage in enumerate(row.stages) if stage.reached_at is not None]
     return next(iter(row.stages[max(reached) + 1 if reached else 0 :]), None)
 
@@ -288,7 +290,7 @@ def _listed(names: Sequence[str]) -> str:
 
 def silent_s(state: RunState, now: float) -> float | None:
     """Return the seconds since the trainer's last record, if unusually long; else None."""
-    if state.benchmark or state.trainer_time is None:
+    if state.benchmark or state.trainer_time is None:  # the summary is the trainer's last record
         return None
     silent = now - state.trainer_time
     return silent if silent > max(SILENT_S, SILENT_STEPS * (pace(state, None).step_s or 0.0)) else None
