@@ -161,7 +161,8 @@ def test_what_nodes_lack_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ENV_RANKS_DIR, raising=False)
     with pytest.raises(UsageError, match=ENV_RANKS_DIR):
         meet_nodes(0, 2, 1)
-    for named, words in (("192.0.2.1", "no network interface here has"), ("no-such-host.invalid", "is known here")):
+    refused = {"192.0.2.1": "no network interface here has", "no-such-host.invalid": "not a known address"}
+    for named, words in refused.items():
         monkeypatch.setenv(ENV_NODE_ADDRESS, named)
         with pytest.raises(UsageError, match=words):
             node_address()
