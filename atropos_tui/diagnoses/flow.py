@@ -302,7 +302,6 @@ class FlowWatch:
         return {"malformed": counts, "malformed_example": example}
 
     def _of_trainer(self, trainer: Part) -> list[TimingRecord]:
-        """Return the steps of this attempt."""
         return [timing for timing in self._timings if timing.time >= trainer.since]
 
     def _span(self, trainer: Part | None, now: float) -> float:
@@ -349,7 +348,6 @@ def _grown(new: dict[str, int], old: dict[str, int]) -> Counter[str]:
 
 
 def _with_engines(flow: Flow, looks: Iterable[Iterable[EngineLook]], begin: float) -> Flow:
-    """Add the combined counters of its engines since `begin`."""
     each = [one for one in (_with_engine(flow, own, begin) for own in looks) if one.seconds is not None]
     if not each:
         return flow
@@ -366,7 +364,6 @@ def _with_engines(flow: Flow, looks: Iterable[Iterable[EngineLook]], begin: floa
 
 
 def _with_engine(flow: Flow, looks: Iterable[EngineLook], begin: float) -> Flow:
-    """Add the counters of one engine since `begin`."""
     # One look before `begin` is allowed, since looks are up to ASK_S apart.
     inside = [look for look in looks if look.at >= begin - ASK_S]
     if len(inside) < 2:

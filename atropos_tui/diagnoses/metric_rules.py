@@ -543,7 +543,6 @@ def _rule(alert: AlertSpec, words: str, judge: Judge) -> MetricRule:
 
 
 def _conditions(alert: AlertSpec) -> list[tuple[str, Judge]]:
-    """Return each condition in words, and its judge."""
     below, above, slope, z = alert.below, alert.above, alert.slope, alert.z
     count = alert.for_steps
     found: list[tuple[str, Judge]] = []

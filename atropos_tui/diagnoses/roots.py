@@ -63,7 +63,6 @@ def _exceptions(lines: Sequence[str]) -> Iterator[str]:
 
 
 def _split(line: str) -> tuple[str, str]:
-    """Split a line into its process and its text."""
     match = SOURCE.match(line)
     assert match is not None, "both parts are optional"
     return match[1] or "", line[match.end() :]

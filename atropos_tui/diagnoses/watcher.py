@@ -284,7 +284,6 @@ class Watcher:
         return replace(run, api=self._api)
 
     def _look_for_registrations(self, parts: Sequence[Part], now: float) -> None:
-        """Query run-api for environments whose registration is unknown."""
         missing = [p for p in parts if p.role is Role.ENV and p.state in RUNS and not self._flows.is_registered(p)]
         if not missing or not self._api_url or abs(now - self._listed_at) < LIST_S:
             return

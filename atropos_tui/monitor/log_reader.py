@@ -179,7 +179,6 @@ class LogReader:
                 return
 
     def _take(self, segment: Path, file: BinaryIO) -> LogTimes:
-        """Continue with `file`, opened as `segment`."""
         self.close()
         self._file, self._times = file, LogTimes(segment, file)
         return self._times

@@ -168,7 +168,6 @@ def _learned(state: RunState) -> str:
 
 
 def _headline(state: RunState, info: RunInfo, status: RunStatus, end: float) -> list[tuple[str, str]]:
-    """Return the main figures."""
     steps = f"{state.step:,}" + (f" of {info.training_steps:,}" if info.training_steps else "")
     name, held_out = next(iter(state.evals.items()), ("", None))
     rewards = state.metric("reward_mean")
@@ -188,7 +187,6 @@ def _headline(state: RunState, info: RunInfo, status: RunStatus, end: float) -> 
 
 
 def _remarks(state: RunState, bad_lines: int) -> Iterator[str]:
-    """Yield remarks about incomplete data."""
     if bad_lines:
         yield f"{counted(bad_lines, 'line')} of the run's streams were torn, foreign or too long, and are left out."
     if state.unknown:
@@ -212,7 +210,6 @@ def _remarks(state: RunState, bad_lines: int) -> Iterator[str]:
 
 
 def _clock(at: float) -> str:
-    """Return date and time of day."""
     if not 0 < at < LATEST_TIME:
         return "–"
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
@@ -227,7 +224,6 @@ def _end(status: RunStatus, state: RunState, now: float) -> float:
 
 
 def _span(state: RunState, end: float) -> tuple[str, str, str]:
-    """Return start, end and duration of the lanes."""
     start = _start(state, end)
     return _clock(start), _clock(end), duration(end - start)
 
@@ -344,7 +340,6 @@ def _group(group: RolloutGroup, shared: int) -> dict[str, Any]:
 
 
 def _spread(group: RolloutGroup) -> str:
-    """Describe the rewards of a group."""
     known, made = known_rewards(group.rollouts), len(group.rollouts)
     whole = group.rollouts[0].group_size
     size = counted(made, "completion") + (f" of {whole}" if whole and whole > made else "")

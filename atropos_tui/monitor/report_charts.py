@@ -311,7 +311,6 @@ def _make_room(axes: Axes) -> None:
 
 
 def _labels(axis: Axis) -> list[str]:
-    """Return the labels of the visible ticks."""
     low, high = sorted(axis.get_view_interval())
     places = [float(place) for place in axis.get_majorticklocs() if low <= place <= high]
     return axis.get_major_formatter().format_ticks(places)
@@ -384,7 +383,6 @@ def _paint(axes: Axes, chart: PageChart) -> None:
 
 
 def _tick(value: float, unit: str) -> str:
-    """Format a tick of an axis."""
     if unit == "bytes":
         return "0" if value == 0 else bytes_text(value)
     text = f"{value:,.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.6g}"

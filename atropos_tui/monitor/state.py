@@ -43,7 +43,6 @@ from atropos_tui.monitor.series import MOST_STEPS, Series
 
 
 def _numbers(kind: type[Record], *without: str) -> tuple[str, ...]:
-    """Return the numeric fields that `kind` itself declares."""
     ends = (Number, Number | None, int, int | None, Whole, Whole | None)
     return tuple(name for name, written in kind.__annotations__.items() if written in ends and name not in without)
 

@@ -116,7 +116,6 @@ def _over(known: Known) -> Verdict | None:
 
 
 def _achieved(known: Known) -> str:
-    """Summarise steps, reward, held-out accuracy, and waiting time."""
     state = known.state
     words = [counted(state.step, "step")]
     if (rewards := state.metric("reward_mean").values) and state.step > 1:
@@ -136,7 +135,6 @@ def _achieved(known: Known) -> str:
 
 
 def _ill(known: Known) -> Verdict | None:
-    """Report components that are down, and the cause."""
     again = restart(known)
     back = {each.row.name for each in again.outages} if again else set()
     rows = [
@@ -190,7 +188,6 @@ def _first_words(fix: str) -> str:
 
 
 def _stopped(known: Known) -> Verdict | None:
-    """Report a needed component that was stopped by hand."""
     names = stopped_by_hand(known)
     if not names or known.status.phase is Phase.STARTING:
         return None

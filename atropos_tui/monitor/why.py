@@ -234,14 +234,12 @@ class Picture:
 
 
 def _diagnosis_lines(found: DiagnosisRecord, when: str) -> list[str]:
-    """Return the lines of a diagnosis: title, evidence, fix."""
     lines = [f"diagnosis{when}: {one_line(found.title)}"]
     lines += [f"evidence: {one_line(found.evidence)}"] if found.evidence else []
     return lines + ([f"fix: {one_line(found.fix)}"] if found.fix else [])
 
 
 def _word(state: State) -> str:
-    """Return a state as it reads inside a sentence."""
     return "in backoff" if state is State.BACKOFF else state.value
 
 
