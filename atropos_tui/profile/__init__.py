@@ -1,1 +1,1 @@
-"""What shall run, as data: profiles, specs, checks and plans. Pure; no process is touched here."""
+"""Data model of a run: profiles, checks, budgets, plans and specs. Starts no process."""

@@ -1,6 +1,8 @@
-"""Cross-checks of a profile, whatever the machine: every problem at once, each with its way out. Pure.
+"""Cross-checks of a profile that need no machine: all problems together, each with its fix. Pure
+functions.
 
-Keys name entries of `[[env]]` and `[[vllm]]` by index: `vllm.0.gpus`. What needs this machine is in `preflight`.
+Keys name entries of `[[env]]` and `[[vllm]]` by index: `vllm.0.gpus`. `preflight` checks the
+machine.
 """
 
 from __future__ import annotations
@@ -39,22 +41,22 @@ from atropos_tui.profile.spec import ComponentSpec, StackSpec, dependency_faults
 from trainer_core.config import TrainingConfig, sharding_contradictions
 
 MAX_REASON = 1000
-"""Characters of a reason or fix: both may quote what the profile says."""
+"""Limit in characters of a reason or fix: both may quote the profile."""
 SAFE_LOADING = ("auto", "safetensors", "pt", "hf", "mistral", "fastsafetensors")
-"""Load formats that leave each weight in memory as the model has it."""
+"""vLLM load formats that store each weight in memory as the model has it."""
 PROCESSED = "processed_logprobs"
-IN_ARGV = "stands in its command line, which every user of this machine can read: hand it over as a variable under env"
+IN_ARGV = "is in its command line, which every user of this machine can read: pass it as a variable under env"
 LEAST_ADAPTER_LR = 5e-5
-"""Below it a learning rate was meant for the model itself."""
+"""Learning rate below which a LoRA profile was probably meant for the whole model."""
 
 
 def check_profile(site: Site) -> list[Problem]:
-    """What contradicts itself, whatever the machine."""
+    """Return the contradictions within a profile."""
     profile = site.profile
     if other := list(_other_trainer(profile)):
         return other
     if nodes := check_nodes(profile):
-        return nodes  # who is where decides what else fits together
+        return nodes  # placement errors first: the later checks depend on the placement
     problems = [*_trainer_gpus(profile), *_fed(profile), *_names(profile), *_ports(profile), *_urls(site)]
     problems += [*_derived(profile), *_twice(profile), *_server_types(profile), *_several(profile)]
     problems += [*_gpu_lists(profile), *crowded(profile)] if not profile.is_spread else []
@@ -76,7 +78,7 @@ def check_profile(site: Site) -> list[Problem]:
     problems += _recorded(settings)
     fix = "change trainer.optimizer, or give the trainer one GPU"
     problems += [
-        Problem(said, fix, key="trainer") for said in sharding_contradictions(settings, trainer_ranks(profile))
+        Problem(reason, fix, key="trainer") for reason in sharding_contradictions(settings, trainer_ranks(profile))
     ]
     if site.traits.shares_memory:
         problems += _single_copy_type(profile.vllm[0], settings)
@@ -89,8 +91,8 @@ def check_profile(site: Site) -> list[Problem]:
 
 
 def placed(problem: Problem, profile: Profile) -> Problem:
-    """A problem of a check as the user knows its key, with the file in which that stands: where the profile extends
-    another one, that may be the other."""
+    """Return a problem with the user's spelling of its key, and the file that sets the key: it may
+    be one that the profile extends."""
     first, *rest = problem.key.split(".")
     key = problem.key
     path: KeyPath = (first, *rest)
@@ -102,45 +104,47 @@ def placed(problem: Problem, profile: Profile) -> Problem:
 
 
 def check_graph(profile: Profile, stack: StackSpec) -> list[Problem]:
-    """What cannot be started in any order."""
+    """Return the dependencies that no start order satisfies."""
     return [replace(each, key=f"{profile.section_of(each.key)}.depends_on") for each in dependency_faults(stack)]
 
 
 def check_notes(site: Site) -> list[str]:
-    """What is accepted, and does nothing or more than one may think."""
+    """Return notes about accepted keys that have no effect, or more effect than expected."""
     profile = site.profile
     notes = [
-        f"{key}.env.VLLM_USE_V1 is ignored: vLLM has only one engine now"
+        f"{key}.env.VLLM_USE_V1 is ignored: vLLM has only its V1 engine"
         for key, part in profile.parts.items()
         if "VLLM_USE_V1" in part.env
     ]
     settings = training_config(site, grouped=False)
     if beyond := sorted({part.address for part in site.hosts.nodes if not is_loopback(part.address)}):
         notes.append(
-            f"WARNING run-api, engines and trainer are dialled at {', '.join(beyond[:4])}"
-            f"{', ...' if beyond[4:] else ''}: what they say there is not encrypted, so keep it to your own network"
+            f"WARNING run-api, engines and trainer use the addresses {', '.join(beyond[:4])}"
+            f"{', ...' if beyond[4:] else ''} without encryption: use a network that you trust"
         )
     elif site.traits.other_gpus and not is_loopback(place := meeting_address(site, settings)):
         notes.append(
-            f"WARNING {_meeting_key(settings)}: the broadcast's group meets at {place}, beyond the loopback. Its "
-            "weights travel unencrypted, and whoever reaches that network can read them or break the group: keep it to "
-            "machines that you trust"
+            f"WARNING {_meeting_key(settings)}: the broadcast's group meets at {place}, beyond the loopback. Weights "
+            "are not encrypted, and anyone on that network can read them or break the group: use a network that you "
+            "trust"
         )
     for node, gpus in unused_gpus(profile).items():
-        notes.append(f"{counted(gpus, 'GPU')} of {node} {'is' if gpus == 1 else 'are'} nobody's")
+        notes.append(f"{counted(gpus, 'GPU')} of {node} {'is' if gpus == 1 else 'are'} unused")
     asked = {engine.name for env in profile.env for engine in env_engines(profile, env)}
     if idle := [engine.name for engine in fed_engines(profile) if engine.name not in asked]:
-        notes.append(f"WARNING no environment asks {', '.join(idle)}: leave `engine` out of one, and it asks all")
+        notes.append(
+            f"WARNING no environment uses {', '.join(idle)}: remove `engine` from an environment, and it uses all"
+        )
     if site.traits.lora and 0 < settings.lr < LEAST_ADAPTER_LR:
         notes.append(
-            f"WARNING trainer.lr = {settings.lr:g} is one for the whole model, and an adapter learns next to nothing "
-            "with it: 1e-4 to 2e-4 are usual"
+            f"WARNING trainer.lr = {settings.lr:g} suits a whole model; an adapter learns almost nothing with it. "
+            "Use 1e-4 to 2e-4"
         )
     return notes
 
 
 def check_commands(stack: StackSpec) -> list[str]:
-    """What command lines open to others: warnings, since a profile is its author's."""
+    """Return warnings about command lines that open a port or data to other users."""
     return [f"WARNING {part.name}: {note}" for part in stack.components for note in _exposed(part)]
 
 
@@ -149,13 +153,13 @@ def _exposed(part: ComponentSpec) -> Iterator[str]:
     for flag, value in _flags(command):
         if flag == "--host" and value != own and not is_loopback(value.strip("[]")):
             yield (
-                f"--host {printable(value)} lets everybody on that network reach it: leave it out for the loopback, "
-                "and reach it from elsewhere through ssh -L"
+                f"--host {printable(value)} makes it reachable for everybody on that network: leave it out for the "
+                "loopback, and use ssh -L from other machines"
             )
         elif flag == "--middleware":
-            yield f"--middleware {printable(value)} is code that sees every request, the run's token included"
+            yield f"--middleware {printable(value)} runs code that sees every request with the run's key"
         elif flag == "--trust-remote-code" and value.lower() != "false":
-            yield "--trust-remote-code runs Python code that came with the model: read it first, and pin its revision"
+            yield "--trust-remote-code runs Python code of the model's author: read it first, and pin its revision"
         elif is_secret_name(flag) and value and not is_plain_setting(value):
             yield f"the value of {printable(flag)} {IN_ARGV}"
     for name in sorted({name for word in command for name in references(word) if is_secret_name(name)}):
@@ -163,7 +167,7 @@ def _exposed(part: ComponentSpec) -> Iterator[str]:
 
 
 def _flags(command: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Each `--flag value` and `--flag=value`; a flag without one has an empty value."""
+    """Yield each `--flag value` and `--flag=value`; the value of a bare flag is empty."""
     for word, after in zip(command, [*command[1:], ""], strict=True):
         if word.startswith("--"):
             flag, equals, value = word.partition("=")
@@ -171,29 +175,30 @@ def _flags(command: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _meeting_key(settings: TrainingConfig) -> str:
-    """Where a profile says at which address a broadcast's group meets."""
+    """Return the profile key that sets the address of a broadcast's process group."""
     return "trainer.init_method" if settings.init_method != "env://" else "trainer.env.MASTER_ADDR"
 
 
 def _meeting_place(site: Site, settings: TrainingConfig) -> Iterator[Problem]:
     if site.traits.other_gpus and is_wildcard(place := meeting_address(site, settings)):
         yield Problem(
-            f"{place} is every interface of this machine, and the group of a broadcast meets at one address",
-            "leave it out for the loopback, or name the one address that the servers reach",
+            f"{place} means every interface of this machine, but a broadcast's group needs one address",
+            "leave it out for the loopback, or give the one address that the servers reach",
             key=_meeting_key(settings),
         )
 
 
 def _fed_urls(site: Site) -> Iterator[Problem]:
-    """The trainer feeds what the profile starts: an engine that it does not feed would hold its answers for ever."""
+    """Require that the trainer feeds the profile's own engines: an engine that waits for weights
+    answers nothing until it has them."""
     named = site.profile.trainer.settings.get("vllm_urls")
     fed = [site.engine_url(engine) for engine in fed_engines(site.profile)]
     if named and sorted(url.rstrip("/") for url in _words(named)) != sorted(fed):
         yield Problem(
-            f"the trainer would feed other servers than {', '.join(fed)}, which this profile starts and which answer "
-            "nobody before they have their weights",
-            "leave it out: the plan derives it. A server on another machine is a [[vllm]] with `node`, see "
-            "docs/cluster.md; for servers that somebody else starts, run the trainer by hand: python -m trainer_core",
+            f"the trainer would not feed {', '.join(fed)}, which this profile starts and which answer no request "
+            "before they have weights",
+            "leave it out: the plan derives it. For a server on another machine add a [[vllm]] with `node`, see "
+            "docs/cluster.md; for servers outside the stack run the trainer alone: python -m trainer_core",
             key="trainer.vllm_urls",
         )
 
@@ -203,27 +208,27 @@ def _words(value: Any) -> list[str]:
 
 
 def _other_trainer(profile: Profile) -> Iterator[Problem]:
-    """A trainer that is not ours takes none of our settings, and the engine none of our ways to new weights."""
+    """Refuse trainer settings and weight modes with another trainer, which reads neither."""
     if profile.trainer.command is None:
         return
     for key in profile.trainer.settings:
         reason = "is a setting of our trainer, which trainer.command replaces"
-        yield Problem(reason, "leave it out, and say it in the command", key=f"trainer.{key}")
+        yield Problem(reason, "leave it out, and put it into the command", key=f"trainer.{key}")
     if profile.mode != "none":
         reason = (
-            f'mode = "{profile.mode}" is how our trainer gives its weights away, and trainer.command is another one'
+            f'mode = "{profile.mode}" is how our trainer publishes weights, and trainer.command replaces that trainer'
         )
-        yield Problem(reason, 'mode = "none": docs/trainers.md says how it gives the engine new weights', key="mode")
+        yield Problem(reason, 'set mode = "none"; docs/trainers.md has other ways to publish weights', key="mode")
 
 
 def _trainer_gpus(profile: Profile) -> Iterator[Problem]:
     if profile.is_spread and not traits_of(profile).shares_memory:
-        return  # `checks_nodes` sees to them
+        return  # `checks_nodes` checks them
     gpus, ranks = trainer_gpus(profile), trainer_ranks(profile)
     if len(set(gpus)) < len(gpus):
-        if profile.trainer.gpus:  # else they are the engine's, which says it
+        if profile.trainer.gpus:  # else they are the engine's, and `_gpu_lists` reports it
             reason = f"a GPU is named twice in {gpus}"
-            yield Problem(reason, "name each once: a rank has one of its own", key="trainer.gpus")
+            yield Problem(reason, "name each once: every rank needs its own GPU", key="trainer.gpus")
     elif traits_of(profile).shares_memory:
         yield from _single_copy_ranks(profile, gpus, ranks)
     elif gpus and ranks != len(gpus):
@@ -232,8 +237,8 @@ def _trainer_gpus(profile: Profile) -> Iterator[Problem]:
 
 
 def _single_copy_ranks(profile: Profile, gpus: list[int], ranks: int) -> Iterator[Problem]:
-    """Ranks that do not match the engine's workers, where `trainer.processes` is the cause. Where the GPUs do not match
-    either, `_gpu_lists` and `_single_copy_place` name the key to change, and the ranks follow from it."""
+    """Report ranks that differ from the engine's workers if `trainer.processes` is the cause. For
+    GPUs, `_gpu_lists` and `_single_copy_place` name the key to change, and the ranks follow."""
     workers = profile.vllm[0].tensor_parallel
     same_gpus = profile.is_spread or profile.trainer.gpus in ([], profile.vllm[0].gpus)
     if ranks != workers and same_gpus and len(gpus) in (0, workers):
@@ -248,7 +253,7 @@ def _fed(profile: Profile) -> Iterator[Problem]:
     if nodes and nodes != fed:
         one = "" if traits_of(profile).feeds_all else ' with mode = "broadcast": this mode feeds one'
         yield Problem(
-            f"{nodes} inference servers, and the trainer feeds {fed} of this profile's",
+            f"{nodes} inference servers, but the trainer feeds {fed} of this profile's",
             f"leave it out, or set vllm.replicas = {nodes}{one}",
             key="trainer.num_inference_nodes",
         )
@@ -265,7 +270,7 @@ def _names(profile: Profile) -> list[Problem]:
         for name in part_names(part.name, len(seats))
     ]
     named += [(part.name, f"prepare.{index}.name") for index, part in enumerate(profile.prepare)]
-    last = dict(named)
+    last = dict(named)  # a later entry wins, so the problem names the last key with that name
     return [
         Problem(f"the name {name!r} is used {count} times", "give each component its own name", key=last[name])
         for name, count in Counter(name for name, _ in named).items()
@@ -280,8 +285,8 @@ def _ports(profile: Profile) -> Iterator[Problem]:
             yield Problem(f"port {port} is also {seen[port]}", "choose distinct ports", key=key)
         seen.setdefault(port, key)
     if profile.api.host not in ("127.0.0.1", "localhost") and not profile.is_spread:
-        reason = "run-api would be open to the network, and all who ask it are on this machine"
-        yield Problem(reason, 'use "127.0.0.1"; several machines have [cluster]', key="api.host")
+        reason = "run-api would be open to the network, but all its clients are on this machine"
+        yield Problem(reason, 'use "127.0.0.1"; for several machines add [cluster]', key="api.host")
 
 
 _API_URL = re.compile(r"(rollout_server|atropos|run_api|api_server)_url$")
@@ -289,7 +294,8 @@ _ENGINE_URL = re.compile(r"(base|vllm|openai_base)_url$")
 
 
 def _urls(site: Site) -> Iterator[Problem]:
-    """Addresses of this machine, given by hand to a program, that lead to another port than run-api or vLLM has."""
+    """Report addresses of this machine in flags and variables that differ from the ports of run-api
+    and vLLM."""
     profile = site.profile
     servers = {engine.port for engine in profile.engines} | {part.port for part in profile.component.values()}
     for key, name, value in _settings(site):
@@ -298,15 +304,16 @@ def _urls(site: Site) -> Iterator[Problem]:
         flat = name.lower().replace("-", "_")
         if _API_URL.search(flat) and port != profile.api.port:
             fix = f"use http://127.0.0.1:{profile.api.port}, or set api.port = {port}"
-            yield Problem(f"{name} leads to port {port}, and run-api has port {profile.api.port}", fix, key=key)
+            yield Problem(f"{name} names port {port}, but run-api has port {profile.api.port}", fix, key=key)
         elif _ENGINE_URL.search(flat) and port not in servers:
             own = profile.vllm[0].port
             fix = f"use http://127.0.0.1:{own}/v1, or set vllm.port = {port}"
-            yield Problem(f"{name} leads to port {port}, where nothing of this profile listens", fix, key=key)
+            yield Problem(f"{name} names port {port}, where no server of this profile listens", fix, key=key)
 
 
 def _settings(site: Site) -> Iterator[tuple[str, str, str]]:
-    """Key, name and value of every flag and variable that a profile hands to environments and extra components."""
+    """Yield key, name and value of every flag and variable that a profile passes to environments
+    and extra components."""
     for key, part in site.profile.parts.items():
         if not isinstance(part, EnvSection | ExtraSection):
             continue
@@ -348,7 +355,8 @@ DERIVED_FLAGS = {
         "env.total_steps": "trainer.training_steps",
     },
 }
-"""Flags that the plan derives, and the profile key to set instead (none: it must stay as it is)."""
+"""Flags that the plan derives, and the profile key to set instead (empty: the flag cannot be
+changed)."""
 
 
 def _derived(profile: Profile) -> list[Problem]:
@@ -363,13 +371,13 @@ def _derived(profile: Profile) -> list[Problem]:
 
 
 def _twice(profile: Profile) -> Iterator[Problem]:
-    """Flags of vLLM in two spellings, of which vLLM would take one without a word."""
+    """Report vLLM flags in two spellings: vLLM uses one of them without a warning."""
     for index, engine in enumerate(profile.vllm):
         first: dict[str, str] = {}
         for word in engine.args:
             name = word.replace("_", "-").removeprefix("no-")
             if name in first:
-                reason = f"is the same flag as {first[name]}, and vLLM takes one of them"
+                reason = f"is the same flag as {first[name]}, and vLLM uses only one of them"
                 yield Problem(reason, "remove one of the two", key=f"vllm.{index}.args.{word}")
             first.setdefault(name, word)
 
@@ -386,12 +394,12 @@ def _server_types(profile: Profile) -> Iterator[Problem]:
 
 
 def _groups(profile: Profile, settings: TrainingConfig) -> Iterator[Problem]:
-    """run-api fills a batch only when it is a multiple of every environment's group size."""
+    """Require that the batch is a multiple of every group size: run-api fills no other."""
     total = settings.sequences_per_step
     sizes = [size for env in profile.env if isinstance(size := env.args.get("env.group_size", 1), int)]
     for index, env in enumerate(profile.env):
         size = env.args.get("env.group_size", 1)
-        assert isinstance(size, int)  # its own validator
+        assert isinstance(size, int)  # EnvSection validates it
         if total % size:
             batch = f"batch_size {settings.batch_size}"
             if (each := settings.gradient_accumulation_steps) > 1:
@@ -404,10 +412,12 @@ def _groups(profile: Profile, settings: TrainingConfig) -> Iterator[Problem]:
 
 
 def batches_that_fill(settings: TrainingConfig, sizes: Sequence[int]) -> str:
-    """The nearest smaller and larger setting with which groups of all `sizes` fill a batch, as text of a fix."""
+    """Return the nearest smaller and larger settings with which groups of all `sizes` fill a batch,
+    as text of a fix."""
     key, value, other = "batch_size", settings.batch_size, settings.gradient_accumulation_steps
     if other > 1:
         key, value, other = "gradient_accumulation_steps", other, value
+    # The product of both settings has to be a multiple of every size; only `key` changes.
     multiple = lcm(*sizes) // gcd(lcm(*sizes), other)
     below = value // multiple * multiple
     return f"trainer.{key} = {' or '.join(str(each) for each in (below, below + multiple) if each)}"
@@ -416,19 +426,19 @@ def batches_that_fill(settings: TrainingConfig, sizes: Sequence[int]) -> str:
 def _recorded(settings: TrainingConfig) -> Iterator[Problem]:
     if settings.rollouts is not None:
         yield Problem(
-            "a stack makes its rollouts, and a trainer with recorded ones asks nobody for any",
+            "a stack generates rollouts, but with recorded rollouts the trainer requests none",
             f"leave it out; without a stack: python -m trainer_core --model-name ... --rollouts {settings.rollouts}",
             key="trainer.rollouts",
         )
 
 
 def _several(profile: Profile) -> Iterator[Problem]:
-    """Rollouts must come from an engine that the trainer feeds."""
+    """Require that rollouts come from an engine that the trainer feeds."""
     first = profile.vllm[0]
     if first.model is not None:
         yield Problem(
-            "the trainer feeds the first engine, so that serves the stack's model",
-            "set `model` at the top instead; another model is for a further [[vllm]]",
+            "the trainer feeds the first engine, which therefore serves the stack's model",
+            "set `model` at the top instead; add another [[vllm]] for another model",
             key="vllm.0.model",
         )
     fed = [engine.name for engine in fed_engines(profile)]
@@ -442,8 +452,7 @@ def _several(profile: Profile) -> Iterator[Problem]:
             yield Problem(f"no engine is called {env.engine!r}", f"use one of: {known}", key=key)
         elif not {each.name for each in env_engines(profile, env)} <= set(fed):
             yield Problem(
-                f"the trainer feeds {', '.join(fed)}: rollouts of {env.engine} would come from weights that no update "
-                "reaches",
+                f"the trainer feeds only {', '.join(fed)}: {env.engine} would generate with weights that never change",
                 f'use engine = {first.name!r}, or mode = "broadcast" with engines of one model',
                 key=key,
             )
@@ -457,7 +466,7 @@ def _gpu_lists(profile: Profile) -> Iterator[Problem]:
         if alone and (section.replicas or 1) > 1:
             yield Problem(
                 f"{section.replicas} engines, and the trainer feeds one in this mode",
-                'leave it out, or use mode = "broadcast", with GPUs of its own for the trainer',
+                'leave it out, or use mode = "broadcast" with separate GPUs for the trainer',
                 key=f"vllm.{index}.replicas",
             )
         elif len(set(section.gpus)) < count:
@@ -478,7 +487,7 @@ def _logprobs(profile: Profile) -> Iterator[Problem]:
         mode = engine.flag("logprobs-mode")
         if mode not in (None, PROCESSED):
             yield Problem(
-                f"{mode!r} are not the logprobs that were sampled from, and the trainer's ratios need those",
+                f"{mode!r} are not the logprobs of the sampling distribution, which the trainer's ratios need",
                 f'use "{PROCESSED}", or leave it out',
                 key=_flag_key(index, engine, "logprobs-mode"),
             )
@@ -488,8 +497,8 @@ def _single_copy_place(profile: Profile) -> Iterator[Problem]:
     engine, trainer = profile.vllm[0], profile.trainer
     if engine.tensor_parallel > 1 and traits_of(profile).lora:
         yield Problem(
-            "adapters over the one copy need all of it on one GPU, and a tensor-parallel engine has it in parts",
-            "set tensor_parallel = 1, or trainer.single_copy = false with GPUs of its own for the trainer",
+            "adapters in single copy need the whole model on one GPU, but a tensor-parallel engine divides it",
+            "set tensor_parallel = 1, or trainer.single_copy = false with separate GPUs for the trainer",
             key="vllm.0.tensor_parallel",
         )
     if trainer.gpus and trainer.gpus != engine.gpus:
@@ -506,7 +515,7 @@ def _single_copy_place(profile: Profile) -> Iterator[Problem]:
         )
     if engine.gpus and trainer.settings.get("device") == "cpu":
         yield Problem(
-            f"single copy shares the engine's memory, and that is on GPU {engine.gpus}",
+            f"single copy shares the engine's memory, which is on GPU {engine.gpus}",
             'use "auto", or set vllm.gpus = []',
             key="trainer.device",
         )
@@ -514,10 +523,10 @@ def _single_copy_place(profile: Profile) -> Iterator[Problem]:
 
 _UNSHARED = {
     "quantization": "quantized weights cannot be trained in place",
-    "enable-sleep-mode": "a sleeping engine gives its weights' memory away, and the trainer is attached to it",
+    "enable-sleep-mode": "a sleeping engine frees the memory of its weights, which the trainer uses",
     "enable-lora": "adapters wrap the layers whose weights are shared",
 }
-"""Flags after which a weight in the engine's memory is not what the trainer has, and why."""
+"""vLLM flags with which a weight in the engine's memory differs from the trainer's, and why."""
 
 
 def _flag_key(index: int, engine: EngineSection, name: str) -> str:
@@ -525,19 +534,19 @@ def _flag_key(index: int, engine: EngineSection, name: str) -> str:
 
 
 def _single_copy_flags(engine: EngineSection, *, adapters: bool) -> Iterator[Problem]:
-    """Flags after which the trainer does not find each weight where it looks, as it has it."""
+    """Refuse flags with which the trainer does not find each weight in memory as it expects it."""
     for name, why in _UNSHARED.items():
         if adapters and name == "enable-lora":
             continue
         if engine.flag(name) not in (None, False):
-            yield Problem(why, "take it out, or use another mode", key=_flag_key(0, engine, name))
+            yield Problem(why, "remove it, or use another mode", key=_flag_key(0, engine, name))
     for name in ("pipeline-parallel-size", "data-parallel-size"):
         if engine.flag_number(name, 1) > 1:
-            fix = "set it to 1, or take it out"
+            fix = "set it to 1, or remove it"
             yield Problem("single copy attaches to one process of vLLM", fix, key=_flag_key(0, engine, name))
     if engine.flag_number("cpu-offload-gb", 0) > 0:
         reason = "weights on the host cannot be shared with the trainer"
-        yield Problem(reason, "take it out", key=_flag_key(0, engine, "cpu-offload-gb"))
+        yield Problem(reason, "remove it", key=_flag_key(0, engine, "cpu-offload-gb"))
     loading = engine.flag("load-format")
     if loading is not None and loading not in SAFE_LOADING:
         reason = f"single copy cannot share weights that were loaded as {loading!r}"
@@ -551,7 +560,7 @@ def _single_copy_type(engine: EngineSection, settings: TrainingConfig) -> Iterat
     theirs = _TYPES.get(engine.dtype or "", engine.dtype)
     if theirs is not None and "auto" not in (theirs, settings.dtype) and theirs != settings.dtype:
         yield Problem(
-            f"single copy has one set of weights, and the trainer's are {settings.dtype}",
+            f"single copy has one set of weights, and trainer.dtype is {settings.dtype}",
             f"set it to {settings.dtype!r}, or leave it out",
             key="vllm.0.dtype",
         )
@@ -560,9 +569,11 @@ def _single_copy_type(engine: EngineSection, settings: TrainingConfig) -> Iterat
 def _other_gpus(profile: Profile) -> Iterator[Problem]:
     unnamed = [f"vllm.{index}.gpus" for index, engine in enumerate(profile.vllm) if not engine.gpus]
     unnamed += [] if profile.trainer.gpus else ["trainer.gpus"]
-    if len(unnamed) <= len(profile.vllm):  # none at all is a machine without GPUs
+    if len(unnamed) <= len(profile.vllm):  # without any `gpus` the stack runs on CPUs
         for key in unnamed:
-            yield Problem("a broadcast goes to other GPUs, so all of them must be named", "name its GPUs", key=key)
+            yield Problem(
+                "a broadcast needs separate GPUs, so every section must name its own", "name its GPUs", key=key
+            )
 
 
 def _lengths(profile: Profile, settings: TrainingConfig) -> Iterator[Problem]:
@@ -578,19 +589,19 @@ def _lengths(profile: Profile, settings: TrainingConfig) -> Iterator[Problem]:
         shortest = min((one.max_model_len for one in env_engines(profile, env) if one.max_model_len), default=None)
         if isinstance(wanted, int) and shortest is not None and wanted > shortest:
             yield Problem(
-                f"asks for sequences of {wanted} tokens, and an engine with max_model_len = {shortest} refuses them",
+                f"requests sequences of {wanted} tokens, but an engine with max_model_len = {shortest} refuses them",
                 f"set it to {shortest}, or raise vllm.max_model_len",
                 key=f"env.{index}.args.env.max_token_length",
             )
 
 
 def _routing(index: int, engine: EngineSection) -> Iterator[Problem]:
-    """What the engine may not be told with `routing_replay`."""
+    """Refuse engine flags that exclude `routing_replay`."""
     if engine.flag(ROUTING_FLAG) is False:
-        reason = "trainer.routing_replay asks this engine which experts it took"
-        yield Problem(reason, "take it out: the plan sets it", key=_flag_key(index, engine, ROUTING_FLAG))
+        reason = "trainer.routing_replay needs this engine's expert choices"
+        yield Problem(reason, "remove it: the plan sets it", key=_flag_key(index, engine, ROUTING_FLAG))
     if (stages := engine.flag_number("pipeline-parallel-size", 1)) > 1:
-        reason = f"vLLM does not record experts over {stages} pipeline stages, and trainer.routing_replay asks for them"
+        reason = f"vLLM records no experts over {stages} pipeline stages, but trainer.routing_replay needs them"
         key = _flag_key(index, engine, "pipeline-parallel-size")
         yield Problem(reason, "use tensor_parallel, or leave trainer.routing_replay out", key=key)
 
@@ -601,15 +612,15 @@ def _adapters(index: int, engine: EngineSection, settings: TrainingConfig) -> It
     ranks = ", ".join(map(str, LORA_RANKS))
     if engine.flag("enable-lora") is False:
         off = _flag_key(index, engine, "enable-lora")
-        yield Problem("this mode serves adapters", "take it out: the plan sets it", key=off)
+        yield Problem("this mode serves adapters", "remove it: the plan sets it", key=off)
     if given is not None and given not in LORA_RANKS:
-        yield Problem(f"vLLM takes no rank {given}", f"use one of: {ranks}", key=key)
+        yield Problem(f"vLLM does not accept rank {given}", f"use one of: {ranks}", key=key)
     elif settings.lora_r > LORA_RANKS[-1]:
         yield Problem(f"vLLM serves adapters up to rank {LORA_RANKS[-1]}", "lower it", key="trainer.lora_r")
     elif isinstance(given, int) and settings.lora_r > given:
         fit = server_rank(settings.lora_r)
         yield Problem(
-            f"the trainer's adapters have rank {settings.lora_r}, and the server takes up to {given}",
+            f"the trainer's adapters have rank {settings.lora_r}, but the server's limit is {given}",
             f"set it to {fit}, leave it out, or lower trainer.lora_r",
             key=key,
         )

@@ -1,4 +1,5 @@
-"""Cross-checks of `[cluster]`, `[[node]]` and the `node` keys, whatever the machine. Pure."""
+"""Cross-checks of `[cluster]`, `[[node]]` and the `node` keys that need no machine. Pure
+functions."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ ADD_CLUSTER = 'add [cluster] with launcher = "slurm", "ssh", "kubernetes" or "ra
 
 
 def check_nodes(profile: Profile) -> list[Problem]:
-    """What does not fit together of a profile's machines: first whether there are any, then who sits where."""
+    """Return the contradictions about machines: first whether they exist, then what is placed on
+    them."""
     if not profile.is_spread:
         return list(_without_cluster(profile))
     wrong = [*_machines(profile), *_hosts(profile), *_known(profile)]
@@ -31,7 +33,7 @@ def check_nodes(profile: Profile) -> list[Problem]:
 
 
 def _node_keys(profile: Profile) -> Iterator[tuple[str, str]]:
-    """Each `node` key that is set, with its value."""
+    """Yield each `node` key that is set, with its value."""
     yield from ((f"{key}.node", part.node) for key, part in profile.parts.items() if part.node is not None)
 
 
@@ -39,26 +41,26 @@ def _without_cluster(profile: Profile) -> Iterator[Problem]:
     if profile.cluster is not None:
         return  # local: all machines are this one
     if profile.node:
-        yield Problem("machines, and nothing that brings components there", ADD_CLUSTER, key="node.0")
+        yield Problem("machines without a launcher", ADD_CLUSTER, key="node.0")
     for key, name in _node_keys(profile):
-        yield Problem(f"{name!r} is a machine, and this profile has only this one", ADD_CLUSTER, key=key)
+        yield Problem(f"{name!r} is another machine, but the profile has no [cluster]", ADD_CLUSTER, key=key)
     for index, section in enumerate(profile.vllm):
         if (section.machines or 1) > 1:
-            reason = f"a server over {section.machines} machines, and this profile has only this one"
+            reason = f"a server over {section.machines} machines, but the profile has no [cluster]"
             yield Problem(reason, ADD_CLUSTER, key=f"vllm.{index}.machines")
 
 
 def _machines(profile: Profile) -> Iterator[Problem]:
     if not profile.node:
-        reason = f"launcher {profile.cluster.launcher!r} and no machines" if profile.cluster else ""
-        yield Problem(reason, 'add [[node]] with name = "...", and gpus where it has any', key="cluster.launcher")
+        reason = f"launcher {profile.cluster.launcher!r} without machines" if profile.cluster else ""
+        yield Problem(reason, 'add [[node]] with name = "...", and gpus if it has any', key="cluster.launcher")
     if profile.inference_gpus is not None:
-        fix = "leave it out, and say vllm.node and trainer.node"
-        yield Problem("divides the GPUs of one machine, and this profile has several", fix, key="inference_gpus")
+        fix = "leave it out, and set vllm.node and trainer.node"
+        yield Problem("divides the GPUs of one machine, but this profile has several", fix, key="inference_gpus")
     used = Counter(name for group in profile.node for name in host_names(group.name, group.count))
     for index, group in enumerate(profile.node):
         if twice := [name for name in host_names(group.name, group.count) if used[name] > 1]:
-            reason = f"another machine is called {twice[0]!r} too"
+            reason = f"two machines are called {twice[0]!r}"
             yield Problem(reason, "give each [[node]] its own name", key=f"node.{index}.name")
 
 
@@ -69,7 +71,7 @@ def _hosts(profile: Profile) -> Iterator[Problem]:
         key, count = f"node.{index}.hosts", len(group.hosts)
         if launcher == "slurm":
             if group.hosts or group.addresses:
-                fix = 'leave it out; to name some: [cluster] sbatch = ["--nodelist=..."]'
+                fix = 'leave it out; to choose hosts: [cluster] sbatch = ["--nodelist=..."]'
                 yield Problem("SLURM chooses the hosts", fix, key=key)
             continue
         if count != group.count:
@@ -78,15 +80,15 @@ def _hosts(profile: Profile) -> Iterator[Problem]:
             yield Problem(f"{what} for count = {group.count}", fix, key=key)
         for host in group.hosts:
             if host in seen:
-                reason = f"{host} is also of {seen[host]}"
+                reason = f"{host} belongs to {seen[host]} as well"
                 yield Problem(reason, "name each host once: a [[node]] may have several components", key=key)
             seen.setdefault(host, group.name)
         if group.addresses and len(group.addresses) != count:
             reason = f"{len(group.addresses)} addresses for {count} hosts"
             yield Problem(reason, "give one for each host, in the same order", key=f"node.{index}.addresses")
         if every := [address for address in group.addresses if is_wildcard(address)]:
-            fix = "name the address of its private interface, which the others dial"
-            yield Problem(f"{every[0]} is every interface of a machine", fix, key=f"node.{index}.addresses")
+            fix = "give the address of its private interface, which the other nodes reach"
+            yield Problem(f"{every[0]} means every interface of a machine", fix, key=f"node.{index}.addresses")
 
 
 def _known(profile: Profile) -> Iterator[Problem]:
@@ -118,11 +120,11 @@ def _engine_seats(profile: Profile) -> Iterator[Problem]:
             continue
         wanted = section.gpus_needed
         short = [(engine, seats) for engine, seats in made if sum(len(seat.gpus) for seat in seats) < wanted]
-        if there and short:
+        if there and short:  # without GPUs the stack runs on CPUs
             engine, seats = short[0]
             got = sum(len(seat.gpus) for seat in seats)
             yield Problem(
-                f"{engine.name} takes {counted(wanted, 'GPU')}, and {got or 'none'} "
+                f"{engine.name} needs {counted(wanted, 'GPU')}, and {got or 'none'} "
                 f"{'is' if got < 2 else 'are'} left for it on {node}, where each machine has {there}",
                 f"lower vllm.replicas or tensor_parallel, raise count or gpus of [[node]] {node}, or use another node",
                 key=f"{key}.node",
@@ -130,7 +132,7 @@ def _engine_seats(profile: Profile) -> Iterator[Problem]:
 
 
 def _spread(profile: Profile, index: int) -> Problem | None:
-    """What keeps a server from being spread over several machines."""
+    """Return the reason why a server cannot be spread over several machines; None if it can."""
     section, parts = profile.vllm[index], len(next((seats for _, seats in profile.seated[index]), []))
     key, node = f"vllm.{index}", section.node or profile.node[0].name
     wanted, there, workers = section.machines or parts, len(profile.hosts_named(section.node)), section.gpus_needed
@@ -138,7 +140,7 @@ def _spread(profile: Profile, index: int) -> Problem | None:
         return None
     if section.flag_number("data-parallel-size", 1) > 1:
         reason = "several copies of the weights in one server over several machines"
-        fix = "leave it out, and set vllm.replicas: a server for each copy"
+        fix = "leave it out, and set vllm.replicas for one server a copy"
         return Problem(reason, fix, key=f"{key}.args.{section.flag_key('data-parallel-size')}")
     if workers % wanted:
         divisors = [str(number) for number in range(2, workers + 1) if workers % number == 0]
@@ -150,9 +152,9 @@ def _spread(profile: Profile, index: int) -> Problem | None:
         return Problem(reason, f"lower it, or raise count of [[node]] {node}", key=f"{key}.machines")
     if index == 0 and traits_of(profile).shares_memory:
         return Problem(
-            f"single copy needs every worker of the engine beside a rank of the trainer, and {section.name} is spread "
+            f"single copy needs every worker of the engine on the trainer's machine, and {section.name} is spread "
             f"over {wanted} machines",
-            'use mode = "broadcast", "lora_only" or "none", or a machine with as many GPUs as it takes',
+            'use mode = "broadcast", "lora_only" or "none", or one machine with enough GPUs',
             key=f"{key}.machines" if section.machines else f"{key}.tensor_parallel",
         )
     return None
@@ -171,10 +173,11 @@ def _trainer_seats(profile: Profile) -> Iterator[Problem]:
     if beyond := [gpu for gpu in trainer.gpus if gpu >= there]:
         yield Problem(*_beyond(beyond, node, there), key="trainer.gpus")
         return
+    # Either every machine of the trainer has GPUs or none has; on a CPU trainer GPUs are not needed.
     bare = [seat.node for seat in seats if not seat.gpus]
     if (any(seat.gpus for seat in seats) and bare) or (there and bare and trainer.settings.get("device") != "cpu"):
         reason = f"no GPU is left for the trainer on {', '.join(bare[:3])}"
-        fix = "give engines fewer, name trainer.gpus, or set trainer.node to machines of its own"
+        fix = "give engines fewer GPUs, set trainer.gpus, or set trainer.node to separate machines"
         yield Problem(reason, fix, key="trainer.node")
         return
     ranks, gpus = trainer_ranks(profile), sum(len(seat.gpus) for seat in seats)
@@ -188,19 +191,21 @@ def _trainer_seats(profile: Profile) -> Iterator[Problem]:
 
 
 def crowded(profile: Profile) -> Iterator[Problem]:
-    """GPUs that several have: engines by their shares, and nobody beside the trainer of a broadcast."""
+    """Report GPUs that are used twice: by engines whose shares exceed 1, or by the trainer of a
+    broadcast and an engine."""
     on: defaultdict[tuple[str, int], list[tuple[int, float]]] = defaultdict(list)
     own = {("", gpu) for gpu in profile.trainer.gpus if not profile.is_spread}
     own |= {(seat.node, gpu) for seat in trainer_seats(profile) for gpu in seat.gpus}
     for index, (section, made) in enumerate(zip(profile.vllm, profile.seated, strict=True)):
         there = {("", gpu) for gpu in section.gpus if not profile.is_spread}
         there |= {(seat.node, gpu) for _, seats in made for seat in seats for gpu in seat.gpus}
+        # With a fixed cache size vLLM does not use its share of the GPU.
         if section.flag("kv-cache-memory-bytes") is None:
             for place in there:
                 on[place].append((index, section.gpu_memory_utilization or VLLM_FRACTION))
         if traits_of(profile).other_gpus and (both := sorted(there & own)):
-            reason = f"a broadcast goes to other GPUs, and trainer and engine share {', '.join(map(_gpu_text, both))}"
-            fix = 'give each GPUs of its own, or use mode = "shared_vllm"'
+            reason = f"a broadcast needs separate GPUs, but trainer and engine share {', '.join(map(_gpu_text, both))}"
+            fix = 'give each its own GPUs, or use mode = "shared_vllm"'
             yield Problem(reason, fix, key=f"vllm.{index}.gpus")
     named: set[int] = set()
     for place, shares in sorted(on.items()):
@@ -210,7 +215,7 @@ def crowded(profile: Profile) -> Iterator[Problem]:
             parts = " + ".join(f"{profile.vllm[index].name} {share:g}" for index, share in shares)
             yield Problem(
                 f"the engines on {_gpu_text(place)} take {total:.2f} of its memory ({parts})",
-                f"let them add up to less than 1, such as {0.9 / len(shares):.2f} each",
+                f"lower them to a sum below 1, such as {0.9 / len(shares):.2f} each",
                 key=f"vllm.{last}.gpu_memory_utilization",
             )
 
@@ -234,7 +239,7 @@ def _single_copy(profile: Profile) -> Iterator[Problem]:
 
 def _survival(profile: Profile) -> Iterator[Problem]:
     if profile.survive and len(profile.machines) > 1:
-        reason = "keeps components on this machine only, and some are on others: those end with the supervisor"
+        reason = "works on this machine only, and some components are on other machines: those end with the supervisor"
         yield Problem(reason, "leave it out", key="survive")
 
 
@@ -245,12 +250,12 @@ def _ports(profile: Profile) -> Iterator[Problem]:
 
 
 def _dialled(profile: Profile) -> Iterator[Problem]:
-    """Addresses by which no other machine finds this one."""
+    """Report addresses at which other machines cannot reach a node."""
     nodes = foreseen(profile).nodes
     lone = [node for node in nodes if is_loopback(node.address)]
     if lone and len(lone) < len(nodes):
         index = next(i for i, group in enumerate(profile.node) if lone[0].name in host_names(group.name, group.count))
-        reason = f"{lone[0].address} is every machine's own, and the others must dial {lone[0].name}"
+        reason = f"{lone[0].address} is a loopback address, at which other machines cannot reach {lone[0].name}"
         fix = 'give its private address: addresses = ["10.0.0.1"]'
         yield Problem(reason, fix, key=f"node.{index}.{'addresses' if profile.node[index].addresses else 'hosts'}")
 
@@ -258,12 +263,13 @@ def _dialled(profile: Profile) -> Iterator[Problem]:
 def _api_host(profile: Profile) -> Iterator[Problem]:
     host = profile.api.host
     if "host" in profile.api.model_fields_set and (is_loopback(host) or is_wildcard(host)):
-        reason = f"{host} is every machine's own, and others dial run-api there"
-        yield Problem(reason, "leave it out for the address of its machine, or name that", key="api.host")
+        reason = f"other machines cannot reach run-api at {host}"
+        yield Problem(reason, "leave it out for the address of its machine, or give that address", key="api.host")
 
 
 def _probes(profile: Profile) -> Iterator[Problem]:
-    """Probes are made by the supervisor: what only the component's own machine can see passes or fails for nothing."""
+    """Refuse checks that only the component's own machine can make, because the supervisor makes
+    them."""
     here = next(iter(profile.machines), None)
     for name, part in profile.component.items():
         if part.node is None or profile.hosts_named(part.node)[:1] == [here]:
@@ -272,14 +278,14 @@ def _probes(profile: Profile) -> Iterator[Problem]:
             probe = getattr(part, kind)
             for check in probe.checks if probe else ():
                 if check.kind == "exec" or (check.kind == "tcp" and is_loopback(check.host)):
-                    reason = f"the supervisor makes it, and {name} is on another machine"
+                    reason = f"the supervisor makes this check, and {name} is on another machine"
                     fix = 'use kind = "http" or "tcp" with the address of its machine, or kind = "log" or "file"'
                     yield Problem(reason, fix, key=f"component.{name}.{kind}")
                     break
 
 
 def unused_gpus(profile: Profile) -> dict[str, int]:
-    """How many GPUs of each machine nobody has."""
+    """Return the number of unused GPUs by machine."""
     taken: defaultdict[str, set[int]] = defaultdict(set)
     seats: list[Seat] = [seat for made in profile.seated for _, each in made for seat in each]
     for seat in [*seats, *trainer_seats(profile)]:

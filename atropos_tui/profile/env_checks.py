@@ -1,6 +1,8 @@
-"""Checks of environments before anything starts: their files, packages, classes, flags and the model's chat template.
+"""Checks of environments before the start: files, packages, classes, flags and the model's chat
+template.
 
-Nothing of an environment is run or imported; `env_source` reads it. What cannot be known so is not refused.
+`env_source` reads the source; nothing is run or imported. What cannot be determined this way is
+accepted.
 """
 
 from __future__ import annotations
@@ -28,14 +30,16 @@ from atropos_tui.profile.spec import references
 
 PIP_NAMES = {"bs4": "beautifulsoup4", "cv2": "opencv-python-headless", "dotenv": "python-dotenv", "PIL": "pillow",
              "sklearn": "scikit-learn", "yaml": "pyyaml"}  # fmt: skip
-"""Packages that are installed under another name than they are imported by."""
+"""Packages whose import name differs from their name on PyPI."""
 SERVER_MODULE = "atroposlib.envs.server_handling"
 SIMILAR = 0.5
-"""How alike a flag must be to be proposed, from 0 to 1. Names share a prefix, so less than elsewhere is enough."""
+"""Least similarity of a proposed flag, from 0 to 1. Lower than for other names, because flags share
+a prefix."""
 
 
 def environment_files(site: Site, env: EnvSection, key: str) -> Iterator[Problem]:
-    """What of an environment is not on this machine: its module or file, and the packages that it imports."""
+    """Report the module, file, YAML file and imported packages of an environment that this machine
+    lacks."""
     if env.module and user_module(site.text(env.module), _folders(site, env)) is None:
         fix = "check the name, or use `script` with a path"
         yield Problem(f"no module {env.module!r}", fix, key=f"{key}.module")
@@ -63,7 +67,7 @@ def environment_files(site: Site, env: EnvSection, key: str) -> Iterator[Problem
 
 
 def environment_faults(site: Site, env: EnvSection, key: str) -> Iterator[Problem]:
-    """What an environment's file says that cannot work, on any machine."""
+    """Report faults in an environment's source that exist on any machine."""
     source = environment_source(site, env)
     if source is None:
         return
@@ -82,7 +86,8 @@ def environment_faults(site: Site, env: EnvSection, key: str) -> Iterator[Proble
 
 
 def environment_source(site: Site, env: EnvSection) -> EnvSource | None:
-    """The source of an environment that runs on this machine; None where there is no file to read."""
+    """Return the source of an environment that runs on this machine; None if there is no file to
+    read."""
     place = site.place(env_node(site.profile, env))
     if env.command or (place and place.prefix):
         return None
@@ -94,23 +99,24 @@ def environment_source(site: Site, env: EnvSection) -> EnvSource | None:
         path = None if references(text) else resolve_path(text)
     if path is None or path.suffix != ".py" or not path.is_file():
         return None
+    # Python puts a script's own folder first on its path.
     own = [str(path.parent)] if env.script else []
     return _read_source(path, (*own, *_folders(site, env)), path.stat().st_mtime_ns)
 
 
 @cache
 def _read_source(path: Path, folders: tuple[str, ...], written_ns: int) -> EnvSource:
-    """An environment's file, read once as long as it does not change."""
+    """Read a source file. The cache holds until the file changes."""
     return EnvSource(path, list(folders))
 
 
 def user_module(name: str, folders: list[str]) -> ModuleSpec | None:
-    """A module, installed or (unless it is ours) in one of `folders`."""
+    """Find a module, installed or (unless it is ours) in one of `folders`."""
     return find_module(name, [] if is_ours(name) else folders)
 
 
 def python_path(site: Site, variables: Mapping[str, str]) -> list[str]:
-    """The folders of PYTHONPATH."""
+    """Return the folders of PYTHONPATH."""
     return [folder for folder in site.text(variables.get("PYTHONPATH", "")).split(os.pathsep) if folder]
 
 
@@ -123,12 +129,13 @@ def _program_key(env: EnvSection) -> str:
 
 
 def _may_install(site: Site) -> bool:
-    """Whether a step before the start may bring packages along."""
+    """Return True if a `prepare` step may install packages: any step that is not a module of
+    ours."""
     return any(not is_ours([*step.command, "", "", ""][2]) for step in site.profile.prepare)
 
 
 def _class(source: EnvSource, wanted: str, key: str) -> Iterator[Problem]:
-    """Which class runs, as `atropos_envs.runner` chooses it."""
+    """Check the class that `atropos_envs.runner` would run."""
     known = names_in(source.path, ast.ClassDef)
     if wanted and known is not None and wanted not in known:
         fix = f"it has {', '.join(sorted(known))[:200] or 'no class'}"
@@ -148,7 +155,7 @@ def _class(source: EnvSource, wanted: str, key: str) -> Iterator[Problem]:
 
 
 def _flags(source: EnvSource, env: EnvSection, key: str) -> Iterator[Problem]:
-    """Flags that `serve` does not take."""
+    """Report flags that `serve` does not accept."""
     settings, server = source.flags, _library_fields("server_baseline", "APIServerConfig")
     manager = _library_fields("server_manager", "ServerManagerConfig")
     if settings is None or server is None or manager is None:
@@ -159,25 +166,26 @@ def _flags(source: EnvSource, env: EnvSection, key: str) -> Iterator[Problem]:
             continue
         nearest = [f"env.{flag}"] if f"env.{flag}" in known else nearest_names(flag, known, cutoff=SIMILAR)
         fix = f"did you mean {nearest[0]}?" if nearest else "remove it"
-        yield Problem(f"{source.path.name} takes no flag --{flag}", fix, key=f"{key}.args.{flag}")
+        yield Problem(f"{source.path.name} has no flag --{flag}", fix, key=f"{key}.args.{flag}")
 
 
 @cache
 def _library_fields(module: str, name: str) -> set[str] | None:
-    """Fields of a settings class of the installed atroposlib; None where it cannot be read."""
+    """Return the fields of a settings class of the installed atroposlib; None if its source cannot
+    be read."""
     spec = find_module(f"{SERVER_MODULE}.{module}", [])
     return class_fields(Path(spec.origin), name) if spec and spec.origin else None
 
 
 def _group_size(site: Site, env: EnvSection, source: EnvSource, key: str) -> Iterator[Problem]:
-    """A group size of the file's own that fills no batch."""
+    """Report a group size in the source with which no batch fills."""
     size = source.settings.get("group_size") if len(source.environments or []) == 1 else None
     if "env.group_size" in env.args or env.config or site.profile.trainer.command or not isinstance(size, int):
         return
     settings = training_config(site)
     if size > 0 and settings.sequences_per_step % size:
         yield Problem(
-            f"{source.path.name} sets group_size {size}, and the {settings.sequences_per_step} sequences of a step are "
+            f"{source.path.name} sets group_size {size}, but the {settings.sequences_per_step} sequences of a step are "
             "not a multiple of it, so run-api could never fill a batch",
             f"set {batches_that_fill(settings, [size])}, or env.group_size below [env.args]",
             key=f"{key}.{_program_key(env)}",
@@ -185,26 +193,27 @@ def _group_size(site: Site, env: EnvSection, source: EnvSource, key: str) -> Ite
 
 
 def _chat_template(site: Site, env: EnvSection, source: EnvSource) -> Iterator[Problem]:
-    """A model without a chat template below an environment that asks for chat completions alone."""
+    """Report a model without a chat template if the environment only requests chat completions."""
     engine = env_engines(site.profile, env)[0]
     if not source.only_chats or engine.flag("chat-template") is not None:
         return
     model = engine_model(site, engine)
     if has_chat_template(resolve_path(model)) is False:
         yield Problem(
-            f"{model} has no chat template, and {source.path.name} asks for chat completions: vLLM would refuse each",
+            f"{model} has no chat template, so vLLM would refuse the chat completions that {source.path.name} requests",
             "use an instruct model, or save the template of this model's family as chat_template.jinja in its folder",
             key="model",
         )
 
 
 def has_chat_template(folder: Path) -> bool | None:
-    """Whether a model's folder has a chat template; None where only vLLM or the model's own code can tell."""
+    """Return True or False if the model's files show whether it has a chat template; None if vLLM
+    or the model's code decides."""
     if any(
         (folder / name).exists() for name in ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
     ):
         return True
-    if (folder / "tekken.json").exists():
+    if (folder / "tekken.json").exists():  # a Mistral tokenizer, which builds prompts itself
         return None
     try:
         tokenizer = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
@@ -217,7 +226,7 @@ def has_chat_template(folder: Path) -> bool | None:
 
 
 def _vllm_has_template(model_type: str) -> bool:
-    """Whether vLLM brings a template for models of this type."""
+    """Return True if vLLM has its own template for models of this type."""
     spec = find_module("vllm", [])
     for folder in (spec.submodule_search_locations or []) if spec else []:
         for registry in Path(folder).glob("transformers_utils/chat_templates/registry.py"):
@@ -226,24 +235,24 @@ def _vllm_has_template(model_type: str) -> bool:
 
 
 def _environment_config(site: Site, env: EnvSection, path: Path, key: str) -> Iterator[Problem]:
-    """What atroposlib would do with the YAML file beside the flags that the plan derives."""
+    """Check the YAML file as atroposlib combines it with the derived flags."""
     try:
         import yaml  # type: ignore[import-untyped]
 
         data: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
     except ImportError:
-        return  # comes with atroposlib, whose absence is a problem of its own
+        return  # atroposlib installs yaml, and other checks report a missing atroposlib
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())[:200]
-        yield Problem(f"{path} is not YAML: {reason}", "correct the syntax at that place", key=key)
+        yield Problem(f"{path} is not YAML: {reason}", "correct the YAML syntax there", key=key)
         return
     if not isinstance(data, dict) or not isinstance(data.get("env") or {}, dict):
-        yield Problem(f"{path} is no table with env: and openai:", "see profiles/math-zero.yaml", key=key)
+        yield Problem(f"{path} has no `env:` and `openai:` tables", "write it like profiles/math-zero.yaml", key=key)
         return
     if isinstance(data.get("openai"), list) and len(data["openai"]) > 1:
         yield Problem(
-            f"{path} lists {len(data['openai'])} servers, and atroposlib takes no --openai flags beside a list",
-            "take openai: out of it: the plan derives the server",
+            f"{path} lists {len(data['openai'])} servers, and atroposlib accepts no --openai flags with a list",
+            "remove `openai:` from the file: the plan derives the server",
             key=key,
         )
     size = (data.get("env") or {}).get("group_size")
@@ -252,7 +261,7 @@ def _environment_config(site: Site, env: EnvSection, path: Path, key: str) -> It
     ours = site.profile.trainer.command is None
     if ours and isinstance(size, int) and size > 0 and "env.group_size" not in env.args and total % size:
         yield Problem(
-            f"{path} sets group_size {size}, and the {total} sequences of a step are not a multiple of it",
+            f"{path} sets group_size {size}, but the {total} sequences of a step are not a multiple of it",
             f"set {batches_that_fill(settings, [size])}, or env.group_size below [env.args]",
             key=key,
         )

@@ -1,7 +1,7 @@
-"""What an environment's Python file says without being run: syntax, packages, its class, its settings, its flags.
+"""Static reading of an environment's Python file: syntax, packages, class, settings and flags.
 
-A file is read together with the files that it imports. Whatever cannot be known without running Python is None, or is
-left out: the checks that use this refuse only what is certain to fail.
+A file is read together with the files that it imports. Anything that needs running Python is None
+or left out: the checks refuse only what is certain to fail.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from typing import Any
 from atropos_tui.profile.source import LIBRARY, find_module
 
 MAX_FILES = 200
-"""Files that are read for one environment. Behind them nothing is known."""
+"""Limit of files read for one environment; the rest is unknown."""
 MAX_STEPS = 8
-"""Files through which one name is handed on."""
+"""Limit of imports through which one name is followed."""
 MAX_FILE_BYTES = 2 * 1024 * 1024
 BASE_ENV, BASE_CONFIG = "BaseEnv", "BaseEnvConfig"
-"""Classes of atroposlib from which environments and their settings derive."""
+"""Base classes of atroposlib's environments and of their settings."""
 DYNAMIC = (b"create_model", b"__annotations__", b"exec(")
-"""Words after which a file may make classes and fields that its text does not show."""
+"""Words in a file that may create classes and fields which its syntax tree does not show."""
 CHAT_CALLS, TEXT_CALLS = (
     {"chat_completion", "tokens_and_logprobs_chat"},
     {"completion", "tokens_and_logprobs_completion"},
 )
 """Methods of atroposlib's servers that need a chat template, and those that do not."""
 OWN_TEMPLATE = re.compile(rb"(?<!apply_)(?<!require_)chat_template")
-"""Words of a file that brings, or looks for, a template by itself."""
+"""Word in a file that has, or looks for, its own template."""
 COMPUTED = "?"
-"""In place of the name of a base class that an expression makes."""
+"""Placeholder for the name of a base class that is computed by an expression."""
 Value = int | float | str | bool | None
 
 
 @dataclass(frozen=True)
 class ClassSource:
-    """A class and the file in which it stands."""
+    """A class and its file."""
 
     node: ast.ClassDef
     file: SourceFile
@@ -53,18 +53,18 @@ class ClassSource:
 
 @dataclass(repr=False)
 class SourceFile:
-    """A parsed file, and the names at its top: classes by definition, other names by the import they come from."""
+    """A parsed file and its top-level names."""
 
     path: Path
     tree: ast.Module
     content: bytes
     classes: dict[str, ast.ClassDef] = field(default_factory=dict)
     imports: dict[str, tuple[int, str, str]] = field(default_factory=dict)
-    """By name: level, module, and the name in it (empty for the module itself)."""
+    """Import level, module, and name within it (empty: the module itself), by local name."""
     aliases: dict[str, str] = field(default_factory=dict)
-    """By name: the other name for which it stands."""
+    """Name that each alias stands for."""
     values: set[str] = field(default_factory=set)
-    """Names of functions, and of constants that no call makes."""
+    """Functions, and constants that no call creates."""
     has_star: bool = False
 
     def __post_init__(self) -> None:
@@ -97,18 +97,18 @@ class SyntaxFault:
 
 
 class EnvSource:
-    """An environment's file, read with what it imports.
+    """An environment's file with the files that it imports.
 
     Args:
         path: the file.
-        folders: where its modules are looked for beside the installed ones, its own folder first.
+        folders: search path for modules that are not installed, the file's own folder first.
     """
 
     def __init__(self, path: Path, folders: list[str]) -> None:
         self.path = path
         self.folders = folders
         self.fault: SyntaxFault | None = None
-        """Of the file or of one around it that it imports."""
+        """First syntax error in the file or in a file of the user that it imports."""
         self._files: dict[Path, SourceFile | None] = {}
         self.main = self._read(path)
         if self.main and any(level for _, level, _ in _loaded_imports(self.main.tree)):
@@ -117,8 +117,9 @@ class EnvSource:
 
     @cached_property
     def missing(self) -> dict[str, str]:
-        """Packages that the file and those around it import when they are loaded and that are not installed, each with
-        "FILE, line N". Empty where `sys.path` is changed, so that they may lie anywhere."""
+        """Packages that are not installed although the files import them for certain on loading,
+        each with "FILE, line N". Empty if a file changes `sys.path`: the packages may be anywhere.
+        """
         found: dict[str, str] = {}
         waiting, seen = [self.path], set[Path]()
         while waiting and len(seen) < MAX_FILES:
@@ -138,8 +139,7 @@ class EnvSource:
 
     @cached_property
     def environments(self) -> list[ClassSource] | None:
-        """The environment classes that the file defines, without those from which another one of them derives; None
-        where that is not known."""
+        """Environment classes of the file, without the bases of other ones; None if unknown."""
         if self.main is None or self.main.has_star:
             return None
         found = []
@@ -153,8 +153,8 @@ class EnvSource:
 
     @cached_property
     def starts_itself(self) -> bool:
-        """Whether the file may start an environment itself: it calls `SomeEnv.cli()`, or anything behind
-        `if __name__ == "__main__"`."""
+        """True if the file may start an environment itself: it calls `SomeEnv.cli()`, or any
+        function below `if __name__ == "__main__"`."""
         if self.main is None:
             return True
         guards = [node for node in self.main.tree.body if isinstance(node, ast.If) and _is_main_guard(node.test)]
@@ -162,7 +162,8 @@ class EnvSource:
 
     @cached_property
     def only_chats(self) -> bool:
-        """Whether every completion that the file asks for goes through the chat template of the model's folder."""
+        """True if all completions that the file requests use the chat template of the model's
+        folder."""
         if self.main is None or OWN_TEMPLATE.search(self.main.content):
             return False
         called = _called(self.main.tree)
@@ -170,8 +171,8 @@ class EnvSource:
 
     @cached_property
     def flags(self) -> set[str] | None:
-        """The names behind `--env.` that `serve` takes; None where that is not known. It may hold names of other
-        settings of the file, too."""
+        """Flag names after `--env.` that `serve` accepts, and perhaps names of other settings in
+        the file; None if unknown."""
         names: set[str] = set()
         for source in self._env_files() or []:
             if any(word in source.content for word in DYNAMIC) or _defines(source.tree, "cli"):
@@ -186,9 +187,8 @@ class EnvSource:
 
     @cached_property
     def settings(self) -> dict[str, Value]:
-        """Settings of the environment that its author chose, with their values where those are plain: arguments in
-        `config_init`, and defaults of a settings class of its own. A value that is computed, or that two files set
-        differently, is None."""
+        """Settings that the environment's author chose: arguments in `config_init`, and defaults of
+        its settings class. The value is None if it is computed, or if two files differ."""
         chosen: dict[str, Value] = {}
         for source in self._env_files() or []:
             for name, value in self._settings_in(source).items():
@@ -206,8 +206,8 @@ class EnvSource:
         return chosen
 
     def _env_files(self) -> list[SourceFile] | None:
-        """The files, outside of atroposlib, that define the environment's class and its bases; None where that is not
-        known."""
+        """Return the files, other than atroposlib's, that define the environment's class and its
+        bases; None if unknown."""
         if self.main is None or self.environments is None:
             return None
         files = {self.main.path: self.main}
@@ -225,8 +225,8 @@ class EnvSource:
         return list(files.values())
 
     def _derives(self, source: SourceFile, name: str, base: str, seen: frozenset[Any] = frozenset()) -> bool | None:
-        """Whether the class called `name` in `source` derives from atroposlib's `base`; None where that is not
-        known."""
+        """Return True if class `name` of `source` derives from atroposlib's `base`, False if not,
+        None if unknown."""
         found = self._class(source, name)
         if not isinstance(found, ClassSource):
             return found
@@ -243,12 +243,13 @@ class EnvSource:
         return True if True in answers else None if None in answers else False
 
     def _bases(self, found: ClassSource) -> list[ClassSource | bool | None]:
-        """What each base of a class means, as `_class` says it. A base of the class's own name is the imported one."""
+        """Resolve each base of a class, with the results of `_class`. A base with the class's own
+        name is the imported one."""
         names = map(_base_name, found.node.bases)
         return [self._class(found.file, name, only_imported=name == found.node.name) for name in names]
 
     def _fields(self, source: SourceFile, name: str) -> set[str] | None:
-        """Annotated names of a class and its bases."""
+        """Return the annotated names of a class and its bases; None if unknown."""
         found = self._class(source, name)
         if not isinstance(found, ClassSource):
             return set() if found is False else None
@@ -267,8 +268,8 @@ class EnvSource:
     def _class(
         self, source: SourceFile, name: str, depth: int = 0, *, only_imported: bool = False
     ) -> ClassSource | bool | None:
-        """The class that `name` means in `source`; False for what is no class with settings, None where it cannot be
-        found without running Python."""
+        """Resolve the class that `name` means in `source`: False for anything that is no class with
+        settings, None if only running Python would tell."""
         if name == COMPUTED:
             return None
         first, _, rest = name.partition(".")
@@ -295,7 +296,8 @@ class EnvSource:
         return None if below is None or depth > MAX_STEPS else self._class(below, wanted, depth + 1)
 
     def _find(self, source: SourceFile, level: int, module: str) -> Path | None:
-        """The file of a module as `source` imports it; a package without a file is its folder."""
+        """Return the file of a module that `source` imports; for a package without `__init__.py`
+        its folder; None if unknown."""
         if level:
             folder = source.path.parent.joinpath(*[".."] * (level - 1)).resolve()
             place = folder.joinpath(*module.split(".")) if module else folder
@@ -316,8 +318,11 @@ class EnvSource:
         return known[module]
 
     def _read(self, path: Path) -> SourceFile | None:
-        """The parsed file; None where it is no Python file, or too large or too many are read. The first syntax error
-        of a file that is not installed is kept."""
+        """Parse a file; None if it is no Python file, is too large, or `MAX_FILES` are read
+        already.
+
+        Keeps the first syntax error in a file that is not installed.
+        """
         path = path.resolve()
         if path in self._files or len(self._files) >= MAX_FILES or path.suffix != ".py":
             return self._files.get(path)
@@ -335,7 +340,7 @@ class EnvSource:
 
 
 def _top(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements at the top of a file, those under `if`, `try` and `with` included."""
+    """Yield the statements at the top of a file, including those below `if`, `try` and `with`."""
     for node in body:
         yield node
         for part in ("body", "orelse", "finalbody"):
@@ -346,7 +351,7 @@ def _top(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _loaded_imports(tree: ast.Module) -> Iterator[tuple[int, int, str]]:
-    """Line, level and module of each import that runs for certain when the file is loaded."""
+    """Yield line, level and module of each import that runs for certain on loading."""
     for node in _certain(tree.body):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, 0, alias.name) for alias in node.names)
@@ -355,7 +360,8 @@ def _loaded_imports(tree: ast.Module) -> Iterator[tuple[int, int, str]]:
 
 
 def _certain(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements that run for certain when a file is loaded as the program, without those that a handler follows."""
+    """Yield the statements that run for certain when the file is the main program; statements with
+    an exception handler may fail silently and are left out."""
     for node in body:
         yield node
         if isinstance(node, ast.ClassDef) or (isinstance(node, ast.If) and _is_main_guard(node.test)):
@@ -370,7 +376,8 @@ def _is_main_guard(test: ast.expr) -> bool:
 
 
 def _base_name(node: ast.expr) -> str:
-    """A base class as text: `BaseEnv`, `base.BaseEnv`; for `Generic[T]` the part before the bracket."""
+    """Return a base class as text: `BaseEnv`, `base.BaseEnv`; of `Generic[T]` the part before the
+    bracket."""
     if isinstance(node, ast.Subscript):
         return _base_name(node.value)
     if isinstance(node, ast.Attribute):
@@ -379,12 +386,12 @@ def _base_name(node: ast.expr) -> str:
 
 
 def _may_be_class(name: str) -> bool:
-    """Whether a name is written like one of a class: not like a function, a module or a constant."""
+    """Return True if a name looks like a class: not a function, a module or a constant."""
     return name[:1].isupper() and not (name.isupper() and len(name) > 1)
 
 
 def _called(tree: ast.AST) -> set[str]:
-    """Names of the functions and methods that are called."""
+    """Return the names of all functions and methods that are called."""
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
@@ -407,7 +414,8 @@ def _constant(node: ast.expr | None) -> Value:
 
 
 def _defaults(node: ast.ClassDef) -> dict[str, Value]:
-    """Defaults of a settings class: `name: type = value` and `= Field(value)` or `Field(default=value)`."""
+    """Return the defaults of a settings class: `name: type = value`, `= Field(value)` or
+    `Field(default=value)`."""
     found: dict[str, Value] = {}
     for each in node.body:
         if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name) and each.value is not None:
@@ -420,7 +428,7 @@ def _defaults(node: ast.ClassDef) -> dict[str, Value]:
 
 
 def _arguments(function: ast.FunctionDef, classes: set[str]) -> dict[str, Value]:
-    """Named arguments with which `function` makes one of `classes`."""
+    """Return the named arguments with which `function` creates one of `classes`."""
     return {
         word.arg: _constant(word.value)
         for node in ast.walk(function)
@@ -432,7 +440,8 @@ def _arguments(function: ast.FunctionDef, classes: set[str]) -> dict[str, Value]
 
 
 def _is_installed(path: Path) -> bool:
-    """Whether a file belongs to an installed package or to Python itself, not to the user's own folders."""
+    """Return True if a file belongs to an installed package or to Python, not to the user's
+    folders."""
     parts = path.parts
     return "site-packages" in parts or "dist-packages" in parts or path.is_relative_to(Path(ast.__file__).parent)
 
@@ -442,7 +451,8 @@ def _is_library(path: Path) -> bool:
 
 
 def _speaks_of_library(path: Path) -> bool:
-    """Whether a file of an installed package can have classes that derive from atroposlib's."""
+    """Return True if a file of an installed package may define classes that derive from
+    atroposlib's."""
     if _is_library(path):
         return True
     try:
@@ -452,6 +462,6 @@ def _speaks_of_library(path: Path) -> bool:
 
 
 def class_fields(path: Path, name: str) -> set[str] | None:
-    """Annotated names of a class in `path` and of its bases; None where that is not known."""
+    """Return the annotated names of a class in `path` and of its bases; None if unknown."""
     source = EnvSource(path, [])
     return source._fields(source.main, name) if source.main else None

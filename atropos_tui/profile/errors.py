@@ -1,7 +1,8 @@
-"""What is wrong with a profile, in plain words: errors of pydantic become problems with file, key, reason and fix.
+"""Wording of a profile's problems: pydantic's errors become problems with file, key, reason and
+fix.
 
-Reasons come from the kind of error, fixes from the JSON Schema at that key: what may stand there is said once, in the
-models. What a user wrote is shown escaped and cut, so that no value can forge a line of a report.
+The kind of error gives the reason; the JSON Schema at that key gives the fix. A user's text is
+escaped and cut, so that no value can forge a line of a report.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from atropos_tui.profile.redact import hide
 from atropos_tui.profile.schema import SECTION_LISTS, KeyPath, Schema, choices, forms_at, phrases, step_into
 
 MAX_SHOWN = 60
-"""Characters of a value or key."""
+"""Limit in characters for the shown part of a value or key."""
 MAX_LISTED = 200
-"""Problems that are listed; a file with more of them is no profile."""
+"""Limit of listed problems."""
 MAX_CHOICES = 40
-"""Keys that are named as the ones that are known."""
+"""Limit of known keys that a fix lists."""
 _BARE_KEY = re.compile(rf"[A-Za-z0-9_.-]{{1,{MAX_SHOWN}}}")
 
 
 def refused(problems: list[Problem], title: str = "invalid profile") -> UserError:
-    """All problems as one error."""
+    """Return all problems as one error."""
     listed = problems[:MAX_LISTED]
     if more := problems[MAX_LISTED:]:
         listed.append(Problem(f"and {len(more):,} more problems", "mend these first"))
@@ -36,10 +37,10 @@ def refused(problems: list[Problem], title: str = "invalid profile") -> UserErro
 
 @contextmanager
 def in_words(file: str) -> Iterator[None]:
-    """Turn whatever a malformed profile makes the code below raise into words that name the file.
+    """Turn every exception that a malformed profile causes into a message that names the file.
 
     Raises:
-        UserError: for every exception; one that is a UserError already stays as it is.
+        UserError: for every exception; a UserError passes unchanged.
     """
     try:
         yield
@@ -54,7 +55,8 @@ def in_words(file: str) -> Iterator[None]:
 
 
 def printable(text: str, limit: int = 400) -> str:
-    """`text` in one line: what cannot be printed is escaped, what is longer than `limit` is cut and counted."""
+    """Return `text` on one line: unprintable characters escaped, and the part beyond `limit`
+    replaced by its length."""
     cut = text[:limit]
     if not cut.isprintable():
         cut = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
@@ -71,7 +73,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def value_text(value: Any, key: str = "") -> str:
-    """A value as TOML would write it, roughly; the value of a `key` that names a secret is hidden."""
+    """Format a value roughly as TOML; the value of a `key` that names a secret is hidden."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
@@ -89,10 +91,10 @@ def _quoted(text: str) -> str:
 
 
 def key_text(path: Sequence[str | int], data: Any) -> str:
-    """The key as the user wrote it, in the form that `--set` takes.
+    """Return the key as the user wrote it, in the form of `--set`.
 
-    An index of `[[env]]` is only shown where there are several, and then with the entry's name; indices of other lists
-    are shown in brackets: `vllm.gpus[0]`, `env.1.args.x ([[env]] "math")`.
+    An index of `[[env]]` is shown only if there are several, with the entry's name; other indices
+    are in brackets: `vllm.gpus[0]`, `env.1.args.x ([[env]] "math")`.
     """
     text, note = "", ""
     node = data
@@ -112,15 +114,15 @@ def key_text(path: Sequence[str | int], data: Any) -> str:
 
 
 OTHER_NAMES = {"learning_rate": "lr", "max_steps": "training_steps", "steps": "training_steps"}
-"""What other trainers call a key."""
+"""Names of keys in other trainers, and ours."""
 
 
 FLAGS_OF = {"env": "the environment", "vllm": "vLLM"}
-"""Sections with a table `args`, and whose flags stand there."""
+"""Sections with an `args` table, and the program whose flags these are."""
 
 
 def did_you_mean(word: str, known: Collection[str], most: int = 1) -> str:
-    """ "did you mean NEAREST? ", up to `most` of them, or nothing."""
+    """Return "did you mean NEAREST? " with up to `most` names, or an empty string."""
     if (meant := OTHER_NAMES.get(word)) in known:
         return f"did you mean {meant}? "
     near = nearest_names(word, known, most)
@@ -131,18 +133,19 @@ _BARE_VARIABLE = re.compile(r"\$([A-Za-z_]\w*)")
 
 
 def in_braces(path: str) -> str:
-    """A fix for a path with `$NAME`, which is not replaced; nothing for any other."""
+    """Return the fix for a path with `$NAME`, which is not replaced; empty for any other path."""
     braced = _BARE_VARIABLE.sub(r"${\1}", path)
     return f"put the variable in braces: {braced}" if braced != path else ""
 
 
 def nearest_names(word: str, known: Collection[str], most: int = 1, cutoff: float = 0.6) -> list[str]:
-    """The names of `known` that are written almost like `word`, the nearest first. `cutoff` is from 0 (all) to 1."""
+    """Return the names of `known` most similar to `word`, the nearest first. `cutoff`: least
+    similarity, 0 to 1."""
     return difflib.get_close_matches(word[:100], known, n=most, cutoff=cutoff)
 
 
 def _in_other_tables(path: KeyPath, schema: Schema) -> str:
-    """ "did you mean trainer.lr? " for a key that stands in the wrong table; nothing where no table knows it."""
+    """Return "did you mean trainer.lr? " for a key in the wrong table; empty if no table has it."""
     word = str(path[-1])
     names = {word, OTHER_NAMES.get(word, word)}
     found = [
@@ -163,13 +166,13 @@ def problems_of(
     problem: Callable[[str, str, KeyPath, str], Problem],
     below: KeyPath = (),
 ) -> list[Problem]:
-    """Every error as one problem a key, in the order of pydantic.
+    """Return one problem for each key, in pydantic's order.
 
     Args:
-        errors: of a ValidationError.
-        data: the whole profile as it was read.
-        problem: makes a problem of reason, fix, path and key, with the key's file and line.
-        below: the table that was validated, when it was not the whole profile.
+        errors: errors of a ValidationError.
+        data: the whole profile as read.
+        problem: factory from reason, fix, path and key; adds the key's file and line.
+        below: table that was validated, if it was not the whole profile.
     """
     items: dict[KeyPath, dict[str, Any]] = {}
     for item in errors:
@@ -186,7 +189,8 @@ def problems_of(
 
 
 def _path(location: tuple[str | int, ...], data: Any, *, missing: bool) -> KeyPath:
-    """pydantic's location as a path through the data: without names of types, and `[env]` without an index."""
+    """Translate pydantic's location to a path in the data: without type names, and `[env]` without
+    an index."""
     path: KeyPath = ()
     node = data
     for depth, part in enumerate(location):
@@ -202,7 +206,8 @@ def _path(location: tuple[str | int, ...], data: Any, *, missing: bool) -> KeyPa
 
 
 def _steps(node: Any, part: str | int, *, flags: bool) -> KeyPath | None:
-    """The keys by which `part` is found in `node`; None when it is no key but pydantic's name of a form."""
+    """Return the keys that lead from `node` to `part`; None if `part` is pydantic's name of an
+    alternative."""
     if isinstance(node, list):
         return (part,) if isinstance(part, int) and part < len(node) else None
     if not isinstance(node, dict) or not isinstance(part, str):
@@ -217,7 +222,7 @@ def _steps(node: Any, part: str | int, *, flags: bool) -> KeyPath | None:
 
 
 def _explained(path: KeyPath, item: dict[str, Any], data: Any, schema: Schema) -> Iterator[tuple[str, str, str]]:
-    """Reason, fix, and what the key needs behind it to name the place within the value."""
+    """Yield reason, fix, and the suffix of the key that locates the error within the value."""
     kind, context = str(item["type"]), item.get("ctx", {})
     if kind == "mistake":
         yield context["reason"], context["fix"], f".{context['at']}" if context["at"] else ""
@@ -246,7 +251,7 @@ def _fix_of_unknown_key(path: KeyPath, known: list[str], schema: Schema) -> str:
 
 
 def _reason_and_fix(path: KeyPath, item: dict[str, Any], data: Any, schema: Schema) -> tuple[str, str]:
-    """What is wrong with the value at `path`, by the kind of the error and by what the schema wants there."""
+    """Return reason and fix for the value at `path`, from the kind of error and the schema."""
     forms = forms_at(schema, path, data)
     description = str(forms[0].get("description", "")) if forms else ""
     if item["type"] == "missing":
@@ -276,7 +281,8 @@ def _reason_and_fix(path: KeyPath, item: dict[str, Any], data: Any, schema: Sche
 
 
 def _unquoted(value: Any, forms: list[Schema]) -> str:
-    """The text of a number or boolean that stands in quotes where one without them is wanted; else nothing."""
+    """Return the text of a quoted number or boolean whose key needs it without quotes; else an
+    empty string."""
     if not isinstance(value, str) or len(value) > MAX_SHOWN:
         return ""
     try:
@@ -290,7 +296,7 @@ def _unquoted(value: Any, forms: list[Schema]) -> str:
 
 
 def _reason(kind: str) -> str:
-    """The reason for a kind of pydantic's errors."""
+    """Return the reason for a kind of pydantic error."""
     if kind.endswith(("_type", "_parsing", "is_instance_of", "_from_float")):
         return "wrong type"
     if kind.startswith(("greater", "less")):

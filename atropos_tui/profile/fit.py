@@ -1,8 +1,10 @@
-"""The nearest settings with which a stack fits its GPUs, and what `memory = auto | speed | fit` makes of them.
+"""Search for settings with which a stack fits its GPUs, and the meaning of `memory = auto | speed |
+fit`.
 
-Every setting that trades speed or precision for memory has a cost: how many times as long a step takes with it.
-`nearest` tries combinations in the order of their cost against the same budget that `plan` shows; it is a function from
-data to data. `settle` writes what it finds into the profile, so that everything after it sees plain settings.
+Every setting that trades speed or precision for memory has a cost: the factor by which a step
+becomes slower. `nearest` tries combinations in the order of their cost against the budget that
+`plan` shows; it is a pure function. `settle` writes the result into the profile, so that all later
+code sees plain settings.
 """
 
 from __future__ import annotations
@@ -25,26 +27,28 @@ from atropos_tui.profile.site import Site, longest_sequence, trainer_ranks, trai
 from trainer_core.config import TrainingConfig, sharding_contradictions
 
 SLACK = 0.03
-"""Share of a GPU that a combination which is proposed leaves free: an allocator cannot use every gap."""
+"""Share of a GPU that a proposed combination leaves free, because an allocator cannot use every
+gap."""
 FEWEST_TOKENS = 2048
-"""Of a forward pass; shorter rows leave a GPU idle."""
+"""Lower limit of tokens in a proposed forward pass; shorter rows leave a GPU idle."""
 SEQUENCES = {64: 1.02, 32: 1.08, 16: 1.2, 8: 1.4, 4: 1.8, 2: 2.5}
-"""Cost of a KV cache that holds so many of the longest sequences."""
+"""Cost of a KV cache, by the number of longest sequences that it holds."""
 MORE_GPUS = 1.25
-"""Cost of taking GPUs that are idle: other settings come first where they cost next to nothing."""
+"""Cost of idle GPUs, so that almost free settings come first."""
 LAST = 100.0
-"""Cost of what changes precision, or what is trained: only where nothing else helps."""
+"""Cost of a change of precision or of the trained parameters: only if nothing else fits."""
 Setting = tuple[str, Any]
-"""A key of the profile (`trainer.optimizer`) and its value."""
+"""Profile key (`trainer.optimizer`) and its value."""
 OPTIMIZERS = {"adamw": 1.0, "adamw_8bit": 1.08, "adafactor": 1.3}
-"""Cost, as measured for a step of 1.7 billion parameters on an H200; Adafactor keeps no momentum."""
+"""Cost by optimizer, measured with 1.7 billion parameters on an H200. Adafactor keeps no
+momentum."""
 MASTERS = {"fp32": 1.0, "kahan": 1.03, "stochastic": 1.06}
-"""Cost of master weights; `stochastic` is of bfloat16 alone."""
+"""Cost by kind of master weights; `stochastic` needs bfloat16."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """Something to set, what it costs, and the memory in one word; the empty one changes nothing."""
+    """Settings that belong together, and their cost; an empty option changes nothing."""
 
     settings: tuple[Setting, ...] = ()
     cost: float = 1.0
@@ -52,17 +56,17 @@ class Option:
 
 @dataclass(frozen=True)
 class Fit:
-    """Settings with which all fits."""
+    """Settings with which the whole stack fits."""
 
     settings: dict[str, Any]
-    """Values by key of the profile; empty: as it is."""
+    """Values by profile key; empty: the profile fits as it is."""
     cost: float
-    """How many times as long a step takes, roughly."""
+    """Factor by which a step becomes slower, roughly."""
     budget: Budget
 
     @property
     def lines(self) -> list[str]:
-        """As lines of a profile, ready to paste."""
+        """Settings as lines of a profile, ready to paste."""
         tables: dict[str, list[str]] = {}
         for key, value in self.settings.items():
             table, _, name = key.rpartition(".")
@@ -72,29 +76,33 @@ class Fit:
 
     @property
     def text(self) -> str:
-        """In one line."""
+        """Settings on one line."""
         return ", ".join(f"{key} = {toml(value)}" for key, value in self.settings.items())
 
 
 def toml(value: Any) -> str:
-    """A value as TOML writes it, in one line."""
+    """Format a value as TOML on one line."""
     if isinstance(value, list):
         return f"[{', '.join(map(toml, value))}]"
     return tomli_w.dumps({"v": value}).removeprefix("v = ").rstrip("\n")
 
 
 def fits(budget: Budget, slack: float = 0.0) -> bool:
-    """Whether every device that is known has room, and every engine can start."""
+    """Return True if every device with a known total has enough memory, and every engine can
+    start."""
     known = [device for device in budget.devices if device.total is not None]
     return not budget.too_small_caches and all(d.wanted <= (1 - slack) * (d.total or 0) for d in known)
 
 
 def nearest(site: Site, inventory: Inventory, *, fixed: Iterable[str] = (), most: int = 3) -> list[Fit]:
-    """The cheapest combinations of settings with which all fits, at most `most`, none of which sets all that a cheaper
-    one sets, and adapters where all of them cost precision; empty where nothing fits, or where nothing is known.
+    """Return up to `most` of the cheapest combinations that fit.
+
+    A combination that contains all settings of a cheaper one is left out. If all of them cost
+    precision, LoRA adapters are tried too. Empty: nothing fits, or the model or the GPUs are
+    unknown.
 
     Args:
-        fixed: keys that stay as they are.
+        fixed: keys that keep their values.
     """
     first = inventory.models[site.profile.vllm[0].name]
     settings = training_config(site)
@@ -111,9 +119,9 @@ def nearest(site: Site, inventory: Inventory, *, fixed: Iterable[str] = (), most
 
 
 def on_gpus(profile: Profile, settings: TrainingConfig, inventory: Inventory) -> bool:
-    """Whether the trainer runs on a GPU whose memory is known."""
+    """Return True if the trainer runs on GPUs whose memory is known."""
     if profile.is_spread:
-        return False  # its machines may differ
+        return False  # machines may differ, and none of their GPUs are known
     names = memory.trainer_devices(profile, settings, inventory.machine)
     return names != [memory.HOST] and all(int(name.split()[1]) < len(inventory.machine.gpus) for name in names)
 
@@ -123,36 +131,36 @@ def _search(
 ) -> list[Fit]:
     combinations = sorted(product(*ladders), key=lambda options: math.prod(o.cost for o in options))
     found: list[Fit] = []
-    for options in combinations:
+    for options in combinations:  # the cheapest first, so the first hits are the answer
         chosen = dict(setting for option in options for setting in option.settings)
         if any(fit.settings.keys() <= chosen.keys() for fit in found):
-            continue
+            continue  # a cheaper combination with fewer settings fits already
         profile, config = _chosen(site, settings, chosen)
         if sharding_contradictions(config, trainer_ranks(profile)):
             continue
         budget = memory.make_budget(profile, config, inventory.models, inventory.machine)
         if fits(budget, SLACK if chosen else 0.0):
             found.append(Fit(chosen, math.prod(o.cost for o in options), budget))
-            if len(found) == most or not chosen:
+            if len(found) == most or not chosen:  # nothing chosen: the profile fits as it is
                 break
     return found
 
 
 def budget_with(site: Site, settings: TrainingConfig, inventory: Inventory, chosen: Mapping[str, Any]) -> Budget:
-    """The budget with `chosen` in the place of what the profile says."""
+    """Return the budget with `chosen` instead of the profile's values."""
     profile, config = _chosen(site, settings, chosen)
     return memory.make_budget(profile, config, inventory.models, inventory.machine)
 
 
 def _chosen(site: Site, settings: TrainingConfig, chosen: Mapping[str, Any]) -> tuple[Profile, TrainingConfig]:
-    """Profile and trainer's settings with `chosen` in the place of what they say."""
+    """Return the profile and the trainer's settings with `chosen` applied."""
     trainer = {key.removeprefix("trainer."): value for key, value in chosen.items() if key.startswith("trainer.")}
-    trainer.pop("gpus", None)
+    trainer.pop("gpus", None)  # a key of the section, and no field of TrainingConfig
     return with_settings(site.profile, chosen), settings.model_copy(update=trainer)
 
 
 def with_settings(profile: Profile, chosen: Mapping[str, Any]) -> Profile:
-    """The profile with `chosen` as if its file said so."""
+    """Return the profile as if its file contained `chosen`."""
     update: dict[str, Any] = {key: value for key, value in chosen.items() if "." not in key}
     trainer = {key.removeprefix("trainer."): value for key, value in chosen.items() if key.startswith("trainer.")}
     if trainer:
@@ -168,7 +176,8 @@ def with_settings(profile: Profile, chosen: Mapping[str, Any]) -> Profile:
 
 
 def _ladders(site: Site, settings: TrainingConfig, model: Model, inventory: Inventory) -> list[list[Option]]:
-    """What can be set instead, one list for each thing that is chosen: no two of a list go together."""
+    """Return the options, one list for each kind of setting; a combination takes one option of each
+    list."""
     half = memory.dtype_bytes(settings.dtype, model) < 4 and not settings.trains_adapters
     absent = "" if inventory.has_eight_bit else "adamw_8bit"
     refused = "" if settings.dtype == "bfloat16" else "stochastic"
@@ -186,7 +195,8 @@ def _ladders(site: Site, settings: TrainingConfig, model: Model, inventory: Inve
 
 
 def _more_gpus(profile: Profile, model: Model, inventory: Inventory) -> list[Option]:
-    """All GPUs that nobody has for the trainer; in single copy a tensor-parallel engine. What it costs is hardware."""
+    """Return options with idle GPUs: more ranks of the trainer, or in single copy a larger
+    tensor-parallel engine."""
     engine, there = profile.vllm[0], range(len(inventory.machine.gpus))
     if not traits_of(profile).shares_memory:
         taken = {gpu for each in profile.engines for gpu in each.gpus}
@@ -198,6 +208,7 @@ def _more_gpus(profile: Profile, model: Model, inventory: Inventory) -> list[Opt
         return []
     options = []
     for parts in (2, 4, 8):
+        # vLLM splits attention heads evenly, and replicates key/value heads if there are fewer than parts.
         if now < parts <= len(there) and heads % parts == 0 and (keys % parts == 0 or parts % keys == 0):
             gpus = list(there[:parts])
             both: tuple[Setting, ...] = (("vllm.gpus", gpus), ("vllm.tensor_parallel", parts))
@@ -207,7 +218,8 @@ def _more_gpus(profile: Profile, model: Model, inventory: Inventory) -> list[Opt
 
 
 def _leaner(key: str, now: str, costs: Mapping[str, float], without: str) -> list[Option]:
-    """The values of a setting of the trainer that take less memory than the present one, `without` one of them."""
+    """Return the values of a trainer setting that use less memory than `now`, except the value
+    `without`."""
     return [
         Option(((f"trainer.{key}", name),), cost)
         for name, cost in costs.items()
@@ -216,13 +228,14 @@ def _leaner(key: str, now: str, costs: Mapping[str, float], without: str) -> lis
 
 
 def _offloads(settings: TrainingConfig) -> list[Option]:
-    """Computing anew, and what can wait in the host's memory."""
-    anew: Setting = ("trainer.gradient_checkpointing", "on")
+    """Return options for recomputing activations and for moving tensors to host memory."""
+    recompute: Setting = ("trainer.gradient_checkpointing", "on")
     options = []
     if settings.gradient_checkpointing == "off":
-        options.append(Option((anew,), 1.25))
+        options.append(Option((recompute,), 1.25))
     if not settings.activation_offload:
-        options.append(Option((anew, ("trainer.activation_offload", True)), 1.35))
+        # Offload keeps one hidden state for each layer, so it needs checkpointing.
+        options.append(Option((recompute, ("trainer.activation_offload", True)), 1.35))
     if not settings.optimizer_offload and not settings.trains_adapters:
         away: Setting = ("trainer.optimizer_offload", True)
         others = [option for option in options if option.settings]
@@ -232,7 +245,7 @@ def _offloads(settings: TrainingConfig) -> list[Option]:
 
 
 def _passes(profile: Profile, settings: TrainingConfig) -> list[Option]:
-    """Shorter rows, down to the longest sequence."""
+    """Return options with shorter rows, down to the longest sequence."""
     longest = min(settings.seq_len, longest_sequence(profile) or settings.seq_len)
     tokens = memory.tokens_per_pass(settings, longest)
     options: list[Option] = []
@@ -243,11 +256,11 @@ def _passes(profile: Profile, settings: TrainingConfig) -> list[Option]:
 
 
 def _caches(site: Site, settings: TrainingConfig, model: Model, inventory: Inventory) -> list[Option]:
-    """A smaller KV cache of the engine that shares the trainer's GPU, by how many of the longest sequences it holds."""
+    """Return options with a smaller KV cache, if the engine shares the trainer's GPU."""
     engine = site.profile.vllm[0]
     names = memory.engine_devices(engine, inventory.machine)
     if not set(names) & set(memory.trainer_devices(site.profile, settings, inventory.machine)):
-        return []
+        return []  # on its own GPU a smaller cache frees nothing for the trainer
     budget = memory.make_budget(site.profile, settings, inventory.models, inventory.machine)
     (device,) = [device for device in budget.devices if device.name == names[0]]
     items = [item for item in device.items if item.component == engine.name]
@@ -258,7 +271,7 @@ def _caches(site: Site, settings: TrainingConfig, model: Model, inventory: Inven
         return []
     width = memory.dtype_bytes(engine.dtype or settings.dtype, model)
     one = longest * memory.kv_bytes_per_token(engine, model, width)
-    # Smaller ones, or where it holds not even one any that does.
+    # Smaller caches than now; if the present one does not hold one sequence, all that do.
     sizes = {count: count * one for count in SEQUENCES if count * one < cache or cache < one}
     return [
         Option((_cache_setting(engine, size, (size + held) / device.total),), SEQUENCES[count])
@@ -268,14 +281,15 @@ def _caches(site: Site, settings: TrainingConfig, model: Model, inventory: Inven
 
 
 def _cache_setting(engine: EngineSection, size: int, share: float) -> Setting:
-    """The size where the profile names one, else the share of the GPU, in whole percent."""
+    """Return the KV cache size if the profile sets one, else the share of the GPU in whole
+    percent."""
     if key := memory.cache_flag(engine):
         return f"vllm.args.{key}", size
     return "vllm.gpu_memory_utilization", math.ceil(100 * share) / 100
 
 
 def _with_adapters(site: Site, settings: TrainingConfig, inventory: Inventory) -> list[Fit]:
-    """Adapters, beside the one copy of the weights where there is one, where training all of them fits in no way."""
+    """Return a fit with LoRA adapters, in single copy if the profile uses it, or an empty list."""
     if traits_of(site.profile).lora or (site.profile.vllm[0].tensor_parallel > 1 and site.traits.shares_memory):
         return []
     chosen: dict[str, Any] = {"mode": "lora_only", "trainer.lr": 2e-4}
@@ -289,6 +303,7 @@ def _with_adapters(site: Site, settings: TrainingConfig, inventory: Inventory) -
     lora = replace(site, profile=with_settings(site.profile, chosen))
     model = inventory.models[site.profile.vllm[0].name]
     assert isinstance(model, Model)
+    # Adapters change what is trained, so they come last whatever else they need (cost LAST squared).
     for passes in [Option(), *_passes(site.profile, adapted)]:
         for cache in [Option(), *_caches(lora, adapted, model, inventory)]:
             budget = budget_with(lora, adapted, inventory, dict((*passes.settings, *cache.settings)))
@@ -298,19 +313,22 @@ def _with_adapters(site: Site, settings: TrainingConfig, inventory: Inventory) -
 
 
 KEPT_BY_A_RESUME = frozenset({"trainer.optimizer", "trainer.master_weights", "trainer.gradient_dtype"})
-"""What a checkpoint holds the state of."""
+"""Keys whose state a checkpoint holds: a resumed run keeps them."""
 
 
 def settle(site: Site, inventory: Inventory, *, resumed: bool = False) -> tuple[Site, str]:
-    """The site with what its `memory` key asks for, and a line that says what was chosen and why; it is empty where
-    nothing is to choose: on a CPU, or where model or GPUs are not known.
+    """Apply the `memory` key of a profile.
 
-    What the profile sets by itself stays, and the mode; where a run is `resumed`, what its checkpoints are of, too.
+    Keys that the profile sets and the mode stay; a `resumed` run also keeps `KEPT_BY_A_RESUME`.
+
+    Returns:
+        The site with the chosen settings, and one line that says what was chosen and why; the line
+        is empty if there is no choice: on a CPU, or if the model or the GPUs are unknown.
     """
     profile = site.profile
     try:
         settings = training_config(site)
-    except ValueError:  # the settings contradict each other, which the checks say
+    except ValueError:  # the settings contradict each other; the checks report it
         return site, ""
     wanted, model = profile.trainer.memory, inventory.models[profile.vllm[0].name]
     if (
@@ -331,29 +349,29 @@ def settle(site: Site, inventory: Inventory, *, resumed: bool = False) -> tuple[
     now = memory.site_budget(chosen, inventory)
     found = nearest(chosen, inventory, fixed=fixed | set(lean), most=1)
     if not found:
-        return site, f"memory = {wanted}: nothing that is left open makes it fit; {lack(now)}"
+        return site, f"memory = {wanted}: no free setting makes it fit; {lack(now)}"
     settled = replace(site, profile=with_settings(chosen.profile, found[0].settings))
     all_chosen = replace(found[0], settings=lean | found[0].settings)
     if not all_chosen.settings:
-        return site, f"memory = {wanted}: nothing changed, since all fits as it is"
-    why = lack(memory.site_budget(site, inventory)) or "as little of the GPU as can be"
+        return site, f"memory = {wanted}: no change, the stack fits as it is"
+    why = lack(memory.site_budget(site, inventory)) or "the smallest GPU memory"
     return settled, f"memory = {wanted}: {all_chosen.text} ({why})"
 
 
 def _lean(settings: TrainingConfig, fixed: set[str]) -> dict[str, Any]:
-    """What takes memory off the GPU and leaves the arithmetic as it is."""
+    """Return the settings that save GPU memory and keep the arithmetic."""
     lean = {
         "gradient_checkpointing": "on",
         "activation_offload": True,
         "optimizer_offload": not settings.trains_adapters,
     }
     if "trainer.gradient_checkpointing" in fixed and settings.gradient_checkpointing != "on":
-        lean.pop("activation_offload")
+        lean.pop("activation_offload")  # it needs checkpointing, which the profile turns off
     return {f"trainer.{key}": value for key, value in lean.items() if value and f"trainer.{key}" not in fixed}
 
 
 def lack(budget: Budget) -> str:
-    """How much is missing where, in words; empty where nothing is."""
+    """Describe how much memory each device lacks; empty if all fits."""
     missing = [
         f"{device.name} {'lack' if device.name.startswith('GPUs') else 'lacks'} "
         f"{memory.size_text(device.wanted - device.total)} of {memory.size_text(device.wanted)}"
@@ -364,14 +382,15 @@ def lack(budget: Budget) -> str:
 
 
 def advice(site: Site, inventory: Inventory) -> list[str]:
-    """For a stack that does not fit: the nearest settings that do, as lines of a profile; or that there are none."""
+    """Return advice for a stack that does not fit: the nearest settings that do, as lines of a
+    profile, or that there are none."""
     if not (missing := lack(memory.site_budget(site, inventory))):
         return []
     found = nearest(site, inventory)
     if not found:
         if not on_gpus(site.profile, training_config(site), inventory):
             return []
-        text = f"{missing}. No settings that are known here make it fit: take a smaller model, or larger GPUs"
+        text = f"{missing}. No known settings make it fit: use a smaller model, or larger GPUs"
         return [text, *filter(None, [_gpus_wanted(site, inventory)])]
     lines = [f"{missing}. The nearest settings that fit, cheapest first:"]
     for fit in found:
@@ -385,14 +404,15 @@ def advice(site: Site, inventory: Inventory) -> list[str]:
 
 
 def _gpus_wanted(site: Site, inventory: Inventory) -> str:
-    """How many GPUs of the kind that it has a trainer with GPUs of its own would need, in words."""
+    """Describe how many GPUs of its kind the trainer needs, if it has its own GPUs."""
     settings, machine = training_config(site), inventory.machine
     if site.traits.shares_memory or not site.profile.trainer.gpus:
         return ""
     kind, first = machine.gpus[site.profile.trainer.gpus[0]], len(machine.gpus)
 
     def needed(chosen: Mapping[str, Any]) -> int | None:
-        """Of an otherwise empty machine."""
+        """Return the number of GPUs that suffice if they are otherwise empty; None: more than
+        `MOST_RANKS`."""
         for count in range(1, MOST_RANKS + 1):
             more = replace(inventory, machine=replace(machine, gpus=(*machine.gpus, *[kind] * count)))
             gpus = {"trainer.gpus": list(range(first, first + count))}
@@ -405,16 +425,16 @@ def _gpus_wanted(site: Site, inventory: Inventory) -> str:
     least = {"trainer.gradient_checkpointing": "on"}
     if not settings.trains_adapters:
         least |= {"trainer.optimizer": "adamw_8bit", "trainer.master_weights": "stochastic"}
-    said = ", ".join(f"{key} = {toml(value)}" for key, value in least.items())
-    found = {"as it is": needed({}), f"with {said}": needed(least)}
+    changes = ", ".join(f"{key} = {toml(value)}" for key, value in least.items())
+    found = {"as it is": needed({}), f"with {changes}": needed(least)}
     if len({*found.values()}) == 1:
         found.popitem()
     texts = [f"{count} {how}" if count else f"more than {MOST_RANKS} {how}" for how, count in found.items()]
-    return f"The trainer alone takes, of GPUs such as {kind.name}: {', '.join(texts)}"
+    return f"The trainer alone needs {kind.name} GPUs: {', '.join(texts)}"
 
 
 def room(budget: Budget) -> str:
-    """What is left on each device, in words."""
+    """Describe the used and the total memory of each device."""
     known = [device for device in memory.alike(budget.devices) if device.total is not None]
     return ", ".join(f"{d.name}: {memory.size_text(d.wanted)} of {memory.size_text(d.total or 0)}" for d in known)
 
@@ -423,17 +443,18 @@ KEY = "inference_gpus"
 
 
 def split_gpus(profile: Profile, machine: Hardware) -> Profile | Problem:
-    """The profile with `gpus` of both sides in the place of `inference_gpus`, or why it cannot be divided."""
+    """Replace `inference_gpus` by `gpus` of engine and trainer; a Problem if the GPUs cannot be
+    divided."""
     wanted, there, engine = profile.inference_gpus or 0, len(machine.gpus), profile.vllm[0]
     if not traits_of(profile).feeds_all:
-        fix = f'leave it out and name vllm.gpus, or use mode = "broadcast" (now "{profile.mode}")'
+        fix = f'remove it and set vllm.gpus, or use mode = "broadcast" (now "{profile.mode}")'
         return Problem("trainer and engine use the same GPUs in this mode", fix, key=KEY)
     named = [key for key, gpus in (("vllm.gpus", engine.gpus), ("trainer.gpus", profile.trainer.gpus)) if gpus]
     if named or len(profile.vllm) > 1:
         what = " and ".join(named) or "several [[vllm]]"
-        return Problem(f"divides the GPUs, and so do {what}", "leave the one or the other out", key=KEY)
+        return Problem(f"divides the GPUs, and so do {what}", "remove one of the two", key=KEY)
     if not there:
-        fix = "leave it out; on the CPU vllm.replicas = 2 makes two engines"
+        fix = "remove it; on the CPU vllm.replicas = 2 makes two engines"
         return Problem("this machine has no NVIDIA GPU to divide", fix, key=KEY)
     each = engine.gpus_needed
     possible = [count for count in range(each, there, each) if engine.replicas in (None, count // each)]
@@ -441,7 +462,7 @@ def split_gpus(profile: Profile, machine: Hardware) -> Profile | Problem:
         engines = f"{engine.replicas} engines" if engine.replicas else "engines"
         fix = f"use one of: {', '.join(map(str, possible))}" if possible else "use a machine with more GPUs"
         return Problem(
-            f"{wanted} of {there} GPUs cannot be those of {engines} that take {each} each, and leave the trainer one",
+            f"{wanted} of {there} GPUs cannot be divided into {engines} of {each} GPUs with one left for the trainer",
             fix,
             key=KEY,
         )
@@ -455,6 +476,6 @@ def split_gpus(profile: Profile, machine: Hardware) -> Profile | Problem:
 
 
 def split_text(profile: Profile, divided: Profile) -> str:
-    """What was divided how, in a line."""
+    """Describe the division on one line."""
     engines, trainer = divided.vllm[0].gpus, divided.trainer.gpus
     return f"{KEY} = {profile.inference_gpus}: {len(divided.engines)} x engine on {engines}, the trainer on {trainer}"

@@ -1,6 +1,6 @@
-"""GPUs and the host's memory: of this machine, or by name for one that is not here.
+"""GPUs and host memory: of this machine, or by name for another one.
 
-read_machine()                     # what NVML and the host show
+read_machine()                     # from NVML and the host
 named_machine("8xH100")            # also 2xH200, 1xA100-40GB, 4x80GB, 2xH200,1xL40S
 """
 
@@ -21,7 +21,7 @@ _SIZE = re.compile(r"(?:(?P<name>.+)-)?(?P<size>\d{1,4})\s*GI?B", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU; memory in bytes."""
+    """One GPU; `total` is its memory in bytes."""
 
     name: str
     total: int
@@ -29,16 +29,16 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Hardware:
-    """GPUs by index, and the host's memory in bytes; None where nothing is known of the host."""
+    """GPUs by index, and the host's memory in bytes (None: unknown)."""
 
     gpus: tuple[Gpu, ...]
     host: int | None
     is_here: bool = True
-    """Whether this is the machine that we run on."""
+    """True for the machine that this process runs on."""
 
 
 def read_machine() -> Hardware:
-    """This machine; without a driver it has no GPUs, and in a job of SLURM's those that the job was given."""
+    """Return this machine: no GPUs without a driver; within a SLURM job only the job's GPUs."""
     try:
         gpus = tuple(Gpu(card.name, card.total) for card in Nvml(given_here()).read())
     except Exception:  # NVML has an error class per cause, and none of them matters here
@@ -47,10 +47,10 @@ def read_machine() -> Hardware:
 
 
 def named_machine(text: str) -> Hardware:
-    """The machine that `--gpus` names.
+    """Return the machine that `--gpus` names.
 
     Raises:
-        ValueError: in words, for a GPU that nobody here knows.
+        ValueError: the GPU is unknown; the message lists the known ones.
     """
     gpus: list[Gpu] = []
     for part in text.split(","):
@@ -65,7 +65,7 @@ EXAMPLES = "8xH100, 2xH200, 1xA100-40GB, or by size as 4x80GB"
 
 
 def _gpu(text: str) -> Gpu:
-    """One GPU by its name, by name and size, or by size alone."""
+    """Return one GPU from a name, a name with a size, or a size alone."""
     name = re.sub(r"[\s_-]+", "-", text.strip()).upper().removeprefix("NVIDIA-")
     if name in GPU_MEMORY:
         return Gpu(name, GPU_MEMORY[name] * 1024**2)

@@ -1,10 +1,11 @@
-"""From files to one table: finding a profile, reading its TOML, merging what it `extends`, and applying `--set`.
+"""From files to one table: find a profile, read its TOML, merge what it `extends`, apply `--set`.
 
     extends = "base.toml"     # a path relative to this file, or the name of a shipped profile
-    --set trainer.lr=1e-4     # a dotted key and a TOML value (or else a plain string), after everything is merged
+    --set trainer.lr=1e-4 # a dotted key and a TOML value (or else plain text), applied after the
+    merge
 
-Tables merge key by key and the extending profile wins; a list (`gpus`, `[[env]]`) replaces the whole list. `Origins`
-remembers which file each key comes from, so that a problem names the place where it must be mended.
+Tables merge key by key, and the extending profile has priority; a list (`gpus`, `[[env]]`) replaces
+the whole list. `Origins` remembers the file of each key, so that a problem names the place to fix.
 """
 
 from __future__ import annotations
@@ -25,37 +26,38 @@ from atropos_tui.profile.schema import SECTION_LISTS, KeyPath
 from atropos_tui.profile.toml_lines import key_lines, line_of, why_not_toml
 
 MAX_PROFILE_BYTES = 1024 * 1024
-"""A larger file is no profile, but a model given in its place."""
+"""Limit of a profile's size in bytes; a larger file is probably a model."""
 SET = "--set"
-"""What a problem names in the place of a file."""
+"""Name of the command line in problems, instead of a file."""
 EXAMPLES = ("demo", "gsm8k", "math-zero")
 MOST_NEAREST = 3
-"""Profiles that are named in the place of one that does not exist."""
+"""Limit of similar profiles that a fix lists."""
 MOST_FILES = 1000
-"""Files of a folder among which a similar name is looked for."""
+"""Limit of files in a folder that are searched for a similar name."""
 CACHE = "ATROPOS_CACHE"
-"""Where prepared models are kept between runs; override it in the environment."""
+"""Environment variable with the folder for prepared models."""
 
 PROGRAMS = {"module", "script", "command"}
-"""Of these an environment has one: who names one takes back the others that are inherited."""
+"""Keys of which an environment has one: an `[env]` that sets one drops the inherited others."""
 OF_PROGRAM = {"name", "args", "config", "weight"}
-"""What is said of an environment's program."""
+"""Keys that belong to an environment's program."""
 
 
 @dataclass(frozen=True)
 class Origins:
-    """Where the keys of a merged profile stand: a file, or `--set`."""
+    """File or `--set` of each key of a merged profile."""
 
     main: str = field(default="", compare=False)
     places: dict[KeyPath, str] = field(default_factory=dict, compare=False)
     texts: dict[str, str] = field(default_factory=dict, compare=False)
-    """The text of each file, for the line numbers of problems."""
+    """Text of each file, for line numbers."""
     _lines: dict[str, dict[KeyPath, int]] = field(default_factory=dict, compare=False)
 
     def of(self, path: Sequence[str | int]) -> str:
-        """The place of a key, else of the nearest table around it, else the profile itself.
+        """Return the place of a key, or else of the nearest table around it, or else the profile
+        itself.
 
-        An index of `[[env]]` may be given for a single `[env]` too.
+        An index of `[[env]]` is accepted for a single `[env]` too.
         """
         for length in range(len(path), 0, -1):
             here = tuple(path[:length])
@@ -65,14 +67,15 @@ class Origins:
         return self.main
 
     def problem(self, reason: str, fix: str, path: Sequence[str | int], key: str) -> Problem:
-        """A problem at the key `path`, with the file and line of that key."""
+        """Return a problem at the key `path`, with the file and line of that key."""
         file = self.of(path)
         if file not in self._lines:
             self._lines[file] = key_lines(self.texts.get(file, ""))
         return Problem(reason, fix, file, key, line_of(self._lines[file], tuple(path)))
 
     def note(self, path: KeyPath, value: Any, place: str, old: Any = None) -> None:
-        """`value` at `path`, with everything below it, now comes from `place`, and no longer from where `old` did."""
+        """Record that `value` at `path`, with all keys below it, comes from `place` and replaces
+        `old`."""
         if isinstance(old, dict):
             for key, inner in old.items():
                 self.places.pop((*path, key), None)
@@ -84,14 +87,14 @@ class Origins:
 
 
 def displace(environment: dict[str, Any], named: set[str]) -> None:
-    """Take back the program that `environment` inherits where `named` says another one."""
+    """Remove the inherited program of `environment` if `named` has another one."""
     if PROGRAMS & named:
         for other in PROGRAMS - named:
             environment.pop(other, None)
 
 
 def _replace_program(base: dict[str, Any], over: dict[str, Any]) -> None:
-    """An `[env]` that names another program than the one it inherits takes back what was said of that one."""
+    """Drop inherited keys of the program from an `[env]` that names another program."""
     named = PROGRAMS & over.keys()
     if named and not any(base.get(key) == over[key] for key in named):
         for key in (*PROGRAMS, *OF_PROGRAM):
@@ -99,12 +102,12 @@ def _replace_program(base: dict[str, Any], over: dict[str, Any]) -> None:
 
 
 def cache_dir() -> Path:
-    """Folder for things that outlive a run, such as the demo's warm-started model."""
+    """Return the folder for files that outlive a run, such as the demo's warm-started model."""
     return Path(os.environ.get(CACHE) or platformdirs.user_cache_dir("atropos-tui"))
 
 
 def shipped_profiles() -> dict[str, Path]:
-    """Profiles that come with the package, by name: beside the sources, or inside the wheel."""
+    """Return the profiles of the package by name: beside the sources, or inside the wheel."""
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "profiles", package.parent / "profiles"):
         if folder.is_dir():
@@ -113,7 +116,7 @@ def shipped_profiles() -> dict[str, Path]:
 
 
 def find_profile(name_or_path: str) -> Path:
-    """The file for PROFILE: a path, else the name of a shipped profile.
+    """Return the file for PROFILE: a path, or else the name of a shipped profile.
 
     Raises:
         UserError: there is neither.
@@ -130,17 +133,17 @@ def find_profile(name_or_path: str) -> Path:
 
 
 def _is_file(path: Path) -> bool:
-    """Whether `path` is a regular file; as a function of os.path it never raises, whatever the name."""
+    """Return True for a regular file; os.path never raises, whatever the name."""
     return os.path.isfile(path)  # noqa: PTH113
 
 
 def expand_home(text: str) -> Path:
-    """`text` as a path, with a leading `~` replaced; as a function of os.path it never raises."""
+    """Expand a leading `~`; os.path never raises."""
     return Path(os.path.expanduser(text))  # noqa: PTH111
 
 
 def _not_found(path: Path, name: str) -> tuple[str, str]:
-    """Reason and fix for a profile that is no file."""
+    """Return reason and fix for a profile that is no file."""
     if os.path.isdir(path):  # noqa: PTH112
         return "is a directory", _files_there(path, "") or "give the profile's file, such as mine.toml"
     looks_like_path = os.sep in name or name.endswith(".toml")
@@ -152,7 +155,8 @@ def _not_found(path: Path, name: str) -> tuple[str, str]:
 
 
 def _files_there(folder: Path, name: str) -> str:
-    """A fix that names profiles of a folder: those nearest to `name`, or the first ones for an empty name."""
+    """Return a fix that lists profiles in a folder: the ones most similar to `name`, or the first
+    ones if it is empty."""
     try:
         files = sorted(each.stem for each in itertools.islice(folder.glob("*.toml"), MOST_FILES))
     except (OSError, ValueError):
@@ -166,15 +170,15 @@ def _files_there(folder: Path, name: str) -> str:
 
 
 def file_text(path: Path) -> str:
-    """A file as problems name it."""
+    """Format a file's path for problems."""
     return printable(os.path.normpath(path))
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of the TOML file `path`.
+    """Return the tables of a TOML file.
 
     Raises:
-        UserError: it cannot be read, is larger than `MAX_PROFILE_BYTES`, or is not TOML.
+        UserError: it cannot be read, exceeds `MAX_PROFILE_BYTES`, or is not TOML.
     """
     return _tables(_text_of(path), file_text(path))
 
@@ -207,7 +211,7 @@ def _invalid(reason: str, fix: str, file: str, key: str = "", line: int | None =
 
 
 def read_merged(path: Path) -> tuple[dict[str, Any], Origins]:
-    """Read `path` and what it extends, merged. The result has no `extends` any more.
+    """Read `path` and what it extends, merged; the result has no `extends`.
 
     Raises:
         UserError: a file cannot be read, or the chain is circular or broken.
@@ -230,7 +234,8 @@ def read_merged(path: Path) -> tuple[dict[str, Any], Origins]:
 
 
 def _nest_flags(layer: dict[str, Any]) -> None:
-    """Write an environment's `"env.group_size" = 8` as `env.group_size = 8`, so that the two merge."""
+    """Nest an environment's `"env.group_size" = 8` as `env.group_size = 8`, so that both spellings
+    merge."""
     written = layer.get("env")
     for section in written if isinstance(written, list) else [written]:
         args = section.get("args") if isinstance(section, dict) else None
@@ -246,7 +251,7 @@ def _nest_flags(layer: dict[str, Any]) -> None:
 
 
 def _extended(wanted: Any, chain: list[Path]) -> Path:
-    """The file that the last profile of `chain` extends."""
+    """Return the file that the last profile of `chain` extends."""
     file = file_text(chain[-1])
     if not isinstance(wanted, str) or not wanted:
         raise _invalid(
@@ -268,7 +273,7 @@ def _extended(wanted: Any, chain: list[Path]) -> Path:
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any], origins: Origins, file: str, path: KeyPath) -> None:
-    """Lay `over` on `base`, in place."""
+    """Merge `over` into `base`, in place."""
     if path == ("env",):
         _replace_program(base, over)
     for key, value in over.items():
@@ -281,12 +286,13 @@ def _merge(base: dict[str, Any], over: dict[str, Any], origins: Origins, file: s
 
 
 def apply_sets(data: dict[str, Any], sets: Sequence[str], origins: Origins | None = None) -> None:
-    """Apply overrides in place, and note them in `origins`.
+    """Apply overrides in place, and record them in `origins`.
 
-    `[[env]]` and `[[vllm]]` are reached by index (`vllm.1.port=9002`), or through their first entry (`vllm.port=9002`).
+    `[[env]]` and `[[vllm]]` are reached by index (`vllm.1.port=9002`), or without one as their
+    first entry (`vllm.port=9002`).
 
     Raises:
-        UserError: not KEY=VALUE, or the key leads through something that is no table.
+        UserError: not KEY=VALUE, or the key leads through a value that is no table.
     """
     for item in sets:
         key, separator, text = item.partition("=")
@@ -303,7 +309,7 @@ def apply_sets(data: dict[str, Any], sets: Sequence[str], origins: Origins | Non
 
 
 def toml_value(text: str) -> Any:
-    """`text` as TOML reads it, else the text itself: `8` is a number, `/models/m` a string."""
+    """Parse `text` as a TOML value, or else return it: `8` is a number, `/models/m` a string."""
     try:
         parsed = tomllib.loads(f"v = {text}")
     except ValueError:  # TOMLDecodeError, and numbers of thousands of digits
@@ -312,7 +318,7 @@ def toml_value(text: str) -> Any:
 
 
 def _assign(data: dict[str, Any], parts: list[str], value: Any, key: str) -> KeyPath:
-    """Set one value and return the path by which it is found in `data`."""
+    """Set one value and return its path in `data`."""
     node: Any = data
     path: KeyPath = ()
     for depth, part in enumerate(parts):

@@ -1,10 +1,12 @@
-"""Where each component of a profile for several machines runs, and what brings it there. Data to data.
+"""Machine of each component of a profile for several machines, and the command that reaches it.
+Pure functions.
 
-    hosts_of(profile, os.environ)      # the machines, as the launcher knows them; before there are any: by their names
-    place_of(profile, hosts, "infer")  # host, address, and the command in front of the component's own
+    hosts_of(profile, os.environ)      # the machines as the launcher knows them
+    place_of(profile, hosts, "infer") # host, address, and the command in front of the component's
+    own
 
-The launcher's hosts come as data: those of ssh, Kubernetes and Ray from the profile, those of SLURM from the
-environment of a job, with the addresses that `addresses` has for them.
+The profile names the hosts of ssh, Kubernetes and Ray. The environment of a SLURM job names those
+of SLURM; `addresses` then maps them to addresses.
 """
 
 from __future__ import annotations
@@ -24,24 +26,25 @@ from atropos_tui.profile.spec import Node, Place
 SSH_OPTIONS = (
     "BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=3", "ServerAliveCountMax=2", "ControlPath=none",
 )  # fmt: skip
-"""Ask nobody, give up soon, and end within 10 s when the other machine falls silent, with a connection of one's own."""
+"""ssh options: ask no question, give up after 10 s, notice a silent machine within 10 s, and use a
+separate connection."""
 BRIDGE = "atropos_tui.supervisor.launchers.ray_bridge"
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """The machines of a stack, the supervisor's own first; none where there is only that."""
+    """Machines of a stack, the supervisor's own first; empty for a stack of one machine."""
 
     nodes: tuple[Node, ...] = ()
     here: str = ""
-    """The host where the supervisor runs; empty: none of them."""
+    """Host of the supervisor; empty: none of these."""
     het: Mapping[str, int] | None = None
-    """The component of a heterogeneous SLURM job that each host belongs to."""
+    """Component of a heterogeneous SLURM job by host."""
     binds: bool = True
-    """Whether SLURM would bind a step to some of the processors that the job has on a node."""
+    """SLURM would bind a step to a part of the job's processors on a node."""
 
     def node(self, name: str) -> Node:
-        """The machine of that name.
+        """Return the machine of that name.
 
         Raises:
             ValueError: there is none.
@@ -56,7 +59,8 @@ class Hosts:
 
 
 def foreseen(profile: Profile) -> Hosts:
-    """The machines before it is known which they are: by their names, or by `hosts` where the profile has them."""
+    """Return the machines before they are allocated: with the profile's `hosts`, or else with their
+    own names as hosts."""
     if not profile.is_spread:
         return Hosts()
     nodes: list[Node] = []
@@ -65,6 +69,7 @@ def foreseen(profile: Profile) -> Hosts:
         hosts = group.hosts or names
         addresses = group.addresses or [host.rpartition("@")[2] for host in hosts]
         of_each = zip(names, hosts, addresses, strict=False)
+        # An ssh host may carry a user: me@box2 is reached by others as box2.
         nodes += [Node(name=name, host=host, address=at, gpus=group.gpus) for name, host, at in of_each]
     return Hosts(tuple(nodes), nodes[0].host if nodes else "")
 
@@ -76,10 +81,10 @@ def hosts_of(
     *,
     binds: bool = True,
 ) -> Hosts:
-    """The machines of a profile, as far as the environment knows them: in a SLURM job those of its allocation.
+    """Return the machines of a profile; within a SLURM job those of its allocation.
 
     Args:
-        addresses: what others dial, by host; a host that is not in it is dialled by its name.
+        addresses: address for the other nodes by host; default: the host's name.
         binds: see `Hosts`.
     """
     expected = foreseen(profile)
@@ -89,25 +94,27 @@ def hosts_of(
     if not groups:
         return expected
     het = {host: index for index, group in enumerate(groups) for host in group} if len(groups) > 1 else None
-    dialled = addresses or {}
+    by_host = addresses or {}
     nodes = [
-        node.model_copy(update={"host": host, "address": dialled.get(host, host)})
-        for node, host in zip(expected.nodes, _dealt(profile, groups), strict=False)
+        node.model_copy(update={"host": host, "address": by_host.get(host, host)})
+        for node, host in zip(expected.nodes, _in_order(profile, groups), strict=False)
     ]
     return Hosts(tuple(nodes), environment.get("SLURMD_NODENAME", ""), het, binds)
 
 
-def _dealt(profile: Profile, groups: list[list[str]]) -> list[str]:
-    """Hosts in the order of the profile's machines: of each [[node]] a component of the job, else one after another."""
+def _in_order(profile: Profile, groups: list[list[str]]) -> list[str]:
+    """Return the hosts in the order of the profile's machines: one component of the job for each
+    [[node]], or else all hosts in sequence."""
     if len(groups) == 1:
         return groups[0]
     return [host for section, group in zip(profile.node, groups, strict=False) for host in group[: section.count]]
 
 
 def allocated(environment: Mapping[str, str]) -> list[list[str]]:
-    """The hosts of the SLURM job that an environment is of, by component of a heterogeneous one; empty outside."""
+    """Return the hosts of the SLURM job in `environment`, by component of a heterogeneous job;
+    empty outside a job."""
     if "SLURM_JOB_ID" not in environment:
-        return []  # what was an allocation once
+        return []  # stale variables of an allocation that has ended
     size = environment.get("SLURM_HET_SIZE", "")
     if size.isdecimal():
         lists = [environment.get(f"SLURM_JOB_NODELIST_HET_GROUP_{index}", "") for index in range(int(size))]
@@ -120,7 +127,7 @@ _PART = re.compile(r"\[([^\]]*)\]|([^\[\]]+)")
 
 
 def expand_hosts(text: str) -> list[str]:
-    """SLURM's short form of several hosts: `n[1-3,07],login` is n1, n2, n3, n07 and login."""
+    """Expand SLURM's list of hosts: `n[1-3,07],login` is n1, n2, n3, n07 and login."""
     return [host for word in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text) for host in _expanded(word)]
 
 
@@ -132,11 +139,12 @@ def _expanded(word: str) -> Iterator[str]:
 def _numbers(text: str) -> Iterator[str]:
     for part in text.split(","):
         first, _, last = part.partition("-")
+        # Leading zeros are part of a host's name: [07-10] is 07, 08, 09, 10.
         yield from (str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1))
 
 
 def place_of(profile: Profile, hosts: Hosts, name: str) -> Place:
-    """Where what runs on the machine called `name` runs."""
+    """Return the place of components on the machine `name`."""
     cluster, node = profile.cluster or ClusterSection(), hosts.node(name)
     python = cluster.python or sys.executable
     het = (hosts.het or {}).get(node.host)
@@ -145,14 +153,17 @@ def place_of(profile: Profile, hosts: Hosts, name: str) -> Place:
 
 
 def prefix_of(cluster: ClusterSection, node: Node, het: int | None = None, *, binds: bool = True) -> list[str]:
-    """The command that runs what follows it on `node`, with its stdin, stdout and stderr connected.
+    """Return the command that runs its arguments on `node`, with stdin, stdout and stderr
+    connected.
 
-    Of a node in SLURM a step takes all that the job has there, and shares it with the other steps: `--exact` would
-    leave it one processor. What it is started with comes over its stdin, so the environment of `srun` stays here.
+    A SLURM step gets all that the job has on the node and shares it with other steps; `--exact`
+    would give it one processor. The program receives its environment over stdin, so `srun` exports
+    none.
 
     Args:
-        het: the component of a heterogeneous job.
-        binds: see `Hosts`; where SLURM does not, an srun that is told not to says so in each component's log.
+        het: component of a heterogeneous job.
+        binds: see `Hosts`. Without binding, `--cpu-bind=none` would only add a warning to each
+            component's log.
     """
     match cluster.launcher:
         case "slurm":
@@ -175,7 +186,7 @@ def prefix_of(cluster: ClusterSection, node: Node, het: int | None = None, *, bi
 
 
 def lacking(profile: Profile, hosts: Hosts) -> list[Problem]:
-    """What an allocation has too little of."""
+    """Report what an allocation lacks."""
     missing = [name for name in profile.machines if name not in {node.name for node in hosts.nodes}]
     if not missing:
         return []

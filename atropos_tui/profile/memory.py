@@ -1,12 +1,13 @@
-"""What this machine has, and how much memory a stack will want of it: the budget, before the stack says so itself.
+"""The memory budget of a stack before it starts, for this machine or any other (`hardware.py`).
 
-`take_inventory` looks at the machine; the budget is a function of that, and of any other machine (`hardware.py`). What
-is allocated for certain (weights, gradients, master weights, optimizer state, vLLM's share of a GPU) is exact for each
-tensor; activations, CUDA graphs and contexts are estimates, and the formula of the first is shown. In single copy the
-weights count once, on the engine. What is offloaded counts on the host. Bytes are per device; what several devices
-share is divided evenly: an engine's by tensor parallelism, and the trainer's by its ranks, each of which holds its rows
-of every parameter (FSDP2) and gathers the whole of a layer while that computes. How near it comes to what is measured:
-docs/benchmarks.md, "What plan says".
+`take_inventory` looks at the machine; the budget is a pure function of it. Weights, gradients,
+master weights, optimizer state and vLLM's share of a GPU are exact for each tensor. Activations,
+CUDA graphs and contexts are estimates, and the output shows the formula for activations.
+
+Bytes are per device. Shared tensors are divided evenly: the engine's by tensor parallelism, the
+trainer's by its ranks (FSDP2: each rank holds its rows of every parameter and gathers one layer
+while it computes). In single copy the weights count once, on the engine; offloaded tensors count on
+the host. docs/benchmarks.md, "What plan says", compares the budget with measurements.
 """
 
 from __future__ import annotations
@@ -41,37 +42,40 @@ from trainer_core.config import TrainingConfig
 
 HOST = "host"
 VLLM_FRACTION = 0.92
-"""vLLM's default for gpu_memory_utilization."""
+"""Default of vLLM's gpu_memory_utilization."""
 CONTEXT = 750 * 1024**2
-"""A process's CUDA context and libraries, in bytes; 0.73 GiB on an H200."""
+"""Bytes of a process's CUDA context and libraries; 0.73 GiB on an H200."""
 GRAPH = 512 * 1024
-"""A CUDA graph of one size and layer, in bytes: about 0.8 GiB for the 51 sizes of a model with 32 layers."""
+"""Bytes of one CUDA graph for one batch size and layer: about 0.8 GiB for the 51 sizes of a model
+with 32 layers."""
 LONG_ROW = 16_384
-"""Tokens of a sequence from which sharing rows among ranks is worth a word."""
+"""Sequence length in tokens from which the notes mention sharing rows among ranks."""
 LARGE_MODEL = 100_000_000
-"""Parameters from which the trainer compiles on a GPU; its own figure stands in trainer_core/policy/speed.py."""
+"""Parameters from which the trainer compiles on a GPU; the same as in
+trainer_core/policy/speed.py."""
 MASTERS = {"fp32": "float32", "kahan": "what rounding lost"}
-"""What is kept of the weights beside them, for people."""
+"""Extra copies that each `master_weights` setting keeps, for display."""
 _BYTES = {"float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
 class Inventory:
-    """The machine, and by the name of each [[vllm]] what it serves, or in words why nothing is known about it."""
+    """The machine, and by [[vllm]] name the model it serves, or the reason why the model is
+    unknown."""
 
     machine: Hardware
     models: dict[str, Model | str]
     has_eight_bit: bool = True
-    """Whether the package of the 8-bit optimizer is there; taken for granted of a machine that is not here."""
+    """The package of the 8-bit optimizer is installed; assumed for another machine."""
 
 
 def gpu_count() -> int:
-    """Number of NVIDIA GPUs that the driver shows; 0 without one."""
+    """Return the number of NVIDIA GPUs that the driver shows; 0 without a driver."""
     return len(read_machine().gpus)
 
 
 def take_inventory(site: Site, machine: Hardware | None = None) -> Inventory:
-    """What there is for a profile: on this machine, or on the one that is named."""
+    """Return the inventory for a profile: of this machine, or of `machine`."""
     names = {section.name: engine_model(site, section) for section in site.profile.vllm}
     known = {name: read_model(name) for name in set(names.values())}
     for step in site.profile.prepare:
@@ -80,13 +84,14 @@ def take_inventory(site: Site, machine: Hardware | None = None) -> Inventory:
             known[made] = f"{step.name} makes the model when the run starts"
     eight_bit = machine is not None or importlib.util.find_spec("bitsandbytes") is not None
     if machine is None:
-        machine = Hardware((), None) if site.profile.is_spread else read_machine()  # nobody has looked at the others
+        # With several machines nothing is known about the others, so all are treated as unknown.
+        machine = Hardware((), None) if site.profile.is_spread else read_machine()
     return Inventory(machine, {section: known[name] for section, name in names.items()}, eight_bit)
 
 
 @dataclass(frozen=True)
 class Item:
-    """Bytes that one component holds on one device; None where nothing is known."""
+    """Bytes of one component on one device; None if unknown."""
 
     component: str
     what: str
@@ -107,39 +112,40 @@ class Device:
 
     @property
     def wanted(self) -> int:
-        """Bytes that all components together ask for, as far as they are known."""
+        """Bytes that all components request together, as far as they are known."""
         return sum(item.bytes or 0 for item in self.items)
 
     @property
     def certain(self) -> int:
-        """Without what is estimated, but with all that vLLM reserves."""
+        """`wanted` without estimates, but with all that vLLM reserves."""
         return sum(item.bytes or 0 for item in self.items if not item.estimate or item.component != "trainer")
 
     @property
     def is_too_small(self) -> bool:
-        """Even if activations took nothing."""
+        """True if the device is too small even without activations."""
         return self.total is not None and self.certain > self.total
 
 
 @dataclass(frozen=True)
 class Budget:
-    """The whole: devices, what is not known, and what will not fit."""
+    """Budget of a stack: its devices, the unknown parts, and what does not fit."""
 
     devices: list[Device]
     notes: list[str]
     warnings: list[str]
     too_small_caches: list[str]
-    """The warnings about engines that cannot start, since their KV cache holds not even one sequence."""
+    """Warnings about engines that cannot start because their KV cache does not hold one
+    sequence."""
 
 
 def make_budget(
     profile: Profile, settings: TrainingConfig, models: Mapping[str, Model | str], machine: Hardware
 ) -> Budget:
-    """The budget of a profile.
+    """Return the budget of a profile.
 
     Args:
-        settings: the trainer's, with everything derived.
-        models: what each [[vllm]] serves, by its name, or in words why nothing is known about it.
+        settings: the trainer's settings, with everything derived.
+        models: by [[vllm]] name the model it serves, or the reason why it is unknown.
         machine: this machine, or any other.
     """
     builder = _Builder(profile, settings, machine)
@@ -150,10 +156,10 @@ def make_budget(
     notes = [f"{section.name}: unknown: {m}" for section in profile.vllm if isinstance(m := models[section.name], str)]
     if isinstance(first := models[profile.vllm[0].name], Model):
         notes.insert(0, f"{first.parameters:,} parameters, from {first.source}")
-        if profile.trainer.command is None:  # what another one takes, nobody knows
+        if profile.trainer.command is None:  # the memory of another trainer is unknown
             builder.trainer(first)
     if any(map(is_host, builder.devices)):
-        notes.append("the programs themselves are not counted on the host")
+        notes.append("host memory of the programs themselves is not counted")
     order = list(profile.machines)
 
     def position(name: str) -> tuple[bool, int, int, str]:
@@ -165,8 +171,8 @@ def make_budget(
 
 
 def alike(devices: list[Device]) -> list[Device]:
-    """Devices that hold the same, each as one with the names of all; of several machines also those of engines that are
-    alike."""
+    """Merge devices with equal contents into one with all names; across machines also those whose
+    engines differ only in their number."""
     found = []
     for _, group in groupby(devices, _contents):
         first, *others = group
@@ -181,7 +187,8 @@ def alike(devices: list[Device]) -> list[Device]:
 
 
 def _contents(device: Device) -> tuple[int | None, list[Item]]:
-    """What a device has and holds; on one of several machines without the numbers of engines."""
+    """Return what a device has and holds, as a key for `alike`: without engine numbers if there are
+    several machines."""
     if device.name == HOST or device.name.startswith("GPU "):
         return device.total, device.items
     return device.total, [replace(item, component=_NUMBER.sub("", item.component)) for item in device.items]
@@ -191,34 +198,35 @@ _NUMBER = re.compile(r"-\d+$")
 
 
 def is_host(name: str) -> bool:
-    """Whether the device of that name is a host's memory."""
+    """Return True if the device of that name is a host's memory."""
     return name == HOST or name.endswith(f" {HOST}")
 
 
 def host_of(name: str) -> str:
-    """The host of a device."""
+    """Return the name of a device's host."""
     return name if is_host(name) else name.rpartition("GPU")[0] + HOST
 
 
 def seat_devices(seats: Sequence[Seat]) -> list[str]:
-    """GPUs of several machines, or the machines themselves where nobody takes any."""
+    """Return the GPUs of several machines, or the machines themselves if no GPUs are used."""
     gpus = [f"{seat.node} GPU {gpu}" for seat in seats for gpu in seat.gpus]
     return gpus or [f"{seat.node} {HOST}" for seat in seats]
 
 
 def site_budget(site: Site, inventory: Inventory) -> Budget:
-    """The budget of a profile on the machine of `inventory`."""
+    """Return the budget of a site on the machine of `inventory`."""
     return make_budget(site.profile, training_config(site), inventory.models, inventory.machine)
 
 
 def engine_devices(section: EngineSection, machine: Hardware) -> list[str]:
-    """Where an engine lies: its GPUs, else the first ones that it sees, else the host."""
+    """Return the devices of an engine: its GPUs, else the first ones that it sees, else the
+    host."""
     indices = section.gpus or (range(section.gpus_per_copy) if machine.gpus else [])
     return [f"GPU {index}" for index in indices] or [HOST]
 
 
 def trainer_devices(profile: Profile, settings: TrainingConfig, machine: Hardware) -> list[str]:
-    """Where the trainer's own memory lies; in single copy on the engine's devices."""
+    """Return the devices of the trainer's own memory; in single copy the engine's."""
     if profile.is_spread:
         seats = trainer_seats(profile)
         return seat_devices([seat._replace(gpus=[]) for seat in seats] if settings.device == "cpu" else seats)
@@ -232,7 +240,7 @@ def trainer_devices(profile: Profile, settings: TrainingConfig, machine: Hardwar
 
 
 class _Builder:
-    """Collects items by device."""
+    """Collector of items by device."""
 
     def __init__(self, profile: Profile, settings: TrainingConfig, machine: Hardware) -> None:
         self.profile, self.settings, self.machine = profile, settings, machine
@@ -254,10 +262,12 @@ class _Builder:
             self.device(name).items.append(Item(component, what, size, note, **more))
 
     def engine(self, section: EngineSection, model: Model, seats: Sequence[Seat] = ()) -> None:
-        """Weights, what vLLM needs to compute, and the KV cache that its share of the device leaves."""
+        """Add weights, vLLM's working memory, and the KV cache that fills the rest of its share of
+        the device."""
         names = seat_devices(seats) if seats else engine_devices(section, self.machine)
         fed = section.name in self.fed
         width = dtype_bytes(section.dtype or self.settings.dtype, model)
+        # Bytes of this engine on one device; the KV cache fills what is left of vLLM's share.
         held = 0
 
         def add(what: str, size: int, note: str = "", *, estimate: bool = False) -> None:
@@ -298,19 +308,19 @@ class _Builder:
         return None
 
     def _given_kv_cache(self, names: list[str], section: EngineSection) -> int | None:
-        """The size that the profile names; it wins over the share of the device."""
+        """Return the KV cache size that the profile sets; it overrides the share of the device."""
         if (given := section.flag_number("kv-cache-memory-bytes", 0)) > 0:
             return given
         gib = section.env.get("VLLM_CPU_KVCACHE_SPACE", "") if is_host(names[0]) else ""
         return int(gib) * 1024**3 if gib.isdecimal() else None
 
     def trainer(self, model: Model) -> None:
-        """Everything that the trainer allocates itself."""
+        """Add everything that the trainer allocates itself."""
         settings = self.settings
         names = trainer_devices(self.profile, settings, self.machine)
         on_gpu = not is_host(names[0])
         width = dtype_bytes(settings.dtype, model)
-        # Spread over ranks, unless they live on the parts of a tensor-parallel engine.
+        # Ranks shard the parameters, except in single copy, where each has its part of a tensor-parallel engine.
         sharded = len(names) > 1 and not self.traits.shares_memory
 
         def add(what: str, size: int, note: str = "", *, at: list[str] = names, estimate: bool = False) -> None:
@@ -322,29 +332,30 @@ class _Builder:
         if sharded and half and not self.traits.lora and _rows_are_masters(settings):
             kept = (model.parameters - parameters) * width + parameters * 4
             add("weights", kept, f"{own}, float32: they are the master weights")
-            half = False
+            half = False  # no separate masters
         elif not self.traits.shares_memory:
             add("weights", model.parameters * width, own)
         if settings.ref_kl_coef and not self.traits.lora:
             add("frozen reference", model.parameters * width, "ref_kl_coef")
         if self.traits.lora:
             trained, half = adapter_shapes(model, settings), False
-            parameters = count(trained) * len(names)  # every rank has them whole
+            parameters = count(trained) * len(names)  # every rank has a whole copy; `add` divides by the ranks
             add("adapters", 4 * parameters, f"rank {settings.lora_r}, float32")
-        said = "" if parameters == model.parameters else f", {count(trained):,} parameters are trained"
+        part = "" if parameters == model.parameters else f", {count(trained):,} parameters are trained"
         narrow = half and settings.gradient_dtype == "bfloat16"
         add(
             "gradients",
             (2 if narrow else model_math.GRADIENT_BYTES) * parameters,
-            f"{'bfloat16' if narrow else 'float32'}{said}",
+            f"{'bfloat16' if narrow else 'float32'}{part}",
         )
         away, hosts = settings.optimizer_offload and on_gpu, list(dict.fromkeys(map(host_of, names)))
         optimizer = effective_optimizer(settings, on_gpu=on_gpu)
-        # In a step the others fill float32 copies a part at a time, when the activations' memory is free.
+        # The optimizer step converts weights to float32 one part at a time; by then the activations are freed.
         masters = model_math.MASTER_BYTES[settings.master_weights] if half else 0
         whole = len(names) if self.traits.lora else 1
         states = whole * model_math.optimizer_bytes(trained.values(), optimizer)
         if away:
+            # Host tensors: the masters, and two optimizer states of equal width.
             widths = [masters] * bool(masters) + [model_math.STATE_BYTES[optimizer] // 2] * 2
             size = model_math.pinned_bytes(trained.values(), [width for width in widths if width])
             add("masters, states", size, f"{settings.master_weights}, {optimizer}: optimizer_offload", at=hosts)
@@ -364,26 +375,28 @@ class _Builder:
         self._activations(names, model, trained, step)
 
     def _activations(self, names: list[str], model: Model, trained: Shapes, step: int) -> None:
-        """The larger of what a pass keeps and what the optimizer's step takes, which are never there together."""
+        """Add the larger of a pass's activations and the optimizer step's temporaries, which never
+        exist together."""
         settings, on_gpu, dimensions = self.settings, not is_host(names[0]), self._of_a_rank(model, len(names))
         wanted = self._kept(names, model, trained, dimensions)
-        anew = settings.gradient_checkpointing == "on" or settings.activation_offload
-        kept = wanted(dimensions.layers if anew else 0)
+        recomputes = settings.gradient_checkpointing == "on" or settings.activation_offload
+        kept = wanted(dimensions.layers if recomputes else 0)
         note, logits = kept.formula, 0
         device = self.device(names[0])
-        if settings.gradient_checkpointing == "auto" and on_gpu and device.total and not anew:
-            # As the trainer decides it.
+        if settings.gradient_checkpointing == "auto" and on_gpu and device.total and not recomputes:
+            # The same functions decide in the trainer, from the memory that is free then.
             room = model_math.room_for_activations(device.total - device.wanted, device.total)
             kept = wanted(model_math.layers_recomputed(wanted, dimensions.layers, room))
             note = kept.formula
             each = 4 if settings.head_dtype == "float32" else dtype_bytes(settings.dtype, model)
             all_logits = kept.tokens * dimensions.vocab * each
+            # Logits [tokens, vocab] are kept for the backward pass only if all of them fit.
             if kept.recomputed:
                 note += f" (gradient checkpointing of {kept.recomputed} layers: more would not fit)"
             elif kept.total + all_logits <= room:
-                logits, note = all_logits, f"{note}; logits stay, since there is room"
+                logits, note = all_logits, f"{note}; logits are kept, since they fit"
         if step > kept.total:
-            note = "less than the optimizer's step takes, a part of the parameters at a time"
+            note = "less than the optimizer step needs for one part of the parameters"
         self.add(names, "trainer", "activations", max(kept.total + logits, step), note, estimate=True)
         if kept.offloaded:
             hosts = Counter(map(host_of, names))
@@ -392,8 +405,8 @@ class _Builder:
                 self.add([host], "trainer", "activations", away, "a hidden state for each layer", estimate=True)
 
     def _of_a_rank(self, model: Model, ranks: int) -> Dimensions:
-        """What a rank computes. Where each has a part of the layers: its heads, its part of each MLP and of the
-        vocabulary, all of the hidden states."""
+        """Return the dimensions that one rank computes. With tensor parallelism: its heads, its
+        part of each MLP and of the vocabulary, and whole hidden states."""
         whole = model.dimensions
         if ranks == 1 or not self.traits.shares_memory:
             return whole
@@ -405,19 +418,20 @@ class _Builder:
     def _kept(
         self, names: list[str], model: Model, trained: Shapes, dimensions: Dimensions
     ) -> Callable[[int], model_math.Activations]:
-        """What a pass of the trainer keeps, as a function of how many layers gradient checkpointing computes anew.
+        """Return the activations of a training pass as a function of the number of checkpointed
+        layers.
 
         Args:
-            trained: the trained tensors, those of adapters included.
-            dimensions: of what one rank computes.
+            trained: shapes of the trained tensors, adapters included.
+            dimensions: what one rank computes.
         """
         settings, ranks, on_gpu = self.settings, len(names), not is_host(names[0])
         largest = largest_of(trained) // ranks
         if ranks > 1 and not self.traits.shares_memory:
-            largest = 0  # it is among what ranks gather
+            largest = 0  # counted in "gathered layers"
         large = settings.compile == "on" or (settings.compile == "auto" and model.parameters >= LARGE_MODEL)
         layers = [int(layer[1]) for name in trained if (layer := LAYER.search(name))]
-        # A gradient goes down to the lowest layer that is trained, or to the embedding.
+        # The backward pass runs down to the lowest trained layer, or to the embedding.
         all_layers, everything = dimensions.layers, len(trained) == len(model.shapes)
         reached = None if everything else all_layers - min(layers, default=all_layers)
         tokens = tokens_per_pass(settings, longest_sequence(self.profile), ranks)
@@ -429,14 +443,16 @@ class _Builder:
 
 
 def _rows_are_masters(settings: TrainingConfig) -> bool:
-    """Whether the rows of a rank lie in float32, so that nothing is kept beside them (trainer_core/policy/sharding)."""
+    """Return True if a rank's rows are float32, so that no separate masters exist
+    (trainer_core/policy/sharding)."""
     plain = settings.master_weights == "fp32" and settings.gradient_dtype == "float32"
     return plain and not settings.optimizer_offload
 
 
 def gathered_bytes(model: Model, width: int, *, trains: bool) -> tuple[int, str]:
-    """What a rank has for a moment of what all ranks share, and a formula: two layers, the one that computes and the
-    next, with embeddings and head; and of one of each the gradient, before and after it becomes float32."""
+    """Return the bytes that a rank gathers temporarily, and the formula: two layers (the current
+    and the next one) with embeddings and head; for training also one layer's gradient in its own
+    type and in float32."""
     layers: Counter[str] = Counter()
     for name, shape in model.shapes.items():
         found = LAYER.search(name)
@@ -451,12 +467,13 @@ def gathered_bytes(model: Model, width: int, *, trains: bool) -> tuple[int, str]
 
 
 def largest_of(shapes: Shapes) -> int:
-    """Parameters of the largest tensor; 0 where there is none."""
+    """Return the parameters of the largest tensor; 0 if there is none."""
     return max(map(math.prod, shapes.values()), default=0)
 
 
 def graph_sizes(section: EngineSection, *, restarted: bool) -> int:
-    """Batch sizes for which vLLM captures CUDA graphs; fewer where it is restarted often, 0 where it captures none."""
+    """Return the number of batch sizes for which vLLM captures CUDA graphs: fewer for an engine
+    that restarts often, 0 if it captures none."""
     if section.flag("enforce-eager"):
         return 0
     most = section.flag_number("max-cudagraph-capture-size", 512)
@@ -464,27 +481,29 @@ def graph_sizes(section: EngineSection, *, restarted: bool) -> int:
     if restarted:
         return len(few_graph_sizes(sequences))
     most = min(most, 2 * sequences)
-    return 3 + min(most, 256) // 8 + max(0, most - 256) // 16  # 1, 2, 4, then in steps of 8, then of 16
+    # vLLM's sizes: 1, 2, 4, then steps of 8 up to 256, then steps of 16.
+    return 3 + min(most, 256) // 8 + max(0, most - 256) // 16
 
 
 def overflow(device: Device, profile: Profile, settings: TrainingConfig) -> str | None:
-    """The warning for a device that is asked for more than it has, with the ways out; None while all fits."""
+    """Return the warning for a device with too little memory, with fixes; None if all fits."""
     if device.total is None or device.wanted <= device.total:
         return None
     return (
-        f"{device.name}: {size_text(device.wanted)} are wanted and {size_text(device.total)} are there. "
-        f"Ways out: {'; '.join(ways_out(device, profile, settings))}"
+        f"{device.name}: {size_text(device.wanted)} are needed, but only {size_text(device.total)} exist. "
+        f"Fixes: {'; '.join(ways_out(device, profile, settings))}"
     )
 
 
 def cache_flag(section: EngineSection) -> str | None:
-    """The flag that names the size of the KV cache, as the profile writes it; None where it names none."""
+    """Return the flag that sets the KV cache size, in the profile's spelling; None if none does."""
     given = section.flag_number("kv-cache-memory-bytes", 0) > 0
     return section.flag_key("kv-cache-memory-bytes") if given else None
 
 
 def given_cache(device: Device, profile: Profile) -> str | None:
-    """Key of the KV cache size that the profile names, where that is the largest item of the device."""
+    """Return the key of the KV cache size that the profile sets, if that is the largest item of the
+    device."""
     largest = max(device.items, key=lambda item: item.bytes or 0)
     for index, section in enumerate(profile.vllm):
         if (largest.component, largest.what) != (section.name, "KV cache"):
@@ -497,12 +516,12 @@ def given_cache(device: Device, profile: Profile) -> str | None:
 
 
 def ways_out(device: Device, profile: Profile, settings: TrainingConfig) -> list[str]:
-    """Those of the guides that concern this device, as keys of the profile with their present values; first what is
-    largest by request."""
+    """Return the fixes that concern this device, as profile keys with their present values; first
+    the one for the largest item."""
     share = profile.vllm[0].gpu_memory_utilization or VLLM_FRACTION
     cache = given_cache(device, profile)
     share_text = f"lower vllm.gpu_memory_utilization (now {share:g})"
-    # Rows are packed up to pack_tokens, where it is set, whatever the batch size.
+    # With pack_tokens it limits a pass, whatever the batch size.
     row = "pack_tokens" if settings.pack_tokens else "batch_size"
     engines = {engine.name for engine in profile.engines}
     has_engine = any(item.component in engines for item in device.items)
@@ -513,7 +532,7 @@ def ways_out(device: Device, profile: Profile, settings: TrainingConfig) -> list
         f"lower trainer.{row} (now {getattr(settings, row)})",
         f"raise trainer.gradient_accumulation_steps as much (now {settings.gradient_accumulation_steps})",
         f"lower trainer.seq_len (now {settings.seq_len})",
-        *(["raise trainer.context_parallel, by which ranks share a row"] if divisible else []),
+        *(["raise trainer.context_parallel, so that ranks share a row"] if divisible else []),
         f"name more than {ranks} under trainer.gpus"
         if ranks > 1
         else f'set trainer.optimizer = "adafactor" (now {settings.optimizer})',
@@ -521,7 +540,7 @@ def ways_out(device: Device, profile: Profile, settings: TrainingConfig) -> list
 
 
 def size_text(count: int) -> str:
-    """Bytes as people read them."""
+    """Format a number of bytes for display."""
     for unit, size in (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024)):
         if count >= size:
             return f"{count / size:,.1f} {unit}"
@@ -529,8 +548,8 @@ def size_text(count: int) -> str:
 
 
 def as_data(budget: Budget) -> dict[str, Any]:
-    """For `plan --json`: sizes in bytes, null where nothing is known; in `by_component`, by component and device, that
-    is nothing."""
+    """Return the budget for `plan --json`: sizes in bytes, null (JSON) if unknown;
+    `by_component` (component, then device) counts unknown sizes as 0."""
     devices = [asdict(device) | {"wanted": device.wanted} for device in budget.devices]
     by_component: dict[str, dict[str, int]] = {}
     for device in budget.devices:
@@ -541,12 +560,12 @@ def as_data(budget: Budget) -> dict[str, Any]:
 
 
 def as_lines(budget: Budget) -> list[str]:
-    """For `plan`."""
+    """Return the lines for `plan`."""
     lines = [f"memory ({'; '.join(budget.notes)})"]
     for device in alike(budget.devices):
-        missing = "(how much it has is not known)" if is_host(device.name) else "(this machine has no such GPU)"
+        missing = "(total unknown)" if is_host(device.name) else "(this machine has no such GPU)"
         if device.name[-1].isdigit() and not device.name.startswith("GPU"):
-            missing = "(how much it has is not known here: plan --gpus 8xH100 tells it of each machine)"
+            missing = "(total unknown here: plan --gpus 8xH100 sets it for each machine)"
         known = f"of {size_text(device.total)}" if device.total is not None else missing
         more = " and more" if any(item.bytes is None for item in device.items) else ""
         model = f" ({device.model})" if device.model else ""
@@ -558,22 +577,25 @@ def as_lines(budget: Budget) -> list[str]:
 
 
 def kv_bytes_per_token(section: EngineSection, model: Model, width: int) -> int:
-    """On one device, in bytes: keys and values of every layer; heads are replicated where there are fewer than GPUs."""
+    """Return the bytes of keys and values of one token in all layers on one device. Heads are
+    replicated if there are fewer than GPUs."""
     dimensions = model.dimensions
     heads = max(1, dimensions.kv_heads // section.tensor_parallel)
+    # Linear attention keeps a state of fixed size instead of keys and values.
     linear = (model.decoder.get("layer_types") or []).count("linear_attention")
     layers = math.ceil((dimensions.layers - linear) / section.flag_number("pipeline-parallel-size", 1))
     one = 1 if str(section.flag("kv-cache-dtype")).startswith("fp8") else width
-    return 2 * layers * heads * dimensions.head_size * one
+    return 2 * layers * heads * dimensions.head_size * one  # 2: keys and values
 
 
 def working_memory(section: EngineSection, model: Model, width: int, total: int | None) -> int:
-    """What vLLM measures before the rest becomes KV cache: a full batch, float32 logits of every sequence, CUDA.
+    """Return the bytes that vLLM measures before it allots the KV cache: a full batch, float32
+    logits of every sequence, CUDA.
 
     Args:
-        total: bytes of the GPU, by which vLLM chooses its largest batch; None for a small one.
+        total: bytes of the GPU, from which vLLM derives its largest batch; None: a small GPU.
     """
-    large = total is not None and total >= 70 * 1024**3
+    large = total is not None and total >= 70 * 1024**3  # vLLM's own threshold for its defaults
     tokens = section.flag_number("max-num-batched-tokens", 8192 if large else 2048)
     sequences = section.flag_number("max-num-seqs", 1024 if large else 256)
     dimensions = model.dimensions
@@ -582,20 +604,22 @@ def working_memory(section: EngineSection, model: Model, width: int, total: int 
 
 
 def tokens_per_pass(settings: TrainingConfig, longest: int | None, ranks: int = 1) -> int:
-    """Upper bound of tokens in one pass of a rank of the trainer, given the longest sequence that the engine makes."""
+    """Return the upper bound of tokens in one trainer pass of a rank, from the engine's longest
+    sequence."""
     sequence, context = min(settings.seq_len, longest or settings.seq_len), settings.context_parallel
+    # The ranks of one context-parallel group share a row, so each holds 1/context of its tokens.
     of_a_rank = math.ceil(settings.sequences_per_step * context / ranks) * sequence
     return math.ceil(min(max(settings.tokens_per_pass, sequence), of_a_rank) / context)
 
 
 def effective_optimizer(settings: TrainingConfig, *, on_gpu: bool) -> str:
-    """The optimizer that the trainer takes on such a device."""
+    """Return the optimizer that the trainer uses on such a device."""
     chosen = "optimizer" in settings.model_fields_set
     return model_math.effective_optimizer(settings.optimizer, chosen=chosen, on_gpu=on_gpu)
 
 
 def adapter_shapes(model: Model, settings: TrainingConfig) -> Shapes:
-    """The two float32 matrices of each adapted linear layer."""
+    """Return the two float32 matrices of each adapted linear layer."""
     wanted = set(settings.lora_target_modules or ["q_proj", "v_proj"])
     everywhere = wanted == {"all-linear"}
     shapes: Shapes = {}
@@ -608,19 +632,20 @@ def adapter_shapes(model: Model, settings: TrainingConfig) -> Shapes:
 
 
 def slot_elements(model: Model, section: EngineSection, settings: TrainingConfig) -> int:
-    """Elements of vLLM's adapter slots: each has room for every linear layer at the largest rank."""
+    """Return the elements of vLLM's adapter slots: each fits every linear layer at the largest
+    rank."""
     rank = section.flag_number("max-lora-rank", server_rank(settings.lora_r) or settings.lora_r)
     linear = [shape for name, shape in model.shapes.items() if len(shape) in (2, 3) and LAYER.search(name)]
-    # Experts lie in one tensor, [experts, rows, columns].
+    # All experts of a layer are one tensor [experts, rows, columns].
     one = sum(rank * math.prod(shape[:-2]) * (shape[-2] + shape[-1]) for shape in linear)
     return section.flag_number("max-loras", LORA_SLOTS) * one
 
 
 def dtype_bytes(dtype: str, model: Model) -> int:
-    """Bytes of one weight; `auto` is the type it is stored in."""
+    """Return the bytes of one weight; `auto` is the type of the stored model."""
     return _BYTES.get(model.dtype if dtype == "auto" else dtype, 2)
 
 
 def count(shapes: Shapes) -> int:
-    """Parameters in all."""
+    """Return the total number of parameters."""
     return sum(math.prod(shape) for shape in shapes.values())

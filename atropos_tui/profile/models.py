@@ -1,11 +1,13 @@
-"""What a model is made of: config.json and the shapes of its tensors, without its weights.
+"""A model without its weights: config.json, and the names and shapes of its tensors as in
+transformers.
 
-Names and shapes of the tensors are those of transformers; a tied head is the embedding and is listed once. The most
-usual architectures have a formula, so that a laptop without torch can plan for them in no time; for any other
-transformers is asked, in another process, since nothing here imports torch; else the headers of the files are read.
+A tied head is the embedding and is listed once. The most common architectures have a formula, which
+needs no torch. For others a second process builds the model with transformers; if that fails, the
+headers of the files are read.
 
-config.json is looked for in a directory, then in the local cache of huggingface_hub, then on the hub itself, where
-Hugging Face's own settings (`HF_HUB_OFFLINE`, `HF_ENDPOINT`, a token) let it. Nothing else of a hub model comes.
+config.json comes from a directory, the local huggingface_hub cache, or the hub itself, subject to
+Hugging Face's own settings (`HF_HUB_OFFLINE`, `HF_ENDPOINT`, a token). No other file of a hub model
+is downloaded.
 """
 
 from __future__ import annotations
@@ -36,18 +38,19 @@ Shapes = dict[str, Shape]
 
 LAYER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
 BUILD_TIMEOUT = 180.0
-"""Seconds for importing transformers and building a model without memory: about 6 on an idle core."""
+"""Seconds to import transformers and build a model without memory: about 6 on an idle core."""
 HUB_TIMEOUT = 5.0
-"""Seconds for the hub to answer at all."""
+"""Seconds to wait for the hub."""
 _ABSENT = "model not on this machine"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _PARTS = re.compile(r"(?:^|_)(?:layers?|experts?|heads?|blocks|groups|depths?|stages?)$")
 """Keys of config.json that count parts of a model."""
 MOST_PARTS = 4096
-"""Limit of each such count: the largest public models have some hundred layers, experts or heads."""
+"""Limit of each such count: the largest public models have some hundred layers, experts or
+heads."""
 MOST_NUMBER = 2**53
 _MAX_HEADER = 100_000_000
-"""Bytes; the limit of the safetensors format itself."""
+"""Bytes; limit of the safetensors format itself."""
 
 
 @dataclass(frozen=True)
@@ -57,15 +60,16 @@ class Model:
     config: dict[str, Any]
     shapes: Shapes
     source: str
-    """Where the shapes come from, for people."""
+    """Origin of the shapes, for display."""
 
     @cached_property
     def parameters(self) -> int:
-        """Parameters in all."""
+        """Total number of parameters."""
         return sum(math.prod(shape) for shape in self.shapes.values())
 
     def stored_bytes(self, width: int) -> int:
-        """Of all weights in memory where plain ones take `width` bytes each: matrices of layers may be quantized."""
+        """Return the bytes of all weights in memory if an unquantized one has `width` bytes;
+        matrices of layers may be quantized."""
         bits = bits_of(self.config)
         if bits is None:
             return self.parameters * width
@@ -74,35 +78,35 @@ class Model:
 
     @property
     def decoder(self) -> Mapping[str, Any]:
-        """The part of the configuration that describes the language model."""
+        """Part of the configuration that describes the language model."""
         inner = self.config.get("text_config")
         return inner if isinstance(inner, dict) else self.config
 
     @property
     def dimensions(self) -> Dimensions:
-        """Sizes of its layers, by which memory is estimated."""
+        """Sizes of the layers, for memory estimates."""
         return Dimensions.of(self.decoder, head_norms=any("q_norm" in name for name in self.shapes))
 
     @property
     def max_length(self) -> int | None:
-        """Longest context the model was made for, in tokens."""
+        """Limit of the context in tokens, from the model's configuration."""
         longest = self.decoder.get("max_position_embeddings") or self.decoder.get("n_positions")
         return int(longest) if longest else None
 
     @property
     def dtype(self) -> str:
-        """The type its weights are stored in."""
+        """Data type of the stored weights."""
         return str(self.config.get("dtype") or self.config.get("torch_dtype") or "float32").removeprefix("torch.")
 
     def trained(self, layers: list[int] | None) -> Shapes:
-        """The tensors that are trained when only these transformer layers are; all for None."""
+        """Return the trained tensors if only these transformer layers train; None: all layers."""
         if layers is None:
             return self.shapes
         return {n: s for n, s in self.shapes.items() if (layer := LAYER.search(n)) and int(layer[1]) in layers}
 
 
 def read_model(name: str) -> Model | str:
-    """The model, or in words why nothing is known about it.
+    """Return the model, or the reason why it is unknown.
 
     Args:
         name: a directory, or a hub id.
@@ -119,7 +123,7 @@ def read_model(name: str) -> Model | str:
         else:
             model = _without_formula(path.parent, config)
         if isinstance(model, Model):
-            # Read now what the budget needs, so that a configuration without it is found here.
+            # Read what the budget needs now, so that a configuration without it fails here, with a reason.
             _ = (model.dimensions, model.max_length)
         return model
     except KeyError as error:
@@ -129,9 +133,11 @@ def read_model(name: str) -> Model | str:
 
 
 def absurd_size(value: object, key: str = "") -> str:
-    """Why a number of a configuration cannot be a size, in words; empty if all can.
+    """Return the reason why a number of a configuration is not a possible size; empty if all are
+    possible.
 
-    Layers, experts and heads become entries of tables and modules, so one hostile number would take all memory.
+    Layers, experts and heads become entries of tables and modules, so one hostile number could use
+    all memory.
     """
     if isinstance(value, dict):
         return next(filter(None, (absurd_size(item, str(name)) for name, item in value.items())), "")
@@ -143,22 +149,24 @@ def absurd_size(value: object, key: str = "") -> str:
 
 
 def _without_formula(folder: Path, config: dict[str, Any]) -> Model | str:
-    """A model of any other architecture: as transformers builds it, else as its files have it."""
+    """Return a model of any other architecture: as transformers builds it, or else from the headers
+    of its files."""
     if not isinstance(built := build(folder, config), str):
         return built
     if shapes := _stored_shapes(folder):
         return Model(config, shapes, "safetensors")
-    return f"no formula for {architecture(config)}, and {built}; no safetensors beside its config.json either"
+    return f"no formula for {architecture(config)}, and {built}; its folder has no safetensors either"
 
 
 def is_hub_id(model: str) -> bool:
-    """`owner/name`, as against a path: not absolute, not dotted, one slash, and no such folder here."""
+    """Return True for `owner/name`: one slash, relative, no leading dot, and no folder of that name
+    here."""
     looks = _HUB_ID.fullmatch(model) is not None and not model.startswith(".")
     return looks and not Path(model.split("/")[0]).is_dir()
 
 
 def config_file(name: str) -> Path | str:
-    """config.json of a directory or of a hub id, or in words why there is none."""
+    """Return the config.json of a directory or hub id, or the reason why there is none."""
     try:
         folder = Path(name).expanduser()
         if (folder / "config.json").is_file():
@@ -166,7 +174,7 @@ def config_file(name: str) -> Path | str:
         from huggingface_hub import try_to_load_from_cache
 
         cached = try_to_load_from_cache(name, "config.json")
-    except Exception:  # no huggingface_hub, or a name that it takes for none: either way nothing is here
+    except Exception:  # no huggingface_hub, or a name that it refuses: the model is not in its cache
         return _ABSENT
     if isinstance(cached, str):
         return Path(cached)
@@ -178,14 +186,13 @@ def _from_hub(name: str) -> Path | str:
     from huggingface_hub import constants, errors, hf_hub_download
 
     if constants.HF_HUB_OFFLINE or os.environ.get("HF_HUB_OFFLINE", "").upper() in constants.ENV_VARS_TRUE_VALUES:
-        return f"{_ABSENT}, and HF_HUB_OFFLINE forbids asking the hub"
+        return f"{_ABSENT}, and HF_HUB_OFFLINE turns the hub off"
     try:
-        # Asked by hand first: huggingface_hub repeats what fails for half a minute.
+        # A quick request first: huggingface_hub retries a failing one for half a minute.
         httpx.head(constants.ENDPOINT, timeout=HUB_TIMEOUT)
         return Path(hf_hub_download(name, "config.json", etag_timeout=HUB_TIMEOUT))
     except (errors.RepositoryNotFoundError, errors.GatedRepoError):
-        refused = "gives it to nobody without a token (hf auth login), or has no"
-        return f"{_ABSENT}, and {constants.ENDPOINT} {refused} {name}"
+        return f"{_ABSENT}, and {constants.ENDPOINT} has no {name}, or needs a token for it (hf auth login)"
     except errors.EntryNotFoundError:
         return f"{_ABSENT}, and {name} on {constants.ENDPOINT} has no config.json"
     except (OSError, httpx.HTTPError, errors.HfHubHTTPError, ValueError):
@@ -194,10 +201,10 @@ def _from_hub(name: str) -> Path | str:
 
 
 def build(folder: Path, config: Mapping[str, Any]) -> Model | str:
-    """What transformers makes of the configuration in `folder`, by `trainer_core.shapes`, with the defaults of its
-    class put into its config; or in words why nothing.
+    """Build the model of `folder` with transformers (`trainer_core.shapes`), with the defaults of
+    its class in its config; on failure return the reason.
 
-    It takes seconds, and is kept in the cache folder for each configuration and release.
+    It takes seconds, so the cache folder keeps the result by configuration and release.
     """
     if not isinstance(config.get("model_type"), str):
         return "its config.json names no model_type"
@@ -207,17 +214,18 @@ def build(folder: Path, config: Mapping[str, Any]) -> Model | str:
     kept = cache_dir() / "shapes" / f"{hashlib.sha256(key).hexdigest()[:32]}.json"
     with suppress(OSError, ValueError):
         return _built(json.loads(kept.read_text(encoding="utf-8")))
-    said = _ask(folder)
-    if isinstance(said, str):
-        return said
-    with suppress(OSError):  # a cache that cannot be written costs the same seconds again
+    built = _build_in_child(folder)
+    if isinstance(built, str):
+        return built
+    with suppress(OSError):  # without a cache the next call takes the same seconds again
         kept.parent.mkdir(parents=True, exist_ok=True)
-        write_private(kept, json.dumps(said))
-    return _built(said)
+        write_private(kept, json.dumps(built))
+    return _built(built)
 
 
-def _ask(folder: Path) -> dict[str, Any] | str:
+def _build_in_child(folder: Path) -> dict[str, Any] | str:
     command = with_parent([sys.executable, "-P", "-m", "trainer_core.shapes", str(folder)])
+    # No GPU and no network: a CUDA context would take memory of a GPU in use.
     quiet = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     try:
         done = subprocess.run(
@@ -228,14 +236,15 @@ def _ask(folder: Path) -> dict[str, Any] | str:
         return f"it could not be built without memory ({type(error).__name__})"
 
 
-def _built(said: Mapping[str, Any]) -> Model | str:
-    if "error" in said:
-        return f"transformers {metadata.version('transformers')} cannot build it: {said['error']}"
-    return Model(said["config"], {name: tuple(shape) for name, shape in said["shapes"].items()}, "transformers")
+def _built(answer: Mapping[str, Any]) -> Model | str:
+    if "error" in answer:
+        return f"transformers {metadata.version('transformers')} cannot build it: {answer['error']}"
+    return Model(answer["config"], {name: tuple(shape) for name, shape in answer["shapes"].items()}, "transformers")
 
 
 def _stored_shapes(folder: Path) -> Shapes:
-    """Shapes from the headers of every safetensors file; empty when a file of the index is missing."""
+    """Return the shapes from the headers of all safetensors files; empty if a file of the index is
+    missing."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         names = sorted(set(json.loads(read_regular(index, unlinked=0))["weight_map"].values()))
@@ -247,6 +256,7 @@ def _stored_shapes(folder: Path) -> Shapes:
     shapes: Shapes = {}
     for file in files:
         with file.open("rb") as stream:
+            # A safetensors file begins with the length of its JSON header.
             size = int.from_bytes(stream.read(8), "little")
             if size > _MAX_HEADER:
                 raise ValueError(f"{file} is no safetensors file")
@@ -256,13 +266,13 @@ def _stored_shapes(folder: Path) -> Shapes:
 
 
 def architecture(config: Mapping[str, Any]) -> str:
-    """The class that transformers would build."""
+    """Return the name of the class that transformers would build."""
     names = config.get("architectures")
     return str(names[0]) if isinstance(names, list) and names else "(none)"
 
 
 def model_shapes(config: Mapping[str, Any]) -> Shapes | None:
-    """Every tensor of the model; None for an architecture that no formula here knows.
+    """Return every tensor of the model; None if there is no formula for its architecture.
 
     Raises:
         KeyError: the configuration lacks a field that its architecture needs.
@@ -278,12 +288,12 @@ def _decoder(
     output_bias: bool | None = None,
     head_norms: bool = False,
 ) -> Shapes:
-    """Embedding, layers of attention and gated MLP, final norm, head.
+    """Return the tensors of embedding, layers of attention and gated MLP, final norm, and head.
 
     Args:
-        qkv_bias: whether these projections have a bias; left out, the configuration says so.
-        output_bias: the same of the projection behind the heads.
-        head_norms: queries and keys are normalised in each head.
+        qkv_bias: these projections have a bias; default: as the configuration says.
+        output_bias: the projection after the heads has one; default likewise.
+        head_norms: each head normalizes its queries and keys.
     """
     hidden, vocab, inner = config["hidden_size"], config["vocab_size"], config["intermediate_size"]
     heads = config["num_attention_heads"]

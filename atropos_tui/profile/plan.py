@@ -1,6 +1,7 @@
-"""Profile to `StackSpec`: commands, order, ports, probes, who restarts with whom. A function from data to data.
+"""Profile to `StackSpec`: commands, order, ports, probes, and which components restart together.
 
-One builder per role makes a `ComponentSpec` of its section; what they share about a run is a `Site` (site.py).
+One builder for each role turns its section into a `ComponentSpec`; a `Site` (site.py) holds what
+they share about a run. Pure functions.
 """
 
 from __future__ import annotations
@@ -77,21 +78,23 @@ from trainer_core.config import TrainingConfig
 
 PYTHON = sys.executable
 OUR_PACKAGES = ("atropos_tui", "atropos_api", "atropos_envs", "trainer_core", "vllm_server", "atroposlib")
-"""Are installed: a folder of one of these names where atropos-tui is started is none of them."""
+"""Installed packages: `python -m` must not take a folder of the same name in the working directory
+instead."""
 SERVES_TILL_STOPPED = RestartPolicy(policy="always")
-"""For servers: an end that nobody asked for is a crash, whatever the exit code."""
+"""Restart policy of servers: any exit that was not requested is a crash, even with code 0."""
 GRAPH_FLAGS = ("cudagraph-capture-sizes", "max-cudagraph-capture-size", "compilation-config", "enforce-eager")
-"""Whoever sets one of these has chosen the sizes of CUDA graphs."""
+"""vLLM flags that choose the batch sizes of CUDA graphs; if one is set, the plan chooses none."""
 MOST_SEQUENCES = 1024
-"""vLLM's own --max-num-seqs on a large GPU."""
+"""Default of vLLM's own --max-num-seqs on a large GPU."""
 HOST = "atropos_envs.runner"
-"""Runs environments that nobody here wrote."""
+"""Program that runs environments of other packages."""
 WORKER_FLAGS = {"env.max_num_workers", "env.max_num_workers_per_node"}
-"""Whoever sets one of these has chosen how many groups are under way."""
+"""Flags that limit the groups in flight; if one is set, the plan sets no limit."""
 LORA_SLOTS = 2
-"""Adapters that an engine computes with at a time: the newest, and the one on which completions in flight end."""
+"""Adapters in vLLM's memory at the same time: the newest one, and the one of completions still in
+flight."""
 WANDB_ID_LENGTH = 64
-"""Longer ids of runs are refused there."""
+"""Limit of Weights & Biases for a run id, in characters."""
 
 TRAINER_STAGES = [
     Stage(
@@ -100,8 +103,7 @@ TRAINER_STAGES = [
     ),
     Stage(
         name=stages.ATTACHED,
-        usually="vLLM is still loading the model, which takes up to two minutes on a GPU: see `why` and `logs` of the "
-        "engine",
+        usually="vLLM is still loading the model (up to two minutes on a GPU): see `why` and `logs` of the engine",
     ),
     Stage(
         name=stages.FIRST_BATCH,
@@ -114,33 +116,34 @@ ENGINE_STAGES = [
     Stage(
         name="its weights",
         pattern=r"Loading weights took|Model loading took",
-        usually="a large model is read from its disk, or first comes from the hub",
+        usually="vLLM reads a large model from disk, or downloads it from the hub first",
     ),
     Stage(
         name="its KV cache",
         pattern=r"KV cache size|# GPU blocks",
-        usually="the model is compiled, the first time for some minutes, and its memory measured",
+        usually="vLLM compiles the model (minutes the first time) and measures its memory",
     ),
     Stage(
         name="its CUDA graphs",
         pattern=r"Graph capturing finished|init engine \(",
-        usually="one graph a batch size; [vllm.args] enforce-eager = true leaves them out, and decodes slower",
+        usually="vLLM captures one graph for each batch size; [vllm.args] enforce-eager = true skips them, but decodes "
+        "slower",
     ),
     Stage(
         name=stages.READY,
-        pattern=r"Application startup complete",  # a server of another program
-        usually="it proves on a token that each kind of layer follows new weights",
+        pattern=r"Application startup complete",  # a server that is not ours
+        usually="the server tests on one token that each kind of layer follows new weights",
     ),
 ]
 HOSTED_STAGE = Stage(
     name=stages.SET_UP,
-    usually="its setup() has not ended: it loads data, or waits for a service: see its `logs`",
+    usually="its setup() has not returned: it loads data or waits for a service; see its `logs`",
 )
-"""Environments that `atropos_envs` hosts say when it is over."""
+"""Stage of environments that `atropos_envs` hosts: their setup() has returned."""
 ENV_STAGES = [
     Stage(
         name=stages.REGISTERED,
-        pattern=r"Initialized env with id \d+",  # an environment of another program, in atroposlib's words
+        pattern=r"Initialized env with id \d+",  # atroposlib's own log line, of an environment that we do not host
         usually="run-api takes environments only after the trainer's first request for a batch, and the trainer waits "
         "for vLLM: see `why trainer`",
     ),
@@ -148,12 +151,13 @@ ENV_STAGES = [
 
 
 def build_stack(profile: Profile, run_dir: Path, *, run_id: str) -> StackSpec:
-    """The complete stack in start order: prepare steps, run-api, engines, environments, extras, trainer."""
+    """Return the complete stack in start order: prepare steps, run-api, engines, environments,
+    extras, trainer."""
     return stack_of(make_site(profile, run_dir, run_id=run_id))
 
 
 def stack_of(site: Site) -> StackSpec:
-    """As `build_stack`, with what `.env` files say to the references of the profile."""
+    """Return the stack of a site, with the values from `.env` files for the profile's `${VAR}`."""
     profile = site.profile
     settings = training_config(site)
     after = [section.name for section in profile.prepare]
@@ -179,31 +183,33 @@ def stack_of(site: Site) -> StackSpec:
         launcher=profile.cluster.launcher if profile.cluster else "local",
         nodes=list(site.hosts.nodes),
     )
+    # Only the variables that this stack refers to: the supervisor needs no other secret of the `.env` files.
     named = {name: site.dotenv[name] for name in references(spec.model_dump_json()) if name in site.dotenv}
     return spec.model_copy(update={"variables": named})
 
 
 def _with_python(spec: ComponentSpec) -> ComponentSpec:
-    """With the interpreter of the machine where it runs."""
+    """Replace our interpreter with the one of the component's machine."""
     if spec.place is None or spec.command[0] != PYTHON or spec.place.python == PYTHON:
         return spec
     return spec.model_copy(update={"command": [spec.place.python, *spec.command[1:]]})
 
 
 def redacted(stack: StackSpec) -> dict[str, Any]:
-    """The plan as data that may be written to a file."""
+    """Return the stack as data for a file, without secrets."""
     data: dict[str, Any] = hide_tree(stack.model_dump(mode="json", exclude={"variables"}))
     return data
 
 
 def _spec(site: Site, options: ComponentOptions, **derived: Any) -> ComponentSpec:
-    """Derived values, overridden by what the profile says."""
+    """Merge derived values with the options of a section, which have priority."""
     probes: Probes = derived.pop("probes", Probes())
     chosen = {name: getattr(options, name) for name in ("startup", "readiness", "liveness")}
-    said = {name: _runnable(probe) for name, probe in chosen.items() if probe is not None}
-    derived["probes"] = probes.model_copy(update=said)
+    given_probes = {name: _runnable(probe) for name, probe in chosen.items() if probe is not None}
+    derived["probes"] = probes.model_copy(update=given_probes)
     for name in ("restart", "stop"):
         if (policy := getattr(options, name)) is not None:
+            # Only the keys that the user wrote: the others keep the default of the role.
             given = {field: getattr(policy, field) for field in policy.model_fields_set}
             derived[name] = derived[name].model_copy(update=given) if name in derived else policy
     for name in ("start_timeout_s", "depends_on"):
@@ -216,7 +222,7 @@ def _spec(site: Site, options: ComponentOptions, **derived: Any) -> ComponentSpe
 
 
 def _reached(stage: str, label: str) -> Probes:
-    """Healthy once the program records that stage, however long that takes."""
+    """Return probes that pass once the program records `stage`, however long that takes."""
     return Probes(startup=Probe(checks=[StageCheck(stage=stage, label=label)], failure_threshold=1_000_000))
 
 
@@ -229,7 +235,7 @@ def _prepare(site: Site, section: PrepareSection, before: list[str]) -> Componen
         depends_on=dict.fromkeys(before, "completed"),
         creates=site.path(section.creates) if section.creates else None,
         restart=RestartPolicy(policy="never"),
-        start_timeout_s=24 * 3600,
+        start_timeout_s=24 * 3600,  # a step may download a model or a data set
         place=site.place(node_of(site.profile, None)),
     )
 
@@ -248,14 +254,16 @@ def _api(site: Site, section: ApiSection, after: list[str]) -> ComponentSpec:
         depends_on=dict.fromkeys(after, "completed"),
         probes=Probes(
             readiness=Probe(checks=answers, interval_s=0.25),
+            # Slow to fail: run-api is one thread, and a large request body blocks it for seconds.
             liveness=Probe(checks=answers, interval_s=5, timeout_s=10, failure_threshold=6),
         ),
         port=section.port,
         port_held=section.command is None and _is_held(place, site.api_address),
         place=place,
-        # Its state is in memory only: environments must register anew, and the trainer does so by itself.
+        # Its state is only in memory: after a restart the environments must register again, so they restart too. The
+        # trainer registers again without a restart.
         restart_with=names,
-        scratch=True,  # wandb, which atroposlib imports, leaves folders there when its process is killed
+        scratch=True,  # atroposlib imports wandb, which leaves temporary folders if its process is killed
         restart=SERVES_TILL_STOPPED,
         stop=StopPolicy(grace_s=5),
     )
@@ -264,7 +272,7 @@ def _api(site: Site, section: ApiSection, after: list[str]) -> ComponentSpec:
 def _engine(
     site: Site, section: EngineSection, seats: list[Seat], after: list[str], settings: TrainingConfig
 ) -> list[ComponentSpec]:
-    """The server; on several machines a part of it on each, the first of which serves."""
+    """Return the server; on several machines one part for each, of which the first serves."""
     names = part_names(section.name, len(seats))
     fed, url = is_fed(site, section), site.engine_url(section)
     place = site.place(section.node if site.profile.is_spread else None)
@@ -278,6 +286,7 @@ def _engine(
     if fed:
         environment |= _fed_environment(site, section, settings)
     if fed and site.traits.shares_memory:
+        # A manifest of an earlier attempt would point the trainer at memory that no longer exists.
         manifest = str(site.run.manifest(section.name))
         checks.append(FileCheck(path=manifest))
         clears = [manifest, *_shm_files(site, section)]
@@ -298,14 +307,16 @@ def _engine(
         place=place,
         gpus=section.gpus,
         clears=clears,
-        scratch=True,  # vLLM leaves sockets and files of its groups there
+        scratch=True,  # vLLM leaves sockets and files of its process groups there
         stages=ENGINE_STAGES,
+        # The parts of one server restart together. In single copy the trainer computes on this engine's memory.
         restart_with=[*names[1:], *(["trainer"] if fed and site.traits.trainer_follows_engine else [])],
         restart=SERVES_TILL_STOPPED,
         stop=StopPolicy(grace_s=15),
-        start_timeout_s=1800,
+        start_timeout_s=1800,  # loading and compiling a large model takes up to half an hour
         standby=fed and site.traits.restarts_engine and len(names) == 1,
     )
+    # The other parts have no API server: they are ready by a stage, and have no port.
     ready = _reached(stages.READY, "its workers are ready")
     return [
         spec,
@@ -329,7 +340,8 @@ def _engine(
 
 
 def _engine_part(site: Site, section: EngineSection, seats: list[Seat], rank: int) -> dict[str, Any]:
-    """Flags that tell a part of a server over several machines which it is, and where all of them meet."""
+    """Return the flags for one part of a server over several machines: its rank, and where the
+    parts meet."""
     if len(seats) < 2:
         return {}
     return {
@@ -342,17 +354,17 @@ def _engine_part(site: Site, section: EngineSection, seats: list[Seat], rank: in
 
 
 def _node_address(site: Site, seats: list[Seat], number: int) -> dict[str, str]:
-    """The address of one of several machines, by which the others of a component reach it."""
+    """Return the variable with the address at which a component's other machines reach this one."""
     return {ENV_NODE_ADDRESS: site.hosts.node(seats[number].node).address} if len(seats) > 1 else {}
 
 
 def _is_held(place: Place | None, address: str) -> bool:
-    """Whether the supervisor can hold the port: one of the loopback of its own machine."""
+    """Return True if the supervisor can hold the port: on the loopback of its own machine."""
     return is_loopback(address) and (place is None or not place.prefix)
 
 
 def _fed_environment(site: Site, section: EngineSection, settings: TrainingConfig) -> dict[str, str]:
-    """What the mode asks of an engine that gets the trainer's weights."""
+    """Return the variables that the mode needs on an engine that the trainer feeds."""
     environment: dict[str, str] = {}
     if site.traits.shares_memory:
         environment |= {"VLLM_ENABLE_SHARED_WEIGHTS": "1", "ATROPOS_SHM_NAME": _shm_name(site, section)}
@@ -366,7 +378,7 @@ def _fed_environment(site: Site, section: EngineSection, settings: TrainingConfi
 
 
 def _shm_files(site: Site, section: EngineSection) -> list[str]:
-    """Where the weights of each of its ranks lie on a CPU."""
+    """Return the shared-memory files of the weights on a CPU, one for each rank."""
     first = f"/dev/shm/{_shm_name(site, section)}"
     return [first, *(f"{first}.{rank}" for rank in range(1, section.tensor_parallel))]
 
@@ -396,6 +408,7 @@ def _engine_command(site: Site, section: EngineSection, settings: TrainingConfig
         flags["cudagraph-capture-sizes"] = few_graph_sizes(section.flag_number("max-num-seqs", MOST_SEQUENCES))
     if settings.routing_replay and is_fed(site, section):
         flags[ROUTING_FLAG] = True
+    # `args` override what is derived; `checks` refuses those that would break the stack.
     flags |= section.args | part
     return [*_module("vllm_server"), *site.texts(_flags(flags))]
 
@@ -409,7 +422,7 @@ def _environment(site: Site, section: EnvSection, after: list[str], settings: Tr
         "env.tokenizer_name": site.model,
         "env.use_wandb": settings.use_wandb,
         "env.wandb_name": f"{site.profile.name}-{section.name}",
-        # run-api counts drained batches, and the environment leaves when they exceed this; the trainer ends the run.
+        # The environment exits after this many batches of run-api. Unreachable, because the trainer ends the run.
         "env.total_steps": 1_000_000_000,
         "env.inference_weight": section.weight,
         "openai.base_url": urls[0],
@@ -440,22 +453,27 @@ def _environment(site: Site, section: EnvSection, after: list[str], settings: Tr
         depends_on={"api": "healthy"} | dict.fromkeys(after, "completed"),
         stages=[HOSTED_STAGE, *ENV_STAGES] if is_hosted(command) else ENV_STAGES,
         place=site.place(env_node(site.profile, section)),
-        scratch=True,  # importing wandb, as atroposlib does, leaves two folders there
+        scratch=True,  # atroposlib imports wandb, which leaves two folders there
         stop=StopPolicy(signal="TERM", grace_s=5),
     )
 
 
 def sequences_in_flight(site: Site, env: EnvSection) -> int:
-    """How many completions an environment may have under way: its share of what its engines compute at a time. How
-    many it begins is for places in the queue, and for groups that come out flat (`atropos_envs/places.py`)."""
-    asked = Counter(engine.name for each in site.profile.env for engine in env_engines(site.profile, each))
+    """Return the limit of completions in flight for an environment: its share of what its engines
+    compute at a time. `atropos_envs/places.py` decides how many of them to start, from the queue
+    and from flat groups."""
+    # Environments that share an engine share its sequences equally.
+    users = Counter(engine.name for each in site.profile.env for engine in env_engines(site.profile, each))
     engines = env_engines(site.profile, env)
-    return sum(engine.flag_number("max-num-seqs", MOST_SEQUENCES) // asked[engine.name] for engine in engines)
+    return sum(engine.flag_number("max-num-seqs", MOST_SEQUENCES) // users[engine.name] for engine in engines)
 
 
 def _environment_program(section: EnvSection, site: Site) -> list[str]:
-    """Environments of ours are programs of the stack; any other of atroposlib's is hosted by one. What does not mention
-    atroposlib at all, not even in a file beside it that it imports, runs as it is."""
+    """Return the command that runs an environment.
+
+    Our own environments and files without atroposlib run directly; `atropos_envs.runner` hosts any
+    other that uses atroposlib, in the file itself or in a neighbour that it imports.
+    """
     target = site.text(section.module) if section.module else site.path(section.script or "")
     path = target.partition(":")[0]  # FILE.py:ClassName
     files = (
@@ -470,14 +488,14 @@ def _environment_program(section: EnvSection, site: Site) -> list[str]:
 
 
 def config_file(text: str) -> Path:
-    """An environment's YAML file: a path, else one that comes with the shipped profiles."""
+    """Return an environment's YAML file: a path, or else a file of the shipped profiles."""
     path = Path(text).expanduser()
     beside = [shipped.parent / text for shipped in list(shipped_profiles().values())[:1]]
     return next((place for place in [path, *beside] if place.is_file()), path)
 
 
 def _any_trainer(site: Site, after: list[str], **derived: Any) -> ComponentSpec:
-    """What a trainer is, ours or another: its end is that of the run."""
+    """Return a trainer, ours or another: its success ends the run."""
     return _spec(
         site,
         site.profile.trainer,
@@ -493,19 +511,21 @@ def _any_trainer(site: Site, after: list[str], **derived: Any) -> ComponentSpec:
 
 
 def _other_trainer(site: Site, command: list[str], after: list[str]) -> ComponentSpec:
-    """A trainer that is not ours: what it must know stands in its environment, and it is well while it runs."""
+    """Return a trainer of another program: variables name run-api and engines, and it is healthy
+    while it runs."""
     gpus = site.profile.trainer.gpus
-    told = {
+    contract = {
         ENV_API_URL: site.api_url,
         ENV_ENGINE_URLS: engine_urls(site),
         ENV_MODEL: site.model,
         ENV_CHECKPOINTS: str(site.run.checkpoints),
     }
-    return _any_trainer(site, after, command=_program(site.texts(command)), env=_gpus(gpus) | told, gpus=gpus)
+    return _any_trainer(site, after, command=_program(site.texts(command)), env=_gpus(gpus) | contract, gpus=gpus)
 
 
 def _trainer(site: Site, settings: TrainingConfig, after: list[str]) -> list[ComponentSpec]:
-    """The trainer; on several machines a launcher of its ranks on each, the first of which speaks for all."""
+    """Return our trainer; on several machines one rank launcher for each, of which the first
+    reports for all."""
     section, seats = site.profile.trainer, trainer_seats(site.profile)
     if section.command:
         return [_other_trainer(site, section.command, after)]
@@ -513,14 +533,14 @@ def _trainer(site: Site, settings: TrainingConfig, after: list[str]) -> list[Com
     gpus = seats[0].gpus if seats else trainer_gpus(site.profile)
     spec = _any_trainer(
         site,
-        after,  # it imports and registers while vLLM loads, and waits for the manifest by itself
+        after,  # not the engine: the trainer imports and registers while vLLM loads, then waits for the manifest
         command=[*_ranks_of(site, 0), *settings.to_args()],
         env=_gpus(gpus) | site.met_at | _ranks_meet(site, 0) | _tracked(site, settings),
         probes=_reached(stages.ATTACHED, "attached to the engine"),
         gpus=gpus,
         stages=TRAINER_STAGES,
         restart_with=names[1:],
-        final_codes=[NO_UPDATE_CODE],
+        final_codes=[NO_UPDATE_CODE],  # the engine cannot take weights: a restart would fail the same way
         start_timeout_s=1800,
     )
     return [
@@ -544,13 +564,13 @@ def _trainer(site: Site, settings: TrainingConfig, after: list[str]) -> list[Com
 
 
 def _ranks_of(site: Site, number: int) -> list[str]:
-    """The trainer's ranks on the machine with that number of several."""
+    """Return the command for the ranks on machine `number`."""
     seats, ranks = trainer_seats(site.profile), trainer_ranks(site.profile)
     return ranked(ranks) if len(seats) < 2 else ranked(ranks // len(seats), nodes=len(seats), node=number)
 
 
 def _ranks_meet(site: Site, number: int) -> dict[str, str]:
-    """Where the ranks of several machines meet, and the address of the one with that number."""
+    """Return the variables with which the ranks of several machines find each other."""
     seats = trainer_seats(site.profile)
     if len(seats) < 2:
         return {}
@@ -558,7 +578,8 @@ def _ranks_meet(site: Site, number: int) -> dict[str, str]:
 
 
 def _tracked(site: Site, settings: TrainingConfig, environment: str = "") -> dict[str, str]:
-    """What makes all attempts of a component one run of Weights & Biases, and those of a run one group."""
+    """Return the variables that make all attempts of a component one Weights & Biases run, and the
+    components of a run one group."""
     if not settings.use_wandb:
         return {}
     return {
@@ -570,7 +591,8 @@ def _tracked(site: Site, settings: TrainingConfig, environment: str = "") -> dic
 
 
 def ranked(ranks: int, nodes: int = 1, node: int = 0) -> list[str]:
-    """The trainer, or torchrun over that many of it; on several nodes on each of them."""
+    """Return the command of the trainer: one process, or torchrun with `ranks` processes on each of
+    `nodes`."""
     if nodes == 1:
         return _module("trainer_core") if ranks == 1 else [*_module("trainer_core.launch"), str(ranks)]
     return [*_module("trainer_core.launch"), "--nnodes", str(nodes), "--node-rank", str(node), str(ranks)]
@@ -588,8 +610,10 @@ def _gpus(gpus: list[int]) -> dict[str, str]:
 
 
 def _program(command: list[str]) -> list[str]:
-    """`command` with `python` replaced by the interpreter that runs atropos-tui, as docs/profiles.md says of every
-    `command`: a profile then works without an activated environment, and all components have the same packages."""
+    """Replace a leading `python` with the interpreter that runs atropos-tui (docs/profiles.md).
+
+    A profile then works without an activated environment, and all components use the same packages.
+    """
     if command[:1] not in (["python"], ["python3"]):
         return command
     if command[1:2] == ["-m"] and len(command) > 2:
@@ -598,7 +622,7 @@ def _program(command: list[str]) -> list[str]:
 
 
 def _runnable(probe: Probe) -> Probe:
-    """`probe` with the commands of its `exec` checks as `_program` makes them."""
+    """Apply `_program` to the commands of `exec` checks."""
     checks = [
         check.model_copy(update={"command": _program(check.command)}) if isinstance(check, ExecCheck) else check
         for check in probe.checks
@@ -607,18 +631,18 @@ def _runnable(probe: Probe) -> Probe:
 
 
 def _module(name: str) -> list[str]:
-    """Python running a module. Ours never comes from the working directory (-P), which may be somebody else's; one of
-    the user's own is looked for there first, as Python does."""
+    """Return the command that runs a module. Python searches the working directory first, which may
+    hold anybody's files: -P turns that off for our modules and keeps it for the user's."""
     return [PYTHON, *(["-P"] if is_ours(name) else []), "-m", name]
 
 
 def is_ours(module: str) -> bool:
-    """Whether the module comes with atropos-tui, or is atroposlib's."""
+    """Return True if the module comes with atropos-tui or is atroposlib's."""
     return module.partition(".")[0] in OUR_PACKAGES
 
 
 def _flags(values: dict[str, Any], *, explicit_booleans: bool = False) -> list[str]:
-    """Flags from a table; None is left out, a boolean is a bare flag or `--flag true`."""
+    """Turn a table into flags: None is left out, a boolean becomes a bare flag or `--flag true`."""
     argv: list[str] = []
     for name, value in values.items():
         if value is None or (value is False and not explicit_booleans):
@@ -634,5 +658,5 @@ def _flags(values: dict[str, Any], *, explicit_booleans: bool = False) -> list[s
 
 
 def resolve_path(path: str) -> Path:
-    """`path` as an absolute one, with `~` put in and links followed."""
+    """Return the absolute path, with `~` expanded and links followed."""
     return Path(os.path.expanduser(path)).resolve()  # noqa: PTH111

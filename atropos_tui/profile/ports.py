@@ -1,6 +1,7 @@
-"""Ports of this machine: whether one is free, and who holds it; and whether anybody listens on a Unix socket.
+"""Ports of this machine and who holds them; live listeners on Unix sockets.
 
-psutil is imported where processes are looked at: commands that only ask for live runs do not wait for it.
+psutil is imported only where processes are inspected, so that commands which only look for live
+runs start fast.
 """
 
 from __future__ import annotations
@@ -24,25 +25,26 @@ if TYPE_CHECKING:
     import psutil
 
 CONNECT_S = 1.0
-"""Connecting to a local socket is immediate; only a full backlog takes longer."""
+"""Seconds to connect to a Unix socket: immediate unless the backlog is full."""
 
 
 def listens(address: str) -> bool:
-    """Whether somebody listens on the Unix socket at `address`: the one sign of a live supervisor that a killed one
-    does not leave."""
+    """Return True if a process listens on the Unix socket at `address`: the only sign of a live
+    supervisor that a killed one does not leave."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             probe.settimeout(CONNECT_S)
             probe.connect(address)
     except (BlockingIOError, TimeoutError):
-        return True  # it listens, but has more callers than it can take just now
+        return True  # it listens, but its backlog is full
     except (OSError, ValueError):  # ValueError: a NUL in the address
         return False
     return True
 
 
 def listener(address: str) -> int | None:
-    """Pid of the process that listens on the Unix socket at `address`; `None` if there is none."""
+    """Return the pid of the process that listens on the Unix socket at `address`; None if there is
+    none."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             probe.settimeout(CONNECT_S)
@@ -54,10 +56,11 @@ def listener(address: str) -> int | None:
 
 
 def own_socket(run: RunDir) -> str | None:
-    """Path of this run's control socket; `None` if `control.sock` leads to any other socket.
+    """Return the path of this run's control socket; None if `control.sock` links to any other
+    socket.
 
-    A recording or a copied run directory brings a link to the socket of another run. The name of a socket depends on
-    the run directory, so such a link never passes.
+    A recording or a copied run directory contains a link to another run's socket. A socket's name
+    depends on the run directory, so such a link never matches.
     """
     try:
         target = os.readlink(run.control_sock)  # noqa: PTH115 — the link's own path may be too long to connect to
@@ -68,13 +71,15 @@ def own_socket(run: RunDir) -> str | None:
 
 
 def has_supervisor(run: RunDir) -> bool:
-    """Whether a process of this machine listens on the run's socket; a killed supervisor leaves only the file."""
+    """Return True if a process listens on the run's socket; a killed supervisor leaves only the
+    file."""
     address = own_socket(run)
     return address is not None and listens(address)
 
 
 def is_free(port: int, *, held: bool = False) -> bool:
-    """Whether a server could listen on `port` of the loopback address now; TIME_WAIT does not count as taken.
+    """Return True if a server could listen on `port` of the loopback now; TIME_WAIT does not block
+    it.
 
     Args:
         held: this process holds the port for that server.
@@ -87,7 +92,7 @@ def is_free(port: int, *, held: bool = False) -> bool:
 
 
 def free_port() -> int:
-    """A port that is free at this moment."""
+    """Return a port that is free at this moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -95,17 +100,17 @@ def free_port() -> int:
 
 @dataclass(frozen=True)
 class Holder:
-    """Who has a port: a process, and the run of ours that it belongs to, if any."""
+    """Process that has a port, and its run if it belongs to one of ours."""
 
     process: str
-    """"python (pid 12): command line"."""
+    """Name, pid and command line, such as "python (pid 12): python -m vllm_server"."""
     run_id: str = ""
     run_dir: str = ""
     component: str = ""
     supervised: bool = False
-    """Whether that run's supervisor answers."""
+    """The supervisor of that run answers."""
     survives: bool = False
-    """Whether that run keeps its components for the next supervisor (`survive = true`)."""
+    """That run keeps its components for the next supervisor (`survive = true`)."""
 
     def __str__(self) -> str:
         if not self.run_id:
@@ -116,7 +121,7 @@ class Holder:
 
     @property
     def way_out(self) -> str:
-        """How to make it let go of the port."""
+        """Return the fix that frees the port."""
         if not self.run_id:
             return f"stop {self.process.partition(':')[0]}"
         if self.supervised:
@@ -124,21 +129,23 @@ class Holder:
         if self.survives:
             where = shlex.quote(self.run_dir)
             return (
-                f"that run has no supervisor any more and keeps this for the next: atropos-tui up --resume {where} "
-                f"goes on with it, atropos-tui clean --run-dir {where} ends it"
+                f"that run has no supervisor and keeps the process for the next one: atropos-tui up --resume {where} "
+                f"takes it over, atropos-tui clean --run-dir {where} stops it"
             )
-        return "that run has no supervisor any more: atropos-tui clean ends what it left"
+        return "that run has no supervisor: atropos-tui clean stops its processes"
 
 
 def holder(port: int) -> Holder | None:
-    """Who listens on `port`, or will since its run holds it for him; None when nobody does or it is not ours to see."""
+    """Return the process that listens on `port`, or for which a run holds it; None if there is none
+    or it belongs to another user."""
     import psutil
 
     def listening_or_awaited() -> Iterator[psutil.Process]:
         for row in psutil.net_connections(kind="tcp"):
             if row.status == psutil.CONN_LISTEN and row.laddr and row.laddr.port == port and row.pid:
                 yield psutil.Process(row.pid)
-        for process in psutil.process_iter():  # a live run holds the port for one that does not listen yet
+        # A live run holds the port for a component that does not listen yet; its environment says so.
+        for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
                 if is_held(port, process.environ()):
                     yield process
@@ -148,7 +155,7 @@ def holder(port: int) -> Holder | None:
             words = f"{process.name()} (pid {process.pid}): {' '.join(process.cmdline())[:160]}"
             try:
                 environ = process.environ()
-            except (psutil.Error, OSError):  # another user's
+            except (psutil.Error, OSError):  # a process of another user
                 environ = {}
             run_id, run_dir = environ.get(ENV_RUN_ID, ""), environ.get(ENV_RUN_DIR, "")
             live = bool(run_id) and listens(environ.get(ENV_CONTROL_SOCKET, ""))
@@ -157,7 +164,7 @@ def holder(port: int) -> Holder | None:
 
 
 def _survives(run_dir: str) -> bool:
-    """Whether the plan of the run in `run_dir`, if it can be read, lets its components outlive the supervisor."""
+    """Return True if the plan in `run_dir` is readable and has `survive`."""
     try:
         plan = json.loads(read_regular(Path(run_dir) / "plan.json")) if run_dir else {}
     except (OSError, ValueError, RecursionError):

@@ -1,6 +1,6 @@
-"""What this machine lacks to start a stack: ports, packages, models, GPUs, memory. Starts nothing.
+"""Checks of this machine before a start: ports, packages, models, GPUs, memory. Starts nothing.
 
-`separate` makes several stacks fit beside one another: what a later one shares with an earlier one is moved.
+`separate` changes several stacks so that they run beside each other.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ LAUNCHED_BY = {
     "kubernetes": ("kubectl", "kubectl"),
     "ray": ("ray", "Ray (pip install ray)"),
 }
-"""By launcher the program that it needs here, and where that comes from."""
+"""Program that each launcher needs on this machine, and its package."""
 SCONTROL_S = 10.0
-"""SLURM's controller answers at once, or is down."""
-UNSEEN = "a process that this user may not see"
+"""Seconds to wait for SLURM's controller, which answers at once or is down."""
+UNSEEN = "a process of another user"
 ON_THE_CPU = (
     'on the CPU, set vllm.gpus = [], trainer.gpus = [], trainer.device = "cpu", trainer.dtype = "float32", as the '
     "demo profile does"
@@ -72,15 +72,15 @@ ON_THE_CPU = (
 
 
 def preflight(site: Site, stack: StackSpec, inventory: Inventory) -> list[Problem]:
-    """What this machine, of which `inventory` is what is known, lacks to start the stack."""
+    """Return the problems of starting `stack` on this machine."""
     return [*lacks(site, stack, inventory.machine), *mismatches(site, inventory), *unfit(site, inventory)]
 
 
 def lacks(site: Site, stack: StackSpec, machine: Hardware) -> list[Problem]:
-    """What only this machine can have: ports, packages, programs, models, variables.
+    """Return what this machine lacks: ports, packages, programs, models, variables.
 
     Args:
-        machine: where the stack shall run.
+        machine: hardware on which the stack runs.
     """
     return [
         *_open_files(),
@@ -95,7 +95,8 @@ def lacks(site: Site, stack: StackSpec, machine: Hardware) -> list[Problem]:
 
 
 def mismatches(site: Site, inventory: Inventory) -> list[Problem]:
-    """What models, environments and vLLM say in their files against the profile, whatever the hardware."""
+    """Return the contradictions between the profile and the files of models, environments and vLLM,
+    on any hardware."""
     found = [*_model_fits(site, training_config(site), inventory)]
     for index, env in enumerate(site.profile.env):
         found += environment_faults(site, env, f"env.{index}")
@@ -105,32 +106,34 @@ def mismatches(site: Site, inventory: Inventory) -> list[Problem]:
 
 
 def unfit(site: Site, inventory: Inventory) -> list[Problem]:
-    """GPUs that this machine does not have, and memory that is too small for certain."""
+    """Return missing GPUs, and GPUs that are certainly too small."""
     return [*_gpus(site, inventory.machine), *_memory(site, training_config(site), inventory)]
 
 
 def _open_files() -> Iterator[Problem]:
-    """A limit of open files under which the supervisor would stop in the middle of its work."""
+    """Report a limit of open files with which the supervisor would fail later."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < LEAST_FILES:
         yield Problem(f"a process here may open {soft} files; the supervisor needs {LEAST_FILES}", "ulimit -n 4096")
 
 
 def _places(site: Site) -> Iterator[Problem]:
-    """Where a preparation cannot put what it creates, such as the demo's model in the cache."""
+    """Report `creates` paths that a `prepare` step cannot write, such as the demo's model in the
+    cache."""
     for step in site.profile.prepare:
         made = Path(site.path(step.creates or ""))
         there = next((folder for folder in (made, *made.parents) if folder.exists()), made)
         if step.creates and there != made and not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-            fix = f"set {CACHE} to a folder of yours" if CACHE in step.creates else "name a place that you may write to"
+            fix = f"set {CACHE} to a writable folder" if CACHE in step.creates else "name a path in a writable folder"
             section = site.profile.section_of(step.name)
-            yield Problem(f"{made} cannot be made: {there} cannot be written to", fix, key=f"{section}.creates")
+            yield Problem(f"{made} cannot be created: {there} is not writable", fix, key=f"{section}.creates")
 
 
 def _launches(site: Site, stack: StackSpec) -> Iterator[Problem]:
-    """What no process could be started with: variables that are not set, working directories that do not exist."""
+    """Report unset variables and missing working directories, with which no process could start."""
     yield from _places(site)
     known = stack.variables | os.environ
+    # The supervisor sets these for every component.
     variables = {*known, ENV_TOKEN, ENV_RUN_DIR, ENV_RUN_ID, ENV_CONTROL_SOCKET, ENV_COMPONENT, ENV_ATTEMPT}
     named: set[tuple[str, str]] = set()
     for component in stack.components:
@@ -144,7 +147,7 @@ def _launches(site: Site, stack: StackSpec) -> Iterator[Problem]:
                 if name not in variables and (place, name) not in named:
                     named.add((place, name))
                     fix = f"export {name}=..., or put it into the .env file beside the profile"
-                    fix += f"; a variable of a shell in the command is ${name}" if key.endswith(".command") else ""
+                    fix += f"; for a shell variable in the command write ${name}" if key.endswith(".command") else ""
                     yield Problem(f"environment variable {name} is not set", fix, key=place)
         cwd = expand(component.cwd or ".", known)
         if not references(cwd) and not Path(cwd).is_dir():
@@ -153,7 +156,8 @@ def _launches(site: Site, stack: StackSpec) -> Iterator[Problem]:
 
 
 def machines_of(profile: Profile) -> Hosts:
-    """The machines of a profile, as this machine knows them: of a SLURM job with the addresses that SLURM dials."""
+    """Return the machines of a profile as this machine knows them; in a SLURM job with the
+    addresses that SLURM uses."""
     hosts = [host for group in allocated(os.environ) for host in group]
     if not hosts or profile.cluster is None or profile.cluster.launcher != "slurm":
         return hosts_of(profile, os.environ)
@@ -161,19 +165,19 @@ def machines_of(profile: Profile) -> Hosts:
 
 
 def _slurm_addresses(hosts: list[str]) -> dict[str, str]:
-    said = _scontrol("--oneliner", "show", "node", ",".join(hosts))
-    rows = [dict(word.partition("=")[::2] for word in line.split()) for line in said.splitlines()]
+    output = _scontrol("--oneliner", "show", "node", ",".join(hosts))
+    rows = [dict(word.partition("=")[::2] for word in line.split()) for line in output.splitlines()]
     return {row["NodeName"]: row["NodeAddr"] for row in rows if row.get("NodeName") and row.get("NodeAddr")}
 
 
 def _slurm_binds() -> bool:
-    """Whether this SLURM binds tasks to processors, or nobody knows."""
+    """Return True if this SLURM binds tasks to processors, or if that is unknown."""
     plugins = re.search(r"^TaskPlugin\s*=(.*)$", _scontrol("show", "config"), re.MULTILINE)
     return plugins is None or "affinity" in plugins[1]
 
 
 def _scontrol(*words: str) -> str:
-    """What SLURM's controller says; nothing where it does not answer."""
+    """Return the output of `scontrol`; empty if it does not answer."""
     try:
         return subprocess.run(
             ["scontrol", *words], capture_output=True, text=True, timeout=SCONTROL_S, check=True
@@ -183,7 +187,8 @@ def _scontrol(*words: str) -> str:
 
 
 def _nodes(site: Site) -> Iterator[Problem]:
-    """What the launcher lacks here, and whether this is the machine from which the profile starts."""
+    """Report a missing launcher program, and a start from a machine that is not the profile's
+    first."""
     cluster = site.profile.cluster
     if cluster is None or not site.profile.is_spread:
         return
@@ -196,15 +201,15 @@ def _nodes(site: Site) -> Iterator[Problem]:
     if cluster.launcher != "slurm" and not is_this_machine(first.address):
         where = first.host if cluster.launcher != "kubernetes" else f"the pod {first.host}"
         yield Problem(
-            f"{first.address}, the first machine of the profile, is another than this one, and what runs there is "
-            "started by the supervisor itself",
-            f"start it there: log in to {where} and run atropos-tui up; or put this machine first, as a [[node]]",
+            f"{first.address}, the first machine of the profile, is not this machine, but the supervisor has to run "
+            "there",
+            f"log in to {where} and run atropos-tui up there, or put this machine first as a [[node]]",
             key="node.0.hosts",
         )
 
 
 def is_this_machine(address: str) -> bool:
-    """Whether a server on this machine could listen at `address`."""
+    """Return True if a server on this machine could listen at `address`."""
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -220,7 +225,8 @@ def _taken_ports(site: Site) -> Iterator[Problem]:
         if port in elsewhere or ports.is_free(port):
             continue
         holder = ports.holder(port)
-        if holder is None or holder.run_id != site.run_id:  # else who resumes the run adopts it or ends it
+        # A process of this run itself is adopted or stopped when the run resumes.
+        if holder is None or holder.run_id != site.run_id:
             key = site.profile.short_key(key)
             yield Problem(
                 f"port {port} is taken by {holder or UNSEEN}",
@@ -230,10 +236,10 @@ def _taken_ports(site: Site) -> Iterator[Problem]:
 
 
 def _ports_elsewhere(site: Site) -> set[int]:
-    """Ports of what runs on other machines than the supervisor's."""
+    """Return the ports of components on machines other than the supervisor's."""
     profile = site.profile
     if profile.cluster and profile.cluster.launcher == "slurm" and not allocated(os.environ):
-        return {port for _, port in profile.used_ports()}  # nobody knows yet where that will be
+        return {port for _, port in profile.used_ports()}  # SLURM has not chosen the machines yet
     places = {engine.port: engine.node for engine in profile.engines} | {profile.api.port: profile.api.node}
     places |= {at: each.node for each in profile.engines if (at := profile.meeting_ports.get(each.name))}
     places |= {part.port: part.node for part in profile.component.values() if part.port}
@@ -248,6 +254,7 @@ def _packages(site: Site, settings: TrainingConfig, machine: Hardware) -> Iterat
     needed = {"vllm": "vllm", "atroposlib": "api", "torch": "trainer", "transformers": "trainer"}
     for package, key in needed.items():
         if importlib.util.find_spec(package) is None:
+            # `find_spec` does not import: torch and vLLM take many seconds.
             fix = "run `make install` (CPU) or `make install EXTRA=gpu`, and start atropos-tui from that environment"
             yield Problem(f"Python package {package!r} is not installed", fix, key=key)
     on_gpu = not memory.is_host(memory.trainer_devices(site.profile, settings, machine)[0])
@@ -265,6 +272,7 @@ def _programs(site: Site, stack: StackSpec) -> Iterator[Problem]:
         yield from environment_files(site, env, f"env.{index}")
     for number, component in enumerate(stack.components):
         program = component.command[0]
+        # A `prepare` step may create the program, or another machine has it.
         made_before = bool(site.profile.prepare) and number > 0 and os.sep in program
         if (component.place and component.place.prefix) or references(program) or made_before:
             continue
@@ -277,14 +285,15 @@ def _programs(site: Site, stack: StackSpec) -> Iterator[Problem]:
 
 
 def _loss_function(site: Site) -> Iterator[Problem]:
-    """Where the trainer takes its loss from; whether that is one, it says itself."""
+    """Report a missing file or module of the loss function; the trainer checks the function
+    itself."""
     section = site.profile.trainer
     name, _, function = site.text(section.settings.get("loss") or "").partition(":")
     if not name:
         return
     found = user_module(name, [section.cwd or ".", *python_path(site, section.env)])
     if found is None:
-        fix = f"check the name; a module of your own is looked for in {Path(section.cwd or '.').resolve()}"
+        fix = f"check the name; your own modules are searched in {Path(section.cwd or '.').resolve()}"
         yield Problem(f"no module {name!r}", fix, key="trainer.loss")
         return
     known = names_in(Path(found.origin), ast.FunctionDef) if found.origin else None
@@ -299,7 +308,7 @@ def _models(site: Site) -> Iterator[Problem]:
     for index, engine in enumerate(site.profile.vllm):
         model = engine_model(site, engine)
         if model in made or model in named or is_hub_id(model) or references(model):
-            continue  # a variable without a value is a problem of its own
+            continue  # `_launches` reports a variable without a value
         named.add(model)
         key = f"vllm.{index}.model" if engine.model else "model"
         folder = resolve_path(model)
@@ -307,12 +316,12 @@ def _models(site: Site) -> Iterator[Problem]:
             fix = in_braces(model) or "give a directory with config.json, or a hub id"
             yield Problem(f"no such model directory: {model}", fix, key=key)
         elif not (folder / "config.json").is_file():
-            fix = "point at the folder that `save_pretrained` wrote"
-            yield Problem(f"{model} holds no config.json: not a model", fix, key=key)
+            fix = "give the folder that `save_pretrained` wrote"
+            yield Problem(f"{model} contains no config.json, so it is not a model", fix, key=key)
 
 
 def _model_fits(site: Site, settings: TrainingConfig, inventory: Inventory) -> Iterator[Problem]:
-    """What the models' own configurations say against the profile."""
+    """Report contradictions between the models' own configurations and the profile."""
     first, fed = inventory.models[site.profile.vllm[0].name], fed_sections(site.profile)
     for index, engine in enumerate(site.profile.vllm):
         if isinstance(model := inventory.models[engine.name], Model):
@@ -333,13 +342,13 @@ def _model_fits(site: Site, settings: TrainingConfig, inventory: Inventory) -> I
         yield Problem(*refused, key="trainer.routing_replay")
     beyond = [layer for layer in settings.train_layer_indices or [] if layer >= first.dimensions.layers]
     if beyond:
-        reason = f"the model has layers 0-{first.dimensions.layers - 1}, and no {', '.join(map(str, beyond[:5]))}"
+        reason = f"the model has layers 0-{first.dimensions.layers - 1}, but no {', '.join(map(str, beyond[:5]))}"
         yield Problem(reason, f"name layers up to {first.dimensions.layers - 1}", key="trainer.train_layer_indices")
 
 
 def _not_served(site: Site, engine: EngineSection, model: Model, *, adapters: bool) -> tuple[str, str] | None:
-    """Why the vLLM of this machine does not serve the model as it trains; what other machines have, their servers
-    say."""
+    """Return reason and fix if this machine's vLLM does not compute the model as the trainer does.
+    Servers on other machines check this themselves."""
     if site.profile.is_spread or (release := installed()) is None:
         return None
     adapters = adapters and engine.flag("lora-target-modules") is None
@@ -349,17 +358,18 @@ def _not_served(site: Site, engine: EngineSection, model: Model, *, adapters: bo
 def _engine_fits(engine: EngineSection, model: Model, index: int) -> Iterator[Problem]:
     parallel = engine.tensor_parallel
     heads, keys = model.dimensions.heads, model.dimensions.kv_heads
+    # vLLM divides query heads evenly, and divides or replicates key/value heads.
     odd = keys % parallel if keys >= parallel else parallel % keys
     if heads % parallel or odd:
         possible = [n for n in range(1, heads + 1) if heads % n == 0 and (keys % n == 0 or n % keys == 0)]
         yield Problem(
-            f"{heads} attention heads with {keys} for keys cannot be divided among {parallel} GPUs",
+            f"{heads} attention heads with {keys} key/value heads cannot be divided among {parallel} GPUs",
             f"use one of: {', '.join(map(str, possible))}",
             key=f"vllm.{index}.tensor_parallel",
         )
     if engine.max_model_len and model.max_length and engine.max_model_len > model.max_length:
         yield Problem(
-            f"the model was made for {model.max_length} tokens",
+            f"the model's limit is {model.max_length} tokens",
             f"set it to {model.max_length} or less",
             key=f"vllm.{index}.max_model_len",
         )
@@ -369,7 +379,7 @@ def _gpus(site: Site, machine: Hardware) -> Iterator[Problem]:
     present = len(machine.gpus)
     for index, group in enumerate(site.profile.node if site.profile.is_spread and not machine.is_here else []):
         if group.gpus > present:
-            reason = f"{group.gpus} GPUs of each, and the machine that is named has {present}"
+            reason = f"{group.gpus} GPUs on each machine, but the given machine has {present}"
             yield Problem(reason, f"lower it, or name machines with {group.gpus}", key=f"node.{index}.gpus")
     if site.profile.is_spread:
         return
@@ -377,7 +387,7 @@ def _gpus(site: Site, machine: Hardware) -> Iterator[Problem]:
     wanted["trainer.gpus"] = site.profile.trainer.gpus
     if site.traits.other_gpus and present and not any(wanted.values()):
         yield Problem(
-            "a broadcast goes to other GPUs, and nobody has any by name",
+            "a broadcast needs separate GPUs, but no section names any",
             'name vllm.gpus and trainer.gpus, or set trainer.device = "cpu" with a vLLM for the CPU',
             key="trainer.gpus",
         )
@@ -401,13 +411,14 @@ def _gpus(site: Site, machine: Hardware) -> Iterator[Problem]:
 
 
 def _memory(site: Site, settings: TrainingConfig, inventory: Inventory) -> Iterator[Problem]:
-    """Devices that are too small for certain; what is only likely is a warning of `plan`."""
+    """Report devices that are certainly too small; `plan` warns about those that are only likely to
+    be."""
     small = [each for each in memory.alike(memory.site_budget(site, inventory).devices) if each.is_too_small]
     found = nearest(site, inventory, most=1) if small else []
     for device in small:
         yield Problem(
-            f"{device.name}: {memory.size_text(device.certain)} are wanted before any activation, and "
-            f"{memory.size_text(device.total or 0)} are there",
+            f"{device.name}: {memory.size_text(device.certain)} are needed without activations, but only "
+            f"{memory.size_text(device.total or 0)} exist",
             f"set {found[0].text}" if found else "; ".join(memory.ways_out(device, site.profile, settings)),
             key=memory.given_cache(device, site.profile)
             or ("trainer.optimizer" if trainer_gpus(site.profile) else "model"),
@@ -416,22 +427,23 @@ def _memory(site: Site, settings: TrainingConfig, inventory: Inventory) -> Itera
 
 @dataclass
 class Changes:
-    """What each stack must change to stand beside the others."""
+    """Changes of each stack that let it run beside the others."""
 
     sets: dict[str, list[str]] = field(default_factory=dict)
-    """By stack: overrides in the form of --set."""
+    """Overrides in the form of --set, by stack."""
     lines: list[str] = field(default_factory=list)
-    """The same in words, a line each."""
+    """The same changes for display, one a line."""
     problems: list[Problem] = field(default_factory=list)
 
 
 def separate(
     profiles: Mapping[str, Profile], gpu_count: int, is_free: Callable[[int], bool] = ports.is_free
 ) -> Changes:
-    """Changes that give every stack in `profiles`, by name, its own ports and GPUs; the earlier ones keep theirs.
+    """Return changes that give every stack of `profiles` its own ports and GPUs; earlier stacks
+    keep theirs.
 
-    Where there are not enough GPUs, or a command of the user's own may name a port, that is a problem, and one stack
-    after another is a way out. Processors are shared.
+    A problem is reported if there are not enough GPUs or if a custom command may contain a port;
+    the fix is to run the stacks one after another. Stacks share the processors.
     """
     changes = Changes({name: [] for name in profiles})
     _separate_ports(profiles, changes, is_free)
@@ -440,7 +452,8 @@ def separate(
 
 
 def _own_commands(profile: Profile) -> list[str]:
-    """Keys of commands that the profile spells out, ports included: nothing can be changed in them."""
+    """Return the keys of commands that the profile writes out, ports included: they cannot be
+    changed."""
     keys = ["api.command"] if profile.api.command else []
     keys += [f"{env.name}.command" for env in profile.env if env.command]
     return keys + [f"component.{name}.command" for name, part in profile.component.items() if part.port]
@@ -458,9 +471,10 @@ def _separate_ports(profiles: Mapping[str, Profile], changes: Changes, is_free: 
                 continue
             if fixed := _own_commands(profile):
                 reason = f"port {port} of {name} is also used by {holder[port]}, and {', '.join(fixed)} may name it"
-                fix = f"move both: --set {name}:{key}=PORT and the command in a profile of its own; or add --sequential"
+                fix = f"change both: --set {name}:{key}=PORT, and the command in its own profile; or add --sequential"
                 changes.problems.append(Problem(reason, fix, key=key))
                 continue
+            # A section with several engines needs consecutive ports.
             blocks = (range(first, first + len(block)) for first in range(port + 1, 65537 - len(block)))
             found = next((b for b in blocks if not given & {*b} and all(map(is_free, b))), None)
             if found is None:
@@ -469,7 +483,7 @@ def _separate_ports(profiles: Mapping[str, Profile], changes: Changes, is_free: 
             given.update(found)
             free = found[0]
             changes.sets[name].append(f"{key}={free}")
-            changes.lines.append(f"{name}: {key} is {free}, since {holder[port]} has {port}")
+            changes.lines.append(f"{name}: {key} is {free}, since {holder[port]} uses {port}")
         holder |= {port: name for _, port in own if port not in holder}
 
 
@@ -481,7 +495,7 @@ def _separate_gpus(profiles: Mapping[str, Profile], count: int, changes: Changes
         if others:
             free = [gpu for gpu in range(count) if gpu not in holder]
             if len(free) < len(wanted):
-                needs = f"{name} needs {counted(len(wanted), 'GPU')} of its own beside "
+                needs = f"{name} needs {counted(len(wanted), 'more GPU')} beside "
                 left = f"{', '.join(others)}, and {len(free) or 'none'} of {count} is left"
                 fix = "add --sequential: one stack after another"
                 changes.problems.append(Problem(needs + left, fix, key="gpus"))
@@ -489,14 +503,14 @@ def _separate_gpus(profiles: Mapping[str, Profile], count: int, changes: Changes
             moved = dict(zip(wanted, free, strict=False))
             changes.sets[name] += _gpu_sets(profile, moved)
             text = ", ".join(f"{old} -> {new}" for old, new in moved.items())
-            changes.lines.append(f"{name}: GPUs {text}, since {', '.join(others)} has the same")
+            changes.lines.append(f"{name}: GPUs {text}, since {', '.join(others)} uses the same")
             wanted = list(moved.values())
         holder |= dict.fromkeys(wanted, name)
 
 
 def _taken_gpus(profile: Profile, count: int) -> list[int]:
-    """GPUs that a stack takes: all of them where it divides the machine, and the first ones where the profile leaves
-    them to the programs."""
+    """Return the GPUs that a stack uses: all of them if it divides the machine, the first ones if
+    the profile names none."""
     if profile.inference_gpus is not None:
         return list(range(count))
     named = {gpu for engine in profile.vllm for gpu in engine.gpus} | set(trainer_gpus(profile))

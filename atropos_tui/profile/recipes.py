@@ -1,4 +1,4 @@
-"""What a command touches, as data, before it touches anything. Pure functions from a `StackSpec`."""
+"""Effects of a command as data, before it runs. Pure functions of a `StackSpec`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def recipe(
     initiator: str = "user",
     among: Collection[str] | None = None,
 ) -> Recipe:
-    """The blast radius of `action`: who stops, in which order, and who starts again.
+    """Return the components that `action` stops and starts, in order.
 
-    A restart asked for by the trainer never stops that trainer: it waits for the new engine itself.
+    A restart that the trainer requests never stops the trainer: it waits for the new engine itself.
 
     Args:
-        among: of the components that go and come with `component`, those that now can (default: all).
+        among: limits the components that restart together with `component` (default: all).
 
     Raises:
         KeyError: no such component.
@@ -55,7 +55,8 @@ def recipe(
 
 
 def _killed(stack: StackSpec, spec: ComponentSpec, touched: list[str]) -> Recipe:
-    """What follows from a kill: it counts as a crash, and the restart policy decides. `touched`: in start order."""
+    """Return the effects of a kill: it counts as a crash, and the restart policy decides. `touched`
+    is in start order."""
     policy = spec.restart
     if restarts_after_crash(spec):
         gone, start = touched, touched
@@ -70,7 +71,7 @@ def _killed(stack: StackSpec, spec: ComponentSpec, touched: list[str]) -> Recipe
 
 
 def restarts_after_crash(spec: ComponentSpec) -> bool:
-    """Whether a first crash of `spec` is followed by a new start, not by the end of the run."""
+    """Return True if `spec` restarts after its first crash; False: the run ends."""
     return spec.restart.policy != "never" and spec.restart.max_restarts > 0
 
 

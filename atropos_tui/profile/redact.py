@@ -1,7 +1,9 @@
-"""What must not be written to a file: values that look like secrets, in tables, command lines and `--set` words.
+"""Removal of values that look like secrets from tables, command lines and `--set` words before they
+reach a file.
 
-A `${VAR}` reference stays, since it gives nothing away; so do numbers, since a token *limit* is no token. `Scrubber`
-goes further, for text that leaves the machine: it also knows the values that are secret here and now.
+A `${VAR}` reference stays, because it reveals nothing; so do numbers, because a token *limit* is no
+token. For text that leaves the machine, `Scrubber` also removes the values that are secret on this
+machine.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ from atropos_common.run_dir import ENV_TOKEN
 
 REDACTED = "(redacted)"
 PLACEHOLDER = "local"
-"""Stands where a local server wants some key; everybody may read it."""
+"""Public key for local servers that require any key."""
 SHORTEST = 6
-"""A shorter value is too common a word to be searched for in text."""
+"""Least length of a value that is searched for in text; shorter ones are too common."""
 
 _SECRET = re.compile(
     r"(?<![a-z])(api[_-]?key|access[_-]?key|private[_-]?key|key|secret|token|pass|passwd|password|credentials?|auth"
@@ -33,10 +35,12 @@ _NEEDED_BY = (
     (re.compile(ENV_TOKEN), {"api", "engine", "trainer"}),
     (re.compile("WANDB_API_KEY"), {"env", "trainer", "other"}),
     (re.compile("VLLM_API_KEY"), {"engine", "env"}),
-    (re.compile(r"\w+_API_KEY"), {"env", "prepare", "other"}),  # of judges, search engines and the like
-    (re.compile(""), {"prepare", "engine", "trainer", "env", "other"}),  # of hubs and object stores: whoever loads
+    (re.compile(r"\w+_API_KEY"), {"env", "prepare", "other"}),  # judges, search engines and similar services
+    # Keys of hubs and object stores: all that load models or data.
+    (re.compile(""), {"prepare", "engine", "trainer", "env", "other"}),
 )
-"""Which roles need which secret; the first pattern that the name begins with counts."""
+"""Roles that need a secret, by name; the first pattern that matches the beginning of the name
+counts."""
 
 _SHAPES = re.compile(
     r"""
@@ -50,7 +54,7 @@ _SHAPES = re.compile(
   | \b (?: AKIA | ASIA ) [0-9A-Z]{16} \b | \b AIza [\w-]{35}             # AWS, Google
   | (?<![\w-]) eyJ [\w-]{8,} \. [\w-]{8,} \. [\w-]+                     # JSON web token
   | \b nvapi- [\w-]{20,} | \b npm_ [A-Za-z0-9]{20,} | \b r8_ [A-Za-z0-9]{20,} | \b [rs]k_(?:live|test)_ \w{16,}
-  | (?<=\ -u\ ) [^\s:]+:\S+ | (?<=--user[ =]) [^\s:]+:\S+               # of curl
+  | (?<=\ -u\ ) [^\s:]+:\S+ | (?<=--user[ =]) [^\s:]+:\S+               # curl
   | -----BEGIN\ [A-Z ]*PRIVATE\ KEY----- [\s\S]*? (?: -----END\ [A-Z ]*PRIVATE\ KEY----- | \Z )
     """,
     re.VERBOSE | re.ASCII,
@@ -73,13 +77,14 @@ _NAMED_VALUE = re.compile(
     """,
     re.VERBOSE | re.IGNORECASE,
 )
-"""A name and its value in running text: headers, `KEY=value`, `"token": "..."`."""
+"""A name and its value in text: headers, `KEY=value`, `"token": "..."`."""
 _KEY_LIKE = re.compile(
     r"(?<![0-9A-Za-z/@_-])(?:[0-9a-f]{40}|(?=[\w-]{0,42}[a-z])(?=[\w-]{0,42}[A-Z])(?=[\w-]{0,42}\d)[\w-]{43})"
     r"(?![0-9A-Za-z_-])",
     re.ASCII,
 )
-"""What W&B's keys (40 hex digits) and a run's own token (43 characters) look like without any name beside them."""
+"""Form of W&B keys (40 hex digits) and of a run's key (43 characters), without a name beside
+them."""
 
 
 _BEARER = re.compile(
@@ -89,31 +94,38 @@ _BEARER = re.compile(
     """,
     re.VERBOSE | re.IGNORECASE,
 )
-"""A token that a command sends. Narrower than `_NAMED_VALUE`: a reference stays, and so does code that handles one."""
+"""A token that a command sends. Narrower than `_NAMED_VALUE`: references stay, and so does code
+that handles a token."""
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a variable, key or flag of this name holds a secret."""
+    """Return True if a variable, key or flag of this name holds a secret."""
     return _SECRET.search(name) is not None
 
 
 def goes_to(name: str, role: str) -> bool:
-    """Whether a component of `role` gets the variable `name` from the environment that a run is started in: secrets
-    only where they are needed. What its `env` table in the profile names, it has in any case."""
+    """Return True if a component of `role` inherits the variable `name` from the environment of
+    `up`.
+
+    Secrets go only to the roles that need them; a component always gets the variables of its own
+    `env` table.
+    """
     if not is_secret_name(name):
         return True
     return role in next(roles for pattern, roles in _NEEDED_BY if pattern.match(name))
 
 
 def is_harmless(value: str) -> bool:
-    """Whether `value` gives nothing away, whatever its name: references, numbers, the placeholder."""
+    """Return True if `value` reveals nothing, whatever its name: references, numbers, the
+    placeholder."""
     bare = _REFERENCE.sub("", value)
     nothing_left = not any(letter.isalnum() for letter in bare)
     return value == PLACEHOLDER or nothing_left or value.replace(".", "").isdecimal()
 
 
 def is_plain_setting(value: str) -> bool:
-    """Whether a value of any name is plainly no secret: harmless, a switch, a log level, or a path that exists."""
+    """Return True if a value is clearly no secret: harmless, a switch, a log level, or a path that
+    exists."""
     if is_harmless(value) or _SETTINGS.fullmatch(value):
         return True
     try:
@@ -123,7 +135,8 @@ def is_plain_setting(value: str) -> bool:
 
 
 def secret_references(data: Any, name: str = "") -> set[str]:
-    """Variables that nested tables refer to where a secret stands: as the key, the flag or the words before tell."""
+    """Return the variables that stand for a secret in nested tables, judged by the key, the flag or
+    the words before them."""
     if isinstance(data, dict):
         return set().union(*(secret_references(value, str(key)) for key, value in data.items()))
     if isinstance(data, list):
@@ -141,7 +154,7 @@ def secret_references(data: Any, name: str = "") -> set[str]:
 
 
 def mask(text: str) -> str:
-    """`text` without what is a secret by its shape: tokens of known services and headers, passwords in URLs, keys."""
+    """Mask secrets by their form: tokens of known services and headers, passwords in URLs, keys."""
     return _BEARER.sub(_but_its_name, _SHAPES.sub(REDACTED, text))
 
 
@@ -150,12 +163,13 @@ def _but_its_name(match: re.Match[str]) -> str:
 
 
 def hide(name: str, value: str) -> str:
-    """`value`, unless `name` says that it is a secret; tokens of a known shape go whatever the name."""
+    """Mask `value` if `name` says that it is a secret; tokens of a known form are masked under any
+    name."""
     return REDACTED if is_secret_name(name) and not is_harmless(value) else mask(value)
 
 
 def hide_command(words: Sequence[str]) -> list[str]:
-    """A command line: `--flag value`, `--flag=value` and `KEY=VALUE` alike."""
+    """Mask a command line: `--flag value`, `--flag=value` and `KEY=VALUE`."""
     hidden: list[str] = []
     before = ""
     for word in map(mask, words):  # before it is taken apart: a token may hold "="
@@ -173,7 +187,7 @@ def hide_command(words: Sequence[str]) -> list[str]:
 
 
 def hide_tree(data: Any, name: str = "") -> Any:
-    """Nested tables and lists as TOML or JSON hold them; a list called `command` is read as a command line."""
+    """Mask nested tables and lists; a list named `command` is masked as a command line."""
     if isinstance(data, dict):
         return {key: hide_tree(value, str(key)) for key, value in data.items()}
     if isinstance(data, list):
@@ -184,12 +198,14 @@ def hide_tree(data: Any, name: str = "") -> Any:
 
 
 class Scrubber:
-    """Takes secrets out of text that leaves the machine: known values, names that say so, shapes; and the home folder.
+    """Remover of secrets from text that leaves the machine: known values, telling names, known
+    forms, and the home folder.
 
     Args:
-        values: what is secret here (tokens in the environment, `.env`, the run's token); short ones are passed over.
-        keep: what looks like a key and is none, such as a commit.
-        home: shown as `~`.
+        values: secrets of this machine (tokens in the environment, `.env`, the run's key); short
+            ones are skipped.
+        keep: values that look like a key and are none, such as a commit.
+        home: folder that is shown as `~`.
     """
 
     def __init__(self, values: Iterable[str], *, keep: Iterable[str] = (), home: str = "") -> None:
@@ -200,7 +216,7 @@ class Scrubber:
         self._home = re.compile(r"(?<![\w.-])" + re.escape(home.rstrip("/")) + r"(?![\w.-])") if len(home) > 1 else None
 
     def text(self, text: str) -> str:
-        """`text` without secrets."""
+        """Return `text` without secrets."""
         if self._values:
             text = self._values.sub(REDACTED, text)
         text = _NAMED_VALUE.sub(_but_its_name, mask(text))
@@ -208,7 +224,7 @@ class Scrubber:
         return self._home.sub("~", text) if self._home else text
 
     def tree(self, data: Any) -> Any:
-        """Nested data: by the names of its keys, then every string as text."""
+        """Scrub nested data: by the names of its keys, then every string as text."""
         return self._strings(hide_tree(data))
 
     def _strings(self, data: Any) -> Any:
@@ -219,7 +235,7 @@ class Scrubber:
         return self.text(data) if isinstance(data, str) else data
 
     def json_line(self, line: str) -> str:
-        """One line of a JSON stream, still JSON; a line that is none is taken as text."""
+        """Scrub one line of a JSON stream, which stays JSON; any other line is scrubbed as text."""
         try:
             data = json.loads(line)
         except (ValueError, RecursionError):
@@ -228,5 +244,5 @@ class Scrubber:
 
 
 def _spellings(value: str) -> set[str]:
-    """`value` as it stands in text, in a URL and inside a JSON string."""
+    """Return `value` as written in text, in a URL and inside a JSON string."""
     return {value, quote(value, safe=""), quote(value), json.dumps(value)[1:-1]}

@@ -1,4 +1,5 @@
-"""Further options of sbatch in a profile: one each, quoted, and none that the product sets itself. Pure."""
+"""Further sbatch options of a profile: one an entry, quoted, and none that atropos-tui sets itself.
+Pure functions."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ SHORT = {
     "a": "array", "A": "account", "c": "cpus-per-task", "C": "constraint", "e": "error", "G": "gpus", "J": "job-name",
     "n": "ntasks", "N": "nodes", "o": "output", "p": "partition", "q": "qos", "s": "oversubscribe", "t": "time",
 }  # fmt: skip
-"""Long names of short options that matter here."""
+"""Long names of the short options that matter here."""
 OWNED = {
     "job-name": "leave it out: the job is called as the run, and `down` finds it by that",
     "output": "leave it out: the job writes to slurm.log in the run directory",
@@ -30,7 +31,7 @@ OWNED = {
     "array": "leave it out: start one run for each, or use atropos-tui sweep",
     "wrap": "leave it out: the batch script is written by atropos-tui up",
 }
-"""Options that the batch script sets itself, each with the way to say the same."""
+"""Options that the batch script sets itself, and the fix for each."""
 _LONG = re.compile(r"--([A-Za-z][\w-]*)(?:(?:=|\s+)(.*))?")
 _SHORT = re.compile(r"-([A-Za-z])(?:=|\s+)?(.*)")
 _SECOND = re.compile(r"\s--[A-Za-z][\w-]*(?:[=\s]|$)")
@@ -39,22 +40,23 @@ _OF_GPUS = re.compile(r"(?:cpus|mem|ntasks|tres)-per-gpu|gpu-(?:bind|freq)|gpus-
 
 @dataclass(frozen=True)
 class Option:
-    """One option of sbatch."""
+    """One sbatch option."""
 
     name: str
-    """Its long name, where that matters here."""
+    """Long name, if it matters here."""
     text: str
-    """As it stands in the batch script, quoted."""
+    """Quoted text for the batch script."""
     value: str
 
     @property
     def needs_gpus(self) -> bool:
-        """SLURM refuses it for nodes without requested GPUs."""
+        """True if SLURM refuses the option for nodes without GPUs."""
         return bool(_OF_GPUS.fullmatch(self.name)) or (self.name == "gres" and self.value.startswith("gpu"))
 
     @property
     def shares_processors(self) -> bool:
-        """It says how many processors of a node the job takes, which is then not the whole node."""
+        """True if the option sets the processors that the job takes of a node, which is then not
+        the whole node."""
         return self.name.startswith("cpus-per-") or self.name in ("exclusive", "oversubscribe")
 
     @property
@@ -63,7 +65,7 @@ class Option:
 
 
 def parse(text: str) -> Option | None:
-    """The option that `text` writes; None where it is none."""
+    """Parse one option; None if `text` is none."""
     if found := _LONG.fullmatch(text.strip()):
         name, value = found[1], _bare(found[2] or "")
         return Option(name, shlex.quote(f"--{name}={value}" if found[2] is not None else f"--{name}"), value)
@@ -74,7 +76,7 @@ def parse(text: str) -> Option | None:
 
 
 def problem(text: str) -> tuple[str, str] | None:
-    """The problem of an option, and the fix; `None` for an option without a problem."""
+    """Return reason and fix for an invalid option; None if it is valid."""
     option = parse(text)
     if option is None:
         return f"not an option of sbatch: {text!r}", 'write it as "--NAME=VALUE"'
@@ -86,5 +88,5 @@ def problem(text: str) -> tuple[str, str] | None:
 
 
 def _bare(value: str) -> str:
-    """`value` without quotes around all of it: it is quoted when it is written."""
+    """Remove quotes around the whole value: the batch script quotes it again."""
     return value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "\"'" else value

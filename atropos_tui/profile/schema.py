@@ -1,8 +1,9 @@
-"""The JSON Schema of a profile: for editors (`#:schema ./profile.schema.json`), and for the words of problems.
+"""JSON Schema of a profile, for editors (`#:schema ./profile.schema.json`) and for the wording of
+problems.
 
-Built from the models, then brought to what a *file* may hold: `[env]` or `[[env]]`, `extends`, every field of
-`TrainingConfig` that the plan does not derive, flags as tables, and no key besides. Then looked up by key: what may
-stand there, and how people say that.
+Built from the models, then adapted to what a *file* may contain: `[env]` or `[[env]]`, `extends`,
+every field of `TrainingConfig` that the plan does not derive, and flags as tables. Lookup functions
+return the allowed values of a key and a phrase for them.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
 KeyPath = tuple[str | int, ...]
-"""A key as a path through the data: table keys and list indices."""
+"""Path of a key through the data: table keys and list indices."""
 Schema = dict[str, Any]
 """A JSON Schema, or the part of one that describes a key."""
 SECTION_LISTS = ("env", "vllm", "prepare", "node")
 """Sections that may be written once as `[env]` or several times as `[[env]]`."""
 
 DIALECT = "http://json-schema.org/draft-07/schema#"
-"""The newest one that the usual TOML editors understand."""
+"""Draft of JSON Schema; the newest that common TOML editors understand."""
 TITLE = "atropos-tui profile"
 
 _EXTENDS = {
@@ -35,11 +36,11 @@ _EXTENDS = {
 def build_schema(
     profile: type[BaseModel], config: type[BaseModel], *, derived: Collection[str], words: Collection[str]
 ) -> Schema:
-    """The schema of `profile`, its trainer completed by the fields of the trainer's own `config`.
+    """Build the schema of `profile`, with the trainer's `config` fields in its trainer section.
 
     Args:
         derived: fields of `config` that a profile must not set.
-        words: fields of `config` that are lists and also read text.
+        words: list fields of `config` that also accept text.
     """
     schema = _plain(profile.model_json_schema())
     parts: dict[str, Schema] = schema["$defs"]
@@ -66,7 +67,7 @@ def build_schema(
 
 
 def _flag(args: Schema) -> Schema:
-    """A flag of an environment: a value, a list of values, or a table of flags."""
+    """Return the schema of an environment flag: a value, a list of values, or a table of flags."""
     scalar = [{"type": "boolean"}, {"type": "integer"}, {"type": "number"}, {"type": "string"}]
     several = {"type": "array", "items": {"anyOf": scalar}}
     table = {"type": "object", "additionalProperties": {"$ref": "#/$defs/Flag"}}
@@ -79,13 +80,14 @@ def _also_text(node: Schema) -> None:
 
 
 def _once_or_several(node: Schema) -> None:
-    """Turn a list of sections into one section or a list of them."""
+    """Accept one section or a list of sections."""
     several = {key: node.pop(key) for key in ("type", "items", "minItems") if key in node}
     node["anyOf"] = [several["items"], several]
 
 
 def _plain(node: Any) -> Any:
-    """Without pydantic's generated titles and null (TOML has none), and in words that draft 7 knows."""
+    """Remove pydantic's generated titles and JSON's null (TOML has none), and translate newer
+    keywords to draft 7."""
     if isinstance(node, list):
         return [_plain(item) for item in node]
     if not isinstance(node, dict):
@@ -103,7 +105,8 @@ def _plain(node: Any) -> Any:
 
 
 def _is_noise(key: str, value: Any) -> bool:
-    """Generated titles, defaults that say nothing (`null`) or repeat a section's own, and OpenAPI's discriminator."""
+    """Return True for generated titles, defaults that add nothing (JSON's `null`, or a section's
+    own defaults), and OpenAPI's discriminator."""
     whole = isinstance(value, dict) or (isinstance(value, list) and any(isinstance(item, dict) for item in value))
     return (
         key == "discriminator"
@@ -113,7 +116,7 @@ def _is_noise(key: str, value: Any) -> bool:
 
 
 def resolve(schema: Schema, node: Schema) -> Schema:
-    """`node` with its `$ref` followed; its own words win."""
+    """Follow the `$ref` of `node`; its own keywords have priority."""
     while "$ref" in node:
         name = str(node["$ref"]).removeprefix("#/$defs/")
         node = schema["$defs"][name] | {key: value for key, value in node.items() if key != "$ref"}
@@ -121,7 +124,7 @@ def resolve(schema: Schema, node: Schema) -> Schema:
 
 
 def _forms(schema: Schema, node: Schema) -> list[Schema]:
-    """The forms that a value may take, in order."""
+    """Return the alternatives of a schema, in order."""
     node = resolve(schema, node)
     if isinstance(node.get("type"), list):
         return [node | {"type": kind} for kind in node["type"]]
@@ -130,10 +133,10 @@ def _forms(schema: Schema, node: Schema) -> list[Schema]:
 
 
 def forms_at(schema: Schema, path: KeyPath, data: Any) -> list[Schema]:
-    """The forms that the schema allows at the key `path`; none for a key that it does not know.
+    """Return the schemas that are allowed at the key `path`; none if the key is unknown.
 
     Args:
-        data: the profile, by which a check of a probe tells its kind.
+        data: the profile; a check in a probe is recognized by its `kind`.
     """
     forms = [schema]
     for part in path:
@@ -154,18 +157,18 @@ def _below(form: Schema, part: str | int) -> Schema | None:
 
 
 def _fits(form: Schema, data: Any) -> bool:
-    """Whether `data` may be of this form, as far as its `kind` tells."""
+    """Return True unless the `kind` of `data` excludes this schema."""
     kind = form.get("properties", {}).get("kind", {}).get("const")
     return kind is None or not isinstance(data, Mapping) or data.get("kind") in (kind, None)
 
 
 def choices(form: Schema) -> list[Any]:
-    """The values that a form is limited to; empty where it is not."""
+    """Return the values that a schema allows; empty if it has no such list."""
     return list(form.get("enum", [form["const"]] if "const" in form else []))
 
 
 def phrases(forms: list[Schema], schema: Schema) -> str:
-    """What may stand at a key of several forms."""
+    """Describe the values that any of several schemas allows."""
     if len(forms) > 2:  # flags: the forms matter, not what their entries may be
         forms = [form if form.get("type") != "array" else {"type": "array"} for form in forms]
     nouns = list(dict.fromkeys(_phrase(form, schema) for form in forms))
@@ -175,7 +178,8 @@ def phrases(forms: list[Schema], schema: Schema) -> str:
 
 
 def _phrase(form: Schema, schema: Schema) -> str:
-    """What may stand at a key, as a noun: "a whole number from 1 to 65535", "one of: a, b", "true or false"."""
+    """Describe the allowed values as a noun phrase: "a whole number from 1 to 65535", "one of: a,
+    b", "true or false"."""
     if known := choices(form):
         return f"one of: {', '.join(map(str, known))}"
     kind = form.get("type")
@@ -204,7 +208,7 @@ def _bounds(form: Schema) -> str:
 
 
 def step_into(node: Any, part: str | int) -> Any:
-    """What stands below `node` at a key or index; None where nothing does."""
+    """Return the value below `node` at a key or index; None if there is none."""
     if isinstance(node, Mapping):
         return node.get(part)
     return node[part] if isinstance(node, list) and isinstance(part, int) and part < len(node) else None

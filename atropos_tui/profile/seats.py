@@ -1,6 +1,7 @@
-"""Who sits where: engines on the machines of a profile's [[node]] tables, and on which of their GPUs. Data to data.
+"""Placement of engines on the machines of [[node]] and on their GPUs. Pure functions.
 
-Nothing here judges: an engine for which too little is left gets too little, and `checks_nodes` says so.
+Nothing is refused here: an engine with too few GPUs left gets what is left, and `checks_nodes`
+reports it.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 Machines = Mapping[str, int]
-"""GPUs of each machine, by its name, in order."""
+"""GPUs of each machine by name, in order."""
 
 
 class Seat(NamedTuple):
-    """A machine, and GPUs of it by index."""
+    """A machine, and indices of its GPUs."""
 
     node: str
     gpus: list[int]
@@ -22,44 +23,45 @@ class Seat(NamedTuple):
 
 @dataclass(frozen=True)
 class Want:
-    """What one section asks for."""
+    """Request of one [[vllm]] section."""
 
     hosts: Sequence[str]
-    """The machines that it may take."""
+    """Machines that it may use."""
     each: int = 1
-    """Workers of one engine, and its GPUs where there are any."""
+    """Workers of one engine, and its GPUs if there are any."""
     machines: int | None = None
-    """Machines of one engine, each with as many of its workers; None: as few as have its GPUs."""
+    """Machines of one engine, with an equal share of its workers; None: as few as have the GPUs."""
     count: int | None = None
-    """Engines; None: as many as `gpus` are enough for."""
+    """Number of engines; None: as many as `gpus` suffice for."""
     gpus: Sequence[int] = ()
-    """Of each machine; empty: those that nobody names."""
+    """GPU indices on each machine; empty: those that no other section names."""
 
 
 def host_names(name: str, count: int) -> list[str]:
-    """What people call the machines of a [[node]]."""
+    """Return the names of the machines of a [[node]]."""
     return [name, *(f"{name}-{number}" for number in range(2, count + 1))]
 
 
 def part_names(name: str, count: int) -> list[str]:
-    """The components of an engine over several machines: the first, which serves, has its name."""
+    """Return the component names of an engine over several machines; the first, which serves, has
+    the engine's name."""
     return [name, *(f"{name}-node{number}" for number in range(2, count + 1))]
 
 
 def left_over(machines: Machines, host: str, taken: Mapping[str, Collection[int]]) -> list[int]:
-    """GPUs of a machine that are not `taken`."""
+    """Return the GPUs of a machine that are not `taken`."""
     return [gpu for gpu in range(machines.get(host, 0)) if gpu not in taken.get(host, ())]
 
 
 def seat_engines(
     wants: Sequence[Want], machines: Machines, named: Mapping[str, Collection[int]]
 ) -> list[list[list[Seat]]]:
-    """For each want its engines, and for each of those its machines; none where it may take none.
+    """Return the engines of each want, each with its seats; no seats if nothing is left.
 
-    Engines are spread evenly. Those without GPUs by name take them in the order of `wants`.
+    Engines are spread evenly. Those that name no GPUs take free ones in the order of `wants`.
 
     Args:
-        named: GPUs that somebody has by name, by machine; those of `wants` are added.
+        named: GPUs by machine that a section names; those of `wants` are added.
     """
     taken = {host: set(gpus) for host, gpus in named.items()}
     for want in wants:
@@ -92,7 +94,7 @@ def _seats(want: Want, room: Mapping[str, list[int]]) -> list[list[Seat]]:
 
 
 def _fewest(workers: int, most: int, hosts: int) -> int:
-    """The smallest number of machines that each have the GPUs for an equal share of an engine's workers; 1 where they
-    have none, or too few."""
+    """Return the smallest number of machines that each have GPUs for an equal share of the workers;
+    1 without enough GPUs."""
     fitting = (count for count in range(1, hosts + 1) if workers % count == 0 and workers // count <= most)
     return next(fitting, 1)

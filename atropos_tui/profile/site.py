@@ -1,6 +1,5 @@
-"""What a run's builders share: what its mode asks for, who is on which machine and at which address, whose weights
-reach whom, and the trainer's settings with all that follows from the rest of the profile. Data to data.
-"""
+"""Facts that all builders of a run share: the needs of its mode, machines and addresses, which
+engines the trainer feeds, and the trainer's derived settings. Pure functions."""
 
 from __future__ import annotations
 
@@ -26,24 +25,24 @@ from trainer_core.config import TrainingConfig
 
 @dataclass(frozen=True)
 class ModeTraits:
-    """Derived once per profile; every component builder reads it."""
+    """Needs of a mode. Every component builder reads them."""
 
     shares_memory: bool = False
     """The engine exports its weights, and the trainer attaches to them."""
     other_gpus: bool = False
-    """Trainer and engine need GPUs of their own."""
+    """Trainer and engine need separate GPUs."""
     feeds_all: bool = False
-    """The trainer's weights reach every engine that serves the stack's model, else only the first."""
+    """The trainer feeds every engine with the stack's model, not only the first."""
     updates_weights: bool = False
-    """The engine takes whole models while it runs: from a folder, or over the network."""
+    """The running engine receives whole models, from a folder or over the network."""
     lora: bool = False
-    """Adapters are trained, and the engine must serve them."""
+    """The trainer trains adapters, and the engine serves them."""
     holds_generation: bool = True
-    """The engine serves nobody until the trainer has named its weights."""
+    """The engine answers no request until the trainer has published weights."""
     restarts_engine: bool = False
-    """The trainer has the engine restarted every few steps, so its start must be quick."""
+    """The trainer restarts the engine every few steps, so its start must be fast."""
     trainer_follows_engine: bool = False
-    """A restarted engine takes the trainer with it."""
+    """A restart of the engine restarts the trainer too."""
 
 
 TRAITS: dict[Mode, ModeTraits] = {
@@ -56,8 +55,11 @@ TRAITS: dict[Mode, ModeTraits] = {
 
 
 def traits_of(profile: Profile) -> ModeTraits:
-    """What a profile's mode asks of its stack. Adapters over the one copy live on the engine's memory; that of a GPU
-    must not go while the trainer computes with it, so there a restart takes the trainer along."""
+    """Return the needs of a profile's mode.
+
+    Adapters in single copy use the engine's memory. GPU memory must not disappear while the trainer
+    computes with it, so a restart of such an engine restarts the trainer too.
+    """
     traits = TRAITS[profile.mode]
     if profile.trainer.command:  # nobody names weights to the engine, so it must not wait for that
         return replace(traits, holds_generation=False)
@@ -68,43 +70,43 @@ def traits_of(profile: Profile) -> ModeTraits:
 
 @dataclass(frozen=True)
 class Site:
-    """What the builders share about one run."""
+    """Facts about one run for the builders."""
 
     profile: Profile
     run: RunDir
     run_id: str
     variables: Mapping[str, str]
-    """What is put in while planning."""
+    """Variables that are resolved while planning."""
     dotenv: Mapping[str, str]
-    """From `.env` files, for the references that stay until a process starts."""
+    """Values of `.env` files for references that stay until a process starts."""
     hosts: Hosts = field(default_factory=Hosts)
-    """The machines, where the profile is for several."""
+    """Machines of a profile for several."""
 
     @property
     def traits(self) -> ModeTraits:
-        """What the profile's mode asks of the stack."""
+        """Needs of the profile's mode."""
         return traits_of(self.profile)
 
     @property
     def model(self) -> str:
-        """The stack's model, with the variables that are known while planning put in."""
+        """Model of the stack, with known variables resolved."""
         return self.path(self.profile.model)
 
     def text(self, value: str) -> str:
-        """`value` with the variables put in that are known while planning."""
+        """Resolve the variables in `value` that are known while planning."""
         return expand(value, self.variables)
 
     def path(self, value: str) -> str:
-        """`text` of a path or hub id, with a leading `~` replaced by the home directory."""
+        """Resolve a path or hub id as `text` does, and expand a leading `~`."""
         return str(expand_home(text)) if (text := self.text(value)).startswith("~") else text
 
     def texts(self, values: list[str]) -> list[str]:
-        """The same for each of several."""
+        """Resolve several values."""
         return [self.text(value) for value in values]
 
     def address(self, node: str | None, dialled_from: Iterable[str | None]) -> str:
-        """What a server on `node` binds to and is dialled at: the loopback where all who dial are on the same machine,
-        and the supervisor, which probes it, as well."""
+        """Return the address that a server on `node` binds and its clients use: the loopback if all
+        clients, and the supervisor with its probes, are on the same machine."""
         if node is None:
             return LOOPBACK
         own = self.hosts.node(node)
@@ -113,7 +115,7 @@ class Site:
 
     @property
     def api_address(self) -> str:
-        """Where run-api is."""
+        """Address of run-api."""
         profile = self.profile
         if not profile.is_spread or "host" in profile.api.model_fields_set:
             return profile.api.host
@@ -122,11 +124,11 @@ class Site:
 
     @property
     def api_url(self) -> str:
-        """run-api, for whoever speaks to it."""
+        """URL of run-api for its clients."""
         return f"http://{in_url(self.api_address)}:{self.profile.api.port}"
 
     def engine_address(self, engine: EngineSection) -> str:
-        """Where an engine of `profile.engines` is."""
+        """Return the address of an engine of `profile.engines`."""
         return self._engine_addresses.get(engine.name, LOOPBACK)
 
     @cached_property
@@ -145,7 +147,8 @@ class Site:
 
     @cached_property
     def met_at(self) -> dict[str, str]:
-        """Where the trainer of a broadcast is met, for engines on other machines than its first."""
+        """Variables with the meeting address of a broadcast if an engine is on another machine than
+        the trainer's first rank."""
         node, *others = trainer_nodes(self.profile)
         if node is None or not self.traits.other_gpus:
             return {}
@@ -155,22 +158,24 @@ class Site:
         return {"MASTER_ADDR": own.address} if beyond else {}
 
     def engine_url(self, engine: EngineSection) -> str:
-        """An engine, for whoever speaks to it."""
+        """Return an engine's URL for its clients."""
         return f"http://{in_url(self.engine_address(engine))}:{engine.port}"
 
     def place(self, node: str | None) -> Place | None:
-        """Where what runs on `node` runs; None where there is only one machine."""
+        """Return the place of components on `node`; None if the stack has one machine."""
         return place_of(self.profile, self.hosts, node) if node is not None else None
 
 
 def make_site(
     profile: Profile, run_dir: Path, *, run_id: str, dotenv: Mapping[str, str] | None = None, hosts: Hosts | None = None
 ) -> Site:
-    """What is known about the run while planning. Which model it is must be known by then: a variable in its name has
-    its value here, as in the environment or `.env` file, where others wait until a process starts.
+    """Collect the facts about a run for planning.
+
+    A variable in the model's name must have a value in the environment or a `.env` file now; other
+    variables are resolved when a process starts.
 
     Args:
-        hosts: the machines of a profile for several; what they are called where that is not known yet.
+        hosts: machines of a profile for several; default: their names while they are not allocated.
     """
     outside = {**(dotenv or {}), **os.environ}
     models = [profile.model, *(engine.model or "" for engine in profile.vllm)]
@@ -184,21 +189,22 @@ def make_site(
 
 
 def in_url(address: str) -> str:
-    """An address as URLs have it."""
+    """Format an address for a URL."""
     return f"[{address}]" if ":" in address else address
 
 
 def meeting_address(site: Site, settings: TrainingConfig) -> str:
-    """Where the trainer of a broadcast is met; a reference where only the environment knows it."""
+    """Return the meeting address of a broadcast; a `${VAR}` reference if only the environment has
+    it."""
     environment = {name: site.text(value) for name, value in site.profile.trainer.env.items()}
     return meeting_place(settings.init_method, site.met_at | environment)[0]
 
 
 def training_config(site: Site, *, grouped: bool = True) -> TrainingConfig:
-    """The trainer's settings with everything derived from the rest of the profile.
+    """Return the trainer's settings with everything derived from the profile.
 
     Args:
-        grouped: hand on the group size, of which a batch must be a multiple.
+        grouped: pass on the group size, of which a batch must be a multiple.
 
     Raises:
         ValueError: the settings contradict each other.
@@ -234,75 +240,82 @@ def training_config(site: Site, *, grouped: bool = True) -> TrainingConfig:
 
 
 def group_size(profile: Profile) -> int | None:
-    """The environments' group size where the profile states it for all alike."""
+    """Return the group size if the profile sets the same for all environments; else None."""
     sizes = {env.args.get("env.group_size") for env in profile.env}
     size = sizes.pop() if len(sizes) == 1 else None
     return size if isinstance(size, int) else None
 
 
 def is_fed(site: Site, section: EngineSection) -> bool:
-    """Whether the trainer's weights reach this engine. Others serve what they were started with."""
+    """Return True if the trainer feeds this engine; others keep the weights they started with."""
     return section.name in {each.name for each in fed_engines(site.profile)}
 
 
 def fed_sections(profile: Profile) -> dict[int, EngineSection]:
-    """By index the first [[vllm]]; in a mode that feeds all of them, each that serves the stack's model."""
+    """Return the fed [[vllm]] sections by index: the first one, or in a mode that feeds all those
+    with the stack's model."""
     others = profile.vllm if traits_of(profile).feeds_all else []
     return {index: part for index, part in enumerate(others) if part.model is None} | {0: profile.vllm[0]}
 
 
 def longest_sequence(profile: Profile) -> int | None:
-    """Tokens of the longest sequence that an engine which the trainer feeds makes; None where one leaves that to its
-    model."""
+    """Return the limit in tokens of a sequence from the fed engines; None if one of them uses its
+    model's limit."""
     lengths = [section.max_model_len for section in fed_sections(profile).values()]
     stated = [length for length in lengths if length is not None]
     return max(stated) if len(stated) == len(lengths) else None
 
 
 def fed_engines(profile: Profile) -> list[EngineSection]:
-    """The engines that the trainer feeds: in a mode that feeds one, the first."""
+    """Return the engines that the trainer feeds: in a mode that feeds one, the first."""
     if not traits_of(profile).feeds_all:
         return profile.engines[:1]
     return [engine for index in sorted(fed_sections(profile)) for engine, _ in profile.seated[index]]
 
 
 def engine_urls(site: Site) -> str:
-    """The OpenAI addresses of the engines that the trainer feeds, with spaces between them."""
+    """Return the OpenAI URLs of the fed engines, separated by spaces."""
     return " ".join(f"{site.engine_url(engine)}/v1" for engine in fed_engines(site.profile))
 
 
 def engine_model(site: Site, section: EngineSection) -> str:
-    """The model that an engine serves."""
+    """Return the model that an engine serves."""
     return site.path(section.model) if section.model else site.model
 
 
 def env_engines(profile: Profile, section: EnvSection) -> list[EngineSection]:
-    """The engines that generate an environment's rollouts: those that it names, else all that the trainer feeds."""
+    """Return the engines that generate an environment's rollouts: those that it names, or else all
+    fed ones."""
     each = zip(profile.vllm, profile.seated, strict=True)
     named = [engine for kind, made in each for engine, _ in made if section.engine in (kind.name, engine.name)]
     return named or fed_engines(profile)
 
 
 def node_of(profile: Profile, node: str | None) -> str | None:
-    """The machine of something that runs once, from its `node` key; None where there is only one machine."""
+    """Return the machine of a component that runs once, from its `node` key; None if the stack has
+    one machine."""
     return next(iter(profile.hosts_named(node)), None)
 
 
 def env_node(profile: Profile, env: EnvSection) -> str | None:
-    """The machine of an environment: those of one [[node]] are spread over it."""
+    """Return the machine of an environment; environments on one [[node]] are spread over its
+    machines."""
     beside = [each.name for each in profile.env if each.node == env.node]
     hosts = profile.hosts_named(env.node)
     return hosts[beside.index(env.name) % len(hosts)] if hosts else None
 
 
 def trainer_nodes(profile: Profile) -> list[str | None]:
-    """The trainer's machines, the first rank's first."""
+    """Return the trainer's machines, first the one of rank 0."""
     return [seat.node for seat in trainer_seats(profile)] or [None]
 
 
 def trainer_seats(profile: Profile) -> list[Seat]:
-    """The trainer's machines and its GPUs there: those of the engine in single copy, else those that it names, else
-    all of its machines' that no engine has; empty where there is only one machine."""
+    """Return the trainer's machines with its GPUs there; empty for a stack of one machine.
+
+    The GPUs are the engine's in single copy, else those that the profile names, else all that no
+    engine uses.
+    """
     hosts = profile.hosts_named(profile.trainer.node)
     if not profile.is_spread:
         return []
@@ -317,13 +330,13 @@ def trainer_seats(profile: Profile) -> list[Seat]:
 
 
 def trainer_gpus(profile: Profile) -> list[int]:
-    """The trainer's GPUs, on several machines one after the other; single copy lives on the engine's own."""
+    """Return the trainer's GPUs, machine by machine; in single copy the engine's."""
     if profile.is_spread:
         return [gpu for seat in trainer_seats(profile) for gpu in seat.gpus]
     return profile.trainer.gpus or (profile.vllm[0].gpus if traits_of(profile).shares_memory else [])
 
 
 def trainer_ranks(profile: Profile) -> int:
-    """Processes that train together, each on a GPU of its own where there are any; on several machines at least one
-    on each."""
+    """Return the number of trainer ranks: one for each GPU if there are any, and at least one on
+    each machine."""
     return profile.trainer.processes or len(trainer_gpus(profile)) or len(trainer_seats(profile)) or 1

@@ -1,4 +1,4 @@
-"""What a Python file says without being run: classes, functions, whether it or one beside it speaks of atroposlib."""
+"""Static reading of a Python file: its classes and functions, and whether it uses atroposlib."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 
 LIBRARY = b"atroposlib"
 MOST_FILES = 50
-"""A file that leads to more is not followed further."""
+"""Limit of files that are followed from one file."""
 
 
 def is_hostable(file: Path) -> bool:
-    """Whether `file`, or one that it imports from around it, mentions atroposlib."""
+    """Return True if `file`, or a file around it that it imports, mentions atroposlib."""
     waiting, seen = [file], set[Path]()
     while waiting and len(seen) < MOST_FILES:
         source = waiting.pop()
@@ -28,8 +28,11 @@ def is_hostable(file: Path) -> bool:
 
 
 def names_in(file: Path, kind: type[ast.ClassDef] | type[ast.FunctionDef]) -> set[str] | None:
-    """The names of classes or functions at the top of `file`, and those that it imports; None where anything may be
-    there, since it imports all of another module or is no Python of this version."""
+    """Return the classes or functions at the top of `file`, and all imported names.
+
+    None if any name may exist: a star import, a definition below `if` or `try`, or a file that this
+    Python cannot parse.
+    """
     tree = _tree(file)
     found: set[str] = set()
     for node in tree.body if tree else []:
@@ -45,8 +48,10 @@ def names_in(file: Path, kind: type[ast.ClassDef] | type[ast.FunctionDef]) -> se
 
 
 def find_module(name: str, folders: list[str]) -> ModuleSpec | None:
-    """The module as `python -m` finds it: installed, else in one of `folders`. Nothing is imported, since that would
-    run the packages around it."""
+    """Find a module as `python -m` does: installed, or else in one of `folders`.
+
+    Nothing is imported, because that would run the packages around it.
+    """
     first, *parts = name.split(".")
     try:
         spec = importlib.util.find_spec(first)
@@ -69,7 +74,7 @@ def _tree(file: Path) -> ast.Module | None:
 
 
 def _imported(file: Path) -> Iterator[Path]:
-    """Files around `file` that its imports may mean."""
+    """Yield the files around `file` that its imports may mean."""
     for node in ast.walk(_tree(file) or ast.Module([], [])):
         if isinstance(node, ast.Import):
             names = [(0, alias.name) for alias in node.names]

@@ -1,7 +1,7 @@
-"""Line numbers of a profile's keys, and plain reasons for text that is not TOML. Reads text; opens no file.
+"""Line numbers of a profile's keys, and plain reasons for text that is not TOML. Opens no file.
 
-`tomllib` gives values without positions, so the text is split into statements (a table header, or a key and its value)
-and each is parsed alone. This happens only when a problem is reported.
+`tomllib` returns values without positions, so the text is split into statements (a table header, or
+a key with its value) and each is parsed alone. This happens only when a problem is reported.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from atropos_tui.profile.schema import KeyPath
 
 MAX_STATEMENT_LINES = 200
-"""Lines of one value. The keys behind a longer one get no line number."""
+"""Limit of lines of one value; keys after a longer one get no line number."""
 _POSITION = re.compile(r"\s*\(at (?:line (\d+), column (\d+)|end of document)\)$")
 _YAML = re.compile(r"\s*(?:- |---\s*$|[\w.-]+:(?:\s|$))")
 _OTHER_WORDS = {"True": "true", "False": "false", "yes": "true", "no": "false", "on": "true", "off": "false"}
@@ -28,15 +28,16 @@ class Statement:
     """A table header, or a key with its value."""
 
     path: KeyPath
-    """The key from the top of the file; an entry of `[[env]]` has its index."""
+    """Key from the top of the file; an entry of `[[env]]` has its index."""
     line: int
-    """Its first line, counted from 1."""
+    """First line, counted from 1."""
     last: int
     is_table: bool
 
 
 def key_lines(text: str) -> dict[KeyPath, int]:
-    """The line of each key and table. Flags of an environment are split at their dots, as `load` nests them."""
+    """Return the line of each key and table. Environment flags are split at their dots, as `load`
+    nests them."""
     lines: dict[KeyPath, int] = {}
     for statement in statements(text):
         lines.setdefault(_nested(statement.path), statement.line)
@@ -44,9 +45,10 @@ def key_lines(text: str) -> dict[KeyPath, int]:
 
 
 def line_of(lines: dict[KeyPath, int], path: KeyPath) -> int | None:
-    """The line of `path`, else of the nearest table around it; None where neither is in the file.
+    """Return the line of `path`, or else of the nearest table around it; None if neither is in the
+    file.
 
-    `path` may have the index 0 of a section that the file writes once, as `[env]`.
+    `path` may contain the index 0 of a section that the file writes once, as `[env]`.
     """
     for length in range(len(path), 0, -1):
         here = path[:length]
@@ -57,7 +59,8 @@ def line_of(lines: dict[KeyPath, int], path: KeyPath) -> int | None:
 
 
 def statements(text: str) -> Iterator[Statement]:
-    """The statements in order. Ends at the first one that does not parse, or is longer than `MAX_STATEMENT_LINES`."""
+    """Yield the statements in order, up to the first one that does not parse or exceeds
+    `MAX_STATEMENT_LINES`."""
     rows = text.splitlines()
     table: KeyPath = ()
     counts: dict[KeyPath, int] = {}
@@ -81,7 +84,8 @@ def statements(text: str) -> Iterator[Statement]:
 
 
 def _parse_from(rows: list[str], start: int) -> tuple[dict[str, Any], int] | None:
-    """The data of the statement that begins at `start`, and the index of the row behind it."""
+    """Return the data of the statement that begins at `start`, and the index of the row after
+    it."""
     for end in range(start + 1, min(len(rows), start + MAX_STATEMENT_LINES) + 1):
         try:
             return tomllib.loads("\n".join(rows[start:end])), end
@@ -91,7 +95,7 @@ def _parse_from(rows: list[str], start: int) -> tuple[dict[str, Any], int] | Non
 
 
 def _path_of(data: Any) -> tuple[str, ...]:
-    """The keys down to the innermost table or value: each level has one."""
+    """Return the keys down to the innermost table or value; each level has one."""
     path: tuple[str, ...] = ()
     while isinstance(data, dict) and data:
         ((key, data),) = data.items()
@@ -100,7 +104,7 @@ def _path_of(data: Any) -> tuple[str, ...]:
 
 
 def _written_path(row: str, data: dict[str, Any]) -> tuple[str, ...]:
-    """The keys of `a.b = value`, without those of a value that is an inline table."""
+    """Return the keys of `a.b = value`, without the keys of an inline table."""
     try:
         return _path_of(tomllib.loads(f"{row.partition('=')[0]} = 0"))
     except ValueError:  # an equals sign within a quoted key
@@ -108,7 +112,7 @@ def _written_path(row: str, data: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _indexed(path: tuple[str, ...], counts: dict[KeyPath, int], *, is_entry: bool) -> KeyPath:
-    """The path of a header with the index of each `[[list]]` that it lies in."""
+    """Return the path of a header, with the index of each `[[list]]` that contains it."""
     full: KeyPath = ()
     for depth, key in enumerate(path, 1):
         full += (key,)
@@ -127,7 +131,7 @@ def _nested(path: KeyPath) -> KeyPath:
 
 
 def why_not_toml(text: str, error: ValueError) -> tuple[str, str, int | None]:
-    """Reason, fix and line for text that `tomllib` refused with `error`."""
+    """Return reason, fix and line for text that `tomllib` refused with `error`."""
     said = str(error)
     position = _POSITION.search(said)
     rows = text.splitlines()
@@ -153,7 +157,7 @@ def why_not_toml(text: str, error: ValueError) -> tuple[str, str, int | None]:
 
 
 def _given_twice(text: str, line: int | None) -> tuple[str, str] | None:
-    """Reason and fix where the statement that ends at `line` repeats an earlier one."""
+    """Return reason and fix if the statement that ends at `line` repeats an earlier one."""
     first: dict[tuple[KeyPath, bool], int] = {}
     for statement in statements(text):
         key = (statement.path, statement.is_table)

@@ -1,6 +1,8 @@
-"""Flags of the installed vLLM, read from its source: importing vLLM takes 10 to 30 s, and `validate` answers at once.
+"""Flags of the installed vLLM, read from its source: an import takes 10 to 30 s, too long for
+`validate`.
 
-The set may hold a name that is no flag, such as a field of a settings class; every flag of vLLM's server is in it.
+The set contains every flag of vLLM's server, and perhaps other names, such as fields of settings
+classes.
 """
 
 from __future__ import annotations
@@ -18,16 +20,19 @@ from atropos_tui.profile.sections import EngineSection
 from atropos_tui.profile.source import find_module
 
 SOURCES = ("engine/arg_utils.py", "entrypoints/**/cli_args.py")
-"""Files, below vLLM's package, that define flags of its server."""
+"""Files in vLLM's package that define flags of its server."""
 _FLAG = re.compile(r'"--([a-z0-9][a-z0-9_.-]*)"')
 _FIELD = re.compile(r"^    ([a-z_][a-z0-9_]*)\s*:", re.MULTILINE)
-"""An annotated name of a class: vLLM makes flags of the fields of its settings."""
+"""Annotated names of a class: vLLM makes flags of the fields of its settings classes."""
 
 
 @cache
 def known_flags() -> frozenset[str]:
-    """Names without the leading dashes, words joined by dashes. Empty where they cannot be known: no vLLM, another
-    layout of its files, or a platform plugin, which may add flags of its own."""
+    """Return the flag names, without leading dashes and joined by dashes.
+
+    Empty if they are unknown: no vLLM, another layout of its files, or a platform plugin, which may
+    add flags.
+    """
     spec = find_module("vllm", [])
     if spec is None or metadata.entry_points(group="vllm.platform_plugins"):
         return frozenset()
@@ -43,7 +48,8 @@ def known_flags() -> frozenset[str]:
 
 
 def unknown_flags(engine: EngineSection, key: str) -> Iterator[Problem]:
-    """Entries of `args` that the installed vLLM does not take. It takes an abbreviated flag, so a prefix is enough."""
+    """Report entries of `args` that are no flags of the installed vLLM. A prefix is enough, because
+    vLLM accepts abbreviated flags."""
     known = known_flags()
     for word in engine.args if known else ():
         name = flag_name(word)
@@ -56,6 +62,6 @@ def unknown_flags(engine: EngineSection, key: str) -> Iterator[Problem]:
 
 
 def flag_name(word: str) -> str:
-    """The flag that a key of `args` sets: `max_num_seqs`, `no-async-scheduling` and `compilation-config.mode` set
-    `max-num-seqs`, `async-scheduling` and `compilation-config`."""
+    """Return the flag that a key of `args` sets: `max_num_seqs`, `no-async-scheduling` and
+    `compilation-config.mode` set `max-num-seqs`, `async-scheduling` and `compilation-config`."""
     return word.replace("_", "-").partition(".")[0].rstrip("+").removeprefix("no-")

@@ -79,7 +79,7 @@ def test_gpus_that_collide_are_moved_to_ones_that_nobody_has(tmp_path: Path) -> 
     moved = [load_profile(str(path), changes.sets[name])[0] for name in "abc"]
     assert [found.vllm[0].gpus for found in moved] == [[0, 1], [2, 3], [4, 5]]
     assert [found.api.port for found in moved] == [8000, 8001, 8002]
-    assert "b: GPUs 0 -> 2, 1 -> 3, since a has the same" in changes.lines
+    assert "b: GPUs 0 -> 2, 1 -> 3, since a uses the same" in changes.lines
     assert load_profile(str(path), changes.sets["a"])[0] == three["a"], "the first keeps everything"
 
 
@@ -88,7 +88,7 @@ def test_too_few_gpus_are_a_problem_with_a_way_out(count: int, problems: int) ->
     changes = separate({"a": on_gpus(0, 1), "b": on_gpus(0, 1)}, count, is_free=lambda _: True)
     assert len(changes.problems) == problems
     for problem in changes.problems:
-        assert f"b needs 2 GPUs of its own beside a, and {count - 2 or 'none'} of {count} is left" == problem.reason
+        assert f"b needs 2 more GPUs beside a, and {count - 2 or 'none'} of {count} is left" == problem.reason
         assert "--sequential" in problem.fix
 
 

@@ -253,19 +253,19 @@ LARGE = {"name": "n", "count": 2, "gpus": 2, "hosts": ["a", "b"]}
 @pytest.mark.parametrize(
     ("changes", "key", "reason"),
     [
-        ({"cluster": None}, "node.0", "nothing that brings components there"),
-        ({"cluster": None, "node": []}, "vllm.0.node", "has only this one"),
-        ({"node": []}, "cluster.launcher", "no machines"),
-        ({"node": [HEAD, INFER, TRAIN, TRAIN | {"hosts": ["x", "y"]}]}, "node.2.name", "called 'train' too"),
+        ({"cluster": None}, "node.0", "machines without a launcher"),
+        ({"cluster": None, "node": []}, "vllm.0.node", "has no [cluster]"),
+        ({"node": []}, "cluster.launcher", "without machines"),
+        ({"node": [HEAD, INFER, TRAIN, TRAIN | {"hosts": ["x", "y"]}]}, "node.2.name", "are called 'train'"),
         (
-            {"node": [HEAD, INFER, TRAIN, {"name": "train-2", "hosts": ["x"]}]}, "node.2.name", "called 'train-2' too",
+            {"node": [HEAD, INFER, TRAIN, {"name": "train-2", "hosts": ["x"]}]}, "node.2.name", "are called 'train-2'",
         ),
         ({"node": [HEAD, INFER, {"name": "train", "count": 2}]}, "node.2.hosts", "no hosts for count = 2"),
         ({"node": [HEAD, INFER, TRAIN | {"hosts": ["t1"]}]}, "node.2.hosts", "1 host for count = 2"),
-        ({"node": [HEAD, INFER, TRAIN | {"hosts": ["t1", "me@i1"]}]}, "node.2.hosts", "also of infer"),
+        ({"node": [HEAD, INFER, TRAIN | {"hosts": ["t1", "me@i1"]}]}, "node.2.hosts", "belongs to infer"),
         ({"node": [HEAD, INFER | {"addresses": ["x"]}, TRAIN]}, "node.1.addresses", "1 addresses for 2"),
         ({"node": [HEAD | {"addresses": ["0.0.0.0"]}, INFER, TRAIN]}, "node.0.addresses", "every interface"),
-        ({"node": [HEAD | {"addresses": ["127.0.0.1"]}, INFER, TRAIN]}, "node.0.addresses", "every machine's own"),
+        ({"node": [HEAD | {"addresses": ["127.0.0.1"]}, INFER, TRAIN]}, "node.0.addresses", "a loopback address"),
         ({"cluster": SLURM}, "node.0.hosts", "SLURM chooses"),
         ({"trainer": {"node": "trian", "batch_size": 16}}, "trainer.node", "no [[node]] is called 'trian'"),
         ({"trainer": {"node": "train", "gpus": [2], "batch_size": 16}}, "trainer.gpus", "GPU 2 does not exist"),
@@ -285,7 +285,7 @@ LARGE = {"name": "n", "count": 2, "gpus": 2, "hosts": ["a", "b"]}
             {"mode": "shared_vllm", "vllm": {"node": "infer"}}, "trainer.node", "engine on the same machine",
         ),
         ({"inference_gpus": 2}, "inference_gpus", "of one machine"),
-        ({"api": {"host": "0.0.0.0", "node": "head"}}, "api.host", "every machine's own"),
+        ({"api": {"host": "0.0.0.0", "node": "head"}}, "api.host", "cannot reach run-api at"),
         (
             {"component": {"x": {"command": ["true"], "node": "infer", "readiness": {"checks": [
                 {"kind": "tcp", "port": 5},
@@ -293,7 +293,7 @@ LARGE = {"name": "n", "count": 2, "gpus": 2, "hosts": ["a", "b"]}
         ),
         (
             {"trainer": {"node": "train", "vllm_urls": ["http://far:1"], "batch_size": 16}}, "trainer.vllm_urls",
-            "answer nobody before they have their weights",
+            "answer no request before they have weights",
         ),
     ],
 )  # fmt: skip
@@ -342,7 +342,7 @@ def test_each_machine_has_a_budget_of_its_own(tmp_path: Path) -> None:
     assert devices["infer-2 GPU 1"].total == named_machine("1xH100").gpus[0].total
     assert {item.component for item in devices["infer-2 GPU 1"].items} == {"vllm-2"}
     (short,) = unfit(site, memory.take_inventory(site, named_machine("2xH100")))
-    assert (short.key, short.reason) == ("node.1.gpus", "4 GPUs of each, and the machine that is named has 2")
+    assert (short.key, short.reason) == ("node.1.gpus", "4 GPUs on each machine, but the given machine has 2")
     unknown = memory.site_budget(site, memory.take_inventory(site))
     assert {device.total for device in unknown.devices} == {None}
 

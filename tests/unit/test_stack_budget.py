@@ -254,7 +254,7 @@ def test_a_device_that_is_too_small_is_warned_about_with_the_five_ways_out() -> 
         trainer={"optimizer": "adamw", "batch_size": 3, "gradient_accumulation_steps": 5, "seq_len": 1234},
     )
     (warning,) = budget_of(chosen, H200).warnings
-    assert warning.startswith("GPU 0: ") and "141.0 GiB are there" in warning
+    assert warning.startswith("GPU 0: ") and "141.0 GiB exist" in warning
     for way in (
         "vllm.gpu_memory_utilization (now 0.9)",
         "trainer.batch_size (now 3)",

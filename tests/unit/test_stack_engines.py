@@ -120,8 +120,8 @@ def test_an_environment_asks_all_that_are_trained_or_those_that_it_names() -> No
     assert sequences_in_flight(site, chosen.env[0]) == 1024 // 2 + 1024 // 3 + 1024
     (idle,) = [note for note in check_notes(make_site(
         profile({"replicas": 2}, env={"module": "json", "engine": "vllm-1", "args": {"env.group_size": 8}}),
-        RUN_DIR, run_id="r")) if "WARNING no environment asks" in note]  # fmt: skip
-    assert "asks vllm-0:" in idle
+        RUN_DIR, run_id="r")) if "WARNING no environment uses" in note]  # fmt: skip
+    assert "uses vllm-0:" in idle
     wrong = profile([{"replicas": 2}, judge], env={"module": "json", "engine": "judge", "args": {}})
     assert [key for key, _ in problems(wrong)] == ["env.0.engine"]
 
@@ -169,12 +169,12 @@ def test_a_stack_that_divides_the_machine_stands_beside_no_other() -> None:
 @pytest.mark.parametrize(
     ("changes", "machine", "reason", "fix"),
     [
-        ({"inference_gpus": 5}, "8xH100", "5 of 8 GPUs cannot be those of engines that take 2 each", "2, 4, 6"),
-        ({"inference_gpus": 8}, "8xH100", "and leave the trainer one", "2, 4, 6"),
+        ({"inference_gpus": 5}, "8xH100", "5 of 8 GPUs cannot be divided into engines of 2 GPUs", "2, 4, 6"),
+        ({"inference_gpus": 8}, "8xH100", "with one left for the trainer", "2, 4, 6"),
         ({"inference_gpus": 2}, "1xH100", "2 of 1", "more GPUs"),
         ({"inference_gpus": 2}, None, "no NVIDIA GPU", "vllm.replicas"),
         ({"inference_gpus": 2, "mode": "shared_vllm"}, "8xH100", "same GPUs in this mode", "broadcast"),
-        ({"inference_gpus": 2, "trainer": {"gpus": [7]}}, "8xH100", "so do trainer.gpus", "leave"),
+        ({"inference_gpus": 2, "trainer": {"gpus": [7]}}, "8xH100", "so do trainer.gpus", "remove one"),
     ],
 )
 def test_what_cannot_be_divided(changes: Any, machine: str | None, reason: str, fix: str) -> None:

@@ -152,7 +152,7 @@ def test_any_architecture_is_counted_by_transformers_in_another_process(
 def _in_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Importing transformers once more takes seconds."""
     monkeypatch.setenv("ATROPOS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(models, "_ask", describe)
+    monkeypatch.setattr(models, "_build_in_child", describe)
 
 
 @pytest.mark.usefixtures("_in_this_process")
@@ -417,7 +417,7 @@ def settled(trainer: dict[str, Any], gpus: str = "1xH100", **vllm: Any) -> tuple
 
 def test_auto_changes_nothing_where_all_fits() -> None:
     added, line = settled({"optimizer": "adamw"}, "1x400GB", gpu_memory_utilization=0.2)
-    assert added == {} and line == "memory = auto: nothing changed, since all fits as it is"
+    assert added == {} and line == "memory = auto: no change, the stack fits as it is"
 
 
 def test_auto_chooses_what_fits_and_says_why() -> None:
@@ -431,7 +431,7 @@ def test_auto_chooses_what_fits_and_says_why() -> None:
 def test_what_the_user_sets_stays() -> None:
     asked = {"optimizer": "adamw", "master_weights": "fp32", "optimizer_offload": False, "gradient_dtype": "float32"}
     added, line = settled(asked, gpu_memory_utilization=0.4)
-    assert added == {} and "nothing that is left open makes it fit; GPU 0 lacks" in line
+    assert added == {} and "no free setting makes it fit; GPU 0 lacks" in line
     added, _ = settled({"optimizer": "adamw", "master_weights": "fp32"}, gpu_memory_utilization=0.4)
     assert added == {"optimizer_offload": True}
 
@@ -445,7 +445,7 @@ def test_speed_changes_nothing_and_fit_takes_little() -> None:
     assert settled({"memory": "speed"}, gpu_memory_utilization=0.4) == ({}, "")
     added, line = settled({"memory": "fit"}, "1x400GB", gpu_memory_utilization=0.2)
     assert added == {"gradient_checkpointing": "on", "activation_offload": True, "optimizer_offload": True}
-    assert "as little of the GPU as can be" in line
+    assert "the smallest GPU memory" in line
     assert settled({"memory": "fit", "gradient_checkpointing": "off"}, "1x400GB", gpu_memory_utilization=0.2)[0] == {
         "optimizer_offload": True
     }

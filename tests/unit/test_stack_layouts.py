@@ -82,13 +82,13 @@ def test_each_layout_fits_the_machine_that_it_is_for(
 @pytest.mark.parametrize(
     ("name", "machine", "said"),
     [
-        ("gsm8k-72b", "8xH100", "The trainer alone takes, of GPUs such as H100: 12 as it is\n"),
-        ("gsm8k-72b", "8xH100", "GPUs 2-7 each: 90.6 GiB are wanted before any activation, and 79.6 GiB are there"),
-        ("gsm8k-72b-lora", "8xL4", "The trainer alone takes, of GPUs such as L4: more than 64 as it is\n"),
+        ("gsm8k-72b", "8xH100", "The trainer alone needs H100 GPUs: 12 as it is\n"),
+        ("gsm8k-72b", "8xH100", "GPUs 2-7 each: 90.6 GiB are needed without activations, but only 79.6 GiB exist"),
+        ("gsm8k-72b-lora", "8xL4", "The trainer alone needs L4 GPUs: more than 64 as it is\n"),
         (
             "gsm8k-72b --set trainer.optimizer=adamw --set trainer.master_weights=fp32 --set trainer.memory=speed",
             "8xH100",
-            "of GPUs such as H100: 24 as it is, 12 with trainer.gradient_checkpointing",
+            "needs H100 GPUs: 24 as it is, 12 with trainer.gradient_checkpointing",
         ),
         ("gsm8k-32b", "4xH200", "GPU 4, 5, 6, 7 does not exist: that machine has GPUs 0-3"),
     ],

@@ -242,7 +242,7 @@ def program(*command: str, **variables: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "key", "reason", "fix"),
     [
-        ({"trainer": SEVERAL | {"gpus": [0, 0]}}, "trainer.gpus", "named twice", "a rank has one of its own"),
+        ({"trainer": SEVERAL | {"gpus": [0, 0]}}, "trainer.gpus", "named twice", "every rank needs its own GPU"),
         ({"mode": "broadcast", "vllm": {"gpus": [0]}, "trainer": SEVERAL | {"gpus": [2, 3], "processes": 3}},
          "trainer.processes", "3 ranks and 2 GPUs", "to 2, or leave"),
         ({"trainer": {"processes": 2}}, "trainer.processes", "2 ranks for 1 worker", "set it to 1, or leave it out"),
@@ -256,7 +256,7 @@ def program(*command: str, **variables: str) -> dict[str, Any]:
                   {"name": "b", "module": "json", "args": {"env.group_size": 3}}]},
          "env.1.args.env.group_size", "b's group size 3", "env.group_size"),
         # Recorded rollouts
-        ({"trainer": {"rollouts": "r.jsonl"}, "mode": "none"}, "trainer.rollouts", "makes its rollouts",
+        ({"trainer": {"rollouts": "r.jsonl"}, "mode": "none"}, "trainer.rollouts", "generates rollouts",
          "trainer_core --model-name ... --rollouts r.jsonl"),
         # Names, ports, addresses
         (env() | {"api": {"port": 9001}}, "vllm.0.port", "port 9001 is also api.port", "distinct"),
@@ -265,10 +265,10 @@ def program(*command: str, **variables: str) -> dict[str, Any]:
         ({"api": {"host": "::1"}}, "api.host", "open to the network", "127.0.0.1"),
         ({"env": {"module": "json", "name": "api"}}, "env.0.name", "used 2 times", "its own"),
         ({"env": {"command": ["x", "--env.rollout_server_url", "http://localhost:8001"]}}, "env.0.command",
-         "port 8001, and run-api has port 8000", "http://127.0.0.1:8000"),
+         "port 8001, but run-api has port 8000", "http://127.0.0.1:8000"),
         (program("x", "--atropos-url=http://127.0.0.1:8002"), "component.x.command", "port 8002", "api.port = 8002"),
         (program("x", "--openai.base_url", "http://127.0.0.1:9009/v1"), "component.x.command",
-         "port 9009, where nothing", "http://127.0.0.1:9001/v1"),
+         "port 9009, where no server", "http://127.0.0.1:9001/v1"),
         (program("x", OPENAI_BASE_URL="http://[::1]:9009/v1"), "component.x.env.OPENAI_BASE_URL", "9009", "vllm.port"),
         # What is derived
         ({"vllm": {"args": {"port": 9999}}}, "vllm.0.args.port", "is derived", "set vllm.port"),
@@ -278,7 +278,7 @@ def program(*command: str, **variables: str) -> dict[str, Any]:
         (env(**{"openai.server_type": "openai"}), "env.0.args.openai.server_type", "no logprobs", '"vllm"'),
         # Several engines
         (engines() | {"env": {"module": "json", "engine": "c"}}, "env.0.engine", "no engine is called 'c'", "a, b"),
-        (engines() | {"env": {"module": "json", "engine": "b"}}, "env.0.engine", "no update reaches",
+        (engines() | {"env": {"module": "json", "engine": "b"}}, "env.0.engine", "with weights that never change",
          'mode = "broadcast"'),
         ({"vllm": {"model": "/other"}}, "vllm.0.model", "serves the stack's model", "at the top"),
         # GPUs and shares of them
@@ -290,24 +290,24 @@ def program(*command: str, **variables: str) -> dict[str, Any]:
                    {"name": "b", "port": 2, "gpus": [0], "gpu_memory_utilization": 0.5}]},
          "vllm.1.gpu_memory_utilization", "take 1.10 of its memory (a 0.6 + b 0.5)", "0.45 each"),
         ({"vllm": [{"name": "a", "port": 1, "gpus": [0], "gpu_memory_utilization": 0.5},
-                   {"name": "b", "port": 2, "gpus": [0]}]}, "vllm.1.gpu_memory_utilization", "b 0.92", "less than 1"),
+                   {"name": "b", "port": 2, "gpus": [0]}]}, "vllm.1.gpu_memory_utilization", "b 0.92", "a sum below 1"),
         # Single copy
         ({"vllm": {"gpus": [0]}, "trainer": SEVERAL | {"gpus": [1]}}, "trainer.gpus", "same GPU", "trainer.gpus = [0]"),
         ({"trainer": SEVERAL | {"gpus": [1]}}, "trainer.gpus", "same GPU", "vllm.gpus = [1]"),
         ({"vllm": {"gpus": [0]}, "trainer": SEVERAL | {"device": "cpu"}}, "trainer.device", "on GPU [0]", "auto"),
-        ({"vllm": {"dtype": "half"}}, "vllm.0.dtype", "the trainer's are bfloat16", "'bfloat16'"),
-        ({"vllm": {"args": {"quantization": "fp8"}}}, "vllm.0.args.quantization", "quantized", "take it"),
-        ({"vllm": {"args": {"enable_sleep_mode": True}}}, "vllm.0.args.enable_sleep_mode", "sleeping", "take it out"),
-        ({"vllm": {"args": {"enable-lora": True}}}, "vllm.0.args.enable-lora", "adapters wrap", "take it out"),
+        ({"vllm": {"dtype": "half"}}, "vllm.0.dtype", "trainer.dtype is bfloat16", "'bfloat16'"),
+        ({"vllm": {"args": {"quantization": "fp8"}}}, "vllm.0.args.quantization", "quantized", "remove it"),
+        ({"vllm": {"args": {"enable_sleep_mode": True}}}, "vllm.0.args.enable_sleep_mode", "sleeping", "remove it"),
+        ({"vllm": {"args": {"enable-lora": True}}}, "vllm.0.args.enable-lora", "adapters wrap", "remove it"),
         ({"vllm": {"args": {"pipeline-parallel-size": 2}}}, "vllm.0.args.pipeline-parallel-size", "one process", "1"),
         ({"vllm": {"args": {"data-parallel-size": 2}}}, "vllm.0.args.data-parallel-size", "one process", "1"),
-        ({"vllm": {"args": {"cpu-offload-gb": 4}}}, "vllm.0.args.cpu-offload-gb", "on the host", "take it out"),
+        ({"vllm": {"args": {"cpu-offload-gb": 4}}}, "vllm.0.args.cpu-offload-gb", "on the host", "remove it"),
         ({"vllm": {"args": {"load-format": "dummy"}}}, "vllm.0.args.load-format", "'dummy'", "safetensors"),
-        ({"vllm": {"args": {"logprobs-mode": "raw_logprobs"}}}, "vllm.0.args.logprobs-mode", "sampled from", "leave"),
+        ({"vllm": {"args": {"logprobs-mode": "raw_logprobs"}}}, "vllm.0.args.logprobs-mode", "sampling", "leave"),
         # Broadcast
         ({"mode": "broadcast", "vllm": {"gpus": [0, 1], "tensor_parallel": 2}, "trainer": SEVERAL | {"gpus": [1]}},
          "vllm.0.gpus", "trainer and engine share GPU 1", "its own"),
-        ({"mode": "broadcast", "vllm": {"gpus": [0]}}, "trainer.gpus", "all of them must be named", "name its GPUs"),
+        ({"mode": "broadcast", "vllm": {"gpus": [0]}}, "trainer.gpus", "section must name its own", "name its GPUs"),
         # Lengths
         ({"vllm": {"max_model_len": 1024}, "trainer": SEVERAL | {"seq_len": 2048}}, "trainer.seq_len",
          "cannot come from an engine with max_model_len = 1024", "trainer.seq_len = 1024"),
@@ -317,16 +317,16 @@ def program(*command: str, **variables: str) -> dict[str, Any]:
         (lengths(512, 1024, seq_len=2048), "trainer.seq_len", "with max_model_len = 1024", "trainer.seq_len = 1024"),
         # Adapters
         (LORA | {"vllm": {"args": {"max-lora-rank": 8}}}, "vllm.0.args.max-lora-rank", "rank 16", "set it to 16"),
-        (LORA | {"vllm": {"args": {"max-lora-rank": 24}}}, "vllm.0.args.max-lora-rank", "no rank 24", "16, 32"),
-        (LORA | {"vllm": {"args": {"enable-lora": False}}}, "vllm.0.args.enable-lora", "serves adapters", "take it"),
+        (LORA | {"vllm": {"args": {"max-lora-rank": 24}}}, "vllm.0.args.max-lora-rank", "not accept rank 24", "16, 32"),
+        (LORA | {"vllm": {"args": {"enable-lora": False}}}, "vllm.0.args.enable-lora", "serves adapters", "remove it"),
         (LORA | {"trainer": SEVERAL | {"lora_r": 600}}, "trainer.lora_r", "up to rank 512", "lower it"),
         # Adapters over the one copy
         (REPLAY | {"vllm": {"args": {"enable-return-routed-experts": False}}},
-         "vllm.0.args.enable-return-routed-experts", "which experts it took", "take it out"),
+         "vllm.0.args.enable-return-routed-experts", "expert choices", "remove it"),
         (REPLAY | {"vllm": {"args": {"pipeline-parallel-size": 2}}}, "vllm.0.args.pipeline-parallel-size",
          "over 2 pipeline stages", "tensor_parallel"),
-        (ONE_COPY | {"vllm": {"tensor_parallel": 2}}, "vllm.0.tensor_parallel", "need all of it", "= 1"),
-        (ONE_COPY | {"vllm": {"args": {"quantization": "fp8"}}}, "vllm.0.args.quantization", "quantized", "take it"),
+        (ONE_COPY | {"vllm": {"tensor_parallel": 2}}, "vllm.0.tensor_parallel", "whole model on one GPU", "= 1"),
+        (ONE_COPY | {"vllm": {"args": {"quantization": "fp8"}}}, "vllm.0.args.quantization", "quantized", "remove it"),
         (ONE_COPY | {"vllm": {"gpus": [1]}, "trainer": {"single_copy": True, "gpus": [0]}}, "trainer.gpus", "same GPU",
          "trainer.gpus = [1]"),
     ],
@@ -420,19 +420,19 @@ def test_a_variable_that_does_nothing_is_said_and_accepted() -> None:
     chosen = profile(vllm={"env": {"VLLM_USE_V1": "0"}})
     assert check_profile(site(chosen)) == []
     (note,) = check_notes(site(chosen))
-    assert note == "vllm.0.env.VLLM_USE_V1 is ignored: vLLM has only one engine now"
+    assert note == "vllm.0.env.VLLM_USE_V1 is ignored: vLLM has only its V1 engine"
     assert check_notes(site(profile())) == []
 
 
 @pytest.mark.parametrize(
     ("words", "note"),
     [
-        (["--host", "0.0.0.0"], "--host 0.0.0.0 lets everybody on that network reach it"),
-        (["--host=::"], "--host :: lets everybody"),
-        (["--middleware", "mine.Spy"], "--middleware mine.Spy is code that sees every request"),
-        (["--trust-remote-code"], "--trust-remote-code runs Python code that came with the model"),
-        (["--api-key", "abcdef123456"], "the value of --api-key stands in its command line"),
-        (["--key=${MY_TOKEN}"], "${MY_TOKEN} stands in its command line"),
+        (["--host", "0.0.0.0"], "--host 0.0.0.0 makes it reachable for everybody on that network"),
+        (["--host=::"], "--host :: makes it reachable for everybody"),
+        (["--middleware", "mine.Spy"], "--middleware mine.Spy runs code that sees every request"),
+        (["--trust-remote-code"], "--trust-remote-code runs Python code of the model's author"),
+        (["--api-key", "abcdef123456"], "the value of --api-key is in its command line"),
+        (["--key=${MY_TOKEN}"], "${MY_TOKEN} is in its command line"),
     ],
 )
 def test_a_command_line_that_opens_a_door_is_told(words: list[str], note: str) -> None:

@@ -94,8 +94,8 @@ def test_a_cache_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("ATROPOS_CACHE", str(tmp_path / "file" / "cache"))
     made = {"name": "warm-start", "command": ["true"], "creates": "${ATROPOS_CACHE}/model"}
     problem = one(found(profile(prepare=[made])), "prepare.0.creates")
-    assert problem.reason.endswith(f"cannot be made: {tmp_path / 'file'} cannot be written to")
-    assert problem.fix == "set ATROPOS_CACHE to a folder of yours"
+    assert problem.reason.endswith(f"cannot be created: {tmp_path / 'file'} is not writable")
+    assert problem.fix == "set ATROPOS_CACHE to a writable folder"
 
 
 def test_a_loss_function_of_ones_own_is_found(tmp_path: Path) -> None:

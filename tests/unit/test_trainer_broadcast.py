@@ -608,7 +608,7 @@ def test_a_public_meeting_point_is_warned_of_and_every_interface_is_refused() ->
 def test_the_plan_counts_inference_nodes() -> None:
     found = check_profile(two_engines(trainer={"num_inference_nodes": 3}))
     assert [(problem.key, problem.reason) for problem in found] == [
-        ("trainer.num_inference_nodes", "3 inference servers, and the trainer feeds 2 of this profile's")
+        ("trainer.num_inference_nodes", "3 inference servers, but the trainer feeds 2 of this profile's")
     ]
     assert check_profile(two_engines(trainer={"num_inference_nodes": 2})) == []
 
