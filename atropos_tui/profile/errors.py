@@ -31,7 +31,7 @@ def refused(problems: list[Problem], title: str = "invalid profile") -> UserErro
     """Return all problems as one error."""
     listed = problems[:MAX_LISTED]
     if more := problems[MAX_LISTED:]:
-        listed.append(Problem(f"and {len(more):,} more problems", "mend these first"))
+        listed.append(Problem(f"and {len(more):,} more problems", "fix these first"))
     return UserError(f"{title}: {counted(len(problems), 'problem')}", listed)
 
 
@@ -47,17 +47,17 @@ def in_words(file: str) -> Iterator[None]:
     except UserError:
         raise
     except RecursionError:
-        raise refused([Problem("is nested too deep to be read", "take some levels out", file)]) from None
+        raise refused([Problem("is nested too deep to be read", "remove some levels", file)]) from None
     except Exception as error:
         reason = f"cannot be read as a profile ({type(error).__name__}: {printable(str(error))})"
-        fix = "correct what this names, or begin with a new one: atropos-tui init"
+        fix = "correct the named place, or create a new profile: atropos-tui init"
         raise refused([Problem(reason, fix, file)]) from error
 
 
 def printable(text: str, limit: int = 400) -> str:
     """Return `text` on one line: unprintable characters escaped, and the part beyond `limit`
     replaced by its length."""
-    cut = text[:limit]
+    cut = text[:limit]  # cut before escaping: the text may be megabytes long
     if not cut.isprintable():
         cut = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
     return cut if len(text) <= limit else f"{cut}… ({len(text):,} characters)"
@@ -176,14 +176,14 @@ def problems_of(
     """
     items: dict[KeyPath, dict[str, Any]] = {}
     for item in errors:
-        # Several errors of one key are the forms of a union that did not fit: one problem.
+        # pydantic reports one error for each alternative of a union; the user made one mistake.
         path = _path((*below, *item["loc"]), data, missing=item["type"] == "missing")
         items.setdefault(path, dict(item))
     deeper = {path[:length] for path in items for length in range(1, len(path))}
     return [
         problem(reason, fix, path, key_text(path, data) + suffix)
         for path, item in items.items()
-        if path not in deeper  # a list that fitted as a list and failed in an entry
+        if path not in deeper  # a list whose entry fails is reported at the entry alone
         for reason, fix, suffix in _explained(path, item, data, schema)
     ]
 
@@ -214,6 +214,7 @@ def _steps(node: Any, part: str | int, *, flags: bool) -> KeyPath | None:
         return None
     if part in node:
         return (part,)
+    # `args` are flattened before validation: pydantic says "env.group_size", the data has env -> group_size.
     for dot in (match.start() for match in re.finditer(r"\.", part) if flags):
         rest = _steps(node.get(part[:dot]), part[dot + 1 :], flags=True)
         if rest is not None:
@@ -231,9 +232,9 @@ def _explained(path: KeyPath, item: dict[str, Any], data: Any, schema: Schema) -
         yield "unknown key", _fix_of_unknown_key(path, known, schema), ""
     elif kind == "value_error":
         for line in str(item["msg"]).removeprefix("Value error, ").splitlines():
-            # The trainer speaks of flags, the profile has keys.
+            # The trainer's messages name flags (--batch-size); a profile has keys (batch_size).
             reason, _, fix = re.sub(r"--([a-z][a-z-]+)", lambda flag: flag[1].replace("-", "_"), line).partition("; ")
-            yield printable(reason), fix or "change one of the keys that this names", ""
+            yield printable(reason), fix or "change one of the named keys", ""
     else:
         yield (*_reason_and_fix(path, item, data, schema), "")
 

@@ -41,7 +41,7 @@ def read_machine() -> Hardware:
     """Return this machine: no GPUs without a driver; within a SLURM job only the job's GPUs."""
     try:
         gpus = tuple(Gpu(card.name, card.total) for card in Nvml(given_here()).read())
-    except Exception:  # NVML has an error class per cause, and none of them matters here
+    except Exception:  # NVML has one error class for each cause; all mean that no GPU is usable
         gpus = ()
     return Hardware(gpus, psutil.virtual_memory().total)
 
@@ -56,7 +56,7 @@ def named_machine(text: str) -> Hardware:
     for part in text.split(","):
         match = _NAMED.fullmatch(part.strip())
         if match is None or not 0 < int(match[1] or 1) <= MOST_GPUS - len(gpus):
-            raise ValueError(f"write GPUs as {EXAMPLES}")
+            raise ValueError(f"not a list of GPUs such as {EXAMPLES}")
         gpus += [_gpu(match[2])] * int(match[1] or 1)
     return Hardware(tuple(gpus), None, is_here=False)
 
@@ -71,9 +71,10 @@ def _gpu(text: str) -> Gpu:
         return Gpu(name, GPU_MEMORY[name] * 1024**2)
     if size := _SIZE.fullmatch(name):
         known = GPU_MEMORY.get(size["name"] or "")
-        if known and abs(known / 1024 - int(size["size"])) < 3:  # H100-80GB has 79.6 GiB, H200-141GB 140.4
+        # Marketing sizes differ from the usable memory: an H100-80GB has 79.6 GiB, an H200-141GB 140.4.
+        if known and abs(known / 1024 - int(size["size"])) < 3:
             return Gpu(name, known * 1024**2)
         if int(size["size"]):
             return Gpu(name, int(size["size"]) * 1024**3)
     known_names = ", ".join(GPU_MEMORY)
-    raise ValueError(f"no GPU called {text.strip()!r} is known here; known are {known_names}; or by size as 4x80GB")
+    raise ValueError(f"unknown GPU {text.strip()!r}; use one of {known_names}, or a size such as 4x80GB")

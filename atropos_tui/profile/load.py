@@ -189,8 +189,8 @@ def _text_of(path: Path) -> str:
         with path.open("rb") as stream:
             content = stream.read(MAX_PROFILE_BYTES + 1)
         if len(content) > MAX_PROFILE_BYTES:
-            raise _invalid("larger than 1 MiB: not a profile", "check that this is the file you meant", file)
-        return content.decode("utf-8-sig")  # editors on Windows begin files with a byte order mark
+            raise _invalid("larger than 1 MiB: not a profile", "check that this is the right file", file)
+        return content.decode("utf-8-sig")  # Windows editors write a byte order mark
     except UnicodeDecodeError as error:
         raise _invalid(f"not UTF-8 text (byte {error.start})", "save it as UTF-8", file) from None
     except OSError as error:
@@ -268,7 +268,7 @@ def _extended(wanted: Any, chain: list[Path]) -> Path:
         reason, fix = _not_found(path, wanted)
         raise _invalid(f"{reason}: {links}", f"{fix}; a path is relative to this file", file, "extends")
     if any(path.samefile(link) for link in chain):
-        raise _invalid(f"goes in a circle: {links}", "take one of these `extends` away", file, "extends")
+        raise _invalid(f"goes in a circle: {links}", "remove one of these `extends`", file, "extends")
     return path
 
 
@@ -337,7 +337,7 @@ def _assign(data: dict[str, Any], parts: list[str], value: Any, key: str) -> Key
         if not isinstance(node, dict):
             raise _invalid_set(f"{printable('.'.join(parts[:depth]))} is not a table", "set a key of a table", key)
         if part == "0" and not last and parts[:depth] in [[section] for section in SECTION_LISTS]:
-            continue  # one [env] is the first of [[env]]
+            continue  # [env] without an index is its own first entry
         path += (part,)
         if not last:
             node = node.setdefault(part, {})

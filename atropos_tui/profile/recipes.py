@@ -31,19 +31,19 @@ def recipe(
         return Recipe(action=action, stop=order[::-1], note="Stops the whole stack; the run ends.")
     if action == "restart" and component is None:
         start = order if among is None else [name for name in order if name in among]
-        note = "Everything that runs goes and comes back; the trainer saves and goes on from its checkpoint."
+        note = "Restarts the whole stack; the trainer saves a checkpoint and continues from it."
         return Recipe(action=action, stop=start[::-1], start=start, note=note)
     spec = stack.component(component) if component is not None else None
     if spec is None:
         raise KeyError(component)
     touched = {spec.name} | reached(spec.name, {part.name: part.restart_with for part in stack.components})
-    if among is not None:
+    if among is not None:  # components without a process now are not restarted
         touched &= set(among)
     if initiator == "trainer":
         touched -= {part.name for part in stack.components if part.role == "trainer"}
     touched |= {spec.name}
     start = [name for name in order if name in touched]
-    stop = start[::-1]
+    stop = start[::-1]  # a component stops before those that it depends on
     match action:
         case "start":
             return Recipe(action=action, component=component, start=start)
@@ -59,14 +59,14 @@ def _killed(stack: StackSpec, spec: ComponentSpec, touched: list[str]) -> Recipe
     is in start order."""
     policy = spec.restart
     if restarts_after_crash(spec):
-        gone, start = touched, touched
+        stopped, start = touched, touched
         ends = f"crash {policy.max_restarts + 1} within {policy.window_s:g} s ends the run."
         note = f"Counts as a crash; {ends} {_why(spec, set(touched))}".rstrip()
     else:
-        gone, start = [part.name for part in stack.components], []
+        stopped, start = [part.name for part in stack.components], []
         rule = "is never" if policy.policy == "never" else "allows no restart"
         note = f"Counts as a crash, and its restart policy {rule}: the run ends with code 3."
-    stop = [spec.name, *(name for name in reversed(gone) if name != spec.name)]
+    stop = [spec.name, *(name for name in reversed(stopped) if name != spec.name)]
     return Recipe(action="kill", component=spec.name, stop=stop, start=start, note=note)
 
 
@@ -80,8 +80,8 @@ def _why(spec: ComponentSpec, touched: set[str]) -> str:
     if not others:
         return ""
     reasons = {
-        "engine": "the weights live in its memory: the trainer saves a checkpoint, stops, and goes on from there",
-        "api": "run-api keeps its state in memory and forgets who is registered",
+        "engine": "the weights are in its memory: the trainer saves a checkpoint, stops, and resumes from it",
+        "api": "run-api keeps registrations in memory only",
     }
     depends = _verb(others, "it depends on it", "they depend on it")
     return f"{', '.join(others)} {_verb(others, 'restarts', 'restart')} too: {reasons.get(spec.role.value, depends)}."
@@ -98,7 +98,7 @@ def _left_alone(stack: StackSpec, spec: ComponentSpec, touched: Collection[str])
     if bound:
         first = " with a checkpoint" if spec.role == "engine" else ""
         notes.append(
-            f"{', '.join(bound)} cannot go on without it and {_verb(bound, 'stops', 'stop')} first{first}; "
-            f"atropos-tui start {spec.name} brings all of them back."
+            f"{', '.join(bound)} cannot run without it and {_verb(bound, 'stops', 'stop')} first{first}; "
+            f"atropos-tui start {spec.name} starts all of them again."
         )
     return " ".join(notes)

@@ -13,10 +13,10 @@ SHORT = {
 }  # fmt: skip
 """Long names of the short options that matter here."""
 OWNED = {
-    "job-name": "leave it out: the job is called as the run, and `down` finds it by that",
+    "job-name": "leave it out: `down` finds the job by the run's name",
     "output": "leave it out: the job writes to slurm.log in the run directory",
-    "open-mode": "leave it out: a job that is queued again appends to slurm.log",
-    "signal": "leave it out: the lead of the signal follows [cluster] time",
+    "open-mode": "leave it out: a requeued job appends to slurm.log",
+    "signal": "leave it out: [cluster] time determines when the signal comes",
     "requeue": "set [cluster] requeue = true",
     "no-requeue": "set [cluster] requeue = false",
     "time": 'set [cluster] time = "..."',
@@ -29,7 +29,7 @@ OWNED = {
     "gpus": "set [[node]] gpus",
     "gpus-per-node": "set [[node]] gpus",
     "array": "leave it out: start one run for each, or use atropos-tui sweep",
-    "wrap": "leave it out: the batch script is written by atropos-tui up",
+    "wrap": "leave it out: atropos-tui up writes the batch script",
 }
 """Options that the batch script sets itself, and the fix for each."""
 _LONG = re.compile(r"--([A-Za-z][\w-]*)(?:(?:=|\s+)(.*))?")
@@ -79,11 +79,11 @@ def problem(text: str) -> tuple[str, str] | None:
     """Return reason and fix for an invalid option; None if it is valid."""
     option = parse(text)
     if option is None:
-        return f"not an option of sbatch: {text!r}", 'write it as "--NAME=VALUE"'
+        return f"not an sbatch option: {text!r}", 'write it as "--NAME=VALUE"'
     if _SECOND.search(text):
         return f"two options in one: {text!r}", 'write one each: ["--NAME=VALUE", "--NAME=VALUE"]'
     if option.name in OWNED:
-        return f"--{option.name} is set by atropos-tui", OWNED[option.name]
+        return f"atropos-tui sets --{option.name} itself", OWNED[option.name]
     return None
 
 

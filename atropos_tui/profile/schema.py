@@ -28,8 +28,8 @@ TITLE = "atropos-tui profile"
 _EXTENDS = {
     "type": "string",
     "minLength": 1,
-    "description": "Another profile to start from: a path relative to this file, or the name of a shipped profile. "
-    "Tables merge and this profile wins; a list replaces the whole list.",
+    "description": "Profile to extend: a path relative to this file, or the name of a shipped profile. "
+    "Tables merge, and this profile has priority; a list replaces the whole list.",
 }
 
 
@@ -53,10 +53,11 @@ def build_schema(
     parts["EnvSection"]["properties"]["args"] |= {"additionalProperties": {"$ref": "#/$defs/Flag"}}
     parts["Flag"] = _flag(parts["EnvSection"]["properties"]["args"])
     for name in ("ExtraSection", "Probe"):
-        parts[name].pop("required", None)  # the profile that this one extends may have them
+        parts[name].pop("required", None)  # an extended profile may contain the required keys
+    # pydantic gives `kind` a default, but the union of checks needs it.
     for name in (name for name in parts if name.endswith("Check")):
         parts[name]["required"] = ["kind", *parts[name].get("required", [])]
-    schema["properties"]["component"]["additionalProperties"] = False  # beside the pattern of their names
+    schema["properties"]["component"]["additionalProperties"] = False  # only names that match the pattern
     for name in SECTION_LISTS:
         _once_or_several(schema["properties"][name])
     needed = schema.pop("required")
@@ -169,7 +170,7 @@ def choices(form: Schema) -> list[Any]:
 
 def phrases(forms: list[Schema], schema: Schema) -> str:
     """Describe the values that any of several schemas allows."""
-    if len(forms) > 2:  # flags: the forms matter, not what their entries may be
+    if len(forms) > 2:  # environment flags: too many alternatives to describe the entries of lists
         forms = [form if form.get("type") != "array" else {"type": "array"} for form in forms]
     nouns = list(dict.fromkeys(_phrase(form, schema) for form in forms))
     if "a number" in nouns and "a whole number" in nouns:

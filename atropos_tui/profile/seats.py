@@ -63,14 +63,15 @@ def seat_engines(
     Args:
         named: GPUs by machine that a section names; those of `wants` are added.
     """
+    # GPUs that are named anywhere are reserved first, whatever the order of the sections.
     taken = {host: set(gpus) for host, gpus in named.items()}
     for want in wants:
         for host in want.hosts:
             taken.setdefault(host, set()).update(want.gpus)
     found = []
     for want in wants:
-        room = {host: list(want.gpus) or left_over(machines, host, taken) for host in want.hosts}
-        seats = _seats(want, room)
+        free = {host: list(want.gpus) or left_over(machines, host, taken) for host in want.hosts}
+        seats = _seats(want, free)
         for engine in seats:
             for seat in engine:
                 taken.setdefault(seat.node, set()).update(seat.gpus)
@@ -78,17 +79,19 @@ def seat_engines(
     return found
 
 
-def _seats(want: Want, room: Mapping[str, list[int]]) -> list[list[Seat]]:
-    hosts, most = list(room), max(map(len, room.values()), default=0)
+def _seats(want: Want, free: Mapping[str, list[int]]) -> list[list[Seat]]:
+    hosts, most = list(free), max(map(len, free.values()), default=0)
     if not hosts:
         return [[]] * (want.count or 1)
     parts = want.machines or _fewest(want.each, most, len(hosts))
     groups = [hosts[at:][:parts] for at in range(0, max(1, len(hosts) - parts + 1), parts)]
+    # Each engine takes one group of `parts` machines, with `own` GPUs on each of them.
     own = max(1, want.each // parts)
     count = want.count or (max(1, len(groups) * (most // own)) if want.gpus else 1)
+    # Group of each engine, spread evenly; the engines of one group take consecutive GPUs.
     on = [index * len(groups) // count for index in range(count)]
     return [
-        [Seat(host, room[host][on[:index].count(group) * own :][:own]) for host in groups[group]]
+        [Seat(host, free[host][on[:index].count(group) * own :][:own]) for host in groups[group]]
         for index, group in enumerate(on)
     ]
 

@@ -61,10 +61,11 @@ def traits_of(profile: Profile) -> ModeTraits:
     computes with it, so a restart of such an engine restarts the trainer too.
     """
     traits = TRAITS[profile.mode]
-    if profile.trainer.command:  # nobody names weights to the engine, so it must not wait for that
+    if profile.trainer.command:  # another trainer never releases a held engine
         return replace(traits, holds_generation=False)
     if not (traits.lora and profile.trainer.settings.get("single_copy")):
         return traits
+    # Without `gpus` the engine runs on the CPU, where the shared memory outlives it.
     return replace(traits, shares_memory=True, feeds_all=False, trainer_follows_engine=bool(profile.vllm[0].gpus))
 
 
@@ -110,6 +111,7 @@ class Site:
         if node is None:
             return LOOPBACK
         own = self.hosts.node(node)
+        # The supervisor's own machine counts too: it probes every server.
         at = {self.hosts.node(name).host for name in dialled_from if name is not None} | {self.hosts.here}
         return LOOPBACK if at == {own.host} else own.address
 
@@ -138,6 +140,7 @@ class Site:
         trainer = set(trainer_nodes(profile))
         for env in profile.env:
             for engine in env_engines(profile, env):
+                # The trainer reaches every engine, for weights and for logprobs.
                 dialling.setdefault(engine.name, set(trainer)).add(env_node(profile, env))
         return {
             engine.name: self.address(engine.node, dialling.get(engine.name, trainer))
@@ -182,10 +185,10 @@ def make_site(
     named = {name: outside[name] for text in models for name in references(text) if name in outside}
     variables = named | {CACHE: str(cache_dir()), "ATROPOS_SEED": str(profile.seed), "ATROPOS_RUN_DIR": str(run_dir)}
     site = Site(profile, RunDir(run_dir), run_id, variables, dotenv or {}, hosts or foreseen(profile))
-    told = {ENV_MODEL: site.model}
+    contract = {ENV_MODEL: site.model}
     if profile.trainer.command:
-        told |= {ENV_API_URL: site.api_url, ENV_ENGINE_URLS: engine_urls(site)}
-    return replace(site, variables=variables | told)
+        contract |= {ENV_API_URL: site.api_url, ENV_ENGINE_URLS: engine_urls(site)}
+    return replace(site, variables=variables | contract)
 
 
 def in_url(address: str) -> str:
@@ -231,6 +234,7 @@ def training_config(site: Site, *, grouped: bool = True) -> TrainingConfig:
         derived["max_model_len"] = engine.max_model_len
     if profile.trainer.settings.get("use_wandb"):
         derived["wandb_group"] = site.run_id
+    # The checks report group sizes themselves, with better keys, so they leave `group_size` out.
     if grouped and profile.trainer.command is None and (group := group_size(profile)) is not None:
         derived["group_size"] = group
     try:
@@ -300,6 +304,7 @@ def node_of(profile: Profile, node: str | None) -> str | None:
 def env_node(profile: Profile, env: EnvSection) -> str | None:
     """Return the machine of an environment; environments on one [[node]] are spread over its
     machines."""
+    # Round robin over the node's machines, in the order of the [[env]] tables.
     beside = [each.name for each in profile.env if each.node == env.node]
     hosts = profile.hosts_named(env.node)
     return hosts[beside.index(env.name) % len(hosts)] if hosts else None

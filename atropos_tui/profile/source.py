@@ -57,11 +57,11 @@ def find_module(name: str, folders: list[str]) -> ModuleSpec | None:
         spec = importlib.util.find_spec(first)
     except (ImportError, ValueError):
         spec = None
-    # Absolute, since Python keeps what it has read of a folder by the folder's name.
+    # Absolute paths, because Python caches a folder's listing by its path as given.
     spec = spec or PathFinder.find_spec(first, [str(Path(folder).absolute()) for folder in folders])
     for part in parts:
         inside = spec and spec.submodule_search_locations
-        # By its last name alone: for a folder without __init__.py Python asks for the imported parent by the full name.
+        # The last name alone: with the full name PathFinder would need the parent package, which is not imported.
         spec = PathFinder.find_spec(part, inside) if inside else None
     return spec
 

@@ -86,6 +86,7 @@ def statements(text: str) -> Iterator[Statement]:
 def _parse_from(rows: list[str], start: int) -> tuple[dict[str, Any], int] | None:
     """Return the data of the statement that begins at `start`, and the index of the row after
     it."""
+    # A value may span lines, so rows are added until the text parses.
     for end in range(start + 1, min(len(rows), start + MAX_STATEMENT_LINES) + 1):
         try:
             return tomllib.loads("\n".join(rows[start:end])), end
@@ -132,11 +133,11 @@ def _nested(path: KeyPath) -> KeyPath:
 
 def why_not_toml(text: str, error: ValueError) -> tuple[str, str, int | None]:
     """Return reason, fix and line for text that `tomllib` refused with `error`."""
-    said = str(error)
-    position = _POSITION.search(said)
+    message = str(error)
+    position = _POSITION.search(message)
     rows = text.splitlines()
     line = int(position[1]) if position and position[1] else len(rows) if position else None
-    reason = f"not TOML: {said[: position.start()] if position else said}"
+    reason = f"not TOML: {message[: position.start()] if position else message}"
     if position and position[2]:
         reason += f" (column {position[2]})"
     row = rows[line - 1] if line and line <= len(rows) else ""
@@ -148,12 +149,12 @@ def why_not_toml(text: str, error: ValueError) -> tuple[str, str, int | None]:
     if value in _OTHER_WORDS:
         return f"not TOML: {value} is not a value", f"write {_OTHER_WORDS[value]}", line
     if value in _NOTHING:
-        return f"not TOML: {value} is not a value", "remove the line: a key that is left out has its default", line
+        return f"not TOML: {value} is not a value", "remove the line: the key then has its default", line
     if "=" not in row and not row.lstrip().startswith("[") and _YAML.match(row):
         return "not TOML: this is YAML", "write TOML: `key = value` lines below [table] headers", line
     if re.fullmatch(r"[A-Za-z_~./$][\w./~${}:-]*", value):
         return f"not TOML: {value} is not a value", f'put text in quotes: "{value}"', line
-    return reason, "correct the syntax at that place", line
+    return reason, "correct the syntax there", line
 
 
 def _given_twice(text: str, line: int | None) -> tuple[str, str] | None:
@@ -164,8 +165,8 @@ def _given_twice(text: str, line: int | None) -> tuple[str, str] | None:
         name = ".".join(str(part) for part in statement.path)
         if statement.last == line and key in first:
             if statement.is_table:
-                reason = f"not TOML: the table [{name}] stands twice, in lines {first[key]} and {statement.line}"
-                return reason, "put all its keys below one of them"
+                reason = f"not TOML: the table [{name}] is there twice, in lines {first[key]} and {statement.line}"
+                return reason, "put all its keys into one of them"
             reason = f"not TOML: {name} is set twice, in lines {first[key]} and {statement.line}"
             return reason, "remove one of them"
         first.setdefault(key, statement.line)

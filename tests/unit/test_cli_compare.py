@@ -67,7 +67,7 @@ def test_ports_that_collide_are_moved_to_the_next_free_ones() -> None:
         "b": ["api.port=8002"],  # not 8001, which is its own
         "c": ["api.port=8004", "vllm.0.port=9002"],  # not 8003, which somebody has
     }
-    assert changes.lines[0] == "b: api.port is 8002, since a has 8000"
+    assert changes.lines[0] == "b: api.port is 8002, since a uses 8000"
     assert not changes.problems
 
 
@@ -208,7 +208,7 @@ def test_side_by_side_with_one_that_fails(
     assert table["Steps"][0] == "5" and table["Steps"][1] == "2"
     assert table["Checkpoint size"][:2] == ["2.0", "GB"]
     assert table["Reward, last 5"][0] == "0.600"
-    assert f"two: api.port is {ports[0] + 1}, since one has {ports[0]}" in out or "two: api.port is" in out
+    assert f"two: api.port is {ports[0] + 1}, since one uses {ports[0]}" in out or "two: api.port is" in out
     assert "two: run ended with code 3: trainer" in out and "the loss is not a number" in out
     plans = [json.loads((base / name / "plan.json").read_text()) for name in ("one", "two", "one-2")]
     used = [part["port"] for plan in plans for part in plan["components"] if part["port"]]

@@ -279,15 +279,15 @@ def test_an_option_is_one_word_of_the_script(option: str, line: list[str], tmp_p
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        ("--job-name=my run", "--job-name is set by atropos-tui"),
+        ("--job-name=my run", "atropos-tui sets --job-name itself"),
         ('--job-name="my run"', "the job is called as the run"),
-        ("-J x", "--job-name is set by atropos-tui"),
+        ("-J x", "atropos-tui sets --job-name itself"),
         ("--time=4", "set [cluster] time"),
         ("-t 4", "set [cluster] time"),
-        ("--signal=B:TERM@60", "--signal is set by atropos-tui"),
+        ("--signal=B:TERM@60", "atropos-tui sets --signal itself"),
         ("--output=x.log", "slurm.log"),
         ("--mail-user=a@b.c --mail-type=END", "two options in one"),
-        ("qos=high", "not an option of sbatch"),
+        ("qos=high", "not an sbatch option"),
     ],
 )
 def test_an_option_that_the_script_sets_itself_is_refused(option: str, said: str, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("text", "line", "reason", "fix"),
     [
         (HEAD + "[trainer]\nlr = 1\n\n# a comment\nlr = 2\n", 9, "trainer.lr is set twice, in lines 6 and 9", "remove"),
-        (HEAD + "[vllm]\n[api]\n[vllm]\n", 7, "the table [vllm] stands twice, in lines 5 and 7", "below one of them"),
+        (HEAD + "[vllm]\n[api]\n[vllm]\n", 7, "the table [vllm] is there twice, in lines 5 and 7", "into one of them"),
         (HEAD + "survive = True\n", 5, "True is not a value", "write true"),
         (HEAD + "cwd = None\n", 5, "None is not a value", "remove the line"),
         ("name: p\nmodel: m\n", 1, "this is YAML", "write TOML"),

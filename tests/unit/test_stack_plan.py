@@ -198,7 +198,7 @@ def test_notes_of_recipes_agree_with_how_many_they_speak_of() -> None:
     assert "trainer keeps running without it" in recipe(one, "stop", "api").note
     two = stack(profile(env=[{"name": "a", "module": "json"}, {"name": "b", "module": "json"}]))
     assert recipe(two, "restart", "api").note.startswith("a, b restart too: ")
-    assert "a, b cannot go on without it and stop first" in recipe(two, "stop", "api").note
+    assert "a, b cannot run without it and stop first" in recipe(two, "stop", "api").note
 
 
 def test_a_kill_without_restarts_ends_the_run() -> None:
@@ -618,7 +618,7 @@ def test_impossible_orders_are_found(trainer: dict[str, Any], expected: str) -> 
 
 
 def test_stopping_the_engine_says_what_is_lost() -> None:
-    assert "trainer cannot go on without it" in recipe(stack(profile()), "stop", "vllm").note
+    assert "trainer cannot run without it" in recipe(stack(profile()), "stop", "vllm").note
 
 
 def test_python_is_one_interpreter_in_every_command() -> None:

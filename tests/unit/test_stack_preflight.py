@@ -140,7 +140,7 @@ def test_tensor_parallel_divides_the_heads(parallel: int, fits: bool) -> None:
         assert not [problem for problem in problems if "heads" in problem.reason]
     else:
         problem = one(problems, "vllm.0.tensor_parallel")
-        assert "8 attention heads with 2 for keys" in problem.reason and problem.fix == "use one of: 1, 2, 4, 8"
+        assert "8 attention heads with 2 key/value heads" in problem.reason and problem.fix == "use one of: 1, 2, 4, 8"
 
 
 REFUSED = {
@@ -236,7 +236,7 @@ def test_rotary_embeddings_that_stay_as_they_are_train() -> None:
 def test_tensor_parallel_divides_the_heads_for_keys_too() -> None:
     config = LLAMA | {"num_attention_heads": 12, "num_key_value_heads": 4, "hidden_size": 96}
     problem = one(found(profile(vllm={"tensor_parallel": 3}), config=config), "vllm.0.tensor_parallel")
-    assert "12 attention heads with 4 for keys" in problem.reason and problem.fix == "use one of: 1, 2, 4, 12"
+    assert "12 attention heads with 4 key/value heads" in problem.reason and problem.fix == "use one of: 1, 2, 4, 12"
 
 
 def test_a_context_beyond_the_model_s() -> None:
@@ -248,7 +248,7 @@ def test_a_context_beyond_the_model_s() -> None:
 def test_layers_that_the_model_does_not_have() -> None:
     trainer = {"batch_size": 8, "train_layer_indices": "2-5"}
     problem = one(found(profile(trainer=trainer), config=LLAMA), "trainer.train_layer_indices")
-    assert problem.reason == "the model has layers 0-3, and no 4, 5" and "up to 3" in problem.fix
+    assert problem.reason == "the model has layers 0-3, but no 4, 5" and "up to 3" in problem.fix
 
 
 def test_the_eight_bit_optimizer_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,12 +267,12 @@ def test_the_eight_bit_optimizer_needs_its_package(monkeypatch: pytest.MonkeyPat
     ("text", "expected"),
     [
         ("env:\n  group_size: 8\n", None),
-        ("", "no table"),
+        ("", "has no `env:`"),
         ("env:\n  group_size: 5\n", "16 sequences of a step are not a multiple"),
         ("openai:\n- {base_url: a}\n- {base_url: b}\n", "lists 2 servers"),
         ("openai:\n- {base_url: a}\n", None),
-        ("- 1\n", "no table"),
-        ("env: 3\n", "no table"),
+        ("- 1\n", "has no `env:`"),
+        ("env: 3\n", "has no `env:`"),
         ("a: [", "is not YAML"),
         ("\x00", "is not YAML"),
         ("[" * 5000, "is not YAML"),
