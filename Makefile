@@ -80,7 +80,7 @@ cluster-tools: install
 	@$(BIN)/python -c "import ray" 2>/dev/null || $(BIN)/python -m pip install --quiet "ray>=2.50"
 
 # Paths whose text follows the rules of language; every other path still has to be rewritten.
-READABLE := tools vllm_server trainer_core atropos_tui/ui atropos_tui/cli $(wildcard atropos_tui/*.py) atropos_tui/supervisor atropos_tui/diagnoses atropos_tui/monitor atropos_common atropos_envs atropos_api
+READABLE := tools vllm_server trainer_core atropos_tui/ui atropos_tui/cli $(wildcard atropos_tui/*.py) atropos_tui/supervisor atropos_tui/diagnoses atropos_tui/monitor atropos_common atropos_envs atropos_api atropos_tui/profile
 
 check: install  ## lint, types, import contracts, language
 	$(BIN)/python -m tools.readability --lint $(READABLE)
