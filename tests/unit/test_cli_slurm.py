@@ -280,7 +280,7 @@ def test_an_option_is_one_word_of_the_script(option: str, line: list[str], tmp_p
     ("option", "said"),
     [
         ("--job-name=my run", "atropos-tui sets --job-name itself"),
-        ('--job-name="my run"', "the job is called as the run"),
+        ('--job-name="my run"', "finds the job by the run's name"),
         ("-J x", "atropos-tui sets --job-name itself"),
         ("--time=4", "set [cluster] time"),
         ("-t 4", "set [cluster] time"),
