@@ -128,6 +128,7 @@ def check_notes(site: Site) -> list[str]:
             "are not encrypted, and anyone on that network can read them or break the group: use a network that you "
             "trust"
         )
+    # A note, not a problem: idle GPUs may be intended.
     for node, gpus in unused_gpus(profile).items():
         notes.append(f"{counted(gpus, 'GPU')} of {node} {'is' if gpus == 1 else 'are'} unused")
     asked = {engine.name for env in profile.env for engine in env_engines(profile, env)}
@@ -175,7 +176,6 @@ def _flags(command: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _meeting_key(settings: TrainingConfig) -> str:
-    """Return the profile key that sets the address of a broadcast's process group."""
     return "trainer.init_method" if settings.init_method != "env://" else "trainer.env.MASTER_ADDR"
 
 
@@ -214,6 +214,7 @@ def _other_trainer(profile: Profile) -> Iterator[Problem]:
     for key in profile.trainer.settings:
         reason = "is a setting of our trainer, which trainer.command replaces"
         yield Problem(reason, "leave it out, and put it into the command", key=f"trainer.{key}")
+    # The other modes need our trainer's side of the protocol.
     if profile.mode != "none":
         reason = (
             f'mode = "{profile.mode}" is how our trainer publishes weights, and trainer.command replaces that trainer'
@@ -239,6 +240,7 @@ def _trainer_gpus(profile: Profile) -> Iterator[Problem]:
 def _single_copy_ranks(profile: Profile, gpus: list[int], ranks: int) -> Iterator[Problem]:
     """Report ranks that differ from the engine's workers if `trainer.processes` is the cause. For
     GPUs, `_gpu_lists` and `_single_copy_place` name the key to change, and the ranks follow."""
+    # In single copy rank i trains on the memory of worker i.
     workers = profile.vllm[0].tensor_parallel
     same_gpus = profile.is_spread or profile.trainer.gpus in ([], profile.vllm[0].gpus)
     if ranks != workers and same_gpus and len(gpus) in (0, workers):
@@ -297,10 +299,12 @@ def _urls(site: Site) -> Iterator[Problem]:
     """Report addresses of this machine in flags and variables that differ from the ports of run-api
     and vLLM."""
     profile = site.profile
+    # An extra component may be a server too, such as a judge.
     servers = {engine.port for engine in profile.engines} | {part.port for part in profile.component.values()}
     for key, name, value in _settings(site):
         if (port := _loopback_port(value)) is None:
             continue
+        # Variables and flags follow the same patterns: OPENAI_BASE_URL, --openai.base-url.
         flat = name.lower().replace("-", "_")
         if _API_URL.search(flat) and port != profile.api.port:
             fix = f"use http://127.0.0.1:{profile.api.port}, or set api.port = {port}"
@@ -373,6 +377,7 @@ def _derived(profile: Profile) -> list[Problem]:
 def _twice(profile: Profile) -> Iterator[Problem]:
     """Report vLLM flags in two spellings: vLLM uses one of them without a warning."""
     for index, engine in enumerate(profile.vllm):
+        # Spelling of each flag that came first, for the message.
         first: dict[str, str] = {}
         for word in engine.args:
             name = word.replace("_", "-").removeprefix("no-")
@@ -401,6 +406,7 @@ def _groups(profile: Profile, settings: TrainingConfig) -> Iterator[Problem]:
         size = env.args.get("env.group_size", 1)
         assert isinstance(size, int)  # EnvSection validates it
         if total % size:
+            # Name the factors if there are several, since either can be changed.
             batch = f"batch_size {settings.batch_size}"
             if (each := settings.gradient_accumulation_steps) > 1:
                 batch = f"{batch} x gradient_accumulation_steps {each} = {total}"
@@ -414,6 +420,7 @@ def _groups(profile: Profile, settings: TrainingConfig) -> Iterator[Problem]:
 def batches_that_fill(settings: TrainingConfig, sizes: Sequence[int]) -> str:
     """Return the nearest smaller and larger settings with which groups of all `sizes` fill a batch,
     as text of a fix."""
+    # Change one key: the accumulation steps if they are in use, else the batch size.
     key, value, other = "batch_size", settings.batch_size, settings.gradient_accumulation_steps
     if other > 1:
         key, value, other = "gradient_accumulation_steps", other, value
@@ -424,6 +431,7 @@ def batches_that_fill(settings: TrainingConfig, sizes: Sequence[int]) -> str:
 
 
 def _recorded(settings: TrainingConfig) -> Iterator[Problem]:
+    # The key is for `python -m trainer_core` alone.
     if settings.rollouts is not None:
         yield Problem(
             "a stack generates rollouts, but with recorded rollouts the trainer requests none",
@@ -461,6 +469,7 @@ def _several(profile: Profile) -> Iterator[Problem]:
 def _gpu_lists(profile: Profile) -> Iterator[Problem]:
     for index, section in enumerate(profile.vllm):
         key, count, each = f"vllm.{index}.gpus", len(section.gpus), section.gpus_needed
+        # The modes with one fed engine feed the first [[vllm]], which must then be a single server.
         alone = index == 0 and not traits_of(profile).feeds_all
         engines = 1 if alone else len(section.engines)
         if alone and (section.replicas or 1) > 1:
@@ -557,6 +566,7 @@ _TYPES = {"half": "float16", "float": "float32"}
 
 
 def _single_copy_type(engine: EngineSection, settings: TrainingConfig) -> Iterator[Problem]:
+    # "auto" follows the model's own type, which is unknown here.
     theirs = _TYPES.get(engine.dtype or "", engine.dtype)
     if theirs is not None and "auto" not in (theirs, settings.dtype) and theirs != settings.dtype:
         yield Problem(
@@ -585,6 +595,7 @@ def _lengths(profile: Profile, settings: TrainingConfig) -> Iterator[Problem]:
             key="trainer.seq_len",
         )
     for index, env in enumerate(profile.env):
+        # Requests above the engine's limit fail one by one during the run.
         wanted = env.args.get("env.max_token_length")
         shortest = min((one.max_model_len for one in env_engines(profile, env) if one.max_model_len), default=None)
         if isinstance(wanted, int) and shortest is not None and wanted > shortest:
@@ -596,7 +607,6 @@ def _lengths(profile: Profile, settings: TrainingConfig) -> Iterator[Problem]:
 
 
 def _routing(index: int, engine: EngineSection) -> Iterator[Problem]:
-    """Refuse engine flags that exclude `routing_replay`."""
     if engine.flag(ROUTING_FLAG) is False:
         reason = "trainer.routing_replay needs this engine's expert choices"
         yield Problem(reason, "remove it: the plan sets it", key=_flag_key(index, engine, ROUTING_FLAG))
@@ -609,6 +619,7 @@ def _routing(index: int, engine: EngineSection) -> Iterator[Problem]:
 def _adapters(index: int, engine: EngineSection, settings: TrainingConfig) -> Iterator[Problem]:
     given = engine.flag("max-lora-rank")
     key = _flag_key(index, engine, "max-lora-rank")
+    # vLLM allots slots only for these ranks.
     ranks = ", ".join(map(str, LORA_RANKS))
     if engine.flag("enable-lora") is False:
         off = _flag_key(index, engine, "enable-lora")

@@ -24,6 +24,7 @@ def check_nodes(profile: Profile) -> list[Problem]:
     if not profile.is_spread:
         return list(_without_cluster(profile))
     wrong = [*_machines(profile), *_hosts(profile), *_known(profile)]
+    # Placement needs valid machines, so their problems are reported alone.
     if wrong:
         return wrong
     return [
@@ -33,7 +34,6 @@ def check_nodes(profile: Profile) -> list[Problem]:
 
 
 def _node_keys(profile: Profile) -> Iterator[tuple[str, str]]:
-    """Yield each `node` key that is set, with its value."""
     yield from ((f"{key}.node", part.node) for key, part in profile.parts.items() if part.node is not None)
 
 
@@ -57,6 +57,7 @@ def _machines(profile: Profile) -> Iterator[Problem]:
     if profile.inference_gpus is not None:
         fix = "leave it out, and set vllm.node and trainer.node"
         yield Problem("divides the GPUs of one machine, but this profile has several", fix, key="inference_gpus")
+    # `count = 2` creates NAME-2, which may collide with another [[node]].
     used = Counter(name for group in profile.node for name in host_names(group.name, group.count))
     for index, group in enumerate(profile.node):
         if twice := [name for name in host_names(group.name, group.count) if used[name] > 1]:
@@ -69,6 +70,7 @@ def _hosts(profile: Profile) -> Iterator[Problem]:
     seen: dict[str, str] = {}
     for index, group in enumerate(profile.node):
         key, count = f"node.{index}.hosts", len(group.hosts)
+        # Hosts are known only within the allocation.
         if launcher == "slurm":
             if group.hosts or group.addresses:
                 fix = 'leave it out; to choose hosts: [cluster] sbatch = ["--nodelist=..."]'
@@ -142,6 +144,7 @@ def _spread(profile: Profile, index: int) -> Problem | None:
         reason = "several copies of the weights in one server over several machines"
         fix = "leave it out, and set vllm.replicas for one server a copy"
         return Problem(reason, fix, key=f"{key}.args.{section.flag_key('data-parallel-size')}")
+    # vLLM starts an equal number of workers on each machine.
     if workers % wanted:
         divisors = [str(number) for number in range(2, workers + 1) if workers % number == 0]
         fix = f"set it to {' or '.join(divisors)}" if divisors else "leave it out, or raise tensor_parallel"
@@ -169,6 +172,7 @@ def _beyond(gpus: list[int], node: str, there: int) -> tuple[str, str]:
 def _trainer_seats(profile: Profile) -> Iterator[Problem]:
     trainer, seats = profile.trainer, trainer_seats(profile)
     node = trainer.node or profile.node[0].name
+    # All machines of a [[node]] have the same number of GPUs.
     there = max(profile.machines[host] for host in profile.hosts_named(trainer.node))
     if beyond := [gpu for gpu in trainer.gpus if gpu >= there]:
         yield Problem(*_beyond(beyond, node, there), key="trainer.gpus")
@@ -207,6 +211,7 @@ def crowded(profile: Profile) -> Iterator[Problem]:
             reason = f"a broadcast needs separate GPUs, but trainer and engine share {', '.join(map(_gpu_text, both))}"
             fix = 'give each its own GPUs, or use mode = "shared_vllm"'
             yield Problem(reason, fix, key=f"vllm.{index}.gpus")
+    # One problem for each section, however many GPUs it shares.
     named: set[int] = set()
     for place, shares in sorted(on.items()):
         total, last = sum(share for _, share in shares), shares[-1][0]
@@ -250,7 +255,6 @@ def _ports(profile: Profile) -> Iterator[Problem]:
 
 
 def _dialled(profile: Profile) -> Iterator[Problem]:
-    """Report addresses at which other machines cannot reach a node."""
     nodes = foreseen(profile).nodes
     lone = [node for node in nodes if is_loopback(node.address)]
     if lone and len(lone) < len(nodes):
@@ -261,6 +265,7 @@ def _dialled(profile: Profile) -> Iterator[Problem]:
 
 
 def _api_host(profile: Profile) -> Iterator[Problem]:
+    # Without an explicit host `Site` chooses the address by the clients' machines.
     host = profile.api.host
     if "host" in profile.api.model_fields_set and (is_loopback(host) or is_wildcard(host)):
         reason = f"other machines cannot reach run-api at {host}"
@@ -270,6 +275,7 @@ def _api_host(profile: Profile) -> Iterator[Problem]:
 def _probes(profile: Profile) -> Iterator[Problem]:
     """Refuse checks that only the component's own machine can make, because the supervisor makes
     them."""
+    # The supervisor runs on the profile's first machine.
     here = next(iter(profile.machines), None)
     for name, part in profile.component.items():
         if part.node is None or profile.hosts_named(part.node)[:1] == [here]:

@@ -54,6 +54,7 @@ def environment_files(site: Site, env: EnvSection, key: str) -> Iterator[Problem
         elif name == "config":
             yield from _environment_config(site, env, path, f"{key}.config")
     source = environment_source(site, env)
+    # A `prepare` step may install the packages before the environment starts.
     if source and not _may_install(site) and (missing := source.missing):
         packages = ", ".join(f"{name!r} ({where})" for name, where in missing.items())
         names = [PIP_NAMES.get(name, name) for name in missing]
@@ -78,6 +79,7 @@ def environment_faults(site: Site, env: EnvSection, key: str) -> Iterator[Proble
         return
     wanted = (env.script or "").partition(":")[2]
     yield from _class(source, wanted, program)
+    # A file without atroposlib runs as it is: its flags and settings are its own.
     if not is_hostable(source.path):
         return
     yield from _flags(source, env, key)
@@ -88,6 +90,7 @@ def environment_faults(site: Site, env: EnvSection, key: str) -> Iterator[Proble
 def environment_source(site: Site, env: EnvSection) -> EnvSource | None:
     """Return the source of an environment that runs on this machine; None if there is no file to
     read."""
+    # Files on another machine cannot be read here.
     place = site.place(env_node(site.profile, env))
     if env.command or (place and place.prefix):
         return None
@@ -135,7 +138,6 @@ def _may_install(site: Site) -> bool:
 
 
 def _class(source: EnvSource, wanted: str, key: str) -> Iterator[Problem]:
-    """Check the class that `atropos_envs.runner` would run."""
     known = names_in(source.path, ast.ClassDef)
     if wanted and known is not None and wanted not in known:
         fix = f"it has {', '.join(sorted(known))[:200] or 'no class'}"
@@ -155,11 +157,11 @@ def _class(source: EnvSource, wanted: str, key: str) -> Iterator[Problem]:
 
 
 def _flags(source: EnvSource, env: EnvSection, key: str) -> Iterator[Problem]:
-    """Report flags that `serve` does not accept."""
     settings, server = source.flags, _library_fields("server_baseline", "APIServerConfig")
     manager = _library_fields("server_manager", "ServerManagerConfig")
     if settings is None or server is None or manager is None:
         return
+    # `serve` builds its flags from these three settings classes.
     known = {f"env.{name}" for name in settings} | {f"openai.{name}" for name in server} | manager
     for flag in env.args:
         if flag in known:
@@ -178,7 +180,7 @@ def _library_fields(module: str, name: str) -> set[str] | None:
 
 
 def _group_size(site: Site, env: EnvSection, source: EnvSource, key: str) -> Iterator[Problem]:
-    """Report a group size in the source with which no batch fills."""
+    # With several environment classes it is unknown which one's settings apply.
     size = source.settings.get("group_size") if len(source.environments or []) == 1 else None
     if "env.group_size" in env.args or env.config or site.profile.trainer.command or not isinstance(size, int):
         return
@@ -193,7 +195,6 @@ def _group_size(site: Site, env: EnvSection, source: EnvSource, key: str) -> Ite
 
 
 def _chat_template(site: Site, env: EnvSection, source: EnvSource) -> Iterator[Problem]:
-    """Report a model without a chat template if the environment only requests chat completions."""
     engine = env_engines(site.profile, env)[0]
     if not source.only_chats or engine.flag("chat-template") is not None:
         return
@@ -226,7 +227,7 @@ def has_chat_template(folder: Path) -> bool | None:
 
 
 def _vllm_has_template(model_type: str) -> bool:
-    """Return True if vLLM has its own template for models of this type."""
+    # Read from vLLM's source: an import takes many seconds.
     spec = find_module("vllm", [])
     for folder in (spec.submodule_search_locations or []) if spec else []:
         for registry in Path(folder).glob("transformers_utils/chat_templates/registry.py"):
@@ -235,7 +236,6 @@ def _vllm_has_template(model_type: str) -> bool:
 
 
 def _environment_config(site: Site, env: EnvSection, path: Path, key: str) -> Iterator[Problem]:
-    """Check the YAML file as atroposlib combines it with the derived flags."""
     try:
         import yaml  # type: ignore[import-untyped]
 

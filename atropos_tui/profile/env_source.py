@@ -128,6 +128,7 @@ class EnvSource:
             seen.add(path)
             if source is None:
                 continue
+            # The file extends its search path, so a missing package may be found at run time.
             if b"sys.path" in source.content or b"addsitedir" in source.content:
                 return {}
             for line, level, name in _loaded_imports(source.tree):
@@ -175,6 +176,7 @@ class EnvSource:
         the file; None if unknown."""
         names: set[str] = set()
         for source in self._env_files() or []:
+            # The flags of such a file are unknown without running it.
             if any(word in source.content for word in DYNAMIC) or _defines(source.tree, "cli"):
                 return None
             for name in [*source.classes, *source.imports]:
@@ -249,7 +251,6 @@ class EnvSource:
         return [self._class(found.file, name, only_imported=name == found.node.name) for name in names]
 
     def _fields(self, source: SourceFile, name: str) -> set[str] | None:
-        """Return the annotated names of a class and its bases; None if unknown."""
         found = self._class(source, name)
         if not isinstance(found, ClassSource):
             return set() if found is False else None
@@ -272,6 +273,7 @@ class EnvSource:
         settings, None if only running Python would tell."""
         if name == COMPUTED:
             return None
+        # "base.BaseEnv": the module is `base`, the rest is looked up in it.
         first, _, rest = name.partition(".")
         if not rest and first in source.classes and not only_imported:
             return ClassSource(source.classes[first], source)
@@ -299,6 +301,7 @@ class EnvSource:
         """Return the file of a module that `source` imports; for a package without `__init__.py`
         its folder; None if unknown."""
         if level:
+            # A relative import: one dot is the file's own package, each further dot its parent.
             folder = source.path.parent.joinpath(*[".."] * (level - 1)).resolve()
             place = folder.joinpath(*module.split(".")) if module else folder
             files = (place.with_name(f"{place.name}.py"), place / "__init__.py", place)
@@ -308,6 +311,7 @@ class EnvSource:
         return self._find_absolute(module)
 
     def _find_absolute(self, module: str) -> Path | None:
+        # `find_module` reads folders, so each module is looked up once.
         known: dict[str, Path | None] = self.__dict__.setdefault("_modules", {})
         if module not in known:
             spec = find_module(module, self.folders)
@@ -343,6 +347,7 @@ def _top(body: list[ast.stmt]) -> Iterator[ast.stmt]:
     """Yield the statements at the top of a file, including those below `if`, `try` and `with`."""
     for node in body:
         yield node
+        # Both branches count: which one runs is unknown.
         for part in ("body", "orelse", "finalbody"):
             if isinstance(node, ast.If | ast.Try | ast.With):
                 yield from _top(getattr(node, part, []))
@@ -351,7 +356,6 @@ def _top(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _loaded_imports(tree: ast.Module) -> Iterator[tuple[int, int, str]]:
-    """Yield line, level and module of each import that runs for certain on loading."""
     for node in _certain(tree.body):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, 0, alias.name) for alias in node.names)
@@ -391,7 +395,6 @@ def _may_be_class(name: str) -> bool:
 
 
 def _called(tree: ast.AST) -> set[str]:
-    """Return the names of all functions and methods that are called."""
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
@@ -440,8 +443,6 @@ def _arguments(function: ast.FunctionDef, classes: set[str]) -> dict[str, Value]
 
 
 def _is_installed(path: Path) -> bool:
-    """Return True if a file belongs to an installed package or to Python, not to the user's
-    folders."""
     parts = path.parts
     return "site-packages" in parts or "dist-packages" in parts or path.is_relative_to(Path(ast.__file__).parent)
 

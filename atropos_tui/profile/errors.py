@@ -29,6 +29,7 @@ _BARE_KEY = re.compile(rf"[A-Za-z0-9_.-]{{1,{MAX_SHOWN}}}")
 
 def refused(problems: list[Problem], title: str = "invalid profile") -> UserError:
     """Return all problems as one error."""
+    # A large wrong file may have thousands of problems.
     listed = problems[:MAX_LISTED]
     if more := problems[MAX_LISTED:]:
         listed.append(Problem(f"and {len(more):,} more problems", "fix these first"))
@@ -58,6 +59,7 @@ def printable(text: str, limit: int = 400) -> str:
     """Return `text` on one line: unprintable characters escaped, and the part beyond `limit`
     replaced by its length."""
     cut = text[:limit]  # cut before escaping: the text may be megabytes long
+    # Control characters could move the cursor or forge lines of the report.
     if not cut.isprintable():
         cut = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
     return cut if len(text) <= limit else f"{cut}… ({len(text):,} characters)"
@@ -225,6 +227,7 @@ def _steps(node: Any, part: str | int, *, flags: bool) -> KeyPath | None:
 def _explained(path: KeyPath, item: dict[str, Any], data: Any, schema: Schema) -> Iterator[tuple[str, str, str]]:
     """Yield reason, fix, and the suffix of the key that locates the error within the value."""
     kind, context = str(item["type"]), item.get("ctx", {})
+    # Our own validators already have reason and fix (sections.mistake).
     if kind == "mistake":
         yield context["reason"], context["fix"], f".{context['at']}" if context["at"] else ""
     elif kind == "extra_forbidden":
@@ -242,6 +245,7 @@ def _explained(path: KeyPath, item: dict[str, Any], data: Any, schema: Schema) -
 def _fix_of_unknown_key(path: KeyPath, known: list[str], schema: Schema) -> str:
     word, section = str(path[-1]), path[0]
     near = did_you_mean(word, known)
+    # An environment has flags of any name, so a key in [env] is more likely a flag.
     elsewhere = "" if section == "env" else _in_other_tables(path, schema)
     if meant := elsewhere or near:
         return meant.strip()
@@ -252,7 +256,6 @@ def _fix_of_unknown_key(path: KeyPath, known: list[str], schema: Schema) -> str:
 
 
 def _reason_and_fix(path: KeyPath, item: dict[str, Any], data: Any, schema: Schema) -> tuple[str, str]:
-    """Return reason and fix for the value at `path`, from the kind of error and the schema."""
     forms = forms_at(schema, path, data)
     description = str(forms[0].get("description", "")) if forms else ""
     if item["type"] == "missing":
@@ -260,6 +263,7 @@ def _reason_and_fix(path: KeyPath, item: dict[str, Any], data: Any, schema: Sche
             return "is missing", f"give {phrases(forms_at(schema, path[:-1], data), schema)}"
         return "is missing", f"add it: {_first_sentence(description)}" if description else "add it"
     value = item.get("input")
+    # A check of a probe without a valid `kind`.
     if item["type"].startswith("union_tag"):
         tag = value_text(value["kind"]) if isinstance(value, dict) and "kind" in value else "none"
         kinds = [form["properties"]["kind"]["const"] for form in forms if "kind" in form.get("properties", {})]
@@ -297,7 +301,6 @@ def _unquoted(value: Any, forms: list[Schema]) -> str:
 
 
 def _reason(kind: str) -> str:
-    """Return the reason for a kind of pydantic error."""
     if kind.endswith(("_type", "_parsing", "is_instance_of", "_from_float")):
         return "wrong type"
     if kind.startswith(("greater", "less")):

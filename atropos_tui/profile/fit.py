@@ -90,6 +90,7 @@ def toml(value: Any) -> str:
 def fits(budget: Budget, slack: float = 0.0) -> bool:
     """Return True if every device with a known total has enough memory, and every engine can
     start."""
+    # Devices without a known total are assumed to be large enough.
     known = [device for device in budget.devices if device.total is not None]
     return not budget.too_small_caches and all(d.wanted <= (1 - slack) * (d.total or 0) for d in known)
 
@@ -153,7 +154,6 @@ def budget_with(site: Site, settings: TrainingConfig, inventory: Inventory, chos
 
 
 def _chosen(site: Site, settings: TrainingConfig, chosen: Mapping[str, Any]) -> tuple[Profile, TrainingConfig]:
-    """Return the profile and the trainer's settings with `chosen` applied."""
     trainer = {key.removeprefix("trainer."): value for key, value in chosen.items() if key.startswith("trainer.")}
     trainer.pop("gpus", None)  # a key of the section, and no field of TrainingConfig
     return with_settings(site.profile, chosen), settings.model_copy(update=trainer)
@@ -178,7 +178,9 @@ def with_settings(profile: Profile, chosen: Mapping[str, Any]) -> Profile:
 def _ladders(site: Site, settings: TrainingConfig, model: Model, inventory: Inventory) -> list[list[Option]]:
     """Return the options, one list for each kind of setting; a combination takes one option of each
     list."""
+    # float32 weights and adapters have no separate masters.
     half = memory.dtype_bytes(settings.dtype, model) < 4 and not settings.trains_adapters
+    # Options that this machine or this dtype cannot run are left out.
     absent = "" if inventory.has_eight_bit else "adamw_8bit"
     refused = "" if settings.dtype == "bfloat16" else "stochastic"
     return [
@@ -198,6 +200,7 @@ def _more_gpus(profile: Profile, model: Model, inventory: Inventory) -> list[Opt
     """Return options with idle GPUs: more ranks of the trainer, or in single copy a larger
     tensor-parallel engine."""
     engine, there = profile.vllm[0], range(len(inventory.machine.gpus))
+    # Separate GPUs: give the trainer all idle ones, if its own are among them.
     if not traits_of(profile).shares_memory:
         taken = {gpu for each in profile.engines for gpu in each.gpus}
         free, own = [gpu for gpu in there if gpu not in taken], profile.trainer.gpus
@@ -228,7 +231,6 @@ def _leaner(key: str, now: str, costs: Mapping[str, float], without: str) -> lis
 
 
 def _offloads(settings: TrainingConfig) -> list[Option]:
-    """Return options for recomputing activations and for moving tensors to host memory."""
     recompute: Setting = ("trainer.gradient_checkpointing", "on")
     options = []
     if settings.gradient_checkpointing == "off":
@@ -245,7 +247,6 @@ def _offloads(settings: TrainingConfig) -> list[Option]:
 
 
 def _passes(profile: Profile, settings: TrainingConfig) -> list[Option]:
-    """Return options with shorter rows, down to the longest sequence."""
     longest = min(settings.seq_len, longest_sequence(profile) or settings.seq_len)
     tokens = memory.tokens_per_pass(settings, longest)
     options: list[Option] = []
@@ -262,6 +263,7 @@ def _caches(site: Site, settings: TrainingConfig, model: Model, inventory: Inven
     if not set(names) & set(memory.trainer_devices(site.profile, settings, inventory.machine)):
         return []  # on its own GPU a smaller cache frees nothing for the trainer
     budget = memory.make_budget(site.profile, settings, inventory.models, inventory.machine)
+    # All GPUs of a tensor-parallel engine hold the same, so the first one stands for all.
     (device,) = [device for device in budget.devices if device.name == names[0]]
     items = [item for item in device.items if item.component == engine.name]
     cache = next(item.bytes or 0 for item in items if item.what == "KV cache")
@@ -270,6 +272,7 @@ def _caches(site: Site, settings: TrainingConfig, model: Model, inventory: Inven
     if device.total is None or not longest:
         return []
     width = memory.dtype_bytes(engine.dtype or settings.dtype, model)
+    # Bytes of one sequence of the longest length.
     one = longest * memory.kv_bytes_per_token(engine, model, width)
     # Smaller caches than now; if the present one does not hold one sequence, all that do.
     sizes = {count: count * one for count in SEQUENCES if count * one < cache or cache < one}
@@ -281,8 +284,6 @@ def _caches(site: Site, settings: TrainingConfig, model: Model, inventory: Inven
 
 
 def _cache_setting(engine: EngineSection, size: int, share: float) -> Setting:
-    """Return the KV cache size if the profile sets one, else the share of the GPU in whole
-    percent."""
     if key := memory.cache_flag(engine):
         return f"vllm.args.{key}", size
     return "vllm.gpu_memory_utilization", math.ceil(100 * share) / 100
@@ -292,6 +293,7 @@ def _with_adapters(site: Site, settings: TrainingConfig, inventory: Inventory) -
     """Return a fit with LoRA adapters, in single copy if the profile uses it, or an empty list."""
     if traits_of(site.profile).lora or (site.profile.vllm[0].tensor_parallel > 1 and site.traits.shares_memory):
         return []
+    # A learning rate for whole models is far too small for an adapter (checks.LEAST_ADAPTER_LR).
     chosen: dict[str, Any] = {"mode": "lora_only", "trainer.lr": 2e-4}
     chosen |= {"trainer.single_copy": True} if site.traits.shares_memory else {}
     adapted = settings.model_copy(
@@ -338,6 +340,7 @@ def settle(site: Site, inventory: Inventory, *, resumed: bool = False) -> tuple[
         or not on_gpus(profile, settings, inventory)
     ):
         return site, ""
+    # A key that the profile sets is the user's choice.
     fixed = {f"trainer.{key}" for key in profile.trainer.settings} | {"mode", "trainer.gpus", "vllm.gpus"}
     fixed |= KEPT_BY_A_RESUME if resumed else set()
     if profile.vllm[0].gpu_memory_utilization is not None:
@@ -346,6 +349,7 @@ def settle(site: Site, inventory: Inventory, *, resumed: bool = False) -> tuple[
         fixed.add(f"vllm.args.{key}")
     lean = _lean(settings, fixed) if wanted == "fit" else {}
     chosen = replace(site, profile=with_settings(profile, lean))
+    # The budget without further settings, for the message if nothing fits.
     now = memory.site_budget(chosen, inventory)
     found = nearest(chosen, inventory, fixed=fixed | set(lean), most=1)
     if not found:
@@ -404,7 +408,6 @@ def advice(site: Site, inventory: Inventory) -> list[str]:
 
 
 def _gpus_wanted(site: Site, inventory: Inventory) -> str:
-    """Describe how many GPUs of its kind the trainer needs, if it has its own GPUs."""
     settings, machine = training_config(site), inventory.machine
     if site.traits.shares_memory or not site.profile.trainer.gpus:
         return ""
@@ -413,6 +416,7 @@ def _gpus_wanted(site: Site, inventory: Inventory) -> str:
     def needed(chosen: Mapping[str, Any]) -> int | None:
         """Return the number of GPUs that suffice if they are otherwise empty; None: more than
         `MOST_RANKS`."""
+        # The added GPUs are of the trainer's own kind, and hold nothing else.
         for count in range(1, MOST_RANKS + 1):
             more = replace(inventory, machine=replace(machine, gpus=(*machine.gpus, *[kind] * count)))
             gpus = {"trainer.gpus": list(range(first, first + count))}
@@ -427,6 +431,7 @@ def _gpus_wanted(site: Site, inventory: Inventory) -> str:
         least |= {"trainer.optimizer": "adamw_8bit", "trainer.master_weights": "stochastic"}
     changes = ", ".join(f"{key} = {toml(value)}" for key, value in least.items())
     found = {"as it is": needed({}), f"with {changes}": needed(least)}
+    # The lean settings save no GPU, so they are not worth a mention.
     if len({*found.values()}) == 1:
         found.popitem()
     texts = [f"{count} {how}" if count else f"more than {MOST_RANKS} {how}" for how, count in found.items()]
@@ -457,6 +462,7 @@ def split_gpus(profile: Profile, machine: Hardware) -> Profile | Problem:
         fix = "remove it; on the CPU vllm.replicas = 2 makes two engines"
         return Problem("this machine has no NVIDIA GPU to divide", fix, key=KEY)
     each = engine.gpus_needed
+    # Whole engines, and at least one GPU left for the trainer.
     possible = [count for count in range(each, there, each) if engine.replicas in (None, count // each)]
     if wanted not in possible:
         engines = f"{engine.replicas} engines" if engine.replicas else "engines"

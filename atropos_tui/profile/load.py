@@ -94,7 +94,6 @@ def displace(environment: dict[str, Any], named: set[str]) -> None:
 
 
 def _replace_program(base: dict[str, Any], over: dict[str, Any]) -> None:
-    """Drop inherited keys of the program from an `[env]` that names another program."""
     named = PROGRAMS & over.keys()
     if named and not any(base.get(key) == over[key] for key in named):
         for key in (*PROGRAMS, *OF_PROGRAM):
@@ -143,7 +142,6 @@ def expand_home(text: str) -> Path:
 
 
 def _not_found(path: Path, name: str) -> tuple[str, str]:
-    """Return reason and fix for a profile that is no file."""
     if os.path.isdir(path):  # noqa: PTH112
         return "is a directory", _files_there(path, "") or "give the profile's file, such as mine.toml"
     looks_like_path = os.sep in name or name.endswith(".toml")
@@ -251,7 +249,6 @@ def _nest_flags(layer: dict[str, Any]) -> None:
 
 
 def _extended(wanted: Any, chain: list[Path]) -> Path:
-    """Return the file that the last profile of `chain` extends."""
     file = file_text(chain[-1])
     if not isinstance(wanted, str) or not wanted:
         raise _invalid(
@@ -318,7 +315,6 @@ def toml_value(text: str) -> Any:
 
 
 def _assign(data: dict[str, Any], parts: list[str], value: Any, key: str) -> KeyPath:
-    """Set one value and return its path in `data`."""
     node: Any = data
     path: KeyPath = ()
     for depth, part in enumerate(parts):

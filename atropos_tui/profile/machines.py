@@ -91,8 +91,10 @@ def hosts_of(
     if not profile.is_spread or profile.cluster is None or profile.cluster.launcher != "slurm":
         return expected
     groups = allocated(environment)
+    # Before the allocation the machines have only their names.
     if not groups:
         return expected
+    # srun needs the component of each host with --het-group.
     het = {host: index for index, group in enumerate(groups) for host in group} if len(groups) > 1 else None
     by_host = addresses or {}
     nodes = [
@@ -176,6 +178,7 @@ def prefix_of(cluster: ClusterSection, node: Node, het: int | None = None, *, bi
             ]  # fmt: skip
         case "ssh":
             options = [word for option in SSH_OPTIONS for word in ("-o", option)]
+            # Our options come first: ssh uses the first value of each option.
             return ["ssh", "-T", *options, *cluster.ssh, node.host]
         case "kubernetes":
             return ["kubectl", *cluster.kubectl, "exec", "-i", node.host, "--"]

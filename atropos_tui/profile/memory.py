@@ -79,6 +79,7 @@ def take_inventory(site: Site, machine: Hardware | None = None) -> Inventory:
     names = {section.name: engine_model(site, section) for section in site.profile.vllm}
     known = {name: read_model(name) for name in set(names.values())}
     for step in site.profile.prepare:
+        # A model that a `prepare` step creates does not exist before the first run.
         made = site.text(step.creates or "")
         if isinstance(known.get(made), str) and not resolve_path(made).exists():
             known[made] = f"{step.name} makes the model when the run starts"
@@ -149,6 +150,7 @@ def make_budget(
         machine: this machine, or any other.
     """
     builder = _Builder(profile, settings, machine)
+    # Engines first: the trainer's activations fill what engines leave on a shared GPU.
     for section, made in zip(profile.vllm, profile.seated, strict=True):
         if isinstance(model := models[section.name], Model):
             for engine, seats in made:
@@ -162,6 +164,7 @@ def make_budget(
         notes.append("host memory of the programs themselves is not counted")
     order = list(profile.machines)
 
+    # GPUs before hosts, machines in the profile's order, GPU 2 before GPU 10.
     def position(name: str) -> tuple[bool, int, int, str]:
         return is_host(name), order.index(name.split()[0]) if order else 0, len(name), name
 
@@ -251,6 +254,7 @@ class _Builder:
 
     def device(self, name: str) -> Device:
         if name not in self.devices:
+            # Names are "GPU 3", "host", "node1 GPU 3" or "node1 host".
             index = -1 if is_host(name) else int(name.split()[-1])
             gpu = self.machine.gpus[index] if 0 <= index < len(self.machine.gpus) else None
             total = self.machine.host if is_host(name) else gpu.total if gpu else None
@@ -295,6 +299,7 @@ class _Builder:
         if given is None and device.total is None:
             note = f"{share:.0%} of the GPU less the above; {per_token:,} B a token"
             return self.add(names, section.name, "KV cache", None, note)
+        # vLLM fills its share: the cache is what weights and working memory leave of it.
         size = max(0, given if given is not None else int(share * (device.total or 0)) - held)
         tokens = size // per_token
         longest = section.max_model_len or model.max_length
@@ -308,9 +313,9 @@ class _Builder:
         return None
 
     def _given_kv_cache(self, names: list[str], section: EngineSection) -> int | None:
-        """Return the KV cache size that the profile sets; it overrides the share of the device."""
         if (given := section.flag_number("kv-cache-memory-bytes", 0)) > 0:
             return given
+        # On a CPU this variable of vLLM sets the cache, in GiB.
         gib = section.env.get("VLLM_CPU_KVCACHE_SPACE", "") if is_host(names[0]) else ""
         return int(gib) * 1024**3 if gib.isdecimal() else None
 
@@ -342,6 +347,8 @@ class _Builder:
             parameters = count(trained) * len(names)  # every rank has a whole copy; `add` divides by the ranks
             add("adapters", 4 * parameters, f"rank {settings.lora_r}, float32")
         part = "" if parameters == model.parameters else f", {count(trained):,} parameters are trained"
+        # Gradients are collected in float32 unless the weights are half precision and bfloat16 is
+        # set.
         narrow = half and settings.gradient_dtype == "bfloat16"
         add(
             "gradients",
@@ -352,6 +359,7 @@ class _Builder:
         optimizer = effective_optimizer(settings, on_gpu=on_gpu)
         # The optimizer step converts weights to float32 one part at a time; by then the activations are freed.
         masters = model_math.MASTER_BYTES[settings.master_weights] if half else 0
+        # Adapter states are whole on every rank; `add` divides by the number of ranks.
         whole = len(names) if self.traits.lora else 1
         states = whole * model_math.optimizer_bytes(trained.values(), optimizer)
         if away:
@@ -395,6 +403,7 @@ class _Builder:
                 note += f" (gradient checkpointing of {kept.recomputed} layers: more would not fit)"
             elif kept.total + all_logits <= room:
                 logits, note = all_logits, f"{note}; logits are kept, since they fit"
+        # Activations are freed before the optimizer step, so the larger of both counts.
         if step > kept.total:
             note = "less than the optimizer step needs for one part of the parameters"
         self.add(names, "trainer", "activations", max(kept.total + logits, step), note, estimate=True)
@@ -445,6 +454,7 @@ class _Builder:
 def _rows_are_masters(settings: TrainingConfig) -> bool:
     """Return True if a rank's rows are float32, so that no separate masters exist
     (trainer_core/policy/sharding)."""
+    # Any other setting needs half-precision rows with separate masters.
     plain = settings.master_weights == "fp32" and settings.gradient_dtype == "float32"
     return plain and not settings.optimizer_offload
 
@@ -453,11 +463,13 @@ def gathered_bytes(model: Model, width: int, *, trains: bool) -> tuple[int, str]
     """Return the bytes that a rank gathers temporarily, and the formula: two layers (the current
     and the next one) with embeddings and head; for training also one layer's gradient in its own
     type and in float32."""
+    # Parameters of each layer; "" collects the embeddings, the final norm and the head.
     layers: Counter[str] = Counter()
     for name, shape in model.shapes.items():
         found = LAYER.search(name)
         layers[found[1] if found else ""] += math.prod(shape)
     beside = layers.pop("", 0)
+    # Layers of a mixture of experts differ in size: the largest one counts.
     layer = max(layers.values(), default=0)
     size = width * (2 * layer + beside)
     if trains:
@@ -518,6 +530,7 @@ def given_cache(device: Device, profile: Profile) -> str | None:
 def ways_out(device: Device, profile: Profile, settings: TrainingConfig) -> list[str]:
     """Return the fixes that concern this device, as profile keys with their present values; first
     the one for the largest item."""
+    # The fix names the key of the first engine.
     share = profile.vllm[0].gpu_memory_utilization or VLLM_FRACTION
     cache = given_cache(device, profile)
     share_text = f"lower vllm.gpu_memory_utilization (now {share:g})"
@@ -580,6 +593,7 @@ def kv_bytes_per_token(section: EngineSection, model: Model, width: int) -> int:
     """Return the bytes of keys and values of one token in all layers on one device. Heads are
     replicated if there are fewer than GPUs."""
     dimensions = model.dimensions
+    # Fewer heads than GPUs are replicated, so each GPU stores at least one.
     heads = max(1, dimensions.kv_heads // section.tensor_parallel)
     # Linear attention keeps a state of fixed size instead of keys and values.
     linear = (model.decoder.get("layer_types") or []).count("linear_attention")

@@ -143,14 +143,13 @@ def absurd_size(value: object, key: str = "") -> str:
         return next(filter(None, (absurd_size(item, str(name)) for name, item in value.items())), "")
     if isinstance(value, list):
         return next(filter(None, (absurd_size(item, key) for item in value)), "")
+    # Other numbers, such as token ids or lengths, may be large.
     if isinstance(value, int) and value > (most := MOST_PARTS if _PARTS.search(key) else MOST_NUMBER):
         return f"{key} is {value:,}; no model has more than {most:,}"
     return ""
 
 
 def _without_formula(folder: Path, config: dict[str, Any]) -> Model | str:
-    """Return a model of any other architecture: as transformers builds it, or else from the headers
-    of its files."""
     if not isinstance(built := build(folder, config), str):
         return built
     if shapes := _stored_shapes(folder):
@@ -185,6 +184,7 @@ def _from_hub(name: str) -> Path | str:
     import httpx
     from huggingface_hub import constants, errors, hf_hub_download
 
+    # huggingface_hub reads the variable only at its import.
     if constants.HF_HUB_OFFLINE or os.environ.get("HF_HUB_OFFLINE", "").upper() in constants.ENV_VARS_TRUE_VALUES:
         return f"{_ABSENT}, and HF_HUB_OFFLINE turns the hub off"
     try:
@@ -210,6 +210,7 @@ def build(folder: Path, config: Mapping[str, Any]) -> Model | str:
         return "its config.json names no model_type"
     if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")):
         return "torch and transformers, which would build it without memory, are not installed here"
+    # Another release of transformers may build other tensors.
     key = json.dumps([config, metadata.version("transformers")], sort_keys=True).encode()
     kept = cache_dir() / "shapes" / f"{hashlib.sha256(key).hexdigest()[:32]}.json"
     with suppress(OSError, ValueError):
@@ -267,6 +268,7 @@ def _stored_shapes(folder: Path) -> Shapes:
 
 def architecture(config: Mapping[str, Any]) -> str:
     """Return the name of the class that transformers would build."""
+    # The first entry is the class that transformers builds.
     names = config.get("architectures")
     return str(names[0]) if isinstance(names, list) and names else "(none)"
 
@@ -323,6 +325,7 @@ def _decoder(
                 shapes[f"{layer}.{name}.bias"] = (rows,)
         shapes |= {f"{layer}.{name}.weight": (width,) for name, width in norms.items()}
     shapes["model.norm.weight"] = (hidden,)
+    # A tied head is the embedding's tensor, which counts once.
     if not config.get("tie_word_embeddings", False):
         shapes["lm_head.weight"] = (vocab, hidden)
     return shapes

@@ -189,7 +189,6 @@ def stack_of(site: Site) -> StackSpec:
 
 
 def _with_python(spec: ComponentSpec) -> ComponentSpec:
-    """Replace our interpreter with the one of the component's machine."""
     if spec.place is None or spec.command[0] != PYTHON or spec.place.python == PYTHON:
         return spec
     return spec.model_copy(update={"command": [spec.place.python, *spec.command[1:]]})
@@ -207,6 +206,7 @@ def _spec(site: Site, options: ComponentOptions, **derived: Any) -> ComponentSpe
     chosen = {name: getattr(options, name) for name in ("startup", "readiness", "liveness")}
     given_probes = {name: _runnable(probe) for name, probe in chosen.items() if probe is not None}
     derived["probes"] = probes.model_copy(update=given_probes)
+    # A policy merges field by field; `start_timeout_s` and `depends_on` replace the derived value.
     for name in ("restart", "stop"):
         if (policy := getattr(options, name)) is not None:
             # Only the keys that the user wrote: the others keep the default of the role.
@@ -232,6 +232,7 @@ def _prepare(site: Site, section: PrepareSection, before: list[str]) -> Componen
         role=Role.PREPARE,
         command=_program(site.texts(section.command)),
         env={key: site.text(value) for key, value in section.env.items()},
+        # Steps run one after another, in the order of the profile.
         depends_on=dict.fromkeys(before, "completed"),
         creates=site.path(section.creates) if section.creates else None,
         restart=RestartPolicy(policy="never"),
@@ -258,6 +259,7 @@ def _api(site: Site, section: ApiSection, after: list[str]) -> ComponentSpec:
             liveness=Probe(checks=answers, interval_s=5, timeout_s=10, failure_threshold=6),
         ),
         port=section.port,
+        # A custom command may not know how to bind a held port.
         port_held=section.command is None and _is_held(place, site.api_address),
         place=place,
         # Its state is only in memory: after a restart the environments must register again, so they restart too. The
@@ -281,6 +283,7 @@ def _engine(
         environment[ENV_SAMPLING] = section.sampling
     if section.open:
         environment[ENV_OPEN_GENERATION] = "1"
+    # /health_generate answers only when the engine core can generate, not when HTTP alone works.
     checks: list[Any] = [HttpCheck(url=f"{url}/health_generate")]
     clears: list[str] = []
     if fed:
@@ -354,22 +357,21 @@ def _engine_part(site: Site, section: EngineSection, seats: list[Seat], rank: in
 
 
 def _node_address(site: Site, seats: list[Seat], number: int) -> dict[str, str]:
-    """Return the variable with the address at which a component's other machines reach this one."""
     return {ENV_NODE_ADDRESS: site.hosts.node(seats[number].node).address} if len(seats) > 1 else {}
 
 
 def _is_held(place: Place | None, address: str) -> bool:
-    """Return True if the supervisor can hold the port: on the loopback of its own machine."""
     return is_loopback(address) and (place is None or not place.prefix)
 
 
 def _fed_environment(site: Site, section: EngineSection, settings: TrainingConfig) -> dict[str, str]:
-    """Return the variables that the mode needs on an engine that the trainer feeds."""
     environment: dict[str, str] = {}
     if site.traits.shares_memory:
         environment |= {"VLLM_ENABLE_SHARED_WEIGHTS": "1", "ATROPOS_SHM_NAME": _shm_name(site, section)}
     if site.traits.updates_weights:
         environment["ATROPOS_WEIGHT_UPDATES"] = "1"
+    # A server joins only groups at addresses that it was given: a request must not send it
+    # elsewhere.
     if site.traits.other_gpus and not is_loopback(address := meeting_address(site, settings)):
         environment[ENV_TRAINER_HOSTS] = address
     if site.traits.holds_generation:
@@ -378,7 +380,6 @@ def _fed_environment(site: Site, section: EngineSection, settings: TrainingConfi
 
 
 def _shm_files(site: Site, section: EngineSection) -> list[str]:
-    """Return the shared-memory files of the weights on a CPU, one for each rank."""
     first = f"/dev/shm/{_shm_name(site, section)}"
     return [first, *(f"{first}.{rank}" for rank in range(1, section.tensor_parallel))]
 
@@ -398,12 +399,14 @@ def _engine_command(site: Site, section: EngineSection, settings: TrainingConfig
         "gpu-memory-utilization": section.gpu_memory_utilization,
         "max-model-len": section.max_model_len,
     }
+    # vLLM allots adapter memory at the start, for this rank and this number of adapters.
     if site.traits.lora and is_fed(site, section):
         flags["enable-lora"] = True
         if section.flag("max-lora-rank") is None:
             flags["max-lora-rank"] = server_rank(settings.lora_r)
         if section.flag("max-loras") is None:
             flags["max-loras"] = LORA_SLOTS
+    # Fewer graph sizes make the restarts faster, which happen every few steps here.
     if site.traits.restarts_engine and not any(section.flag(name) is not None for name in GRAPH_FLAGS):
         flags["cudagraph-capture-sizes"] = few_graph_sizes(section.flag_number("max-num-seqs", MOST_SEQUENCES))
     if settings.routing_replay and is_fed(site, section):
@@ -430,6 +433,7 @@ def _environment(site: Site, section: EnvSection, after: list[str], settings: Tr
         "openai.model_name": engine_model(site, engines[0]),
         "openai.api_key": "local",
     }
+    # Only our own environments have the flag `env.seed`.
     if (section.module or "").startswith("atropos_envs.") and section.module != HOST and not section.config:
         flags["env.seed"] = site.profile.seed
     flags |= section.args
@@ -439,6 +443,7 @@ def _environment(site: Site, section: EnvSection, after: list[str], settings: Tr
         program = _environment_program(section, site)
         config = ["--config", str(config_file(site.path(section.config)))] if section.config else []
         command = [*program, "serve", *config, *site.texts(_flags(flags, explicit_booleans=True))]
+    # Only the hosted runner reads the limit of sequences; a user's own worker flags have priority.
     derives_workers = HOST in command and not WORKER_FLAGS & section.args.keys()
     return _spec(
         site,
@@ -481,6 +486,7 @@ def _environment_program(section: EnvSection, site: Site) -> list[str]:
         if section.module
         else [Path(path)]
     )
+    # A module is searched in the working directory first, as `python -m` does.
     source = next((file for file in files if file.is_file()), None)
     if not (section.module and is_ours(target)) and source and is_hostable(source):
         return [*_module(HOST), target]
@@ -495,7 +501,6 @@ def config_file(text: str) -> Path:
 
 
 def _any_trainer(site: Site, after: list[str], **derived: Any) -> ComponentSpec:
-    """Return a trainer, ours or another: its success ends the run."""
     return _spec(
         site,
         site.profile.trainer,
@@ -564,13 +569,11 @@ def _trainer(site: Site, settings: TrainingConfig, after: list[str]) -> list[Com
 
 
 def _ranks_of(site: Site, number: int) -> list[str]:
-    """Return the command for the ranks on machine `number`."""
     seats, ranks = trainer_seats(site.profile), trainer_ranks(site.profile)
     return ranked(ranks) if len(seats) < 2 else ranked(ranks // len(seats), nodes=len(seats), node=number)
 
 
 def _ranks_meet(site: Site, number: int) -> dict[str, str]:
-    """Return the variables with which the ranks of several machines find each other."""
     seats = trainer_seats(site.profile)
     if len(seats) < 2:
         return {}
@@ -583,6 +586,7 @@ def _tracked(site: Site, settings: TrainingConfig, environment: str = "") -> dic
     if not settings.use_wandb:
         return {}
     return {
+        # The end of the id: its beginning is the profile's name, its end is unique.
         "WANDB_RUN_ID": "-".join(filter(None, [site.run_id, environment]))[-WANDB_ID_LENGTH:],
         "WANDB_RESUME": "allow",
         "WANDB_RUN_GROUP": str(settings.wandb_group),
@@ -614,6 +618,7 @@ def _program(command: list[str]) -> list[str]:
 
     A profile then works without an activated environment, and all components use the same packages.
     """
+    # Only the bare names: a path to an interpreter is the user's choice.
     if command[:1] not in (["python"], ["python3"]):
         return command
     if command[1:2] == ["-m"] and len(command) > 2:
@@ -622,7 +627,6 @@ def _program(command: list[str]) -> list[str]:
 
 
 def _runnable(probe: Probe) -> Probe:
-    """Apply `_program` to the commands of `exec` checks."""
     checks = [
         check.model_copy(update={"command": _program(check.command)}) if isinstance(check, ExecCheck) else check
         for check in probe.checks

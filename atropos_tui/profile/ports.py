@@ -49,6 +49,7 @@ def listener(address: str) -> int | None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             probe.settimeout(CONNECT_S)
             probe.connect(address)
+            # SO_PEERCRED returns pid, uid and gid of the process that called listen().
             pid, _, _ = struct.unpack("3i", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     except (OSError, ValueError):
         return None
@@ -94,6 +95,7 @@ def is_free(port: int, *, held: bool = False) -> bool:
 def free_port() -> int:
     """Return a port that is free at this moment."""
     with socket.socket() as probe:
+        # The kernel chooses a free port; another program may take it after this.
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 

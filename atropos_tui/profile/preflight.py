@@ -100,6 +100,7 @@ def mismatches(site: Site, inventory: Inventory) -> list[Problem]:
     found = [*_model_fits(site, training_config(site), inventory)]
     for index, env in enumerate(site.profile.env):
         found += environment_faults(site, env, f"env.{index}")
+    # Other machines may have another vLLM.
     for index, engine in enumerate(site.profile.vllm if not site.profile.is_spread else []):
         found += unknown_flags(engine, f"vllm.{index}")
     return found
@@ -111,7 +112,6 @@ def unfit(site: Site, inventory: Inventory) -> list[Problem]:
 
 
 def _open_files() -> Iterator[Problem]:
-    """Report a limit of open files with which the supervisor would fail later."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < LEAST_FILES:
         yield Problem(f"a process here may open {soft} files; the supervisor needs {LEAST_FILES}", "ulimit -n 4096")
@@ -122,6 +122,7 @@ def _places(site: Site) -> Iterator[Problem]:
     cache."""
     for step in site.profile.prepare:
         made = Path(site.path(step.creates or ""))
+        # The nearest existing folder decides whether the rest can be created.
         there = next((folder for folder in (made, *made.parents) if folder.exists()), made)
         if step.creates and there != made and not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
             fix = f"set {CACHE} to a writable folder" if CACHE in step.creates else "name a path in a writable folder"
@@ -143,6 +144,7 @@ def _launches(site: Site, stack: StackSpec) -> Iterator[Problem]:
         texts += [(f"{section}.command", part) for part in component.command]
         for key, text in texts:
             for name in references(text):
+                # The model's variable appears in many commands; report it once, at the key `model`.
                 place = "model" if name in references(site.profile.model) and key.endswith(".command") else key
                 if name not in variables and (place, name) not in named:
                     named.add((place, name))
@@ -172,12 +174,12 @@ def _slurm_addresses(hosts: list[str]) -> dict[str, str]:
 
 def _slurm_binds() -> bool:
     """Return True if this SLURM binds tasks to processors, or if that is unknown."""
+    # Only the affinity plugin binds tasks to processors.
     plugins = re.search(r"^TaskPlugin\s*=(.*)$", _scontrol("show", "config"), re.MULTILINE)
     return plugins is None or "affinity" in plugins[1]
 
 
 def _scontrol(*words: str) -> str:
-    """Return the output of `scontrol`; empty if it does not answer."""
     try:
         return subprocess.run(
             ["scontrol", *words], capture_output=True, text=True, timeout=SCONTROL_S, check=True
@@ -197,6 +199,7 @@ def _nodes(site: Site) -> Iterator[Problem]:
         fix = f"install {package}, go to a machine that has it, or use another launcher"
         yield Problem(f"launcher {cluster.launcher!r} needs {program}, which is not on this machine", fix,
                       key="cluster.launcher")  # fmt: skip
+    # The supervisor starts components on the first machine without a launcher.
     first = site.hosts.nodes[0]
     if cluster.launcher != "slurm" and not is_this_machine(first.address):
         where = first.host if cluster.launcher != "kubernetes" else f"the pod {first.host}"
@@ -213,6 +216,7 @@ def is_this_machine(address: str) -> bool:
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
+            # Binding succeeds only for an address of this machine.
             probe.bind(where)
     except OSError:
         return False
@@ -236,10 +240,10 @@ def _taken_ports(site: Site) -> Iterator[Problem]:
 
 
 def _ports_elsewhere(site: Site) -> set[int]:
-    """Return the ports of components on machines other than the supervisor's."""
     profile = site.profile
     if profile.cluster and profile.cluster.launcher == "slurm" and not allocated(os.environ):
         return {port for _, port in profile.used_ports()}  # SLURM has not chosen the machines yet
+    # Node of each port; None is the first machine.
     places = {engine.port: engine.node for engine in profile.engines} | {profile.api.port: profile.api.node}
     places |= {at: each.node for each in profile.engines if (at := profile.meeting_ports.get(each.name))}
     places |= {part.port: part.node for part in profile.component.values() if part.port}
@@ -257,6 +261,7 @@ def _packages(site: Site, settings: TrainingConfig, machine: Hardware) -> Iterat
             # `find_spec` does not import: torch and vLLM take many seconds.
             fix = "run `make install` (CPU) or `make install EXTRA=gpu`, and start atropos-tui from that environment"
             yield Problem(f"Python package {package!r} is not installed", fix, key=key)
+    # The default optimizer depends on the device.
     on_gpu = not memory.is_host(memory.trainer_devices(site.profile, settings, machine)[0])
     eight_bit = memory.effective_optimizer(settings, on_gpu=on_gpu) == "adamw_8bit"
     if eight_bit and importlib.util.find_spec("bitsandbytes") is None:
@@ -291,6 +296,7 @@ def _loss_function(site: Site) -> Iterator[Problem]:
     name, _, function = site.text(section.settings.get("loss") or "").partition(":")
     if not name:
         return
+    # The same search path as in the trainer's process.
     found = user_module(name, [section.cwd or ".", *python_path(site, section.env)])
     if found is None:
         fix = f"check the name; your own modules are searched in {Path(section.cwd or '.').resolve()}"
@@ -321,7 +327,6 @@ def _models(site: Site) -> Iterator[Problem]:
 
 
 def _model_fits(site: Site, settings: TrainingConfig, inventory: Inventory) -> Iterator[Problem]:
-    """Report contradictions between the models' own configurations and the profile."""
     first, fed = inventory.models[site.profile.vllm[0].name], fed_sections(site.profile)
     for index, engine in enumerate(site.profile.vllm):
         if isinstance(model := inventory.models[engine.name], Model):
@@ -330,6 +335,7 @@ def _model_fits(site: Site, settings: TrainingConfig, inventory: Inventory) -> I
                 yield Problem(*refused, key=f"vllm.{index}.model" if engine.model else "model")
     if not isinstance(first, Model):
         return
+    # The first engine's model is the one that trains.
     traits = site.traits
     if refused := why_refused(first.config, frozen=traits.lora, shared=traits.shares_memory):
         yield Problem(*refused, key="model")
@@ -413,6 +419,7 @@ def _gpus(site: Site, machine: Hardware) -> Iterator[Problem]:
 def _memory(site: Site, settings: TrainingConfig, inventory: Inventory) -> Iterator[Problem]:
     """Report devices that are certainly too small; `plan` warns about those that are only likely to
     be."""
+    # Estimates are left out here: a wrong one must not refuse a stack that fits.
     small = [each for each in memory.alike(memory.site_budget(site, inventory).devices) if each.is_too_small]
     found = nearest(site, inventory, most=1) if small else []
     for device in small:
@@ -460,6 +467,7 @@ def _own_commands(profile: Profile) -> list[str]:
 
 
 def _separate_ports(profiles: Mapping[str, Profile], changes: Changes, is_free: Callable[[int], bool]) -> None:
+    # Ports of all stacks, also of those that come later: a moved port must avoid them.
     given = {port for profile in profiles.values() for _, port in profile.used_ports()}
     holder: dict[int, str] = {}
     for name, profile in profiles.items():
@@ -469,6 +477,7 @@ def _separate_ports(profiles: Mapping[str, Profile], changes: Changes, is_free: 
             port = next((port for port in block if port in holder), None)
             if port is None:
                 continue
+            # A port in a custom command cannot be changed by a key.
             if fixed := _own_commands(profile):
                 reason = f"port {port} of {name} is also used by {holder[port]}, and {', '.join(fixed)} may name it"
                 fix = f"change both: --set {name}:{key}=PORT, and the command in its own profile; or add --sequential"
@@ -494,6 +503,7 @@ def _separate_gpus(profiles: Mapping[str, Profile], count: int, changes: Changes
         others = sorted({holder[gpu] for gpu in wanted if gpu in holder})
         if others:
             free = [gpu for gpu in range(count) if gpu not in holder]
+            # Not enough idle GPUs: the stacks cannot run at the same time.
             if len(free) < len(wanted):
                 needs = f"{name} needs {counted(len(wanted), 'more GPU')} beside "
                 left = f"{', '.join(others)}, and {len(free) or 'none'} of {count} is left"
@@ -514,6 +524,7 @@ def _taken_gpus(profile: Profile, count: int) -> list[int]:
     if profile.inference_gpus is not None:
         return list(range(count))
     named = {gpu for engine in profile.vllm for gpu in engine.gpus} | set(trainer_gpus(profile))
+    # An unnamed engine takes the first GPUs that its process sees.
     if named or not count or profile.trainer.settings.get("device") == "cpu":
         return sorted(named)
     return list(range(max(engine.gpus_needed for engine in profile.vllm)))

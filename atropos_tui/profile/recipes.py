@@ -36,9 +36,11 @@ def recipe(
     spec = stack.component(component) if component is not None else None
     if spec is None:
         raise KeyError(component)
+    # Transitive: a component that restarts may force others to restart too.
     touched = {spec.name} | reached(spec.name, {part.name: part.restart_with for part in stack.components})
     if among is not None:  # components without a process now are not restarted
         touched &= set(among)
+    # The trainer waits for its new engine, so it must not be stopped by its own request.
     if initiator == "trainer":
         touched -= {part.name for part in stack.components if part.role == "trainer"}
     touched |= {spec.name}

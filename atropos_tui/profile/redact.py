@@ -42,6 +42,7 @@ _NEEDED_BY = (
 """Roles that need a secret, by name; the first pattern that matches the beginning of the name
 counts."""
 
+# Each service's documented key prefix, so that ordinary words do not match.
 _SHAPES = re.compile(
     r"""
     (?<=://) [^\s/@'"]+ (?=@)                                            # URL with user:password
@@ -78,6 +79,7 @@ _NAMED_VALUE = re.compile(
     re.VERBOSE | re.IGNORECASE,
 )
 """A name and its value in text: headers, `KEY=value`, `"token": "..."`."""
+# The lookbehind keeps parts of paths, URLs and commits in text.
 _KEY_LIKE = re.compile(
     r"(?<![0-9A-Za-z/@_-])(?:[0-9a-f]{40}|(?=[\w-]{0,42}[a-z])(?=[\w-]{0,42}[A-Z])(?=[\w-]{0,42}\d)[\w-]{43})"
     r"(?![0-9A-Za-z_-])",

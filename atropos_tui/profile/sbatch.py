@@ -34,7 +34,9 @@ OWNED = {
 """Options that the batch script sets itself, and the fix for each."""
 _LONG = re.compile(r"--([A-Za-z][\w-]*)(?:(?:=|\s+)(.*))?")
 _SHORT = re.compile(r"-([A-Za-z])(?:=|\s+)?(.*)")
+# A second option within one string would be quoted as part of the first one's value.
 _SECOND = re.compile(r"\s--[A-Za-z][\w-]*(?:[=\s]|$)")
+# SLURM refuses these options for a node without requested GPUs.
 _OF_GPUS = re.compile(r"(?:cpus|mem|ntasks|tres)-per-gpu|gpu-(?:bind|freq)|gpus-per-(?:task|socket)")
 
 
@@ -67,6 +69,7 @@ class Option:
 def parse(text: str) -> Option | None:
     """Parse one option; None if `text` is none."""
     if found := _LONG.fullmatch(text.strip()):
+        # `--name value` becomes `--name=value`, so that quoting covers exactly one word.
         name, value = found[1], _bare(found[2] or "")
         return Option(name, shlex.quote(f"--{name}={value}" if found[2] is not None else f"--{name}"), value)
     if found := _SHORT.fullmatch(text.strip()):
@@ -82,6 +85,7 @@ def problem(text: str) -> tuple[str, str] | None:
         return f"not an sbatch option: {text!r}", 'write it as "--NAME=VALUE"'
     if _SECOND.search(text):
         return f"two options in one: {text!r}", 'write one each: ["--NAME=VALUE", "--NAME=VALUE"]'
+    # A second value would silently override the one of the batch script.
     if option.name in OWNED:
         return f"atropos-tui sets --{option.name} itself", OWNED[option.name]
     return None

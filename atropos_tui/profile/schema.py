@@ -63,6 +63,7 @@ def build_schema(
     needed = schema.pop("required")
     properties = {"extends": _EXTENDS} | schema.pop("properties")
     head = {"$schema": DIALECT, "title": TITLE, "description": schema.pop("description")}
+    # A profile that extends another one need not repeat the required keys.
     either = [{"required": ["extends"]}, {"required": needed}]
     return head | {"type": "object", "properties": properties, "anyOf": either} | schema
 
@@ -94,8 +95,10 @@ def _plain(node: Any) -> Any:
     if not isinstance(node, dict):
         return node
     plain = {key: _plain(value) for key, value in node.items() if not _is_noise(key, value)}
+    # Draft 7 has no prefixItems; all our tuples have entries of one type.
     if "prefixItems" in plain:
         plain["items"] = plain.pop("prefixItems")[0]
+    # Optional fields are "type or null" in pydantic's schema; TOML has no null.
     choices = [choice for choice in plain.get("anyOf", ()) if choice != {"type": "null"}]
     if len(choices) == 1 and "anyOf" in plain:
         plain |= choices[0] if "description" not in plain else {**choices[0], "description": plain["description"]}
@@ -144,6 +147,7 @@ def forms_at(schema: Schema, path: KeyPath, data: Any) -> list[Schema]:
         data = step_into(data, part)
         below = [inner for form in forms if (inner := _below(form, part)) is not None]
         forms = [form for node in below for form in _forms(schema, node)]
+        # An unknown `kind` excludes all alternatives, and then none is excluded.
         forms = [form for form in forms if _fits(form, data)] or forms
     return forms
 
@@ -158,7 +162,6 @@ def _below(form: Schema, part: str | int) -> Schema | None:
 
 
 def _fits(form: Schema, data: Any) -> bool:
-    """Return True unless the `kind` of `data` excludes this schema."""
     kind = form.get("properties", {}).get("kind", {}).get("const")
     return kind is None or not isinstance(data, Mapping) or data.get("kind") in (kind, None)
 

@@ -173,9 +173,9 @@ class Section(BaseModel):
 
 
 def _check_probe(probe: Probe) -> Probe:
-    """Refuse a probe with an invalid URL, port, command or regular expression."""
     for index, check in enumerate(probe.checks):
         at = f"checks[{index}]"
+        # A URL with `${VAR}` is known only when the process starts.
         match check:
             case HttpCheck(url=url) if not references(url) and not re.match(r"https?://[^/\s]", url):
                 raise mistake(f"not a URL (got {value_text(url)})", "begin with http:// or https://", f"{at}.url")
@@ -327,6 +327,7 @@ class EnvSection(ComponentOptions):
     @classmethod
     def _group_size(cls, args: dict[str, Any]) -> dict[str, Any]:
         """Check the group size, which the plan reads too."""
+        # bool is an int in Python, but `true` is no group size.
         size = args.get("env.group_size", 1)
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise mistake(
@@ -492,7 +493,6 @@ class NotifySection(NotifyPolicy):
     @field_validator("webhook")
     @classmethod
     def _address(cls, url: str | None) -> str | None:
-        """Accept an http(s) URL, or a reference to a variable that holds one."""
         if url is not None and not re.fullmatch(r"(https?://[^/\s]|\$\{\w+\})\S*", url):
             raise mistake(
                 "not an http(s) URL",
@@ -614,6 +614,7 @@ class Profile(Section):
     def seated(self) -> list[list[tuple[EngineSection, list[Seat]]]]:
         """Servers of each [[vllm]], each as its own section with its seats; without seats on a
         single machine."""
+        # `model_copy` copies the cache too: it is valid only for the same sections.
         read = (self.vllm, self.node, self.trainer, self.cluster)
         # Cached: with hundreds of machines it is computed hundreds of times otherwise. Kept in `__dict__`, because a
         # pydantic private attribute would take part in comparisons of profiles.
@@ -629,6 +630,7 @@ class Profile(Section):
             Want(self.hosts_named(each.node), each.gpus_needed, each.machines, each.replicas, each.gpus)
             for each in self.vllm
         ]
+        # Engines must not take GPUs that the trainer names.
         named = dict.fromkeys(self.hosts_named(self.trainer.node), self.trainer.gpus)
         found = seat_engines(wants, self.machines, named)
         return [section.seated(engines) for section, engines in zip(self.vllm, found, strict=True)]
@@ -725,6 +727,7 @@ def parse_profile(data: dict[str, Any], file: str, origins: Origins | None = Non
         UserError: all problems.
     """
     origins = origins or Origins(file)
+    # All kinds of problems are collected, so that the user fixes them in one round.
     problems = [origins.problem(reason, fix, path, key_text(path, data)) for path, reason, fix in _unusable_texts(data)]
     profile: Profile | None = None
     try:
@@ -732,8 +735,10 @@ def parse_profile(data: dict[str, Any], file: str, origins: Origins | None = Non
     except ValidationError as error:
         problems += problems_of(error.errors(include_url=False), data, profile_schema(), origins.problem)
     problems += _trainer_problems(data, origins)
+    # Cross-checks need a valid profile; they come later, in `checks`.
     if problems or profile is None:
         raise refused(problems, "invalid profile (fix these first; more checks follow)")
+    # The model is frozen, except for private attributes.
     profile._origins = origins
     return profile
 
@@ -768,6 +773,7 @@ def _trainer_problems(data: dict[str, Any], origins: Origins) -> list[Problem]:
         if section.get(key) is not None
     ]
     known = {*TrainerSection.model_fields, *DERIVED_TRAINER_KEYS}
+    # Fields of TrainingConfig; keys of [trainer] itself are validated above.
     settings = {key: value for key, value in section.items() if key not in known}
     words = {key for key in READ_WORDS if isinstance(settings.get(key), str)}
     mode = MODE_SETTINGS.get(str(data.get("mode", "shared_vllm")), {})

@@ -28,7 +28,7 @@ def is_hostable(file: Path) -> bool:
 
 
 def names_in(file: Path, kind: type[ast.ClassDef] | type[ast.FunctionDef]) -> set[str] | None:
-    """Return the classes or functions at the top of `file`, and all imported names.
+    """Return the classes or functions at the top of `file`, and all imported and assigned names.
 
     None if any name may exist: a star import, a definition below `if` or `try`, or a file that this
     Python cannot parse.

@@ -18,6 +18,7 @@ from atropos_common.control import Role
 from atropos_common.run_dir import is_safe_name
 from atropos_tui.errors import Problem
 
+# Braces are required: `$NAME` belongs to a shell in a command.
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
@@ -35,6 +36,7 @@ class StackPart(BaseModel):
     """Base class of every part of a stack: strict and frozen. Its validator is built on first use,
     which keeps imports fast."""
 
+    # A typo in a key is an error, and a started run cannot change its own description.
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
 
 
@@ -240,6 +242,8 @@ class ComponentSpec(StackPart):
     """Seconds to become healthy; after that the start fails with exit code 4."""
     port: int | None = None
     """Port on which it listens: shown, and checked before the start."""
+    # Held ports prevent a race on shared machines: another user could bind the port between two
+    # starts.
     port_held: bool = False
     """The supervisor keeps the port bound for the whole run, so that no other user takes it between
     two starts. ATROPOS_HELD_PORT tells the program to bind it as well."""
@@ -270,6 +274,7 @@ class ComponentSpec(StackPart):
         loopback."""
         every = (probe for probe in (self.probes.readiness, self.probes.startup, self.probes.liveness) if probe)
         asked = (check.url for probe in every for check in probe.checks if isinstance(check, HttpCheck))
+        # Only a probe of the component's own port tells its address.
         found = (re.match(rf"https?://[^/]+:{self.port}(?=/|$)", url) for url in asked)
         return next((match[0] for match in found if match), f"http://127.0.0.1:{self.port}")
 
@@ -391,6 +396,7 @@ def dependency_faults(stack: StackSpec) -> list[Problem]:
     waits = {spec.name: set(spec.depends_on) for spec in stack.components}
     faults = []
     for spec in stack.components:
+        # Without duplicates, in the order of the profile.
         for other in dict.fromkeys([*spec.depends_on, *spec.restart_with]):
             if other not in waits:
                 reason = f"{spec.name} depends on {other!r}, which is not in the stack"
@@ -398,6 +404,7 @@ def dependency_faults(stack: StackSpec) -> list[Problem]:
                 faults.append(Problem(reason, fix, key=spec.name))
     # A component that reaches itself is part of a cycle: with it are all that reach it and are reached by it.
     after = {name: reached(name, waits) for name in waits}
+    # Each cycle is reported once, at its first component.
     named: set[str] = set()
     for name, others in after.items():
         if name in others and name not in named:

@@ -50,6 +50,7 @@ def line_of(lines: dict[KeyPath, int], path: KeyPath) -> int | None:
 
     `path` may contain the index 0 of a section that the file writes once, as `[env]`.
     """
+    # From the key itself outwards: a missing key is reported at its table.
     for length in range(len(path), 0, -1):
         here = path[:length]
         single = here[:1] + here[2:] if length > 1 and here[1] == 0 else here
@@ -107,6 +108,7 @@ def _path_of(data: Any) -> tuple[str, ...]:
 def _written_path(row: str, data: dict[str, Any]) -> tuple[str, ...]:
     """Return the keys of `a.b = value`, without the keys of an inline table."""
     try:
+        # The key alone, with a value that is no table.
         return _path_of(tomllib.loads(f"{row.partition('=')[0]} = 0"))
     except ValueError:  # an equals sign within a quoted key
         return tuple(data)[:1]
@@ -150,6 +152,7 @@ def why_not_toml(text: str, error: ValueError) -> tuple[str, str, int | None]:
         return f"not TOML: {value} is not a value", f"write {_OTHER_WORDS[value]}", line
     if value in _NOTHING:
         return f"not TOML: {value} is not a value", "remove the line: the key then has its default", line
+    # Common mistakes get their own reason instead of tomllib's.
     if "=" not in row and not row.lstrip().startswith("[") and _YAML.match(row):
         return "not TOML: this is YAML", "write TOML: `key = value` lines below [table] headers", line
     if re.fullmatch(r"[A-Za-z_~./$][\w./~${}:-]*", value):
@@ -158,7 +161,6 @@ def why_not_toml(text: str, error: ValueError) -> tuple[str, str, int | None]:
 
 
 def _given_twice(text: str, line: int | None) -> tuple[str, str] | None:
-    """Return reason and fix if the statement that ends at `line` repeats an earlier one."""
     first: dict[tuple[KeyPath, bool], int] = {}
     for statement in statements(text):
         key = (statement.path, statement.is_table)

@@ -34,11 +34,13 @@ def known_flags() -> frozenset[str]:
     add flags.
     """
     spec = find_module("vllm", [])
+    # Plugins may define flags of their own, which are not in vLLM's source.
     if spec is None or metadata.entry_points(group="vllm.platform_plugins"):
         return frozenset()
     names: set[str] = set()
     for folder in spec.submodule_search_locations or []:
         files = [file for pattern in SOURCES for file in sorted(Path(folder).glob(pattern))]
+        # An incomplete set would refuse valid flags.
         if not any(file.name == "arg_utils.py" for file in files) or not any(f.name == "cli_args.py" for f in files):
             return frozenset()
         for file in files:
@@ -53,6 +55,7 @@ def unknown_flags(engine: EngineSection, key: str) -> Iterator[Problem]:
     known = known_flags()
     for word in engine.args if known else ():
         name = flag_name(word)
+        # argparse accepts a unique prefix of a flag.
         if any(flag.startswith(name) for flag in known):
             continue
         nearest = nearest_names(name, known)
@@ -64,4 +67,6 @@ def unknown_flags(engine: EngineSection, key: str) -> Iterator[Problem]:
 def flag_name(word: str) -> str:
     """Return the flag that a key of `args` sets: `max_num_seqs`, `no-async-scheduling` and
     `compilation-config.mode` set `max-num-seqs`, `async-scheduling` and `compilation-config`."""
+    # vLLM's own spellings: `no-x` turns a switch off, `x.y` sets a key of a JSON flag, `x+`
+    # appends.
     return word.replace("_", "-").partition(".")[0].rstrip("+").removeprefix("no-")
