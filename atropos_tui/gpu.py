@@ -210,7 +210,7 @@ def _chosen(library: Any, handles: list[Any], given: str) -> list[Any]:
 
 
 def _text(value: str | bytes) -> str:
-    """Decode a string of nvidia-ml-py; older releases return bytes."""
+    # Older releases of nvidia-ml-py return bytes.
     return value.decode() if isinstance(value, bytes) else str(value)
 
 

@@ -56,6 +56,7 @@ def clean(options: argparse.Namespace) -> int:
     found = [_named(run)] if named else all_dead()
     kept = [] if named else [run for run in found if run.is_adoptable]
     chosen = [run for run in found if run not in kept and not run.is_clean]
+    # Sockets of dead runs are listed with their run, all others below it.
     of_runs = {path for run in found for path in run.files}
     sockets = [] if named else [path for path in stale_sockets() if path not in of_runs]
     print(_report(chosen, kept, sockets), flush=True)
@@ -129,6 +130,7 @@ def _confirmed(question: str) -> bool:
 
 def _clean_run(run: DeadRun) -> int:
     """End and remove the remains of one run; print each of them."""
+    # A shell inside the run's own process tree would be killed with it.
     if mine := procfs.ancestors() & {process.pid for process in run.processes}:
         fix = "run it from another terminal"
         raise UserError(f"this shell is a process of {run.run_id}", [Problem(f"pid {min(mine)}", fix)])
@@ -227,7 +229,7 @@ def with_processes(but: Collection[Path] = ()) -> list[DeadRun]:
     scan of the process table, so the cost does not grow with the number of runs."""
     found: set[tuple[str, str]] = set()
     for pid in procfs.scan():
-        env = procfs.environ(pid) if is_own(Path(f"/proc/{pid}")) else {}
+        env = procfs.environ(pid) if is_own(Path(f"/proc/{pid}")) else {}  # others' are unreadable
         if env.get(ENV_RUN_ID) and env.get(ENV_RUN_DIR):
             found.add((env[ENV_RUN_ID], os.path.realpath(env[ENV_RUN_DIR])))
     excluded = {os.path.realpath(root) for root in but}
@@ -283,7 +285,8 @@ def _clearable_files(run: RunDir, table: ProcessTable | None) -> list[Path]:
 
 
 def _socket_files(run: RunDir) -> list[Path]:
-    """Link to a socket on which nobody listens, and the socket."""
+    # control.sock is a link into the user's socket folder, because a socket's path has at most 107 bytes. The target
+    # is removed only if it is the socket of this run: a copied run directory may have any link.
     if not run.control_sock.is_symlink():
         return []
     target = run.control_sock.readlink()

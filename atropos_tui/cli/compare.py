@@ -114,6 +114,7 @@ def label_entries(options: argparse.Namespace) -> list[ComparedStack]:
     count: Counter[str] = Counter()
     problems: list[Problem] = []
     for name in options.profiles:
+        # Labels name folders and columns, so they are short and safe as file names.
         stem = re.sub(r"[^A-Za-z0-9._-]", "-", Path(name).stem).lstrip("._-")[:40] or "profile"
         count[stem] += 1
         entries.append(ComparedStack(stem if count[stem] == 1 else f"{stem}-{count[stem]}", name))
@@ -194,7 +195,7 @@ def each(entries: Sequence[ComparedStack], work: Callable[[ComparedStack], None]
             work(entry)
         except UserError as error:
             for problem in error.problems or [Problem(error.title)]:
-                if several[entry.name] > 1:
+                if several[entry.name] > 1:  # the same file twice: tell which entry has the problem
                     line = f":{problem.line}" if problem.line else ""
                     problem = replace(problem, file=f"{problem.file}{line} ({entry.label})", line=None)
                 problems.append(problem)
@@ -225,6 +226,7 @@ class Board:
         columns, rows = shutil.get_terminal_size()
         entries = self._entries
         if self._live and len(entries) >= rows:
+            # More lines than rows would scroll, and the cursor could not return to the first one.
             entries = [entry for entry in entries if entry.progress and entry.code is None][: rows - 1]
         lines = [plain_text(f"{entry.label:<{self._width}}  {entry.line()}") for entry in entries]
         if self._live:
@@ -275,7 +277,6 @@ class Comparison:
         return next((code for code in WORST_FIRST if code in codes), Exit.DONE)
 
     async def _all(self) -> None:
-        """Start every stack in its turn, and wait for all ends."""
         if self._sequential:
             for entry in self._entries:
                 await self._one(entry)
@@ -283,10 +284,9 @@ class Comparison:
             await asyncio.gather(*(self._one(entry) for entry in self._entries))
 
     async def _draw(self) -> None:
-        """Draw the state of all stacks until they have ended, and once more after that."""
         last = False
         while not last:
-            last = self._over.is_set()
+            last = self._over.is_set()  # read before drawing, so that the final state is drawn as well
             for entry in self._entries:
                 if entry.progress is not None:
                     await asyncio.to_thread(entry.progress.refresh)
@@ -295,13 +295,12 @@ class Comparison:
                 await asyncio.wait_for(self._over.wait(), REDRAW_S)
 
     async def _one(self, entry: ComparedStack) -> None:
-        """Start one stack in its turn, and wait until it has ended."""
         await self._wait_for_shared_steps(entry)
         if self._interrupts:
             entry.note = "not started"
             return
         try:
-            await asyncio.to_thread(start, entry)
+            await asyncio.to_thread(start, entry)  # waits for the supervisor's socket
         except UserError as error:
             entry.note = str(error).replace("\n", "; ")
             entry.code = error.exit_code
@@ -309,10 +308,9 @@ class Comparison:
         await self._follow(entry)
 
     async def _follow(self, entry: ComparedStack) -> None:
-        """Wait for the end of a stack whose supervisor runs."""
         run = RunDir(entry.root)
         entry.progress = Progress(run)
-        if self._interrupts:
+        if self._interrupts:  # the interrupt came while the supervisor was starting
             self._stop(entry)
         while runs.RunEntry(run, {}).is_live:
             await asyncio.sleep(POLL_S)

@@ -44,7 +44,7 @@ def not_live(run_dir: Path) -> UserError:
 
 
 def _end_of(run: RunDir, result: RunResult | None) -> Problem:
-    """Tell when and how a run ended, and the command that continues it."""
+    # A finished run has nothing left to do unless it gets more steps.
     more = " --set trainer.training_steps=N" if result and result.exit_code == Exit.DONE else ""
     fix = f"atropos-tui up --resume {shlex.quote(str(run.root))}{more} continues it; atropos-tui runs lists all runs"
     if result is None:
@@ -112,6 +112,7 @@ async def bring_down(run_dir: Path, timeout_s: float | None) -> None:
 async def down(options: argparse.Namespace) -> int:
     """`down`: exit 0 once every process has ended."""
     entry = runs.acted_on(options)
+    # A run may wait in SLURM's queue, run on another machine, or run here.
     if slurm.take_back(entry.dir, entry.run_id):
         return Exit.DONE
     if (code := slurm.stop_there(entry.dir, options.timeout)) is not None:

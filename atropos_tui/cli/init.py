@@ -94,13 +94,15 @@ def init(options: argparse.Namespace) -> int:
     if not options.yes and not (sys.stdin.isatty() and sys.stdout.isatty()):
         problem = Problem("stdin or stdout is not one", "add --yes, and flags for what differs from the defaults")
         raise UserError("init asks questions and needs a terminal", [problem])
+    # An answer's default may depend on earlier answers, so questions are taken in order in both cases.
     given = _from_flags(options) if options.yes else _from_terminal(options)
     answers = Answers(**{key: given[key] for key in Answers.__dataclass_fields__})
     file = options.file or Path(f"{answers.name}.toml")
-    _refuse_existing(file)
+    _refuse_existing(file)  # again: without FILE, the path is known only now
     text, said = fitted(profile_text(answers, file=printable(str(file))), file)
     name = printable(str(file))
     profile = parse_profile(tomllib.loads(text), name, Origins(name, texts={name: text}))
+    # The profile may be for another machine, so only its own mistakes keep it from being written.
     ready = checked(profile, file, planned_site(profile), machine=False)
     _write(file, text)
     done = Written(
@@ -157,7 +159,7 @@ def _fit_memory(text: str, file: Path, inventory: Inventory) -> tuple[str, str]:
     missing = lack(site_budget(site, inventory))
     if not missing:
         return text, ""
-    found = nearest(site, inventory, fixed={"mode"}, most=1)
+    found = nearest(site, inventory, fixed={"mode"}, most=1)  # the mode was an answer of the user
     if not found:
         return text, f"no known setting makes it fit: {missing}; use a smaller model, or a mode with adapters"
     return with_changes(text, by_table(found[0].settings)), f"set so that it fits: {found[0].text} ({missing})"
@@ -251,6 +253,7 @@ def _name(text: str, given: Given) -> str:
 
 def _gpus(text: str, given: Given) -> list[int]:
     words = text.replace(",", " ").split() if text != "none" else []
+    # [:9]: a word of thousands of digits must not reach `int`, which refuses it with another error.
     if not all(word.isascii() and word.isdecimal() and int(word[:9]) < 1024 for word in words):
         raise ValueError('give GPUs by index, such as 0 or 0,1, or "none" for the CPU')
     return sorted({int(word) for word in words})
@@ -363,7 +366,6 @@ def _template(name: str) -> str:
 
 
 def _placement(answers: Answers) -> Changes:
-    """Settings for where engine and trainer run."""
     vllm: dict[str, Any] = {"port": answers.vllm_port}
     if not answers.vllm_gpus:
         if answers.kind == "arithmetic":  # its template is made for a CPU already
@@ -375,7 +377,7 @@ def _placement(answers: Answers) -> Changes:
     if len(answers.vllm_gpus) > 1 and not TRAITS[answers.mode].shares_memory:
         vllm["tensor_parallel"] = len(answers.vllm_gpus)
     if answers.kind != "arithmetic" and not set(answers.vllm_gpus) & set(answers.trainer_gpus or answers.vllm_gpus):
-        vllm["gpu_memory_utilization"] = 0.85
+        vllm["gpu_memory_utilization"] = 0.85  # no trainer on these GPUs, so vLLM may take most of them
     return {"vllm": vllm, "trainer": {"gpus": answers.trainer_gpus or answers.vllm_gpus}}
 
 

@@ -61,7 +61,7 @@ def status_without_socket(entry: runs.RunEntry, info: RunInfo, state: RunState) 
     try:
         job = slurm.elsewhere(entry.dir)
     except UserError as error:
-        if entry.dir.result_json.exists():
+        if entry.dir.result_json.exists():  # SLURM is silent, but the run has recorded its end
             return status_from_files(entry.dir, info, state)
         return _unheard(entry, info, state, Phase.RUNNING, f"{error.title}: {error.problems[0].reason}")
     if job is None:
@@ -122,7 +122,7 @@ class NewLines:
         """Yield components with a new state, the verdict if its words changed (not only numbers),
         and the newest step."""
         for row in status.components:
-            if self._states.get(row.name, row.state) != row.state:
+            if self._states.get(row.name, row.state) != row.state:  # the first state of a component is no change
                 yield f"{row.name} is {row.state.value}" + (f": {one_line(row.reason)}" if row.reason else "")
             self._states[row.name] = row.state
         # Without its numbers: a verdict that only counts on is no news.
@@ -292,6 +292,7 @@ async def _events(entry: runs.RunEntry, *, follow: bool) -> AsyncIterator[Record
         yield record
     while follow:
         try:
+            # `after`: the stream repeats nothing that the file had, and leaves no gap.
             async for item in ControlClient(entry.dir.root).events(after=last):
                 if isinstance(item, Record):
                     last = item.seq
@@ -328,13 +329,13 @@ def run_row(entry: runs.RunEntry) -> RunRow:
     from atropos_tui.monitor.run_list import LIVE, UNFINISHED, listed
 
     found = listed(entry.dir, is_live=entry.is_live, now=time.time())
+    # A run in the queue looks unfinished from its files alone.
     if found.state != LIVE and (queued := slurm.queued(entry.dir)):
         return replace(found, state="waits", reason=queued)
     return replace(found, state=_crashed(entry)) if found.state == UNFINISHED else found
 
 
 def _crashed(entry: runs.RunEntry) -> str:
-    """State of a run without supervisor and result, with its remaining processes."""
     from atropos_tui.cli.cleanup import find_dead
 
     found = find_dead(entry.dir.root, entry.info)

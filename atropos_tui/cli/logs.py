@@ -106,6 +106,7 @@ async def logs(options: argparse.Namespace) -> int:
     prefix = Prefix(names, has_colour(), str(datetime.now().date()))
     show: Show = as_json if options.json else (lambda line: line.text) if alone else prefix
     first = wanted.of(merged.ready() if options.follow else merged.rest())
+    # Without a limit, lines are printed as they are read; a limit needs the last ones, so all are read first.
     shown = _print(first if count == math.inf else deque(first, maxlen=int(count)), show)
     if options.follow:
         await _follow(entry, merged, wanted, show)
@@ -192,6 +193,7 @@ def moment(text: str, now: datetime) -> float:
         return max(0.0, now.timestamp() - float(match[1]) * UNITS[match[2]])
     try:
         if re.fullmatch(r"\d\d?:\d\d(:\d\d)?", text):
+            # A time later than now is yesterday's.
             clock = datetime.strptime(text, "%H:%M:%S" if text.count(":") == 2 else "%H:%M").time()
             at = datetime.combine(now.date(), clock)
             return (at if at <= now else at - timedelta(days=1)).timestamp()

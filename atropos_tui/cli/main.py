@@ -98,7 +98,6 @@ def _folder_is_gone() -> bool:
 
 
 def _introduce(parser: argparse.ArgumentParser) -> int:
-    """Print the help and the next steps; for a call without a command."""
     from atropos_tui.cli import runs
 
     parser.print_help()
@@ -117,6 +116,7 @@ def _no_command(word: str, known: Collection[str]) -> UserError:
     from atropos_tui.profile.errors import did_you_mean
 
     path = Path(word)
+    # `atropos-tui my.toml` is a frequent slip for `atropos-tui up my.toml`.
     if path.suffix == ".toml" and path.is_file():
         fix = f"atropos-tui up {word} starts it"
     else:
@@ -168,6 +168,7 @@ def _write_report(report: str, run_dir: Path | None) -> Path:
 
     data = report.encode("utf-8", "backslashreplace")
     if run_dir is not None:
+        # O_NOFOLLOW: the directory may be a copy from elsewhere, with a link under this name.
         path = RunDir(run_dir).fault_txt
         with contextlib.suppress(OSError):
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)

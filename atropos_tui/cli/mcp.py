@@ -78,6 +78,7 @@ class RolloutText(BaseModel):
 async def serve(options: argparse.Namespace) -> int:
     """Serve on stdin and stdout until they are closed."""
     try:
+        # Version 2 of the package; version 1 has other names and ends up in the same error.
         from mcp.server import MCPServer
         from mcp_types import ToolAnnotations
     except ImportError:
@@ -87,6 +88,7 @@ async def serve(options: argparse.Namespace) -> int:
     for tool in READING:
         hints = ToolAnnotations(read_only_hint=True, open_world_hint=False)
         server.add_tool(in_words(tool), name=tool.__name__, annotations=hints)
+    # Acting tools are absent, not refused, without the flag: an agent never sees them.
     for tool in ACTING if options.allow_actions else ():
         hints = ToolAnnotations(read_only_hint=False, destructive_hint=True, open_world_hint=False)
         server.add_tool(in_words(tool), name=tool.__name__, annotations=hints)
@@ -103,7 +105,7 @@ def in_words(tool: Tool) -> Tool:
         try:
             return await tool(*args, **kwargs)
         except UserError as error:
-            raise ToolError(masked_line(str(error))) from None
+            raise ToolError(masked_line(str(error))) from None  # one line, with secrets masked
 
     return answered
 

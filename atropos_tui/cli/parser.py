@@ -40,6 +40,7 @@ def command_names(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def _command(commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, handler: str, text: str):  # type: ignore[no-untyped-def]
+    # Abbreviated flags would become ambiguous, and scripts would break, when a flag is added.
     parser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
     parser.set_defaults(handler=handler)
     return parser
@@ -51,14 +52,14 @@ def _seconds(text: str) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not 0 <= value < math.inf:
+    if not 0 <= value < math.inf:  # false for nan as well
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0, e.g. 30")
     return value
 
 
 def _count(text: str) -> int:
     """Parse a whole number, zero or more."""
-    if not (text.isascii() and text.isdecimal()):
+    if not (text.isascii() and text.isdecimal()):  # `int` also takes "1_0", " 1" and digits of other scripts
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0, e.g. 100")
     return int(text)
 
@@ -113,6 +114,7 @@ def _up(commands) -> None:  # type: ignore[no-untyped-def]
         "--run-dir", metavar="DIR", type=Path, help="directory for the run's files (default: runs/NAME-TIME-ID)"
     )
     where.add_argument("--resume", metavar="RUN", type=Path, help="continue a run from its last checkpoint")
+    # Handlers are names, not functions: importing them here would make `--help` slow.
     attach = _command(commands, "attach", "control:attach", "open the screen of a running stack")
     attach.add_argument("--read-only", action="store_true", help="disable all commands in the screen")
     _run_argument(attach)
@@ -167,6 +169,7 @@ def _acting(commands) -> None:  # type: ignore[no-untyped-def]
     down.add_argument("--timeout", metavar="S", type=_seconds, help="kill the remaining processes after S seconds")
     _run_argument(down, ACTED_ON)
     wait = _command(commands, "wait", "control:wait", "wait until the stack is ready, done, or a component is healthy")
+    # `dest`: `for` is a keyword of Python. Lower-case words of the metavar are completed as they are.
     wait.add_argument("--for", dest="target", metavar="ready|done|COMPONENT", required=True)
     wait.add_argument("--timeout", metavar="S", type=_seconds, default=600.0)
     _run_argument(wait)
@@ -179,6 +182,7 @@ def _watching(commands) -> None:  # type: ignore[no-untyped-def]
     _run_argument(ps)
     why = _command(commands, "why", "inspect:why", "explain what a component waits for, or why it failed")
     text = "a component, or a run by its directory, id or name; or both"
+    # Completion reads the metavars: RUN and COMPONENT stand for the names that exist.
     why.add_argument("words", metavar="RUN|COMPONENT", nargs="*", help=text)
     why.add_argument("--json", action="store_true", help="as JSON")
     _run_argument(why, positional=False)

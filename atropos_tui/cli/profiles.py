@@ -54,6 +54,7 @@ def checked(
     """
     with in_words(printable(str(file))):
         site, divided = _divided(site, named)
+        # Placement first: later checks depend on which machine has which component.
         if few := lacking(site.profile, site.hosts):
             raise _refused(few, profile)
         problems = check_profile(site)
@@ -153,7 +154,6 @@ def _validated(options: argparse.Namespace) -> Validated:
 
 
 def _named(options: argparse.Namespace) -> Hardware | None:
-    """Return the machine of `--gpus`; None for this one."""
     try:
         return named_machine(options.gpus) if options.gpus is not None else None
     except ValueError as error:

@@ -61,7 +61,7 @@ def _needing() -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] not in NEEDED:
-            raise
+            raise  # a broken installation of ours, which gets a report
         fix = "in a checkout of atropos-tui: pip install '.[report]'"
         raise UserError("a report needs more packages", [Problem(f"{error.name} is not installed", fix)]) from None
 
@@ -121,7 +121,6 @@ def replay(options: argparse.Namespace) -> int:
 
 
 def _sentence(entry: runs.RunEntry) -> str:
-    """Return the verdict on a run from its files."""
     from atropos_tui.monitor.run_files import load_run
     from atropos_tui.monitor.verdict import verdict
 

@@ -85,6 +85,7 @@ def remember(run: RunDir, run_id: str) -> None:
 def all_runs() -> list[RunEntry]:
     """Return every run of this user that is still on disk, newest first. Runs of other users are
     reachable by their directory only."""
+    # Runs below the current folder count as well: the registry may be of another machine or HOME.
     roots = [path.parent.resolve() for path in Path("runs").glob("*/run.json")]
     with contextlib.suppress(OSError):
         for link in registry().iterdir():
@@ -106,10 +107,9 @@ def read_run(root: Path) -> RunEntry | None:
 
 
 def _read_object(path: Path) -> dict[str, Any] | None:
-    """Read a JSON object; None if there is none."""
     try:
         data = json.loads(read_regular(path))
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError, RecursionError):  # RecursionError: JSON nested thousands deep
         return None
     return data if isinstance(data, dict) else None
 
@@ -143,7 +143,6 @@ def pick(run_dir: Path | None) -> RunEntry:
 
 
 def _newest() -> RunEntry | None:
-    """Return the latest live run, otherwise the latest."""
     known = all_runs()
     return next((entry for entry in known if entry.is_live), next(iter(known), None))
 
@@ -248,11 +247,10 @@ def _no_run(named: Path) -> UserError:
 
 
 def _missing(run: RunDir, fix: str) -> Problem:
-    """Problem with a directory that has no readable run."""
     from atropos_tui.supervisor.client import SocketError, socket_path
 
     try:
-        run.run_json.lstat()
+        run.run_json.lstat()  # `lstat`: a dangling link counts as present
     except (FileNotFoundError, NotADirectoryError):
         with contextlib.suppress(OSError, SocketError):
             if pid := listener(str(socket_path(run))):
@@ -268,7 +266,7 @@ def read_result(run: RunDir) -> dict[str, Any] | None:
     """Read result.json of an ended run; None if it is missing or invalid."""
     data = _read_object(run.result_json) or {}
     code = data.get("exit_code")
-    return data if type(code) is int and 0 <= code < 256 else None
+    return data if type(code) is int and 0 <= code < 256 else None  # `type`: True is an int for isinstance
 
 
 def is_used(root: Path) -> bool:

@@ -123,6 +123,7 @@ def page() -> str:
         parts.append(f"## {command}\n\n{_begin(command, schema)}\n")
         if "properties" in schema:
             parts.append(_rows(schema))
+        # A model that several commands share is described once, at the first of them.
         for name, part in schema.get("$defs", {}).items():
             if "properties" in part and name not in told:
                 told.add(name)
@@ -149,6 +150,7 @@ def _type(field: dict[str, Any]) -> str:
     if "$ref" in field:
         return str(field["$ref"]).rpartition("/")[2]
     if "enum" in field:
+        # The alternative of `float_schema` is not shown: the page's introduction explains these strings.
         return "number" if field["enum"][0] == "NaN" else ", ".join(f"`{value}`" for value in field["enum"])
     if "const" in field:
         return f"`{field['const']}`"

@@ -122,6 +122,7 @@ def ps_table(status: RunStatus, said: str = "", now: float | None = None) -> str
     """Format the components of a run for `ps`; `said` is the verdict on the run, shown below the
     title."""
     now = time.time() if now is None else now
+    # The column is left out on machines without GPUs.
     gpu = ("GPU",) if any(component.gpu_bytes is not None for component in status.components) else ()
     head = ("COMPONENT", "ROLE", "STATE", "PID", "UPTIME", "RESTARTS", "MEMORY", *gpu, "CPU", "PORT", "NOTE")
     rows = [head, *(_ps_row(component, now, with_gpu=bool(gpu)) for component in status.components)]
@@ -140,8 +141,9 @@ def _gpu_line(gpu: GpuStatus) -> str:
 
 def _ps_row(component: ComponentStatus, now: float, *, with_gpu: bool) -> tuple[str, ...]:
     alive = component.pid is not None and component.started_at is not None
+    # The most useful of three: a current wait, a known cause, or the reason of the last change of state.
     note = component.waiting_for or component.diagnosis or component.reason
-    if component.state is State.HEALTHY:
+    if component.state is State.HEALTHY:  # a healthy component may still have start-up stages left
         stage = next_stage(component)
         note = f"waiting for: {stage.name}" if stage else ""
     return (
@@ -222,6 +224,7 @@ class StepLines:
 
     async def _follow(self) -> None:
         while True:
+            # In a thread: a slow disk must not delay the supervisor, which shares this event loop.
             await asyncio.to_thread(self.look)
             await asyncio.sleep(LOOK_S)
 
@@ -234,7 +237,6 @@ class StepLines:
                 self._untold, self._told_at = "", time.monotonic()
 
     def finish(self) -> None:
-        """Print the last step in any case."""
         self.look(last=True)
 
     def _read(self) -> None:
@@ -276,6 +278,7 @@ class Printer:
 
     def say(self, line: str) -> None:
         try:
+            # Never blocks: the caller is the supervisor's event loop.
             self._lines.put_nowait(line)
         except queue.Full:
             self._dropped += 1

@@ -342,7 +342,6 @@ def components_of(profile: Profile) -> list[list[NodeSection]]:
 
 
 def _once(cluster: ClusterSection, run: RunDir, run_id: str) -> Iterator[str]:
-    """Options of the job as a whole."""
     yield f"--job-name={run_id}"
     yield shlex.quote(f"--output={run.slurm_log}".replace("%", "%%"))  # %j and similar are patterns of SLURM
     yield "--open-mode=append"
@@ -353,6 +352,7 @@ def _once(cluster: ClusterSection, run: RunDir, run_id: str) -> Iterator[str]:
 def _each(cluster: ClusterSection, nodes: list[NodeSection]) -> Iterator[str]:
     """Options of one component of a job. It takes whole nodes unless the profile sets a number of
     CPUs."""
+    # The nodes of a component have the same options, so the first one speaks for all.
     written = [option for text in (*cluster.sbatch, *nodes[0].sbatch) if (option := sbatch.parse(text))]
     options = [option for option in written if nodes[0].gpus or not option.needs_gpus]
     yield f"--nodes={sum(node.count for node in nodes)}"
@@ -426,7 +426,7 @@ def submit(run: RunDir, text: str) -> Job:
         reason = said.removeprefix("sbatch: error: ").replace("\nsbatch: error: ", "; ")
         fix = f"`sinfo` lists partitions and nodes; sbatch --test-only {shlex.quote(str(run.slurm_script))} tries again"
         raise UserError("SLURM refuses the job", [Problem(reason, fix, key="cluster")])
-    job_id = answer.stdout.strip().partition(";")[0]
+    job_id = answer.stdout.strip().partition(";")[0]  # --parsable prints ID, or ID;CLUSTER
     write_private(run.slurm_job, job_id + "\n")
     return find_job(job_id) or Job(job_id, "PENDING", "", "")
 

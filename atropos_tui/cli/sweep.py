@@ -91,7 +91,7 @@ def values_of(text: str) -> list[str]:
     do not split."""
     if found := re.fullmatch(r"\s*(-?\d{1,9})\.\.(-?\d{1,9})\s*", text):
         first, last = int(found[1]), int(found[2])
-        return [str(value) for value in range(first, last + 1)][: MOST_CELLS + 1]
+        return [str(value) for value in range(first, last + 1)][: MOST_CELLS + 1]  # one more, so that it is refused
     # The expression also matches the empty end of the text: dropped, unless the text ends with a
     # comma.
     parts = re.findall(r"""((?:"[^"]*"|'[^']*'|\[[^\]]*\]|\{[^}]*\}|[^,])*)(?:,|$)""", text)
@@ -117,6 +117,7 @@ async def sweep(options: argparse.Namespace) -> int:
     base, cells = _continued(options) if options.resume is not None else _begun(options)
     slots, said = slots_of(cells, options.parallel)
     if options.resume is None:
+        # Every cell is checked before the first one starts: a bad value of the last cell shows now, not in hours.
         compare.each(cells, compare.plan)
         base.mkdir(parents=True, exist_ok=True)
         write_private(base / STATE, _grid(options).model_dump_json(indent=2))

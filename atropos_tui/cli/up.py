@@ -99,7 +99,7 @@ def up(options: argparse.Namespace) -> int:
         lock = _prepare(run, stack, profile, options)
     runs.remember(run, run_id)
     if queued:
-        os.close(lock)
+        os.close(lock)  # the supervisor locks the directory itself, on the job's node
         return _submit(run, profile, run_id, options)
     if in_job:
         slurm.note_job(run)
@@ -155,6 +155,7 @@ def _refuse_finished(run: RunDir, site: Site) -> None:
     """Refuse to resume a run that has all its optimizer steps: it would load everything and train
     nothing."""
     result, done = RunResult.load(run.result_json), last_figures(run).step or 0
+    # A trainer with its own command has steps that this program cannot know.
     if result is None or result.exit_code != Exit.DONE or site.profile.trainer.command is not None:
         return
     wanted = training_config(site).training_steps
@@ -195,6 +196,7 @@ def _check_nodes(run: RunDir, stack: StackSpec, *, in_job: bool) -> None:
     """Refuse nodes that cannot run the stack; print warnings about the others."""
     if in_job:
         _check_alone(run)
+    # The run directory does not exist yet: test the closest folder above it.
     shared = next(folder for folder in run.root.parents if folder.is_dir())
     for line in refuse_unfit(stack, shared):
         print(line, file=sys.stderr)
@@ -294,6 +296,7 @@ def spawn_supervisor(run: RunDir, stack: StackSpec, lock: int | None = None) -> 
         if process.poll() is not None or time.monotonic() > deadline:
             process.terminate()
             code = Exit.USAGE if process.wait() == Exit.USAGE else Exit.FAULT
+            # As a dict: repeated lines once, in order.
             tail = dict.fromkeys(run.supervisor_log.read_text(errors="replace").splitlines()[-5:])
             raise UserError("the supervisor did not start", [Problem(line) for line in tail], code)
         time.sleep(0.02)
@@ -310,7 +313,7 @@ def _start_supervisor(run: RunDir, stack: StackSpec, lock: int | None) -> subpro
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
-            start_new_session=True,
+            start_new_session=True,  # ^C and a closed terminal do not reach the supervisor
         )
     if lock is not None:
         os.close(lock)
@@ -321,7 +324,6 @@ def _start_supervisor(run: RunDir, stack: StackSpec, lock: int | None) -> subpro
 
 
 def _runs_by(pid: int, run: RunDir) -> bool:
-    """Return True if this process is the run's supervisor."""
     table = ProcessTable.load(run.journal_json)
     return table is not None and table.supervisor is not None and table.supervisor.pid == pid
 
@@ -412,6 +414,7 @@ def _run_info(run: RunDir, stack: StackSpec, profile: Profile) -> dict[str, Any]
         "mode": stack.mode,
         "model": profile.model,
         "seed": profile.seed,
+        # A run resumed from its own copy keeps the path of the original, beside which `.env` lies.
         "profile": before.get("profile") if file == run.profile_toml.resolve() else str(file),
         "started_at": first,
         "resumed_at": now if first != now else None,

@@ -117,6 +117,7 @@ def nodes(name: str | None) -> Iterator[Check]:
     if not targets:
         yield ok("nodes", "none: everything runs on this machine, which `atropos-tui doctor` checks")
         return
+    # The folder that all nodes have to see is where `up` would put the run.
     folder = next(place for place in (Path("runs").absolute(), Path.cwd()) if place.is_dir())
     yield from asyncio.run(examine(targets, folder, collectives=True))
 
@@ -147,7 +148,6 @@ def _examine(profile: str | None) -> Iterator[Check]:
 
 
 def _preflight(name: str) -> Iterator[Check]:
-    """Report the problems that `up` would have with the profile on this machine."""
     from atropos_tui.cli.profiles import checked, planned_site
     from atropos_tui.profile.sections import load_profile
 
@@ -228,7 +228,7 @@ def unmet(requirements: Iterable[str], extra: str = "") -> list[str]:
 
 def _allows(specifier: SpecifierSet, version: str) -> bool:
     try:
-        return specifier.contains(Version(version), prereleases=True)
+        return specifier.contains(Version(version), prereleases=True)  # nightly builds of torch count
     except InvalidVersion:
         return False
 
@@ -293,6 +293,7 @@ def _companions(torch: str | None, found: dict[str, str | None]) -> Iterator[Che
     for name, version in found.items():
         if version is None or torch is None:
             continue
+        # Versions do not tell builds apart: 0.21.0+cpu requires the same torch as PyPI's CUDA build 0.21.0.
         cpu = "+cpu" in torch
         problems = unmet(text for text in metadata.requires(name) or [] if Requirement(text).name == "torch")
         if cpu and "+cpu" not in version:

@@ -85,7 +85,7 @@ def leftovers() -> Iterator[Check]:
     """Yield a check for each dead run with remains; adoptable processes get their own fix."""
     found = cleanup.all_dead()
     for run in found:
-        if run.is_adoptable:
+        if run.is_adoptable:  # kept on purpose (`survive = true`): `clean` asks before it ends them
             fix = f"atropos-tui up --resume {run.root} adopts them; clean --run-dir {run.root} ends them"
             yield warn(f"run {run.run_id}", f"{run.count_text} kept for adoption, no supervisor", fix)
         else:
@@ -143,6 +143,7 @@ def _memory() -> Check:
     memory = psutil.virtual_memory()
     limit = _group_limit("memory.max", "memory/memory.limit_in_bytes")
     said = f"{bytes_text(memory.available)} available of {bytes_text(memory.total)}"
+    # psutil reports the host's memory inside a container as well.
     if limit is not None and limit < memory.total:
         said += f"; this container may use {bytes_text(limit)}"
     least = min(memory.available, limit if limit is not None else memory.available)
@@ -154,7 +155,7 @@ def _group_limit(*names: str) -> int | None:
     for name in names:
         try:
             text = (Path("/sys/fs/cgroup") / name).read_text().split()[0]
-            return int(text)
+            return int(text)  # ValueError: the word `max`, no limit
         except (OSError, ValueError, IndexError):
             continue
     return None
@@ -197,13 +198,14 @@ def _shared_memory() -> Check:
 
 
 def _disk(name: str, path: Path) -> Check:
+    # `path` may not exist yet; its first existing parent is on the same disk.
     folder = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
     total, _, free = shutil.disk_usage(folder)
     said = f"{bytes_text(free)} free of {bytes_text(total)} at {folder}"
     fix = "free some space: on a full disk the run goes on, but loses checkpoints and logs"
     if not os.access(folder, os.W_OK):
         return fail(name, f"this user cannot write to {folder}", "choose another folder: --run-dir, ATROPOS_CACHE")
-    if os.statvfs(folder).f_favail == 0 and os.statvfs(folder).f_files:
+    if os.statvfs(folder).f_favail == 0 and os.statvfs(folder).f_files:  # btrfs reports 0 of 0 inodes
         return fail(name, f"{said}, but no inode", "remove small files")
     return fail(name, said, fix) if free < DISK_FAIL else judge(name, said, free < DISK_WARN, fix)
 
@@ -319,6 +321,7 @@ def _fits(driver: NvidiaDriver, torch_cuda: str | None) -> Check:
     built = tuple(int(part) for part in torch_cuda.split(".")[:2])
     said = f"torch was built for CUDA {torch_cuda}, the driver supports up to {_dotted(driver.cuda)}"
     update = "update the driver, or install a torch that was built for an older CUDA"
+    # CUDA guarantees compatibility within a major version, except for code that the driver compiles itself.
     if built[0] > driver.cuda[0]:
         return fail(name, said, update)
     if built > driver.cuda:
@@ -384,7 +387,7 @@ def torch_sees_gpus(present: int, python: str = sys.executable, timeout_s: float
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         return fail(name, f"import torch fails: {last} ({took})", fix)
-    available, count = done.stdout.split()[-2:]
+    available, count = done.stdout.split()[-2:]  # the last two words: an import may print warnings first
     if available != "True" or int(count) == 0:
         return fail(name, f"torch sees no GPU although the driver shows {present} ({took})", fix)
     if int(count) != present:

@@ -74,6 +74,7 @@ async def examine(targets: Sequence[Target], folder: Path, *, collectives: bool)
         folder: a folder that all nodes must see; test files are written there and removed.
         collectives: also try an all-gather and a reduce-scatter between the nodes.
     """
+    # The same function on this machine, in a thread: it walks through all sources.
     here = await asyncio.to_thread(node_probe.facts)
     looks = [Look(target, here, folder) for target in targets]
     async with contextlib.AsyncExitStack() as opened:
@@ -83,6 +84,7 @@ async def examine(targets: Sequence[Target], folder: Path, *, collectives: bool)
         await asyncio.gather(*(look.reach(open_) for look in looks if look.far is not None))
     checks = [check for look in looks for check in look.verdict()]
     if collectives and len(targets) > 1:
+        # A collective on unfit nodes would hang until its timeout, with a less useful message.
         if any(check.verdict == "fail" for check in checks):
             checks.append(warn("between the nodes", "not tried because of the failures above", "fix those first"))
         else:
@@ -97,7 +99,7 @@ def refuse_unfit(stack: StackSpec, folder: Path) -> list[str]:
         UserError: the nodes cannot run it; lists every reason.
     """
     targets = targets_of(stack)
-    if not any(target.place.prefix for target in targets):
+    if not any(target.place.prefix for target in targets):  # every component runs on this machine
         return []
     checks = asyncio.run(examine(targets, folder, collectives=False))
     wrong = [Problem(check.found, check.fix, key=check.name) for check in checks if check.verdict == "fail"]
@@ -231,6 +233,7 @@ class Look:
         try:
             answer = await far.ask("folder", path=str(self.folder), token=token, write=back)
             deadline = asyncio.get_running_loop().time() + SEEN_S
+            # NFS caches directory entries for some seconds, so a new file may appear late.
             while answer["text"] != token and asyncio.get_running_loop().time() < deadline:
                 await asyncio.sleep(0.2)
                 answer = await far.ask("folder", path=str(self.folder), token=token)
@@ -309,6 +312,7 @@ async def between(targets: Sequence[Target], folder: Path) -> Check:
     ranks = await collective(chosen, folder, gpus=by_nccl, env={})
     if (late := _late(ranks)) is None:
         return _passed(name, ranks, GPU_MIB if by_nccl else MEMORY_MIB)
+    # A second try without the fabric separates a broken plug-in from a blocked network.
     if by_nccl and _late(await collective(chosen, folder, gpus=True, env=SOCKET)) is None:
         fix = (
             'set NCCL_NET = "Socket" and NCCL_IB_DISABLE = "1" under [trainer.env] and [vllm.env] to train slower for '
