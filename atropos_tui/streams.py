@@ -30,12 +30,12 @@ class Output(io.FileIO):
         self.lost = 0
         """Bytes that were not written."""
         self.problem = ""
-        self._untold = 0
+        self._unreported = 0
 
     def write(self, data: object) -> int:
         view = memoryview(data)  # type: ignore[arg-type]
         try:
-            self._tell()
+            self._report_loss()
             written = super().write(view)
             while written is None:  # another process made the shared descriptor non-blocking
                 select.select([], [self], [])
@@ -45,14 +45,14 @@ class Output(io.FileIO):
         except OSError as error:
             self.problem = error.strerror or str(error)
             self.lost += len(view)
-            self._untold += len(view)
+            self._unreported += len(view)
             return len(view)  # reported as written, so that the buffer above does not try again
         return written
 
-    def _tell(self) -> None:
-        if self._untold:
-            super().write(f"[atropos] {self._untold} bytes of output are missing here: {self.problem}\n".encode())
-            self._untold = 0
+    def _report_loss(self) -> None:
+        if self._unreported:
+            super().write(f"[atropos] {self._unreported} bytes of output are missing here: {self.problem}\n".encode())
+            self._unreported = 0
 
 
 _outputs: list[Output] = []

@@ -60,7 +60,7 @@ def clean(options: argparse.Namespace) -> int:
     of_runs = {path for run in found for path in run.files}
     sockets = [] if named else [path for path in stale_sockets() if path not in of_runs]
     print(_report(chosen, kept, sockets), flush=True)
-    if not named and (unknown := strangers()):
+    if not named and (unknown := unlisted()):
         print("processes of unlisted runs; name a run to end them:")
         for run in unknown:
             print(f"  atropos-tui clean --run-dir {run.root}   ({run.count_text} of {run.run_id})", flush=True)
@@ -82,7 +82,7 @@ def _named(run_dir: Path) -> DeadRun:
     try:
         entry = runs.pick_own(run_dir)
     except UserError:
-        for run in strangers():
+        for run in unlisted():
             if run_dir.resolve() == run.root or str(run_dir) == run.run_id:
                 return run
         raise
@@ -218,7 +218,7 @@ def all_dead() -> list[DeadRun]:
     return [run for run in found if run is not None and not run.is_clean]
 
 
-def strangers() -> list[DeadRun]:
+def unlisted() -> list[DeadRun]:
     """Return dead runs that are not in the list of runs but still have processes of this user:
     their folder was deleted, or they were started with another state folder."""
     return with_processes({entry.dir.root for entry in runs.all_runs()})
@@ -285,8 +285,9 @@ def _clearable_files(run: RunDir, table: ProcessTable | None) -> list[Path]:
 
 
 def _socket_files(run: RunDir) -> list[Path]:
-    # control.sock is a link into the user's socket folder, because a socket's path has at most 107 bytes. The target
-    # is removed only if it is the socket of this run: a copied run directory may have any link.
+    # control.sock is a link into the user's socket folder, because a socket's path has at most 107
+    # bytes. The target is removed only if it is the socket of this run: a copied run directory may
+    # have any link.
     if not run.control_sock.is_symlink():
         return []
     target = run.control_sock.readlink()

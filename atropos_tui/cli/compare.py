@@ -102,8 +102,8 @@ async def compare(options: argparse.Namespace) -> int:
     for line in said:
         board.say(f"  {line}")
     code = await Comparison(entries, board, sequential=options.sequential).run()
-    tell(entries, board, as_json=options.json)
-    lay_over(started(entries), base, board)
+    print_results(entries, board, as_json=options.json)
+    write_overlay(started(entries), base, board)
     return code
 
 
@@ -371,7 +371,7 @@ def started(entries: Sequence[ComparedStack]) -> list[Path]:
     return [entry.root for entry in entries if entry.progress is not None]
 
 
-def lay_over(roots: Sequence[Path], base: Path, board: Board) -> None:
+def write_overlay(roots: Sequence[Path], base: Path, board: Board) -> None:
     """Write a page with the curves of all trained stacks on the same axes, beside the runs."""
     trained = [run for run in read_runs(roots) if run.state.step]
     if len(trained) < 2:
@@ -383,7 +383,7 @@ def lay_over(roots: Sequence[Path], base: Path, board: Board) -> None:
         board.say(f"no page with curves: {error}")
 
 
-def tell(entries: Sequence[ComparedStack], board: Board, *, as_json: bool) -> None:
+def print_results(entries: Sequence[ComparedStack], board: Board, *, as_json: bool) -> None:
     """Print the table of figures, then how failed stacks ended."""
     figures = benchmark_runs(started(entries))
     if as_json:
@@ -392,10 +392,10 @@ def tell(entries: Sequence[ComparedStack], board: Board, *, as_json: bool) -> No
         print(f"\n{render_benchmarks(figures)}\n")
         if apart := settings_table(read_runs(started(entries))):
             print(f"{text_table(apart)}\n")
-    tell_failures(entries, board)
+    print_failures(entries, board)
 
 
-def tell_failures(entries: Sequence[ComparedStack], board: Board) -> None:
+def print_failures(entries: Sequence[ComparedStack], board: Board) -> None:
     """Print how each failed stack ended, and where its files are."""
     for entry in entries:
         run = RunDir(entry.root)

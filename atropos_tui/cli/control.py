@@ -60,7 +60,7 @@ def act(options: argparse.Namespace) -> int:
     follow the command to its end."""
     action: Action = options.action
     entry = runs.acted_on(options)
-    slurm.go_there(entry.dir)
+    slurm.require_here(entry.dir)
     try:
         recipe = asyncio.run(ControlClient(entry.dir.root).recipe(action, options.component))
         if options.dry_run:
@@ -113,18 +113,18 @@ async def down(options: argparse.Namespace) -> int:
     """`down`: exit 0 once every process has ended."""
     entry = runs.acted_on(options)
     # A run may wait in SLURM's queue, run on another machine, or run here.
-    if slurm.take_back(entry.dir, entry.run_id):
+    if slurm.cancel_pending(entry.dir, entry.run_id):
         return Exit.DONE
     if (code := slurm.stop_there(entry.dir, options.timeout)) is not None:
         return code
     if not entry.is_live:
         raise not_live(entry.dir.root)
     await bring_down(entry.dir.root, options.timeout)
-    tell_end(entry.dir, Exit.DONE, to=sys.stdout)
+    print_end(entry.dir, Exit.DONE, to=sys.stdout)
     return Exit.DONE
 
 
-def tell_end(run: RunDir, code: int | None = None, *, to: TextIO | None = None) -> int:
+def print_end(run: RunDir, code: int | None = None, *, to: TextIO | None = None) -> int:
     """Print figures of the run, how it ended (a failure on stderr, or everything to `to`), and
     where its files are.
 
@@ -155,7 +155,7 @@ async def wait(options: argparse.Namespace) -> int:
     from atropos_tui.monitor.run_files import GONE, supervisor_gone
 
     entry = runs.of(options)
-    slurm.go_there(entry.dir)
+    slurm.require_here(entry.dir)
     try:
         outcome = await ControlClient(entry.dir.root).wait(options.target, options.timeout)
     except Refused as refused:
@@ -201,7 +201,7 @@ async def _result_soon(entry: runs.RunEntry) -> dict[str, Any] | None:
 def attach(options: argparse.Namespace) -> int:
     """Open the screen on a live run, or on the files of an ended one."""
     entry = runs.of(options)
-    slurm.go_there(entry.dir)
+    slurm.require_here(entry.dir)
     return open_screen(entry.dir, read_only=options.read_only)
 
 
@@ -220,21 +220,21 @@ def open_screen(run: RunDir, *, read_only: bool = False) -> int:
     choice = run_cockpit(run.root, read_only=read_only)
     if choice == "failed":
         is_over = runs.read_result(run) is not None
-        _say_if_heard(faults.crash_line(run.root, command="attach", is_over=is_over))
+        _print_if_open(faults.crash_line(run.root, command="attach", is_over=is_over))
         return Exit.FAULT
     if choice == "detach" and runs.read_result(run) is not None:
-        _say_if_heard(f"the run has ended: {one_line(str(run.root))}\n  atropos-tui why · report · replay")
+        _print_if_open(f"the run has ended: {one_line(str(run.root))}\n  atropos-tui why · report · replay")
         return Exit.DONE
     if choice == "detach":
-        _say_if_heard(f"detached; the run goes on: {run.root}\n  atropos-tui attach · ps · down")
+        _print_if_open(f"detached; the run goes on: {run.root}\n  atropos-tui attach · ps · down")
         return Exit.DONE
     # The screen has sent `down` or seen the end; in both cases the supervisor may need a moment to
     # finish.
     asyncio.run(bring_down(run.root, timeout_s=None))
-    return tell_end(run)
+    return print_end(run)
 
 
-def _say_if_heard(text: str) -> None:
+def _print_if_open(text: str) -> None:
     """Print to a terminal that may have closed, which is no failure here."""
     try:
         print(text, flush=True)

@@ -94,7 +94,8 @@ def init(options: argparse.Namespace) -> int:
     if not options.yes and not (sys.stdin.isatty() and sys.stdout.isatty()):
         problem = Problem("stdin or stdout is not one", "add --yes, and flags for what differs from the defaults")
         raise UserError("init asks questions and needs a terminal", [problem])
-    # An answer's default may depend on earlier answers, so questions are taken in order in both cases.
+    # An answer's default may depend on earlier answers, so questions are taken in order in both
+    # cases.
     given = _from_flags(options) if options.yes else _from_terminal(options)
     answers = Answers(**{key: given[key] for key in Answers.__dataclass_fields__})
     file = options.file or Path(f"{answers.name}.toml")

@@ -63,18 +63,18 @@ def status_without_socket(entry: runs.RunEntry, info: RunInfo, state: RunState) 
     except UserError as error:
         if entry.dir.result_json.exists():  # SLURM is silent, but the run has recorded its end
             return status_from_files(entry.dir, info, state)
-        return _unheard(entry, info, state, Phase.RUNNING, f"{error.title}: {error.problems[0].reason}")
+        return _unreached_status(entry, info, state, Phase.RUNNING, f"{error.title}: {error.problems[0].reason}")
     if job is None:
         return status_from_files(entry.dir, info, state)
     if not job.runs:
-        return _unheard(entry, info, state, Phase.STARTING, slurm.waits(job)[0])
-    if said := slurm.ask_there(job, "ps", str(entry.dir.root), "--json"):
+        return _unreached_status(entry, info, state, Phase.STARTING, slurm.waits(job)[0])
+    if said := slurm.run_there(job, "ps", str(entry.dir.root), "--json"):
         return RunStatus.model_validate_json(said)
     reason = f"it runs on {job.node} but does not answer; try srun --jobid={job.id} --overlap -w {job.node} true"
-    return _unheard(entry, info, state, Phase.RUNNING, reason)
+    return _unreached_status(entry, info, state, Phase.RUNNING, reason)
 
 
-def _unheard(entry: runs.RunEntry, info: RunInfo, state: RunState, phase: Phase, reason: str) -> RunStatus:
+def _unreached_status(entry: runs.RunEntry, info: RunInfo, state: RunState, phase: Phase, reason: str) -> RunStatus:
     """Status from the files for a run that has not ended."""
     status = status_from_files(entry.dir, info, state)
     known = {"phase": phase, "reason": reason, "exit_code": None, "components": component_rows(info, state)}
@@ -96,7 +96,7 @@ def read_events(run: RunDir) -> Iterator[Record]:
 
 async def ps(options: argparse.Namespace) -> int:
     entry = runs.of(options)
-    slurm.go_there(entry.dir)
+    slurm.require_here(entry.dir)
     if options.json:
         print(show.ascii_json((await status_of(entry)).model_dump_json(indent=2)))
         return Exit.DONE
@@ -169,7 +169,7 @@ async def why(options: argparse.Namespace) -> int:
     """Print the verdict on the run, what it or its components wait for, since when, and the usual
     cause."""
     entry, names = runs.with_components(options.words, options.run_dir)
-    slurm.go_there(entry.dir)
+    slurm.require_here(entry.dir)
     if options.json:
         print((await why_answer(entry, names)).as_json())
         return Exit.DONE

@@ -106,7 +106,8 @@ async def logs(options: argparse.Namespace) -> int:
     prefix = Prefix(names, has_colour(), str(datetime.now().date()))
     show: Show = as_json if options.json else (lambda line: line.text) if alone else prefix
     first = wanted.of(merged.ready() if options.follow else merged.rest())
-    # Without a limit, lines are printed as they are read; a limit needs the last ones, so all are read first.
+    # Without a limit, lines are printed as they are read; a limit needs the last ones, so all are
+    # read first.
     shown = _print(first if count == math.inf else deque(first, maxlen=int(count)), show)
     if options.follow:
         await _follow(entry, merged, wanted, show)

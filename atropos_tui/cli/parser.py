@@ -169,7 +169,8 @@ def _acting(commands) -> None:  # type: ignore[no-untyped-def]
     down.add_argument("--timeout", metavar="S", type=_seconds, help="kill the remaining processes after S seconds")
     _run_argument(down, ACTED_ON)
     wait = _command(commands, "wait", "control:wait", "wait until the stack is ready, done, or a component is healthy")
-    # `dest`: `for` is a keyword of Python. Lower-case words of the metavar are completed as they are.
+    # `dest`: `for` is a keyword of Python. Lower-case words of the metavar are completed as they
+    # are.
     wait.add_argument("--for", dest="target", metavar="ready|done|COMPONENT", required=True)
     wait.add_argument("--timeout", metavar="S", type=_seconds, default=600.0)
     _run_argument(wait)

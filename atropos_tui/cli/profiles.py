@@ -131,7 +131,7 @@ def _validated(options: argparse.Namespace) -> Validated:
     named = _named(options)
     ready = checked(profile, file, planned_site(profile, read_env_files(file)), machine=named is None, named=named)
     site, stack = ready.site, ready.stack
-    tell_unused(site.dotenv, stack.variables)
+    warn_unused(site.dotenv, stack.variables)
     notes = []
     if named is not None:
         wrong = [*mismatches(site, ready.inventory), *unfit(site, ready.inventory)]
@@ -282,7 +282,7 @@ def read_env_files(profile: Path) -> dict[str, str]:
     return found
 
 
-def tell_unused(names: Iterable[str], used: Iterable[str]) -> None:
+def warn_unused(names: Iterable[str], used: Iterable[str]) -> None:
     """Print the names of `.env` that no component receives."""
     if unused := sorted({*names} - {*used} - {*os.environ}):
         print(

@@ -195,7 +195,7 @@ def _bad_shell(host: str, code: int, lines: Sequence[str]) -> Problem:
 
 
 def _why(host: str, lines: Sequence[str]) -> Problem:
-    from atropos_tui.cli.doctor.node_line import launcher_said
+    from atropos_tui.cli.doctor.node_connection import launcher_said
 
     if known := launcher_said(lines, host):
         title, fix, _ = known

@@ -209,10 +209,10 @@ def find(run: Path) -> RunEntry | None:
         reason = getattr(error, "strerror", None) or str(error)
         fix = "name the run's own folder; `atropos-tui runs` lists the runs"
         raise UserError(f"no run in {run}", [Problem(reason, fix)], Exit.NO_RUN) from None
-    return here or _called(str(run))
+    return here or _by_id_or_name(str(run))
 
 
-def _called(text: str) -> RunEntry | None:
+def _by_id_or_name(text: str) -> RunEntry | None:
     known = all_runs()
     # Order of preference: the full id, a live run of that name, the latest of that name, a prefix
     # of an id.

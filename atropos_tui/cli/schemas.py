@@ -117,7 +117,7 @@ def answer_json(command: str, answer: Any) -> str:
 
 def page() -> str:
     """Text of docs/json.md."""
-    parts, told = [HEAD], set()
+    parts, described = [HEAD], set()
     for command in ANSWERS:
         schema = answer_schema(command)
         parts.append(f"## {command}\n\n{_begin(command, schema)}\n")
@@ -125,8 +125,8 @@ def page() -> str:
             parts.append(_rows(schema))
         # A model that several commands share is described once, at the first of them.
         for name, part in schema.get("$defs", {}).items():
-            if "properties" in part and name not in told:
-                told.add(name)
+            if "properties" in part and name not in described:
+                described.add(name)
                 parts.append(f"**{name}**: {part['description']}\n\n{_rows(part)}")
     return "\n".join(parts)
 
@@ -150,7 +150,8 @@ def _type(field: dict[str, Any]) -> str:
     if "$ref" in field:
         return str(field["$ref"]).rpartition("/")[2]
     if "enum" in field:
-        # The alternative of `float_schema` is not shown: the page's introduction explains these strings.
+        # The alternative of `float_schema` is not shown: the page's introduction explains these
+        # strings.
         return "number" if field["enum"][0] == "NaN" else ", ".join(f"`{value}`" for value in field["enum"])
     if "const" in field:
         return f"`{field['const']}`"

@@ -141,7 +141,8 @@ def _gpu_line(gpu: GpuStatus) -> str:
 
 def _ps_row(component: ComponentStatus, now: float, *, with_gpu: bool) -> tuple[str, ...]:
     alive = component.pid is not None and component.started_at is not None
-    # The most useful of three: a current wait, a known cause, or the reason of the last change of state.
+    # The most useful of three: a current wait, a known cause, or the reason of the last change of
+    # state.
     note = component.waiting_for or component.diagnosis or component.reason
     if component.state is State.HEALTHY:  # a healthy component may still have start-up stages left
         stage = next_stage(component)
@@ -206,8 +207,8 @@ class StepLines:
         self._began = time.time()
         self._step: StepRecord | None = None
         self._timing: TimingRecord | None = None
-        self._untold = ""
-        self._told_at = 0.0
+        self._unprinted = ""
+        self._printed_at = 0.0
         self._looking = threading.Lock()
         """Serialises reads: a cancelled read goes on in its thread for a moment."""
 
@@ -232,9 +233,9 @@ class StepLines:
         """Read new records, and print the newest step if it is due or `last`."""
         with self._looking:
             self._read()
-            if self._untold and (last or time.monotonic() - self._told_at >= EVERY_S):
-                self._say(self._untold)
-                self._untold, self._told_at = "", time.monotonic()
+            if self._unprinted and (last or time.monotonic() - self._printed_at >= EVERY_S):
+                self._say(self._unprinted)
+                self._unprinted, self._printed_at = "", time.monotonic()
 
     def finish(self) -> None:
         self.look(last=True)
@@ -252,7 +253,7 @@ class StepLines:
                 step, timing = self._step, self._timing
                 # A step and its timing are two records; the line needs both of the same step.
                 if step and timing and (step.attempt, step.step) == (timing.attempt, timing.step):
-                    self._untold = step_line(step, timing, self._total)
+                    self._unprinted = step_line(step, timing, self._total)
             if not self._tail.behind:
                 return
 
@@ -305,7 +306,7 @@ class Printer:
 
 
 @contextlib.contextmanager
-def parting(code: int, patience_s: float = PARTING_S) -> Iterator[None]:
+def exit_if_blocked(code: int, patience_s: float = PARTING_S) -> Iterator[None]:
     """Exit with `code` after `patience_s` seconds if the final output blocks on a paused terminal
     or a full pipe. The run is over, and its files have the same facts."""
     # os._exit: an ordinary exit would flush the blocked output and hang as well.

@@ -159,7 +159,7 @@ def _result(run: RunDir) -> RunResult | None:
     return RunResult.load(run.result_json)
 
 
-def go_there(run: RunDir) -> None:
+def require_here(run: RunDir) -> None:
     """Return if this is the supervisor's machine, or if there is no supervisor.
 
     Raises:
@@ -183,7 +183,7 @@ def stop_there(run: RunDir, timeout_s: float | None) -> int | None:
             again.
     """
     try:
-        go_there(run)
+        require_here(run)
     except Elsewhere as there:
         there.words = ["down", str(run.root), *([] if timeout_s is None else [f"--timeout={timeout_s:g}"])]
         code = there.run([])
@@ -198,7 +198,7 @@ def stop_there(run: RunDir, timeout_s: float | None) -> int | None:
     raise UserError("the time limit came first, and the job is queued again", [problem], Exit.TIMEOUT)
 
 
-def ask_there(job: Job, *words: str) -> str:
+def run_there(job: Job, *words: str) -> str:
     """Run a command of ours on the node of a running job's batch script; return its output, or
     nothing if that fails."""
     answer = _ask(*job.prefix(terminal=False), sys.executable, "-P", "-m", "atropos_tui", *words)
@@ -222,7 +222,7 @@ def queued(run: RunDir) -> str:
     return "" if job is None or job.runs or job.is_ending else waits(job)[0]
 
 
-def take_back(run: RunDir, run_id: str | None = None) -> bool:
+def cancel_pending(run: RunDir, run_id: str | None = None) -> bool:
     """Remove a pending job from the queue; False if none is pending.
 
     Args:
@@ -438,15 +438,15 @@ def attach(run: RunDir, job: Job) -> None:
     Raises:
         Elsewhere: the run has started.
     """
-    told = ""
+    shown = ""
     while (now := find_job(job.id)) is not None:
         if now.runs and run.control_sock.is_symlink():
             raise Elsewhere(now.prefix(terminal=True), ["attach", str(run.root)])
-        if not (now.runs or now.is_ending) and (line := waits(now)[0]) != told:
+        if not (now.runs or now.is_ending) and (line := waits(now)[0]) != shown:
             print(f"{line}; ^C keeps it in the queue", flush=True)
-            told = line
+            shown = line
         time.sleep(POLL_S)
-    tell_log(run, 0)
+    print_log(run, 0)
 
 
 def stay(run: RunDir, job: Job) -> None:
@@ -454,25 +454,25 @@ def stay(run: RunDir, job: Job) -> None:
     the queue."""
 
     def stop(*_: object) -> None:
-        if not take_back(run):
+        if not cancel_pending(run):
             _ask("scancel", "--batch", "--signal=TERM", job.id)
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        read, told = 0, ""
+        read, shown = 0, ""
         while (now := find_job(job.id)) is not None:
-            read = tell_log(run, read)
-            if now.state == "PENDING" and (line := waits(now)[0]) != told:
+            read = print_log(run, read)
+            if now.state == "PENDING" and (line := waits(now)[0]) != shown:
                 print(line, flush=True)
-                told = line
+                shown = line
             time.sleep(POLL_S)
-        tell_log(run, read)
+        print_log(run, read)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def tell_log(run: RunDir, start: int) -> int:
+def print_log(run: RunDir, start: int) -> int:
     """Print the output of the batch script from byte `start`; return the end position."""
     try:
         with open_regular(run.slurm_log) as file:

@@ -117,7 +117,8 @@ async def sweep(options: argparse.Namespace) -> int:
     base, cells = _continued(options) if options.resume is not None else _begun(options)
     slots, said = slots_of(cells, options.parallel)
     if options.resume is None:
-        # Every cell is checked before the first one starts: a bad value of the last cell shows now, not in hours.
+        # Every cell is checked before the first one starts: a bad value of the last cell shows now,
+        # not in hours.
         compare.each(cells, compare.plan)
         base.mkdir(parents=True, exist_ok=True)
         write_private(base / STATE, _grid(options).model_dump_json(indent=2))
@@ -126,7 +127,7 @@ async def sweep(options: argparse.Namespace) -> int:
     for line in said:
         board.say(f"  {line}")
     code = await SweepRun(cells, board, slots).run()
-    tell(cells, board, base, as_json=options.json)
+    print_results(cells, board, base, as_json=options.json)
     if any(cell.code != Exit.DONE for cell in cells):
         board.say(f"to continue with the cells that are not done: atropos-tui sweep --resume {base}")
     return code
@@ -290,7 +291,7 @@ def _plan_in(cell: Cell, sets: list[str]) -> bool:
     return True
 
 
-def tell(cells: Sequence[Cell], board: Board, base: Path, *, as_json: bool) -> None:
+def print_results(cells: Sequence[Cell], board: Board, base: Path, *, as_json: bool) -> None:
     """Print the table of all cells, the spread over seeds and the failed cells; write the page with
     all curves."""
     figures = {cell.label: benchmark_run(cell.root) for cell in cells if cell.progress is not None}
@@ -311,8 +312,8 @@ def tell(cells: Sequence[Cell], board: Board, base: Path, *, as_json: bool) -> N
         done = read_runs([cell.root for cell in cells if cell.code == Exit.DONE])
         if seeds := seeds_table(done):
             print(f"{text_table(seeds)}\n")
-    compare.tell_failures(cells, board)
-    compare.lay_over(compare.started(cells), base, board)
+    compare.print_failures(cells, board)
+    compare.write_overlay(compare.started(cells), base, board)
 
 
 def table(cells: Sequence[Cell], figures: Mapping[str, RunBenchmark]) -> str:

@@ -29,10 +29,10 @@ from atropos_common.run_dir import RunDir
 from atropos_tui import __version__
 from atropos_tui.cli import runs, show, slurm
 from atropos_tui.cli.cleanup import left_text, with_processes
-from atropos_tui.cli.control import open_screen, tell_end
+from atropos_tui.cli.control import open_screen, print_end
 from atropos_tui.cli.doctor.nodes import refuse_unfit
-from atropos_tui.cli.profiles import checked, read_env_files, tell_unused
-from atropos_tui.cli.show import Printer, StepLines, parting
+from atropos_tui.cli.profiles import checked, read_env_files, warn_unused
+from atropos_tui.cli.show import Printer, StepLines, exit_if_blocked
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.monitor.format import one_line
 from atropos_tui.monitor.run_files import read_info
@@ -83,7 +83,7 @@ def up(options: argparse.Namespace) -> int:
     if ready.site.profile != profile:
         print(ready.chosen)
     profile, stack = ready.site.profile, ready.stack
-    tell_unused(dotenv, stack.variables)
+    warn_unused(dotenv, stack.variables)
     run = RunDir(root)
     if options.dry_run:
         print(slurm.script(profile, run, run_id) if queued else NOTHING_TO_SUBMIT)
@@ -94,7 +94,7 @@ def up(options: argparse.Namespace) -> int:
     else:
         _check_nodes(run, stack, in_job=in_job)
     if options.resume is not None:
-        _tell_changes(run, profile)
+        _print_changes(run, profile)
     with _usable(root, options):
         lock = _prepare(run, stack, profile, options)
     runs.remember(run, run_id)
@@ -267,8 +267,8 @@ def _headless(run: RunDir, stack: StackSpec, *, goes_on: bool, lock: int | None 
             code = asyncio.run(lines.beside(work))
     except (StackError, RunInUseError, SocketError) as error:
         raise UserError("the stack cannot be run", [Problem(str(error))]) from None
-    with parting(code):
-        tell_end(run, code)
+    with exit_if_blocked(code):
+        print_end(run, code)
         result = RunResult.load(run.result_json)
         if goes_on and result and result.ended_by == "time_limit":
             slurm.go_on_later(run, (last_figures(run).step or 0) - before)
@@ -354,7 +354,7 @@ def _first_profile(options: argparse.Namespace) -> Path | None:
     return Path(named) if isinstance(named, str) else None
 
 
-def _tell_changes(run: RunDir, profile: Profile) -> None:
+def _print_changes(run: RunDir, profile: Profile) -> None:
     """Print differences to the profile that the run had so far; secrets stay hidden."""
     try:
         before = Profile.model_validate(read_toml(run.profile_toml), strict=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from atropos_tui.cli.answers import Check
-from atropos_tui.cli.doctor import node_line, nodes
+from atropos_tui.cli.doctor import node_connection, nodes
 from atropos_tui.cli.doctor.nodes import Target, examine, refuse_unfit
 from atropos_tui.cli.main import run
 from atropos_tui.errors import UserError
@@ -110,7 +110,7 @@ def test_an_interpreter_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_a_node_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_line, "ANSWER_S", 1.0)
+    monkeypatch.setattr(node_connection, "ANSWER_S", 1.0)
     silent = target("far", "sh", "-c", "echo busy >&2; exec sleep 1000")
     found = checks(tmp_path, silent)
     assert fails(found) == {"node far": "host-far: no answer within 1 s (last line: busy)"}
@@ -240,6 +240,6 @@ def test_a_login_shell_that_reads_its_input_takes_nothing_of_ours(
     """`ValueError: invalid literal for int()`, and a fix that worked by hand."""
     reads = ("bash", "-c", 'read -r -t 0.3 line; exec "$@"', "--")
     assert not fails(checks(tmp_path, HERE, target("far", *reads)))
-    monkeypatch.setattr(node_line, "ANSWER_S", 1.0)
+    monkeypatch.setattr(node_connection, "ANSWER_S", 1.0)
     (said,) = fails(checks(tmp_path, target("far", "sh", "-c", "read line; read line; exec sleep 60"))).values()
     assert "no answer within 1 s" in said

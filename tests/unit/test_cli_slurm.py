@@ -184,10 +184,10 @@ def test_a_job_of_another_name_is_not_taken_out_of_the_queue(
     (tmp_path / "bin/scancel").chmod(0o755)
     if called:
         with pytest.raises(UserError) as refused:
-            slurm.take_back(handed_in.dir, handed_in.run_id)
+            slurm.cancel_pending(handed_in.dir, handed_in.run_id)
         assert "scancel 7" in str(refused.value) and "\x1b" not in str(refused.value)
     else:
-        assert slurm.take_back(handed_in.dir, handed_in.run_id)
+        assert slurm.cancel_pending(handed_in.dir, handed_in.run_id)
     assert (tmp_path / "cancelled").exists() is not bool(called)
 
 

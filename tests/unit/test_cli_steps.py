@@ -110,7 +110,7 @@ def test_the_end_waits_a_while_for_a_reader_that_stands_still(reads: bool) -> No
         "from atropos_tui.cli import show\n"
         "with show.Printer() as printer:\n"
         "    for _ in range(2000): printer.say('a line ' * 20)\n"
-        "with show.parting(7, patience_s=float(sys.argv[1])):\n"
+        "with show.exit_if_blocked(7, patience_s=float(sys.argv[1])):\n"
         "    print('the end', flush=True)\n"
         "sys.exit(3)\n"
     )

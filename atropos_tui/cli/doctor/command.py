@@ -293,7 +293,8 @@ def _companions(torch: str | None, found: dict[str, str | None]) -> Iterator[Che
     for name, version in found.items():
         if version is None or torch is None:
             continue
-        # Versions do not tell builds apart: 0.21.0+cpu requires the same torch as PyPI's CUDA build 0.21.0.
+        # Versions do not tell builds apart: 0.21.0+cpu requires the same torch as PyPI's CUDA build
+        # 0.21.0.
         cpu = "+cpu" in torch
         problems = unmet(text for text in metadata.requires(name) or [] if Requirement(text).name == "torch")
         if cpu and "+cpu" not in version:

@@ -91,15 +91,15 @@ def leftovers() -> Iterator[Check]:
         else:
             said = ", ".join(part for part in (run.count_text, f"{len(run.files)} files", run.group) if part)
             yield warn(f"run {run.run_id}", f"its supervisor is gone and left {said}", "atropos-tui clean")
-    strangers = cleanup.strangers()
-    for run in strangers:
+    unlisted = cleanup.unlisted()
+    for run in unlisted:
         said = f"{run.count_text} without a supervisor; the run is not in the list of runs ({run.root})"
         yield warn(f"run {run.run_id}", said, f"atropos-tui clean --run-dir {run.root}")
     stale = cleanup.stale_sockets()
     yield judge(
         "stale sockets", f"{len(stale)} without a listener" if stale else "none", bool(stale), "atropos-tui clean"
     )
-    if not found and not strangers:
+    if not found and not unlisted:
         yield ok("leftovers of dead runs", "none")
 
 
@@ -321,7 +321,8 @@ def _fits(driver: NvidiaDriver, torch_cuda: str | None) -> Check:
     built = tuple(int(part) for part in torch_cuda.split(".")[:2])
     said = f"torch was built for CUDA {torch_cuda}, the driver supports up to {_dotted(driver.cuda)}"
     update = "update the driver, or install a torch that was built for an older CUDA"
-    # CUDA guarantees compatibility within a major version, except for code that the driver compiles itself.
+    # CUDA guarantees compatibility within a major version, except for code that the driver compiles
+    # itself.
     if built[0] > driver.cuda[0]:
         return fail(name, said, update)
     if built > driver.cuda:

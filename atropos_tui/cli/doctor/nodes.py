@@ -22,7 +22,7 @@ from typing import Any
 from atropos_tui.cli.answers import Check
 from atropos_tui.cli.doctor import node_probe
 from atropos_tui.cli.doctor.machine import BUSY_SHARE, OPEN_FILES, PROCESSES, SHARED_MEMORY, fail, ok, warn
-from atropos_tui.cli.doctor.node_line import NodeFault, NodeLine
+from atropos_tui.cli.doctor.node_connection import NodeConnection, NodeFault
 from atropos_tui.errors import Problem, UserError
 from atropos_tui.monitor.format import bytes_text
 from atropos_tui.profile.spec import Node, Place, StackSpec
@@ -76,13 +76,13 @@ async def examine(targets: Sequence[Target], folder: Path, *, collectives: bool)
     """
     # The same function on this machine, in a thread: it walks through all sources.
     here = await asyncio.to_thread(node_probe.facts)
-    looks = [Look(target, here, folder) for target in targets]
+    per_node = [NodeChecks(target, here, folder) for target in targets]
     async with contextlib.AsyncExitStack() as opened:
         # Every node has to listen before any of them tries to connect to the others.
-        await asyncio.gather(*(look.first(opened) for look in looks))
-        open_ = {look.target.node.name: look.door for look in looks if look.door is not None}
-        await asyncio.gather(*(look.reach(open_) for look in looks if look.far is not None))
-    checks = [check for look in looks for check in look.verdict()]
+        await asyncio.gather(*(node.first(opened) for node in per_node))
+        open_ = {node.target.node.name: node.listener for node in per_node if node.listener is not None}
+        await asyncio.gather(*(node.reach(open_) for node in per_node if node.far is not None))
+    checks = [check for node in per_node for check in node.verdict()]
     if collectives and len(targets) > 1:
         # A collective on unfit nodes would hang until its timeout, with a less useful message.
         if any(check.verdict == "fail" for check in checks):
@@ -108,13 +108,13 @@ def refuse_unfit(stack: StackSpec, folder: Path) -> list[str]:
     return [f"{check.name}: {check.found} ({check.fix})" for check in checks if check.verdict == "warn"]
 
 
-class Look:
+class NodeChecks:
     """Checks of one node."""
 
     def __init__(self, target: Target, here: dict[str, Any], folder: Path) -> None:
         self.target, self.here, self.folder = target, here, folder
-        self.far: NodeLine | None = None
-        self.door: list[Any] | None = None
+        self.far: NodeConnection | None = None
+        self.listener: list[Any] | None = None
         """Address and port where it listens for the other nodes."""
         self.said: list[str] = []
         self.wrong: list[Check] = []
@@ -138,7 +138,7 @@ class Look:
         """Run all checks that involve this node alone."""
         target = self.target
         try:
-            far = await opened.enter_async_context(NodeLine.open(target.place))
+            far = await opened.enter_async_context(NodeConnection.open(target.place))
             facts = await far.ask("facts")
         except NodeFault as fault:
             self._fail("", f"{target.node.host}: {fault.reason}", fault.fix)
@@ -206,7 +206,7 @@ class Look:
             fix = "mount -o remount,size=8g /dev/shm there: it holds queues of NCCL and vLLM"
             self._warn("/dev/shm", f"{bytes_text(free)} free of {bytes_text(facts['shm']['total'])}", fix)
 
-    async def _judge_clock(self, far: NodeLine) -> None:
+    async def _judge_clock(self, far: NodeConnection) -> None:
         readings = []
         for _ in range(CLOCK_READINGS):
             before = time.time()
@@ -223,7 +223,7 @@ class Look:
             self._warn("clock", said, fix)
         self.said.append(f"clock {skew:+.2f} s")
 
-    async def _judge_folder(self, far: NodeLine) -> None:
+    async def _judge_folder(self, far: NodeConnection) -> None:
         """Check that the path is the same folder on both machines: each reads what the other
         writes."""
         token, back = (f".atropos-{end}-{secrets.token_hex(8)}" for end in ("here", "there"))
@@ -253,7 +253,7 @@ class Look:
             ours.unlink(missing_ok=True)
             theirs.unlink(missing_ok=True)
 
-    async def _judge_address(self, far: NodeLine) -> None:
+    async def _judge_address(self, far: NodeConnection) -> None:
         address, ports = self.target.node.address, self.target.ports
         try:
             opened = await far.ask("listen", address=address)
@@ -261,7 +261,7 @@ class Look:
             fix = "set [[node]] addresses to the node's own address on the network between the nodes"
             self._fail("address", f"{address} cannot be bound there: {fault.reason}", fix)
             return
-        self.door = [address, opened["port"]]
+        self.listener = [address, opened["port"]]
         if ipaddress.ip_address(opened["address"].partition("%")[0]).is_global:
             fix = "set [[node]] addresses to one of the private network between the nodes"
             said = f"{opened['address']} is public: the token protects the ports, but nothing is encrypted"
@@ -273,14 +273,14 @@ class Look:
         if ports and not taken:
             self.said.append(f"ports {', '.join(map(str, sorted(ports)))} free")
 
-    async def reach(self, doors: Mapping[str, list[Any]]) -> None:
+    async def reach(self, listeners: Mapping[str, list[Any]]) -> None:
         """Check that this node reaches the others."""
         assert self.far is not None
-        others = {name: door for name, door in doors.items() if name != self.target.node.name}
+        others = {name: listener for name, listener in listeners.items() if name != self.target.node.name}
         with contextlib.suppress(NodeFault):
             missed = (await self.far.ask("reach", targets=others))["missed"]
             for name, reason in missed.items():
-                at = doors[name][0]
+                at = listeners[name][0]
                 fix = "check that [[node]] addresses are of the nodes' own network, and look for a firewall"
                 self._fail(f"reaches {name}", f"{at} does not answer from there: {reason}", fix)
 
@@ -310,10 +310,10 @@ async def between(targets: Sequence[Target], folder: Path) -> Check:
     chosen = with_gpus if by_nccl else list(targets)
     name = f"between {len(chosen)} nodes ({'NCCL' if by_nccl else 'gloo'})"
     ranks = await collective(chosen, folder, gpus=by_nccl, env={})
-    if (late := _late(ranks)) is None:
+    if (late := _failure(ranks)) is None:
         return _passed(name, ranks, GPU_MIB if by_nccl else MEMORY_MIB)
     # A second try without the fabric separates a broken plug-in from a blocked network.
-    if by_nccl and _late(await collective(chosen, folder, gpus=True, env=SOCKET)) is None:
+    if by_nccl and _failure(await collective(chosen, folder, gpus=True, env=SOCKET)) is None:
         fix = (
             'set NCCL_NET = "Socket" and NCCL_IB_DISABLE = "1" under [trainer.env] and [vllm.env] to train slower for '
             "now; report the plug-in or fabric to the cluster's administrators (NCCL_DEBUG=INFO shows which it uses)"
@@ -328,7 +328,9 @@ async def collective(targets: Sequence[Target], folder: Path, *, gpus: bool, env
     ranks = [Rank(target) for target in targets]
     meeting = Path(tempfile.mkdtemp(prefix=".atropos-doctor-", dir=folder))
     try:
-        works = [asyncio.create_task(_be(rank, i, ranks, meeting / "store", gpus, env)) for i, rank in enumerate(ranks)]
+        works = [
+            asyncio.create_task(_run_rank(rank, i, ranks, meeting / "store", gpus, env)) for i, rank in enumerate(ranks)
+        ]
         began = deadline = asyncio.get_running_loop().time()
         while not all(work.done() for work in works):
             now = asyncio.get_running_loop().time()
@@ -346,14 +348,14 @@ async def collective(targets: Sequence[Target], folder: Path, *, gpus: bool, env
     return ranks
 
 
-async def _be(rank: Rank, index: int, ranks: list[Rank], store: Path, gpus: bool, env: dict[str, str]) -> None:
+async def _run_rank(rank: Rank, index: int, ranks: list[Rank], store: Path, gpus: bool, env: dict[str, str]) -> None:
     target, size = rank.target, len(ranks)
 
     def reached(stage: str) -> None:
         rank.stage = stage
 
     try:
-        async with NodeLine.open(target.place) as far:
+        async with NodeConnection.open(target.place) as far:
             rank.answer = await far.ask(
                 "collective", limit_s=IMPORT_S + COLLECTIVE_S, stage=reached, rank=index, size=size, store=str(store),
                 address=target.node.address, mebibytes=max(1, (GPU_MIB if gpus else MEMORY_MIB) // size),
@@ -363,7 +365,7 @@ async def _be(rank: Rank, index: int, ranks: list[Rank], store: Path, gpus: bool
         rank.fault = fault.reason
 
 
-def _late(ranks: Iterable[Rank]) -> str | None:
+def _failure(ranks: Iterable[Rank]) -> str | None:
     """Describe the ranks that did not finish and their stage; None if all finished with right
     numbers."""
     for rank in ranks:

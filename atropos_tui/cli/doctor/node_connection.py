@@ -1,8 +1,8 @@
 """Connection to a program on another machine, over the standard input and output of a launcher's
 command.
 
-`NodeLine` sends `node_probe.py` there as text, so that nothing of ours has to be installed. Error
-messages of launchers are explained by the same rules as such lines in a component's log.
+`NodeConnection` sends `node_probe.py` there as text, so that nothing of ours has to be installed.
+Error messages of launchers are explained by the same rules as such lines in a component's log.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def explain(lines: Sequence[str], code: int | None, command: Sequence[str], host
     return NodeFault(f"{command[0]} {how}: {said}", f"try it by hand: {shlex.join(command)}")
 
 
-class NodeLine:
+class NodeConnection:
     """Connection to `node_probe` at `place`; `process` is the local launcher."""
 
     def __init__(self, place: Place, process: asyncio.subprocess.Process) -> None:
@@ -87,7 +87,7 @@ class NodeLine:
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def open(cls, place: Place) -> AsyncIterator[NodeLine]:
+    async def open(cls, place: Place) -> AsyncIterator[NodeConnection]:
         """Start the probe; it ends with the `async with`.
 
         Raises:
