@@ -215,7 +215,6 @@ def _text(value: str | bytes) -> str:
 
 
 def _node(library: Any, handle: Any) -> str:
-    """Path of the card's device file; empty if it has none."""
     try:
         return f"/dev/nvidia{library.nvmlDeviceGetMinorNumber(handle)}"
     except library.NVMLError:

@@ -32,6 +32,7 @@ Verdict = Literal["ok", "warn", "fail"]
 class Answer(BaseModel):
     """Output of one command."""
 
+    # defer_build: a command builds the validators of its own answer only.
     model_config = ConfigDict(frozen=True, defer_build=True)
 
     def as_json(self) -> str:

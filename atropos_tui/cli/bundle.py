@@ -141,7 +141,7 @@ def _add_file(packed: Bundle, root: Path, name: str) -> None:
 
 
 def _by_kind(scrubber: Scrubber, name: str) -> Callable[[str], str]:
-    if name == "journal.json":
+    if name == "journal.json":  # before the general case of JSON files
         return lambda text: scrubber.json_line(_without_identity(text)) + "\n"
     if name.endswith(".jsonl"):
         return lambda text: "".join(scrubber.json_line(line) + "\n" for line in text.rstrip("\n").split("\n"))
@@ -203,7 +203,7 @@ def _logs(run: RunDir) -> Iterator[str]:
 def _listing(root: Path) -> Iterator[str]:
     """List every file below the run with its size in bytes, checkpoints and weights included."""
     for folder, folders, files, descriptor in os.fwalk(root):
-        folders.sort()
+        folders.sort()  # in place, which makes `fwalk` descend in this order
         for name in sorted(files):
             try:
                 info = os.stat(name, dir_fd=descriptor, follow_symlinks=False)

@@ -129,7 +129,6 @@ def _confirmed(question: str) -> bool:
 
 
 def _clean_run(run: DeadRun) -> int:
-    """End and remove the remains of one run; print each of them."""
     # A shell inside the run's own process tree would be killed with it.
     if mine := procfs.ancestors() & {process.pid for process in run.processes}:
         fix = "run it from another terminal"
@@ -278,6 +277,7 @@ def _clearable_files(run: RunDir, table: ProcessTable | None) -> list[Path]:
             continue
         there = path.parent.resolve()  # a folder of a copied run may be a link to another folder of this user
         ours = there.is_relative_to(run.root.resolve()) or (path.parent == SHARED_MEMORY and str(path) in noted)
+        # An engine's temporary folder; a folder that others can write to may hold their files.
         scratch = path.name.startswith(procfs.SCRATCH) and str(path) in noted and is_private(path)
         if scratch or (ours and path.is_file() and not path.is_symlink()):
             found.append(path)

@@ -262,12 +262,14 @@ class Comparison:
     async def run(self) -> int:
         """Run until every stack has ended; return the worst exit code."""
         loop = asyncio.get_running_loop()
+        # Instead of asyncio's own handler, which would cancel this task before the stacks have
+        # stopped.
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._interrupt)
         drawing = asyncio.create_task(self._draw())
         try:
             await self._all()
-            await asyncio.gather(*self._stopping)
+            await asyncio.gather(*self._stopping)  # a stop returns a little later than its stack's end
         finally:
             self._over.set()
             await drawing

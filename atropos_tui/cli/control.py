@@ -163,7 +163,7 @@ async def wait(options: argparse.Namespace) -> int:
     except NoSupervisor:
         _check_target(options.target, entry)
         result = runs.read_result(entry.dir)
-        if options.target == "done" and result is not None:
+        if options.target == "done" and result is not None:  # the run ended before this command began
             return int(result["exit_code"])
         if supervisor_gone(entry.dir):
             problem = Problem(GONE, f"atropos-tui up --resume {shlex.quote(str(entry.dir.root))} continues it")

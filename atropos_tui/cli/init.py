@@ -184,7 +184,6 @@ def _from_flags(options: argparse.Namespace) -> Given:
 
 
 def _from_terminal(options: argparse.Namespace) -> Given:
-    """Ask for what no flag sets, and again after an invalid answer; Enter takes the default."""
     given: Given = {WANTED: options.vllm_port}
     print("Enter takes the value in brackets.")
     for question in QUESTIONS:
@@ -215,7 +214,6 @@ def _answer(question: InitQuestion, text: str, given: Given) -> Given:
 
 
 def _env(text: str, given: Given) -> Given:
-    """Parse the kind of environment, and the script or module of the user's own."""
     if text in TEMPLATES and text != SCRIPT:
         return {"kind": text, "script": "", "module": ""}
     file, colon, name = text.partition(":")
@@ -342,6 +340,7 @@ def profile_text(answers: Answers, *, file: str) -> str:
     if answers.kind == SCRIPT:
         program = _program_name(answers.script, answers.module)
         name = program if is_safe_name(program) and program not in TAKEN else "env"
+        # None removes the template's own key.
         env = {"name": name, "module": answers.module or None, "script": answers.script or None}
     changes: Changes = {"": top, "api": {"port": answers.api_port}, "env": env} | _placement(answers)
     changes["trainer"] = changes.get("trainer", {}) | _adapters(answers)

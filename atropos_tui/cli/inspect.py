@@ -174,6 +174,7 @@ async def why(options: argparse.Namespace) -> int:
         print((await why_answer(entry, names)).as_json())
         return Exit.DONE
     picture, said = await _picture(entry, names)
+    # Lines are wrapped on a terminal only; a pipe or file gets whole sentences.
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     if not names:
         print(show.inked(said.line, said.tone) + "\n")

@@ -127,7 +127,6 @@ async def _follow(entry: runs.RunEntry, merged: MergedLogs, wanted: Filter, show
 
 
 def _print(lines: Iterable[LogLine], show: Show) -> int:
-    """Print `lines` in batches as they arrive; return their number."""
     count, source = 0, iter(lines)
     while batch := list(itertools.islice(source, AT_ONCE)):
         count += len(batch)

@@ -47,7 +47,6 @@ def _command(commands: argparse._SubParsersAction[argparse.ArgumentParser], name
 
 
 def _seconds(text: str) -> float:
-    """Parse a finite number of seconds, zero or more."""
     try:
         value = float(text)
     except ValueError:
@@ -58,7 +57,6 @@ def _seconds(text: str) -> float:
 
 
 def _count(text: str) -> int:
-    """Parse a whole number, zero or more."""
     if not (text.isascii() and text.isdecimal()):  # `int` also takes "1_0", " 1" and digits of other scripts
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0, e.g. 100")
     return int(text)
@@ -94,6 +92,7 @@ ACTED_ON = f"{NAMED} (default: the only live run); {REMOTE}"
 def _run_argument(parser: argparse.ArgumentParser, text: str = RUN, *, positional: bool = True) -> None:
     """Add `[RUN]` and `--run-dir`. Commands that also take components sort their words
     themselves."""
+    # Both name the run, so giving both is a mistake.
     where = parser.add_mutually_exclusive_group()
     if positional:
         where.add_argument("run", metavar="RUN", type=Path, nargs="?", help=text)
@@ -255,7 +254,6 @@ def _sweep(commands) -> None:  # type: ignore[no-untyped-def]
 
 
 def _several(parser: argparse.ArgumentParser, sets: str, where: str) -> None:
-    """Add the flags that `compare` and `sweep` share."""
     _sets(parser, sets)
     parser.add_argument("--steps", metavar="N", type=int, help="optimizer steps of each run")
     parser.add_argument("--json", action="store_true", help="print figures as JSON, progress to stderr")

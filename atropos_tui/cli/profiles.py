@@ -196,7 +196,6 @@ def _print_plan(stack: StackSpec, more: list[str]) -> None:
 
 
 def _node_lines(stack: StackSpec) -> list[str]:
-    """Describe each machine: its name, host, address, and the components on its GPUs."""
     lines = [f"{len(stack.nodes)} machines, launcher {stack.launcher}"] if stack.nodes else []
     width = max((len(node.name) for node in stack.nodes), default=0)
     for node in stack.nodes:

@@ -83,6 +83,7 @@ def over_ssh(host: str, words: Sequence[str]) -> int:
         raise UserError(f"cannot reach {host} over ssh", [problem]) from None
     assert process.stdout is not None and process.stderr is not None
     last: deque[str] = deque(maxlen=20)
+    # In a thread of its own: an unread pipe of stderr would fill up and block ssh.
     reader = threading.Thread(target=_pass_on, args=(process.stderr, last), daemon=True)
     reader.start()
     answer = Answer(token, shows_greeting=terminal)
@@ -94,7 +95,7 @@ def over_ssh(host: str, words: Sequence[str]) -> int:
     except BaseException:  # such as ^C, or a reader of our output that has left
         process.terminate()
         raise
-    reader.join(1.0)
+    reader.join(1.0)  # the last lines explain a failure; a background process may keep the pipe open
     if code == _NO_CONNECTION:
         raise UserError(f"cannot reach {host} over ssh", [_why(host, last)], Exit.NO_RUN)
     if not answer.begun:
@@ -185,7 +186,6 @@ def _pass_on(stream: IO[bytes], last: deque[str]) -> None:
 
 
 def _bad_shell(host: str, code: int, lines: Sequence[str]) -> Problem:
-    """Problem of a login shell that ended without running our command."""
     said = f": {lines[-1]}" if lines else " and printed nothing"
     fix = (
         f"make `ssh {host} echo works` print `works`: in its start-up files (.bashrc, config.fish), put `[ -t 0 ] &&` "

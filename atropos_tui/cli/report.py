@@ -56,7 +56,6 @@ def write(page: str, path: Path) -> None:
 
 @contextlib.contextmanager
 def _needing() -> Iterator[None]:
-    """Turn a missing package into a `UserError` that names it."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -233,7 +233,6 @@ def _by_id_or_name(text: str) -> RunEntry | None:
 
 
 def _no_run(named: Path) -> UserError:
-    """Error for an unknown run, with a guess at what was meant."""
     from atropos_tui.profile.errors import did_you_mean
     from atropos_tui.profile.load import shipped_profiles
 

@@ -270,7 +270,7 @@ def enter(*, headless: bool) -> None:
     job_id = os.environ[JOB_ID]
     if "SLURM_STEP_ID" in os.environ and (answer := _ask("squeue", "-h", "-j", job_id, "-o", "%N")):
         os.environ[NODES] = answer.stdout.strip()  # inside a step the variable lists the step's nodes only
-    component = os.environ.get(f"{NODES}_HET_GROUP_0")
+    component = os.environ.get(f"{NODES}_HET_GROUP_0")  # only in a heterogeneous job, for its first component
     answer = _ask("scontrol", "show", "hostnames", component or os.environ.get(NODES, ""))
     first = next(iter(answer.stdout.split()), "") if answer else ""
     if first and os.environ.get(HERE) == first:
@@ -440,6 +440,7 @@ def attach(run: RunDir, job: Job) -> None:
     """
     shown = ""
     while (now := find_job(job.id)) is not None:
+        # `is_symlink`: the link's target is on another machine, so `exists` would be false.
         if now.runs and run.control_sock.is_symlink():
             raise Elsewhere(now.prefix(terminal=True), ["attach", str(run.root)])
         if not (now.runs or now.is_ending) and (line := waits(now)[0]) != shown:
@@ -455,6 +456,7 @@ def stay(run: RunDir, job: Job) -> None:
 
     def stop(*_: object) -> None:
         if not cancel_pending(run):
+            # --batch: only the batch script gets the signal, and stops the stack in order.
             _ask("scancel", "--batch", "--signal=TERM", job.id)
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -256,7 +256,7 @@ class SweepRun(Comparison):
         slot would fail every cell that it takes."""
         places = self._slots[:1]
         for sets in self._slots[1:]:
-            trial = replace(cell)
+            trial = replace(cell)  # a copy, because planning changes the cell's settings
             trial.sets, trial.root = list(cell.sets), cell.root
             if _plan_in(trial, sets):
                 places.append(sets)

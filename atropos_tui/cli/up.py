@@ -176,7 +176,6 @@ def _check_secrets(profile: Profile) -> None:
 
 
 def _submit(run: RunDir, profile: Profile, run_id: str, options: argparse.Namespace) -> int:
-    """Submit the run to SLURM, then wait for it as `up` does without SLURM."""
     run.result_json.unlink(missing_ok=True)
     run.control_sock.unlink(missing_ok=True)  # the screen waits for a new socket, not that of a killed attempt
     job = slurm.submit(run, slurm.script(profile, run, run_id))
@@ -239,7 +238,6 @@ def _choose_run(options: argparse.Namespace, profile: Profile) -> tuple[Path, st
 
 @contextlib.contextmanager
 def _usable(root: Path, options: argparse.Namespace) -> Iterator[None]:
-    """Turn errors with the run directory into a `UserError`."""
     try:
         yield
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of symbolic links
@@ -284,7 +282,7 @@ def spawn_supervisor(run: RunDir, stack: StackSpec, lock: int | None = None) -> 
     Raises:
         UserError: it did not start; a supervisor started at the same time may have been faster.
     """
-    run.result_json.unlink(missing_ok=True)
+    run.result_json.unlink(missing_ok=True)  # an old result would look like the end of this attempt
     if not ports.has_supervisor(run):  # a socket without a listener: supervisor and guard were killed
         run.control_sock.unlink(missing_ok=True)
     process = _start_supervisor(run, stack, lock)
@@ -319,7 +317,7 @@ def _start_supervisor(run: RunDir, stack: StackSpec, lock: int | None) -> subpro
         os.close(lock)
     assert process.stdin is not None
     process.stdin.write(json.dumps(stack.model_dump(mode="json")).encode())
-    process.stdin.close()
+    process.stdin.close()  # its end completes the spec
     return process
 
 
@@ -355,7 +353,6 @@ def _first_profile(options: argparse.Namespace) -> Path | None:
 
 
 def _print_changes(run: RunDir, profile: Profile) -> None:
-    """Print differences to the profile that the run had so far; secrets stay hidden."""
     try:
         before = Profile.model_validate(read_toml(run.profile_toml), strict=True)
     except (UserError, ValidationError):

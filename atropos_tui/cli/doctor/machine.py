@@ -211,14 +211,13 @@ def _disk(name: str, path: Path) -> Check:
 
 
 def _kernel() -> Check:
-    """Check the kernel features that the supervisor needs to end every process."""
     release = os.uname().release
     missing = []
     try:
         os.close(os.pidfd_open(os.getpid()))
     except (OSError, AttributeError):
         missing.append("pidfd")
-    if not become_subreaper():
+    if not become_subreaper():  # setting it is the test; it is harmless in this process
         missing.append("subreaper")
     if missing:
         return fail("kernel", f"{release}, without {' and '.join(missing)}", "use Linux 5.3 or newer")
@@ -344,7 +343,7 @@ def _card_memory(card: Card) -> Check:
     name = f"memory of GPU {card.index}"
     said = f"{bytes_text(card.used)} of {bytes_text(card.total)} in use"
     holders = ", ".join(f"pid {pid} ({bytes_text(held or 0)})" for pid, held in sorted((card.processes or {}).items()))
-    if not card.total:
+    if not card.total:  # such as under MIG
         return ok(name, "not reported by the driver")
     if card.total < LEAST_GPU_MEMORY:
         return warn(

@@ -94,6 +94,8 @@ class NodeConnection:
             NodeFault: it does not answer within `ANSWER_S`.
         """
         try:
+            # -I: neither the node's current folder nor its PYTHONPATH can change the probe. A session of its own, so
+            # that ^C here does not reach the launcher before `_close`.
             process = await asyncio.create_subprocess_exec(
                 *place.command(place.python, "-I", "-c", BOOT), limit=LONGEST_LINE, start_new_session=True,
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,

@@ -155,6 +155,7 @@ def ports(address: str, numbers: list[int]) -> dict[str, Any]:
     taken = {}
     for number in numbers:
         with socket.socket() as server:
+            # As servers do, so that connections in TIME_WAIT do not count as use.
             server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 server.bind((address, number))
@@ -208,7 +209,7 @@ def collective(
     os.environ.update(env)
     if gpu is not None:
         if interface := _interface(address):
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # `=`: this name, not a prefix
         given = _given()
         os.environ["CUDA_VISIBLE_DEVICES"] = given[gpu] if gpu < len(given) else str(gpu)
     from datetime import timedelta
@@ -222,6 +223,7 @@ def collective(
     meeting = dist.FileStore(store, size)
     device = torch.device("cpu" if gpu is None else "cuda:0")
     if gpu is None:
+        # Private names of torch: its public functions cannot bind gloo to an address.
         options = dist.ProcessGroupGloo._Options()
         options._timeout, options._devices = limit, [dist.ProcessGroupGloo.create_device(hostname=address)]
         group = dist.ProcessGroupGloo(meeting, rank, size, options)

@@ -180,6 +180,7 @@ class NodeChecks:
         cards, asked = facts["cards"], self.target.gpus
         if not asked and not self.target.node.gpus:
             return
+        # GPUs are used by index, so the highest index decides how many cards are needed.
         wanted = max([*asked, self.target.node.gpus - 1], default=-1) + 1
         if len(cards) < wanted:
             said = f"{len(cards)} GPUs" if facts["driver"] else f"no NVIDIA driver answers ({facts['no_driver']})"
@@ -340,6 +341,8 @@ async def collective(targets: Sequence[Target], folder: Path, *, gpus: bool, env
             if now > deadline or any(rank.fault for rank in ranks):
                 break
             await asyncio.sleep(0.1)
+        # A rank that hangs in a collective never answers; cancelling closes its connection, which
+        # ends it.
         for work in works:
             work.cancel()
         await asyncio.gather(*works, return_exceptions=True)
@@ -382,5 +385,5 @@ def _failure(ranks: Iterable[Rank]) -> str | None:
 def _passed(name: str, ranks: Sequence[Rank], mebibytes: int) -> Check:
     answers = [rank.answer for rank in ranks if rank.answer]
     gather, scatter = (max(answer[key] for answer in answers) for key in ("gather_s", "scatter_s"))
-    rate = mebibytes * 2**20 / gather / 1e9
+    rate = mebibytes * 2**20 / gather / 1e9  # of the slowest rank
     return ok(name, f"all-gather of {mebibytes} MiB {gather:.3f} s ({rate:.2f} GB/s), reduce-scatter {scatter:.3f} s")
