@@ -125,7 +125,7 @@ def _profiles(commands) -> None:  # type: ignore[no-untyped-def]
     plan = _command(commands, "plan", "profiles:plan", "show what a profile would start: commands, order, ports")
     _profile_arguments(plan)
     for parser in (validate, plan):
-        parser.add_argument("--json", action="store_true", help="as JSON")
+        parser.add_argument("--json", action="store_true", help="print JSON")
         text = "check for other GPUs than this machine's, such as 8xH100, 2xH200, A100-40GB or 4x80GB"
         parser.add_argument("--gpus", metavar="GPUS", help=text)
     text = "print the JSON Schema of a profile, for editors, or of a command's --json output"
@@ -178,13 +178,13 @@ def _acting(commands) -> None:  # type: ignore[no-untyped-def]
 def _watching(commands) -> None:  # type: ignore[no-untyped-def]
     ps = _command(commands, "ps", "inspect:ps", "list the components of a run")
     ps.add_argument("-f", "--follow", action="store_true", help="then print a line for each change")
-    ps.add_argument("--json", action="store_true", help="as JSON")
+    ps.add_argument("--json", action="store_true", help="print JSON")
     _run_argument(ps)
     why = _command(commands, "why", "inspect:why", "explain what a component waits for, or why it failed")
     text = "a component, or a run by its directory, id or name; or both"
     # Completion reads the metavars: RUN and COMPONENT stand for the names that exist.
     why.add_argument("words", metavar="RUN|COMPONENT", nargs="*", help=text)
-    why.add_argument("--json", action="store_true", help="as JSON")
+    why.add_argument("--json", action="store_true", help="print JSON")
     _run_argument(why, positional=False)
     logs = _command(commands, "logs", "logs:logs", "show the output of components, merged by time of arrival")
     text = "components (default: all), and a run by its directory, id or name"
@@ -197,11 +197,11 @@ def _watching(commands) -> None:  # type: ignore[no-untyped-def]
     )
     logs.add_argument("--attempt", metavar="N|all", help="one attempt, or all (default: the latest)")
     logs.add_argument("--no-prefix", action="store_true", help="omit time and component")
-    logs.add_argument("--json", action="store_true", help="one JSON object a line")
+    logs.add_argument("--json", action="store_true", help="print one JSON object per line")
     _run_argument(logs, positional=False)
     events = _command(commands, "events", "inspect:events", "show transitions, commands and diagnoses")
     events.add_argument("-f", "--follow", action="store_true", help="keep printing new events")
-    events.add_argument("--json", action="store_true", help="one JSON object a line")
+    events.add_argument("--json", action="store_true", help="print one JSON object per line")
     events.add_argument("--grep", metavar="RE", help="only events that match the regular expression (RE2)")
     events.add_argument("--component", metavar="COMPONENT", help="only events of one component")
     events.add_argument(
@@ -209,7 +209,7 @@ def _watching(commands) -> None:  # type: ignore[no-untyped-def]
     )
     _run_argument(events)
     runs = _command(commands, "runs", "inspect:list_runs", "list runs, newest first")
-    runs.add_argument("--json", action="store_true", help="as JSON")
+    runs.add_argument("--json", action="store_true", help="print JSON")
     runs.add_argument(
         "--limit", metavar="N", type=_count, help="show only the newest N, 0: all (default 20; --json: all)"
     )
@@ -224,7 +224,7 @@ def _watching(commands) -> None:  # type: ignore[no-untyped-def]
     replay.add_argument("--at", metavar="STEP", type=_count, help="start at this step")
     bench = _command(commands, "bench", "report:bench", "show the figures of existing runs, side by side")
     bench.add_argument("runs", metavar="RUN", type=Path, nargs="*", help=RUN)
-    bench.add_argument("--json", action="store_true", help="as JSON")
+    bench.add_argument("--json", action="store_true", help="print JSON")
     _compare(commands)
     _sweep(commands)
 
@@ -270,7 +270,7 @@ def _caring(commands) -> None:  # type: ignore[no-untyped-def]
     instead.add_argument("--notify", action="store_true", help="send one test notification with the profile's [notify]")
     text = "check the machines that the profile runs on, and the network between them"
     instead.add_argument("--nodes", action="store_true", help=text)
-    doctor.add_argument("--json", action="store_true", help="as JSON")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
     clean = _command(commands, "clean", "cleanup:clean", "remove processes and files of runs whose supervisor died")
     clean.add_argument("--yes", action="store_true", help="do not ask")
     clean.add_argument("--dry-run", action="store_true", help="only show what would be ended and removed")

@@ -383,7 +383,7 @@ def torch_sees_gpus(present: int, python: str = sys.executable, timeout_s: float
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired:
         return fail(name, f"import torch took longer than {timeout_s:g} s", "check dmesg for a slow disk or a hung GPU")
-    took = f"asked in {time.monotonic() - began:.1f} s"
+    took = f"after {time.monotonic() - began:.1f} s"
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         return fail(name, f"import torch fails: {last} ({took})", fix)
