@@ -283,7 +283,6 @@ def _sums(
     terms: _Terms, logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, advantages: torch.Tensor,
     low: float, high: float, per_sequence: bool, common: Common,
 ) -> LossSums:  # fmt: skip
-    """Apply weights, KL and mask, which are the same for every objective."""
     correction, loss = common.get("correction"), terms.loss
     if correction is not None:
         # Before KL and penalty, which are not importance-sampled.

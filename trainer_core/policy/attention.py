@@ -2,15 +2,14 @@
 transformers.
 
 On CUDA in half precision the packed row goes through FlashAttention 2 (`torch.nn.attention.varlen`)
-or FlashAttention 4; `kernel_choice.use_attention` chooses. On a CPU, or in float32, each sequence
-becomes a row of one right-padded batch for SDPA. That is exact, because a causal row never attends
+or FlashAttention 4, as `kernel_choice.use_attention` chooses. On a CPU, or in float32, SDPA
+computes one right-padded batch of the sequences. That is exact, because a causal row never attends
 to later positions. Soft-capped scores and scores with a sink are computed in full, one sequence at
 a time.
 
-FlashAttention 4 comes from the package `flash-attn-4` (CuTe DSL, compiled for the device on first
-use; sm_90 and newer; source: flash_attn/cute/interface.py). Two custom operators hide it from
-torch.compile. It supports grouped-query heads and sliding windows. `kernel_choice` checks each head
-size on the device.
+FlashAttention 4 is the package `flash-attn-4` (CuTe DSL, compiled on first use; sm_90 and newer;
+source: flash_attn/cute/interface.py). Two custom operators hide it from torch.compile. It supports
+grouped-query heads and sliding windows.
 """
 
 from __future__ import annotations

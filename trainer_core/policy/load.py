@@ -155,7 +155,6 @@ def load_model(model_name: str | Path, dtype: torch.dtype, device: torch.device)
 
 
 def _dequantized(model_name: str | Path, method: str, config: Any, dtype: torch.dtype) -> nn.Module:
-    """Load the model on the CPU with dequantized weights."""
     import transformers
     from transformers import AutoModelForCausalLM
 

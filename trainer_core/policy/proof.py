@@ -1,12 +1,12 @@
-"""Start-up proof that the trainer computes this model correctly: its own path against the model's
-forward pass.
+"""Proof at the start that the trainer computes this model correctly: its own path against
+transformers' forward pass.
 
-Two short sequences packed into one row go through the trainer's path: packed attention, experts as
-they train, chunked head. The same sequences go one by one through transformers' code with eager
-attention and full logits. Both run in float32 on the actual weights. Each layer is widened only
-while it computes, so the extra memory is one layer in float32. Sliding windows are shortened below
-the sequence lengths, so that they matter. On a GPU in half precision the row goes through the
-kernel as well.
+Two short sequences in one packed row take the trainer's path: packed attention, experts as they
+train, chunked head. The same sequences go one by one through transformers' code with eager
+attention and full logits. Both use the actual weights in float32; each layer is widened only while
+it computes, so the extra memory is one float32 layer. Sliding windows are shortened below the
+sequence lengths, so that they matter. On a GPU in half precision the row also goes through the
+kernel.
 """
 
 from __future__ import annotations
@@ -91,7 +91,6 @@ def _plain(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _eager(config: Any) -> Iterator[None]:
-    """Use the eager attention and experts of the model's own file."""
     with ExitStack() as changed:
         for name in ("_attn_implementation", "_experts_implementation"):
             changed.enter_context(_changed(config, name, "eager"))

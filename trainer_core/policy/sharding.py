@@ -1,16 +1,16 @@
-"""The policy sharded over the trainer's ranks by FSDP2: each rank holds some rows of every
-parameter and gathers a layer's full parameters while that layer computes.
+"""The policy sharded by FSDP2: each rank holds some rows of every parameter, and gathers a layer's
+full parameters while that layer computes.
 
     model = load_for(world, name, dtype, device) # one copy in rank 0's host memory, none on the
     others
     ...                                              # adapters, frozen layers
     model = shard(model, world, device, config)
 
-With `master_weights` fp32 and no memory-saving option, trained rows are float32: they are the
-master weights, and forward passes gather them rounded. Otherwise rows have the model's dtype, and
-`optim.py` keeps its state separately. Parameters that FSDP cannot mix stay whole on every rank:
-adapters, and the few parameters of another dtype. Gradients are summed in float32, never averaged:
-the loss is divided by the token count of all ranks (`step.py`).
+With `master_weights` fp32 and no memory-saving option, trained rows are float32 master weights, and
+forward passes gather them rounded. Otherwise rows have the model's dtype, and `optim.py` keeps its
+own state. Adapters, and the few parameters of another dtype, stay whole on every rank. Gradients
+are summed in float32, never averaged: the loss is divided by the token count of all ranks
+(`step.py`).
 
 The trainer never calls the model's own forward pass, so `gathered` gathers the parameters outside
 the layers (embeddings, norm, head). Running the model is a collective: all ranks do it equally

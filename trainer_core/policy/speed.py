@@ -59,7 +59,6 @@ def use_cores(model: nn.Module, config: TrainingConfig, device: torch.device, ra
 
 
 def _cores() -> int:
-    """Cores that this process may use."""
     # It may be a list with one number per nesting level.
     wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(wanted) if wanted.isdigit() and int(wanted) else len(os.sched_getaffinity(0))

@@ -106,7 +106,6 @@ class ServersInTurn(Generic[Server]):
 
 
 def _named(sequences: Sequence[NDArray[np.int64]], turns: list[_Turn]) -> tuple[list[str], list[list[int]]]:
-    """Prompt digests and completions of `turns`."""
     prompts = [prompt_digest(sequences[turn.sequence][: turn.start].tolist()) for turn in turns]
     return prompts, [sequences[turn.sequence][turn.start : turn.end].tolist() for turn in turns]
 

@@ -255,7 +255,7 @@ class RunApi:
     def _register(self) -> dict[str, Any]:
         """Register, and return run-api's `/info` afterwards."""
         answer = self._call("POST", "/register", json={**self.registration, "starting_step": self._step})
-        # run-api reports a refusal with status 200.
+        # A refusal may come with status 200.
         if "uuid" not in answer:
             raise ApiError(f"run-api at {self.url} refused the trainer: {answer}")
         return self._call("GET", "/info")

@@ -158,7 +158,6 @@ def unused(group: dict[str, Any], *, reference: bool, teacher: bool) -> Iterator
 
 
 def _rows(where: str, group: dict[str, Any], name: str) -> list[Any]:
-    """The group's list `name`; empty if it is missing."""
     values = group.get(name)
     if values is None:
         return []
@@ -177,7 +176,6 @@ def same_length(where: str, count: int, **lists: Any) -> None:
 
 
 def _lists_only(where: str, of: str, **columns: list[Any]) -> None:
-    """Check that every entry is a list, one for each `of`."""
     for name, column in columns.items():
         if not all(isinstance(row, list) for row in column):
             raise _wrong(name, f"{where}: {name} must hold one list for each {of}")

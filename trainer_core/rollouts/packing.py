@@ -188,7 +188,6 @@ def _reference(pairs: Pairs) -> torch.Tensor | None:
 
 
 def _teacher(pairs: Pairs) -> dict[str, torch.Tensor]:
-    """`teacher_ids` and `teacher_logprobs` of a row; empty if no rollout has a teacher."""
     most = max((r.teacher.ids.shape[1] for r, _ in pairs if r.teacher is not None), default=0)
     if not most:
         return {}

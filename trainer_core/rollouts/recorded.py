@@ -66,8 +66,6 @@ class _Head(msgspec.Struct):
 
 
 class _Place(NamedTuple):
-    """Place of a batch in the file."""
-
     offsets: list[int]
     """Byte offsets of its line, or of its groups' lines."""
     step: int

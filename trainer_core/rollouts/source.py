@@ -288,7 +288,6 @@ class BatchSource:
         return f"{text}. Example: {example}" if example else text
 
     def _take(self, step: int) -> Batch:
-        """Return the prefetched batch, or the next one of run-api."""
         ahead, self._ahead = self._ahead, None
         try:
             if ahead is not None:
@@ -332,7 +331,6 @@ class BatchSource:
             self._warnings.count("batches could not be written to temp.json", 1, str(error))
 
     def _print_remarks(self, batch: Batch) -> None:
-        """Print the first batch's logprob check, and the warnings of every batch."""
         if not self._began:
             self._began = True
             reach(FIRST_BATCH)

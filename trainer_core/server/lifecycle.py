@@ -406,7 +406,6 @@ class ServerChild:
         return env
 
     def _await(self, process: subprocess.Popen[bytes]) -> None:
-        """Return when the new server answers."""
 
         def answers() -> BridgeInfo:
             if (code := process.poll()) is not None:
