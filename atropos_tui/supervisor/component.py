@@ -659,7 +659,7 @@ class Component:
             hurry=self._hurry,
             members=lambda: host.tracker.members(self.name),
             on_leftover=lambda count: post(self._left_over, attempt, count),
-            on_stuck=lambda who: post(self.diagnose, stuck(who)),
+            on_stuck=lambda processes: post(self.diagnose, stuck(processes)),
             group=host.table.components[self.name].group,
         )
         killed = await child.end_set(ending)
@@ -764,10 +764,10 @@ class Component:
         self._command_id = None
 
 
-def stuck(who: str) -> Diagnosis:
+def stuck(processes: str) -> Diagnosis:
     """Return the diagnosis for processes (by pid and state) that outlive SIGKILL."""
     fix = "repair the disk or driver (GPU: see dmesg): a process in state D waits for it inside the kernel"
-    return model.UNKILLABLE.diagnosis(who, fix)
+    return model.UNKILLABLE.diagnosis(processes, fix)
 
 
 def look_again() -> None:

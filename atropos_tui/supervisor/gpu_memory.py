@@ -170,9 +170,9 @@ def excess_of(card: Card, floor: Card | None) -> int:
     """Return bytes in use beyond the floor that are not of the floor's processes."""
     if floor is None:
         return card.used
-    strangers = floor.processes or {}
-    now = sum((card.processes or {}).get(pid) or 0 for pid in strangers)
-    before = sum(size or 0 for size in strangers.values())
+    earlier = floor.processes or {}
+    now = sum((card.processes or {}).get(pid) or 0 for pid in earlier)
+    before = sum(size or 0 for size in earlier.values())
     return max(0, (card.used - now) - (floor.used - before))
 
 
@@ -213,8 +213,8 @@ class GpuMemory:
                 if not barred:
                     self._enter(name, cards, shared)
                     break
-                who = self._barred[min(barred)].name
-                self.asking[name] = f"{amounts(barred)}, left by {who}"
+                holder = self._barred[min(barred)].name
+                self.asking[name] = f"{amounts(barred)}, left by {holder}"
                 changed()
                 await asyncio.sleep(pause)
                 pause = min(pause * 2, LOOK_S[1])

@@ -108,7 +108,7 @@ class Ending:
 
 
 def end_words(number: int, grace_s: float) -> bytes:
-    """Return the arguments of the command `end` of the line protocol."""
+    """Return the arguments of the command `end` of the frame protocol."""
     return f"{number:d} {grace_s}".encode()
 
 

@@ -19,7 +19,7 @@ from atropos_common.run_dir import RunDir
 from atropos_tui.profile.spec import LogPolicy, RestartPolicy, Stage
 from atropos_tui.supervisor import procfs, tracker
 from atropos_tui.supervisor.launchers import keeper_launcher
-from atropos_tui.supervisor.launchers.line import Line, LineClosedError
+from atropos_tui.supervisor.launchers.frames import Connection, ConnectionClosedError
 from atropos_tui.supervisor.logs import last_lines
 from atropos_tui.supervisor.store import ProcessTable
 from benchmarks.faults import keeper_of
@@ -212,7 +212,7 @@ async def test_a_keeper_serves_the_last_who_greets_it(tmp_path: Path) -> None:
         assert printed.startswith(b"['0', '1', '2', '3']\nup\nline 0\n"), "it inherits nothing (3 lists the folder)"
         second = keeper_launcher.attach(first.address)
         assert (second.pid, second.ticks, second.notes) == (first.pid, first.ticks, notes)
-        with pytest.raises(LineClosedError):  # the first is let go
+        with pytest.raises(ConnectionClosedError):  # the first is let go
             while first.line.receive(5)[0] == "output":
                 pass
         assert second.line.receive(5)[1].startswith(b"line ")
@@ -232,17 +232,17 @@ def test_the_line_needs_no_socket(tmp_path: Path) -> None:
     program = (
         "import socket, sys\n"
         "from atropos_tui.supervisor.launchers import keeper\n"
-        "from atropos_tui.supervisor.launchers.line import Line\n"
+        "from atropos_tui.supervisor.launchers.frames import Connection\n"
         "listener = socket.socket(socket.AF_UNIX)\n"
         "listener.bind('')\n"
         "listener.listen()\n"
-        "keeper.begin(Line(*map(int, sys.argv[1:])), listener)"
+        "keeper.begin(Connection(*map(int, sys.argv[1:])), listener)"
     )
     command = [sys.executable, "-c", program, str(there[0]), str(ours[1])]
     keeper = subprocess.Popen(command, pass_fds=(there[0], ours[1]), env={"ATROPOS_RUN_ID": "line-test"})
     os.close(there[0])
     os.close(ours[1])
-    line = Line(ours[0], there[1])
+    line = Connection(ours[0], there[1])
     code = "print('x' * 2_000_000, flush=True); raise SystemExit(7)"
     job = keeper_launcher.KeeperJob(python(code), {}, "/", "", str(tmp_path / "1.log"), 10**7, {})
     frames: list[tuple[str, bytes]] = []
@@ -251,7 +251,7 @@ def test_the_line_needs_no_socket(tmp_path: Path) -> None:
         while not frames or frames[-1][0] != "exit":
             frames.append(line.receive(20))
         line.send("finish")
-        with contextlib.suppress(LineClosedError):
+        with contextlib.suppress(ConnectionClosedError):
             while True:
                 frames.append(line.receive(5))
         assert keeper.wait(5) == 0

@@ -21,7 +21,7 @@ from atropos_common.records import DiagnosisRecord
 from atropos_tui.profile.spec import Place, StackError, StackSpec, check_stack
 from atropos_tui.supervisor import procfs
 from atropos_tui.supervisor.launchers import remote_launcher
-from atropos_tui.supervisor.launchers.line import Line
+from atropos_tui.supervisor.launchers.frames import Connection
 from atropos_tui.supervisor.launchers.outbox import Beats, Outbox
 from atropos_tui.supervisor.launchers.remote_launcher import StartedThere, sweep_there
 from atropos_tui.supervisor.store import FarEntry, ProcessTable
@@ -334,7 +334,7 @@ def test_survive_and_other_nodes_do_not_go_together(tmp_path: Path) -> None:
 async def test_beats_go_on_while_the_event_loop_waits_for_a_disk() -> None:
     """The loop stands still in here, as in a write to a folder that hangs; no frame is cut by a beat."""
     reading, writing = os.pipe()
-    outbox, line = Outbox(writing), Line(reading, -1)
+    outbox, line = Outbox(writing), Connection(reading, -1)
     beats = Beats(0.02, lambda: [outbox])
     try:
         assert [line.receive(5) for _ in range(3)] == [("beat", b"")] * 3

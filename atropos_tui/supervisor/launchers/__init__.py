@@ -2,5 +2,5 @@
 machine.
 
 `launcher.py` has the interface and the direct launcher. `keeper_launcher.py` talks to `keeper.py`,
-`remote_launcher.py` to the node agent in `node_agent.py`, both by the frames of `line.py`.
+`remote_launcher.py` to the node agent in `node_agent.py`, both by the frames of `frames.py`.
 """

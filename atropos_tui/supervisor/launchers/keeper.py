@@ -10,7 +10,7 @@ and dies with it. The keeper holds the zombie until `finish`, so that the kernel
 and process group. If the supervisor dies, the keeper goes on; the next supervisor sends `attach`.
 Only the keeper reads the output, so none is lost.
 
-Frames (`line.Line`) to the keeper: `start` or `attach`, later `finish`. Frames from it: `kept` (its
+Frames (`frames.Connection`) to the keeper: `start` or `attach`, later `finish`. Frames from it: `kept` (its
 pid, the component's pid, start ticks and start time), `notes`, `ready`; then `output`, `exit` (exit
 status), `problem`.
 """
@@ -29,7 +29,7 @@ from typing import Any
 
 from atropos_common.parent_death import become
 from atropos_tui.supervisor import procfs
-from atropos_tui.supervisor.launchers.line import Line, LineClosedError, is_own_peer
+from atropos_tui.supervisor.launchers.frames import Connection, ConnectionClosedError, is_own_peer
 from atropos_tui.supervisor.logs import MOST_LEFT, SAY_AGAIN_S, LogFile, read_some, widen
 
 GREETING_S = 2.0
@@ -42,7 +42,7 @@ class Keeper:
     def __init__(self, job: dict[str, Any], listener: socket.socket) -> None:
         self._notes: str = job["notes"]
         self._listener = listener
-        self._line: Line | None = None
+        self._line: Connection | None = None
         self._muted = False
         """The supervisor no longer reads; the end of file has yet to arrive."""
         self._exit: int | None = None
@@ -92,14 +92,14 @@ class Keeper:
             return
         try:
             kind, _ = line.receive(GREETING_S)
-        except LineClosedError:
+        except ConnectionClosedError:
             kind = ""
         if kind == "attach":
             self.greet(line)
         else:
             line.close()
 
-    def greet(self, line: Line) -> None:
+    def greet(self, line: Connection) -> None:
         """Serve the supervisor at the other end of `line`."""
         self._drop_supervisor()
         self._line, self._muted = line, False
@@ -200,22 +200,22 @@ def _start(job: dict[str, Any], writing: int) -> int:
         os._exit(code)
 
 
-def accept(listener: socket.socket) -> Line | None:
+def accept(listener: socket.socket) -> Connection | None:
     """Accept a connection; None if it is of another user, which gets no answer."""
     caller, _ = listener.accept()
     if is_own_peer(caller):
         descriptor = caller.detach()
-        return Line(descriptor, descriptor)
+        return Connection(descriptor, descriptor)
     caller.close()
     return None
 
 
-def begin(line: Line, listener: socket.socket) -> None:
+def begin(line: Connection, listener: socket.socket) -> None:
     """Start the component that the supervisor on `line` requests, and keep it; later supervisors
     come by `listener`."""
     try:
         kind, job_fields = line.receive()
-    except LineClosedError:
+    except ConnectionClosedError:
         return  # the supervisor is gone; nothing has started yet
     if kind == "start":
         job = marshal.loads(job_fields)  # trusted: `accept` admits only this user's processes

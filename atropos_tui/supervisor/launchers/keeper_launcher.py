@@ -36,8 +36,8 @@ from atropos_common.run_dir import ENV_RUN_ID, RunDir
 from atropos_tui.profile.spec import ComponentSpec, StackError, StackSpec
 from atropos_tui.supervisor import bare, procfs
 from atropos_tui.supervisor.launch import Launch, prepare
+from atropos_tui.supervisor.launchers.frames import Connection, Frame, is_own_peer
 from atropos_tui.supervisor.launchers.launcher import Inherited, Launcher, Living, OnExit, OnProblem, entry_of
-from atropos_tui.supervisor.launchers.line import Frame, Line, is_own_peer
 from atropos_tui.supervisor.logs import FULL, TAIL_BYTES, LogDrain
 from atropos_tui.supervisor.process import LaunchError, Local, remove_files
 from atropos_tui.supervisor.store import ProcessEntry, ProcessTable
@@ -61,7 +61,7 @@ class Handle:
     """A connected keeper and the content of its greeting."""
 
     address: str
-    line: Line
+    line: Connection
     keeper_pid: int = 0
     pid: int = 0
     ticks: int = 0
@@ -234,7 +234,7 @@ def lost(pid: int, ticks: int) -> Handle:
     """Return a stand-in for a killed keeper, whose component was killed with it."""
     reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     os.close(writing)
-    return Handle("", Line(reading, -1), pid=pid, ticks=ticks, started_at=time.time(), exit_code=-signal.SIGKILL)
+    return Handle("", Connection(reading, -1), pid=pid, ticks=ticks, started_at=time.time(), exit_code=-signal.SIGKILL)
 
 
 def attach(address: str) -> Handle:
@@ -246,7 +246,7 @@ def attach(address: str) -> Handle:
     return _exchange(address, _connect(address), "attach")
 
 
-def _connect(address: str) -> Line:
+def _connect(address: str) -> Connection:
     line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         line.settimeout(GREETING_S)
@@ -258,10 +258,10 @@ def _connect(address: str) -> Line:
         raise KeeperError(f"its keeper cannot be reached: {error}") from None
     line.setblocking(False)
     descriptor = line.detach()
-    return Line(descriptor, descriptor, GREETING_S)
+    return Connection(descriptor, descriptor, GREETING_S)
 
 
-def _exchange(address: str, line: Line, kind: str, payload: bytes = b"") -> Handle:
+def _exchange(address: str, line: Connection, kind: str, payload: bytes = b"") -> Handle:
     handle = Handle(address, line)
     try:
         line.send(kind, payload)

@@ -3,7 +3,7 @@
     PREFIX python -I -S -c '... from atropos_tui.supervisor.launchers.node_agent import main; main()'
     ROOT
 
-Its stdin and stdout carry frames (`line.Line`); the command line has no secrets. It first writes
+Its stdin and stdout carry frames (`frames.Connection`); the command line has no secrets. It first writes
 `MAGIC`, because a login shell may print before it. The first frame that it reads is one of two:
 
 - `start` with a job: start the component as its child, in a session of its own, and send `kept`
@@ -38,7 +38,7 @@ from atropos_common.files import scratch_below
 from atropos_common.run_dir import ENV_CONTROL_SOCKET, LONGEST_SOCKET
 from atropos_tui.profile import redact
 from atropos_tui.supervisor import bare, procfs
-from atropos_tui.supervisor.launchers.line import Frame, Line
+from atropos_tui.supervisor.launchers.frames import Connection, Frame
 from atropos_tui.supervisor.launchers.outbox import Beats, Channels, Outbox
 from atropos_tui.supervisor.logs import MOST_LEFT, read_some
 from atropos_tui.supervisor.process import (
@@ -94,7 +94,7 @@ def environment(job: Mapping[str, Any], here: Mapping[str, str]) -> dict[str, st
 class NodeAgent:
     """One component on this node, during its life."""
 
-    def __init__(self, line: Line, out: Outbox, job: Mapping[str, Any]) -> None:
+    def __init__(self, line: Connection, out: Outbox, job: Mapping[str, Any]) -> None:
         self._line, self._out, self._job = line, out, job
         out.on_space = self._resume
         self._loop = asyncio.get_running_loop()
@@ -241,7 +241,7 @@ class NodeAgent:
                 hurry=self._hurry,
                 members=lambda: self._tracker.members(self._name),
                 on_leftover=lambda count: self._out.send("left", str(count).encode()),
-                on_stuck=lambda who: self._out.send("stuck", who.encode()),
+                on_stuck=lambda processes: self._out.send("stuck", processes.encode()),
             )
             self._ending = self._loop.create_task(self._end_all(self._child, ending))
 
@@ -327,7 +327,7 @@ def sweep(job: Mapping[str, Any]) -> int:
 
 async def answer(reading: int, writing: int) -> None:
     """Execute the request of the first frame."""
-    out, line = Outbox(writing), Line(reading, -1)
+    out, line = Outbox(writing), Connection(reading, -1)
     # The first frame is read in a thread, which may block.
     os.set_blocking(reading, True)
     out.write(MAGIC)

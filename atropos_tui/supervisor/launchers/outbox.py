@@ -1,4 +1,4 @@
-"""Send side of a `line.Line` in an event loop: a queue of frames, beats, and tunnelled connections.
+"""Send side of a `frames.Connection` in an event loop: a queue of frames, beats, and tunnelled connections.
 
 A long silence means that the peer is gone. Beats therefore come from a thread of their own
 (`Beats`): an event loop that waits for a disk sends nothing, although the process lives.
@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from atropos_tui.supervisor.launchers.line import Frame, head
+from atropos_tui.supervisor.launchers.frames import Frame, head
 from atropos_tui.supervisor.logs import CHUNK
 
 MOST_WAITING = 1024 * 1024

@@ -37,8 +37,8 @@ from atropos_tui.diagnoses import Diagnosis, node_lost
 from atropos_tui.profile.spec import ComponentSpec, StackSpec
 from atropos_tui.supervisor import procfs
 from atropos_tui.supervisor.launch import Launch, scratch_name
+from atropos_tui.supervisor.launchers.frames import Connection, head
 from atropos_tui.supervisor.launchers.launcher import DirectLauncher, Living, OnExit, OnProblem, Usage, entry_of
-from atropos_tui.supervisor.launchers.line import Line, head
 from atropos_tui.supervisor.launchers.node_agent import ARGUMENTS, MAGIC, OWNER_BEAT_S
 from atropos_tui.supervisor.launchers.outbox import Beats, Channels, Outbox, number_of
 from atropos_tui.supervisor.logs import LogDrain, LogFile, read_some, widen
@@ -163,7 +163,7 @@ class Far:
         # Both ends of the connection belong to the event loop.
         os.set_blocking(reading, False)
         os.set_blocking(self._stderr, False)
-        self._line, self._out = Line(reading, -1, after=MAGIC), Outbox(writing)
+        self._line, self._out = Connection(reading, -1, after=MAGIC), Outbox(writing)
         self._loop.add_reader(reading, self._receive)
         self._loop.add_reader(self._stderr, self._read_stderr)
         self.prefix.begin(lambda _: self._task(self._line_ended()))

@@ -32,11 +32,11 @@ def is_own_peer(connection: socket.socket) -> bool:
     return bool(uid == os.getuid())
 
 
-class LineClosedError(OSError):
+class ConnectionClosedError(OSError):
     """The peer has exited, or is silent for too long."""
 
 
-class Line:
+class Connection:
     """Both directions of a connection. Owns its descriptors, which may be one.
 
     Args:
@@ -64,7 +64,7 @@ class Line:
                 waiting = select.poll()
                 waiting.register(self.writing, select.POLLOUT)
                 if not waiting.poll(None if self._patience_s is None else self._patience_s * 1000):
-                    raise LineClosedError(f"nothing was read for {self._patience_s:g} s") from None
+                    raise ConnectionClosedError(f"nothing was read for {self._patience_s:g} s") from None
                 continue
             # writev may write any part of the frame: drop what is written, and go on.
             while parts and written >= len(parts[0]):
@@ -87,16 +87,16 @@ class Line:
         """Wait for the next frame and return it.
 
         Raises:
-            LineClosedError: none came within `timeout_s`, or the peer has exited.
+            ConnectionClosedError: none came within `timeout_s`, or the peer has exited.
         """
         waiting = select.poll()
         waiting.register(self.reading, select.POLLIN)
         while not self._frames:
             if not waiting.poll(None if timeout_s is None else timeout_s * 1000):
-                raise LineClosedError(f"no answer within {timeout_s:g} s")
+                raise ConnectionClosedError(f"no answer within {timeout_s:g} s")
             frames = self.read()
             if frames is None:
-                raise LineClosedError("the peer has exited")
+                raise ConnectionClosedError("the peer has exited")
             self._frames += frames
         return self._frames.pop(0)
 
