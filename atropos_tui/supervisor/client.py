@@ -206,7 +206,8 @@ class ControlClient:
             except httpx.TransportError as error:
                 if method == "GET":
                     self._refuse_stopped()
-                # `wait` has its own timeout and no retry. A broken connection may mean that the run has ended.
+                # `wait` has its own timeout and no retry. A broken connection may mean that the run
+                # has ended.
                 if not left or (timeout and isinstance(error, httpx.ReadTimeout)):
                     if method != "GET" and not isinstance(error, httpx.TimeoutException):
                         await self.status()  # raises NoSupervisor if it has gone

@@ -107,7 +107,8 @@ class Reader:
             with contextlib.suppress(RuntimeError):  # the event loop has ended
                 loop.call_soon_threadsafe(self._finish, found)
 
-        # A daemon thread: a pool's thread that hangs in the driver would block the exit of the program.
+        # A daemon thread: a pool's thread that hangs in the driver would block the exit of the
+        # program.
         threading.Thread(target=read, name="nvml", daemon=True).start()
 
     def _finish(self, found: list[Card] | None) -> None:

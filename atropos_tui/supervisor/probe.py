@@ -107,7 +107,8 @@ class Prober:
                 group.create_task(self._stay_alive(probes.liveness, gated=probes.readiness is not None))
 
     async def _stay_alive(self, probe: Probe, *, gated: bool) -> None:
-        # A program that is still loading may be slow: until it is ready once, only `start_timeout_s` limits it.
+        # A program that is still loading may be slow: until it is ready once, only
+        # `start_timeout_s` limits it.
         if gated:
             await self._was_ready.wait()
         await self._follow("liveness", probe)
@@ -183,7 +184,8 @@ class Prober:
         return f"{check.path} exists"
 
     async def _get(self, check: HttpCheck) -> str:
-        # Send no token: health routes need none, and before the component binds, another process may hold its port.
+        # Send no token: health routes need none, and before the component binds, another process
+        # may hold its port.
         try:
             answer = await self._http.get(check.url, headers={"Connection": "close"}, timeout=None)
         except httpx.HTTPError as error:

@@ -196,7 +196,7 @@ async def test_a_lost_node_is_a_crash_in_words_and_nothing_is_left(
         ("Host key verification failed.", "ssh-keygen -R HOST"),
         ("srun: error: Unable to create step for job 7: Job/step already completing or completed", "squeue"),
         ("/usr/bin/python9: No such file or directory", "[cluster] python"),
-        ("ModuleNotFoundError: No module named 'atropos_tui'", "shared"),
+        ("ModuleNotFoundError: No module named 'atropos_tui'", "share it"),
     ],
 )
 async def test_a_node_that_is_not_reached_is_explained_by_what_the_launcher_said(

@@ -2,8 +2,8 @@
 socket, pipes, an ssh.
 
 A frame is `KIND LENGTH`, a newline, and LENGTH bytes. End of file means that the peer has exited.
-`keeper.py` and `node_agent.py` define the kinds. In an event loop frames are sent by `outbox.Outbox`.
-Imports only quick parts of the standard library.
+`keeper.py` and `node_agent.py` define the kinds. In an event loop frames are sent by
+`outbox.Outbox`. Imports only quick parts of the standard library.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ and dies with it. The keeper holds the zombie until `finish`, so that the kernel
 and process group. If the supervisor dies, the keeper goes on; the next supervisor sends `attach`.
 Only the keeper reads the output, so none is lost.
 
-Frames (`frames.Connection`) to the keeper: `start` or `attach`, later `finish`. Frames from it: `kept` (its
-pid, the component's pid, start ticks and start time), `notes`, `ready`; then `output`, `exit` (exit
-status), `problem`.
+Frames (`frames.Connection`) to the keeper: `start` or `attach`, later `finish`. Frames from it:
+`kept` (its pid, the component's pid, start ticks and start time), `notes`, `ready`; then `output`,
+`exit` (exit status), `problem`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Node agent of a launcher: starts one component on its node for the supervisor.
 
-    PREFIX python -I -S -c '... from atropos_tui.supervisor.launchers.node_agent import main; main()'
-    ROOT
+    PREFIX python -I -S -c '... from atropos_tui.supervisor.launchers.node_agent import main;
+    main()' ROOT
 
-Its stdin and stdout carry frames (`frames.Connection`); the command line has no secrets. It first writes
-`MAGIC`, because a login shell may print before it. The first frame that it reads is one of two:
+Its stdin and stdout carry frames (`frames.Connection`); the command line has no secrets. It first
+writes `MAGIC`, because a login shell may print before it. The first frame that it reads is one of
+two:
 
 - `start` with a job: start the component as its child, in a session of its own, and send `kept`
   (pids). Then it sends `output`, `exit` (exit status), `left` and `stuck` during an end, and

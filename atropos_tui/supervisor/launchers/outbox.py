@@ -1,4 +1,5 @@
-"""Send side of a `frames.Connection` in an event loop: a queue of frames, beats, and tunnelled connections.
+"""Send side of a `frames.Connection` in an event loop: a queue of frames, beats, and tunnelled
+connections.
 
 A long silence means that the peer is gone. Beats therefore come from a thread of their own
 (`Beats`): an event loop that waits for a disk sends nothing, although the process lives.
