@@ -11,7 +11,7 @@ PIP := $(BIN)/pip install --quiet --no-deps --no-compile
 PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 
 MODEL_TESTS := tests/supervisor/test_ranks.py \
-  $(addprefix tests/unit/test_,broadcast_*.py envs_*.py model_*.py stack_*.py strided.py trainer_*.py vllm_server_*.py)
+  $(addprefix tests/unit/test_,api_shares.py bench_checks.py broadcast_*.py envs_*.py model_*.py stack_*.py strided.py trainer_*.py vllm_server_*.py)
 
 # The tests start thousands of processes; where this is set, each would compile the product anew.
 unexport PYTHONDONTWRITEBYTECODE
