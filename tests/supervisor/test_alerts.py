@@ -98,7 +98,7 @@ def test_every_number_of_a_step_can_be_watched_and_nothing_else() -> None:
     [
         ({"metric": "entropy", "below": 1.0}, "did you mean entropy_mean?"),
         ({"metric": "eval/", "below": 1.0}, "a held-out accuracy is eval/SPLIT"),
-        ({"metric": "entropy_mean"}, "give below, above, slope or z"),
+        ({"metric": "entropy_mean"}, "set below, above, slope or z"),
         ({"metric": "entropy_mean", "slope": 0.0}, "a slope of 0 is no change"),
         ({"metric": "entropy_mean", "below": 1.0, "for_step": 3}, "did you mean for_steps?"),
         ({"metric": "entropy_mean", "z": -1.0}, "alert[0].z"),

@@ -129,13 +129,15 @@ async def test_the_diagnosis_of_a_guard_that_dies(launch: Any, monkeypatch: pyte
 
 
 def test_another_user_who_made_the_folder_of_sockets_does_not_keep_runs_from_beginning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """ "remove it", the error said, which the sticky bit of /tmp forbids."""
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     monkeypatch.setenv("XDG_STATE_HOME", f"/tmp/at-{os.getpid()}")
-    monkeypatch.setattr(client, "SHARED_TEMPORARY", tmp_path)
-    theirs = tmp_path / f"atropos-tui-{os.getuid()}"
+    shared = Path(f"/tmp/at-{os.getpid()}/t")  # short: a socket's path has a limit
+    monkeypatch.setattr(client, "SHARED_TEMPORARY", shared)
+    shared.mkdir(parents=True)
+    theirs = shared / f"atropos-tui-{os.getuid()}"
     theirs.mkdir(mode=0o777)
     theirs.chmod(0o777)
     try:

@@ -390,7 +390,7 @@ async def test_a_lost_node_is_the_sentence_and_says_what_is_done(run: RunDir) ->
     write_records(run.supervisor_jsonl, [lost], start=100)
     status = changed(on_nodes(live_status(run, NOW), 21.0), "trainer", state=State.STARTING, diagnosis=said.title)
     async with cockpit(run, (160, 45), FakeControl(status), now) as screen:
-        await screen.shows("✖ node train (n3) was lost, or could not be reached; the node, its network")
+        await screen.shows("✖ node train (n3) was lost, or could not be reached; check the node, its network")
         await screen.press("6")
         await screen.shows("heard 21 s ago")
         await screen.shows("trainer  node train (n3) was lost")

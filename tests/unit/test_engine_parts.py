@@ -16,7 +16,7 @@ from atropos_tui.profile.machines import Hosts
 from atropos_tui.profile.plan import make_site, stack_of
 from atropos_tui.profile.preflight import lacks
 from atropos_tui.profile.sections import Profile, parse_profile
-from atropos_tui.profile.spec import ComponentSpec, LogCheck
+from atropos_tui.profile.spec import ComponentSpec, StageCheck
 from tests.unit.test_machines import HEAD, RUN_DIR, SSH, flag, parts, problems, where
 from vllm_server import part
 from vllm_server.__main__ import main
@@ -69,7 +69,7 @@ def test_the_parts_have_one_fate_and_the_first_alone_serves() -> None:
     assert (first.port, second.port) == (9001, None) and first.probes.readiness is not None
     assert second.probes.readiness is None and second.probes.liveness is None and second.probes.startup is not None
     (check,) = second.probes.startup.checks
-    assert isinstance(check, LogCheck) and not second.standby and second.restart.policy == "always"
+    assert isinstance(check, StageCheck) and not second.standby and second.restart.policy == "always"
     assert parts(profile({"node": "big", "tensor_parallel": 32}))["env"].env["ATROPOS_ENGINE_URLS"].count("http") == 1
 
 
@@ -130,8 +130,8 @@ def test_an_engine_that_fits_a_machine_is_what_it_was() -> None:
         ({"machines": 2}, {}, "vllm.machines", "1 worker cannot be divided", "raise tensor_parallel"),
         ({"machines": 8, "tensor_parallel": 8}, {}, "vllm.machines", "over 8 machines, and [[node]] big has 4",
          "raise count of [[node]] big"),
-        ({"tensor_parallel": 64}, {}, "vllm.node", "vllm takes 64 GPUs, and 8 are left", "raise count or gpus"),
-        ({"tensor_parallel": 16, "replicas": 3}, {}, "vllm.node", "takes 16 GPUs, and none",
+        ({"tensor_parallel": 64}, {}, "vllm.node", "vllm needs 64 GPUs, and 8 are left", "raise count or gpus"),
+        ({"tensor_parallel": 16, "replicas": 3}, {}, "vllm.node", "needs 16 GPUs, and none",
          "lower vllm.replicas"),
         ({"tensor_parallel": 16}, {"mode": "shared_vllm", "trainer": {"node": "big", "batch_size": 16}},
          "vllm.tensor_parallel", "single copy needs every worker", 'use mode = "broadcast"'),

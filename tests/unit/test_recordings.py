@@ -335,7 +335,7 @@ def test_a_run_directory_that_was_removed_names_its_supervisor(live: tuple[RunDi
     for command in ("ps", "down", "clean"):
         assert main.run([command, str(original.root)]) == Exit.NO_RUN
         said = capsys.readouterr().err
-        assert f"lives (pid {supervisor})" in said and f"kill {supervisor} ends the run" in said
+        assert f"is alive (pid {supervisor})" in said and f"kill {supervisor} ends the run" in said
     assert lives(pid)
 
 

@@ -212,7 +212,7 @@ async def test_a_server_that_records_nothing_says_how_it_would(tmp_path: Path) -
 def test_a_broken_answer_is_said() -> None:
     broken = {"found": [{"shape": [2, 2, 2], "data": "AAA="}]}
     client = _client(httpx.Response(200, json=broken))
-    with pytest.raises(EngineError, match="broken"):
+    with pytest.raises(EngineError, match="malformed answer"):
         client.routing(["x"], [[1]], [0])
 
 
