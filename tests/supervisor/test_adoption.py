@@ -205,7 +205,10 @@ async def test_token_and_socket_stay(
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(old))
     parts = [part(name, role=Role.TRAINER) for name in ("one", "two")]
     with background(tmp_path / "run", *parts, survive=True) as first:
-        held = procfs.environ((await rows_of(first))["one"].pid or 0)
+        pid = (await rows_of(first))["one"].pid or 0
+        # Between fork and exec the process still has the environment of its parent.
+        await wait_until(lambda: ENV_CONTROL_SOCKET in procfs.environ(pid))
+        held = procfs.environ(pid)
         address = os.readlink(first.run.control_sock)  # noqa: PTH115
         assert held[ENV_CONTROL_SOCKET] == address
         kill(first)
