@@ -8,7 +8,6 @@ the others reach run-api unchanged.
 
 from __future__ import annotations
 
-import hmac
 import os
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -21,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from atropos_common.body import BodyError, GoneError, read_body
 from atropos_common.bridge import TOKEN_HEADER
 from atropos_common.connections import Connection, connection_of
-from atropos_common.http import allowed_hosts, door_keys, host_refusal, hosts_in, key_refusal, opens
+from atropos_common.http import allowed_hosts, door_keys, has_token, host_refusal, hosts_in, key_refusal, opens
 from atropos_common.run_dir import ENV_ALLOWED_HOSTS, ENV_TOKEN
 
 ENV_UIDS = "ATROPOS_API_UIDS"
@@ -149,10 +148,7 @@ class AuthMiddleware:
             return misnamed
         if name := next((name for name in headers if name.startswith(BROWSER_HEADERS)), ""):
             return 403, f"the header {name} comes from a browser, and run-api serves none: ask with curl"
-        token, given = self._settings.token, headers.get(TOKEN_HEADER, "")
-        # Constant time, so that the answer's timing does not reveal the token.
-        trusted = bool(token) and hmac.compare_digest(given.encode("latin-1", "replace"), token.encode())
-        if scope["path"].rstrip("/") == RESET and not trusted:
+        if scope["path"].rstrip("/") == RESET and not has_token(headers, self._settings.token):
             return 403, (
                 f"{RESET} makes run-api forget trainer and environments: send the run's token in the header "
                 f"{TOKEN_HEADER}, or restart it with its partners (atropos-tui restart api)"

@@ -20,6 +20,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 import httpx
 
+from atropos_common.bridge import TOKEN_HEADER
 from atropos_common.run_dir import ENV_ALLOWED_HOSTS, ENV_DOOR_KEY
 from atropos_common.transfer import is_loopback
 
@@ -97,6 +98,13 @@ def opens(authorization: str | None, keys: Collection[str]) -> bool:
     key_given = given.strip().encode("latin-1", "replace")
     # Constant time, so that timing does not reveal the key.
     return any(hmac.compare_digest(key_given, key.encode()) for key in keys)
+
+
+def has_token(headers: Mapping[str, str], token: str) -> bool:
+    """Return True if a request carries the run's token; False without a token."""
+    given = headers.get(TOKEN_HEADER, "")
+    # Constant time, so that the answer's timing does not reveal the token.
+    return bool(token) and hmac.compare_digest(given.encode("latin-1", "replace"), token.encode())
 
 
 def key_refusal(what: str) -> tuple[int, str]:

@@ -5,8 +5,8 @@
 Most are planted into one demo on real processes (vLLM, run-api, trainer, environment), one after the other, into a
 run that trains. `planted_env.py` makes a slow environment, an engine with much to do or few requests, equal scores,
 refused requests and groups, and rollouts of `None`. SIGSTOP slows the trainer down. The disk is a tmpfs that is filled.
-The hub is asked for where there is none; the clock begins when it is asked. Commands stop and start run-api, and kill
-the engine.
+A program requests a hub that does not exist; the clock starts with its request. Commands stop and start run-api, and
+kill the engine.
 
 The lag and the slow judge beside a fast environment need settings of their own: a demo each. Three small children stand
 in for three engines, of which one dies. The sentence is read as `ps` and the screen read it: from the run's files and

@@ -278,7 +278,7 @@ def _log(run: RunDir, name: str) -> str:
 
 
 def _reached(run: RunDir, name: str, stage: str) -> bool:
-    """Whether a component has recorded that stage."""
+    """Return True if a component has recorded that stage."""
     return any(each.stage == stage for each in _records(run.stages_jsonl(name)) if isinstance(each, StageRecord))
 
 

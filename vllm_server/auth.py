@@ -17,7 +17,6 @@ idle.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -43,7 +42,7 @@ from atropos_common.bridge import (
     TOKEN_HEADER,
 )
 from atropos_common.connections import Connection, connection_of
-from atropos_common.http import host_refusal, key_refusal, opens, page_refusal
+from atropos_common.http import has_token, host_refusal, key_refusal, opens, page_refusal
 from vllm_server.versions import BridgeState
 
 if TYPE_CHECKING:
@@ -212,7 +211,7 @@ class Access:
     def needs_key(self, kind: Kind, path: str) -> bool:
         """Return True if a connection of another user or machine needs a key for `path`."""
         if self.public:
-            return path not in _HEALTH and not self.for_everyone
+            return path not in _HEALTH
         return (kind == "generation" or path in _COSTLY) and not self.open
 
     def gone(self) -> str | None:
@@ -261,12 +260,18 @@ class AuthMiddleware:
     ) -> None:
         headers = Headers(scope=scope)
         kind = path_kind(route_path(scope))
-        trusted = _has_token(headers, door.token)
-        if connection and (trusted or opens(headers.get("authorization"), door.keys)):
+        trusted = has_token(headers, door.token)
+        # In this order the key is compared only on connections that are not the run's own yet.
+        own = (
+            trusted
+            or door.for_everyone
+            or (connection is not None and connection.own)
+            or opens(headers.get("authorization"), door.keys)
+        )
+        if connection and own:
             connection.prove()
-        refusal = _refusal(door, scope, headers, kind, trusted=trusted)
+        refusal = _refusal(door, scope, headers, kind, trusted=trusted, own=own)
         if refusal is None and scope["type"] == "http":
-            own = trusted or (connection is not None and connection.own)
             room = None if trusted else door.room if own else door.foreign_room
             timeout_s = connection.body_timeout_s if connection else None
             try:
@@ -342,8 +347,15 @@ class AuthMiddleware:
                 await error_response(GONE_STATUS, gone)(scope, receive, send)
 
 
-def _refusal(door: Access, scope: Scope, headers: Headers, kind: Kind, *, trusted: bool) -> JSONResponse | None:
-    """Reason to refuse a request before its body is read; None to admit it."""
+def _refusal(
+    door: Access, scope: Scope, headers: Headers, kind: Kind, *, trusted: bool, own: bool
+) -> JSONResponse | None:
+    """Reason to refuse a request before its body is read; None to admit it.
+
+    Args:
+        trusted: the request carries the run's token.
+        own: its connection is the run's own, or it carries a key.
+    """
     path = route_path(scope)
     if misnamed := host_refusal(headers.get("host"), door.hosts) or page_refusal(headers, door.hosts):
         return error_response(*misnamed)
@@ -351,7 +363,7 @@ def _refusal(door: Access, scope: Scope, headers: Headers, kind: Kind, *, truste
         return error_response(
             403, f"{path} is a control route (or unknown): send the run's token in the header {TOKEN_HEADER}"
         )
-    if not trusted and door.needs_key(kind, path) and not _is_own(door, scope, headers):
+    if not own and door.needs_key(kind, path):
         return error_response(*(key_refusal("vLLM") if door.public else (401, OTHER_USER)))
     if kind != "open" and (wrong_server := _check_server(headers, door)):
         return wrong_server
@@ -366,23 +378,12 @@ OTHER_USER = (
 )
 
 
-def _is_own(door: Access, scope: Scope, headers: Headers) -> bool:
-    """Return True if the connection is the run's own, or the request carries a key."""
-    connection = connection_of(scope)
-    return (connection is not None and connection.own) or opens(headers.get("authorization"), door.keys)
-
-
 def _check_server(headers: Headers, door: Access) -> JSONResponse | None:
     """Refuse requests that came after SIGTERM, or that name another server instance."""
     meant = headers.get(INSTANCE_HEADER)
     if meant is not None and meant != door.instance_id:
         return error_response(GONE_STATUS, f"server {meant} is gone; this is {door.instance_id} in its place")
     return error_response(GONE_STATUS, ENDING) if door.ending else None
-
-
-def _has_token(headers: Headers, token: str) -> bool:
-    given = headers.get(TOKEN_HEADER)
-    return given is not None and hmac.compare_digest(given.encode("latin-1", "replace"), token.encode())
 
 
 async def _collect(receive: Receive, into: list[Message], door: Access) -> bool:
