@@ -43,8 +43,12 @@ def main(argv: list[str] | None = None) -> int:
         epilog=ENVIRONMENT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--host", default="127.0.0.1", help="address to bind (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=8000, help="port to bind (default: %(default)s)")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to bind (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--port", type=int, default=8000, help="port to bind (default: %(default)s)"
+    )
     asked = parser.parse_args(argv)
     try:
         settings = Settings.from_env(os.environ, asked.host)
@@ -58,7 +62,11 @@ def main(argv: list[str] | None = None) -> int:
         ports.listen(listener)
     except (OSError, OverflowError) as error:
         why = getattr(error, "strerror", None) or error
-        print(f"atropos_api: {asked.host}:{asked.port} cannot be bound ({why}); choose another --port", file=sys.stderr)
+        print(
+            f"atropos_api: {asked.host}:{asked.port} cannot be bound ({why}); choose another "
+            f"--port",
+            file=sys.stderr,
+        )
         return 1
     print(f"run-api serves on http://{asked.host}:{asked.port}", flush=True)
     # No proxy headers: the middleware needs the caller's true address. No route is a WebSocket.

@@ -20,7 +20,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from atropos_common.body import BodyError, GoneError, read_body
 from atropos_common.bridge import TOKEN_HEADER
 from atropos_common.connections import Connection, connection_of
-from atropos_common.http import allowed_hosts, door_keys, has_token, host_refusal, hosts_in, key_refusal, opens
+from atropos_common.http import (
+    allowed_hosts,
+    door_keys,
+    has_token,
+    host_refusal,
+    hosts_in,
+    key_refusal,
+    opens,
+)
 from atropos_common.run_dir import ENV_ALLOWED_HOSTS, ENV_TOKEN
 
 ENV_UIDS = "ATROPOS_API_UIDS"
@@ -99,7 +107,9 @@ class AuthMiddleware:
         with connection.request() if connection else nullcontext():
             await self._request(connection, scope, receive, send)
 
-    async def _request(self, connection: Connection | None, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _request(
+        self, connection: Connection | None, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         keyed = opens(Headers(scope=scope).get("authorization"), self._settings.keys)
         # A key proves the connection for its further requests, which then have the limits of the
         # run's own.
@@ -114,9 +124,14 @@ class AuthMiddleware:
             return
         try:
             timeout_s = connection.body_timeout_s if connection else None
-            scope, receive = await read_body(scope, receive, self._settings.max_body, timeout_s=timeout_s)
+            scope, receive = await read_body(
+                scope, receive, self._settings.max_body, timeout_s=timeout_s
+            )
         except BodyError as error:
-            fix = f": send fewer groups at a time, or raise {ENV_MAX_BODY} (under [api.env] of the profile)"
+            fix = (
+                f": send fewer groups at a time, or raise {ENV_MAX_BODY} (under [api.env] of the "
+                f"profile)"
+            )
             reason = f"{error}{fix if error.status == 413 else ''}"
             await JSONResponse({"error": reason}, error.status)(scope, receive, send)
         except GoneError:
@@ -128,7 +143,11 @@ class AuthMiddleware:
         """Return status and reason against this caller; None if it may call."""
         keys = self._settings.keys
         # The run's own processes, or the supervisor's health check, which sends no key.
-        if self._settings.uids is None or (connection and connection.own) or (keys and scope["path"] == HEALTH):
+        if (
+            self._settings.uids is None
+            or (connection and connection.own)
+            or (keys and scope["path"] == HEALTH)
+        ):
             return None
         if connection and (uid := connection.uid) is not None:
             may_call = f"user {uid} may call with {ENV_UIDS}={uid} in run-api's environment"
@@ -136,7 +155,8 @@ class AuthMiddleware:
         if keys:
             return key_refusal("run-api")
         return 403, (
-            "run-api serves processes of its own user on this machine, and the owner of this connection is unknown; "
+            "run-api serves processes of its own user on this machine, and the owner of this "
+            "connection is unknown; "
             f"{ENV_UIDS}=any admits everyone"
         )
 
@@ -147,10 +167,14 @@ class AuthMiddleware:
         if misnamed := host_refusal(headers.get("host"), self._settings.hosts):
             return misnamed
         if name := next((name for name in headers if name.startswith(BROWSER_HEADERS)), ""):
-            return 403, f"the header {name} comes from a browser, and run-api serves none: ask with curl"
+            return (
+                403,
+                f"the header {name} comes from a browser, and run-api serves none: ask with curl",
+            )
         if scope["path"].rstrip("/") == RESET and not has_token(headers, self._settings.token):
             return 403, (
-                f"{RESET} makes run-api forget trainer and environments: send the run's token in the header "
+                f"{RESET} makes run-api forget trainer and environments: send the run's "
+                f"token in the header "
                 f"{TOKEN_HEADER}, or restart it with its partners (atropos-tui restart api)"
             )
         return None

@@ -39,7 +39,9 @@ HOLD_S = 0.5
 # Seconds between two checks of the queue. atroposlib appends to it without any event to wait for.
 POLL_S = 0.01
 Group = dict[str, Any]
-UNREGISTERED = b'{"status":"error","message":"Trainer not registered. Call /register first.","batch":[]}'
+UNREGISTERED = (
+    b'{"status":"error","message":"Trainer not registered. Call /register first.","batch":[]}'
+)
 """Same text as atroposlib's answer."""
 
 
@@ -98,7 +100,11 @@ class Batches:
         # The batch that was sent counts as the first of the `ahead` batches, since it is still in
         # the queue.
         state, kept = self._state, self._kept.groups if self._kept else []
-        queue, size, envs = getattr(state, "queue", []), getattr(state, "batchsize", 0), getattr(state, "envs", [])
+        queue, size, envs = (
+            getattr(state, "queue", []),
+            getattr(state, "batchsize", 0),
+            getattr(state, "envs", []),
+        )
         found = None
         if _by_weight(envs):
             barren = asked.get("barren") == "1"
@@ -107,7 +113,11 @@ class Batches:
 
     def _form(self) -> list[Group] | None:
         """Return the groups of the next batch; None until there are enough."""
-        queue, size, envs = self._state.queue, self._state.batchsize, getattr(self._state, "envs", [])
+        queue, size, envs = (
+            self._state.queue,
+            self._state.batchsize,
+            getattr(self._state, "envs", []),
+        )
         if _by_weight(envs) and self._shares.is_shared(queue, envs):
             groups = self._shares.form(queue, size, envs)
             # An empty list: no groups of the environments' shares add up to `size`. Then
@@ -179,7 +189,11 @@ def _encoded(group: Group) -> bytes:
     try:
         return msgspec.json.encode(group)
     except (ValueError, TypeError, RecursionError) as error:
-        print(f"[WARNING] a group of environment {group.get('env_id')} cannot be sent as JSON: {error}", flush=True)
+        print(
+            f"[WARNING] a group of environment {group.get('env_id')} cannot be sent as JSON: "
+            f"{error}",
+            flush=True,
+        )
         return b"null"
 
 
@@ -192,7 +206,11 @@ def add_listing(app: FastAPI) -> None:
         known = getattr(app.state, "envs", [])
         return {
             "envs": [
-                {"name": env["desired_name"], "connected": env["connected"], "registered_at": env["last_update"]}
+                {
+                    "name": env["desired_name"],
+                    "connected": env["connected"],
+                    "registered_at": env["last_update"],
+                }
                 for env in known
             ]
         }

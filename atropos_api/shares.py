@@ -118,9 +118,16 @@ class Shares:
         return len(self._members(queue, envs)) > 1
 
     def places(
-        self, number: int, queue: list[Group], handed_out: Sequence[Group], size: int, ahead: int,
-        envs: list[dict[str, Any]], *, barren: bool,
-    ) -> Places | None:  # fmt: skip
+        self,
+        number: int,
+        queue: list[Group],
+        handed_out: Sequence[Group],
+        size: int,
+        ahead: int,
+        envs: list[dict[str, Any]],
+        *,
+        barren: bool,
+    ) -> Places | None:
         """Return the queue slots of environment `number` in the next `ahead` batches; None if it is
         the only one, or unknown.
 
@@ -148,7 +155,9 @@ class Shares:
         share: _Share = env.setdefault(KEY, _Share())
         return share
 
-    def _members(self, queue: list[Group], envs: list[dict[str, Any]], asking: int | None = None) -> list[Member]:
+    def _members(
+        self, queue: list[Group], envs: list[dict[str, Any]], asking: int | None = None
+    ) -> list[Member]:
         """Return the connected environments that a batch waits for, that have sent groups, or that
         are `asking`."""
         sent = Counter(group.get("env_id") for group in queue)
@@ -181,7 +190,9 @@ class Shares:
         if late and not share.lent:
             name = env["desired_name"]
             print(
-                f"[NOTE] {name} sent no group in {LEND_S:.0f} s: until it does, the others have its share", flush=True
+                f"[NOTE] {name} sent no group in {LEND_S:.0f} s: until it does, the others "
+                f"have its share",
+                flush=True,
             )
         share.lent = late
         return not share.barren and not late
@@ -192,7 +203,9 @@ class Shares:
         share.short_since = self._clock() if share.short_since is None else share.short_since
 
 
-def compose(queue: list[Group], size: int, members: Sequence[Member]) -> tuple[list[Group], dict[int, float]]:
+def compose(
+    queue: list[Group], size: int, members: Sequence[Member]
+) -> tuple[list[Group], dict[int, float]]:
     """Return the groups of a batch, and the sequences owed to each member after it; no groups if
     none add up.
 

@@ -28,7 +28,13 @@ def summary_sections(figures: Any, *, no_memory: str = NO_DATA) -> list[Section]
     # The guides print minutes as well.
     minutes = "" if figures.total_s is None else f" ({figures.total_s / 60:.2f} min)"
     return [
-        ("", [("Total training time", seconds_text(figures.total_s) + minutes), ("Total steps", str(figures.steps))]),
+        (
+            "",
+            [
+                ("Total training time", seconds_text(figures.total_s) + minutes),
+                ("Total steps", str(figures.steps)),
+            ],
+        ),
         (
             "Timing breakdown",
             [
@@ -66,7 +72,9 @@ def summary_text(title: str, sections: Sequence[Section]) -> str:
 
 
 def seconds_text(value: float | None) -> str:
-    return figure_text(value, lambda real: f"{real:.2f}s" if not abs(real) < 0.1 else f"{real:.4f}s")
+    return figure_text(
+        value, lambda real: f"{real:.2f}s" if not abs(real) < 0.1 else f"{real:.4f}s"
+    )
 
 
 def whole_text(value: float | None) -> str:

@@ -48,7 +48,10 @@ class Room:
             BodyError: the budget is used up.
         """
         if self._taken + size > self._limit:
-            raise BodyError(503, f"more than {self._limit // 2**20} MiB of bodies are in flight: try again later")
+            raise BodyError(
+                503,
+                f"more than {self._limit // 2**20} MiB of bodies are in flight: try again later",
+            )
         self._taken += size
 
     def give_back(self, size: int) -> None:
@@ -56,7 +59,11 @@ class Room:
 
 
 async def read_body(
-    scope: Scope, receive: Receive, limit: int, room: Room | None = None, timeout_s: float | None = None
+    scope: Scope,
+    receive: Receive,
+    limit: int,
+    room: Room | None = None,
+    timeout_s: float | None = None,
 ) -> tuple[Scope, Receive]:
     """Read the whole body; return the request with an unpacked body.
 
@@ -82,7 +89,9 @@ async def read_body(
     sent = limit if length else min(limit, UNTOLD)
     try:
         async with asyncio.timeout(timeout_s):
-            pieces = await _collect(receive, sent, Gunzip(limit) if packed else None, room or Room(2 * limit))
+            pieces = await _collect(
+                receive, sent, Gunzip(limit) if packed else None, room or Room(2 * limit)
+            )
     except TimeoutError:
         raise BodyError(408, f"the body did not arrive within {timeout_s:.0f} s") from None
     if packed:
@@ -93,7 +102,8 @@ async def read_body(
         del changed["content-encoding"]
     last = max(0, len(pieces) - 1)
     whole: list[Message] = [
-        {"type": "http.request", "body": piece, "more_body": at < last} for at, piece in enumerate(pieces or [b""])
+        {"type": "http.request", "body": piece, "more_body": at < last}
+        for at, piece in enumerate(pieces or [b""])
     ]
     return scope, replayed(whole, receive)
 
@@ -118,7 +128,9 @@ async def _collect(receive: Receive, limit: int, gunzip: Gunzip | None, room: Ro
             body, more = message.get("body", b""), message.get("more_body", False)
             size += len(body)
             if size > limit:
-                raise _too_large(limit, "as sent" + (": send a Content-Length" if limit == UNTOLD else ""))
+                raise _too_large(
+                    limit, "as sent" + (": send a Content-Length" if limit == UNTOLD else "")
+                )
             for piece in gunzip.feed(body) if gunzip else [body]:
                 pieces.append(piece)
                 kept += len(piece)

@@ -280,7 +280,9 @@ def few_graph_sizes(max_num_seqs: int = 1024) -> list[int]:
 def prompt_digest(token_ids: Sequence[int]) -> str:
     """Digest of the tokens before a completion."""
     # 64-bit little-endian ids, independent of Python's and numpy's types.
-    return hashlib.blake2b(struct.pack(f"<{len(token_ids)}q", *token_ids), digest_size=16).hexdigest()
+    return hashlib.blake2b(
+        struct.pack(f"<{len(token_ids)}q", *token_ids), digest_size=16
+    ).hexdigest()
 
 
 def completion_digest(token_ids: Sequence[int], logprobs: Sequence[float]) -> str:

@@ -45,7 +45,13 @@ class Connection:
     """
 
     def __init__(
-        self, limits: ConnectionLimits, address: str, uid: int | None, close: Callable[[], None], *, own: bool
+        self,
+        limits: ConnectionLimits,
+        address: str,
+        uid: int | None,
+        close: Callable[[], None],
+        *,
+        own: bool,
     ) -> None:
         self.own = own
         self.uid = uid
@@ -135,7 +141,13 @@ class ConnectionLimits:
             return Connection(self, client[0], uid, close, own=True)
         new = Connection(self, client[0], uid, close, own=False)
         of_peer = [each for each in self._foreign if each.peer_name == new.peer_name]
-        full = of_peer if len(of_peer) >= PER_PEER else self._foreign if len(self._foreign) >= IN_ALL else None
+        full = (
+            of_peer
+            if len(of_peer) >= PER_PEER
+            else self._foreign
+            if len(self._foreign) >= IN_ALL
+            else None
+        )
         if full is not None:
             self._report(new.peer_name)
             # The run's own components on other machines begin as foreign too: newcomers win over
@@ -164,7 +176,9 @@ class ConnectionLimits:
         self._closed += 1
         # A flood makes one log line a minute.
         if (now := time.monotonic()) - self._reported_at >= REPORT_S:
-            logger.warning("closed %d connections without the run's key, the newest of %s", self._closed, name)
+            logger.warning(
+                "closed %d connections without the run's key, the newest of %s", self._closed, name
+            )
             self._reported_at, self._closed = now, 0
 
     def protocol(self) -> type[asyncio.Protocol]:

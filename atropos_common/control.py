@@ -1,7 +1,8 @@
 """Messages of the control socket: HTTP with JSON bodies over the run's Unix socket.
 
     GET  /status                     -> RunStatus
-    GET  /events?after=SEQ           -> NDJSON: a Snapshot, then the later records of supervisor.jsonl
+    GET  /events?after=SEQ           -> NDJSON: a Snapshot, then the later records of
+    supervisor.jsonl
     POST /commands   CommandRequest  -> 202 Accepted | 409/404/422 Refusal
     GET  /commands/ID                -> CommandStatus
     GET  /recipe?action=A&component=C-> Recipe (what a command would do)

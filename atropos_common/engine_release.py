@@ -69,14 +69,18 @@ def why_not_served(
     """
     kind = str(config.get("model_type") or "")
     if kind == "lfm2" and release.cpu and release.is_before(UNTRIED_WITH_LFM2):
-        return f"vLLM {release.version} for CPUs is about a nat off in this architecture (lfm2)", "serve it on a GPU"
+        return (
+            f"vLLM {release.version} for CPUs is about a nat off in this architecture (lfm2)",
+            "serve it on a GPU",
+        )
     # Covers `cohere` and `cohere2`.
     if not kind.startswith("cohere") or not release.is_before(COHERE_FIXED):
         return None
     newer = f"install vLLM {COHERE_FIXED} or later"
     if adapters and kind in ("cohere", "cohere2"):
         return (
-            f"vLLM {release.version} ends with an AttributeError when it serves adapters of this architecture ({kind})",
+            f"vLLM {release.version} ends with an AttributeError when it serves adapters of "
+            f"this architecture ({kind})",
             f"{newer}, or train all weights: mode = broadcast, shared_vllm or none",
         )
     window = config.get("sliding_window")
@@ -84,7 +88,8 @@ def why_not_served(
     longest = longest or config.get("max_position_embeddings")
     if kind == "cohere2" and window and (longest is None or longest > window):
         return (
-            f"vLLM {release.version} reads one token fewer than Cohere 2's windows were trained with, in each sequence "
+            f"vLLM {release.version} reads one token fewer than Cohere 2's windows were "
+            f"trained with, in each sequence "
             f"of more than {window} tokens",
             f"{newer}, or set max_model_len = {window}",
         )

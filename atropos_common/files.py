@@ -53,7 +53,9 @@ def _opened_folder(path: Path, unlinked: int) -> Iterator[int]:
     try:
         for name in path.parts[-unlinked:]:
             # One part at a time: O_NOFOLLOW covers only the last part of a path.
-            inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=at)
+            inner = os.open(
+                name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=at
+            )
             os.close(at)
             at = inner
         yield at
@@ -67,7 +69,9 @@ def names_in(folder: Path, unlinked: int = 1, *, folders: bool = False) -> list[
     try:
         with _opened_folder(folder, unlinked) as descriptor, os.scandir(descriptor) as entries:
             is_wanted = os.DirEntry.is_dir if folders else os.DirEntry.is_file
-            return sorted(entry.name for entry in entries if is_wanted(entry, follow_symlinks=False))
+            return sorted(
+                entry.name for entry in entries if is_wanted(entry, follow_symlinks=False)
+            )
     except OSError:
         return []
 
@@ -130,7 +134,9 @@ def is_own(path: Path) -> bool:
     except OSError:
         return False
     # 0o022: write permission of group and others.
-    return info.st_uid == os.getuid() and not stat.S_ISLNK(info.st_mode) and not info.st_mode & 0o022
+    return (
+        info.st_uid == os.getuid() and not stat.S_ISLNK(info.st_mode) and not info.st_mode & 0o022
+    )
 
 
 def is_private(folder: Path) -> bool:

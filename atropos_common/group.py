@@ -94,7 +94,10 @@ class SealedStore(dist.Store):  # type: ignore[misc]
             if len(found) == len(keys):
                 return found
             if time.monotonic() > deadline:
-                raise RuntimeError(f"no member of the group set {', '.join(keys)} within {limit.total_seconds():.0f} s")
+                raise RuntimeError(
+                    f"no member of the group set {', '.join(keys)} within "
+                    f"{limit.total_seconds():.0f} s"
+                )
             time.sleep(STORE_POLL_S)
 
     def _own(self, key: str) -> bytes | None:
@@ -124,7 +127,9 @@ def own_address(towards: str) -> str:
 class Gloo:
     """One rank of a group over gloo, through CPU memory."""
 
-    def __init__(self, store: SealedStore, rank: int, world_size: int, address: str, timeout_s: float) -> None:
+    def __init__(
+        self, store: SealedStore, rank: int, world_size: int, address: str, timeout_s: float
+    ) -> None:
         """Connect to every rank, and verify that each belongs to the group.
 
         Raises:
@@ -186,7 +191,10 @@ def prove(group: Any, store: SealedStore, rank: int, size: int) -> None:
 def cut(chunk: Chunk, buffer: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
     """Split `buffer`, uint8 of the chunk's bytes, into its pieces, each with the rank that sends
     it."""
-    return [(buffer[piece.start - chunk.start : piece.end - chunk.start], piece.root) for piece in chunk.pieces]
+    return [
+        (buffer[piece.start - chunk.start : piece.end - chunk.start], piece.root)
+        for piece in chunk.pieces
+    ]
 
 
 class LinkError(RuntimeError):
@@ -208,12 +216,15 @@ class Lifeline:
         self._where, self._timeout_s = f"{init.address}:{init.port}", init.timeout_s
         timeout = timedelta(seconds=init.timeout_s)
         try:
-            store: Any = dist.TCPStore(init.address, init.port, None, False, timeout, wait_for_workers=False)
+            store: Any = dist.TCPStore(
+                init.address, init.port, None, False, timeout, wait_for_workers=False
+            )
             self.store = SealedStore(dist.PrefixStore(init.key, store), init.secret, timeout)
             self.store.set(f"here/{rank}", gpu.encode())
         except RuntimeError as error:
             raise LinkError(
-                f"no trainer at {self._where} (phase rendezvous: {first_line(error)}). Is it alive, and does "
+                f"no trainer at {self._where} (phase rendezvous: {first_line(error)}). Is it "
+                f"alive, and does "
                 "MASTER_ADDR name an address of its machine that this one reaches?"
             ) from None
         # The trainer sets `go` when every rank has reported.
@@ -284,12 +295,18 @@ _CALLS = {
     "ncclGetUniqueId": [ctypes.POINTER(_Id)],
     "ncclCommInitRank": [ctypes.POINTER(_COMMUNICATOR), ctypes.c_int, _Id, ctypes.c_int],
     "ncclBroadcast": [
-        ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, _COMMUNICATOR, ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        _COMMUNICATOR,
+        ctypes.c_void_p,
     ],
     "ncclCommAbort": [_COMMUNICATOR],
     "ncclGroupStart": [],
     "ncclGroupEnd": [],
-}  # fmt: skip
+}
 
 
 def unique_id() -> bytes:
@@ -313,11 +330,16 @@ class Communicator:
             NcclError: no connection.
         """
         if len(group_id) != NCCL_ID_BYTES:
-            raise NcclError(f"an id of NCCL has {NCCL_ID_BYTES} bytes, and this one {len(group_id)}")
+            raise NcclError(
+                f"an id of NCCL has {NCCL_ID_BYTES} bytes, and this one {len(group_id)}"
+            )
         self._library = _library()
         self._handle: ctypes.c_void_p | None = _COMMUNICATOR()
         made = _Id.from_buffer_copy(group_id)
-        _check(self._library, self._library.ncclCommInitRank(ctypes.byref(self._handle), world_size, made, rank))
+        _check(
+            self._library,
+            self._library.ncclCommInitRank(ctypes.byref(self._handle), world_size, made, rank),
+        )
 
     def broadcast(self, pieces: Sequence[tuple[int, int, int]], stream: int) -> None:
         """Queue broadcasts on a CUDA stream in one launch.
@@ -334,7 +356,9 @@ class Communicator:
         _check(self._library, self._library.ncclGroupStart())
         try:
             for address, size, root in pieces:
-                queued = self._library.ncclBroadcast(address, address, size, _UINT8, root, self._handle, stream)
+                queued = self._library.ncclBroadcast(
+                    address, address, size, _UINT8, root, self._handle, stream
+                )
                 _check(self._library, queued)
         finally:
             ended = self._library.ncclGroupEnd()
@@ -373,7 +397,8 @@ class Nccl:
     def broadcast(self, pieces: Sequence[tuple[torch.Tensor, int]], stream: Any) -> None:
         """Queue broadcasts of contiguous tensors, each with its sending rank, on a CUDA stream."""
         self._communicator.broadcast(
-            [(tensor.data_ptr(), tensor.nbytes, root) for tensor, root in pieces], stream.cuda_stream
+            [(tensor.data_ptr(), tensor.nbytes, root) for tensor, root in pieces],
+            stream.cuda_stream,
         )
 
     def close(self) -> None:

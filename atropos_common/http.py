@@ -110,8 +110,10 @@ def has_token(headers: Mapping[str, str], token: str) -> bool:
 def key_refusal(what: str) -> tuple[int, str]:
     """HTTP status and reason for a request without the key."""
     return 401, (
-        f"{what} is open to other machines, so it requires the run's key: send it as `Authorization: Bearer KEY` "
-        "(components have it in ATROPOS_DOOR_KEY; the token that the run was started with works too)"
+        f"{what} is open to other machines, so it requires the run's key: send it as "
+        f"`Authorization: Bearer KEY` "
+        "(components have it in ATROPOS_DOOR_KEY; the token that the run was started with "
+        "works too)"
     )
 
 
@@ -142,7 +144,9 @@ def page_refusal(headers: Mapping[str, str], hosts: frozenset[str]) -> tuple[int
     `Origin` names the site of a script's request. A tag such as `<img>` sends none, but the browser
     adds `Sec-Fetch-Site` to it.
     """
-    if (origin := headers.get("origin")) is not None and host_name(origin.partition("://")[2]) not in hosts:
+    if (origin := headers.get("origin")) is not None and host_name(
+        origin.partition("://")[2]
+    ) not in hosts:
         page = f"the page {origin!r}"
     elif (site := headers.get("sec-fetch-site", "none")) not in ("same-origin", "none"):
         page = f"a page (Sec-Fetch-Site: {site})"
@@ -159,5 +163,6 @@ def host_refusal(header: str | None, hosts: frozenset[str]) -> tuple[int, str] |
     if host_name(header) in hosts:
         return None
     return 403, (
-        f"Host {header!r} is not this server's: use localhost or the bound address (further names: {ENV_ALLOWED_HOSTS})"
+        f"Host {header!r} is not this server's: use localhost or the bound address (further "
+        f"names: {ENV_ALLOWED_HOSTS})"
     )

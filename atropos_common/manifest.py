@@ -102,10 +102,16 @@ class Shard(BaseModel):
                 raise ValueError(f"{name} lies in {view.parameter}, which is no parameter")
             # A rank may have nothing of a tensor that is divided.
             least = 1 if view.whole is None else 0
-            if len(view.shape) != len(view.stride) or min([1, *view.shape]) < least or min([0, *view.stride]) < 0:
+            if (
+                len(view.shape) != len(view.stride)
+                or min([1, *view.shape]) < least
+                or min([0, *view.stride]) < 0
+            ):
                 raise ValueError(f"{name} has shape {view.shape} and stride {view.stride}")
             if (view.begin is None) != (view.whole is None) or not _inside(view):
-                raise ValueError(f"{name} begins at {view.begin} with shape {view.shape} of {view.whole}")
+                raise ValueError(
+                    f"{name} begins at {view.begin} with shape {view.shape} of {view.whole}"
+                )
             if view.offset + extent(view.shape, view.stride) > extent(whole.shape, whole.stride):
                 raise ValueError(f"{name} reaches beyond {view.parameter}")
         return self
@@ -117,13 +123,18 @@ def _inside(view: TensorView) -> bool:
         return True
     if not len(view.begin) == len(view.shape) == len(view.whole):
         return False
-    return all(0 <= at <= at + n <= end for at, n, end in zip(view.begin, view.shape, view.whole, strict=True))
+    return all(
+        0 <= at <= at + n <= end
+        for at, n, end in zip(view.begin, view.shape, view.whole, strict=True)
+    )
 
 
 def left_out(ranks: Mapping[int, Shard]) -> list[str]:
     """Checkpoint tensors that the ranks together do not cover, or on which they disagree."""
     names = {name for shard in ranks.values() for name in shard.views}
-    return sorted(name for name in names if not _is_whole([shard.views.get(name) for shard in ranks.values()]))
+    return sorted(
+        name for name in names if not _is_whole([shard.views.get(name) for shard in ranks.values()])
+    )
 
 
 def _is_whole(views: Sequence[TensorView | None]) -> bool:
@@ -184,18 +195,23 @@ def read_manifest(path: Path) -> Manifest:
         info = path.lstat()
     except FileNotFoundError:
         raise ManifestError(
-            f"{path}: no manifest. Start the server with VLLM_ENABLE_SHARED_WEIGHTS=1 and LOGDIR={path.parent}"
+            f"{path}: no manifest. Start the server with VLLM_ENABLE_SHARED_WEIGHTS=1 and "
+            f"LOGDIR={path.parent}"
         ) from None
     # `lstat`: a link could lead to a file of another user.
     if not stat.S_ISREG(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
-        raise ManifestError(f"{path}: must be a regular file of this user with mode 0600; delete it and restart vLLM")
+        raise ManifestError(
+            f"{path}: must be a regular file of this user with mode 0600; delete it and "
+            f"restart vLLM"
+        )
     raw = path.read_bytes()
     try:
         # The version first: fields of another version would give misleading errors.
         version = _Versioned.model_validate_json(raw).version
         if version != MANIFEST_VERSION:
             raise ManifestError(
-                f"{path}: manifest version {version}, this trainer reads {MANIFEST_VERSION}; server and trainer must "
+                f"{path}: manifest version {version}, this trainer reads {MANIFEST_VERSION}; "
+                f"server and trainer must "
                 "be of the same release of atropos-tui"
             )
         return Manifest.model_validate_json(raw)
@@ -203,5 +219,6 @@ def read_manifest(path: Path) -> Manifest:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "file"
         raise ManifestError(
-            f"{path}: not a manifest ({where}: {first['msg']}); restart vLLM, which writes a new one"
+            f"{path}: not a manifest ({where}: {first['msg']}); restart vLLM, which writes a "
+            f"new one"
         ) from None

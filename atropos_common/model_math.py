@@ -38,15 +38,43 @@ STATE_BYTES = {"adamw": 8, "adamw_8bit": 2, "adafactor": 0}
 BITS8_SMALLEST, BITS8_BLOCK = 4096, 256
 """bitsandbytes keeps tensors below this size in float32, and has one float32 scale per block and
 moment."""
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
+PEAK_FLOPS = {
+    "H100": 989e12,
+    "H200": 989e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "RTX 4090": 165e12,
+}
 """Dense bfloat16 peak in FLOP/s by a part of the device name, from data sheets."""
 GPU_MEMORY = {
-    "B200": 183_359, "H200": 143_771, "H100": 81_559, "H100-80GB": 81_559, "H100-NVL": 95_830, "H20": 97_871,
-    "GH200": 97_871, "A100": 81_920, "A100-80GB": 81_920, "A100-40GB": 40_960, "L40S": 46_068, "L40": 46_068,
-    "L4": 23_034, "A40": 46_068, "A10": 23_028, "A10G": 23_028, "A6000": 49_140, "V100": 32_768, "V100-32GB": 32_768,
-    "V100-16GB": 16_384, "T4": 15_360, "RTX-PRO-6000": 97_887, "RTX-6000-ADA": 49_140, "RTX-5090": 32_607,
-    "RTX-4090": 24_564, "RTX-3090": 24_576,
-}  # fmt: skip
+    "B200": 183_359,
+    "H200": 143_771,
+    "H100": 81_559,
+    "H100-80GB": 81_559,
+    "H100-NVL": 95_830,
+    "H20": 97_871,
+    "GH200": 97_871,
+    "A100": 81_920,
+    "A100-80GB": 81_920,
+    "A100-40GB": 40_960,
+    "L40S": 46_068,
+    "L40": 46_068,
+    "L4": 23_034,
+    "A40": 46_068,
+    "A10": 23_028,
+    "A10G": 23_028,
+    "A6000": 49_140,
+    "V100": 32_768,
+    "V100-32GB": 32_768,
+    "V100-16GB": 16_384,
+    "T4": 15_360,
+    "RTX-PRO-6000": 97_887,
+    "RTX-6000-ADA": 49_140,
+    "RTX-5090": 32_607,
+    "RTX-4090": 24_564,
+    "RTX-3090": 24_576,
+}
 """Device memory in MiB as the driver reports it."""
 CHANGING_ROTARY = ("dynamic", "longrope")
 """Rotary embeddings whose frequencies depend on the longest position computed at once, which in a
@@ -59,21 +87,40 @@ _ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", "atten
 _STATE = ("mamba_", "ssm_", "state_size", "conv_L_cache", "rwkv_")
 """Prefixes of config fields of models whose layers carry a state from token to token."""
 _UNLIKE = (
-    "final_logit_softcapping", "attn_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier",
-    "attention_chunk_size", "sliding_window", "residual_multiplier",
-)  # fmt: skip
+    "final_logit_softcapping",
+    "attn_logit_softcapping",
+    "logits_scaling",
+    "logit_scale",
+    "lm_head_multiplier",
+    "attention_chunk_size",
+    "sliding_window",
+    "residual_multiplier",
+)
 """Fields of config.json that our own forward pass may not implement."""
-OWN_ATTENTION = ("its attention in transformers takes no packed rows", "use another model, such as Llama or Qwen3")
-_BIASED = ("its positions are biases of the scores, which packed rows do not have", OWN_ATTENTION[1])
+OWN_ATTENTION = (
+    "its attention in transformers takes no packed rows",
+    "use another model, such as Llama or Qwen3",
+)
+_BIASED = (
+    "its positions are biases of the scores, which packed rows do not have",
+    OWN_ATTENTION[1],
+)
 _REFUSED = {
-    "llama4": ("its layers attend within chunks", "use another model, such as Qwen3-MoE or Mixtral"),
-    **dict.fromkeys(("codegen", "falcon", "gpt_neo", "gptj", "nemotron", "stablelm"), OWN_ATTENTION),
+    "llama4": (
+        "its layers attend within chunks",
+        "use another model, such as Qwen3-MoE or Mixtral",
+    ),
+    **dict.fromkeys(
+        ("codegen", "falcon", "gpt_neo", "gptj", "nemotron", "stablelm"), OWN_ATTENTION
+    ),
     **dict.fromkeys(("bloom", "mpt"), _BIASED),
 }
 """model_type -> the reason why the trainer computes it wrongly, and the way out."""
 
 
-def why_refused(config: Mapping[str, Any], *, frozen: bool = False, shared: bool = False) -> tuple[str, str] | None:
+def why_refused(
+    config: Mapping[str, Any], *, frozen: bool = False, shared: bool = False
+) -> tuple[str, str] | None:
     """Reason why the trainer refuses the checkpoint of this config.json, and the way out; None if
     there is none. Untested architectures are verified when the trainer starts.
 
@@ -87,9 +134,12 @@ def why_refused(config: Mapping[str, Any], *, frozen: bool = False, shared: bool
     if kind in _REFUSED:
         reason, fix = _REFUSED[kind]
         return f"{name} does not train here: {reason}", fix
-    if beside := next((part for part in ("vision", "audio", "encoder") if config.get(f"{part}_config")), None):
+    if beside := next(
+        (part for part in ("vision", "audio", "encoder") if config.get(f"{part}_config")), None
+    ):
         return (
-            f"{name} has {beside} layers beside its language model, and the trainer trains models of text alone",
+            f"{name} has {beside} layers beside its language model, and the trainer trains "
+            f"models of text alone",
             "use a model of text alone, or the language model saved by itself",
         )
     if config.get("is_encoder_decoder"):
@@ -120,7 +170,9 @@ def bits_of(config: Mapping[str, Any]) -> float | None:
         return None
     given = config["quantization_config"]
     if method == "compressed-tensors":
-        groups = [group.get("weights") or {} for group in (given.get("config_groups") or {}).values()]
+        groups = [
+            group.get("weights") or {} for group in (given.get("config_groups") or {}).values()
+        ]
         weights = groups[0] if groups else {}
         return _with_scales(weights.get("num_bits") or 8, weights.get("group_size"))
     if method == "bitsandbytes":
@@ -134,7 +186,9 @@ def _with_scales(bits: float, group: Any) -> float:
     return bits + (_SCALE_BITS / group if isinstance(group, int) and group > 0 else 0)
 
 
-def _why_not_base(config: Mapping[str, Any], *, frozen: bool, shared: bool) -> tuple[str, str] | None:
+def _why_not_base(
+    config: Mapping[str, Any], *, frozen: bool, shared: bool
+) -> tuple[str, str] | None:
     """The part of `why_refused` about quantized weights. Adapters train over such a base: the
     engine serves it as it is, and the trainer uses the dequantized weights in its own dtype."""
     method = method_of(config)
@@ -142,13 +196,23 @@ def _why_not_base(config: Mapping[str, Any], *, frozen: bool, shared: bool) -> t
         return None
     other = "use the checkpoint that it was made from"
     if not frozen:
-        reason = f"its weights are quantized ({method}), and training them would need each step to quantize them again"
+        reason = (
+            f"its weights are quantized ({method}), and training them would need each step to "
+            f"quantize them again"
+        )
         return reason, f"{other}, or train adapters over it: mode = lora_only"
     if shared:
-        reason = f"its weights are quantized ({method}): the engine holds nothing to compute a gradient with"
+        reason = (
+            f"its weights are quantized ({method}): the engine holds nothing to compute a "
+            f"gradient with"
+        )
         return reason, f"{other}, or set trainer.single_copy = false"
     if method not in _READ:
-        return f"its weights are quantized ({method}), which transformers cannot make plain weights of", other
+        return (
+            f"its weights are quantized ({method}), which transformers cannot make plain "
+            f"weights of",
+            other,
+        )
     return None
 
 
@@ -165,7 +229,8 @@ def why_not_replayed(config: Mapping[str, Any]) -> tuple[str, str] | None:
         return f"{name} has no experts to choose among", "leave trainer.routing_replay out"
     if str(config.get("model_type") or "").removesuffix("_text") not in _REPLAYED:
         return (
-            f"the routers of {name} are not among those that can take the engine's choice: {', '.join(_REPLAYED)}",
+            f"the routers of {name} are not among those that can take the engine's choice: "
+            f"{', '.join(_REPLAYED)}",
             "leave trainer.routing_replay out",
         )
     return None
@@ -186,7 +251,8 @@ def why_not_spread(config: Mapping[str, Any]) -> tuple[str, str] | None:
     None if it does."""
     if carries_state(config):
         return (
-            "its layers carry a state from token to token, so sequences are computed one by one, and each rank would "
+            "its layers carry a state from token to token, so sequences are computed one by "
+            "one, and each rank would "
             "have another number of them",
             "train it on one GPU",
         )
@@ -199,7 +265,8 @@ def why_not_shared(config: Mapping[str, Any], context: int) -> tuple[str, str] |
     if heads % context:
         most = max(n for n in range(1, context) if heads % n == 0)
         return (
-            f"context_parallel = {context} shares {heads} attention heads among as many ranks: they do not divide",
+            f"context_parallel = {context} shares {heads} attention heads among as many "
+            f"ranks: they do not divide",
             f"set trainer.context_parallel to {most}, or to another divisor of {heads}",
         )
     return None
@@ -207,7 +274,11 @@ def why_not_shared(config: Mapping[str, Any], context: int) -> tuple[str, str] |
 
 def suspects(config: Mapping[str, Any]) -> list[str]:
     """Fields that most likely explain a difference between our forward pass and the model's."""
-    found = [f"{name} = {config[name]}" for name in _UNLIKE if config.get(name) not in (None, False, 0, 1)]
+    found = [
+        f"{name} = {config[name]}"
+        for name in _UNLIKE
+        if config.get(name) not in (None, False, 0, 1)
+    ]
     kinds = {kind for kind in config.get("layer_types") or () if kind not in _ATTENTION[:2]}
     if carries_state(config):
         kinds = kinds or {"state-space"}
@@ -315,11 +386,16 @@ def _experts(config: Mapping[str, Any]) -> dict[str, int]:
     if experts < 2:
         return {}
     inner = int(config.get("moe_intermediate_size") or config["intermediate_size"])
-    shared = config.get("shared_expert_intermediate_size") or inner * (config.get("n_shared_experts") or 0)
+    shared = config.get("shared_expert_intermediate_size") or inner * (
+        config.get("n_shared_experts") or 0
+    )
     return {
-        "experts": experts, "experts_per_token": int(config["num_experts_per_tok"]), "expert_inner": inner,
-        "shared_inner": int(shared), "dense_layers": sum(map(partial(_is_dense, config), range(_layers(config)))),
-    }  # fmt: skip
+        "experts": experts,
+        "experts_per_token": int(config["num_experts_per_tok"]),
+        "expert_inner": inner,
+        "shared_inner": int(shared),
+        "dense_layers": sum(map(partial(_is_dense, config), range(_layers(config)))),
+    }
 
 
 def sparse_layers(config: Mapping[str, Any]) -> list[int]:
@@ -335,7 +411,9 @@ def _is_dense(config: Mapping[str, Any], layer: int) -> bool:
     # Qwen's rule: every `decoder_sparse_step`-th layer has experts.
     skipped = (layer + 1) % int(config.get("decoder_sparse_step") or 1) != 0
     return (
-        skipped or layer in (config.get("mlp_only_layers") or ()) or layer < (config.get("first_k_dense_replace") or 0)
+        skipped
+        or layer in (config.get("mlp_only_layers") or ())
+        or layer < (config.get("first_k_dense_replace") or 0)
     )
 
 
@@ -345,7 +423,10 @@ def _heads(config: Mapping[str, Any]) -> int:
 
 
 def _layers(config: Mapping[str, Any]) -> int:
-    return int(next((config[name] for name in LAYERS if config.get(name)), 0) or config["num_hidden_layers"])
+    return int(
+        next((config[name] for name in LAYERS if config.get(name)), 0)
+        or config["num_hidden_layers"]
+    )
 
 
 @dataclass(frozen=True)
@@ -390,7 +471,11 @@ class Activations:
 
     @property
     def total(self) -> int:
-        per_token = self.layers * self.per_token_and_layer + self.recomputed * self.per_input + self.per_token
+        per_token = (
+            self.layers * self.per_token_and_layer
+            + self.recomputed * self.per_input
+            + self.per_token
+        )
         return self.tokens * per_token - self.offloaded + max(self.head, self._again)
 
     @property
@@ -407,13 +492,24 @@ class Activations:
         )
         parts = [f"{count} {what} x {size:,} B" for count, what, size in counted if count]
         kept = f"{self.tokens:,} tokens x ({' + '.join([*parts, f'{self.per_token:,} B'])})"
-        return kept + (" + logits + largest gradient" if self.head >= self._again else " + a layer recomputed")
+        return kept + (
+            " + logits + largest gradient" if self.head >= self._again else " + a layer recomputed"
+        )
 
 
 def activation_bytes(
-    model: Dimensions, tokens: int, *, width: int, on_gpu: bool, layers: int | None = None, largest: int | None = None,
-    compiled: bool = False, recomputed: int = 0, offloaded: bool = False, adapters: Adapters | None = None,
-) -> Activations:  # fmt: skip
+    model: Dimensions,
+    tokens: int,
+    *,
+    width: int,
+    on_gpu: bool,
+    layers: int | None = None,
+    largest: int | None = None,
+    compiled: bool = False,
+    recomputed: int = 0,
+    offloaded: bool = False,
+    adapters: Adapters | None = None,
+) -> Activations:
     """Memory of a pass over `tokens` tokens: kept activations, the logits of one chunk, and the
     largest gradient.
 
@@ -468,7 +564,15 @@ def activation_bytes(
         # before it frees the first.
         again += (8 if compiled else 4) * adapters.widest
     return Activations(
-        tokens, reached - recomputed, per_layer, 8 * model.hidden, head, recomputed, per_input, again, away
+        tokens,
+        reached - recomputed,
+        per_layer,
+        8 * model.hidden,
+        head,
+        recomputed,
+        per_input,
+        again,
+        away,
     )
 
 
@@ -481,13 +585,18 @@ def room_for_activations(free: int, total: int) -> int:
 def layers_recomputed(kept: Callable[[int], Activations], layers: int, room: int) -> int:
     """Smallest number of layers with gradient checkpointing whose pass fits into `room`; all layers
     if none fits."""
-    return next((recomputed for recomputed in range(layers) if kept(recomputed).total <= room), layers)
+    return next(
+        (recomputed for recomputed in range(layers) if kept(recomputed).total <= room), layers
+    )
 
 
 def optimizer_bytes(shapes: Iterable[Shape], optimizer: str) -> int:
     """Bytes of optimizer state for trained tensors of these shapes; float32 except for
     adamw_8bit."""
-    return sum(times * _OPTIMIZER_STATE[optimizer](shape) for shape, times in Counter(map(tuple, shapes)).items())
+    return sum(
+        times * _OPTIMIZER_STATE[optimizer](shape)
+        for shape, times in Counter(map(tuple, shapes)).items()
+    )
 
 
 def _adamw(shape: Shape) -> int:
@@ -498,7 +607,9 @@ def _adamw(shape: Shape) -> int:
 def _adamw_8bit(shape: Shape) -> int:
     """Two moments of one byte, and their scales."""
     count = math.prod(shape)
-    return 2 * (count + 4 * math.ceil(count / BITS8_BLOCK)) if count >= BITS8_SMALLEST else 8 * count
+    return (
+        2 * (count + 4 * math.ceil(count / BITS8_BLOCK)) if count >= BITS8_SMALLEST else 8 * count
+    )
 
 
 def _adafactor(shape: Shape) -> int:
@@ -519,7 +630,12 @@ def effective_optimizer(optimizer: str, *, chosen: bool, on_gpu: bool) -> str:
 
 
 def step_flops(
-    model: Dimensions, lengths: Sequence[int], predicted: int, *, reached: int | None = None, trained: int | None = None
+    model: Dimensions,
+    lengths: Sequence[int],
+    predicted: int,
+    *,
+    reached: int | None = None,
+    trained: int | None = None,
 ) -> float:
     """Operations of forward and backward over sequences of these lengths; causal attention counts
     half.
@@ -538,13 +654,17 @@ def step_flops(
     reached = model.layers if reached is None else reached
     # Forward in all layers, gradients of activations in the reached ones, of weights in the trained
     # ones.
-    weights = (model.layers + reached) * model.layer + (model.layers * model.layer if trained is None else trained)
+    weights = (model.layers + reached) * model.layer + (
+        model.layers * model.layer if trained is None else trained
+    )
     attention = sum(2.0 * (model.layers + 2 * reached) * model.queries * n * n for n in lengths)
     head = 2.0 * model.hidden * model.vocab * (2 if trained is not None else 3)
     return 2.0 * weights * sum(lengths) + attention + head * predicted
 
 
-def step_bytes(masters: str, optimizer: str, *, half: bool, narrow: bool, offloaded: bool, largest: int) -> int:
+def step_bytes(
+    masters: str, optimizer: str, *, half: bool, narrow: bool, offloaded: bool, largest: int
+) -> int:
     """Bytes that an optimizer step takes beside gradients, masters and states, one part of the
     parameters at a time.
 
@@ -572,7 +692,11 @@ def pinned_bytes(shapes: Iterable[Shape], widths: Sequence[int]) -> int:
     torch rounds each up to a power of two."""
     sizes = Counter(math.prod(shape) for shape in shapes)
     # Next power of two.
-    return sum(times << max(0, size * width - 1).bit_length() for size, times in sizes.items() for width in widths)
+    return sum(
+        times << max(0, size * width - 1).bit_length()
+        for size, times in sizes.items()
+        for width in widths
+    )
 
 
 def peak_flops(device_name: str) -> float | None:

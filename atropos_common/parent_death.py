@@ -17,7 +17,14 @@ import signal
 import sys
 
 _PR_SET_PDEATHSIG = 1
-_RESET = (signal.SIGHUP, signal.SIGINT, signal.SIGPIPE, signal.SIGTERM, signal.SIGQUIT, signal.SIGXFSZ)
+_RESET = (
+    signal.SIGHUP,
+    signal.SIGINT,
+    signal.SIGPIPE,
+    signal.SIGTERM,
+    signal.SIGQUIT,
+    signal.SIGXFSZ,
+)
 
 
 def die_with_parent(parent: int) -> bool:

@@ -48,7 +48,10 @@ def way() -> Callable[[Address, Address], int]:
     with contextlib.suppress(OSError, UnknownPeerError):
         # Try it on a connection of our own: a sandbox may accept the socket but not answer.
         kernel = Kernel()
-        with socket.create_server(("127.0.0.1", 0)) as other, socket.create_connection(other.getsockname()) as own:
+        with (
+            socket.create_server(("127.0.0.1", 0)) as other,
+            socket.create_connection(other.getsockname()) as own,
+        ):
             if kernel.uid(own.getsockname(), own.getpeername()) == os.geteuid():
                 return kernel.uid
     return listed
@@ -69,7 +72,11 @@ class Kernel:
         """The uid at `client`; see `way`."""
         theirs, ours = _ip(client), _ip(server)
         family = socket.AF_INET if theirs.version == 4 else socket.AF_INET6
-        both = struct.pack("!HH", client[1], server[1]), theirs.packed.ljust(16, b"\0"), ours.packed.ljust(16, b"\0")
+        both = (
+            struct.pack("!HH", client[1], server[1]),
+            theirs.packed.ljust(16, b"\0"),
+            ours.packed.ljust(16, b"\0"),
+        )
         question = _QUESTION.pack(family, socket.IPPROTO_TCP, 0, 0, _ANY, *both, 0, _ANY, _ANY)
         self._asked = (self._asked + 1) % _ANY
         size = _HEADER.size + len(question)

@@ -46,7 +46,9 @@ class FileSource:
                 info = os.fstat(file.fileno())
                 # A replaced file has another inode; a truncated one is shorter than the position.
                 identity = (info.st_dev, info.st_ino)
-                anew = self.identity is not None and (identity != self.identity or info.st_size < self.offset)
+                anew = self.identity is not None and (
+                    identity != self.identity or info.st_size < self.offset
+                )
                 if anew:
                     self.offset = 0
                     self.restarts += 1
@@ -69,8 +71,14 @@ def nth_from_end(path: Path, words: bytes, count: int) -> int:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             # `mmap` needs an offset that is a multiple of the page size.
-            first = max(0, size - LOOK_BACK_BYTES) // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-            with mmap.mmap(file.fileno(), size - first, access=mmap.ACCESS_READ, offset=first) as data:
+            first = (
+                max(0, size - LOOK_BACK_BYTES)
+                // mmap.ALLOCATIONGRANULARITY
+                * mmap.ALLOCATIONGRANULARITY
+            )
+            with mmap.mmap(
+                file.fileno(), size - first, access=mmap.ACCESS_READ, offset=first
+            ) as data:
                 at = len(data)
                 for _ in range(count):
                     at = data.rfind(words, 0, at)

@@ -255,9 +255,19 @@ POLICY_LAG = "policy lag"
 OUTLIER = "outlier"
 ROUNDING = "rounding"
 ALIGNMENT_CAUSES = (
-    STALE_WEIGHTS, STALE_PREFIX, TEMPERATURE, SHIFTED, MISSING, HEAD_DTYPE, BROKEN_WEIGHTS, OTHER_WEIGHTS, SAMPLING,
-    POLICY_LAG, OUTLIER, ROUNDING,
-)  # fmt: skip
+    STALE_WEIGHTS,
+    STALE_PREFIX,
+    TEMPERATURE,
+    SHIFTED,
+    MISSING,
+    HEAD_DTYPE,
+    BROKEN_WEIGHTS,
+    OTHER_WEIGHTS,
+    SAMPLING,
+    POLICY_LAG,
+    OUTLIER,
+    ROUNDING,
+)
 """First words of `AlignmentRecord.cause`; a colon and the observation follow."""
 
 HEALTHY_RATIO = (0.8, 1.2)
@@ -615,7 +625,9 @@ METRIC_KINDS: dict[str, type[TrainerRecord]] = {
     # Later classes overwrite earlier ones, so `StepRecord` comes last.
     for kind in (MemoryRecord, TimingRecord, AlignmentRecord, StepRecord)
     for name, field in kind.model_fields.items()
-    if name not in TrainerRecord.model_fields and not name.startswith("optimizer") and _is_number(field.annotation)
+    if name not in TrainerRecord.model_fields
+    and not name.startswith("optimizer")
+    and _is_number(field.annotation)
 }
 """Metric name -> record class, for every number of a step. If two classes share a name,
 `StepRecord` wins."""
@@ -662,4 +674,6 @@ def parse_line(line: str | bytes) -> Record:
         return RECORD_TYPES.get(data["kind"], Record).model_validate(data)
     except ValidationError as error:
         first = error.errors()[0]
-        raise RecordError(f"{data['kind']}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+        raise RecordError(
+            f"{data['kind']}: {'.'.join(map(str, first['loc']))}: {first['msg']}"
+        ) from error

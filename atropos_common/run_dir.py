@@ -131,7 +131,9 @@ class RunDir:
     @property
     def socket_name(self) -> str:
         """File name of this run's control socket: a digest of the run directory's real path."""
-        return hashlib.blake2b(os.fsencode(self.root.resolve()), digest_size=10).hexdigest() + ".sock"
+        return (
+            hashlib.blake2b(os.fsencode(self.root.resolve()), digest_size=10).hexdigest() + ".sock"
+        )
 
     def create(self) -> None:
         """Create the directory and its folders, private to the user.

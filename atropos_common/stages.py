@@ -54,7 +54,9 @@ def _append(path: Path, line: bytes) -> bool:
     """Append a whole line, or nothing."""
     try:
         # O_NOFOLLOW: the run directory may be a recording from elsewhere.
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        descriptor = os.open(
+            path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+        )
     except OSError:
         return False
     try:

@@ -45,7 +45,9 @@ def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
 
 def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
     """Number of elements from a tensor's first to its last one; 0 for an empty tensor."""
-    return math.prod(shape) and 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    return math.prod(shape) and 1 + sum(
+        (size - 1) * step for size, step in zip(shape, stride, strict=True)
+    )
 
 
 def joined(shape: Sequence[int], boxes: Iterable[Box]) -> tuple[int, tuple[int, ...]] | None:
@@ -77,7 +79,10 @@ def joined_part(shape: Sequence[int], boxes: Iterable[Box]) -> PartPlace | None:
             if size == 1:
                 continue
             # Find the dimension of the whole tensor that this dimension of the box runs along.
-            dim = next((dim for dim, mine in enumerate(own) if mine == step and shape[dim] >= size > 1), None)
+            dim = next(
+                (dim for dim, mine in enumerate(own) if mine == step and shape[dim] >= size > 1),
+                None,
+            )
             if dim is None or steps.setdefault(dim, there) != there:
                 return None
             end[dim] = corner[dim] + size
@@ -87,7 +92,9 @@ def joined_part(shape: Sequence[int], boxes: Iterable[Box]) -> PartPlace | None:
         return None
     # Bounding box of all parts.
     begin = tuple(map(min, zip(*(corner for corner, _ in corners), strict=True)))
-    size_of = tuple(max(each) - low for each, low in zip(zip(*ends, strict=True), begin, strict=True))
+    size_of = tuple(
+        max(each) - low for each, low in zip(zip(*ends, strict=True), begin, strict=True)
+    )
     places = {corner for corner, _ in corners}
     if sum(math.prod(box.shape) for box in parts) != math.prod(size_of) or len(places) < len(parts):
         return None
@@ -104,7 +111,9 @@ def joined_part(shape: Sequence[int], boxes: Iterable[Box]) -> PartPlace | None:
     # Stride 0 would map two elements to one place; negative ones are never needed.
     if any(step < 1 for step in steps.values()):
         return None
-    return PartPlace(begin, size_of, start, tuple(steps.get(dim, own[dim]) for dim in range(len(shape))))
+    return PartPlace(
+        begin, size_of, start, tuple(steps.get(dim, own[dim]) for dim in range(len(shape)))
+    )
 
 
 def _index(offset: int, stride: Sequence[int]) -> tuple[int, ...]:

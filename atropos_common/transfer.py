@@ -42,7 +42,9 @@ def _from_base64(value: Any) -> Any:
 
 
 Secret = Annotated[
-    bytes, BeforeValidator(_from_base64), PlainSerializer(lambda value: base64.b64encode(value).decode(), str)
+    bytes,
+    BeforeValidator(_from_base64),
+    PlainSerializer(lambda value: base64.b64encode(value).decode(), str),
 ]
 """Bytes, as base64 in a message."""
 

@@ -75,4 +75,7 @@ def needs_no_torch(file: Path) -> bool:
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             names.append("." * node.level + (node.module or ""))
-    return all(name.startswith("atroposlib.envs.") or name.split(".")[0] in NEEDS_NO_TORCH for name in names)
+    return all(
+        name.startswith("atroposlib.envs.") or name.split(".")[0] in NEEDS_NO_TORCH
+        for name in names
+    )

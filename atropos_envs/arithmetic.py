@@ -112,15 +112,19 @@ def load_task(folder: Path, *, seed: int) -> Task:
         return make_task(seed)
     try:
         content = json.loads(path.read_text())
-        task = Task(int(content["seed"]), _questions(content["held_out"]), _questions(content["training"]))
+        task = Task(
+            int(content["seed"]), _questions(content["held_out"]), _questions(content["training"])
+        )
     except (ValueError, KeyError, TypeError) as error:
         raise EnvFault(
-            f"{path}: not a task file ({error}); delete the folder and warm-start again", exit_code=2
+            f"{path}: not a task file ({error}); delete the folder and warm-start again",
+            exit_code=2,
         ) from None
     # A hand-edited file could train on held-out questions, and the evaluation would be worthless.
     if not task.held_out or not task.training or set(task.held_out) & set(task.training):
         raise EnvFault(
-            f"{path}: its two parts are empty or overlap; delete the folder and warm-start again", exit_code=2
+            f"{path}: its two parts are empty or overlap; delete the folder and warm-start again",
+            exit_code=2,
         )
     return task
 

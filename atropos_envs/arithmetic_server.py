@@ -34,9 +34,15 @@ from atropos_envs.evaluation import Graded
 class ArithmeticConfig(BaseEnvConfig):  # type: ignore[misc]
     """BaseEnv's fields and ours; on the command line `--env.NAME`."""
 
-    seed: int = Field(0, description="Order of the questions; also the split, where the model folder has no task.json")
+    seed: int = Field(
+        0,
+        description="Order of the questions; also the split, where the model folder has no "
+        "task.json",
+    )
     temperature: float = Field(1.0, gt=0, description="Sampling temperature of rollouts")
-    carry_questions: int = Field(25, ge=0, description="Number of training questions with a carry in an evaluation")
+    carry_questions: int = Field(
+        25, ge=0, description="Number of training questions with a carry in an evaluation"
+    )
 
 
 class ArithmeticEnv(StackEnv):
@@ -65,7 +71,9 @@ class ArithmeticEnv(StackEnv):
         self.task: Task = load_task(Path(self.config.tokenizer_name), seed=self.config.seed)
         self.items = epochs(self.task.training, random.Random(self.config.seed))
         carries = self.task.carries
-        self._carries = random.Random(self.config.seed).sample(carries, min(self.config.carry_questions, len(carries)))
+        self._carries = random.Random(self.config.seed).sample(
+            carries, min(self.config.carry_questions, len(carries))
+        )
 
     async def rollout(self, item: Sum) -> dict[str, Any]:
         """Return `group_size` scored completions of one question."""
@@ -73,7 +81,9 @@ class ArithmeticEnv(StackEnv):
         async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
             await managed.completion(prompt=item.prompt, n=self.config.group_size, **sampling)
             nodes = managed.get_state()["nodes"]
-        scores = [self._reward(item, _completion(node.tokens, node.masked_tokens)) for node in nodes]
+        scores = [
+            self._reward(item, _completion(node.tokens, node.masked_tokens)) for node in nodes
+        ]
         return self.scored_group(nodes, scores, sampling)
 
     def eval_questions(self) -> dict[str, Sequence[Sum]]:
@@ -82,11 +92,15 @@ class ArithmeticEnv(StackEnv):
         return {"held_out": self.task.held_out, "carries": self._carries}
 
     async def grade(self, question: Sum, *, wait: bool) -> Graded:
-        done = await self.greedy(self.tokenizer.encode(question.prompt), wait=wait, max_tokens=MAX_NEW_TOKENS)
+        done = await self.greedy(
+            self.tokenizer.encode(question.prompt), wait=wait, max_tokens=MAX_NEW_TOKENS
+        )
         return Graded(self._reward(question, done.token_ids[0]) == 1.0, done.oldest_version)
 
     def _reward(self, question: Sum, completion: Sequence[int]) -> float:
-        return reward(completion, self.tokenizer.encode(question.answer), self.tokenizer.eos_token_id)
+        return reward(
+            completion, self.tokenizer.encode(question.answer), self.tokenizer.eos_token_id
+        )
 
 
 def _completion(tokens: Sequence[int], masks: Sequence[int]) -> list[int]:

@@ -78,9 +78,13 @@ class StackEnv(Hosted):
             "api_key": "local",
             "model_name": "",
         }
-        return cls.env_config_cls(**fields | cls.env_defaults), [APIServerConfig(**server | cls.server_defaults)]
+        return cls.env_config_cls(**fields | cls.env_defaults), [
+            APIServerConfig(**server | cls.server_defaults)
+        ]
 
-    def __init__(self, config: Any, server_configs: Any, slurm: bool = False, testing: bool = False) -> None:
+    def __init__(
+        self, config: Any, server_configs: Any, slurm: bool = False, testing: bool = False
+    ) -> None:
         # Before BaseEnv, which loads the tokenizer first.
         _check_servers(server_configs)
         super().__init__(config, server_configs, slurm=slurm, testing=testing)
@@ -88,7 +92,9 @@ class StackEnv(Hosted):
         self._evaluating = asyncio.Lock()
         run = RunDir.from_env()
         # Outside of a run nothing is saved: every start begins with the first item.
-        self._position_file = run.bridge / f"env.{self.component}.items" if run is not None else None
+        self._position_file = (
+            run.bridge / f"env.{self.component}.items" if run is not None else None
+        )
         self._taken: int | None = None
 
     # To be defined by a subclass
@@ -114,16 +120,22 @@ class StackEnv(Hosted):
 
     async def greedy(self, prompt_ids: list[int], *, wait: bool, **sampling: Any) -> Generation:
         """Return the greedy completion."""
-        return await self.server.servers[0].generate(prompt_ids, wait=wait, temperature=0.0, **sampling)
+        return await self.server.servers[0].generate(
+            prompt_ids, wait=wait, temperature=0.0, **sampling
+        )
 
     def require_chat_template(self) -> None:
         """Raise EnvFault if the model has no chat template."""
         if not self.tokenizer.chat_template:
             raise EnvFault(
-                f"{self.config.tokenizer_name} has no chat template; use an instruction-tuned model", exit_code=2
+                f"{self.config.tokenizer_name} has no chat template; use an "
+                f"instruction-tuned model",
+                exit_code=2,
             )
 
-    def scored_group(self, nodes: Sequence[Any], scores: list[float], sampling: dict[str, Any]) -> dict[str, Any]:
+    def scored_group(
+        self, nodes: Sequence[Any], scores: list[float], sampling: dict[str, Any]
+    ) -> dict[str, Any]:
         """Return the group in run-api's form, from the sequences that ManagedServer recorded."""
         return {
             "tokens": [node.tokens for node in nodes],
@@ -149,7 +161,9 @@ class StackEnv(Hosted):
         try:
             await work
         except (EngineUnavailable, EngineRefused) as error:
-            raise EnvFault(f"{error}. Start the inference server or check --openai.base_url") from None
+            raise EnvFault(
+                f"{error}. Start the inference server or check --openai.base_url"
+            ) from None
         finally:
             await self._close_servers()
 
@@ -182,7 +196,9 @@ class StackEnv(Hosted):
         """Skip the items that earlier attempts of this run rolled out."""
         self._taken = 0
         with suppress(OSError, ValueError):
-            self._taken = int(read_regular(self._position_file)) if self._position_file is not None else 0
+            self._taken = (
+                int(read_regular(self._position_file)) if self._position_file is not None else 0
+            )
         next(islice(self.items, self._taken, self._taken), None)
 
     def _save_position(self) -> None:
@@ -190,7 +206,10 @@ class StackEnv(Hosted):
         backlog, which are lost with this process."""
         if self._position_file is not None and self._taken is not None:
             with suppress(OSError):  # a full disk costs the position, not the environment
-                write_private(self._position_file, str(max(0, self._taken - len(self.workers) - len(self.backlog))))
+                write_private(
+                    self._position_file,
+                    str(max(0, self._taken - len(self.workers) - len(self.backlog))),
+                )
 
     # Evaluation
 
@@ -222,10 +241,21 @@ class StackEnv(Hosted):
                     return
                 record = self.eval_log.append(split, graded, step)
                 if wandb.run is not None:
-                    wandb.log({f"{self.wandb_prepend}_eval/{split}": record.accuracy}, step=self.curr_step)
-                version = "" if record.weight_version is None else f" at weight version {record.weight_version}"
+                    wandb.log(
+                        {f"{self.wandb_prepend}_eval/{split}": record.accuracy}, step=self.curr_step
+                    )
+                version = (
+                    ""
+                    if record.weight_version is None
+                    else f" at weight version {record.weight_version}"
+                )
                 log.info(
-                    "%s: %d of %d right (%.2f)%s", split, record.correct, record.questions, record.accuracy, version
+                    "%s: %d of %d right (%.2f)%s",
+                    split,
+                    record.correct,
+                    record.questions,
+                    record.accuracy,
+                    version,
                 )
 
     async def _grade_all(self, questions: Sequence[Any], wait: bool) -> list[Graded]:
@@ -259,18 +289,32 @@ def _check_servers(server_configs: Any) -> None:
     for config in configs:
         if config.server_type != "vllm":
             raise EnvFault(
-                f"server_type={config.server_type} returns no logprobs to train on; use --openai.server_type vllm",
+                f"server_type={config.server_type} returns no logprobs to train on; use "
+                f"--openai.server_type vllm",
                 exit_code=2,
             )
         if not getattr(config, "base_url", ""):
-            raise EnvFault("no inference server is given; pass --openai.base_url http://127.0.0.1:PORT/v1", exit_code=2)
+            raise EnvFault(
+                "no inference server is given; pass --openai.base_url http://127.0.0.1:PORT/v1",
+                exit_code=2,
+            )
 
 
 def configure_logging() -> None:
     """Log one line per event, and only warnings of libraries. BaseEnv logs its state ten times a
     second at INFO, and at DEBUG once a root logger call has installed a handler."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
-    for name in ("atroposlib", "atroposlib.envs.base", "httpx", "httpx2", "openai", "datasets", "urllib3"):
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
+    )
+    for name in (
+        "atroposlib",
+        "atroposlib.envs.base",
+        "httpx",
+        "httpx2",
+        "openai",
+        "datasets",
+        "urllib3",
+    ):
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
@@ -280,9 +324,13 @@ def one_off_defaults(arguments: Sequence[str]) -> list[str]:
     command = arguments[0] if arguments else ""
     if command not in ("process", "evaluate"):
         return list(arguments)
-    defaults = {"--env.use_wandb": "false"} | ({"--env.total_steps": "10"} if command == "process" else {})
+    defaults = {"--env.use_wandb": "false"} | (
+        {"--env.total_steps": "10"} if command == "process" else {}
+    )
     given = {argument.split("=")[0] for argument in arguments}
-    added = [word for flag, value in defaults.items() if flag not in given for word in (flag, value)]
+    added = [
+        word for flag, value in defaults.items() if flag not in given for word in (flag, value)
+    ]
     return [*arguments, *added]
 
 

@@ -39,7 +39,12 @@ log = logging.getLogger(__name__)
 RETRY_S = 0.5
 """Seconds between two tries while the server is away, held or starting."""
 # Statuses that mean a wrong server or key. Other 4xx answers concern one request.
-_FATAL = {401: "refuses this client", 403: "refuses this client", 404: "has no such route", 405: "has no such route"}
+_FATAL = {
+    401: "refuses this client",
+    403: "refuses this client",
+    404: "has no such route",
+    405: "has no such route",
+}
 
 
 class EngineUnavailable(RuntimeError):
@@ -83,11 +88,14 @@ def parse_generation(prompt_ids: Sequence[int], answer: dict[str, Any]) -> Gener
     try:
         # [N][T] pairs of token id and logprob; with `logprobs: 0` each step has the sampled token
         # alone.
-        chosen = [[next(iter(step[0].items())) for step in sequence] for sequence in answer["logprobs"]]
+        chosen = [
+            [next(iter(step[0].items())) for step in sequence] for sequence in answer["logprobs"]
+        ]
         reasons = [str(reason) for reason in answer["finish_reasons"]]
     except (KeyError, TypeError, IndexError, StopIteration, AttributeError):
         raise EngineRefused(
-            "the server's /generate returns no logprobs; start it with `python -m vllm_server`", fatal=True
+            "the server's /generate returns no logprobs; start it with `python -m vllm_server`",
+            fatal=True,
         ) from None
     versions = answer.get("weight_versions") or [None] * len(chosen)
     return Generation(
@@ -175,7 +183,9 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
             view = copy.copy(self)
             # The openai client's own retries would all go to one server.
             retries = self.openai.max_retries if len(urls) == 1 else 0
-            view.openai = self.openai.with_options(base_url=url, http_client=http, max_retries=retries)
+            view.openai = self.openai.with_options(
+                base_url=url, http_client=http, max_retries=retries
+            )
             self._v1_clients[Server(url)] = view
         self._servers = list(self._v1_clients)
 
@@ -218,11 +228,20 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
     @property
     def _away(self) -> str:
         """Names of the servers (without `/v1`) if none answers, else an empty string."""
-        return "" if any(s.lost_at is None for s in self._servers) else " and ".join(s.root for s in self._servers)
+        return (
+            ""
+            if any(s.lost_at is None for s in self._servers)
+            else " and ".join(s.root for s in self._servers)
+        )
 
-    async def generate(self, prompt_ids: Sequence[int], *, wait: bool = True, **sampling: Any) -> Generation:
+    async def generate(
+        self, prompt_ids: Sequence[int], *, wait: bool = True, **sampling: Any
+    ) -> Generation:
         """Call `POST /generate` with vLLM's sampling parameters; errors as in `_request`."""
-        body: dict[str, Any] = {"prompt": {"prompt_token_ids": list(prompt_ids)}, "logprobs": 0} | sampling
+        body: dict[str, Any] = {
+            "prompt": {"prompt_token_ids": list(prompt_ids)},
+            "logprobs": 0,
+        } | sampling
         answer = await self._request(self._post, body, lambda: len(prompt_ids), wait=wait)
         return parse_generation(prompt_ids, answer)
 
@@ -238,7 +257,9 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
             request.pop(unused, None)
         prompt = request.pop("prompt", None)
         ids = request.pop("input_ids", None)
-        prompt_ids = self._single_bos(list(ids) if ids is not None else self.tokenizer.encode(prompt))
+        prompt_ids = self._single_bos(
+            list(ids) if ids is not None else self.tokenizer.encode(prompt)
+        )
         for name in ("max_new_tokens", "max_completion_tokens"):
             if name in request:
                 request["max_tokens"] = request.pop(name)
@@ -254,18 +275,26 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
         split = request.pop("split", "train")
         request = self._inject_reasoning_kwargs(request)
         messages = request.get("messages")
-        return await self._call_v1("_chat_completion_wrapper", request, split, lambda: self._chat_length(messages))
+        return await self._call_v1(
+            "_chat_completion_wrapper", request, split, lambda: self._chat_length(messages)
+        )
 
     async def completion(self, **request: Any) -> Any:
         """Return an answer of `/v1/completions` (atroposlib's interface)."""
         split = request.pop("split", "train")
         prompt = request.get("prompt")
         return await self._call_v1(
-            "_completion_wrapper", request, split,
-            lambda: len(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else len(prompt or []),
-        )  # fmt: skip
+            "_completion_wrapper",
+            request,
+            split,
+            lambda: (
+                len(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else len(prompt or [])
+            ),
+        )
 
-    async def _call_v1(self, call: str, request: dict[str, Any], split: str, prompt_length: Callable[[], int]) -> Any:
+    async def _call_v1(
+        self, call: str, request: dict[str, Any], split: str, prompt_length: Callable[[], int]
+    ) -> Any:
         """Call one of vLLM's own routes by atroposlib's method `call`; errors as in `_request`."""
         request["model"] = self.config.model_name
         request["extra_headers"] = {**(request.get("extra_headers") or {}), SPLIT_HEADER: split}
@@ -295,9 +324,13 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
         del timings[: -self.config.rolling_buffer_length]
 
     async def _request(
-        self, ask: Callable[[Server, dict[str, Any]], Awaitable[Any]], request: dict[str, Any],
-        prompt_length: Callable[[], int], *, wait: bool = True,
-    ) -> Any:  # fmt: skip
+        self,
+        ask: Callable[[Server, dict[str, Any]], Awaitable[Any]],
+        request: dict[str, Any],
+        prompt_length: Callable[[], int],
+        *,
+        wait: bool = True,
+    ) -> Any:
         """Return the result of `ask` for `request`, shortened to the server's context; retry while
         no server answers.
 
@@ -315,15 +348,26 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
                 with server.busy(int(request.get("n") or 1)):
                     for name in ("max_tokens", "max_completion_tokens"):
                         if request.get(name) is not None:
-                            request[name] = await self._fit_context(server, request[name], prompt_length)
+                            request[name] = await self._fit_context(
+                                server, request[name], prompt_length
+                            )
                     answer = await ask(server, request)
-            except (openai.APIConnectionError, openai.InternalServerError, aiohttp.ClientError, OSError) as error:
-                await self._lost(server, error, may_wait=wait and time.monotonic() - started <= self.patience_s)
+            except (
+                openai.APIConnectionError,
+                openai.InternalServerError,
+                aiohttp.ClientError,
+                OSError,
+            ) as error:
+                await self._lost(
+                    server, error, may_wait=wait and time.monotonic() - started <= self.patience_s
+                )
             else:
                 self._note_found(server)
                 return answer
 
-    async def _fit_context(self, server: Server, max_tokens: int, prompt_length: Callable[[], int]) -> int:
+    async def _fit_context(
+        self, server: Server, max_tokens: int, prompt_length: Callable[[], int]
+    ) -> int:
         """Return `max_tokens`, reduced to the server's context; environments are written for models
         with longer ones."""
         if self._context is None:
@@ -334,9 +378,12 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
         if not self._warned_context:
             self._warned_context = True
             log.warning(
-                "a request asks for %d tokens beyond its prompt, but the server's context is %d in all: completions "
-                "are cut shorter; raise vllm.max_model_len", max_tokens, self._context,
-            )  # fmt: skip
+                "a request asks for %d tokens beyond its prompt, but the server's context is "
+                "%d in all: completions "
+                "are cut shorter; raise vllm.max_model_len",
+                max_tokens,
+                self._context,
+            )
         return left
 
     async def _served_context(self, server: Server) -> int:
@@ -352,7 +399,11 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
 
     def _chat_length(self, messages: Any) -> int:
         try:
-            return len(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+            return len(
+                self.tokenizer.apply_chat_template(
+                    messages, add_generation_prompt=True, return_dict=False
+                )
+            )
         except Exception:  # no template, or parts that are not text: the server judges
             return 0
 
@@ -372,7 +423,9 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
             self._session = aiohttp.ClientSession(
                 timeout=aiohttp.ClientTimeout(total=self.config.timeout, sock_connect=5),
                 connector=aiohttp.TCPConnector(limit=0),
-                headers={"Authorization": f"Bearer {self.config.api_key}"} if self.config.api_key else {},
+                headers={"Authorization": f"Bearer {self.config.api_key}"}
+                if self.config.api_key
+                else {},
             )
         return self._session
 
@@ -397,7 +450,9 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
         text = (await response.text())[:300]
         if response.status in _FATAL:
             reason = f"{server.root}/generate {_FATAL[response.status]} ({response.status}): {text}"
-            return EngineRefused(f"{reason}. Start `python -m vllm_server` and check --openai.base_url", fatal=True)
+            return EngineRefused(
+                f"{reason}. Start `python -m vllm_server` and check --openai.base_url", fatal=True
+            )
         return EngineRefused(f"{server.root}/generate: {response.status}: {text}", fatal=False)
 
     async def _lost(self, server: Server, error: BaseException, *, may_wait: bool) -> None:
@@ -410,7 +465,9 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
         if server.lost_at is None:
             server.lost_at = time.monotonic()
             others = "" if len(self._servers) == 1 or self._away else "; the others go on"
-            log.warning("waiting for the inference server at %s (%s)%s", server.root, _name(error), others)
+            log.warning(
+                "waiting for the inference server at %s (%s)%s", server.root, _name(error), others
+            )
         self.server_healthy = not self._away
         if self._away and not may_wait:
             raise EngineUnavailable(f"{self._away} does not answer ({_name(error)})") from None
@@ -419,7 +476,11 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
     def _note_found(self, server: Server) -> None:
         self.server_healthy = True
         if server.lost_at is not None:
-            log.info("inference server at %s answers after %.1f s", server.root, time.monotonic() - server.lost_at)
+            log.info(
+                "inference server at %s answers after %.1f s",
+                server.root,
+                time.monotonic() - server.lost_at,
+            )
             server.lost_at = None
 
 

@@ -17,7 +17,13 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.5
 ANSWER_S = aiohttp.ClientTimeout(total=2)
-AWAY = (openai.APIConnectionError, aiohttp.ClientConnectionError, httpx.TransportError, OSError, TimeoutError)
+AWAY = (
+    openai.APIConnectionError,
+    aiohttp.ClientConnectionError,
+    httpx.TransportError,
+    OSError,
+    TimeoutError,
+)
 """Errors of a client whose server is unreachable."""
 
 
@@ -58,7 +64,11 @@ class EngineGate:
         """Return True if a rollout failed because no engine answers, and close the gate then."""
         # One request decides: the same errors come from other servers, such as a judge or a search
         # tool.
-        if not self._roots or not any(isinstance(cause, AWAY) for cause in _causes(error)) or await self._answers():
+        if (
+            not self._roots
+            or not any(isinstance(cause, AWAY) for cause in _causes(error))
+            or await self._answers()
+        ):
             return False
         self._closed.set()
         return True

@@ -94,32 +94,50 @@ class EvalLog:
         """Write the numbers of `metrics`, which an environment logs for wandb; shares of right
         answers in `eval/` also become accuracies."""
         # Environments also log tables and strings for wandb.
-        numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, (int, float, np.number))}
+        numbers = {
+            name: float(value)
+            for name, value in metrics.items()
+            if isinstance(value, (int, float, np.number))
+        }
         for name, value in numbers.items():
             kind, _, split = name.partition("/")
             if kind == "eval" and _SHARE.search(split) and 0 <= value <= 1:
-                self._write(EvalRecord(env=self._env, split=split, accuracy=value, policy_step=policy_step))
+                self._write(
+                    EvalRecord(env=self._env, split=split, accuracy=value, policy_step=policy_step)
+                )
         if numbers:
             self._write(EnvMetricsRecord(env=self._env, metrics=numbers, policy_step=policy_step))
 
     def counted(
-        self, tally: Tally, adjusted: Mapping[str, int], requests: int, step: int | None,
+        self,
+        tally: Tally,
+        adjusted: Mapping[str, int],
+        requests: int,
+        step: int | None,
         bounds: Mapping[str, float] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Write the counts of groups and requests since the start; `bounds`: workers and queue
         slots."""
         self._write(
             EnvCountsRecord(
-                env=self._env, policy_step=step, requests=requests, sent=tally.sent, left_out=dict(tally.left_out),
-                examples=dict(tally.examples), failures=dict(tally.failures),
-                evaluation_failures=dict(tally.evaluation_failures), adjusted=dict(adjusted),
+                env=self._env,
+                policy_step=step,
+                requests=requests,
+                sent=tally.sent,
+                left_out=dict(tally.left_out),
+                examples=dict(tally.examples),
+                failures=dict(tally.failures),
+                evaluation_failures=dict(tally.evaluation_failures),
+                adjusted=dict(adjusted),
                 **(bounds or {}),
             )
-        )  # fmt: skip
+        )
 
     def _write(self, record: RecordT) -> RecordT:
         """Stamp and append a record; return it."""
-        stamped = record.model_copy(update={"run_id": self._run_id, "time": time.time(), "seq": self._next})
+        stamped = record.model_copy(
+            update={"run_id": self._run_id, "time": time.time(), "seq": self._next}
+        )
         if self._path is not None:
             # Opened for each record, since minutes may pass between two.
             with self._path.open("a") as file:
@@ -188,7 +206,9 @@ class Tally:
         if (reason, kind or words) not in self._kinds:
             self._kinds.add((reason, kind or words))
             self.urgent = True
-            log.warning("a group is left out (%s): %s. Later ones are only counted", in_words(reason), words)
+            log.warning(
+                "a group is left out (%s): %s. Later ones are only counted", in_words(reason), words
+            )
 
     def accepted(self) -> None:
         self.sent += 1
@@ -214,11 +234,20 @@ class Tally:
         self._reported, self.urgent = self._totals, False
         parts = [f"{self.sent} groups sent"]
         if self._scores:
-            parts.append(f"mean score {sum(self._scores) / len(self._scores):.3f} over the last {len(self._scores)}")
+            parts.append(
+                f"mean score {sum(self._scores) / len(self._scores):.3f} over the last "
+                f"{len(self._scores)}"
+            )
             self._scores = []
-        parts += [f"{count} left out ({in_words(reason)})" for reason, count in self.left_out.most_common()]
+        parts += [
+            f"{count} left out ({in_words(reason)})"
+            for reason, count in self.left_out.most_common()
+        ]
         parts += [f"{count} failed ({reason})" for reason, count in self.failures.most_common(3)]
-        parts += [f"{count} evaluations failed ({reason})" for reason, count in self.evaluation_failures.most_common(1)]
+        parts += [
+            f"{count} evaluations failed ({reason})"
+            for reason, count in self.evaluation_failures.most_common(1)
+        ]
         return ", ".join(parts)
 
     @property
@@ -246,4 +275,7 @@ def reason_of(error: BaseException) -> str:
 
 def _is_answer(error: BaseException) -> bool:
     """Return True if the server refused the request: a traceback would show nothing useful."""
-    return isinstance(error, APIStatusError) or type(error).__name__ in ("EngineRefused", "EngineUnavailable")
+    return isinstance(error, APIStatusError) or type(error).__name__ in (
+        "EngineRefused",
+        "EngineUnavailable",
+    )

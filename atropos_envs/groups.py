@@ -128,7 +128,9 @@ def _advantage(value: Any, where: str) -> Any:
     if hasattr(value, "tolist"):
         value = value.tolist()
     return (
-        _numbers(value, where) if isinstance(value, Sequence) and not isinstance(value, str) else _number(value, where)
+        _numbers(value, where)
+        if isinstance(value, Sequence) and not isinstance(value, str)
+        else _number(value, where)
     )
 
 
@@ -155,7 +157,11 @@ def _wrong(value: Any, where: str, wanted: str) -> Unsendable:
 
 def _type(value: Any) -> str:
     kind = type(value)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    return (
+        kind.__qualname__
+        if kind.__module__ == "builtins"
+        else f"{kind.__module__}.{kind.__qualname__}"
+    )
 
 
 READERS: dict[str, Read] = {

@@ -20,10 +20,19 @@ if __name__ == "__main__":
     without_torch()
 
 from atropos_envs.base import run
-from atropos_envs.math_env import Completion, HubSplit, MathEnv, MathProblem, group_scores, parse_gold, read_split
+from atropos_envs.math_env import (
+    Completion,
+    HubSplit,
+    MathEnv,
+    MathProblem,
+    group_scores,
+    parse_gold,
+    read_split,
+)
 
 SYSTEM_PROMPT = (
-    "You solve mathematics problems. Think as long as you need between <think> and </think>, then give a short "
+    "You solve mathematics problems. Think as long as you need between <think> and </think>, "
+    "then give a short "
     "solution whose last line is the final answer inside \\boxed{}."
 )
 DATASET, SUBSET = "openai/gsm8k", "main"
@@ -64,10 +73,14 @@ class Gsm8kEnv(MathEnv):
 
     def prompt_ids(self, row: MathProblem) -> list[int]:
         # ManagedServer makes text first too; a direct encoding could split tokens elsewhere.
-        text = self.tokenizer.apply_chat_template(_messages(row), tokenize=False, add_generation_prompt=True)
+        text = self.tokenizer.apply_chat_template(
+            _messages(row), tokenize=False, add_generation_prompt=True
+        )
         return list(self.tokenizer.encode(text))
 
-    async def complete(self, managed: Any, row: MathProblem, sampling: dict[str, Any]) -> list[tuple[str, str]]:
+    async def complete(
+        self, managed: Any, row: MathProblem, sampling: dict[str, Any]
+    ) -> list[tuple[str, str]]:
         answer = await managed.chat_completion(messages=_messages(row), **sampling)
         # A model with a reasoning parser may answer without any content.
         return [(choice.message.content or "", choice.finish_reason) for choice in answer.choices]
@@ -77,7 +90,10 @@ class Gsm8kEnv(MathEnv):
 
 
 def _messages(row: MathProblem) -> list[dict[str, str]]:
-    return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": row["question"]}]
+    return [
+        {"role": "system", "content": SYSTEM_PROMPT},
+        {"role": "user", "content": row["question"]},
+    ]
 
 
 if __name__ == "__main__":

@@ -98,8 +98,12 @@ class Hosted(BaseEnv):  # type: ignore[misc]
     """Behaviour of every environment in the stack; the environment's own class follows in the
     method resolution order."""
 
-    def __init__(self, config: Any, server_configs: Any, slurm: bool = False, testing: bool = False) -> None:
-        config, server_configs = with_run_key(config, server_configs, os.environ.get(ENV_DOOR_KEY, ""))
+    def __init__(
+        self, config: Any, server_configs: Any, slurm: bool = False, testing: bool = False
+    ) -> None:
+        config, server_configs = with_run_key(
+            config, server_configs, os.environ.get(ENV_DOOR_KEY, "")
+        )
         try:
             super().__init__(config, server_configs, slurm=slurm, testing=testing)
         except (OSError, ValueError) as error:
@@ -115,7 +119,9 @@ class Hosted(BaseEnv):  # type: ignore[misc]
             self.config.ensure_scores_are_not_same = False
         self.eval_runner: asyncio.Task[None] | None = None
         self.component = component_name(self.name or type(self).__name__)
-        self.eval_log = EvalLog(eval_path(self.component, config.data_dir_to_save_evals), self.component)
+        self.eval_log = EvalLog(
+            eval_path(self.component, config.data_dir_to_save_evals), self.component
+        )
         self.tally = Tally()
         # With `min_batch_allocation` atroposlib divides the batch and bounds the workers itself.
         refills = os.environ.get(ENV_REFILL) != "0" and config.min_batch_allocation is None
@@ -132,7 +138,9 @@ class Hosted(BaseEnv):  # type: ignore[misc]
         self._fault: EnvFault | None = None
         self._main: asyncio.Task[Any] | None = None
         self._registration = Registration(config.rollout_server_url, self.component)
-        self._gate = EngineGate(os.environ.get(ENV_ENGINE_URLS, "").split(), self._registration.http)
+        self._gate = EngineGate(
+            os.environ.get(ENV_ENGINE_URLS, "").split(), self._registration.http
+        )
         self._requests_before = 0
         self._failed_in_row = 0
         """Failed groups since the last success."""
@@ -218,14 +226,20 @@ class Hosted(BaseEnv):  # type: ignore[misc]
             self.tally.leave_out(NONE, "postprocess_histories returned no group")
         return groups
 
-    async def handle_send_to_api(self, scored_data: Any, item: Any = None, *args: Any, **kwargs: Any) -> None:
+    async def handle_send_to_api(
+        self, scored_data: Any, item: Any = None, *args: Any, **kwargs: Any
+    ) -> None:
         """Count groups that are left out, and pass the others to BaseEnv with plain numbers."""
         several = isinstance(scored_data, list)
-        made = [(group, self._judge(group)) for group in (scored_data if several else [scored_data])]
+        made = [
+            (group, self._judge(group)) for group in (scored_data if several else [scored_data])
+        ]
         if not await self._gets_slot([reason for _, reason in made], item):
             return
         if sendable := [group for group, reason in made if reason is None]:
-            await super().handle_send_to_api(sendable if several else sendable[0], item, *args, **kwargs)
+            await super().handle_send_to_api(
+                sendable if several else sendable[0], item, *args, **kwargs
+            )
 
     def _judge(self, group: Any) -> str | None:
         """Convert a group in place and count it; return the reason for which it is not sent, None
@@ -385,7 +399,9 @@ class Hosted(BaseEnv):  # type: ignore[misc]
         status, all_slots = self.status_dict, self._all_slots()
         own = None
         if self.config.min_batch_allocation is None and self.config.max_batches_offpolicy > 0:
-            own = await self._registration.places(self.config.max_batches_offpolicy, self.tally.barren)
+            own = await self._registration.places(
+                self.config.max_batches_offpolicy, self.tally.barren
+            )
         # No group of another environment is in the queue.
         alone = status["queue_size"] <= status.get("self_queue_size", 0)
         places, queued = (own.places, own.queued) if own else (all_slots, status["queue_size"])
@@ -393,9 +409,13 @@ class Hosted(BaseEnv):  # type: ignore[misc]
         came = self.tally.sent - sent_before
         if self.queue_slots is not None:
             late = self.queue_slots.update(
-                queued=queued, came=came, coming=self._sending, places=places,
-                ahead=self.config.max_batches_offpolicy, step=status["current_step"],
-            )  # fmt: skip
+                queued=queued,
+                came=came,
+                coming=self._sending,
+                places=places,
+                ahead=self.config.max_batches_offpolicy,
+                step=status["current_step"],
+            )
             self._drop(late)
         status["queue_size"] = all_slots - (places - queued - came)
         if (own or alone) and self.config.batch_size > 0:
@@ -405,12 +425,16 @@ class Hosted(BaseEnv):  # type: ignore[misc]
     async def env_step_checks(self) -> None:
         """Evaluate at BaseEnv's intervals, and write a progress line."""
         await super().env_step_checks()
-        self._worker_meter.look(len(self.workers), self.queue_slots, awaited=self._awaited, in_engine=self._in_engine())
+        self._worker_meter.look(
+            len(self.workers), self.queue_slots, awaited=self._awaited, in_engine=self._in_engine()
+        )
         news = self.tally.news() or self._requests() != self._requests_before
         if self.tally.urgent or (time.monotonic() - self._summary_at > SUMMARY_S and news):
             self._requests_before = self._requests()
             log.info("step %d: %s", self.curr_step, self.tally.line())
-            self.eval_log.counted(self.tally, self._adjusted(), self._requests_before, self.curr_step, self._bounds())
+            self.eval_log.counted(
+                self.tally, self._adjusted(), self._requests_before, self.curr_step, self._bounds()
+            )
             self._summary_at = time.monotonic()
 
     def _in_engine(self) -> int | None:
@@ -554,21 +578,32 @@ class Foreign(Hosted):
             # The default, STOP_TRAIN, stops rollouts during an evaluation and restarts those in
             # flight.
             config.eval_handling = EvalHandlingEnum.NONE
-        known = {name: value for name, value in first.model_dump().items() if name in APIServerConfig.model_fields}
+        known = {
+            name: value
+            for name, value in first.model_dump().items()
+            if name in APIServerConfig.model_fields
+        }
         return config, [APIServerConfig(**known)]
 
-    def __init__(self, config: Any, server_configs: Any, slurm: bool = False, testing: bool = False) -> None:
+    def __init__(
+        self, config: Any, server_configs: Any, slurm: bool = False, testing: bool = False
+    ) -> None:
         """Give the environment as many servers as it has by default, since some address them by
         number. Each is the plan's server. With a server class of its own it gets one for each
         engine of the plan; ours spreads the requests itself."""
         configs = server_configs if isinstance(server_configs, list) else [server_configs]
         if all(type(each) is ServerBaseline for each in configs) or not configs[0].base_url:
-            raise EnvFault("no inference server is given; pass --openai.base_url http://127.0.0.1:PORT/v1", exit_code=2)
+            raise EnvFault(
+                "no inference server is given; pass --openai.base_url http://127.0.0.1:PORT/v1",
+                exit_code=2,
+            )
         each_of = configs if len(configs) > 1 else configs * self.servers_wanted
         if not issubclass(self.server_cls, EngineClient):
             urls = addresses(configs[0].base_url)
             each_of = [one.model_copy(update={"base_url": url}) for url in urls for one in each_of]
-        super().__init__(config, [one.model_copy() for one in each_of], slurm=slurm, testing=testing)
+        super().__init__(
+            config, [one.model_copy() for one in each_of], slurm=slurm, testing=testing
+        )
 
     async def get_server_info(self) -> None:
         """Register; then allow as many groups in flight as the plan has sequences for, unless the
@@ -583,7 +618,11 @@ class Foreign(Hosted):
     async def env_step_checks(self) -> None:
         """Evaluate at every multiple of `steps_per_eval`; BaseEnv misses a multiple that passes
         between two of its checks."""
-        every, before, now = self.config.steps_per_eval, self.curr_step, self.status_dict["current_step"]
+        every, before, now = (
+            self.config.steps_per_eval,
+            self.curr_step,
+            self.status_dict["current_step"],
+        )
         await super().env_step_checks()
         if every > 0 and before // every < now // every and before % every <= now % every:
             self._evaluate_soon()
@@ -601,7 +640,9 @@ class Foreign(Hosted):
         except EnvFault:
             raise
         except Exception as error:
-            reason = f"{type(error).__name__}: {str(error).strip() or 'without a message'}".split("\n")[0]
+            reason = f"{type(error).__name__}: {str(error).strip() or 'without a message'}".split(
+                "\n"
+            )[0]
             raise EnvFault(f"the environment's setup failed: {reason}", exit_code=2) from error
 
 
@@ -609,10 +650,14 @@ def missing_package(error: ImportError) -> str:
     """Return the message and the fix for a failed import."""
     package = (error.name or "").partition(".")[0]
     if isinstance(error, ModuleNotFoundError) and package != error.name and package in sys.modules:
-        return f"the installed {package} has no module {error.name!r}: install another version, or its submodules"
+        return (
+            f"the installed {package} has no module {error.name!r}: install another version, or "
+            f"its submodules"
+        )
     if isinstance(error, ModuleNotFoundError) and package:
         return (
-            f"the environment needs the Python package {package!r}, which is not installed. Install what its own "
+            f"the environment needs the Python package {package!r}, which is not installed. "
+            f"Install what its own "
             f"requirements name (perhaps: python -m pip install {package}); if it is in another "
             'folder than the script, set PYTHONPATH = "FOLDER" under [env.env]'
         )
@@ -626,6 +671,7 @@ def hosted(env_class: type[BaseEnv]) -> type[BaseEnv]:
     own_server = not inspect.isabstract(env_class.server_cls)
     names = {"__module__": env_class.__module__, "__doc__": env_class.__doc__}
     return type(
-        env_class.__name__, (Foreign, env_class),
+        env_class.__name__,
+        (Foreign, env_class),
         names | ({} if own_server else {"server_cls": EngineClient}),
-    )  # fmt: skip
+    )

@@ -67,12 +67,16 @@ class HubSplit:
             # The hub's client raises many unrelated types, and all mean: no data.
             reason = str(error).strip().split("\n")[0] or type(error).__name__
             raise EnvFault(
-                f"the data set {self.dataset} cannot be loaded ({reason[:200]}). Check the network or HF_ENDPOINT, use "
-                "HF_HUB_OFFLINE=1 with a filled cache, or give --env.dataset_path FOLDER with train.jsonl and "
+                f"the data set {self.dataset} cannot be loaded ({reason[:200]}). Check the "
+                f"network or HF_ENDPOINT, use "
+                "HF_HUB_OFFLINE=1 with a filled cache, or give --env.dataset_path FOLDER "
+                "with train.jsonl and "
                 "test.jsonl",
                 exit_code=2,
             ) from None
-        return _filled([row for row in rows if row is not None], f"the {self.split} split of {self.dataset}")
+        return _filled(
+            [row for row in rows if row is not None], f"the {self.split} split of {self.dataset}"
+        )
 
     def _row(self, row: Any) -> MathProblem | None:
         question, answer = row[self.question], row[self.answer]
@@ -91,11 +95,14 @@ def read_split(folder: str, split: str) -> list[MathProblem]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
         raise EnvFault(
-            f"{path}: no such file; --env.dataset_path needs train.jsonl and test.jsonl", exit_code=2
+            f"{path}: no such file; --env.dataset_path needs train.jsonl and test.jsonl",
+            exit_code=2,
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise EnvFault(f"{path}: cannot be read as text ({error})", exit_code=2) from None
-    return _filled([_parse(path, n, line) for n, line in enumerate(lines, start=1) if line.strip()], str(path))
+    return _filled(
+        [_parse(path, n, line) for n, line in enumerate(lines, start=1) if line.strip()], str(path)
+    )
 
 
 def _parse(path: Path, number: int, line: str) -> MathProblem:
@@ -104,7 +111,8 @@ def _parse(path: Path, number: int, line: str) -> MathProblem:
         return MathProblem(question=str(row["question"]), answer=str(row["answer"]))
     except (ValueError, KeyError, TypeError, RecursionError):
         raise EnvFault(
-            f'{path}:{number}: not a problem; expected {{"question": ..., "answer": ...}}', exit_code=2
+            f'{path}:{number}: not a problem; expected {{"question": ..., "answer": ...}}',
+            exit_code=2,
         ) from None
 
 
@@ -128,11 +136,18 @@ def _extraction() -> list[Any]:
     from math_verify import LatexExtractionConfig
 
     normalization = NormalizationConfig(
-        basic_latex=True, units=True, malformed_operators=False, nits=False, boxed="all", equations=False
+        basic_latex=True,
+        units=True,
+        malformed_operators=False,
+        nits=False,
+        boxed="all",
+        equations=False,
     )
     return [
         LatexExtractionConfig(
-            normalization_config=normalization, boxed_match_priority=0, try_extract_without_anchor=False
+            normalization_config=normalization,
+            boxed_match_priority=0,
+            try_extract_without_anchor=False,
         )
     ]
 
@@ -146,7 +161,12 @@ def parse_answer(text: str) -> list[Any]:
     box = text.rfind(BOX)
     answer = text[box : box + LONGEST_ANSWER] if box >= 0 else text[-LONGEST_ANSWER:]
     return list(
-        parse(answer, extraction_config=_extraction(), extraction_mode="first_match", parsing_timeout=PATIENCE_S)
+        parse(
+            answer,
+            extraction_config=_extraction(),
+            extraction_mode="first_match",
+            parsing_timeout=PATIENCE_S,
+        )
     )
 
 
@@ -161,7 +181,9 @@ def is_right(completion: str, gold: list[Any]) -> bool:
     `parse_gold`."""
     from math_verify import verify
 
-    return bool(verify(gold, parse_answer(completion.rpartition(THINK_END)[2]), timeout_seconds=PATIENCE_S))
+    return bool(
+        verify(gold, parse_answer(completion.rpartition(THINK_END)[2]), timeout_seconds=PATIENCE_S)
+    )
 
 
 def group_scores(right: Sequence[bool], lengths: Sequence[int], longest: int) -> list[float]:
@@ -191,7 +213,9 @@ class MathConfig(BaseEnvConfig):  # type: ignore[misc]
 
     seed: int = Field(42, description="Order of the problems")
     temperature: float = Field(1.0, gt=0, description="Sampling temperature of rollouts")
-    dataset_path: str | None = Field(None, description="Folder with train.jsonl and test.jsonl in the place of the hub")
+    dataset_path: str | None = Field(
+        None, description="Folder with train.jsonl and test.jsonl in the place of the hub"
+    )
     eval_size: int = Field(128, ge=1, description="Problems of each test split in an evaluation")
 
 
@@ -239,7 +263,9 @@ class MathEnv(StackEnv):
         """Return the prompt as ManagedServer makes it in `complete`."""
         raise NotImplementedError
 
-    async def complete(self, managed: Any, row: MathProblem, sampling: dict[str, Any]) -> list[tuple[str, str]]:
+    async def complete(
+        self, managed: Any, row: MathProblem, sampling: dict[str, Any]
+    ) -> list[tuple[str, str]]:
         """Return `group_size` completions of one problem, as pairs of text and finish reason, in
         the order of ManagedServer's nodes."""
         raise NotImplementedError
@@ -255,7 +281,8 @@ class MathEnv(StackEnv):
         rng = random.Random(self.config.seed)
         self.items = epochs(self.train_rows(), rng)
         self._test = {
-            split: rng.sample(rows, min(self.config.eval_size, len(rows))) for split, rows in self.test_rows().items()
+            split: rng.sample(rows, min(self.config.eval_size, len(rows)))
+            for split, rows in self.test_rows().items()
         }
 
     async def rollout(self, item: MathProblem) -> dict[str, Any]:
@@ -279,7 +306,9 @@ class MathEnv(StackEnv):
             for (text, reason), node in zip(texts, nodes, strict=True)
         ]
         scores = self.score([self.right(each, gold) for each in group], group)
-        return self.scored_group(nodes, scores, sampling) | {"overrides": [self.override(each) for each in group]}
+        return self.scored_group(nodes, scores, sampling) | {
+            "overrides": [self.override(each) for each in group]
+        }
 
     def right(self, completion: Completion, gold: list[Any]) -> bool:
         return is_right(completion.text, gold)

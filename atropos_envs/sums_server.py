@@ -114,7 +114,9 @@ class SumsEnv(StackEnv):
         """Return `group_size` scored completions of one question."""
         sampling = {"temperature": self.config.temperature, "max_tokens": MAX_NEW_TOKENS}
         async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
-            answer = await managed.chat_completion(messages=item.messages, n=self.config.group_size, **sampling)
+            answer = await managed.chat_completion(
+                messages=item.messages, n=self.config.group_size, **sampling
+            )
             # Tokens, masks and logprobs of each completion, in the order of `answer.choices`.
             nodes = managed.get_state()["nodes"]
         scores = [reward(item, choice.message.content or "") for choice in answer.choices]
@@ -124,8 +126,12 @@ class SumsEnv(StackEnv):
         return {"held_out": self._held_out}
 
     async def grade(self, question: TwoDigitSum, *, wait: bool) -> Graded:
-        prompt = self.tokenizer.apply_chat_template(question.messages, tokenize=False, add_generation_prompt=True)
-        done = await self.greedy(self.tokenizer.encode(prompt), wait=wait, max_tokens=MAX_NEW_TOKENS)
+        prompt = self.tokenizer.apply_chat_template(
+            question.messages, tokenize=False, add_generation_prompt=True
+        )
+        done = await self.greedy(
+            self.tokenizer.encode(prompt), wait=wait, max_tokens=MAX_NEW_TOKENS
+        )
         text = self.tokenizer.decode(done.token_ids[0], skip_special_tokens=True)
         # Partial rewards guide training; the accuracy counts exact answers only.
         return Graded(reward(question, text) == 1.0, done.oldest_version)

@@ -80,7 +80,9 @@ def tiny_config(dtype: str = "float32", vocab_rows: int = len(VOCABULARY)) -> Qw
     )
 
 
-def build_tiny_model(*, seed: int = 0, dtype: str = "float32", vocab_rows: int = len(VOCABULARY)) -> Qwen3ForCausalLM:
+def build_tiny_model(
+    *, seed: int = 0, dtype: str = "float32", vocab_rows: int = len(VOCABULARY)
+) -> Qwen3ForCausalLM:
     """Build the model in memory with random weights; the caller's random state is unchanged."""
     import torch
     from transformers import GenerationConfig, Qwen3ForCausalLM
@@ -102,7 +104,11 @@ def save_model(model: Qwen3ForCausalLM, path: Path) -> None:
 
 
 def make_tiny_model(
-    path: str | os.PathLike[str], *, seed: int = 0, dtype: str = "float32", vocab_rows: int = len(VOCABULARY)
+    path: str | os.PathLike[str],
+    *,
+    seed: int = 0,
+    dtype: str = "float32",
+    vocab_rows: int = len(VOCABULARY),
 ) -> Path:
     """Save the tiny model with random weights.
 

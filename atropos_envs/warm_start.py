@@ -74,7 +74,9 @@ def make_examples(questions: Sequence[Sum]) -> Examples:
     )
 
 
-def sample_batch(examples: Examples, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+def sample_batch(
+    examples: Examples, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return tokens and labels, int64 [BATCH, W]; labels are `IGNORED` on prompt and padding."""
     import torch
 
@@ -109,14 +111,20 @@ def teach(model: Qwen3ForCausalLM, task: Task) -> None:
         tokens, labels = sample_batch(examples, generator)
         # [BATCH, W - 1, vocabulary]: position t predicts token t + 1.
         logits = model(input_ids=tokens[:, :-1]).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED
+        )
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
         optimizer.step()
         scheduler.step()
         if step % 50 == 0:
-            print(f"step {step:3d}/{STEPS}  loss {loss.item():.3f}  {time.monotonic() - started:.1f} s", flush=True)
+            print(
+                f"step {step:3d}/{STEPS}  loss {loss.item():.3f}  "
+                f"{time.monotonic() - started:.1f} s",
+                flush=True,
+            )
 
 
 def answer_questions(
@@ -149,10 +157,15 @@ def answer_questions(
     return answers
 
 
-def accuracy(model: Qwen3ForCausalLM, questions: Sequence[Sum], generator: torch.Generator | None = None) -> float:
+def accuracy(
+    model: Qwen3ForCausalLM, questions: Sequence[Sum], generator: torch.Generator | None = None
+) -> float:
     """Return the share of `questions` that are answered with the exact digits and the end token."""
     answers = answer_questions(model, questions, generator)
-    right = [tokens == [*encode(question.answer), EOS_ID] for tokens, question in zip(answers, questions, strict=True)]
+    right = [
+        tokens == [*encode(question.answer), EOS_ID]
+        for tokens, question in zip(answers, questions, strict=True)
+    ]
     return sum(right) / len(right)
 
 
@@ -172,7 +185,9 @@ def measure(model: Qwen3ForCausalLM, task: Task) -> dict[str, float]:
     }
 
 
-def warm_start(output: Path, *, seed: int = 0, vocab_rows: int = len(VOCABULARY)) -> dict[str, float]:
+def warm_start(
+    output: Path, *, seed: int = 0, vocab_rows: int = len(VOCABULARY)
+) -> dict[str, float]:
     """Write the demo's model, with embeddings of `vocab_rows` rows, to the new folder `output`.
 
     Returns:
@@ -202,18 +217,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m atropos_envs.warm_start", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument("--output", type=Path, required=True, help="folder for the model; must not exist yet")
+    parser.add_argument(
+        "--output", type=Path, required=True, help="folder for the model; must not exist yet"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--vocab-rows", type=int, default=len(VOCABULARY),
-        help="rows of the embeddings, unused ones last; vLLM 0.26 on GPUs needs 128 for LoRA (default: %(default)s)",
-    )  # fmt: skip
+        "--vocab-rows",
+        type=int,
+        default=len(VOCABULARY),
+        help="rows of the embeddings, unused ones last; vLLM 0.26 on GPUs needs 128 for LoRA "
+        "(default: %(default)s)",
+    )
     options = parser.parse_args(arguments)
     if options.output.exists():
         print(f"warm start: {_exists(options.output)}", file=sys.stderr)
         return 2
     if options.vocab_rows < len(VOCABULARY):
-        parser.error(f"--vocab-rows {options.vocab_rows}: the {len(VOCABULARY)} tokens need a row each")
+        parser.error(
+            f"--vocab-rows {options.vocab_rows}: the {len(VOCABULARY)} tokens need a row each"
+        )
     import torch
 
     # The matrices are tiny: a second thread gains a third on an idle machine and loses tenfold on a

@@ -15,7 +15,14 @@ class WorkerMeter:
     looks: int = 0
     sums: dict[str, float] = field(default_factory=dict)
 
-    def look(self, workers: int, places: QueueSlots | None, *, awaited: bool | None, in_engine: int | None) -> None:
+    def look(
+        self,
+        workers: int,
+        places: QueueSlots | None,
+        *,
+        awaited: bool | None,
+        in_engine: int | None,
+    ) -> None:
         """Add a sample.
 
         Args:

@@ -89,4 +89,6 @@ class Elsewhere(Exception):
     def run(self, argv: list[str]) -> int:
         """Run the command there, with this terminal and folder; return its exit code."""
         # -P: modules in the current folder must not shadow installed ones.
-        return subprocess.call([*self.prefix, sys.executable, "-P", "-m", "atropos_tui", *(self.words or argv)])
+        return subprocess.call(
+            [*self.prefix, sys.executable, "-P", "-m", "atropos_tui", *(self.words or argv)]
+        )

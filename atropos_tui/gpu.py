@@ -127,7 +127,9 @@ class Nvml:
                 card = Card(index, 0, 0, _text(library.nvmlDeviceGetName(handle)))
             cards.append(replace(card, capability=(int(major), int(minor))))
         # NVML writes CUDA 12.4 as 12040.
-        return NvidiaDriver(_text(library.nvmlSystemGetDriverVersion()), (cuda // 1000, cuda % 1000 // 10), cards)
+        return NvidiaDriver(
+            _text(library.nvmlSystemGetDriverVersion()), (cuda // 1000, cuda % 1000 // 10), cards
+        )
 
     def has_open(self, pid: int, index: int) -> bool:
         """Return True if the process with this local pid has the device file of card `index`
@@ -178,11 +180,22 @@ class Nvml:
         with contextlib.suppress(library.NVMLError):
             power_w = library.nvmlDeviceGetPowerUsage(handle) / 1000
         with contextlib.suppress(library.NVMLError):
-            temperature_c = int(library.nvmlDeviceGetTemperature(handle, library.NVML_TEMPERATURE_GPU))
+            temperature_c = int(
+                library.nvmlDeviceGetTemperature(handle, library.NVML_TEMPERATURE_GPU)
+            )
         with contextlib.suppress(library.NVMLError):
             rows = library.nvmlDeviceGetComputeRunningProcesses(handle)
             processes = {int(row.pid): row.usedGpuMemory for row in rows}
-        return Card(index, int(memory.used), int(memory.total), name, utilization, processes, power_w, temperature_c)
+        return Card(
+            index,
+            int(memory.used),
+            int(memory.total),
+            name,
+            utilization,
+            processes,
+            power_w,
+            temperature_c,
+        )
 
 
 def read_driver() -> NvidiaDriver | str | None:
@@ -205,7 +218,11 @@ def _chosen(library: Any, handles: list[Any], given: str) -> list[Any]:
         if word.isdecimal():
             found += handles[int(word) : int(word) + 1]
         else:
-            found += [each for each in handles if word and _text(library.nvmlDeviceGetUUID(each)).startswith(word)][:1]
+            found += [
+                each
+                for each in handles
+                if word and _text(library.nvmlDeviceGetUUID(each)).startswith(word)
+            ][:1]
     return found if len(found) == len(given.split(",")) else handles
 
 

@@ -16,7 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
-KEEPS_ITS_CODE = frozenset({"up", "attach", "down", "start", "stop", "restart", "kill", "wait", "sweep", "compare"})
+KEEPS_ITS_CODE = frozenset(
+    {"up", "attach", "down", "start", "stop", "restart", "kill", "wait", "sweep", "compare"}
+)
 """Commands that keep their exit code when output is lost: it reports the outcome of a run."""
 OUTPUT_LOST = 2
 """Exit code of all other commands when output is lost."""
@@ -51,7 +53,10 @@ class Output(io.FileIO):
 
     def _report_loss(self) -> None:
         if self._unreported:
-            super().write(f"[atropos] {self._unreported} bytes of output are missing here: {self.problem}\n".encode())
+            super().write(
+                f"[atropos] {self._unreported} bytes of output are missing here: "
+                f"{self.problem}\n".encode()
+            )
             self._unreported = 0
 
 
@@ -94,5 +99,8 @@ def finish(code: int, argv: Sequence[str]) -> int:
     if not output.lost:
         return code
     with contextlib.suppress(OSError):
-        print(f"atropos-tui: {output.lost} bytes of the output are lost: {output.problem}", file=sys.stderr)
+        print(
+            f"atropos-tui: {output.lost} bytes of the output are lost: {output.problem}",
+            file=sys.stderr,
+        )
     return code or (0 if argv[:1] and argv[0] in KEEPS_ITS_CODE else OUTPUT_LOST)

@@ -1,9 +1,11 @@
-"""FlashAttention 4 beside FlashAttention 2 on one GPU: milliseconds for a packed row, and how far each is from float32.
+"""FlashAttention 4 beside FlashAttention 2 on one GPU: milliseconds for a packed row, and how far
+each is from float32.
 
     python -m benchmarks.attention_kernels
 
-Rows: 32,000 tokens of the lengths of `trainer_step.py`, one sequence of 32,768, and seven short ones, for which output
-and gradients are held against whole scores in float32 (relative distance of the whole tensor: out, query, key, value).
+Rows: 32,000 tokens of the lengths of `trainer_step.py`, one sequence of 32,768, and seven short
+ones, for which output and gradients are held against whole scores in float32 (relative distance of
+the whole tensor: out, query, key, value).
 """
 
 from __future__ import annotations
@@ -24,9 +26,15 @@ FARTHEST = 0.02
 SHORT = [1, 7, 300, 1000, 64, 2048, 129]
 LONG = [32_768]
 SHAPES: list[tuple[int, int, int, int, int | None]] = [
-    (16, 8, 128, 128, None), (32, 8, 128, 128, None), (32, 8, 64, 64, None), (16, 8, 128, 128, 128),
-    (8, 4, 256, 256, None), (16, 16, 192, 128, None), (8, 2, 96, 96, None), (8, 2, 80, 80, None),
-]  # fmt: skip
+    (16, 8, 128, 128, None),
+    (32, 8, 128, 128, None),
+    (32, 8, 64, 64, None),
+    (16, 8, 128, 128, 128),
+    (8, 4, 256, 256, None),
+    (16, 16, 192, 128, None),
+    (8, 2, 96, 96, None),
+    (8, 2, 80, 80, None),
+]
 """Heads of queries and keys, size of a head in keys and values, window."""
 
 
@@ -50,7 +58,13 @@ def milliseconds(function: Callable[[], Any], repeats: int = 10) -> float:
 
 
 def compare(
-    heads: int, kv_heads: int, size: int, value_size: int, window: int | None, lengths: list[int], checks: Checks
+    heads: int,
+    kv_heads: int,
+    size: int,
+    value_size: int,
+    window: int | None,
+    lengths: list[int],
+    checks: Checks,
 ) -> str:
     device, tokens, groups = torch.device("cuda"), sum(lengths), heads // kv_heads
     packing = layout(tuple(lengths), device, torch.bfloat16)
@@ -73,10 +87,16 @@ def compare(
         out = function()
         return out, *torch.autograd.grad(out, inputs, to_out)
 
-    words = f"{heads:>3} {kv_heads:>2} {size:>3} {value_size:>3}  window {window or '-':>4}  {tokens:>6} tokens"
+    words = (
+        f"{heads:>3} {kv_heads:>2} {size:>3} {value_size:>3}  window {window or '-':>4}  "
+        f"{tokens:>6} tokens"
+    )
     for name, function in (("FA4", newer), ("FA2", older)):
         found = [x.float() for x in both(function)]
-        words += f"   {name} {milliseconds(function):.2f} ms, with gradients {milliseconds(lambda: both(function)):.2f}"  # noqa: B023
+        words += (
+            f"   {name} {milliseconds(function):.2f} ms, with gradients "
+            f"{milliseconds(lambda: both(function)):.2f}"  # noqa: B023
+        )
         if tokens == sum(SHORT):
             wide = [x.detach().float().requires_grad_() for x in inputs]
             out = one_by_one(*wide, packing, groups, window=window)[0]  # type: ignore[arg-type]
@@ -84,13 +104,18 @@ def compare(
             offs = distances(found, exact)
             words += ", off " + " ".join(f"{off:.1e}" for off in offs)
             checks.at_most(
-                f"the largest distance of {name} from float32 ({heads} heads of {size})", max(offs), FARTHEST
+                f"the largest distance of {name} from float32 ({heads} heads of {size})",
+                max(offs),
+                FARTHEST,
             )
     return words
 
 
 def distances(found: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> list[float]:
-    return [float((mine - theirs).norm() / theirs.norm()) for mine, theirs in zip(found, exact, strict=True)]
+    return [
+        float((mine - theirs).norm() / theirs.norm())
+        for mine, theirs in zip(found, exact, strict=True)
+    ]
 
 
 def main() -> int:

@@ -1,18 +1,23 @@
-"""The demo's real stack under random faults at random moments: does it go on, and is nothing left, lost or untrue?
+"""The demo's real stack under random faults at random moments: does it go on, and is nothing left,
+lost or untrue?
 
-    python -m benchmarks.chaos --minutes 60 --seed 0 [--mode lora_only] [--records FILE] [--faults SIGKILL ...]
-    python -m benchmarks.chaos --in-turn --faults "SIGKILL trainer" "SIGKILL API" ...   # each as often as the others
+    python -m benchmarks.chaos --minutes 60 --seed 0 [--mode lora_only] [--records FILE] [--faults
+    SIGKILL ...]
+    python -m benchmarks.chaos --in-turn --faults "SIGKILL trainer" "SIGKILL API" ...   # each as
+    often as the others
     python -m benchmarks.chaos --table FILE ...         # of what several of them recorded
 
-A fault (`benchmarks/faults.py`) comes at a random moment of a step, one in five with a second one on top. After it
-every component has to be healthy again and the next optimizer step has to come within `RECOVERY_S`, or the run ends
-with the exit code that belongs to the fault, and goes on when it is resumed. Then what `ps --json` shows is held
-against /proc, and each stream is read. After `FAULTS_A_RUN` faults the run is ended, and nothing of it may be left: no
-process, no socket, nothing in /dev/shm or its temporary folder. No line is lost of the log of a component that numbers
+A fault (`benchmarks/faults.py`) comes at a random moment of a step, one in five with a second one
+on top. After it every component has to be healthy again and the next optimizer step has to come
+within `RECOVERY_S`, or the run ends with the exit code that belongs to the fault, and goes on when
+it is resumed. Then what `ps --json` shows is held against /proc, and each stream is read. After
+`FAULTS_A_RUN` faults the run is ended, and nothing of it may be left: no process, no socket,
+nothing in /dev/shm or its temporary folder. No line is lost of the log of a component that numbers
 its lines; each attempt of the trainer begins where a checkpoint ends.
 
-Fault N of a seed and a mode is always the same. --records gets a JSON line for each, and with the same file and seed a
-later call goes on where the last one ended; what went wrong stands under `wrong`, and that run's files are kept.
+Fault N of a seed and a mode is always the same. --records gets a JSON line for each, and with the
+same file and seed a later call goes on where the last one ended; what went wrong stands under
+`wrong`, and that run's files are kept.
 """
 
 from __future__ import annotations
@@ -36,7 +41,17 @@ from typing import Any
 
 from atropos_common.run_dir import RunDir
 from benchmarks.demo import prepare
-from benchmarks.faults import CLOCK, COUNTER, COUNTING, FAULTS, Fault, enter_isolation, own_disk, signalled, with_clock
+from benchmarks.faults import (
+    CLOCK,
+    COUNTER,
+    COUNTING,
+    FAULTS,
+    Fault,
+    enter_isolation,
+    own_disk,
+    signalled,
+    with_clock,
+)
 from benchmarks.restarts import MODES
 from benchmarks.stack import NotRecovered, Stack, lost_steps
 from benchmarks.ui import Screen
@@ -64,10 +79,16 @@ def plan(
         return random.Random(f"{seed} {mode} {number}"), False, offered[number % len(offered)]
     survives = random.Random(f"{seed} {mode} run {number // FAULTS_A_RUN}").random() < 0.3
     dice = random.Random(f"{seed} {mode} {number}")
-    return dice, survives, dice.choice([fault for fault in offered if survives or not fault.survive])
+    return (
+        dice,
+        survives,
+        dice.choice([fault for fault in offered if survives or not fault.survive]),
+    )
 
 
-def begin(root: Path, mode: str, survives: bool, profile: str = "demo", more: dict[str, str] | None = None) -> Stack:
+def begin(
+    root: Path, mode: str, survives: bool, profile: str = "demo", more: dict[str, str] | None = None
+) -> Stack:
     """A new run."""
     given: dict[str, Any] = {
         "survive": str(survives).lower(),
@@ -96,7 +117,9 @@ def started(stack: Stack) -> None:
     stack.wait(answers, "the supervisor", 90)
 
 
-def one_fault(stack: Stack, fault: Fault, dice: random.Random, survives: bool, *, alone: bool) -> dict[str, Any]:
+def one_fault(
+    stack: Stack, fault: Fault, dice: random.Random, survives: bool, *, alone: bool
+) -> dict[str, Any]:
     """Wait for a step, do harm, wait until the stack trains again, and look for what is wrong.
 
     Raises:
@@ -123,9 +146,11 @@ def one_fault(stack: Stack, fault: Fault, dice: random.Random, survives: bool, *
     if lost > 2 * CHECKPOINT_INTERVAL:  # two faults at most
         left.append(f"{lost} steps were done again")
     return {
-        "target": target, "next_step_s": round(time.time() - at, 1), "lost": lost,
+        "target": target,
+        "next_step_s": round(time.time() - at, 1),
+        "lost": lost,
         "wrong": left + wrong_states(stack) + wrong_records(stack),
-    }  # fmt: skip
+    }
 
 
 def attempts(stack: Stack) -> dict[str, int]:
@@ -160,7 +185,11 @@ def _left(stack: Stack) -> list[str]:
         found.append(str(error) or "the control socket is left")
     temporary = [path.name for path in Path(tempfile.gettempdir()).iterdir()]
     # What torch has compiled is kept on purpose.
-    found += [f"left in the temporary folder: {name}" for name in temporary if not name.startswith("torchinductor")]
+    found += [
+        f"left in the temporary folder: {name}"
+        for name in temporary
+        if not name.startswith("torchinductor")
+    ]
     return found
 
 
@@ -171,7 +200,9 @@ def wrong_states(stack: Stack) -> list[str]:
         wrong = []
         for each in stack.status().components:
             if each.state.has_process and not (each.pid and alive(each.pid)):
-                wrong.append(f"{each.name} is {each.state}, and its process {each.pid} is not there")
+                wrong.append(
+                    f"{each.name} is {each.state}, and its process {each.pid} is not there"
+                )
             if not each.state.has_process and each.pids:
                 wrong.append(f"{each.name} is {each.state} and has processes {each.pids}")
             wrong += [f"{each.name}: {pid} is not there" for pid in each.pids if not alive(pid)]
@@ -181,7 +212,8 @@ def wrong_states(stack: Stack) -> list[str]:
 
 
 def wrong_records(stack: Stack) -> list[str]:
-    """Lines of the streams that cannot be read although nobody overwrote them, are missing, or tell of lost steps."""
+    """Lines of the streams that cannot be read although nobody overwrote them, are missing, or tell
+    of lost steps."""
     run, wrong = stack.live.run, []
     for path in (run.telemetry_jsonl, *run.root.glob("eval.*.jsonl")):
         records = [_record(line) for line in path.read_bytes().split(b"\n")[:-1]]
@@ -204,11 +236,12 @@ def wrong_records(stack: Stack) -> list[str]:
 
 
 def wrong_steps(records: list[dict[str, Any]], resumed: Mapping[int, int]) -> list[str]:
-    """Attempts of the trainer that do not begin where a checkpoint, or the base model, ends, and verdicts of steps that
-    did not come from the weights that they should have come from.
+    """Attempts of the trainer that do not begin where a checkpoint, or the base model, ends, and
+    verdicts of steps that did not come from the weights that they should have come from.
 
     Args:
-        resumed: by attempt the step of the checkpoint that its log names. It counts where the attempt before ended with
+        resumed: by attempt the step of the checkpoint that its log names. It counts where the
+        attempt before ended with
             that very step: killed between writing the checkpoint and telling of it.
     """
     saved, wrong, attempt, done = {0}, [], None, 0
@@ -221,7 +254,9 @@ def wrong_steps(records: list[dict[str, Any]], resumed: Mapping[int, int]) -> li
                 continue
             attempt = record["attempt"]
             if done - 1 not in saved and not before == done - 1 == resumed.get(attempt):
-                wrong.append(f"attempt {attempt} begins with step {done}; checkpoints: {sorted(saved)}")
+                wrong.append(
+                    f"attempt {attempt} begins with step {done}; checkpoints: {sorted(saved)}"
+                )
         elif record["kind"] == "alignment" and record["verdict"] == "mismatch":
             wrong.append(f"step {record['step']} is a mismatch")
     return wrong
@@ -245,16 +280,23 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 
 def one_run(
-    first: int, numbers: Iterator[int], options: argparse.Namespace, folder: Path, offered: list[Fault]
+    first: int,
+    numbers: Iterator[int],
+    options: argparse.Namespace,
+    folder: Path,
+    offered: list[Fault],
 ) -> Iterator[dict[str, Any]]:
-    """One run: its faults until ten are done, time is over, or it does not recover; a record of each."""
+    """One run: its faults until ten are done, time is over, or it does not recover; a record of
+    each."""
     number, spoilt = first, False
     seed, mode, in_turn = options.seed, options.mode, options.in_turn
     _, survives, _ = plan(number, seed, mode, offered, in_turn=in_turn)
     root = folder / "disk/run"
     base: dict[str, Any] = {"seed": seed, "mode": mode, "survive": survives}
     record = base | noted(number, "begin")
-    stack = begin(root, mode, survives, options.profile, dict(pair.split("=", 1) for pair in options.set))
+    stack = begin(
+        root, mode, survives, options.profile, dict(pair.split("=", 1) for pair in options.set)
+    )
     screen = None
     try:
         started(stack)
@@ -278,7 +320,9 @@ def one_run(
             screen.process.kill()
         stack.live.close()
         if record["wrong"]:
-            stack.live.cli("clean", "--yes")  # components that survive their supervisor would live on
+            stack.live.cli(
+                "clean", "--yes"
+            )  # components that survive their supervisor would live on
     if record["wrong"]:
         yield record
     if record["wrong"] or spoilt:
@@ -290,11 +334,24 @@ def one_run(
 
 def noted(number: int, fault: str) -> dict[str, Any]:
     now, load = round(time.time(), 1), round(os.getloadavg()[0], 1)
-    return {"number": number, "fault": fault, "target": "", "time": now, "load": load, "lost": 0, "wrong": []}
+    return {
+        "number": number,
+        "fault": fault,
+        "target": "",
+        "time": now,
+        "load": load,
+        "lost": 0,
+        "wrong": [],
+    }
 
 
 def recorded(paths: list[Path]) -> list[dict[str, Any]]:
-    return [json.loads(line) for path in paths if path.exists() for line in path.read_text().splitlines()]
+    return [
+        json.loads(line)
+        for path in paths
+        if path.exists()
+        for line in path.read_text().splitlines()
+    ]
 
 
 def cell(rows: list[dict[str, Any]]) -> str:
@@ -308,40 +365,77 @@ def table(rows: list[dict[str, Any]]) -> str:
     by_fault = defaultdict(list)
     for row in rows:
         by_fault[row["fault"]].append(row)
-    lines = ["| fault | times | next step, s: median (worst), of | steps done again | wrong |", "|---|---|---|---|---|"]
+    lines = [
+        "| fault | times | next step, s: median (worst), of | steps done again | wrong |",
+        "|---|---|---|---|---|",
+    ]
     for fault, some in sorted(by_fault.items()):
         wrong = sum(bool(row["wrong"]) for row in some)
-        lines.append(f"| {fault} | {len(some)} | {cell(some)} | {sum(row.get('lost', 0) for row in some)} | {wrong} |")
+        lines.append(
+            f"| {fault} | {len(some)} | {cell(some)} | "
+            f"{sum(row.get('lost', 0) for row in some)} | {wrong} |"
+        )
     modes = [mode for mode in MODES if any(row["mode"] == mode for row in rows)]
     lines += ["", f"| killed | {' | '.join(modes)} |", "|---|" + "---|" * len(modes)]
     for name in KILLED:
         cells = [
-            cell([row for row in by_fault[f"SIGKILL {name}"] if row["mode"] == mode and row["target"] == name])
+            cell(
+                [
+                    row
+                    for row in by_fault[f"SIGKILL {name}"]
+                    if row["mode"] == mode and row["target"] == name
+                ]
+            )
             for mode in modes
         ]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     loads = [row["load"] for row in rows]
-    lines += ["", f"{len(rows)} faults; load average {min(loads):.0f} to {max(loads):.0f}"] if rows else []
+    lines += (
+        ["", f"{len(rows)} faults; load average {min(loads):.0f} to {max(loads):.0f}"]
+        if rows
+        else []
+    )
     return "\n".join(lines)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--mode", choices=MODES, default="shared_vllm")
-    parser.add_argument("--profile", default="demo", help="the demo, or the demo on a GPU: arithmetic-gpu")
-    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="keys of the profile")
-    parser.add_argument("--records", type=Path, default=Path("chaos.jsonl"), help="append a JSON line for each fault")
+    parser.add_argument(
+        "--profile", default="demo", help="the demo, or the demo on a GPU: arithmetic-gpu"
+    )
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="KEY=VALUE", help="keys of the profile"
+    )
+    parser.add_argument(
+        "--records",
+        type=Path,
+        default=Path("chaos.jsonl"),
+        help="append a JSON line for each fault",
+    )
     parser.add_argument("--faults", nargs="+", default=[""], help="only those whose names begin so")
-    parser.add_argument("--in-turn", action="store_true", help="one after the other instead of by dice, none on top")
-    parser.add_argument("--table", type=Path, nargs="+", metavar="FILE", help="only print the table of these records")
+    parser.add_argument(
+        "--in-turn", action="store_true", help="one after the other instead of by dice, none on top"
+    )
+    parser.add_argument(
+        "--table",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="only print the table of these records",
+    )
     options = parser.parse_args()
     if options.table:
         print(table(recorded(options.table)))
         return 0
     isolated = enter_isolation()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # its run is ended like that of an interrupted one
+    signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # its run is ended like that of an interrupted one
     prepare(options.profile, 0)
     rows = disturb(options, isolated)
     print(table(rows))
@@ -379,7 +473,8 @@ def until(over: float, number: int) -> Iterator[int]:
 
 @contextlib.contextmanager
 def place(isolated: bool) -> Iterator[Path]:
-    """A folder for runs, on a disk of its own where that is allowed, and temporary files beside it."""
+    """A folder for runs, on a disk of its own where that is allowed, and temporary files beside
+    it."""
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:
         folder = Path(name)
         for each in ("disk", "tmp"):

@@ -18,10 +18,14 @@ class Checks:
         self.failed: list[str] = []
 
     def at_most(self, name: str, value: float, bound: float) -> None:
-        self.that(value <= bound and not math.isnan(value), f"{name} is {value:.4g}, above {bound:.4g}")
+        self.that(
+            value <= bound and not math.isnan(value), f"{name} is {value:.4g}, above {bound:.4g}"
+        )
 
     def at_least(self, name: str, value: float, bound: float) -> None:
-        self.that(value >= bound and not math.isnan(value), f"{name} is {value:.4g}, below {bound:.4g}")
+        self.that(
+            value >= bound and not math.isnan(value), f"{name} is {value:.4g}, below {bound:.4g}"
+        )
 
     def that(self, holds: bool, failure: str) -> None:
         """Note `failure`, a sentence, unless it `holds`."""

@@ -1,6 +1,8 @@
-"""Processes of benchmarks: inference servers, and children that answer one JSON line for each line they get.
+"""Processes of benchmarks: inference servers, and children that answer one JSON line for each line
+they get.
 
-A child writes `ANSWER {json}` to stdout; whatever else it prints goes to its log, whose end is part of every error.
+A child writes `ANSWER {json}` to stdout; whatever else it prints goes to its log, whose end is part
+of every error.
 """
 
 from __future__ import annotations
@@ -54,9 +56,14 @@ def free_ports(count: int) -> list[int]:
 
 
 def environment(folder: Path, gpu: int | None, extra: dict[str, str]) -> dict[str, str]:
-    """This one without the settings of another run; every process has a compile cache of its own."""
+    """This one without the settings of another run; every process has a compile cache of its
+    own."""
     mine = {key: value for key, value in os.environ.items() if not key.startswith("ATROPOS_")}
-    mine |= {"ATROPOS_TOKEN": TOKEN, "VLLM_CACHE_ROOT": str(folder / "vllm-cache"), "HF_HUB_OFFLINE": "1"}
+    mine |= {
+        "ATROPOS_TOKEN": TOKEN,
+        "VLLM_CACHE_ROOT": str(folder / "vllm-cache"),
+        "HF_HUB_OFFLINE": "1",
+    }
     if gpu is None:
         mine |= {"OMP_NUM_THREADS": "1"}
     else:
@@ -66,22 +73,40 @@ def environment(folder: Path, gpu: int | None, extra: dict[str, str]) -> dict[st
 
 def up(profile: object, run_dir: Path, sets: Mapping[str, object] | None = None) -> list[str]:
     """The command that runs a profile in the foreground without a screen, with these keys of it."""
-    command = [sys.executable, "-m", "atropos_tui", "up", str(profile), "--headless", "--run-dir", str(run_dir)]
-    return command + [word for key, value in (sets or {}).items() for word in ("--set", f"{key}={value}")]
+    command = [
+        sys.executable,
+        "-m",
+        "atropos_tui",
+        "up",
+        str(profile),
+        "--headless",
+        "--run-dir",
+        str(run_dir),
+    ]
+    return command + [
+        word for key, value in (sets or {}).items() for word in ("--set", f"{key}={value}")
+    ]
 
 
 class Process:
     """One process in a session of its own, its output in `folder`/log."""
 
-    def __init__(self, folder: Path, command: list[str], env: dict[str, str], *, talks: bool) -> None:
+    def __init__(
+        self, folder: Path, command: list[str], env: dict[str, str], *, talks: bool
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.log = folder / "log"
         self.began = time.perf_counter()
         with self.log.open("wb") as out:
             self.popen = subprocess.Popen(
-                [sys.executable, *command], env=env, stdin=subprocess.PIPE if talks else subprocess.DEVNULL,
-                stdout=subprocess.PIPE if talks else out, stderr=out, start_new_session=True, text=True,
-            )  # fmt: skip
+                [sys.executable, *command],
+                env=env,
+                stdin=subprocess.PIPE if talks else subprocess.DEVNULL,
+                stdout=subprocess.PIPE if talks else out,
+                stderr=out,
+                start_new_session=True,
+                text=True,
+            )
 
     def tail(self) -> str:
         return self.log_end(TAIL)
@@ -163,7 +188,9 @@ class Child(Process):
 class Server(Process):
     """An inference server; `ours` is `python -m vllm_server`, else vLLM's own API server."""
 
-    def __init__(self, folder: Path, port: int, flags: list[str], env: dict[str, str], *, ours: bool = True) -> None:
+    def __init__(
+        self, folder: Path, port: int, flags: list[str], env: dict[str, str], *, ours: bool = True
+    ) -> None:
         self.url = f"http://127.0.0.1:{port}"
         self.health = "/health_generate" if ours else "/health"
         module = "vllm_server" if ours else "vllm.entrypoints.openai.api_server"
@@ -183,7 +210,9 @@ class Server(Process):
         if self.popen.poll() is not None:
             raise ChildError(f"ended with {self.popen.returncode}:\n{self.tail()}")
         try:
-            there = httpx.get(self.url + self.health, timeout=5, trust_env=False, verify=certificates(self.url))
+            there = httpx.get(
+                self.url + self.health, timeout=5, trust_env=False, verify=certificates(self.url)
+            )
             if there.status_code == 200:
                 self.ready_s = time.perf_counter() - self.began
         except httpx.TransportError:
@@ -194,5 +223,7 @@ class Server(Process):
         """Raises ChildError when it does not serve by `until` (`time.perf_counter()` seconds)."""
         while not self.is_ready():
             if time.perf_counter() > until:
-                raise ChildError(f"not ready after {time.perf_counter() - self.began:.0f} s:\n{self.tail()}")
+                raise ChildError(
+                    f"not ready after {time.perf_counter() - self.began:.0f} s:\n{self.tail()}"
+                )
             time.sleep(0.2)

@@ -1,12 +1,15 @@
-"""How fast an environment makes groups, and how long a trainer waits for them: with and without refill, side by side.
+"""How fast an environment makes groups, and how long a trainer waits for them: with and without
+refill, side by side.
 
-    python -m benchmarks.env_rate [--flat 0 0.5 0.8] [--step-ms 220] [--against FOLDER] [--json FILE]
+    python -m benchmarks.env_rate [--flat 0 0.5 0.8] [--step-ms 220] [--against FOLDER] [--json
+    FILE]
 
-The sums environment (`atropos_envs.sums_server`) and run-api as they are, each in its process. The engine is a
-stand-in that answers every request after `--latency-ms`, at most `--sequences` completions at a time, and makes a group
-flat with the given probability: so what is measured is the environment. The trainer is a consumer that fetches a batch
-ahead, as ours does, takes `--step-ms` for a step and gives the engine a new weight version at the end of each; every
-completion carries the version that was there when its request came as its logprob, which gives the policy lag.
+The sums environment (`atropos_envs.sums_server`) and run-api as they are, each in its process. The
+engine is a stand-in that answers every request after `--latency-ms`, at most `--sequences`
+completions at a time, and makes a group flat with the given probability: so what is measured is the
+environment. The trainer is a consumer that fetches a batch ahead, as ours does, takes `--step-ms`
+for a step and gives the engine a new weight version at the end of each; every completion carries
+the version that was there when its request came as its logprob, which gives the policy lag.
 
 `--against` is a checkout of another commit, whose environment runs beside this one's.
 """
@@ -75,14 +78,19 @@ def make_tokenizer(folder: Path) -> dict[str, list[int]]:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = byte_level(models.BPE({token: at for at, token in enumerate([*SPECIAL, *letters])}, []))
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, eos_token=SPECIAL[2], pad_token=SPECIAL[0], additional_special_tokens=SPECIAL[1:]
+        tokenizer_object=core,
+        eos_token=SPECIAL[2],
+        pad_token=SPECIAL[0],
+        additional_special_tokens=SPECIAL[1:],
     )
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
     return {text: [*tokenizer.encode(text)[:4], tokenizer.eos_token_id] for text in (WORSE, BETTER)}
 
 
-def serve_engine(port: int, answers: dict[str, list[int]], latency_s: float, sequences: int, flat: float) -> None:
+def serve_engine(
+    port: int, answers: dict[str, list[int]], latency_s: float, sequences: int, flat: float
+) -> None:
     """The stand-in for an engine, in a process of its own."""
     from aiohttp import web
 
@@ -116,7 +124,13 @@ def serve_engine(port: int, answers: dict[str, list[int]], latency_s: float, seq
         return web.json_response({"data": [{"max_model_len": 1024}]})
 
     app = web.Application()
-    app.add_routes([web.post("/generate", generate), web.post("/publish", publish), web.get("/v1/models", models)])
+    app.add_routes(
+        [
+            web.post("/generate", generate),
+            web.post("/publish", publish),
+            web.get("/v1/models", models),
+        ]
+    )
     web.run_app(app, host="127.0.0.1", port=port, print=None)
 
 
@@ -130,8 +144,18 @@ class Consumer:
         self.waited_s = 0.0
 
     async def register(self, batch: int) -> None:
-        fields = {"wandb_group": "", "wandb_project": "", "checkpoint_dir": "", "save_checkpoint_interval": -1}
-        numbers = {"batch_size": batch, "max_token_len": 1024, "starting_step": 0, "num_steps": 10**6}
+        fields = {
+            "wandb_group": "",
+            "wandb_project": "",
+            "checkpoint_dir": "",
+            "save_checkpoint_interval": -1,
+        }
+        numbers = {
+            "batch_size": batch,
+            "max_token_len": 1024,
+            "starting_step": 0,
+            "num_steps": 10**6,
+        }
         until = time.monotonic() + READY_S
         while True:
             with suppress(aiohttp.ClientConnectionError):
@@ -144,7 +168,9 @@ class Consumer:
     async def fetch(self) -> list[dict[str, Any]]:
         """The next batch, however long it takes."""
         while True:
-            async with self._http.get(f"{self._api}/batch", headers={AFTER_HEADER: self._after}) as response:
+            async with self._http.get(
+                f"{self._api}/batch", headers={AFTER_HEADER: self._after}
+            ) as response:
                 batch = (await response.json()).get("batch")
                 if batch:
                     self._after = response.headers[BATCH_HEADER]
@@ -183,28 +209,64 @@ def counts(path: Path) -> dict[str, Any]:
     return found[-1] if found else {"sent": 0, "left_out": {}, "time": 0.0}
 
 
-async def measure(asked: argparse.Namespace, name: str, root: Path, refill: bool, flat: float) -> Rate:
+async def measure(
+    asked: argparse.Namespace, name: str, root: Path, refill: bool, flat: float
+) -> Rate:
     """One environment, from its registration on."""
     with tempfile.TemporaryDirectory(prefix="env-rate-") as folder:
         place = Path(folder)
         answers = make_tokenizer(place / "model")
         api_port, engine_port = free_ports(2)
         api, engine = f"http://127.0.0.1:{api_port}", f"http://127.0.0.1:{engine_port}"
-        env = os.environ | {"PYTHONPATH": str(root), "HF_HUB_OFFLINE": "1", "ATROPOS_RUN_DIR": str(place / "run")}
-        env |= {"ATROPOS_COMPONENT": "sums", "ATROPOS_REFILL": str(int(refill)), "OMP_NUM_THREADS": "1"}
+        env = os.environ | {
+            "PYTHONPATH": str(root),
+            "HF_HUB_OFFLINE": "1",
+            "ATROPOS_RUN_DIR": str(place / "run"),
+        }
+        env |= {
+            "ATROPOS_COMPONENT": "sums",
+            "ATROPOS_REFILL": str(int(refill)),
+            "OMP_NUM_THREADS": "1",
+        }
         env["TOKENIZERS_PARALLELISM"] = "false"
         (place / "run").mkdir()
-        stand_in = ["-m", "benchmarks.env_rate", "--serve", str(engine_port), "--answers", json.dumps(answers)]
-        settings = ["--flat", str(flat), "--latency-ms", str(asked.latency_ms), "--sequences", str(asked.sequences)]
+        stand_in = [
+            "-m",
+            "benchmarks.env_rate",
+            "--serve",
+            str(engine_port),
+            "--answers",
+            json.dumps(answers),
+        ]
+        settings = [
+            "--flat",
+            str(flat),
+            "--latency-ms",
+            str(asked.latency_ms),
+            "--sequences",
+            str(asked.sequences),
+        ]
         flags = {
-            "slurm": "false", "env.tokenizer_name": place / "model", "env.rollout_server_url": api,
-            "openai.base_url": f"{engine}/v1", "openai.model_name": place / "model", "env.group_size": asked.group,
-            "env.steps_per_eval": 0, "env.max_num_workers": asked.workers or asked.sequences // asked.group,
-        }  # fmt: skip
-        serve = ["-m", "atropos_envs.sums_server", "serve", *(w for k, v in flags.items() for w in (f"--{k}", str(v)))]
+            "slurm": "false",
+            "env.tokenizer_name": place / "model",
+            "env.rollout_server_url": api,
+            "openai.base_url": f"{engine}/v1",
+            "openai.model_name": place / "model",
+            "env.group_size": asked.group,
+            "env.steps_per_eval": 0,
+            "env.max_num_workers": asked.workers or asked.sequences // asked.group,
+        }
+        serve = [
+            "-m",
+            "atropos_envs.sums_server",
+            "serve",
+            *(w for k, v in flags.items() for w in (f"--{k}", str(v))),
+        ]
         ours = env | {"PYTHONPATH": str(ROOT)}
         parts = [
-            Process(place / "api", ["-m", "atropos_api", "--port", str(api_port)], ours, talks=False),
+            Process(
+                place / "api", ["-m", "atropos_api", "--port", str(api_port)], ours, talks=False
+            ),
             Process(place / "engine", [*stand_in, *settings], ours, talks=False),
         ]
         try:
@@ -216,14 +278,21 @@ async def measure(asked: argparse.Namespace, name: str, root: Path, refill: bool
                     await asyncio.wait_for(consumer.steps(asked.warm_up), READY_S)
                 except TimeoutError:
                     raise RuntimeError(f"no batch came:\n{parts[-1].tail()}") from None
-                return await _measured(asked, name, flat, consumer, parts[-1], place / "run/eval.sums.jsonl")
+                return await _measured(
+                    asked, name, flat, consumer, parts[-1], place / "run/eval.sums.jsonl"
+                )
         finally:
             for part in parts:
                 part.close()
 
 
 async def _measured(
-    asked: argparse.Namespace, name: str, flat: float, consumer: Consumer, program: Process, records: Path
+    asked: argparse.Namespace,
+    name: str,
+    flat: float,
+    consumer: Consumer,
+    program: Process,
+    records: Path,
 ) -> Rate:
     before, cpu = counts(records), cpu_s(program.popen.pid)
     began = time.perf_counter()
@@ -232,18 +301,30 @@ async def _measured(
     while (after := counts(records))["time"] == before["time"]:
         await asyncio.sleep(0.2)
     sent = after["sent"] - before["sent"]
-    left_out = {reason: count - before["left_out"].get(reason, 0) for reason, count in after["left_out"].items()}
+    left_out = {
+        reason: count - before["left_out"].get(reason, 0)
+        for reason, count in after["left_out"].items()
+    }
     equal, made = left_out.get(FLAT, 0), sent + sum(left_out.values())
     per_s = 1 / (after["time"] - before["time"])
     return Rate(
-        name, flat, equal / made, sent * per_s, made * per_s, (made - sent - equal) / made, lasted / steps * 1e3,
-        consumer.waited_s / lasted, max(consumer.lags), sum(consumer.lags) / len(consumer.lags),
+        name,
+        flat,
+        equal / made,
+        sent * per_s,
+        made * per_s,
+        (made - sent - equal) / made,
+        lasted / steps * 1e3,
+        consumer.waited_s / lasted,
+        max(consumer.lags),
+        sum(consumer.lags) / len(consumer.lags),
         cpu / lasted / (made * per_s) * 1e3,
-    )  # fmt: skip
+    )
 
 
 HEAD = (
-    f"{'':16} {'flat':>5} {'made/s':>7} {'sent/s':>7} {'surplus':>8} {'step ms':>8} {'waited':>7} {'lag':>8} "
+    f"{'':16} {'flat':>5} {'made/s':>7} {'sent/s':>7} {'surplus':>8} {'step ms':>8} "
+    f"{'waited':>7} {'lag':>8} "
     f"{'CPU ms/group':>13}"
 )
 
@@ -252,20 +333,31 @@ def row(rate: Rate) -> str:
     """One run, under `HEAD`; the lag as mean/largest."""
     return (
         f"{rate.name:16} {rate.flat_share:5.2f} {rate.made_per_s:7.1f} {rate.useful_per_s:7.1f} "
-        f"{rate.surplus_share:8.1%} {rate.step_ms:8.0f} {rate.waited:7.1%} {rate.lag_mean:6.2f}/{rate.lag_max} "
+        f"{rate.surplus_share:8.1%} {rate.step_ms:8.0f} {rate.waited:7.1%} "
+        f"{rate.lag_mean:6.2f}/{rate.lag_max} "
         f"{rate.cpu_ms:13.2f}"
     )
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("python -m benchmarks.env_rate", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--flat", type=float, nargs="+", default=[0.0, 0.5, 0.8], help="shares of flat groups")
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.env_rate", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument(
+        "--flat", type=float, nargs="+", default=[0.0, 0.5, 0.8], help="shares of flat groups"
+    )
     parser.add_argument("--batch", type=int, default=128, help="sequences of a step")
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--step-ms", type=float, default=220.0, help="what a training step takes")
-    parser.add_argument("--latency-ms", type=float, default=40.0, help="what the engine takes for a request")
-    parser.add_argument("--sequences", type=int, default=512, help="completions that it makes at a time")
-    parser.add_argument("--workers", type=int, default=0, help="max_num_workers; default: what the engine takes")
+    parser.add_argument(
+        "--latency-ms", type=float, default=40.0, help="what the engine takes for a request"
+    )
+    parser.add_argument(
+        "--sequences", type=int, default=512, help="completions that it makes at a time"
+    )
+    parser.add_argument(
+        "--workers", type=int, default=0, help="max_num_workers; default: what the engine takes"
+    )
     parser.add_argument("--warm-up", type=float, default=6.0, help="seconds before the measurement")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each measurement")
     parser.add_argument("--against", type=Path, help="a checkout of another commit")
@@ -275,7 +367,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--answers", type=json.loads, help=argparse.SUPPRESS)
     asked = parser.parse_args(argv)
     if asked.serve:
-        serve_engine(asked.serve, asked.answers, asked.latency_ms / 1e3, asked.sequences, asked.flat[0])
+        serve_engine(
+            asked.serve, asked.answers, asked.latency_ms / 1e3, asked.sequences, asked.flat[0]
+        )
         return 0
     runs = [("before", asked.against.resolve(), False)] if asked.against else []
     runs += [("refill = false", ROOT, False), ("refill = true", ROOT, True)]
@@ -291,7 +385,9 @@ def main(argv: list[str] | None = None) -> int:
     checks = Checks()
     for rate in rates:
         if rate.name != "before":
-            checks.at_most(f"the policy lag of {rate.name} at {rate.flat:g} flat", rate.lag_max, LAG_BOUND)
+            checks.at_most(
+                f"the policy lag of {rate.name} at {rate.flat:g} flat", rate.lag_max, LAG_BOUND
+            )
     return checks.status()
 
 

@@ -1,8 +1,9 @@
-"""What can happen to a run: each fault does its harm to a running stack, undoes it where it is not for good, and says
-whom it hit.
+"""What can happen to a run: each fault does its harm to a running stack, undoes it where it is not
+for good, and says whom it hit.
 
-Faults that need a network, a /dev/shm or a disk of the run's own are offered only inside of `isolated` namespaces, so
-that nobody else's programs are hit. A clock that jumps needs a C compiler (`clock.c`).
+Faults that need a network, a /dev/shm or a disk of the run's own are offered only inside of
+`isolated` namespaces, so that nobody else's programs are hit. A clock that jumps needs a C compiler
+(`clock.c`).
 """
 
 from __future__ import annotations
@@ -39,13 +40,17 @@ LONGEST_S = 20.0
 """How long a process stands still, and a resource is used up, at most."""
 COUNTER = "counter"
 """A component that writes numbered lines."""
-COUNTING = "import time\nn = 0\nwhile True:\n print(f'line {n:09d}', flush=True)\n n += 1\n time.sleep(0.01)"
+COUNTING = (
+    "import time\nn = 0\nwhile True:\n print(f'line {n:09d}', flush=True)\n n += 1\n "
+    "time.sleep(0.01)"
+)
 ENGINE = {"engine core": "core", "worker": "worker"}
 OWN_NAMES = {"vllm": "API server", "arithmetic": "environment", "api": "run-api"}
 
 
 def enter_isolation() -> bool:
-    """Start this program anew with mounts and a network of its own, where the system lets it; whether it is so.
+    """Start this program anew with mounts and a network of its own, where the system lets it;
+    whether it is so.
 
     Inside, /dev/shm has `DISK_MB`, and all that the loopback carries is the run's.
     """
@@ -55,7 +60,9 @@ def enter_isolation() -> bool:
         return True
     unshare = ["unshare", "--mount", "--net", *(["--map-root-user"] if os.geteuid() else [])]
     if subprocess.run([*unshare, *MOUNT, "/dev/shm"], capture_output=True, check=False).returncode:
-        print("no namespaces here: faults of disk, /dev/shm and network are left out", file=sys.stderr)
+        print(
+            "no namespaces here: faults of disk, /dev/shm and network are left out", file=sys.stderr
+        )
         return False
     os.environ[ENV_ISOLATED] = "1"
     return os.execvp("unshare", [*unshare, sys.executable, "-m", "benchmarks.chaos", *sys.argv[1:]])
@@ -79,12 +86,16 @@ def own_disk(folder: Path) -> Iterator[None]:
 
 
 def with_clock(folder: Path) -> bool:
-    """Give the runs that begin from now on a wall clock that jumps (`clock.c`), if there is a C compiler."""
+    """Give the runs that begin from now on a wall clock that jumps (`clock.c`), if there is a C
+    compiler."""
     compiler = shutil.which("cc")
     if compiler:
         library, told = folder / "clock.so", folder / "clock"
         source = Path(__file__).with_name("clock.c")
-        subprocess.run([compiler, "-shared", "-fPIC", "-O1", str(source), "-o", str(library), "-ldl"], check=True)
+        subprocess.run(
+            [compiler, "-shared", "-fPIC", "-O1", str(source), "-o", str(library), "-ldl"],
+            check=True,
+        )
         told.write_bytes(bytes(8))
         os.environ |= {"LD_PRELOAD": str(library), "CHAOS_CLOCK": str(told)}
     return compiler is not None
@@ -113,7 +124,9 @@ def processes(stack: Stack) -> dict[str, psutil.Process]:
             found["screen"] = process.pid
         elif process.pid not in mine and _marked(process, status.run_id):
             found["spare"] = process.pid
-    return {name: psutil.Process(pid) for name, pid in found.items() if pid and psutil.pid_exists(pid)}
+    return {
+        name: psutil.Process(pid) for name, pid in found.items() if pid and psutil.pid_exists(pid)
+    }
 
 
 def keeper_of(component: int | None) -> int | None:
@@ -150,8 +163,8 @@ class Fault:
 
 
 def choose(stack: Stack, dice: random.Random, among: tuple[str, ...]) -> tuple[str, psutil.Process]:
-    """One of `among` that lives, waited for where none does (`lora_restart` is often without an engine); the dice are
-    thrown once, whoever it is.
+    """One of `among` that lives, waited for where none does (`lora_restart` is often without an
+    engine); the dice are thrown once, whoever it is.
 
     Raises:
         NotRecovered: none of them comes to life.
@@ -195,7 +208,9 @@ def limited(limit: int, what: Callable[[psutil.Process], int]) -> Act:
     """Use up a resource of one process: it gets no more than it has, for a while."""
 
     def act(stack: Stack, dice: random.Random) -> str:
-        name, process = choose(stack, dice, ("supervisor", "run-api", "environment", "trainer", "API server"))
+        name, process = choose(
+            stack, dice, ("supervisor", "run-api", "environment", "trainer", "API server")
+        )
         seconds = dice.uniform(1, LONGEST_S)
         with contextlib.suppress(psutil.NoSuchProcess):
             usual = process.rlimit(limit)
@@ -231,7 +246,11 @@ def cut(stack: Stack, dice: random.Random) -> str:
     name = dice.choice(["api", "vllm"])
     port = stack.component(name).port
     for side in ("sport", "dport"):
-        subprocess.run(["ss", "--kill", "state", "established", side, f"= :{port}"], capture_output=True, check=True)
+        subprocess.run(
+            ["ss", "--kill", "state", "established", side, f"= :{port}"],
+            capture_output=True,
+            check=True,
+        )
     return f"connections of {name}"
 
 
@@ -274,7 +293,9 @@ def spoilt(stack: Stack, dice: random.Random) -> str:
     run = stack.live.run
     paths = [run.telemetry_jsonl, run.supervisor_jsonl, *sorted(run.root.glob("eval.*.jsonl"))]
     paths += sorted(path for path in run.logs.glob("*/*.log") if path.parent.name != COUNTER)
-    path = dice.choice([path for path in paths if path.exists() and path.read_bytes().count(b"\n") > 4])
+    path = dice.choice(
+        [path for path in paths if path.exists() and path.read_bytes().count(b"\n") > 4]
+    )
     lines = path.read_bytes().splitlines(keepends=True)
     number = dice.randrange(1, len(lines) - 1)
     with path.open("r+b") as file:
@@ -306,13 +327,16 @@ def checkpoint_cut(stack: Stack, dice: random.Random) -> str:
     """Between two supervisors a file of the newest checkpoint loses its end."""
     ended(stack)
     newest = max(stack.live.run.checkpoints.glob("*step_*"), key=lambda path: path.stat().st_mtime)
-    path = dice.choice(sorted(path for path in newest.rglob("*") if path.is_file() and path.stat().st_size))
+    path = dice.choice(
+        sorted(path for path in newest.rglob("*") if path.is_file() and path.stat().st_size)
+    )
     os.truncate(path, dice.randrange(path.stat().st_size))
     return str(path.relative_to(stack.live.run.checkpoints))
 
 
 def port_taken(stack: Stack, dice: random.Random) -> str:
-    """Between two supervisors somebody listens at a port of the run: it is refused, and told who has it.
+    """Between two supervisors somebody listens at a port of the run: it is refused, and told who
+    has it.
 
     Raises:
         NotRecovered: it is not.
@@ -324,22 +348,33 @@ def port_taken(stack: Stack, dice: random.Random) -> str:
         stack.resumed = True
         code, output = stack.live.resume().wait(60)
     if code != 2 or str(port) not in output or "fix:" not in output:
-        raise NotRecovered(f"with the port of {name} taken, `up --resume` ended with {code}: {output[-500:]}")
+        raise NotRecovered(
+            f"with the port of {name} taken, `up --resume` ended with {code}: {output[-500:]}"
+        )
     return f"port of {name}"
 
 
 SERVERS = ("run-api", "environment", "API server", "engine core", "worker", "trainer", COUNTER)
 HELPERS = ("guard", "spare", "screen")
 FAULTS = (
-    *(Fault(f"SIGKILL {name}", signalled(signal.SIGKILL, name)) for name in SERVERS if name != "worker"),
+    *(
+        Fault(f"SIGKILL {name}", signalled(signal.SIGKILL, name))
+        for name in SERVERS
+        if name != "worker"
+    ),
     Fault("SIGKILL helper", signalled(signal.SIGKILL, *HELPERS)),
     Fault("SIGKILL keeper", signalled(signal.SIGKILL, "keeper"), survive=True),
     Fault("SIGTERM any", signalled(signal.SIGTERM, *SERVERS, *HELPERS)),
     Fault("SIGSTOP any", stopped(*SERVERS, *HELPERS, "supervisor")),
     Fault("SIGKILL supervisor", signalled(signal.SIGKILL, "supervisor"), ends=(-signal.SIGKILL,)),
     Fault("SIGTERM supervisor", signalled(signal.SIGTERM, "supervisor"), ends=(130,)),
-    Fault("descriptors used up", limited(resource.RLIMIT_NOFILE, lambda process: process.num_fds())),
-    Fault("memory limit", limited(resource.RLIMIT_AS, lambda process: process.memory_info().vms + (1 << 20))),
+    Fault(
+        "descriptors used up", limited(resource.RLIMIT_NOFILE, lambda process: process.num_fds())
+    ),
+    Fault(
+        "memory limit",
+        limited(resource.RLIMIT_AS, lambda process: process.memory_info().vms + (1 << 20)),
+    ),
     Fault("disk full", filled(lambda stack: stack.live.root.parent), isolated=True),
     Fault("/dev/shm full", filled(lambda _: Path("/dev/shm")), isolated=True),
     Fault("connections cut", cut, isolated=True),

@@ -1,11 +1,13 @@
-"""From run-api, a process of its own, to packed rows, beside a step that trains: what of it the trainer waits for.
+"""From run-api, a process of its own, to packed rows, beside a step that trains: what of it the
+trainer waits for.
 
-    python -m benchmarks.intake [--sequences 64 256] [--length 8192] [--train-s 13] [--times 3] [--rows NAME ...]
+    python -m benchmarks.intake [--sequences 64 256] [--length 8192] [--train-s 13] [--times 3]
+    [--rows NAME ...]
 
-Three ways on the same groups: atroposlib's run-api asked as it was until 2026-11-22, compressed and after the step; our
-run-api asked after the step; our run-api asked ahead, as the trainer does. The step is the product's own, of a tiny
-model on one thread of the CPU, repeated until it has taken `--train-s` seconds: 64 x 8,192 tokens at 40,000 a second,
-which is what an H200 does, are 13.
+Three ways on the same groups: atroposlib's run-api asked as it was until 2026-11-22, compressed and
+after the step; our run-api asked after the step; our run-api asked ahead, as the trainer does. The
+step is the product's own, of a tiny model on one thread of the CPU, repeated until it has taken
+`--train-s` seconds: 64 x 8,192 tokens at 40,000 a second, which is what an H200 does, are 13.
 """
 
 from __future__ import annotations
@@ -64,7 +66,9 @@ def serving(words: list[str]) -> Iterator[str]:
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
     child = subprocess.Popen(
-        [sys.executable, *words, "--port", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [sys.executable, *words, "--port", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
     try:
         while True:
@@ -81,9 +85,14 @@ def serving(words: list[str]) -> Iterator[str]:
 def opened(url: str, sequences: int) -> RunApi:
     """A trainer's registration."""
     registration = {
-        "wandb_group": "", "wandb_project": "", "batch_size": sequences, "max_token_len": 8192, "checkpoint_dir": "",
-        "save_checkpoint_interval": 1, "num_steps": 100,
-    }  # fmt: skip
+        "wandb_group": "",
+        "wandb_project": "",
+        "batch_size": sequences,
+        "max_token_len": 8192,
+        "checkpoint_dir": "",
+        "save_checkpoint_interval": 1,
+        "num_steps": 100,
+    }
     api = RunApi(url, registration, threading.Event())
     with contextlib.redirect_stdout(io.StringIO()):
         api.open(0)
@@ -114,7 +123,9 @@ def finish(raw: list[Any], taken: Taken, sequences: int) -> Taken:
     return taken | {"waited": sum(taken[name] for name in ("fetch", "read", "pack"))}
 
 
-def old(url: str, api: RunApi, groups: list[Any], train: Callable[[], None], sequences: int) -> Taken:
+def old(
+    url: str, api: RunApi, groups: list[Any], train: Callable[[], None], sequences: int
+) -> Taken:
     """As it was: compressed, decoded by the standard library, after the step."""
     send(url, groups)
     taken: Taken = {}
@@ -127,7 +138,9 @@ def old(url: str, api: RunApi, groups: list[Any], train: Callable[[], None], seq
         return taken | {"waited": float("inf")}
 
 
-def after(url: str, api: RunApi, groups: list[Any], train: Callable[[], None], sequences: int) -> Taken:
+def after(
+    url: str, api: RunApi, groups: list[Any], train: Callable[[], None], sequences: int
+) -> Taken:
     """Our run-api, asked after the step, as for the first batch of all."""
     send(url, groups)
     taken: Taken = {}
@@ -135,7 +148,9 @@ def after(url: str, api: RunApi, groups: list[Any], train: Callable[[], None], s
     return finish(timed("fetch", taken, lambda: api.next_batch(0)), taken, sequences)
 
 
-def ahead(url: str, api: RunApi, groups: list[Any], train: Callable[[], None], sequences: int) -> Taken:
+def ahead(
+    url: str, api: RunApi, groups: list[Any], train: Callable[[], None], sequences: int
+) -> Taken:
     """Our run-api, asked while the step trains."""
     send(url, groups)
     taken: Taken = {}
@@ -182,11 +197,19 @@ def trainer(seconds: float) -> Callable[[], None]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser("python -m benchmarks.intake", description=__doc__.partition("\n")[0])
-    parser.add_argument("--sequences", type=int, nargs="+", default=[64, 256], help="sequences of a batch")
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.intake", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument(
+        "--sequences", type=int, nargs="+", default=[64, 256], help="sequences of a batch"
+    )
     parser.add_argument("--length", type=int, default=8192, help="tokens of each")
-    parser.add_argument("--train-s", type=float, default=13.0, help="seconds that the step beside it takes")
-    parser.add_argument("--times", type=int, default=3, help="batches of each way; the median is shown")
+    parser.add_argument(
+        "--train-s", type=float, default=13.0, help="seconds that the step beside it takes"
+    )
+    parser.add_argument(
+        "--times", type=int, default=3, help="batches of each way; the median is shown"
+    )
     parser.add_argument("--rows", nargs="+", choices=list(WAYS), default=list(WAYS))
     options = parser.parse_args()
     train, dice, checks = trainer(options.train_s), np.random.default_rng(0), Checks()

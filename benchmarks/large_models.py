@@ -1,26 +1,31 @@
-"""A large shape through the real stack, on one GPU or in parts on several: what fits beside what, seconds a step, MFU,
-alignment.
+"""A large shape through the real stack, on one GPU or in parts on several: what fits beside what,
+seconds a step, MFU, alignment.
 
     python -m benchmarks.large_models --shape llama-3.1-8b --memory-limit 79 --steps 10 --json \\
-        --set master_weights=stochastic gradient_dtype=bfloat16 optimizer=adamw_8bit gradient_checkpointing=on
+        --set master_weights=stochastic gradient_dtype=bfloat16 optimizer=adamw_8bit
+        gradient_checkpointing=on
     python -m benchmarks.large_models --shape qwen3-14b --parallel 2 --steps 20 --json \\
-        --set master_weights=stochastic gradient_dtype=bfloat16 optimizer=adamw_8bit gradient_checkpointing=on
-    python -m benchmarks.large_models --shape tiny --steps 3          # on a CPU, to see that it runs
+        --set master_weights=stochastic gradient_dtype=bfloat16 optimizer=adamw_8bit
+        gradient_checkpointing=on
+    python -m benchmarks.large_models --shape tiny --steps 3          # on a CPU, to see that it
+    runs
 
-Weights are random, of the named shape, made by a process of its own. Then everything is the product's: run-api behind
-its door, `python -m vllm_server` in the wanted mode with a KV cache of `--kv-cache` GiB, `python -m trainer_core` with
-the settings after `--set`. A feeder takes the environment's place: it registers, lets the engine complete random
-prompts, gives scores of +-1 at random, and posts groups. The trainer is killed after `--steps` steps, so that nobody
-waits for a checkpoint.
+Weights are random, of the named shape, made by a process of its own. Then everything is the
+product's: run-api behind its door, `python -m vllm_server` in the wanted mode with a KV cache of
+`--kv-cache` GiB, `python -m trainer_core` with the settings after `--set`. A feeder takes the
+environment's place: it registers, lets the engine complete random prompts, gives scores of +-1 at
+random, and posts groups. The trainer is killed after `--steps` steps, so that nobody waits for a
+checkpoint.
 
-With `--mode lora_only --set single_copy=true` adapters are trained over the engine's own weights. `--parallel` N is
-single copy over a tensor-parallel engine: N workers of vLLM, N ranks of the trainer, each pair on a GPU of its own with
-its part of the one copy.
+With `--mode lora_only --set single_copy=true` adapters are trained over the engine's own weights.
+`--parallel` N is single copy over a tensor-parallel engine: N workers of vLLM, N ranks of the
+trainer, each pair on a GPU of its own with its part of the one copy.
 
-`--memory-limit` GiB emulates a smaller card: a process of the script's allocates everything of the device but that much
-and holds it to the end, so the rest really cannot be had. A card of 80 GB has 79.6 GiB. What is free, and how much the
-stack took at its peak, is asked of NVML ten times a second; other programs on the device would be counted. `mfu` is of
-what the maker promises (989 TFLOP/s for an H100 or H200), `mfu_790` of what dense products reach.
+`--memory-limit` GiB emulates a smaller card: a process of the script's allocates everything of the
+device but that much and holds it to the end, so the rest really cannot be had. A card of 80 GB has
+79.6 GiB. What is free, and how much the stack took at its peak, is asked of NVML ten times a
+second; other programs on the device would be counted. `mfu` is of what the maker promises (989
+TFLOP/s for an H100 or H200), `mfu_790` of what dense products reach.
 """
 
 from __future__ import annotations
@@ -44,7 +49,15 @@ import httpx
 from atropos_common.bridge import ROUTING_FLAG, TOKEN_HEADER
 from atropos_common.records import Record, RecordError, parse_line
 from benchmarks.checks import Checks
-from benchmarks.children import MODE_SERVERS, TOKEN, ChildError, Process, Server, environment, free_ports
+from benchmarks.children import (
+    MODE_SERVERS,
+    TOKEN,
+    ChildError,
+    Process,
+    Server,
+    environment,
+    free_ports,
+)
 from benchmarks.shapes import SHAPES
 from trainer_core.errors import EngineError, EngineGone
 from trainer_core.server.client import ServerClient
@@ -65,19 +78,28 @@ def hold(limit_gib: float) -> None:
     taken = max(0, free - int(limit_gib * GIB))
     kept = torch.empty(taken, dtype=torch.uint8, device="cuda")
     free, _ = torch.cuda.mem_get_info()
-    print(f"holds {kept.numel() / GIB:.1f} GiB of {total / GIB:.1f}, {free / GIB:.2f} GiB are free", flush=True)
+    print(
+        f"holds {kept.numel() / GIB:.1f} GiB of {total / GIB:.1f}, {free / GIB:.2f} GiB are free",
+        flush=True,
+    )
     sys.stdin.read()
 
 
-def feed(api: str, engine: str, vocabulary: int, prompt: int, completion: int, sequences: int) -> None:
+def feed(
+    api: str, engine: str, vocabulary: int, prompt: int, completion: int, sequences: int
+) -> None:
     """Be the environment: a batch of groups whenever run-api holds less than two."""
     http = httpx.Client(base_url=api, timeout=60, trust_env=False, headers={TOKEN_HEADER: TOKEN})
-    # Without the token, as environments are: whoever has it passes the hold, while the trainer still tries the weights.
+    # Without the token, as environments are: whoever has it passes the hold, while the trainer
+    # still tries the weights.
     server = ServerClient(engine, "", timeout_s=600.0)
     dice = random.Random(0)
     about = {
-        "max_token_length": prompt + completion, "desired_name": "feeder", "weight": 1.0, "group_size": GROUP,
-    }  # fmt: skip
+        "max_token_length": prompt + completion,
+        "desired_name": "feeder",
+        "weight": 1.0,
+        "group_size": GROUP,
+    }
     known = None
     while known is None:
         time.sleep(0.2)
@@ -88,17 +110,25 @@ def feed(api: str, engine: str, vocabulary: int, prompt: int, completion: int, s
             with suppress(httpx.HTTPError, EngineGone, EngineError):
                 waiting = int(http.get("/status").json()["queue_size"])
                 if waiting * GROUP < 2 * sequences:
-                    for group in _groups(server, pool, dice, vocabulary, prompt, completion, sequences // GROUP):
+                    for group in _groups(
+                        server, pool, dice, vocabulary, prompt, completion, sequences // GROUP
+                    ):
                         http.post("/scored_data", json=group | {"env_id": known}).raise_for_status()
                     continue
             time.sleep(0.1)
 
 
 def _groups(
-    server: ServerClient, pool: ThreadPoolExecutor, dice: random.Random, vocabulary: int, prompt: int, completion: int,
+    server: ServerClient,
+    pool: ThreadPoolExecutor,
+    dice: random.Random,
+    vocabulary: int,
+    prompt: int,
+    completion: int,
     count: int,
-) -> list[dict[str, Any]]:  # fmt: skip
-    """Groups of completions of random prompts, of half to all of `completion` tokens, scored at random."""
+) -> list[dict[str, Any]]:
+    """Groups of completions of random prompts, of half to all of `completion` tokens, scored at
+    random."""
     asked = []
     for _ in range(count):
         start = [dice.randrange(1, vocabulary) for _ in range(prompt)]
@@ -130,7 +160,10 @@ class Devices:
         import pynvml  # type: ignore[import-untyped,unused-ignore]
 
         pynvml.nvmlInit()
-        self._nvml, self._handles = pynvml, [pynvml.nvmlDeviceGetHandleByIndex(index) for index in indices]
+        self._nvml, self._handles = (
+            pynvml,
+            [pynvml.nvmlDeviceGetHandleByIndex(index) for index in indices],
+        )
         threading.Thread(target=self._watch, daemon=True).start()
 
     def used(self) -> list[int]:
@@ -159,13 +192,20 @@ class Run:
         self.cpu = options.gpu is None
         self.model: Path = options.model or folder / "model"
         self.began = time.monotonic()
-        self.devices = Devices([] if self.cpu else list(range(options.gpu, options.gpu + options.parallel)))
+        self.devices = Devices(
+            [] if self.cpu else list(range(options.gpu, options.gpu + options.parallel))
+        )
         self.processes: list[Process] = []
         self.found: dict[str, Any] = {
-            "shape": options.shape, "mode": options.mode, "settings": options.set, "kv_cache_gib": options.kv_cache,
+            "shape": options.shape,
+            "mode": options.mode,
+            "settings": options.set,
+            "kv_cache_gib": options.kv_cache,
             "parallel": options.parallel,
-            "memory_limit_gib": options.memory_limit, "steps": 0, "error": None,
-        }  # fmt: skip
+            "memory_limit_gib": options.memory_limit,
+            "steps": 0,
+            "error": None,
+        }
 
     def left(self) -> float:
         return float(self.options.limit - (time.monotonic() - self.began))
@@ -174,7 +214,12 @@ class Run:
         print(f"[{time.monotonic() - self.began:6.1f} s] {text}", file=sys.stderr, flush=True)
 
     def start(
-        self, name: str, command: list[str], extra: dict[str, str] | None = None, *, talks: bool = False
+        self,
+        name: str,
+        command: list[str],
+        extra: dict[str, str] | None = None,
+        *,
+        talks: bool = False,
     ) -> Process:
         env = environment(self.folder / name, self.options.gpu, self._places() | (extra or {}))
         process = Process(self.folder / name, ["-m", *command], env, talks=talks)
@@ -185,14 +230,20 @@ class Run:
         """The GPUs of all ranks; on a CPU workers and ranks that leave the cores to each other."""
         if self.cpu:
             return {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if self.options.parallel > 1 else {}
-        return {"CUDA_VISIBLE_DEVICES": ",".join(str(self.options.gpu + i) for i in range(self.options.parallel))}
+        return {
+            "CUDA_VISIBLE_DEVICES": ",".join(
+                str(self.options.gpu + i) for i in range(self.options.parallel)
+            )
+        }
 
     def run(self) -> None:
         """All of it; `found` grows as it goes."""
         shape = SHAPES[self.options.shape]
         if not (self.model / "config.json").is_file():
             place = "cpu" if self.cpu else "cuda"
-            builder = self.start("build", ["benchmarks.shapes", self.options.shape, str(self.model), place])
+            builder = self.start(
+                "build", ["benchmarks.shapes", self.options.shape, str(self.model), place]
+            )
             if builder.popen.wait(max(self.left(), 1)):
                 raise ChildError(builder.tail())
             self.say(f"model written: {builder.tail().strip().splitlines()[-1]}")
@@ -204,18 +255,31 @@ class Run:
         server = self._server(port)
         self.start(
             "feeder",
-            ["benchmarks.large_models", "feed", f"http://127.0.0.1:{api_port}", server.url, str(shape["vocab_size"]),
-             str(self.options.prompt), str(self.options.completion), str(self.options.sequences)],
-        )  # fmt: skip
+            [
+                "benchmarks.large_models",
+                "feed",
+                f"http://127.0.0.1:{api_port}",
+                server.url,
+                str(shape["vocab_size"]),
+                str(self.options.prompt),
+                str(self.options.completion),
+                str(self.options.sequences),
+            ],
+        )
         server.wait_ready(time.perf_counter() + self.left())
-        self.found["server_ready_s"], self.found["server_bytes"] = server.ready_s, self.devices.used()
+        self.found["server_ready_s"], self.found["server_bytes"] = (
+            server.ready_s,
+            self.devices.used(),
+        )
         self.found["eager_because"] = ServerClient(server.url, TOKEN).info().eager_because
         self.say(f"server ready, {_gib(self.devices.used())} GiB in use")
         trainer = self._trainer(port, api_port)
         self._await_steps(trainer)
 
     def _hold_the_rest(self) -> None:
-        holder = self.start("hold", ["benchmarks.large_models", "hold", str(self.options.memory_limit)], talks=True)
+        holder = self.start(
+            "hold", ["benchmarks.large_models", "hold", str(self.options.memory_limit)], talks=True
+        )
         assert holder.popen.stdout is not None
         self.found["held"] = holder.popen.stdout.readline().strip() or holder.tail()
         self.say(self.found["held"])
@@ -225,11 +289,25 @@ class Run:
         if "single_copy=true" in self.options.set:
             extra = MODE_SERVERS["shared_vllm"][1]
         common = [
-            "--model", str(self.model), "--served-model-name", "m", "--dtype", "float32" if self.cpu else "bfloat16",
-            "--max-model-len", str(self.options.prompt + self.options.completion), "--max-num-seqs",
-            str(self.options.sequences), "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs",
-            "--kv-cache-memory-bytes", str(int(self.options.kv_cache * GIB)), "--gpu-memory-utilization", "0.12",
-        ]  # fmt: skip
+            "--model",
+            str(self.model),
+            "--served-model-name",
+            "m",
+            "--dtype",
+            "float32" if self.cpu else "bfloat16",
+            "--max-model-len",
+            str(self.options.prompt + self.options.completion),
+            "--max-num-seqs",
+            str(self.options.sequences),
+            "--generation-config",
+            "vllm",
+            "--logprobs-mode",
+            "processed_logprobs",
+            "--kv-cache-memory-bytes",
+            str(int(self.options.kv_cache * GIB)),
+            "--gpu-memory-utilization",
+            "0.12",
+        ]
         if self.cpu:
             common = [*common[:-2], "--block-size", "32", "--enforce-eager"]
         if "routing_replay=true" in self.options.set:
@@ -244,17 +322,30 @@ class Run:
 
     def _trainer(self, port: int, api_port: int) -> Process:
         settings: dict[str, Any] = {
-            "model_name": self.model, "weight_bridge_mode": self.options.mode, "vllm_port": port,
-            "atropos_url": f"http://127.0.0.1:{api_port}", "training_steps": self.options.steps + 20,
-            "batch_size": self.options.sequences // GROUP, "gradient_accumulation_steps": GROUP, "lr": 1e-6,
-            "seq_len": self.options.prompt + self.options.completion, "checkpoint_interval": 0,
-            "dtype": "float32" if self.cpu else "bfloat16", "save_path": self.folder / "out", "benchmark": "true",
-            "max_model_len": self.options.prompt + self.options.completion, "rollout_samples": 0,
+            "model_name": self.model,
+            "weight_bridge_mode": self.options.mode,
+            "vllm_port": port,
+            "atropos_url": f"http://127.0.0.1:{api_port}",
+            "training_steps": self.options.steps + 20,
+            "batch_size": self.options.sequences // GROUP,
+            "gradient_accumulation_steps": GROUP,
+            "lr": 1e-6,
+            "seq_len": self.options.prompt + self.options.completion,
+            "checkpoint_interval": 0,
+            "dtype": "float32" if self.cpu else "bfloat16",
+            "save_path": self.folder / "out",
+            "benchmark": "true",
+            "max_model_len": self.options.prompt + self.options.completion,
+            "rollout_samples": 0,
             "pack_tokens": 16_384,
-        }  # fmt: skip
+        }
         settings |= ADAPTERS if self.options.mode == "lora_only" else {}
         settings |= dict(item.split("=", 1) for item in self.options.set)
-        flags = [part for key, value in settings.items() for part in ("--" + key.replace("_", "-"), str(value))]
+        flags = [
+            part
+            for key, value in settings.items()
+            for part in ("--" + key.replace("_", "-"), str(value))
+        ]
         manifest = str(self.folder / "server" / "bridge" / "vllm_bridge_config.json")
         ranks = self.options.parallel
         program = ["trainer_core"] if ranks == 1 else ["trainer_core.launch", str(ranks)]
@@ -274,37 +365,52 @@ class Run:
             time.sleep(0.2)
 
     def _read(self) -> None:
-        """What the trainer's records say so far; the first two steps compile and make state, and are left out."""
+        """What the trainer's records say so far; the first two steps compile and make state, and
+        are left out."""
         by_kind: dict[str, list[Any]] = {}
         for record in records(self.folder / "out" / "telemetry.jsonl"):
             by_kind.setdefault(record.kind, []).append(record)
         timings, syncs = by_kind.get("timing", []), by_kind.get("sync", [])
-        probes = [a.probe_diff_abs_mean for a in by_kind.get("alignment", []) if a.probe_diff_abs_mean is not None]
+        probes = [
+            a.probe_diff_abs_mean
+            for a in by_kind.get("alignment", [])
+            if a.probe_diff_abs_mean is not None
+        ]
         memory = by_kind.get("memory", [])
         if not (timings and memory and syncs):
             return
         warm = timings[2:] or timings[-1:]
         mfu = [t.mfu for t in warm if t.mfu is not None]
         self.found |= {
-            "steps": len(memory), "step_s": median(t.step_s for t in warm), "train_s": median(t.train_s for t in warm),
-            "wait_s": median(t.data_wait_s for t in warm), "publish_s": median(s.seconds for s in syncs[2:] or syncs),
-            "publish_phases": syncs[-1].phases, "mfu": median(mfu) if mfu else None,
-            "mfu_790": median(mfu) * 989 / 790 if mfu else None, "tokens_per_s": median(t.tokens_per_s for t in warm),
+            "steps": len(memory),
+            "step_s": median(t.step_s for t in warm),
+            "train_s": median(t.train_s for t in warm),
+            "wait_s": median(t.data_wait_s for t in warm),
+            "publish_s": median(s.seconds for s in syncs[2:] or syncs),
+            "publish_phases": syncs[-1].phases,
+            "mfu": median(mfu) if mfu else None,
+            "mfu_790": median(mfu) * 989 / 790 if mfu else None,
+            "tokens_per_s": median(t.tokens_per_s for t in warm),
             "routing_replayed": [a.routing_replayed for a in by_kind.get("alignment", [])],
-            "probe_abs_mean": probes, "verdicts": [
-                f"{a.verdict}: {a.cause}" if a.cause else a.verdict for a in by_kind.get("alignment", [])
+            "probe_abs_mean": probes,
+            "verdicts": [
+                f"{a.verdict}: {a.cause}" if a.cause else a.verdict
+                for a in by_kind.get("alignment", [])
             ],
             "trainer_peak_bytes": max(m.peak_bytes or 0 for m in memory),
             "trainer_reserved_bytes": max(m.reserved_bytes or 0 for m in memory),
-            "trainer_rss_bytes": max(m.rss_bytes or 0 for m in memory), "device_peak_bytes": self.devices.peak,
+            "trainer_rss_bytes": max(m.rss_bytes or 0 for m in memory),
+            "device_peak_bytes": self.devices.peak,
             "last": f"{timings[-1].step_s:.2f} s, training {timings[-1].train_s:.2f} s",
-        }  # fmt: skip
+        }
 
     def close(self) -> None:
         """End everything; the trainer at once."""
         for process in reversed(self.processes):
             if process.popen.poll() is None:
-                process.popen.kill() if not isinstance(process, Server) else process.popen.terminate()
+                process.popen.kill() if not isinstance(
+                    process, Server
+                ) else process.popen.terminate()
         for process in self.processes:
             process.close()
         self.devices.close()
@@ -331,13 +437,16 @@ def show(found: dict[str, Any]) -> str:
         [
             f"{found['shape']}{parts}, {found['mode']}, {' '.join(found['settings'])}{graphs}; "
             f"KV cache {found['kv_cache_gib']} GiB",
-            f"{found['steps']} steps of {found['step_s']:.2f} s (training {found['train_s']:.2f} s, waiting "
+            f"{found['steps']} steps of {found['step_s']:.2f} s (training "
+            f"{found['train_s']:.2f} s, waiting "
             f"{found['wait_s']:.2f} s, publish {found['publish_s']:.3f} s), MFU {mfu}",
-            f"GiB: server {_gib(found['server_bytes'])}, tensors of a rank of the trainer at their peak {trainer[0]} "
+            f"GiB: server {_gib(found['server_bytes'])}, tensors of a rank of the trainer at "
+            f"their peak {trainer[0]} "
             f"(reserved {trainer[1]}), device at its peak {_gib(found['device_peak_bytes'])}"
             + (f" of {found['memory_limit_gib']}" if found["memory_limit_gib"] else ""),
             *([f"replayed {', '.join(f'{r:.1%}' for r in replayed)}"] if replayed else []),
-            f"probe |diff| {', '.join(f'{p:.4f}' for p in found['probe_abs_mean'])}; {', '.join(found['verdicts'])}",
+            f"probe |diff| {', '.join(f'{p:.4f}' for p in found['probe_abs_mean'])}; "
+            f"{', '.join(found['verdicts'])}",
             *([f"ended early: {found['error']}"] if found["error"] else []),
         ]
     )
@@ -349,20 +458,38 @@ def _gib(sizes: list[int]) -> str:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
     parser.add_argument("--mode", choices=MODES, default="shared_vllm")
-    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings of the trainer")
-    parser.add_argument("--server", nargs="*", default=[], metavar="FLAG", help="further flags of vLLM")
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings of the trainer"
+    )
+    parser.add_argument(
+        "--server", nargs="*", default=[], metavar="FLAG", help="further flags of vLLM"
+    )
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--sequences", type=int, default=64, help="of one optimizer step, in groups of 8")
+    parser.add_argument(
+        "--sequences", type=int, default=64, help="of one optimizer step, in groups of 8"
+    )
     parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--completion", type=int, default=512, help="tokens of the longest completion")
+    parser.add_argument(
+        "--completion", type=int, default=512, help="tokens of the longest completion"
+    )
     parser.add_argument("--kv-cache", type=float, default=6.0, metavar="GIB")
-    parser.add_argument("--memory-limit", type=float, metavar="GIB", help="of the device; the rest is held")
-    parser.add_argument("--gpu", type=int, help="which one; default: 0, or none where there is none")
-    parser.add_argument("--parallel", type=int, default=1, metavar="N", help="GPUs from --gpu on, each with a part")
-    parser.add_argument("--model", type=Path, help="a folder from an earlier run, or where to put the model")
+    parser.add_argument(
+        "--memory-limit", type=float, metavar="GIB", help="of the device; the rest is held"
+    )
+    parser.add_argument(
+        "--gpu", type=int, help="which one; default: 0, or none where there is none"
+    )
+    parser.add_argument(
+        "--parallel", type=int, default=1, metavar="N", help="GPUs from --gpu on, each with a part"
+    )
+    parser.add_argument(
+        "--model", type=Path, help="a folder from an earlier run, or where to put the model"
+    )
     parser.add_argument("--limit", type=float, default=560.0, help="seconds for everything")
     parser.add_argument("--folder", type=Path, help="keep model and logs here")
     parser.add_argument("--output", type=Path, help="write the result to this JSON file, too")

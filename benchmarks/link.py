@@ -1,4 +1,5 @@
-"""What the link between two GPUs gives to a broadcast: NCCL alone, and a plain copy, with nothing of ours around them.
+"""What the link between two GPUs gives to a broadcast: NCCL alone, and a plain copy, with nothing
+of ours around them.
 
     python -m benchmarks.link [--bytes 3441689600] [--rounds 11] [--json]
 
@@ -43,12 +44,18 @@ def _broadcast_all(parts: Sequence[torch.Tensor]) -> None:
 
 
 def broadcasts(rank: int, store: str, total: int, rounds: int, results: Any) -> None:
-    """One of two processes: broadcast `total` bytes from GPU 0 to GPU 1, whole and in the product's chunks."""
+    """One of two processes: broadcast `total` bytes from GPU 0 to GPU 1, whole and in the product's
+    chunks."""
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
-    dist.init_process_group("nccl", rank=rank, world_size=2, init_method=f"file://{store}", device_id=device)
+    dist.init_process_group(
+        "nccl", rank=rank, world_size=2, init_method=f"file://{store}", device_id=device
+    )
     data = torch.zeros(total, dtype=torch.uint8, device=device)
-    for name, size in (("NCCL, chunks as in the product", CHUNK_BYTES), ("NCCL, all at once", total)):
+    for name, size in (
+        ("NCCL, chunks as in the product", CHUNK_BYTES),
+        ("NCCL, all at once", total),
+    ):
         parts = data.split(size)
         seconds = timed(partial(_broadcast_all, parts), rounds, dist.barrier)
         if rank == 1:
@@ -58,7 +65,9 @@ def broadcasts(rank: int, store: str, total: int, rounds: int, results: Any) -> 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--bytes", type=int, default=3_441_689_600)
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--json", action="store_true")
@@ -72,11 +81,19 @@ def main() -> int:
     found = dict(results.get() for _ in range(2))
     here = torch.zeros(options.bytes, dtype=torch.uint8, device="cuda:0")
     there = torch.empty_like(here, device="cuda:1")
-    found["copy from GPU to GPU"] = timed(lambda: there.copy_(here, non_blocking=True), options.rounds)
+    found["copy from GPU to GPU"] = timed(
+        lambda: there.copy_(here, non_blocking=True), options.rounds
+    )
     if options.json:
-        print(json.dumps({"device": torch.cuda.get_device_name(), "bytes": options.bytes, "seconds": found}))
+        print(
+            json.dumps(
+                {"device": torch.cuda.get_device_name(), "bytes": options.bytes, "seconds": found}
+            )
+        )
         return 0
-    print(f"{options.bytes / 1e9:.2f} GB, {torch.cuda.get_device_name()}, torch {torch.__version__}")
+    print(
+        f"{options.bytes / 1e9:.2f} GB, {torch.cuda.get_device_name()}, torch {torch.__version__}"
+    )
     for name, seconds in found.items():
         print(f"{name:<34}{seconds * 1000:8.2f} ms{options.bytes / seconds / 1e9:8.0f} GB/s")
     return 0

@@ -1,11 +1,12 @@
-"""A fixed load on an engine, over HTTP or in process: a child of `weight_sync.py` that answers one JSON line for each.
+"""A fixed load on an engine, over HTTP or in process: a child of `weight_sync.py` that answers one
+JSON line for each.
 
     python -m benchmarks.load http
     python -m benchmarks.load engine [flags of vLLM's server]
 
-Each line on stdin is a `Load`; the answer is `{"tokens": ..., "seconds": ..., "tokens_per_s": ...}`. All requests start
-together, every completion has exactly `max_tokens` tokens, and answers are parsed after the clock has stopped, so that
-the client's own work is not measured.
+Each line on stdin is a `Load`; the answer is `{"tokens": ..., "seconds": ..., "tokens_per_s":
+...}`. All requests start together, every completion has exactly `max_tokens` tokens, and answers
+are parsed after the clock has stopped, so that the client's own work is not measured.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from benchmarks.children import answer
 
 @dataclass(frozen=True)
 class Load:
-    """`requests` prompts of `prompt_tokens` random ids below `vocabulary`, all different, all at once."""
+    """`requests` prompts of `prompt_tokens` random ids below `vocabulary`, all different, all at
+    once."""
 
     vocabulary: int
     url: str = ""
@@ -42,13 +44,24 @@ class Load:
 
     def prompts(self) -> list[list[int]]:
         dice = random.Random(self.seed)
-        return [[dice.randrange(2, self.vocabulary) for _ in range(self.prompt_tokens)] for _ in range(self.requests)]
+        return [
+            [dice.randrange(2, self.vocabulary) for _ in range(self.prompt_tokens)]
+            for _ in range(self.requests)
+        ]
 
     def body(self, prompt: list[int]) -> dict[str, Any]:
-        common: dict[str, Any] = {"max_tokens": self.max_tokens, "temperature": 1.0, "ignore_eos": True}
+        common: dict[str, Any] = {
+            "max_tokens": self.max_tokens,
+            "temperature": 1.0,
+            "ignore_eos": True,
+        }
         if self.route == "/generate":
             return common | {"prompt": {"prompt_token_ids": prompt}, "logprobs": 0}
-        return common | {"prompt": prompt, "model": self.model} | ({"logprobs": 0} if self.logprobs else {})
+        return (
+            common
+            | {"prompt": prompt, "model": self.model}
+            | ({"logprobs": 0} if self.logprobs else {})
+        )
 
     def tokens_in(self, reply: dict[str, Any]) -> int:
         if self.route == "/generate":
@@ -63,8 +76,13 @@ Run = Callable[[Load], Awaitable[tuple[float, int]]]
 async def over_http() -> None:
     import aiohttp
 
-    headers = {"Content-Type": "application/json", "X-Atropos-Token": os.environ.get("ATROPOS_TOKEN", "")}
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers=headers) as session:
+    headers = {
+        "Content-Type": "application/json",
+        "X-Atropos-Token": os.environ.get("ATROPOS_TOKEN", ""),
+    }
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0), headers=headers
+    ) as session:
 
         async def one(address: str, body: bytes) -> bytes:
             async with session.post(address, data=body) as response:
@@ -98,11 +116,15 @@ async def in_process(flags: list[str]) -> None:
 
         async def one(prompt: list[int], load: Load) -> int:
             params = SamplingParams(
-                max_tokens=load.max_tokens, ignore_eos=True, logprobs=0 if load.logprobs else None,
+                max_tokens=load.max_tokens,
+                ignore_eos=True,
+                logprobs=0 if load.logprobs else None,
                 output_kind=RequestOutputKind.FINAL_ONLY,
-            )  # fmt: skip
+            )
             count = 0
-            async for output in engine.generate({"prompt_token_ids": prompt}, params, uuid.uuid4().hex):
+            async for output in engine.generate(
+                {"prompt_token_ids": prompt}, params, uuid.uuid4().hex
+            ):
                 count = len(output.outputs[0].token_ids)
             return count
 

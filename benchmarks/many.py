@@ -1,9 +1,10 @@
-"""Five hundred stand-ins under one supervisor: what it costs when nothing happens, how fast it answers, a flood.
+"""Five hundred stand-ins under one supervisor: what it costs when nothing happens, how fast it
+answers, a flood.
 
     python -m benchmarks.many [--components 500] [--far 0] [--lines 20000] [--json]
 
-`lines` are printed by a tenth of the components at the same time; the rest sleeps. So many are `far`: each below a
-prefix that leads nowhere, with a node agent of its own, as on another node.
+`lines` are printed by a tenth of the components at the same time; the rest sleeps. So many are
+`far`: each below a prefix that leads nowhere, with a node agent of its own, as on another node.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ def far(spec: ComponentSpec) -> ComponentSpec:
 
 async def measure(folder: Path, count: int, distant: int, lines: int) -> dict[str, float]:
     """Every figure, in seconds, percent of one core, lines a second and bytes."""
-    waiting = "import os, sys, time\nwhile not os.path.exists(sys.argv[2]):\n    time.sleep(0.2)\n" + FLOOD
+    waiting = (
+        "import os, sys, time\nwhile not os.path.exists(sys.argv[2]):\n    time.sleep(0.2)\n"
+        + FLOOD
+    )
     flag = folder / "go"
     parts = [child(f"c{i}", SLEEP if i % TALKERS else waiting, lines, flag) for i in range(count)]
     parts[:distant] = map(far, parts[:distant])
@@ -58,7 +62,9 @@ async def measure(folder: Path, count: int, distant: int, lines: int) -> dict[st
             await asyncio.sleep(0.5)
         flag.touch()
         began, during = time.perf_counter(), []
-        while sum(row.state is State.COMPLETED for row in (await client.status()).components) < len(parts[::TALKERS]):
+        while sum(row.state is State.COMPLETED for row in (await client.status()).components) < len(
+            parts[::TALKERS]
+        ):
             asked = time.perf_counter()
             await client.status()
             during.append(time.perf_counter() - asked)

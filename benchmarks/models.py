@@ -1,16 +1,19 @@
-"""Which models train in which mode: architectures of the zoo against real vLLM, and the table of docs/models.md.
+"""Which models train in which mode: architectures of the zoo against real vLLM, and the table of
+docs/models.md.
 
-    python -m benchmarks.models [--only NAME ...] [--modes MODE ...] [--records models.jsonl] [--again] [--limit S]
-    python -m benchmarks.models --device cuda [--part 1/12 ...]     # on one GPU, a twelfth of the architectures
-    python -m benchmarks.models --table [--device cuda] [--write docs/models.md]
+    python -m benchmarks.models [--only NAME ...] [--modes MODE ...] [--records models.jsonl]
+    [--again] [--limit S]
+    python -m benchmarks.models --device cuda [--part 1/12 ...]     # on one GPU, a twelfth of the
+    architectures python -m benchmarks.models --table [--device cuda] [--write docs/models.md]
 
-A cell is one architecture in one mode: a real `python -m vllm_server` starts, the trainer's own strategy attaches,
-proves its path, makes two optimizer steps with a publish each, and then compares logprobs of what the server decodes
-with its own at the same weights. `works` needs them within a `Bound`, where the two steps have moved logprobs by much
-more: a server that kept old weights would be seen. Anything else is refused, with the words. On a CPU all is float32,
-but for quantized weights; on a GPU too where vLLM has kernels for it, else bfloat16. Each cell is a line of the
-records; a later run goes on with those that are missing. A broadcast needs a card for either side, so on one GPU it is
-not measured.
+A cell is one architecture in one mode: a real `python -m vllm_server` starts, the trainer's own
+strategy attaches, proves its path, makes two optimizer steps with a publish each, and then compares
+logprobs of what the server decodes with its own at the same weights. `works` needs them within a
+`Bound`, where the two steps have moved logprobs by much
+more: a server that kept old weights would be seen. Anything else is refused, with the words. On a
+CPU all is float32, but for quantized weights; on a GPU too where vLLM has kernels for it, else
+bfloat16. Each cell is a line of the records; a later run goes on with those that are missing. A
+broadcast needs a card for either side, so on one GPU it is not measured.
 """
 
 from __future__ import annotations
@@ -37,7 +40,15 @@ from atropos_common.engine_release import installed, why_not_served
 from atropos_common.model_math import Dimensions, carries_state, why_refused
 from atropos_common.run_dir import ENV_TOKEN
 from benchmarks.checks import Checks
-from benchmarks.children import MODE_SERVERS, TOKEN, Child, ChildError, Server, environment, free_ports
+from benchmarks.children import (
+    MODE_SERVERS,
+    TOKEN,
+    Child,
+    ChildError,
+    Server,
+    environment,
+    free_ports,
+)
 from benchmarks.model_zoo import QUANTIZED, ZOO, save
 from benchmarks.nursery import VLLM, Forked
 from trainer_core.config import TrainingConfig
@@ -58,15 +69,27 @@ BRIDGE = {"broadcast": {"weight_bridge_mode": "shared_vllm", "use_shared_memory"
 MOVED = 10
 """Two steps must have moved logprobs by so many times what server and trainer are apart."""
 PROMPTS, PROMPT_TOKENS, TOKENS, STEPS = 4, 40, 24, 2
-ERROR = re.compile(r"(?:^|\]) *(?:[\w.]+Error|[\w.]+Exception): (?!EngineCore|Engine core)|vllm_server: ")
+ERROR = re.compile(
+    r"(?:^|\]) *(?:[\w.]+Error|[\w.]+Exception): (?!EngineCore|Engine core)|vllm_server: "
+)
 """A line that names a cause."""
 TYPE = re.compile(r"bf16|bfloat16|half|float32|dtype|attention backend", re.IGNORECASE)
 """In the words of a refusal: that another type may do."""
 ENGINE_FLAGS = [
-    "--max-model-len", "256", "--max-num-seqs", "16", "--generation-config", "vllm",
-    "--logprobs-mode", "processed_logprobs", "--kv-cache-memory-bytes", str(64 << 20), "--block-size", "32",
+    "--max-model-len",
+    "256",
+    "--max-num-seqs",
+    "16",
+    "--generation-config",
+    "vllm",
+    "--logprobs-mode",
+    "processed_logprobs",
+    "--kv-cache-memory-bytes",
+    str(64 << 20),
+    "--block-size",
+    "32",
     "--enforce-eager",
-]  # fmt: skip
+]
 
 CUDA_FLAGS = ["--gpu-memory-utilization", "0.05"]
 CUDA_ENV = {"TRITON_F32_DEFAULT": "ieee", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
@@ -87,18 +110,22 @@ class Bound:
 
 
 BOUNDS = {"float32": Bound(5e-3, torch.max), "bfloat16": Bound(0.1, torch.mean)}
-"""In half precision a rare token is rounded far: there the mean, the product's own bound (`alignment_ok`)."""
+"""In half precision a rare token is rounded far: there the mean, the product's own bound
+(`alignment_ok`)."""
 
 
 def ask(engine: ServerClient, vocabulary: int) -> Pairs:
     """Prompts with two completions each, the second on the cached prefix."""
     dice = random.Random(7)
-    prompts = [[dice.randrange(3, vocabulary) for _ in range(PROMPT_TOKENS)] for _ in range(PROMPTS)]
+    prompts = [
+        [dice.randrange(3, vocabulary) for _ in range(PROMPT_TOKENS)] for _ in range(PROMPTS)
+    ]
     return [(prompt, engine.generate(prompt, TOKENS)) for prompt in prompts for _ in range(2)]
 
 
 def rollouts_of(pairs: Pairs) -> list[Rollout]:
-    """What an environment would send: the first completion of a prompt was good, the second was not."""
+    """What an environment would send: the first completion of a prompt was good, the second was
+    not."""
     found = []
     for index, (prompt, done) in enumerate(pairs):
         length = PROMPT_TOKENS + len(done.token_ids)
@@ -106,7 +133,11 @@ def rollouts_of(pairs: Pairs) -> list[Rollout]:
         logprobs[PROMPT_TOKENS:] = done.logprobs
         advantages = np.full(length, 1.0 - 2.0 * (index % 2), np.float32)
         tokens = np.array([*prompt, *done.token_ids])
-        found.append(Rollout(tokens, np.arange(length) >= PROMPT_TOKENS, logprobs, advantages, 1.0, 0.0, "", ()))
+        found.append(
+            Rollout(
+                tokens, np.arange(length) >= PROMPT_TOKENS, logprobs, advantages, 1.0, 0.0, "", ()
+            )
+        )
     return found
 
 
@@ -118,7 +149,9 @@ def own_logprobs(model: torch.nn.Module, pairs: Pairs) -> torch.Tensor:
 class Cell:
     """One architecture in one mode, whose model lies in `place`."""
 
-    def __init__(self, name: str, mode: str, place: Path, nursery: Child | None, dtype: str) -> None:
+    def __init__(
+        self, name: str, mode: str, place: Path, nursery: Child | None, dtype: str
+    ) -> None:
         self.name, self.mode, self.nursery, self.dtype = name, mode, nursery, dtype
         self.model, self.folder = place / "model", place / dtype / mode
         self.device = "cpu" if nursery else "cuda:0"
@@ -132,13 +165,24 @@ class Cell:
         if self.mode.startswith("lora") and self.lora_targets:
             settings = settings | {"lora_target_modules": list(self.lora_targets)}
         return TrainingConfig.model_validate(
-            settings | {
-                "model_name": str(self.model), "vllm_port": self.port, "dtype": self.dtype, "device": self.device,
-                "batch_size": 8, "optimizer": "adamw", "lr": 1e-2, "lora_r": 8, "save_path": str(self.folder / "saved"),
-                "log_dir": str(self.folder / "logs"), "vllm_restart_interval": STEPS, "engine_timeout": 240,
-                "max_model_len": 256, "vllm_config_path": str(self.folder / "server/bridge/vllm_bridge_config.json"),
+            settings
+            | {
+                "model_name": str(self.model),
+                "vllm_port": self.port,
+                "dtype": self.dtype,
+                "device": self.device,
+                "batch_size": 8,
+                "optimizer": "adamw",
+                "lr": 1e-2,
+                "lora_r": 8,
+                "save_path": str(self.folder / "saved"),
+                "log_dir": str(self.folder / "logs"),
+                "vllm_restart_interval": STEPS,
+                "engine_timeout": 240,
+                "max_model_len": 256,
+                "vllm_config_path": str(self.folder / "server/bridge/vllm_bridge_config.json"),
             }
-        )  # fmt: skip
+        )
 
     def logs(self) -> str:
         """What its servers printed."""
@@ -163,7 +207,14 @@ class Cell:
     def _serve(self, opened: ExitStack) -> None:
         flags, extra = MODE_SERVERS[self.mode]
         folder = self.folder / "server"
-        argv = ["--model", str(self.model), "--served-model-name", "m", *self._engine_flags(), *flags]
+        argv = [
+            "--model",
+            str(self.model),
+            "--served-model-name",
+            "m",
+            *self._engine_flags(),
+            *flags,
+        ]
         server: Server
         if self.nursery:
             server = Forked(self.nursery, folder, self.port, argv, environment(folder, None, extra))
@@ -177,7 +228,8 @@ class Cell:
         return ["--dtype", self.dtype, *ENGINE_FLAGS, *place, *self._lora_flags()]
 
     def _lora_flags(self) -> list[str]:
-        """vLLM's adapters over experts need Triton, which a CPU does not have: leave the experts alone."""
+        """vLLM's adapters over experts need Triton, which a CPU does not have: leave the experts
+        alone."""
         wanted = self.nursery and self.mode.startswith("lora") and self._experts
         return ["--lora-target-modules", "q_proj", "k_proj", "v_proj", "o_proj"] if wanted else []
 
@@ -195,7 +247,9 @@ class Cell:
         bound = BOUNDS[self.dtype]
         at_start = bound.of(before, _theirs(first))
         for step in range(1, STEPS + 1):
-            outcome = accumulate(model, stepper, pack(rollouts_of(pairs), 256), Objective(sync.config), step)
+            outcome = accumulate(
+                model, stepper, pack(rollouts_of(pairs), 256), Objective(sync.config), step
+            )
             if not outcome.finite:
                 raise ChildError("the gradient is not finite")
             stepper.compute()
@@ -209,9 +263,13 @@ class Cell:
         if self.mode == "none" and report and "restart" in report.phases:
             notes.append("the server is restarted for each load")
         return {
-            "result": "works" if right else "WRONG", "words": "; ".join(notes), "probe": probe, "moved": moved,
-            "at_start": at_start, "proved": proved,
-        }  # fmt: skip
+            "result": "works" if right else "WRONG",
+            "words": "; ".join(notes),
+            "probe": probe,
+            "moved": moved,
+            "at_start": at_start,
+            "proved": proved,
+        }
 
     def _notes(self, model: torch.nn.Module) -> Iterator[str]:
         if self.dtype != "float32":
@@ -241,8 +299,9 @@ def saved_model(name: str) -> Iterator[Path]:
 
 def measure(
     name: str, modes: list[str], records: Path, until: float, nursery: Child | None, checks: Checks
-) -> None:  # fmt: skip
-    """Append a line for each mode of this architecture, until `until` (`time.monotonic()` seconds)."""
+) -> None:
+    """Append a line for each mode of this architecture, until `until` (`time.monotonic()`
+    seconds)."""
     with saved_model(name) as folder:
         config = json.loads((folder / "model/config.json").read_text())
         for mode in modes:
@@ -254,30 +313,41 @@ def measure(
             if refused := why_refused(config, frozen=adapters, shared=shared) or (
                 release and why_not_served(release, config, longest=256, adapters=adapters)
             ):
-                found = {"result": "refused", "when": "before anything starts", "words": "; ".join(refused)}
+                found = {
+                    "result": "refused",
+                    "when": "before anything starts",
+                    "words": "; ".join(refused),
+                }
             else:
                 for dtype in types_of(mode, nursery, quantized=name in QUANTIZED):
                     found = attempt(Cell(name, mode, folder, nursery, dtype))
                     if "when" not in found or not TYPE.search(found["words"]):
                         break
-            cell = {"architecture": name, "mode": mode, "seconds": round(time.perf_counter() - began, 1)} | found
+            cell = {
+                "architecture": name,
+                "mode": mode,
+                "seconds": round(time.perf_counter() - began, 1),
+            } | found
             print(json.dumps(cell), flush=True)
             with records.open("a") as stream:
                 stream.write(json.dumps(cell) + "\n")
-            checks.that(cell["result"] in ("works", "refused"), f"{name}, {mode}: {cell['result']}: {cell['words']}")
+            checks.that(
+                cell["result"] in ("works", "refused"),
+                f"{name}, {mode}: {cell['result']}: {cell['words']}",
+            )
 
 
 def types_of(mode: str, nursery: Child | None, *, quantized: bool) -> tuple[str, ...]:
-    """Tried in turn. vLLM's kernels for adapters, some for attention and all for quantized weights know half precision
-    alone."""
+    """Tried in turn. vLLM's kernels for adapters, some for attention and all for quantized weights
+    know half precision alone."""
     if quantized:
         return ("bfloat16",)
     return ("bfloat16",) if mode.startswith("lora") and not nursery else ("float32", "bfloat16")
 
 
 def attempt(cell: Cell) -> dict[str, Any]:
-    """The cell's result; what is raised is a refusal, in words where somebody of ours raised it. In mode none a server
-    that does not load in place is one that the trainer restarts."""
+    """The cell's result; what is raised is a refusal, in words where somebody of ours raised it. In
+    mode none a server that does not load in place is one that the trainer restarts."""
     try:
         return cell.run()
     except (ChildError, TrainerError) as error:
@@ -285,18 +355,26 @@ def attempt(cell: Cell) -> dict[str, Any]:
             cell.own_server, cell.port = True, free_ports(1)[0]
             return attempt(cell)
         words = said(str(error), cell)
-        print(f"{cell.name}, {cell.mode}: {error}\n{cell.logs()[-6000:]}", file=sys.stderr, flush=True)
+        print(
+            f"{cell.name}, {cell.mode}: {error}\n{cell.logs()[-6000:]}", file=sys.stderr, flush=True
+        )
         return {"result": "refused", "when": "at the start", "words": words}
     except Exception as error:  # nobody's words: a fault to mend
-        return {"result": "FAILED", "when": "at the start", "words": f"{type(error).__name__}: {error}"[:600]}
+        return {
+            "result": "FAILED",
+            "when": "at the start",
+            "words": f"{type(error).__name__}: {error}"[:600],
+        }
 
 
 def said(error: str, cell: Cell) -> str:
-    """The cause in one line, without paths and ports: the first error in the log of a server that ended, else our own
-    words."""
+    """The cause in one line, without paths and ports: the first error in the log of a server that
+    ended, else our own words."""
     raised = [line for line in cell.logs().splitlines() if ERROR.search(line)]
     last = [line.strip() for line in error.splitlines() if line.strip()][-1]
-    ours = not any(word in error for word in ("ended", "EngineDead", "not ready", "gone", "crashed"))
+    ours = not any(
+        word in error for word in ("ended", "EngineDead", "not ready", "gone", "crashed")
+    )
     words = last if ours or not raised else raised[0]
     words = re.sub(r"^.*?\.py:\d+\]\s*", "", words).replace(str(cell.model.parent), "")
     return re.sub(r"(?<=//127\.0\.0\.1):\d+", "", words.replace(sys.executable, "python"))[:400]
@@ -310,12 +388,16 @@ def read_records(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def table(cells: dict[tuple[str, str], dict[str, Any]]) -> str:
-    """Markdown: architectures and modes of which anything was measured, and the words as notes below."""
+    """Markdown: architectures and modes of which anything was measured, and the words as notes
+    below."""
     notes: dict[str, int] = {}
     names = [name for name in NAMES if any((name, mode) in cells for mode in MODES)]
     modes = [mode for mode in MODES if any((name, mode) in cells for name in NAMES)]
     rows = [f"| | {' | '.join(f'`{mode}`' for mode in modes)} |", "|---|" + "---|" * len(modes)]
-    rows += [f"| {name} | {' | '.join(_cell(cells.get((name, mode)), notes) for mode in modes)} |" for name in names]
+    rows += [
+        f"| {name} | {' | '.join(_cell(cells.get((name, mode)), notes) for mode in modes)} |"
+        for name in names
+    ]
     return "\n".join([*rows, "", *(f"{number}. {words}" for words, number in notes.items())])
 
 
@@ -355,12 +437,20 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, metavar="NAME")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--part", default="1/1", metavar="I/N", help="every Nth architecture, from the Ith on")
+    parser.add_argument(
+        "--part", default="1/1", metavar="I/N", help="every Nth architecture, from the Ith on"
+    )
     parser.add_argument("--records", type=Path, default=Path("models.jsonl"))
-    parser.add_argument("--again", action="store_true", help="measure what is in the records already, too")
-    parser.add_argument("--limit", type=float, default=1e9, help="seconds after which no further cell begins")
+    parser.add_argument(
+        "--again", action="store_true", help="measure what is in the records already, too"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=1e9, help="seconds after which no further cell begins"
+    )
     parser.add_argument("--table", action="store_true", help="print the table of what was measured")
-    parser.add_argument("--write", type=Path, help="put the table into this file, between its marks")
+    parser.add_argument(
+        "--write", type=Path, help="put the table into this file, between its marks"
+    )
     options = parser.parse_args()
     if not options.table:
         checks = Checks()

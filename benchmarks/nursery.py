@@ -2,10 +2,11 @@
 
     python -m benchmarks.nursery MODULE...
 
-Each line on stdin is a request {"call": "module:function", "args": [...], "env": {...}, "cwd": DIR, "stdin": FILE,
-"log": FILE}; the answer is the pid of a process that ends with what the function returns for `args`, in a session of
-its own. Or it is {"modules": [...]}, further ones to import. All processes die with this one; how one ended is written
-to LOG.exit. On a CPU neither torch nor vLLM starts a thread when it is imported.
+Each line on stdin is a request {"call": "module:function", "args": [...], "env": {...}, "cwd": DIR,
+"stdin": FILE, "log": FILE}; the answer is the pid of a process that ends with what the function
+returns for `args`, in a session of its own. Or it is {"modules": [...]}, further ones to import.
+All processes die with this one; how one ended is written to LOG.exit. On a CPU neither torch nor
+vLLM starts a thread when it is imported.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ def main(modules: list[str]) -> None:
             continue
         pid = os.fork()
         if pid:
-            threading.Thread(target=_reap, args=[pid, Path(request["log"] + ".exit")], daemon=True).start()
+            threading.Thread(
+                target=_reap, args=[pid, Path(request["log"] + ".exit")], daemon=True
+            ).start()
             answer({"pid": pid})
             continue
         _run(request)
@@ -49,7 +52,8 @@ def main(modules: list[str]) -> None:
 def _import(modules: list[str]) -> None:
     for module in modules:
         importlib.import_module(module)
-    gc.freeze()  # what was imported stays: no child looks through it for garbage, which would copy its pages
+    # what was imported stays: no child looks through it for garbage, which would copy its pages
+    gc.freeze()
     answer({"ready": True})
 
 
@@ -78,10 +82,17 @@ def _reap(pid: int, place: Path) -> None:
 
 
 class ForkedProcess:
-    """A process of the nursery with the ways of `subprocess.Popen`; it runs `call` with `args`, its output in `log`."""
+    """A process of the nursery with the ways of `subprocess.Popen`; it runs `call` with `args`, its
+    output in `log`."""
 
     def __init__(
-        self, nursery: Child, call: str, args: list[str], env: dict[str, str], log: Path, stdin: Path | None = None
+        self,
+        nursery: Child,
+        call: str,
+        args: list[str],
+        env: dict[str, str],
+        log: Path,
+        stdin: Path | None = None,
     ) -> None:
         self._exit = Path(f"{log}.exit")
         self._exit.unlink(missing_ok=True)  # of an earlier one in this place
@@ -112,7 +123,9 @@ class ForkedProcess:
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):  # it has ended since, as `subprocess.Popen` has it
+            with contextlib.suppress(
+                ProcessLookupError
+            ):  # it has ended since, as `subprocess.Popen` has it
                 os.kill(self.pid, number)
 
     def terminate(self) -> None:
@@ -130,7 +143,9 @@ def forked_server(nursery: Child, argv: list[str], env: dict[str, str], log: Pat
 class Forked(Server):
     """A server out of the nursery, with the ways of one that was started."""
 
-    def __init__(self, nursery: Child, folder: Path, port: int, flags: list[str], env: dict[str, str]) -> None:
+    def __init__(
+        self, nursery: Child, folder: Path, port: int, flags: list[str], env: dict[str, str]
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.log, self.began, self.ready_s = folder / "log", time.perf_counter(), None
         self.url, self.health = f"http://127.0.0.1:{port}", "/health_generate"

@@ -1,14 +1,16 @@
-"""Bytes a parameter that an optimizer step takes, by optimizer, master weights, type of the gradients and offload:
-before it, at its peak, after it; and what a model of `--model-size` parameters takes by that.
+"""Bytes a parameter that an optimizer step takes, by optimizer, master weights, type of the
+gradients and offload: before it, at its peak, after it; and what a model of `--model-size`
+parameters takes by that.
 
     python -m benchmarks.optimizer_memory
     python -m benchmarks.optimizer_memory --parameters 8e8 --device cuda --part 6.7e7
 
-Weights are bfloat16, counted, and all of them are trained. What lies in the host's memory is told apart. Each row is a
-process of its own, and its second step: the first makes the optimizer's state. On a CPU the figures are of the whole
-process, less what it had before the weights and what an offload keeps; on a GPU of PyTorch's allocator. A step goes by
-parts of a fixed size (64 million parameters), which is a hundredth of a large model and most of what fits here, so
-`--part` makes it as small a share.
+Weights are bfloat16, counted, and all of them are trained. What lies in the host's memory is told
+apart. Each row is a process of its own, and its second step: the first makes the optimizer's state.
+On a CPU the figures are of the whole process, less what it had before the weights and what an
+offload keeps; on a GPU of PyTorch's allocator. A step goes by parts of a fixed size (64 million
+parameters), which is a hundredth of a large model and most of what fits here, so `--part` makes it
+as small a share.
 """
 
 from __future__ import annotations
@@ -61,15 +63,22 @@ Row = tuple[str, str, str, str]
 
 
 def steps(row: Row, shapes: list[tuple[int, int]], memory: Peak, device: torch.device) -> list[int]:
-    """Bytes before, within and after the second step over weights of these shapes, and those in the host's memory."""
+    """Bytes before, within and after the second step over weights of these shapes, and those in the
+    host's memory."""
     optimizer, masters, gradients, place = row
-    model = torch.nn.ParameterList(torch.randn(shape, device=device).mul_(0.02).bfloat16() for shape in shapes)
+    model = torch.nn.ParameterList(
+        torch.randn(shape, device=device).mul_(0.02).bfloat16() for shape in shapes
+    )
     config = TrainingConfig.model_validate(
         {
-            "model_name": "m", "optimizer": optimizer, "master_weights": masters, "lr": 1e-3,
-            "gradient_dtype": gradients, "optimizer_offload": place == "host",
+            "model_name": "m",
+            "optimizer": optimizer,
+            "master_weights": masters,
+            "lr": 1e-3,
+            "gradient_dtype": gradients,
+            "optimizer_offload": place == "host",
         }
-    )  # fmt: skip
+    )
     stepper = optim.Stepper(model, config)
     for step in (1, 2):
         for param in model:
@@ -98,30 +107,57 @@ def measure(row: Row, options: argparse.Namespace) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--parameters", type=float, default=1.6e7)
-    parser.add_argument("--part", type=float, default=1 << 18, help="parameters that are stepped at a time")
+    parser.add_argument(
+        "--part", type=float, default=1 << 18, help="parameters that are stepped at a time"
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--optimizers", nargs="+", default=["adamw", "adamw_8bit", "adafactor"])
-    parser.add_argument("--model-size", type=float, default=8.03e9, help="parameters of the model in the last column")
+    parser.add_argument(
+        "--model-size",
+        type=float,
+        default=8.03e9,
+        help="parameters of the model in the last column",
+    )
     parser.add_argument("--row", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.row:
         print(json.dumps(measure(options.row, options)))
         return
-    print(f"{'':<42}{'before':>8}{'peak':>8}{'kept':>8}{'host':>8}   bytes a parameter; GiB at the peak, in the host")
+    print(
+        f"{'':<42}{'before':>8}{'peak':>8}{'kept':>8}{'host':>8}   bytes a parameter; GiB at "
+        f"the peak, in the host"
+    )
     wanted = itertools.product(
-        options.optimizers, ("fp32", "kahan", "stochastic"), ("float32", "bfloat16"), ("device", "host")
+        options.optimizers,
+        ("fp32", "kahan", "stochastic"),
+        ("float32", "bfloat16"),
+        ("device", "host"),
     )
     for row in wanted:
-        command = [sys.executable, "-m", "benchmarks.optimizer_memory", *sys.argv[1:], "--row", *row]
-        done = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ | RETURN_AT_ONCE)
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.optimizer_memory",
+            *sys.argv[1:],
+            "--row",
+            *row,
+        ]
+        done = subprocess.run(
+            command, check=True, capture_output=True, text=True, env=os.environ | RETURN_AT_ONCE
+        )
         found = json.loads(done.stdout.splitlines()[-1])
         whole = (found[i] * options.model_size / 2**30 for i in (1, 3))
         print(
-            f"{' '.join(row):<42}" + "".join(f"{value:>8.1f}" for value in found)
-            + "   " + "".join(f"{value:>8.1f}" for value in whole), flush=True,
-        )  # fmt: skip
+            f"{' '.join(row):<42}"
+            + "".join(f"{value:>8.1f}" for value in found)
+            + "   "
+            + "".join(f"{value:>8.1f}" for value in whole),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

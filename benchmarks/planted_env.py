@@ -1,10 +1,12 @@
-"""The demo's environment with a trouble that can be switched on while it runs: the file named by `PLANT` says which.
+"""The demo's environment with a trouble that can be switched on while it runs: the file named by
+`PLANT` says which.
 
-Each completion is asked for twice, which keeps engine and trainer of the demo alike busy. slow: a rollout takes two
-seconds beside the engine; busy: each is asked for many times; once: each is asked for once; flat: every completion
-scores the same; top_p: requests ask for what the server refuses; hub: the next start wants a data set of a hub that
-cannot be reached, and when it asks a file `PLANT`.asked appears; few: one group at a time, each completion asked for
-four times; refused: groups have messages that run-api refuses; none: rollouts return None. For
+Each completion is asked for twice, which keeps engine and trainer of the demo alike busy. slow: a
+rollout takes two seconds beside the engine; busy: each is asked for many times; once: each is asked
+for once; flat: every completion scores the same; top_p: requests ask for what the server refuses;
+hub: the next start wants a data set of a hub that cannot be reached, and when it asks a file
+`PLANT`.asked appears; few: one group at a time, each completion asked for four times; refused:
+groups have messages that run-api refuses; none: rollouts return None. For
 `benchmarks/situations.py`.
 """
 
@@ -33,7 +35,9 @@ def planted() -> str:
 
 
 class Client(EngineClient):
-    async def generate(self, prompt_ids: Sequence[int], *, wait: bool = True, **sampling: Any) -> Generation:
+    async def generate(
+        self, prompt_ids: Sequence[int], *, wait: bool = True, **sampling: Any
+    ) -> Generation:
         now = planted()
         more = {"top_p": 0.9} if now == "top_p" else {}
         for _ in range(ASKED_AGAIN.get(now, 1)):
@@ -49,7 +53,9 @@ class Planted(ArithmeticEnv):
             from huggingface_hub import hf_hub_download
 
             Path(f"{os.environ['PLANT']}.asked").touch()
-            await asyncio.to_thread(hf_hub_download, "openai/gsm8k", "README.md", repo_type="dataset")
+            await asyncio.to_thread(
+                hf_hub_download, "openai/gsm8k", "README.md", repo_type="dataset"
+            )
         await super().setup()
 
     async def env_step_checks(self) -> None:

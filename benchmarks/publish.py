@@ -1,13 +1,16 @@
-"""What a publish costs a trainer of several ranks with engines of several GPUs: broadcast, transfer, and is it exact?
+"""What a publish costs a trainer of several ranks with engines of several GPUs: broadcast,
+transfer, and is it exact?
 
-    python -m benchmarks.publish [--shape tiny|qwen3-1.7b|qwen3-8b] [--trainer-ranks 2] [--engines 1]
+    python -m benchmarks.publish [--shape tiny|qwen3-1.7b|qwen3-8b] [--trainer-ranks 2] [--engines
+    1]
                                  [--tensor-parallel 2] [--steps 11] [--json]
 
-Real `python -m vllm_server` processes and the trainer's own strategy over FSDP2, with random weights; on GPUs the ranks
-have the first ones and the engines those after (two ranks and an engine of two: four GPUs), on a CPU all is gloo. Each
-publish changes every weight. In the end the ranks' weights are gathered and written into a folder, each engine loads
-that with vLLM's own loader, and has to give the same logprobs as after the last broadcast, to the last digit. What the
-link itself gives: `python -m benchmarks.link`.
+Real `python -m vllm_server` processes and the trainer's own strategy over FSDP2, with random
+weights; on GPUs the ranks have the first ones and the engines those after (two ranks and an engine
+of two: four GPUs), on a CPU all is gloo. Each publish changes every weight. In the end the ranks'
+weights are gathered and written into a folder, each engine loads that with vLLM's own loader, and
+has to give the same logprobs as after the last broadcast, to the last digit. What the link itself
+gives: `python -m benchmarks.link`.
 """
 
 from __future__ import annotations
@@ -50,10 +53,16 @@ def rank(argv: list[str]) -> None:
     world = join(device, STEP_S)
     config = TrainingConfig.model_validate(
         {
-            "model_name": model, "weight_bridge_mode": "shared_vllm", "use_shared_memory": True, "dtype": dtype,
-            "device": device_type, "vllm_urls": urls, "optimizer": "adamw", "save_path": folder,
+            "model_name": model,
+            "weight_bridge_mode": "shared_vllm",
+            "use_shared_memory": True,
+            "dtype": dtype,
+            "device": device_type,
+            "vllm_urls": urls,
+            "optimizer": "adamw",
+            "save_path": folder,
         }
-    )  # fmt: skip
+    )
     sync = make_sync(config, device, threading.Event(), world)
     began = time.perf_counter()
     policy = sync.attach(Start())
@@ -66,8 +75,12 @@ def rank(argv: list[str]) -> None:
         if cuda:
             torch.cuda.synchronize()
 
-    reports: list[SyncReport] = [sync.publish(version, change) for version in range(1, int(steps) + 1)]
-    size = sum(parameter.numel() for parameter in policy.parameters()) * compute_dtype(policy).itemsize
+    reports: list[SyncReport] = [
+        sync.publish(version, change) for version in range(1, int(steps) + 1)
+    ]
+    size = (
+        sum(parameter.numel() for parameter in policy.parameters()) * compute_dtype(policy).itemsize
+    )
     tensors = weights(policy)
 
     def verdict() -> dict[str, Any]:
@@ -77,15 +90,21 @@ def rank(argv: list[str]) -> None:
         exact = []
         for engine in sync.engines:
             sent = said(engine)
-            engine.load_weights(LoadWeightsRequest(path=str(gathered), weight_version=int(steps) + 1))
+            engine.load_weights(
+                LoadWeightsRequest(path=str(gathered), weight_version=int(steps) + 1)
+            )
             exact.append(sent == said(engine))
         later = reports[1:]  # the first runs through the model's own loader, and notes its copies
         names = list(later[-1].phases)
         return {
-            "attach_s": attached, "bytes": size, "publish_s": median(sum_of(r) for r in later),
-            "first_publish_s": sum_of(reports[0]), "left_out": reports[-1].left_out, "exact": exact,
+            "attach_s": attached,
+            "bytes": size,
+            "publish_s": median(sum_of(r) for r in later),
+            "first_publish_s": sum_of(reports[0]),
+            "left_out": reports[-1].left_out,
+            "exact": exact,
             "phases": {name: median(r.phases.get(name, 0.0) for r in later) for name in names},
-        }  # fmt: skip
+        }
 
     found = world.share(verdict)
     if world.rank == 0:
@@ -104,7 +123,10 @@ def sum_of(report: Any) -> float:
 def said(engine: Any) -> list[list[float]]:
     """Logprobs of what an engine decodes at temperature 0, every digit of them."""
     prompts = [[2 + (7 * i + j) % 10 for j in range(PROMPT_TOKENS)] for i in range(PROMPTS)]
-    return [engine.generate(prompt, TOKENS, temperature=0.0, salt=str(time.time())).logprobs for prompt in prompts]
+    return [
+        engine.generate(prompt, TOKENS, temperature=0.0, salt=str(time.time())).logprobs
+        for prompt in prompts
+    ]
 
 
 class Bench:
@@ -117,42 +139,86 @@ class Bench:
         self.children: list[Server | Child] = []
 
     def run(self) -> dict[str, Any]:
-        save_model(self.options.shape, self.folder / "model", torch.device("cuda" if self.cuda else "cpu"))
-        servers = [self.server(number, port) for number, port in enumerate(free_ports(self.options.engines))]
+        save_model(
+            self.options.shape, self.folder / "model", torch.device("cuda" if self.cuda else "cpu")
+        )
+        servers = [
+            self.server(number, port)
+            for number, port in enumerate(free_ports(self.options.engines))
+        ]
         for server in servers:
             server.wait_ready(time.perf_counter() + START_S)
-        ranks = [self.rank(number, [server.url for server in servers]) for number in range(self.options.trainer_ranks)]
+        ranks = [
+            self.rank(number, [server.url for server in servers])
+            for number in range(self.options.trainer_ranks)
+        ]
         return dict(ranks[0].wait(STEP_S + 10 * self.options.steps))
 
     def server(self, number: int, port: int) -> Server:
         width = self.options.tensor_parallel
         first = self.options.trainer_ranks + number * width
         extra = {
-            "ATROPOS_WEIGHT_UPDATES": "1", "ATROPOS_HOLD_GENERATION": "1", "ATROPOS_RUN_DIR": str(self.folder),
-        }  # fmt: skip
+            "ATROPOS_WEIGHT_UPDATES": "1",
+            "ATROPOS_HOLD_GENERATION": "1",
+            "ATROPOS_RUN_DIR": str(self.folder),
+        }
         flags = [
-            "--model", str(self.folder / "model"), "--served-model-name", "m", "--dtype", self.dtype,
-            "--max-model-len", "1024", "--max-num-seqs", "64", "--generation-config", "vllm", "--logprobs-mode",
-            "processed_logprobs", "--tensor-parallel-size", str(width), "--no-enable-prefix-caching",
-        ]  # fmt: skip
+            "--model",
+            str(self.folder / "model"),
+            "--served-model-name",
+            "m",
+            "--dtype",
+            self.dtype,
+            "--max-model-len",
+            "1024",
+            "--max-num-seqs",
+            "64",
+            "--generation-config",
+            "vllm",
+            "--logprobs-mode",
+            "processed_logprobs",
+            "--tensor-parallel-size",
+            str(width),
+            "--no-enable-prefix-caching",
+        ]
         if self.cuda:
             extra["CUDA_VISIBLE_DEVICES"] = ",".join(str(first + each) for each in range(width))
             flags += ["--kv-cache-memory-bytes", str(4 << 30), "--gpu-memory-utilization", "0.5"]
         else:
             extra["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-            flags += ["--kv-cache-memory-bytes", str(64 << 20), "--block-size", "32", "--enforce-eager"]
+            flags += [
+                "--kv-cache-memory-bytes",
+                str(64 << 20),
+                "--block-size",
+                "32",
+                "--enforce-eager",
+            ]
         folder = self.folder / f"engine{number}"
-        self.children.append(server := Server(folder, port, flags, environment(folder, None, extra)))
+        self.children.append(
+            server := Server(folder, port, flags, environment(folder, None, extra))
+        )
         return server
 
     def rank(self, number: int, urls: list[str]) -> Child:
         size = str(self.options.trainer_ranks)
-        extra = {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+        extra = {
+            "RANK": str(number),
+            "LOCAL_RANK": str(number),
+            "WORLD_SIZE": size,
+            "LOCAL_WORLD_SIZE": size,
+        }
         folder = self.folder / f"rank{number}"
         command = [
-            "-m", "benchmarks.publish", "rank", str(self.folder / "model"), str(self.folder / "rank0"),
-            "cuda" if self.cuda else "cpu", self.dtype, str(self.options.steps), *urls,
-        ]  # fmt: skip
+            "-m",
+            "benchmarks.publish",
+            "rank",
+            str(self.folder / "model"),
+            str(self.folder / "rank0"),
+            "cuda" if self.cuda else "cpu",
+            self.dtype,
+            str(self.options.steps),
+            *urls,
+        ]
         self.children.append(child := Child(folder, command, environment(folder, None, extra)))
         return child
 
@@ -160,11 +226,14 @@ class Bench:
 def show(found: dict[str, Any]) -> str:
     receive, size = found["phases"].get("receive", float("nan")), found["bytes"]
     lines = [
-        f"{found['shape']}: {size / 1e9:.2f} GB from {found['trainer_ranks']} ranks to {found['engines']} engines of "
+        f"{found['shape']}: {size / 1e9:.2f} GB from {found['trainer_ranks']} ranks to "
+        f"{found['engines']} engines of "
         f"{found['tensor_parallel']}, {found['device']}",
         f"transfer, median      {receive * 1000:9.1f} ms   {size / receive / 1e9:.1f} GB/s",
-        f"publish, median       {found['publish_s'] * 1000:9.1f} ms   the first {found['first_publish_s'] * 1000:.1f}",
-        "of it                 " + ", ".join(f"{k} {v * 1000:.1f} ms" for k, v in found["phases"].items()),
+        f"publish, median       {found['publish_s'] * 1000:9.1f} ms   the first "
+        f"{found['first_publish_s'] * 1000:.1f}",
+        "of it                 "
+        + ", ".join(f"{k} {v * 1000:.1f} ms" for k, v in found["phases"].items()),
         f"attach                {found['attach_s']:9.2f} s",
         f"as loaded from a folder, to the last digit: {found['exact']}",
     ]
@@ -174,29 +243,39 @@ def show(found: dict[str, Any]) -> str:
 def main() -> int:
     if sys.argv[1:2] == ["rank"]:
         rank(sys.argv[2:])
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3-1.7b" if torch.cuda.is_available() else "tiny")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--shape", choices=SHAPES, default="qwen3-1.7b" if torch.cuda.is_available() else "tiny"
+    )
     parser.add_argument("--trainer-ranks", type=int, default=2)
     parser.add_argument("--engines", type=int, default=1)
     parser.add_argument("--tensor-parallel", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=11, help="publishes, the first of which is not counted")
+    parser.add_argument(
+        "--steps", type=int, default=11, help="publishes, the first of which is not counted"
+    )
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="atropos-publish-") as temporary:
         bench = Bench(options, Path(temporary))
         try:
             found = bench.run() | {
-                "shape": options.shape, "trainer_ranks": options.trainer_ranks, "engines": options.engines,
+                "shape": options.shape,
+                "trainer_ranks": options.trainer_ranks,
+                "engines": options.engines,
                 "tensor_parallel": options.tensor_parallel,
                 "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-            }  # fmt: skip
+            }
         except ChildError as error:
             print(error, file=sys.stderr)
             return 1
         finally:
             for child in reversed(bench.children):
                 child.close()
-        print(json.dumps(found) if options.json else show(found), flush=True)  # removing the models takes its time
+        print(
+            json.dumps(found) if options.json else show(found), flush=True
+        )  # removing the models takes its time
     return 0 if all(found["exact"]) and not found["left_out"] else 1
 
 

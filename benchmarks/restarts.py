@@ -1,16 +1,20 @@
-"""What a restart, a kill or a stopped process costs a run: time to the next step, steps lost, the trainer's attempts.
+"""What a restart, a kill or a stopped process costs a run: time to the next step, steps lost, the
+trainer's attempts.
 
-    python -m benchmarks.restarts [--modes lora_only ...] [--events "restart vllm" ...] [--times 20] [--seed 0]
-                                  [--profile arithmetic-gpu --set vllm.gpus=[1] ...] [--records FILE] [--json]
+    python -m benchmarks.restarts [--modes lora_only ...] [--events "restart vllm" ...] [--times 20]
+    [--seed 0]
+                                  [--profile arithmetic-gpu --set vllm.gpus=[1] ...] [--records
+                                  FILE] [--json]
     python -m benchmarks.restarts --table FILE ...      # of what several of them recorded
 
-The demo's real stack (real vLLM) for each mode, under 16 streams of completions beside the environment's own
-load. An event comes at a random moment of a step, and the next one when the stack has recovered and trained two more
-steps. `kill` and `restart` are the product's own commands, the others are signals to single processes of the engine; a
-worker is one of two tensor parallel ones. Next step: seconds from the event to the first step that ends after every
-component is healthy again (for a stopped process: after it goes on). Lost: steps that a later attempt of the trainer
-did again. Attempts: of the trainer, beyond the one that ran. Runs are kept in --folder; --records gets a JSON line for
-each event, so that several of these may run side by side, or be stopped.
+The demo's real stack (real vLLM) for each mode, under 16 streams of completions beside the
+environment's own load. An event comes at a random moment of a step, and the next one when the stack
+has recovered and trained two more steps. `kill` and `restart` are the product's own commands, the
+others are signals to single processes of the engine; a worker is one of two tensor parallel ones.
+Next step: seconds from the event to the first step that ends after every component is healthy again
+(for a stopped process: after it goes on). Lost: steps that a later attempt of the trainer did
+again. Attempts: of the trainer, beyond the one that ran. Runs are kept in --folder; --records gets
+a JSON line for each event, so that several of these may run side by side, or be stopped.
 """
 
 from __future__ import annotations
@@ -65,13 +69,15 @@ class Row:
     def fields(self) -> dict[str, Any]:
         waits = [each.next_step_s for each in self.outcomes]
         return {
-            "mode": self.mode, "event": self.event, "times": len(waits),
+            "mode": self.mode,
+            "event": self.event,
+            "times": len(waits),
             "next_step_s": round(median(waits), 1) if waits else None,
             "worst_s": round(max(waits), 1) if waits else None,
             "lost": sum(each.lost for each in self.outcomes),
             "attempts": sum(each.attempts for each in self.outcomes),
             "error": self.error,
-        }  # fmt: skip
+        }
 
 
 Act = Callable[[Stack], float]
@@ -138,25 +144,40 @@ def one_event(stack: Stack, act: Act, moments: random.Random) -> Outcome:
     went_on = time.time() if still_s else at
     if not still_s:
         stack.wait(
-            lambda: not stack.settled() or {e.name: e.attempt for e in stack.status().components} != before,
-            "the event", 60.0,
-        )  # fmt: skip
+            lambda: (
+                not stack.settled()
+                or {e.name: e.attempt for e in stack.status().components} != before
+            ),
+            "the event",
+            60.0,
+        )
     stack.wait(stack.settled, "every component healthy")
     healthy = max(time.time(), went_on)
     stack.wait(lambda: any(moment > healthy for moment, _ in stack.steps()), "a step")
     steps = stack.steps()
     following = min(moment for moment, _ in steps if moment > healthy)
     return Outcome(
-        following - at, lost_steps(steps, written), stack.component("trainer").attempt - trainer,
+        following - at,
+        lost_steps(steps, written),
+        stack.component("trainer").attempt - trainer,
         stack.component("vllm").attempt - engine,
-    )  # fmt: skip
+    )
 
 
 def run_mode(
-    mode: str, events: list[str], times: int, seed: int, folder: Path, *, workers: int = 1, profile: str = "demo",
-    given: dict[str, str] | None = None, records: Path | None = None,
-) -> list[Row]:  # fmt: skip
-    """Every event, `times` rounds of them; a stack that does not recover is begun anew for the rest."""
+    mode: str,
+    events: list[str],
+    times: int,
+    seed: int,
+    folder: Path,
+    *,
+    workers: int = 1,
+    profile: str = "demo",
+    given: dict[str, str] | None = None,
+    records: Path | None = None,
+) -> list[Row]:
+    """Every event, `times` rounds of them; a stack that does not recover is begun anew for the
+    rest."""
     rows = {event: Row(mode, event) for event in events}
     left = events * times
     moments = random.Random(f"{seed} {mode} {events}")
@@ -178,8 +199,11 @@ def run_mode(
     return list(rows.values())
 
 
-def run_stack(stack: Stack, left: list[str], moments: random.Random) -> Iterator[tuple[str, Outcome]]:
-    """Carry out the events that are left, in order; each is taken off the list once the stack has recovered from it.
+def run_stack(
+    stack: Stack, left: list[str], moments: random.Random
+) -> Iterator[tuple[str, Outcome]]:
+    """Carry out the events that are left, in order; each is taken off the list once the stack has
+    recovered from it.
 
     Raises:
         NotRecovered: it has not, from the first of the list.
@@ -199,7 +223,8 @@ def record(path: Path | None, mode: str, event: str, what: dict[str, Any]) -> No
 
 
 def recorded(paths: Iterable[Path]) -> list[Row]:
-    """The rows of several records, by mode and event; each event that did not recover is told in its row."""
+    """The rows of several records, by mode and event; each event that did not recover is told in
+    its row."""
     rows = {(mode, event): Row(mode, event) for mode in MODES for event in EVENTS}
     for line in (line for path in paths for line in path.read_text().splitlines()):
         fields = json.loads(line)
@@ -221,28 +246,41 @@ def table(rows: list[Row]) -> str:
         one = row.fields()
         wait = f"{one['next_step_s']} ({one['worst_s']})"
         lines.append(
-            f"| {row.mode} | {row.event} | {one['times']} | {wait} | {one['lost']} | {one['attempts']} | {row.error} |"
+            f"| {row.mode} | {row.event} | {one['times']} | {wait} | {one['lost']} | "
+            f"{one['attempts']} | {row.error} |"
         )
     return "\n".join(lines)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--events", nargs="+", choices=list(EVENTS), default=list(EVENTS))
     parser.add_argument("--times", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="keep the runs here")
     parser.add_argument("--profile", default="demo")
-    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="keys of the profile")
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="KEY=VALUE", help="keys of the profile"
+    )
     parser.add_argument("--records", type=Path, help="append a JSON line for each event")
-    parser.add_argument("--table", type=Path, nargs="+", metavar="FILE", help="only print the table of these records")
+    parser.add_argument(
+        "--table",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="only print the table of these records",
+    )
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if options.table:
         print(table(recorded(options.table)))
         return 0
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # its run is ended like that of an interrupted one
+    signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # its run is ended like that of an interrupted one
     given = dict(pair.split("=", 1) for pair in options.set)
     common = {"profile": options.profile, "given": given, "records": options.records}
     rows: list[Row] = []
@@ -253,7 +291,9 @@ def main() -> int:
             rows += run_mode(mode, plain, options.times, options.seed, folder, **common)
             split = [event for event in options.events if event in TENSOR_PARALLEL]
             if split and mode in TENSOR_PARALLEL_MODES:
-                rows += run_mode(mode, split, options.times, options.seed, folder, workers=2, **common)
+                rows += run_mode(
+                    mode, split, options.times, options.seed, folder, workers=2, **common
+                )
             print(table(rows), file=sys.stderr, flush=True)
     print(json.dumps({"rows": [row.fields() for row in rows]}) if options.json else table(rows))
     checks = Checks()

@@ -1,14 +1,17 @@
-"""Optimizer steps of a trainer on several GPUs: speed against one of them, memory, checkpoints, and whether another
-number of ranks goes on the same.
+"""Optimizer steps of a trainer on several GPUs: speed against one of them, memory, checkpoints, and
+whether another number of ranks goes on the same.
 
-    python -m benchmarks.sharded_step [--shape tiny|qwen3-1.7b|qwen3-8b] [--ranks 1 2 4] [--save DIR --resume] [--json]
+    python -m benchmarks.sharded_step [--shape tiny|qwen3-1.7b|qwen3-8b] [--ranks 1 2 4] [--save DIR
+    --resume] [--json]
 
-Starts its own ranks, a GPU each where there are any. Each has `--rows` rows of `--row` tokens whatever their number, so
-perfect scaling is N times the tokens in the same seconds. Weights are random, of the named shape. With fp32 masters and
-AdamW 8B is too large for one H200: compare with `--settings '{"master_weights": "kahan", "optimizer": "adamw_8bit"}'`,
-or begin with `--ranks 2`; scaling is against the first number. MFU is of 790 TFLOP/s, what an H200 reaches in
-dense bfloat16 products. `--resume` writes a checkpoint with each number of ranks, lets each other number take the next
-step from it, and compares gradient norm, loss and every weight with the step of those who wrote it.
+Starts its own ranks, a GPU each where there are any. Each has `--rows` rows of `--row` tokens
+whatever their number, so perfect scaling is N times the tokens in the same seconds. Weights are
+random, of the named shape. With fp32 masters and AdamW 8B is too large for one H200: compare with
+`--settings '{"master_weights": "kahan", "optimizer": "adamw_8bit"}'`, or begin with `--ranks 2`;
+scaling is against the first number. MFU is of 790 TFLOP/s, what an H200 reaches in dense bfloat16
+products. `--resume` writes a checkpoint with each number of ranks, lets each other number take the
+next step from it, and compares gradient norm, loss and every weight with the step of those who
+wrote it.
 """
 
 from __future__ import annotations
@@ -76,8 +79,14 @@ class Trainer:
 
     def __init__(self, job: Job, world: World, device: torch.device) -> None:
         self.job, self.world, self.device = job, world, device
-        values = {"model_name": job.shape, "optimizer": "adamw", "lr": 1e-6, "seq_len": job.row, "pack_tokens": job.row,
-                  "dtype": "bfloat16" if device.type == "cuda" else "float32"}  # fmt: skip
+        values = {
+            "model_name": job.shape,
+            "optimizer": "adamw",
+            "lr": 1e-6,
+            "seq_len": job.row,
+            "pack_tokens": job.row,
+            "dtype": "bfloat16" if device.type == "cuda" else "float32",
+        }
         self.config = for_device(TrainingConfig.model_validate(values | job.settings), device)
         use_memory(device)
         began = time.perf_counter()
@@ -89,10 +98,16 @@ class Trainer:
         use_attention(self.model, self.config.attention_kernel)
         compiled = compiles(self.model, self.config.compile, device)
         use_checkpointing(
-            self.model, self.config.gradient_checkpointing, device=device, tokens=job.row,
-            optimizer="" if self.config.optimizer_offload else self.config.optimizer, compiled=compiled, world=world,
-            gradient_bytes=4 if self.config.gradient_dtype == "float32" else 2, offload=self.config.activation_offload,
-        )  # fmt: skip
+            self.model,
+            self.config.gradient_checkpointing,
+            device=device,
+            tokens=job.row,
+            optimizer="" if self.config.optimizer_offload else self.config.optimizer,
+            compiled=compiled,
+            world=world,
+            gradient_bytes=4 if self.config.gradient_dtype == "float32" else 2,
+            offload=self.config.activation_offload,
+        )
         if compiled:
             compile_layers(self.model)
 
@@ -114,19 +129,26 @@ class Trainer:
         trained = np.arange(length + 1) >= min(PROMPT, length // 4)
         return [
             Rollout(
-                dice.integers(1, vocabulary, length + 1), trained,
+                dice.integers(1, vocabulary, length + 1),
+                trained,
                 np.full(length + 1, -np.log(vocabulary), dtype=np.float32),
-                np.full(length + 1, dice.choice([-1.0, 1.0]), dtype=np.float32), 1.0, 0.0, "", (),
+                np.full(length + 1, dice.choice([-1.0, 1.0]), dtype=np.float32),
+                1.0,
+                0.0,
+                "",
+                (),
             )
             for _ in range(count)
-        ]  # fmt: skip
+        ]
 
     def rows(self, ranks: int, step: int) -> list[PackedRow]:
         rows = pack(self.rollouts(ranks, step), self.job.row, self.world.size)
         return rows_at(rows, assign_rows(rows, self.world.size, lambda _: True)[self.world.rank])
 
     def step(self, rows: list[PackedRow], step: int) -> StepOutcome:
-        outcome = accumulate(self.model, self.stepper, rows, Objective(self.config), step, world=self.world)
+        outcome = accumulate(
+            self.model, self.stepper, rows, Objective(self.config), step, world=self.world
+        )
         self.stepper.compute()
         self.stepper.write()
         self._wait()
@@ -138,7 +160,8 @@ class Trainer:
         self.world.gather(0)
 
     def measured(self) -> dict[str, Any]:
-        """Seconds of a step after the first one, tokens a second, MFU of all ranks, the largest peak of memory."""
+        """Seconds of a step after the first one, tokens a second, MFU of all ranks, the largest
+        peak of memory."""
         size, cuda, took = self.world.size, self.device.type == "cuda", []
         for step in range(1, self.job.steps + 2):
             rows = self.rows(size, step)
@@ -155,10 +178,14 @@ class Trainer:
         seconds = median(took[1:])
         peak = self.world.largest(torch.tensor([torch.cuda.max_memory_allocated() if cuda else 0]))
         return {
-            "ranks": size, "load_s": self.load_s, "first_step_s": took[0], "step_s": seconds,
-            "tokens_per_s": sum(lengths) / seconds, "mfu": flops / seconds / PEAK_FLOPS / size if cuda else None,
+            "ranks": size,
+            "load_s": self.load_s,
+            "first_step_s": took[0],
+            "step_s": seconds,
+            "tokens_per_s": sum(lengths) / seconds,
+            "mfu": flops / seconds / PEAK_FLOPS / size if cuda else None,
             "peak_gb": float(peak) / 1e9 if cuda else None,
-        }  # fmt: skip
+        }
 
     def saved(self) -> dict[str, Any]:
         """Seconds and bytes of a checkpoint."""
@@ -166,13 +193,22 @@ class Trainer:
         done = checkpoint.save_step(
             self.model, config, self.stepper, step=self.job.steps + 1, version=0, world=self.world
         )
-        return {"checkpoint": str(done.path), "checkpoint_s": done.seconds, "checkpoint_gb": done.bytes / 1e9}
+        return {
+            "checkpoint": str(done.path),
+            "checkpoint_s": done.seconds,
+            "checkpoint_gb": done.bytes / 1e9,
+        }
 
     def next_step(self) -> dict[str, Any]:
         """The step behind the checkpoint: what came out, and of each tensor two sums."""
-        outcome = self.step(self.rows(self.job.written_by or self.world.size, 99), self.job.steps + 2)
+        outcome = self.step(
+            self.rows(self.job.written_by or self.world.size, 99), self.job.steps + 2
+        )
         tensors = weights(self.model)
-        sums = {n: [float(t.double().sum()), float(t.double().square().sum())] for n, t in tensors.items()}
+        sums = {
+            n: [float(t.double().sum()), float(t.double().square().sum())]
+            for n, t in tensors.items()
+        }
         return {"loss": outcome.loss, "grad_norm": outcome.grad_norm, "sums": sums}
 
 
@@ -199,16 +235,30 @@ def launch(job: Job, ranks: int) -> dict[str, Any]:
     """What rank 0 of so many found."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
-        command = [sys.executable, "-m", "benchmarks.sharded_step", "--work", json.dumps(vars(job)), str(out)]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.sharded_step",
+            "--work",
+            json.dumps(vars(job)),
+            str(out),
+        ]
         processes = [
             subprocess.Popen(
                 command,
-                env=os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
-                                  "LOCAL_WORLD_SIZE": str(ranks), "TMPDIR": folder, "HF_HUB_OFFLINE": "1"},
+                env=os.environ
+                | {
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": str(ranks),
+                    "LOCAL_WORLD_SIZE": str(ranks),
+                    "TMPDIR": folder,
+                    "HF_HUB_OFFLINE": "1",
+                },
                 stdout=subprocess.DEVNULL,
             )
             for rank in range(ranks)
-        ]  # fmt: skip
+        ]
         codes = [process.wait() for process in processes]
         if any(codes):
             raise SystemExit(f"{ranks} ranks ended with {codes}")
@@ -225,26 +275,44 @@ def apart(mine: dict[str, Any], theirs: dict[str, Any]) -> float:
 
 
 def show(row: dict[str, Any]) -> str:
-    text = f"{row['ranks']} ranks: {row['step_s']:.3f} s a step, {row['tokens_per_s']:,.0f} tokens/s"
+    text = (
+        f"{row['ranks']} ranks: {row['step_s']:.3f} s a step, {row['tokens_per_s']:,.0f} tokens/s"
+    )
     text += f", scaling {row['scaling']:.3f}, load {row['load_s']:.1f} s"
     if row["mfu"] is not None:
         text += f", MFU {row['mfu']:.1%}, peak {row['peak_gb']:.1f} GB"
     if "checkpoint_s" in row:
         text += f", checkpoint {row['checkpoint_gb']:.2f} GB in {row['checkpoint_s']:.1f} s"
-    return text + "".join(f"\n  {n} ranks go on {far:.1e} apart" for n, far in row.get("resumed", {}).items())
+    return text + "".join(
+        f"\n  {n} ranks go on {far:.1e} apart" for n, far in row.get("resumed", {}).items()
+    )
 
 
 def main() -> int:
     cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-1.7b" if cuda else "tiny")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--row", type=int, default=16_384 if cuda else 256, help="tokens of a row")
     parser.add_argument("--rows", type=int, default=2, help="rows of each rank in a step")
-    parser.add_argument("--steps", type=int, default=3, help="measured steps, after one that is not")
-    parser.add_argument("--settings", type=json.loads, default={}, metavar="JSON", help="of the trainer, as its config")
-    parser.add_argument("--save", type=Path, help="write a checkpoint below this folder, and time it")
-    parser.add_argument("--resume", action="store_true", help="with --save: each number of ranks goes on from each")
+    parser.add_argument(
+        "--steps", type=int, default=3, help="measured steps, after one that is not"
+    )
+    parser.add_argument(
+        "--settings",
+        type=json.loads,
+        default={},
+        metavar="JSON",
+        help="of the trainer, as its config",
+    )
+    parser.add_argument(
+        "--save", type=Path, help="write a checkpoint below this folder, and time it"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="with --save: each number of ranks goes on from each"
+    )
     parser.add_argument("--json", action="store_true", help="one object a line")
     parser.add_argument("--work", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -257,15 +325,27 @@ def main() -> int:
         found = launch(Job(*shared, save=save), ranks)
         each = found["tokens_per_s"] / ranks
         base = base or each
-        row = found | {"shape": options.shape, "row": options.row, "rows": options.rows, "scaling": each / base}
+        row = found | {
+            "shape": options.shape,
+            "row": options.row,
+            "rows": options.rows,
+            "scaling": each / base,
+        }
         if options.resume and save:
-            jobs = {other: Job(*shared, resume=found["checkpoint"], written_by=ranks) for other in options.ranks}
-            row["resumed"] = {other: apart(launch(job, other), found) for other, job in jobs.items()}
+            jobs = {
+                other: Job(*shared, resume=found["checkpoint"], written_by=ranks)
+                for other in options.ranks
+            }
+            row["resumed"] = {
+                other: apart(launch(job, other), found) for other, job in jobs.items()
+            }
         row.pop("sums", None)
         print(json.dumps(row) if options.json else show(row), flush=True)
         for other, far in row.get("resumed", {}).items():
             checks.at_most(
-                f"the next step of {other} ranks from the checkpoint of {ranks}", far, 1e-2 if cuda else 1e-4
+                f"the next step of {other} ranks from the checkpoint of {ranks}",
+                far,
+                1e-2 if cuda else 1e-4,
             )
     return checks.status()
 

@@ -1,18 +1,20 @@
-"""Plant sixteen situations into a run; print the sentence that is shown, after how many seconds, and when it is gone.
+"""Plant sixteen situations into a run; print the sentence that is shown, after how many seconds,
+and when it is gone.
 
     python -m benchmarks.situations [--only NAME...] [--json]
 
-Most are planted into one demo on real processes (vLLM, run-api, trainer, environment), one after the other, into a
-run that trains. `planted_env.py` makes a slow environment, an engine with much to do or few requests, equal scores,
-refused requests and groups, and rollouts of `None`. SIGSTOP slows the trainer down. The disk is a tmpfs that is filled.
-A program requests a hub that does not exist; the clock starts with its request. Commands stop and start run-api, and
-kill the engine.
+Most are planted into one demo on real processes (vLLM, run-api, trainer, environment), one after
+the other, into a run that trains. `planted_env.py` makes a slow environment, an engine with much to
+do or few requests, equal scores, refused requests and groups, and rollouts of `None`. SIGSTOP slows
+the trainer down. The disk is a tmpfs that is filled. A program requests a hub that does not exist;
+the clock starts with its request. Commands stop and start run-api, and kill the engine.
 
-The lag and the slow judge beside a fast environment need settings of their own: a demo each. Three small children stand
-in for three engines, of which one dies. The sentence is read as `ps` and the screen read it: from the run's files and
-its supervisor.
+The lag and the slow judge beside a fast environment need settings of their own: a demo each. Three
+small children stand in for three engines, of which one dies. The sentence is read as `ps` and the
+screen read it: from the run's files and its supervisor.
 
-The exit status is 1 where the right sentence does not come within 15 s, or is not gone 30 s after the end of its cause.
+The exit status is 1 where the right sentence does not come within 15 s, or is not gone 30 s after
+the end of its cause.
 """
 
 from __future__ import annotations
@@ -113,7 +115,8 @@ class Watch:
         return None
 
     def until(self, words: tuple[str, ...], patience_s: float) -> tuple[float | None, str]:
-        """Seconds until the sentence held one of `words`, and the sentence; None and the last where it never did."""
+        """Seconds until the sentence held one of `words`, and the sentence; None and the last where
+        it never did."""
         began, last = time.monotonic(), ""
         while time.monotonic() - began < patience_s:
             with contextlib.suppress(Exception):
@@ -162,17 +165,29 @@ class Stack:
         self.folder, self.root = folder, folder / "run"
         self._switch = folder / "plant"
         planted = {
-            "env.module": "benchmarks.planted_env", "env.cwd": Path(__file__).parents[1],
+            "env.module": "benchmarks.planted_env",
+            "env.cwd": Path(__file__).parents[1],
             "env.env.PLANT": self._switch,
-        }  # fmt: skip
-        sets = {
-            "trainer.training_steps": 100_000, "trainer.checkpoint_interval": 100_000, "trainer.lr": 1e-6,
-            "vllm.sampling": "refuse", "api.port": 28_110, "vllm.port": 28_111,
-        } | ({} if profile else planted) | sets  # fmt: skip
+        }
+        sets = (
+            {
+                "trainer.training_steps": 100_000,
+                "trainer.checkpoint_interval": 100_000,
+                "trainer.lr": 1e-6,
+                "vllm.sampling": "refuse",
+                "api.port": 28_110,
+                "vllm.port": 28_111,
+            }
+            | ({} if profile else planted)
+            | sets
+        )
         self.process = subprocess.Popen(
-            up(profile or "demo", self.root, sets), stdin=subprocess.DEVNULL, stdout=(folder / "up.txt").open("w"),
-            stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+            up(profile or "demo", self.root, sets),
+            stdin=subprocess.DEVNULL,
+            stdout=(folder / "up.txt").open("w"),
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         self.watch = Watch(self.root)
 
     def trains(self) -> None:
@@ -180,7 +195,9 @@ class Stack:
         self.first_step()
         seconds, last = self.watch.until(("healthy", "limited by training", "take turns"), START_S)
         if seconds is None:
-            raise RuntimeError(f"it does not train: {last}; {(self.folder / 'up.txt').read_text()[-2000:]}")
+            raise RuntimeError(
+                f"it does not train: {last}; {(self.folder / 'up.txt').read_text()[-2000:]}"
+            )
 
     def shares(self, steps: int) -> dict[str, float]:
         """Each environment's share of the groups of the next `steps` optimizer steps."""
@@ -198,9 +215,14 @@ class Stack:
 
     def first_step(self) -> None:
         give_up = time.monotonic() + START_S
-        while not (self.watch.run.telemetry_jsonl.exists() and '"step"' in self.watch.run.telemetry_jsonl.read_text()):
+        while not (
+            self.watch.run.telemetry_jsonl.exists()
+            and '"step"' in self.watch.run.telemetry_jsonl.read_text()
+        ):
             if time.monotonic() > give_up or self.process.poll() is not None:
-                raise RuntimeError(f"it does not train: {(self.folder / 'up.txt').read_text()[-2000:]}")
+                raise RuntimeError(
+                    f"it does not train: {(self.folder / 'up.txt').read_text()[-2000:]}"
+                )
             time.sleep(LOOK_S)
 
     @contextmanager
@@ -215,8 +237,13 @@ class Stack:
     def without_hub(self) -> Iterator[None]:
         with self.switched("hub"):
             status = asyncio.run(ControlClient(self.root).status())
-            psutil.Process(next(row.pid for row in status.components if row.role is Role.ENV) or 0).kill()
-            asked, give_up = self._switch.with_name(f"{self._switch.name}.asked"), time.monotonic() + START_S
+            psutil.Process(
+                next(row.pid for row in status.components if row.role is Role.ENV) or 0
+            ).kill()
+            asked, give_up = (
+                self._switch.with_name(f"{self._switch.name}.asked"),
+                time.monotonic() + START_S,
+            )
             while not asked.exists() and time.monotonic() < give_up:
                 time.sleep(0.1)
             yield
@@ -244,7 +271,9 @@ class Stack:
             self._until("trainer", State.HEALTHY)
 
     def _command(self, action: Literal["start", "stop", "kill"], component: str) -> None:
-        asyncio.run(ControlClient(self.root).command(CommandRequest(action=action, component=component)))
+        asyncio.run(
+            ControlClient(self.root).command(CommandRequest(action=action, component=component))
+        )
 
     def _until(self, component: str, state: State) -> None:
         give_up = time.monotonic() + START_S
@@ -268,7 +297,8 @@ class Stack:
 
 
 def fill(folder: Path) -> Path:
-    """Leave 4 MB of a disk of `folder`'s own; the file that takes the rest, which is empty on a disk of others."""
+    """Leave 4 MB of a disk of `folder`'s own; the file that takes the rest, which is empty on a
+    disk of others."""
     filler, free = folder / "filler", os.statvfs(folder)
     with filler.open("wb") as file:
         if folder.is_mount():
@@ -332,7 +362,9 @@ def in_the_demo(wanted: Callable[[str], bool]) -> Iterator[Row]:
                 if name in WITHOUT_END:
                     yield Row(name, seconds, line)
                 else:
-                    yield Row(name, seconds, line, stack.watch.until_gone(WORDS[name]), has_end=True)
+                    yield Row(
+                        name, seconds, line, stack.watch.until_gone(WORDS[name]), has_end=True
+                    )
                 if not (name == BEFORE_HEALTHY and wanted("healthy")):  # whose clock begins there
                     stack.trains()
         finally:
@@ -353,7 +385,11 @@ def on_small_disk(folder: Path) -> Iterator[Path]:
 
 def lag() -> Iterator[Row]:
     """A demo whose environment runs ahead of what the trainer takes; from its first step on."""
-    ahead = {"env.args.env.max_batches_offpolicy": 4, "env.args.env.max_num_workers": 64, "trainer.max_policy_lag": 1}
+    ahead = {
+        "env.args.env.max_batches_offpolicy": 4,
+        "env.args.env.max_num_workers": 64,
+        "trainer.max_policy_lag": 1,
+    }
     with tempfile.TemporaryDirectory() as name:
         stack = Stack(Path(name), ahead)
         try:
@@ -380,7 +416,9 @@ def slow_judge() -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as place:
         folder, demo = Path(place), find_profile("demo").read_text()
         both = "".join(
-            ENVIRONMENT.format(name=name, cwd=Path(__file__).parents[1], weight=weight, plant=folder / name)
+            ENVIRONMENT.format(
+                name=name, cwd=Path(__file__).parents[1], weight=weight, plant=folder / name
+            )
             for name, weight in WEIGHTS.items()
         )
         profile = folder / "judge.toml"
@@ -394,7 +432,9 @@ def slow_judge() -> Iterator[Row]:
             shares = stack.shares(SHARE_STEPS)
             judges.unlink()
             gone_s = stack.watch.until_gone(WORDS[JUDGE])
-            yield Row(JUDGE, seconds, f"{line} ({shares})", gone_s, has_end=True, note=wrong_share(shares))
+            yield Row(
+                JUDGE, seconds, f"{line} ({shares})", gone_s, has_end=True, note=wrong_share(shares)
+            )
         finally:
             stack.close()
 
@@ -412,8 +452,13 @@ def engine_dead() -> Iterator[Row]:
     """Three children that stand in for engines, one of which is killed."""
     ready = Probes(readiness=Probe(checks=[LogCheck(pattern="up")], interval_s=0.1))
     again = RestartPolicy(backoff_s=30.0)
-    parts = [child(f"vllm-{at}", UP, role=Role.ENGINE, probes=ready, restart=again) for at in (1, 2, 3)]
-    with tempfile.TemporaryDirectory() as name, supervised(Path(name), "engines", *parts) as (client, _):
+    parts = [
+        child(f"vllm-{at}", UP, role=Role.ENGINE, probes=ready, restart=again) for at in (1, 2, 3)
+    ]
+    with (
+        tempfile.TemporaryDirectory() as name,
+        supervised(Path(name), "engines", *parts) as (client, _),
+    ):
         watch = Watch(client.run_dir.root)
         while any(row.state != "healthy" for row in asyncio.run(client.status()).components):
             time.sleep(0.1)
@@ -429,19 +474,29 @@ def tell(rows: list[Row], *, as_json: bool) -> int:
     else:
         for row in rows:
             seconds, gone = (
-                f"{'never' if value is None else f'{value:5.1f} s':>7}" for value in (row.seconds, row.gone_s)
+                f"{'never' if value is None else f'{value:5.1f} s':>7}"
+                for value in (row.seconds, row.gone_s)
             )
             gone = gone if row.has_end else f"{'':>7}"
-            print(f"{row.situation:<26} {seconds} {gone}  {row.sentence}{f'  WRONG: {row.wrong}' if row.wrong else ''}")
+            print(
+                f"{row.situation:<26} {seconds} {gone}  "
+                f"{row.sentence}{f'  WRONG: {row.wrong}' if row.wrong else ''}"
+            )
     return int(any(row.wrong for row in rows))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="situations whose names begin so")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="NAME", help="situations whose names begin so"
+    )
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # its run is ended like that of an interrupted one
+    signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # its run is ended like that of an interrupted one
 
     def wanted(name: str) -> bool:
         return not options.only or name.startswith(tuple(options.only))

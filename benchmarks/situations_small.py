@@ -1,10 +1,11 @@
-"""Ten of the situations without vLLM: a real supervisor over small children, and planted records of a trainer.
+"""Ten of the situations without vLLM: a real supervisor over small children, and planted records of
+a trainer.
 
     python -m benchmarks.situations_small [--json]
 
-Real are the supervisor, its rules, the disk (a tmpfs that is filled), the death of an engine, and the way from there to
-the sentence. Planted are the lines that engine and environment print, and the records: one step each half second.
-`benchmarks/situations.py` plants the same into the demo.
+Real are the supervisor, its rules, the disk (a tmpfs that is filled), the death of an engine, and
+the way from there to the sentence. Planted are the lines that engine and environment print, and the
+records: one step each half second. `benchmarks/situations.py` plants the same into the demo.
 """
 
 from __future__ import annotations
@@ -28,7 +29,17 @@ from atropos_common.records import Record, StepRecord, TimingRecord
 from atropos_common.run_dir import RunDir
 from atropos_tui.profile.spec import LogCheck, Probe, Probes, RestartPolicy
 from atropos_tui.supervisor.client import ControlClient
-from benchmarks.situations import ENGINE_DEAD, LAG, PATIENCE_S, WORDS, Row, Watch, fill, on_small_disk, tell
+from benchmarks.situations import (
+    ENGINE_DEAD,
+    LAG,
+    PATIENCE_S,
+    WORDS,
+    Row,
+    Watch,
+    fill,
+    on_small_disk,
+    tell,
+)
 from benchmarks.supervisor import child, supervised
 from tests.ui.run_maker import step_records, write_records
 
@@ -53,17 +64,29 @@ TIMINGS = {
     "trainer slow": {"data_wait_s": 0.01, "engine_idle_fraction": 0.7},
 }
 REFUSED = (
-    "[vllm_server] refused {count} requests to /generate (400): top_p=0.9: changes the logprobs. Send top_p=1 "
+    "[vllm_server] refused {count} requests to /generate (400): top_p=0.9: changes the "
+    "logprobs. Send top_p=1 "
     "[of {count} since 10:00:00]"
 )
 SITUATIONS = (
-    *TIMINGS, "all groups flat", "requests refused", "hub unreachable", "disk nearly full", ENGINE_DEAD, LAG, "healthy"
-)  # fmt: skip
-HUB = "huggingface_hub.errors.LocalEntryNotFoundError: An error happened while trying to locate the file on the Hub"
+    *TIMINGS,
+    "all groups flat",
+    "requests refused",
+    "hub unreachable",
+    "disk nearly full",
+    ENGINE_DEAD,
+    LAG,
+    "healthy",
+)
+HUB = (
+    "huggingface_hub.errors.LocalEntryNotFoundError: An error happened while trying to locate "
+    "the file on the Hub"
+)
 
 
 class Stack:
-    """Children for run-api, three engines, environment and trainer, and the records of a trainer."""
+    """Children for run-api, three engines, environment and trainer, and the records of a
+    trainer."""
 
     def __init__(self, folder: Path, run: RunDir) -> None:
         self.folder, self.run, self.watch = folder, run, Watch(run.root)
@@ -83,7 +106,9 @@ class Stack:
     def _changed(self, record: Record) -> Record:
         if isinstance(record, TimingRecord):
             return record.model_copy(update={"step_s": STEP_S, "sync_s": 0.0} | self.timing)
-        return record.model_copy(update=self.step_fields) if isinstance(record, StepRecord) else record
+        return (
+            record.model_copy(update=self.step_fields) if isinstance(record, StepRecord) else record
+        )
 
     def say(self, component: str, text: str) -> None:
         """Let a child print."""
@@ -98,11 +123,18 @@ class Stack:
 def stack_of_children() -> Iterator[Stack]:
     ready = Probes(readiness=Probe(checks=[LogCheck(pattern="up")], interval_s=0.1))
     again = RestartPolicy(backoff_s=20.0)
-    roles = {"api": Role.API, "vllm-1": Role.ENGINE, "vllm-2": Role.ENGINE, "vllm-3": Role.ENGINE, "math": Role.ENV,
-             "trainer": Role.TRAINER}  # fmt: skip
+    roles = {
+        "api": Role.API,
+        "vllm-1": Role.ENGINE,
+        "vllm-2": Role.ENGINE,
+        "vllm-3": Role.ENGINE,
+        "math": Role.ENV,
+        "trainer": Role.TRAINER,
+    }
     with tempfile.TemporaryDirectory() as name, on_small_disk(Path(name)) as folder:
         parts = [
-            child(name, SPEAK, folder / name, role=role, probes=ready, restart=again) for name, role in roles.items()
+            child(name, SPEAK, folder / name, role=role, probes=ready, restart=again)
+            for name, role in roles.items()
         ]
         with supervised(folder, "run", *parts) as (client, _):
             while any(row.state != "healthy" for row in asyncio.run(client.status()).components):
@@ -145,7 +177,9 @@ def rows() -> Iterator[Row]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     return tell(list(rows()), as_json=options.json)

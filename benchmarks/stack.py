@@ -30,7 +30,9 @@ class NotRecovered(Exception):
 class Stack:
     """A running demo, and what is known of it from outside."""
 
-    def __init__(self, root: Path, mode: str, *, workers: int, profile: str, given: dict[str, str]) -> None:
+    def __init__(
+        self, root: Path, mode: str, *, workers: int, profile: str, given: dict[str, str]
+    ) -> None:
         sets: dict[str, Any] = {"mode": mode, "trainer.training_steps": 1_000_000}
         # A run gives up after three crashes in ten minutes; here they come one a minute.
         for name in ("api", "env", "vllm", "trainer"):
@@ -52,7 +54,9 @@ class Stack:
             return await ControlClient(self.live.root).status()
         except NoSupervisor:
             result = self.live.run.result_json
-            raise NotRecovered(f"the run ended: {result.read_text()[:200] if result.exists() else ''}") from None
+            raise NotRecovered(
+                f"the run ended: {result.read_text()[:200] if result.exists() else ''}"
+            ) from None
 
     def component(self, name: str) -> ComponentStatus:
         return next(each for each in self.status().components if each.name == name)
@@ -74,7 +78,10 @@ class Stack:
 
     def steps(self) -> list[tuple[float, int]]:
         """When each step ended, and its number, as written."""
-        with contextlib.suppress(FileNotFoundError), self.live.run.telemetry_jsonl.open("rb") as stream:
+        with (
+            contextlib.suppress(FileNotFoundError),
+            self.live.run.telemetry_jsonl.open("rb") as stream,
+        ):
             stream.seek(self._read)
             whole = stream.read().rpartition(b"\n")[0]
             self._read += len(whole) + 1 if whole else 0
@@ -91,7 +98,10 @@ class Stack:
             if self.live.process is not None and self.live.process.poll() is not None:
                 raise NotRecovered(f"the run ended with code {self.live.process.returncode}")
             if time.monotonic() > deadline:
-                states = ", ".join(f"{each.name} {each.state} ({each.attempt})" for each in self.status().components)
+                states = ", ".join(
+                    f"{each.name} {each.state} ({each.attempt})"
+                    for each in self.status().components
+                )
                 raise NotRecovered(f"{what} not within {seconds:.0f} s: {states}")
             time.sleep(0.1)
 
@@ -113,9 +123,10 @@ class Stack:
 def engine_processes(server: int) -> dict[str, psutil.Process]:
     """The processes of an engine by what they are: its server, its core and the last worker.
 
-    By their titles (`VLLM::EngineCore`, `VLLM::Worker_TP0`). A process that was forked has that of its parent where
-    setproctitle does not find the command line, as after a change of the environment; then by descent: what
-    multiprocessing began is the server's core, or the core's worker.
+    By their titles (`VLLM::EngineCore`, `VLLM::Worker_TP0`). A process that was forked has that of
+    its parent where setproctitle does not find the command line, as after a change of the
+    environment; then by descent: what multiprocessing began is the server's core, or the core's
+    worker.
 
     Raises:
         psutil.Error: one of them has ended meanwhile.
@@ -125,7 +136,11 @@ def engine_processes(server: int) -> dict[str, psutil.Process]:
         if parent := found.get(above):
             family = [(child, " ".join(child.cmdline())) for child in parent.children()]
             titled = [child for child, said in family if title in said]
-            begun = [child for child, said in family if "spawn_main" in said or said == " ".join(parent.cmdline())]
+            begun = [
+                child
+                for child, said in family
+                if "spawn_main" in said or said == " ".join(parent.cmdline())
+            ]
             if titled or begun:
                 found[kind] = (titled or begun)[-1]
     return found

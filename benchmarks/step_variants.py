@@ -1,14 +1,17 @@
-"""Where the time of one optimizer step goes, for several ways to take it, one after the other on one GPU.
+"""Where the time of one optimizer step goes, for several ways to take it, one after the other on
+one GPU.
 
     python -m benchmarks.step_variants --shape qwen3-1.7b --kernels --limit 240 --json
     python -m benchmarks.step_variants --shape qwen3-8b --limit 300 --json
-    python -m benchmarks.step_variants --shape tiny --mix short           # on a CPU, to see that it runs
+    python -m benchmarks.step_variants --shape tiny --mix short           # on a CPU, to see that it
+    runs
 
-The batch is that of `trainer_step.py`, the step is the trainer's own, from rollouts that were read beforehand: the
-trainer reads the next batch while it trains. Phases are measured on the device: body (the layers, forward), head (its
-logprobs), head_back, body_back, clip, compute (the optimizer) and write; `other` is the rest of the step. MFU is of
-790 TFLOP/s. `--kernels` profiles one more step of the first variant and sums kernels by kind. Nothing new is begun
-after `--limit` seconds; a variant that fails is told and left out.
+The batch is that of `trainer_step.py`, the step is the trainer's own, from rollouts that were read
+beforehand: the trainer reads the next batch while it trains. Phases are measured on the device:
+body (the layers, forward), head (its logprobs), head_back, body_back, clip, compute (the optimizer)
+and write; `other` is the rest of the step. MFU is of 790 TFLOP/s. `--kernels` profiles one more
+step of the first variant and sums kernels by kind. Nothing new is begun after `--limit` seconds; a
+variant that fails is told and left out.
 """
 
 from __future__ import annotations
@@ -70,19 +73,28 @@ def heads_not_repeated() -> contextlib.AbstractContextManager[Any]:
     def attend(query, key, value, packing, groups, scaling, window):  # type: ignore[no-untyped-def]
         query, key, value = (x.transpose(0, 1) for x in (query, key, value))
         starts, longest = packing.cumulative, packing.max_length
-        return varlen_attn(query, key, value, starts, starts, longest, longest, window_size=(-1, 0), scale=scaling)
+        return varlen_attn(
+            query, key, value, starts, starts, longest, longest, window_size=(-1, 0), scale=scaling
+        )
 
     return mock.patch.object(attention, "_varlen", attend)
 
 
 def static_shapes() -> contextlib.AbstractContextManager[Any]:
     """Layers are compiled for each length of a row."""
-    return mock.patch.object(torch.nn.Module, "compile", lambda self, **_: _compile(self, dynamic=False))
+    return mock.patch.object(
+        torch.nn.Module, "compile", lambda self, **_: _compile(self, dynamic=False)
+    )
 
 
 _compile = torch.nn.Module.compile
 FLASH2 = {"attention_kernel": "flash_attention_2"}
-BIG = {"optimizer": "adafactor", "master_weights": "stochastic", "gradient_dtype": "bfloat16", "pack_tokens": 16_384}
+BIG = {
+    "optimizer": "adafactor",
+    "master_weights": "stochastic",
+    "gradient_dtype": "bfloat16",
+    "pack_tokens": 16_384,
+}
 VARIANTS: dict[str, dict[str, tuple[dict[str, Any], list[Patch]]]] = {
     "qwen3-1.7b": {
         "as it is": ({}, []),
@@ -94,15 +106,20 @@ VARIANTS: dict[str, dict[str, tuple[dict[str, Any], list[Patch]]]] = {
         "fp32 logits": ({"head_dtype": "float32"}, []),
         "a compilation for each length": ({}, [static_shapes]),
         "one row": ({"pack_tokens": 49_152}, []),
-        "rows of 32,768, 2^31 logits at a time": ({"pack_tokens": 32_768}, [kept(True), chunks(30)]),
+        "rows of 32,768, 2^31 logits at a time": (
+            {"pack_tokens": 32_768},
+            [kept(True), chunks(30)],
+        ),
         "rows of 32,768, head's gradient summed apart": ({"pack_tokens": 32_768}, [summed_apart]),
         "rows of 32,768, FlashAttention 2": ({"pack_tokens": 32_768} | FLASH2, []),
         "rows of 32,768, FlashAttention 2, heads not repeated": (
-            {"pack_tokens": 32_768} | FLASH2, [heads_not_repeated]
+            {"pack_tokens": 32_768} | FLASH2,
+            [heads_not_repeated],
         ),
         "rows of 32,768, a compilation for each length": ({"pack_tokens": 32_768}, [static_shapes]),
         "rows of 32,768, all of these, bf16 gradients": (
-            {"pack_tokens": 32_768, "gradient_dtype": "bfloat16"}, [kept(True), chunks(30), static_shapes]
+            {"pack_tokens": 32_768, "gradient_dtype": "bfloat16"},
+            [kept(True), chunks(30), static_shapes],
         ),
     },
     "qwen3-8b": {
@@ -111,22 +128,31 @@ VARIANTS: dict[str, dict[str, tuple[dict[str, Any], list[Patch]]]] = {
         "logits kept, 2^30 at a time": (BIG, [kept(True), chunks(30)]),
         "checkpointing": (BIG | {"gradient_checkpointing": "on"}, []),
         "checkpointing, activations in the host": (
-            BIG | {"gradient_checkpointing": "on", "activation_offload": True}, []
+            BIG | {"gradient_checkpointing": "on", "activation_offload": True},
+            [],
         ),
         "adamw_8bit, fp32 masters, both in the host": (
-            BIG | {"optimizer": "adamw_8bit", "master_weights": "fp32", "optimizer_offload": True}, []
+            BIG | {"optimizer": "adamw_8bit", "master_weights": "fp32", "optimizer_offload": True},
+            [],
         ),
         "adamw_8bit, kahan": (BIG | {"optimizer": "adamw_8bit", "master_weights": "kahan"}, []),
         "rows of 8,192": (BIG | {"pack_tokens": 8192}, []),
     },
-}  # fmt: skip
+}
 VARIANTS["qwen3-moe-8"] = VARIANTS["qwen3-30b-a3b"] = VARIANTS["tiny-moe"] = {
     "checkpointing": VARIANTS["qwen3-8b"]["checkpointing"],
-    "checkpointing, one row": (VARIANTS["qwen3-8b"]["checkpointing"][0] | {"pack_tokens": 49_152}, []),
-    "checkpointing, not compiled": (VARIANTS["qwen3-8b"]["checkpointing"][0] | {"compile": "off"}, []),
+    "checkpointing, one row": (
+        VARIANTS["qwen3-8b"]["checkpointing"][0] | {"pack_tokens": 49_152},
+        [],
+    ),
+    "checkpointing, not compiled": (
+        VARIANTS["qwen3-8b"]["checkpointing"][0] | {"compile": "off"},
+        [],
+    ),
 }
 VARIANTS["tiny"] = {
-    name: VARIANTS["qwen3-1.7b"][name] for name in ("as it is", "logits kept", "bf16 gradients", "fp32 logits")
+    name: VARIANTS["qwen3-1.7b"][name]
+    for name in ("as it is", "logits kept", "bf16 gradients", "fp32 logits")
 }
 KINDS = {
     "products": ("gemm", "nvjet", "cutlass", "cublas", "xmma", "splitk"),
@@ -168,7 +194,9 @@ class Phases:
             torch.cuda.synchronize()
         sums: dict[str, float] = {}
         for name, began, ended in self._spans:
-            sums[name] = sums.get(name, 0.0) + (began.elapsed_time(ended) / 1e3 if self._cuda else ended - began)
+            sums[name] = sums.get(name, 0.0) + (
+                began.elapsed_time(ended) / 1e3 if self._cuda else ended - began
+            )
         self._spans.clear()
         if "back" in sums:
             sums["body_back"] = sums.pop("back") - sums.get("head_back", 0.0)
@@ -181,10 +209,15 @@ def watched(phases: Phases, runner: Ours) -> Iterator[None]:
     head, stepper = logprobs._HeadScores, runner.stepper
     with contextlib.ExitStack() as stack:
         for owner, name, phase in (
-            (logprobs, "_predicting_states", "body"), (torch.Tensor, "backward", "back"), (stepper, "clip", "clip"),
-            (stepper, "compute", "compute"), (stepper, "write", "write"),
-        ):  # fmt: skip
-            stack.enter_context(mock.patch.object(owner, name, phases.timed(phase, getattr(owner, name))))
+            (logprobs, "_predicting_states", "body"),
+            (torch.Tensor, "backward", "back"),
+            (stepper, "clip", "clip"),
+            (stepper, "compute", "compute"),
+            (stepper, "write", "write"),
+        ):
+            stack.enter_context(
+                mock.patch.object(owner, name, phases.timed(phase, getattr(owner, name)))
+            )
         for name, phase in (("forward", "head"), ("backward", "head_back")):
             timed = staticmethod(phases.timed(phase, getattr(head, name)))
             stack.enter_context(mock.patch.object(head, name, timed))
@@ -192,7 +225,13 @@ def watched(phases: Phases, runner: Ours) -> Iterator[None]:
 
 
 def measure(
-    shape: str, mix: str, settings: dict[str, Any], patches: list[Patch], steps: int, *, kernels: bool
+    shape: str,
+    mix: str,
+    settings: dict[str, Any],
+    patches: list[Patch],
+    steps: int,
+    *,
+    kernels: bool,
 ) -> dict[str, Any]:
     """One variant: median seconds, MFU, phases, peak."""
     cuda = torch.cuda.is_available()
@@ -221,10 +260,14 @@ def measure(
     seconds = median(took)
     parts = {name: median(one[name] for one in each) for name in each[0]}
     return {
-        "step_s": seconds, "mfu": flops / seconds / PEAK_FLOPS if cuda else None, "peak_gib": peak, "first_s": first,
-        "phases_s": parts | {"other": seconds - sum(parts.values())}, "kernels": by_kind,
+        "step_s": seconds,
+        "mfu": flops / seconds / PEAK_FLOPS if cuda else None,
+        "peak_gib": peak,
+        "first_s": first,
+        "phases_s": parts | {"other": seconds - sum(parts.values())},
+        "kernels": by_kind,
         "said": said.getvalue().strip().splitlines(),
-    }  # fmt: skip
+    }
 
 
 def _kernels(runner: Ours, rollouts: list[Rollout]) -> dict[str, Any]:
@@ -237,7 +280,10 @@ def _kernels(runner: Ours, rollouts: list[Rollout]) -> dict[str, Any]:
     found = {event.key: event.self_device_time_total / 1e6 for event in profiled.key_averages()}
     kinds: dict[str, float] = {}
     for name, seconds in found.items():
-        kind = next((kind for kind, words in KINDS.items() if any(word in name.lower() for word in words)), "other")
+        kind = next(
+            (kind for kind, words in KINDS.items() if any(word in name.lower() for word in words)),
+            "other",
+        )
         kinds[kind] = kinds.get(kind, 0.0) + seconds
     longest = sorted(found.items(), key=lambda item: -item[1])[:25]
     return {"kinds_s": kinds, "longest_s": {name[:110]: seconds for name, seconds in longest}}
@@ -252,29 +298,46 @@ def show(name: str, found: dict[str, Any]) -> str:
     lines = [f"{name:<58} {found['step_s']:.3f} s  MFU {mfu}  peak {peak} GiB   {parts}"]
     if found["kernels"]:
         lines += [f"    {kind:<12}{s:.3f} s" for kind, s in found["kernels"]["kinds_s"].items()]
-        lines += [f"        {s:.3f} s  {kernel}" for kernel, s in found["kernels"]["longest_s"].items()]
+        lines += [
+            f"        {s:.3f} s  {kernel}" for kernel, s in found["kernels"]["longest_s"].items()
+        ]
     return "\n".join(lines)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     cuda = torch.cuda.is_available()
     parser.add_argument("--shape", choices=[*VARIANTS], default="qwen3-1.7b" if cuda else "tiny")
     parser.add_argument("--mix", choices=MIXES, default="lognormal" if cuda else "short")
-    parser.add_argument("--steps", type=int, default=3, help="measured steps, after one that is not")
+    parser.add_argument(
+        "--steps", type=int, default=3, help="measured steps, after one that is not"
+    )
     parser.add_argument("--only", nargs="*", metavar="NAME", help="these variants alone")
     parser.add_argument("--kernels", action="store_true", help="profile the first variant")
-    parser.add_argument("--limit", type=float, default=240.0, help="seconds after which nothing new is begun")
-    parser.add_argument("--json", action="store_true", help="one object at the end, beside the lines on stderr")
+    parser.add_argument(
+        "--limit", type=float, default=240.0, help="seconds after which nothing new is begun"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="one object at the end, beside the lines on stderr"
+    )
     options = parser.parse_args()
     assert options.shape in SHAPES
     began, found = time.perf_counter(), {}
     for number, (name, (settings, patches)) in enumerate(VARIANTS[options.shape].items()):
-        if time.perf_counter() - began > options.limit or (options.only and name not in options.only):
+        if time.perf_counter() - began > options.limit or (
+            options.only and name not in options.only
+        ):
             continue
         try:
             found[name] = measure(
-                options.shape, options.mix, settings, patches, options.steps, kernels=options.kernels and not number
+                options.shape,
+                options.mix,
+                settings,
+                patches,
+                options.steps,
+                kernels=options.kernels and not number,
             )
         except Exception as error:  # the other variants are measured all the same
             found[name] = {"error": f"{type(error).__name__}: {error}"}
@@ -285,7 +348,10 @@ def main() -> int:
         print(show(name, found[name]), file=sys.stderr if options.json else sys.stdout, flush=True)
     if options.json:
         about = {"shape": options.shape, "mix": options.mix, "torch": torch.__version__}
-        about |= {"device": torch.cuda.get_device_name() if cuda else "cpu", "seconds": time.perf_counter() - began}
+        about |= {
+            "device": torch.cuda.get_device_name() if cuda else "cpu",
+            "seconds": time.perf_counter() - began,
+        }
         print(json.dumps(about | {"variants": found}))
     checks = Checks()
     for name, row in found.items():

@@ -1,8 +1,10 @@
-"""What the supervisor costs and how fast it sees: log floods, commands meanwhile, memory, idle CPU, crashes, the CLI.
+"""What the supervisor costs and how fast it sees: log floods, commands meanwhile, memory, idle CPU,
+crashes, the CLI.
 
     python benchmarks/supervisor.py [--lines 1000000] [--json]
 
-Every figure is of a real supervisor process with real children, on whatever this machine is doing besides.
+Every figure is of a real supervisor process with real children, on whatever this machine is doing
+besides.
 """
 
 from __future__ import annotations
@@ -33,7 +35,10 @@ from benchmarks.checks import Checks
 CHILDREN = 4
 CRASHES = 20
 IDLE_S = 20.0
-FLOOD = "import sys\nfor i in range(int(sys.argv[1])):\n    sys.stdout.write(f'{i:012d} a line of a log\\n')"
+FLOOD = (
+    "import sys\nfor i in range(int(sys.argv[1])):\n    sys.stdout.write(f'{i:012d} a line of a "
+    "log\\n')"
+)
 CRASH = "import os, sys, time\ntime.sleep(0.3)\nprint(repr(time.time()), flush=True)\nos._exit(1)"
 SLEEP = "import time\ntime.sleep(3600)"
 
@@ -51,10 +56,16 @@ def supervised(
     """A supervisor in the background that runs `components`; ended and checked at exit."""
     root = folder / name
     stack = StackSpec(
-        run_id=f"bench-{name}-{os.getpid()}", name=name, mode="none", run_dir=str(root), components=list(components),
+        run_id=f"bench-{name}-{os.getpid()}",
+        name=name,
+        mode="none",
+        run_dir=str(root),
+        components=list(components),
         logs=LogPolicy(max_bytes=max_log_bytes),
-    )  # fmt: skip
-    process = subprocess.Popen([sys.executable, "-m", "atropos_tui.supervisor"], stdin=subprocess.PIPE)
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "atropos_tui.supervisor"], stdin=subprocess.PIPE
+    )
     assert process.stdin is not None
     process.stdin.write(stack.model_dump_json().encode())
     process.stdin.close()
@@ -100,12 +111,19 @@ async def flood(folder: Path, lines: int) -> dict[str, float]:
 
 async def idle(folder: Path) -> dict[str, float]:
     """Share of a core with four sleeping children and nobody asking."""
-    with supervised(folder, "idle", *(child(f"sleep{i}", SLEEP) for i in range(CHILDREN))) as (_, supervisor):
+    with supervised(folder, "idle", *(child(f"sleep{i}", SLEEP) for i in range(CHILDREN))) as (
+        _,
+        supervisor,
+    ):
         await asyncio.sleep(3)
         before = supervisor.cpu_times()
         await asyncio.sleep(IDLE_S)
         after = supervisor.cpu_times()
-    return {"idle_core_percent": 100 * (after.user + after.system - before.user - before.system) / IDLE_S}
+    return {
+        "idle_core_percent": 100
+        * (after.user + after.system - before.user - before.system)
+        / IDLE_S
+    }
 
 
 async def crashes(folder: Path) -> dict[str, float]:
@@ -119,23 +137,38 @@ async def crashes(folder: Path) -> dict[str, float]:
     seen = {
         r.attempt: r.time
         for r in reversed(records)
-        if isinstance(r, StateRecord) and r.component == "crash" and r.new in ("stopping", "backoff", "failed")
+        if isinstance(r, StateRecord)
+        and r.component == "crash"
+        and r.new in ("stopping", "backoff", "failed")
     }
-    delays = sorted(1e3 * (seen[n] - float(run.log("crash", n).read_text().split()[0])) for n in seen)
-    return {"crash_seen_p50_ms": median(delays), "crash_seen_max_ms": delays[-1], "crashes": len(delays)}
+    delays = sorted(
+        1e3 * (seen[n] - float(run.log("crash", n).read_text().split()[0])) for n in seen
+    )
+    return {
+        "crash_seen_p50_ms": median(delays),
+        "crash_seen_max_ms": delays[-1],
+        "crashes": len(delays),
+    }
 
 
 async def command_line(folder: Path) -> dict[str, float]:
     """Wall time of two commands, best of five."""
     with supervised(folder, "cli", child("sleep", SLEEP)) as (client, _):
-        (folder / "cli" / "run.json").write_text(json.dumps({"run_id": "bench-cli", "started_at": time.time()}))
+        (folder / "cli" / "run.json").write_text(
+            json.dumps({"run_id": "bench-cli", "started_at": time.time()})
+        )
         times = {}
-        for name, arguments in {"help": ["--help"], "ps": ["ps", "--run-dir", str(folder / "cli")]}.items():
+        for name, arguments in {
+            "help": ["--help"],
+            "ps": ["ps", "--run-dir", str(folder / "cli")],
+        }.items():
             took = []
             for _ in range(5):
                 began = time.perf_counter()
                 command = [sys.executable, "-m", "atropos_tui", *arguments]
-                await asyncio.to_thread(subprocess.run, command, check=True, stdout=subprocess.DEVNULL)
+                await asyncio.to_thread(
+                    subprocess.run, command, check=True, stdout=subprocess.DEVNULL
+                )
                 took.append(time.perf_counter() - began)
             times[f"cli_{name}_s"] = min(took)
         await client.command(CommandRequest(action="down"))
@@ -154,8 +187,12 @@ async def measure(lines: int) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lines", type=int, default=1_000_000, help="lines of each of the four children")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--lines", type=int, default=1_000_000, help="lines of each of the four children"
+    )
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     found = asyncio.run(measure(options.lines))

@@ -1,4 +1,5 @@
-"""The table of `weight_sync.py`: each figure that issue and docs promise, asked beside measured, then the rest."""
+"""The table of `weight_sync.py`: each figure that issue and docs promise, asked beside measured,
+then the rest."""
 
 from __future__ import annotations
 
@@ -12,7 +13,11 @@ from benchmarks.checks import Checks
 ASKED_OF = "qwen3-1.7b"
 """The shape that the promises are about, on an H200."""
 MISSED = "MISSED"
-SIGNS: dict[str, Callable[[float, float], bool]] = {"<": operator.lt, ">=": operator.ge, "<=": operator.le}
+SIGNS: dict[str, Callable[[float, float], bool]] = {
+    "<": operator.lt,
+    ">=": operator.ge,
+    "<=": operator.le,
+}
 
 
 @dataclass(frozen=True)
@@ -40,64 +45,117 @@ def ratio(over: str, under: str, key: str = "decode") -> Callable[[dict[str, Any
 
 
 def moving(mode: str) -> Callable[[dict[str, Any]], float]:
-    """Median seconds of a publish without what belongs to the optimizer (write) and to the disk (save)."""
+    """Median seconds of a publish without what belongs to the optimizer (write) and to the disk
+    (save)."""
 
     def seconds(found: dict[str, Any]) -> float:
         row = found["modes"][mode]
-        return float(row["publish_s"] - sum(row["phases"].get(name, 0.0) for name in ("write", "save")))
+        return float(
+            row["publish_s"] - sum(row["phases"].get(name, 0.0) for name in ("write", "save"))
+        )
 
     return seconds
 
 
 def probe(mode: str) -> Row:
     return Row(
-        f"{mode}: probe mean |diff| after all steps (nats)", "<", 0.03, "",
+        f"{mode}: probe mean |diff| after all steps (nats)",
+        "<",
+        0.03,
+        "",
         lambda found: float(found["modes"][mode]["probe_abs_mean"]),
-    )  # fmt: skip
+    )
 
 
 PROBES = [probe(mode) for mode in ("shared_vllm", "lora_only", "broadcast", "none", "lora_restart")]
 ROWS = [
-    Row("shared_vllm: decode, of vLLM's own server", ">=", 0.97, "x", ratio("shared_vllm", "plain")),
-    Row("shared_vllm: decode, of eager vLLM", ">=", 6.0, "x", ratio("shared_vllm", "eager")),
-    Row("the same with a single request", ">=", 6.0, "x", ratio("shared_vllm", "eager", "decode_one")),
-    Row("shared_vllm: attach, all mapped", "<", 1.0, " s", lambda f: float(f["modes"]["shared_vllm"]["map_s"])),
     Row(
-        "shared_vllm: the trainer's own weight memory", "<=", 0.0, " GB",
+        "shared_vllm: decode, of vLLM's own server", ">=", 0.97, "x", ratio("shared_vllm", "plain")
+    ),
+    Row("shared_vllm: decode, of eager vLLM", ">=", 6.0, "x", ratio("shared_vllm", "eager")),
+    Row(
+        "the same with a single request",
+        ">=",
+        6.0,
+        "x",
+        ratio("shared_vllm", "eager", "decode_one"),
+    ),
+    Row(
+        "shared_vllm: attach, all mapped",
+        "<",
+        1.0,
+        " s",
+        lambda f: float(f["modes"]["shared_vllm"]["map_s"]),
+    ),
+    Row(
+        "shared_vllm: the trainer's own weight memory",
+        "<=",
+        0.0,
+        " GB",
         lambda f: f["modes"]["shared_vllm"]["weight_bytes"] / 1e9,
     ),
-    Row("lora_only: swap", "<", 0.05, " s", lambda f: float(f["modes"]["lora_only"]["phases"]["swap"])),
-    Row("lora_only: decode with an adapter, of vLLM's own server", ">=", 0.6, "x", ratio("lora_only", "plain")),
+    Row(
+        "lora_only: swap",
+        "<",
+        0.05,
+        " s",
+        lambda f: float(f["modes"]["lora_only"]["phases"]["swap"]),
+    ),
+    Row(
+        "lora_only: decode with an adapter, of vLLM's own server",
+        ">=",
+        0.6,
+        "x",
+        ratio("lora_only", "plain"),
+    ),
     Row("broadcast: weights sent", "<", 0.085, " s", moving("broadcast")),
     Row("none: reload in place", "<", 5.0, " s", moving("none")),
     Row("lora_restart: restart, compile cache warm", "<", 25.0, " s", moving("lora_restart")),
-    Row("/generate over HTTP, of AsyncLLM in process", ">=", 0.85, "x", lambda f: float(f["generate"]["ratio"])),
+    Row(
+        "/generate over HTTP, of AsyncLLM in process",
+        ">=",
+        0.85,
+        "x",
+        lambda f: float(f["generate"]["ratio"]),
+    ),
     *PROBES,
-]  # fmt: skip
+]
 
 
 COSTS = [
-    ("mode", 14), ("attach (s)", 12), ("own weights (GB)", 18), ("masters, states (GB)", 22), ("step (s)", 10),
-    ("checkpoint (GB)", 17), ("probe max", 11),
-]  # fmt: skip
-"""What each mode costs the trainer, with widths. A step is forward, backward, optimizer and publish (the
-batch is made up); a checkpoint is what inference needs: the model, or the adapter."""
+    ("mode", 14),
+    ("attach (s)", 12),
+    ("own weights (GB)", 18),
+    ("masters, states (GB)", 22),
+    ("step (s)", 10),
+    ("checkpoint (GB)", 17),
+    ("probe max", 11),
+]
+"""What each mode costs the trainer, with widths. A step is forward, backward, optimizer and publish
+(the batch is made up); a checkpoint is what inference needs: the model, or the adapter."""
 
 
 def _costs(mode: str, row: dict[str, Any]) -> str:
-    gigabytes = {key: row[key] / 1e9 for key in ("weight_bytes", "state_bytes", "checkpoint_bytes") if row.get(key)}
+    gigabytes = {
+        key: row[key] / 1e9
+        for key in ("weight_bytes", "state_bytes", "checkpoint_bytes")
+        if row.get(key)
+    }
     figures = [
-        mode, f"{row['attach_s']:.2f}", f"{gigabytes.get('weight_bytes', 0.0):.3f}",
+        mode,
+        f"{row['attach_s']:.2f}",
+        f"{gigabytes.get('weight_bytes', 0.0):.3f}",
         f"{gigabytes['state_bytes']:.2f}" if "state_bytes" in gigabytes else "-",
         f"{row['step_s']:.3f}" if "step_s" in row else "-",
         f"{gigabytes['checkpoint_bytes']:.3f}" if "checkpoint_bytes" in gigabytes else "-",
         f"{row.get('probe_abs_max', float('nan')):.4f}",
-    ]  # fmt: skip
+    ]
     return "".join(f"{figure:>{width}}" for figure, (_, width) in zip(figures, COSTS, strict=True))
 
 
 def checked(found: dict[str, Any]) -> Checks:
-    """No error, and every promise that was measured holds; other shapes than `ASKED_OF` have to align alone."""
+    """No error, and every promise that was measured holds; other shapes than `ASKED_OF` have to
+    align alone."""
     checks = Checks()
     for name, text in found["errors"].items():
         checks.that(text.startswith("skipped"), f"{name}: {text.splitlines()[0]}")
@@ -110,7 +168,8 @@ def checked(found: dict[str, Any]) -> Checks:
 def show(found: dict[str, Any]) -> str:
     """The whole table."""
     lines = [
-        f"{found['shape']} in {found['dtype']}, {found['device']}, torch {found['torch']}, vLLM {found.get('vllm')}, "
+        f"{found['shape']} in {found['dtype']}, {found['device']}, torch {found['torch']}, "
+        f"vLLM {found.get('vllm')}, "
         f"{found['seconds']:.0f} s in all; asked: of Qwen3-1.7B's shape on an H200",
         f"{'':<58}{'measured':>14}{'asked':>14}",
         *(row.text(found) for row in ROWS),
@@ -121,24 +180,41 @@ def show(found: dict[str, Any]) -> str:
         if "publish_s" in row:
             phases = ", ".join(f"{name} {seconds:.4f}" for name, seconds in row["phases"].items())
             lines.append(
-                f"{mode:<14}{row['publishes']:>4}{row['publish_s']:>9.4f}{row['publish_max_s']:>9.4f}  {phases}"
+                f"{mode:<14}{row['publishes']:>4}{row['publish_s']:>9.4f}{row['publish_max_s']:>9.4f} "
+                f" {phases}"
             )
         if row.get("prepared_s"):
             lines.append(
-                f"{'':<14}  the next server has imported everything {row['prepared_s']:.1f} s after the last came"
+                f"{'':<14}  the next server has imported everything {row['prepared_s']:.1f} "
+                f"s after the last came"
             )
     lines += ["", "".join(f"{name:>{width}}" for name, width in COSTS)]
     lines += [_costs(mode, row) for mode, row in found["modes"].items()]
     lines.append("")
     for key, title in (("decode", "decode"), ("decode_one", "decode of a single request")):
         if speeds := found[key]:
-            lines.append(f"{title}, tokens/s: " + ", ".join(f"{name} {value:,.0f}" for name, value in speeds.items()))
+            lines.append(
+                f"{title}, tokens/s: "
+                + ", ".join(f"{name} {value:,.0f}" for name, value in speeds.items())
+            )
     if "generate" in found:
         row = found["generate"]
-        lines.append(f"/generate on {row['server']}: {row['http']:,.0f} tokens/s, in process {row['in_process']:,.0f}")
-    lines.append("start to ready (s): " + ", ".join(f"{name} {s:.0f}" for name, s in found["starts_s"].items()))
+        lines.append(
+            f"/generate on {row['server']}: {row['http']:,.0f} tokens/s, in process "
+            f"{row['in_process']:,.0f}"
+        )
+    lines.append(
+        "start to ready (s): "
+        + ", ".join(f"{name} {s:.0f}" for name, s in found["starts_s"].items())
+    )
     if "heads" in found:
-        lines += ["", f"{'mean |diff| by head, base weights':<36}{'ours half':>12}{'ours fp32':>12}"]
-        lines += [f"{name:<36}{r['ours_half']:>12.5f}{r['ours_fp32']:>12.5f}" for name, r in found["heads"].items()]
+        lines += [
+            "",
+            f"{'mean |diff| by head, base weights':<36}{'ours half':>12}{'ours fp32':>12}",
+        ]
+        lines += [
+            f"{name:<36}{r['ours_half']:>12.5f}{r['ours_fp32']:>12.5f}"
+            for name, r in found["heads"].items()
+        ]
     lines += [f"{name}: {text.splitlines()[0]}" for name, text in found["errors"].items()]
     return "\n".join(lines)

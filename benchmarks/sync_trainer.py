@@ -1,9 +1,11 @@
-"""The trainer's side of one mode: attach, optimizer steps with a publish each, probe. A child of `weight_sync.py`.
+"""The trainer's side of one mode: attach, optimizer steps with a publish each, probe. A child of
+`weight_sync.py`.
 
     python -m benchmarks.sync_trainer MODEL_DIR SHAPE MODE PORT FOLDER DEVICE DTYPE PUBLISH_EVERY
 
-It is the product's own strategy (`make_sync`), optimizer and step, on random batches, without run-api. Lines on stdin,
-each answered with one JSON line: "attach", "train N", "head URL" (see `Heads`).
+It is the product's own strategy (`make_sync`), optimizer and step, on random batches, without
+run-api. Lines on stdin, each answered with one JSON line: "attach", "train N", "head URL" (see
+`Heads`).
 """
 
 from __future__ import annotations
@@ -55,13 +57,16 @@ BRIDGE_MODES: dict[str, dict[str, Any]] = {
 def ask(engine: ServerClient, vocabulary: int) -> list[tuple[list[int], GeneratedTokens]]:
     """Prompts with two completions each, the second on the cached prefix."""
     dice = random.Random(7)
-    prompts = [[dice.randrange(2, vocabulary) for _ in range(PROMPT_TOKENS)] for _ in range(PROMPTS)]
+    prompts = [
+        [dice.randrange(2, vocabulary) for _ in range(PROMPT_TOKENS)] for _ in range(PROMPTS)
+    ]
     return [(prompt, engine.generate(prompt, PROBE_TOKENS)) for prompt in prompts for _ in range(2)]
 
 
 def allocated(device: torch.device) -> int:
-    """Bytes of tensors on a GPU, 0 elsewhere. Without cuBLAS' workspaces (32 MiB at the first product on an H100 or
-    H200), which the same allocator holds; the CUDA notes of torch name this call to free them."""
+    """Bytes of tensors on a GPU, 0 elsewhere. Without cuBLAS' workspaces (32 MiB at the first
+    product on an H100 or H200), which the same allocator holds; the CUDA notes of torch name this
+    call to free them."""
     if device.type != "cuda":
         return 0
     gc.collect()
@@ -71,11 +76,18 @@ def allocated(device: torch.device) -> int:
 
 
 def own_bytes(model: torch.nn.Module, device: torch.device, before: int) -> int:
-    """Memory that the model's weights take in this process: none for views of a server's tensors."""
+    """Memory that the model's weights take in this process: none for views of a server's
+    tensors."""
     if device.type == "cuda":
         # Rotary tables are the trainer's own in every mode; torch gives memory out in whole blocks.
-        buffers = {b.untyped_storage().data_ptr(): b.untyped_storage().nbytes() for b in model.buffers() if b.is_cuda}
-        return allocated(device) - before - sum(-(-size // BLOCK) * BLOCK for size in buffers.values())
+        buffers = {
+            b.untyped_storage().data_ptr(): b.untyped_storage().nbytes()
+            for b in model.buffers()
+            if b.is_cuda
+        }
+        return (
+            allocated(device) - before - sum(-(-size // BLOCK) * BLOCK for size in buffers.values())
+        )
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in model.parameters()}
     return sum(s.nbytes() for s in storages.values() if s.filename is None)
 
@@ -88,16 +100,29 @@ class Trainer:
         self.device = torch.device(device)
         settings = BRIDGE_MODES.get(self.mode, {"weight_bridge_mode": self.mode})
         self.config = TrainingConfig.model_validate(
-            settings | {
-                "model_name": model, "vllm_port": int(port), "dtype": dtype, "device": device, "batch_size": 8,
-                "gradient_accumulation_steps": 2, "seq_len": 2048, "optimizer": "adamw", "lr": 1e-5, "lora_r": 16,
-                "save_path": f"{folder}/checkpoints", "log_dir": f"{folder}/logs", "vllm_restart_interval": int(every),
-                "gpu_memory_utilization": 0.12, "max_model_len": 1024,
+            settings
+            | {
+                "model_name": model,
+                "vllm_port": int(port),
+                "dtype": dtype,
+                "device": device,
+                "batch_size": 8,
+                "gradient_accumulation_steps": 2,
+                "seq_len": 2048,
+                "optimizer": "adamw",
+                "lr": 1e-5,
+                "lora_r": 16,
+                "save_path": f"{folder}/checkpoints",
+                "log_dir": f"{folder}/logs",
+                "vllm_restart_interval": int(every),
+                "gpu_memory_utilization": 0.12,
+                "max_model_len": 1024,
             }
-        )  # fmt: skip
+        )
         if device == "cpu":
             torch.set_num_threads(1)
-        # What a process pays once is not part of attaching: imports, the CUDA context, transformers' lazy modules.
+        # What a process pays once is not part of attaching: imports, the CUDA context,
+        # transformers' lazy modules.
         torch.zeros(1, device=self.device)
         empty_model(load_config(model), getattr(torch, dtype))
 
@@ -115,19 +140,30 @@ class Trainer:
         mapped = re.search(r"^Attached .* in ([\d.]+) s", said.getvalue(), re.MULTILINE)
         weights = own_bytes(self.model, self.device, before)
         self.stepper = Stepper(self.model, self.config)
-        # Single copy says how long mapping took; the rest of attaching proves the sharing, with kernels' first use.
-        return {"attach_s": seconds, "map_s": float(mapped[1]) if mapped else None, "weight_bytes": weights}
+        # Single copy says how long mapping took; the rest of attaching proves the sharing, with
+        # kernels' first use.
+        return {
+            "attach_s": seconds,
+            "map_s": float(mapped[1]) if mapped else None,
+            "weight_bytes": weights,
+        }
 
     def train(self, steps: int) -> dict[str, Any]:
         reports, lasted = [], []
         prepared: list[float] = []
         since = time.monotonic()
         for step in range(1, steps + 1):
-            if self.mode == "lora_restart" and step > 1 and step % self.config.vllm_restart_interval == 0:
+            if (
+                self.mode == "lora_restart"
+                and step > 1
+                and step % self.config.vllm_restart_interval == 0
+            ):
                 self.await_successor(len(prepared) + 1)
                 prepared.append(time.monotonic() - since)
             began = time.perf_counter()
-            batch = read_batch(make_batch(self.shape, "short", groups=2, prompt=64), seq_len=self.config.seq_len)
+            batch = read_batch(
+                make_batch(self.shape, "short", groups=2, prompt=64), seq_len=self.config.seq_len
+            )
             rows = pack(batch.rollouts, self.config.tokens_per_pass)
             outcome = accumulate(self.model, self.stepper, rows, Objective(self.config), step)
             assert outcome.finite, outcome
@@ -142,44 +178,68 @@ class Trainer:
         names = list(dict.fromkeys(name for report in whole for name in report.phases))
         answers = ask(self.sync.engines[0], self.model.config.vocab_size)
         ours = completions_logprobs(self.model, [(prompt, c.token_ids) for prompt, c in answers])
-        total = sum((diff_sums(mine, c.logprobs) for mine, (_, c) in zip(ours, answers, strict=True)), DiffSums())
+        total = sum(
+            (diff_sums(mine, c.logprobs) for mine, (_, c) in zip(ours, answers, strict=True)),
+            DiffSums(),
+        )
         cuda = self.device.type == "cuda"
         target = Path(self.config.save_path) / "final_model"
-        saved = checkpoint.save(self.model, self.config, target, step=steps, version=steps, stepper=None)
+        saved = checkpoint.save(
+            self.model, self.config, target, step=steps, version=steps, stepper=None
+        )
         return {
-            "steps": steps, "step_s": median(lasted), "checkpoint_bytes": saved.bytes, "checkpoint_s": saved.seconds,
-            "publishes": len(whole), "publish_s": median(r.seconds for r in whole),
-            "publish_max_s": max(r.seconds for r in whole), "each_s": [r.seconds for r in whole],
+            "steps": steps,
+            "step_s": median(lasted),
+            "checkpoint_bytes": saved.bytes,
+            "checkpoint_s": saved.seconds,
+            "publishes": len(whole),
+            "publish_s": median(r.seconds for r in whole),
+            "publish_max_s": max(r.seconds for r in whole),
+            "each_s": [r.seconds for r in whole],
             "phases": {name: median(r.phases.get(name, 0.0) for r in whole) for name in names},
-            "probe_abs_mean": total.abs_diff / total.tokens, "probe_abs_max": total.abs_max,
-            "probe_tokens": total.tokens, "cached_tokens": sum(c.cached_tokens or 0 for _, c in answers),
+            "probe_abs_mean": total.abs_diff / total.tokens,
+            "probe_abs_max": total.abs_max,
+            "probe_tokens": total.tokens,
+            "cached_tokens": sum(c.cached_tokens or 0 for _, c in answers),
             "state_bytes": allocated(self.device) if cuda else None,
-            "version": self.sync.engines[0].info().weight_version, "prepared_s": median(prepared) if prepared else None,
-        }  # fmt: skip
+            "version": self.sync.engines[0].info().weight_version,
+            "prepared_s": median(prepared) if prepared else None,
+        }
 
     def await_successor(self, number: int) -> None:
-        """Until the `number`th next server has imported its parts; real steps give it the time that these do not."""
-        said, deadline = ENGINE_IMPORTED if self.device.type == "cuda" else IMPORTED, time.monotonic() + IMPORTS_S
+        """Until the `number`th next server has imported its parts; real steps give it the time that
+        these do not."""
+        said, deadline = (
+            ENGINE_IMPORTED if self.device.type == "cuda" else IMPORTED,
+            time.monotonic() + IMPORTS_S,
+        )
         while self.sync.lifecycle.log.read_text(errors="replace").count(said) < number:  # type: ignore[attr-defined]
             if time.monotonic() > deadline:
-                raise RuntimeError(f"the next server has not imported its parts after {IMPORTS_S:.0f} s")
+                raise RuntimeError(
+                    f"the next server has not imported its parts after {IMPORTS_S:.0f} s"
+                )
             time.sleep(0.1)
 
 
 class Heads:
-    """Logprobs of servers with a half-precision and an fp32 head, against ours with either, all at the base weights."""
+    """Logprobs of servers with a half-precision and an fp32 head, against ours with either, all at
+    the base weights."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self.model = load_model(trainer.config.model_name, getattr(torch, trainer.config.dtype), trainer.device)
+        self.model = load_model(
+            trainer.config.model_name, getattr(torch, trainer.config.dtype), trainer.device
+        )
 
     @torch.no_grad()
     def ours(self, prompt: list[int], completion: list[int], *, wide: bool) -> list[float]:
         tokens = torch.tensor(prompt + completion, device=self.model.device)
         head = self.model.get_output_embeddings().weight
         hidden = self.model.base_model(
-            input_ids=tokens[None], position_ids=torch.arange(len(tokens), device=tokens.device)[None], use_cache=False,
+            input_ids=tokens[None],
+            position_ids=torch.arange(len(tokens), device=tokens.device)[None],
+            use_cache=False,
             packing=layout((len(tokens),), tokens.device, head.dtype),
-        ).last_hidden_state[0, len(prompt) - 1 : -1]  # fmt: skip
+        ).last_hidden_state[0, len(prompt) - 1 : -1]
         if wide:
             hidden, head = hidden.float(), head.float()
         ones = torch.ones(len(completion), device=tokens.device)
@@ -189,8 +249,12 @@ class Heads:
         """Mean |difference| of the server at `url` to our half-precision and our fp32 head."""
         half, wide = DiffSums(), DiffSums()
         for prompt, completion in ask(ServerClient(url), self.model.config.vocab_size):
-            half += diff_sums(self.ours(prompt, completion.token_ids, wide=False), completion.logprobs)
-            wide += diff_sums(self.ours(prompt, completion.token_ids, wide=True), completion.logprobs)
+            half += diff_sums(
+                self.ours(prompt, completion.token_ids, wide=False), completion.logprobs
+            )
+            wide += diff_sums(
+                self.ours(prompt, completion.token_ids, wide=True), completion.logprobs
+            )
         return {"ours_half": half.abs_diff / half.tokens, "ours_fp32": wide.abs_diff / wide.tokens}
 
 

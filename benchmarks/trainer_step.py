@@ -1,12 +1,15 @@
-"""One optimizer step, ours and the peer's, on the same batch in one run; our gradient against float64 in that same run.
+"""One optimizer step, ours and the peer's, on the same batch in one run; our gradient against
+float64 in that same run.
 
-    python benchmarks/trainer_step.py [--shape demo|tiny|qwen3-1.7b] [--mix short lognormal long] [--steps 3] [--json]
+    python benchmarks/trainer_step.py [--shape demo|tiny|qwen3-1.7b] [--mix short lognormal long]
+    [--steps 3] [--json]
 
-`--mix` takes one distribution of lengths or several; `arithmetic` is the demo's, for `--shape demo`. The peer is
-`example_trainer` of atroposlib 0.4.0, from its own wheel, with its own padding, gradient checkpointing and optimizer;
-ours is what `atropos-trainer` runs: read, pack, accumulate, step. Weights are random, of the named shape. On CUDA both
-are bfloat16 and MFU is of 790 TFLOP/s, what an H200 reaches in dense bfloat16 products; on a CPU both are float32 and
-have the same cores (`--threads`, all by default). A gradient outside of `BOUNDS` makes the exit status 1.
+`--mix` takes one distribution of lengths or several; `arithmetic` is the demo's, for `--shape
+demo`. The peer is `example_trainer` of atroposlib 0.4.0, from its own wheel, with its own padding,
+gradient checkpointing and optimizer; ours is what `atropos-trainer` runs: read, pack, accumulate,
+step. Weights are random, of the named shape. On CUDA both are bfloat16 and MFU is of 790 TFLOP/s,
+what an H200 reaches in dense bfloat16 products; on a CPU both are float32 and have the same cores
+(`--threads`, all by default). A gradient outside of `BOUNDS` makes the exit status 1.
 """
 
 from __future__ import annotations
@@ -76,8 +79,11 @@ MIXES = {
 }
 
 
-def make_batch(shape: str, mix: str, *, groups: int | None = None, prompt: int | None = None) -> list[dict[str, Any]]:
-    """Groups as run-api returns them: scores of +-1, rollout logprobs of an almost uniform policy."""
+def make_batch(
+    shape: str, mix: str, *, groups: int | None = None, prompt: int | None = None
+) -> list[dict[str, Any]]:
+    """Groups as run-api returns them: scores of +-1, rollout logprobs of an almost uniform
+    policy."""
     dice = np.random.default_rng(1)
     vocabulary = SHAPES[shape]["vocab_size"]
     lengths_of = MIXES[mix]
@@ -94,12 +100,15 @@ def make_batch(shape: str, mix: str, *, groups: int | None = None, prompt: int |
                 "masks": [[-100] * prompt + end for end in ends],
                 "scores": dice.permutation([1.0] * (GROUP // 2) + [-1.0] * (GROUP // 2)).tolist(),
                 "inference_logprobs": [
-                    [1.0] * prompt + (-np.log(vocabulary) + 0.1 * dice.standard_normal(len(end))).tolist()
+                    [1.0] * prompt
+                    + (-np.log(vocabulary) + 0.1 * dice.standard_normal(len(end))).tolist()
                     for end in ends
                 ],
-                "overrides": None, "generation_params": None, "group_overrides": None,
+                "overrides": None,
+                "generation_params": None,
+                "group_overrides": None,
             }
-        )  # fmt: skip
+        )
     return found
 
 
@@ -128,11 +137,15 @@ class Ours:
         self.threads = use_cores(self.model, self.config, device)
         self.stepper = Stepper(self.model, self.config)
         use_checkpointing(
-            self.model, self.config.gradient_checkpointing, device=device, tokens=self.config.tokens_per_pass,
+            self.model,
+            self.config.gradient_checkpointing,
+            device=device,
+            tokens=self.config.tokens_per_pass,
             optimizer="" if self.config.optimizer_offload else self.config.optimizer,
             offload=self.config.activation_offload,
-            gradient_bytes=4 if self.config.gradient_dtype == "float32" else 2, compiled=compiled,
-        )  # fmt: skip
+            gradient_bytes=4 if self.config.gradient_dtype == "float32" else 2,
+            compiled=compiled,
+        )
         use_head(self.model, self.config.head_dtype)
         self.taken = 0
 
@@ -146,7 +159,9 @@ class Ours:
     def train(self, rollouts: list[Rollout]) -> None:
         self.taken += 1
         rows = pack(rollouts, self.config.tokens_per_pass, self.threads)
-        accumulate(self.model, self.stepper, rows, Objective(self.config), self.taken, threads=self.threads)
+        accumulate(
+            self.model, self.stepper, rows, Objective(self.config), self.taken, threads=self.threads
+        )
         self.stepper.compute()
         self.stepper.write()
 
@@ -167,9 +182,13 @@ class Peer:
 
         self.device, self.micro_batch = device, micro_batch
         self.config = SimpleNamespace(
-            device=str(device), lr=1e-6, clip_eps=0.2, warmup_steps=0, optimizer="adamw",
+            device=str(device),
+            lr=1e-6,
+            clip_eps=0.2,
+            warmup_steps=0,
+            optimizer="adamw",
             gradient_accumulation_steps=sequences // micro_batch,
-        )  # fmt: skip
+        )
         self.model = build(shape, device, peer_attention())
         peer_model._setup_gradient_checkpointing(self.model, self.config)
         self.model.train()
@@ -185,8 +204,11 @@ class Peer:
         self.taken += 1
 
 
-def measure(make: Callable[[], Ours | Peer], batch: list[dict[str, Any]], steps: int, flops: float) -> dict[str, Any]:
-    """Median seconds of a step after the first one, tokens a second, MFU, and the peak of GPU memory."""
+def measure(
+    make: Callable[[], Ours | Peer], batch: list[dict[str, Any]], steps: int, flops: float
+) -> dict[str, Any]:
+    """Median seconds of a step after the first one, tokens a second, MFU, and the peak of GPU
+    memory."""
     with contextlib.redirect_stdout(io.StringIO()):
         runner = make()
         cuda = runner.device.type == "cuda"
@@ -215,8 +237,11 @@ def measure(make: Callable[[], Ours | Peer], batch: list[dict[str, Any]], steps:
     }
 
 
-def grpo(logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, config: TrainingConfig) -> torch.Tensor:
-    """The default objective of each token, written down once more: clip range, and the bound of `dual_clip`."""
+def grpo(
+    logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, config: TrainingConfig
+) -> torch.Tensor:
+    """The default objective of each token, written down once more: clip range, and the bound of
+    `dual_clip`."""
     ratio, dual = (logprobs - old).exp(), config.dual_clip
     high = 1 + (config.clip_eps if config.clip_eps_high is None else config.clip_eps_high)
     loss = -torch.minimum(ratio * advantages, ratio.clamp(1 - config.clip_eps, high) * advantages)
@@ -224,7 +249,8 @@ def grpo(logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, co
 
 
 def check_gradient(shape: str, device: torch.device, **settings: Any) -> dict[str, float]:
-    """Our gradient of a small batch against the formula in float64 on full logits, one sequence at a time.
+    """Our gradient of a small batch against the formula in float64 on full logits, one sequence at
+    a time.
 
     Args:
         settings: of our side alone, which the formula does not follow: to see the check fail.
@@ -242,7 +268,9 @@ def check_gradient(shape: str, device: torch.device, **settings: Any) -> dict[st
     total = sum(int(r.trained.sum()) for r in read.rollouts)
     for rollout in read.rollouts:
         tokens = torch.from_numpy(rollout.tokens).to(device)
-        logprobs = wide(tokens[None]).logits[0, :-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+        logprobs = (
+            wide(tokens[None]).logits[0, :-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+        )
         keep = torch.from_numpy(rollout.trained[1:]).to(device)
         old = torch.from_numpy(rollout.logprobs[1:].astype(np.float64)).to(device)
         advantage = torch.from_numpy(rollout.advantages[1:].astype(np.float64)).to(device)
@@ -260,7 +288,8 @@ def compare(options: argparse.Namespace, mix: str, device: torch.device) -> dict
     flops = flops_of(options.shape, batch)
     cores = {} if options.threads is None else {"torch_threads": options.threads}
     runs: dict[str, Callable[[], Ours | Peer]] = {
-        f"peer, micro-batch {n}": partial(Peer, options.shape, device, n, len(sizes(batch))) for n in options.peer
+        f"peer, micro-batch {n}": partial(Peer, options.shape, device, n, len(sizes(batch)))
+        for n in options.peer
     }
     runs["ours"] = lambda: Ours(options.shape, device, **cores)
     for text in options.also:
@@ -280,20 +309,30 @@ def compare(options: argparse.Namespace, mix: str, device: torch.device) -> dict
             torch.cuda.empty_cache()
         print(f"{mix}, {name}: {rows[name]}", file=sys.stderr, flush=True)
     torch.set_num_threads(threads)
-    peers = [rows[name]["step_s"] for name in rows if name.startswith("peer") and rows[name]["step_s"]]
+    peers = [
+        rows[name]["step_s"] for name in rows if name.startswith("peer") and rows[name]["step_s"]
+    ]
     mine = rows["ours"]["step_s"]
     return {
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else f"cpu, {threads} threads",
-        "torch": torch.__version__, "shape": options.shape, "mix": mix, "sequences": len(sizes(batch)),
-        "tokens": sum(sizes(batch)), "longest": max(sizes(batch)), "runs": rows,
+        "device": torch.cuda.get_device_name()
+        if device.type == "cuda"
+        else f"cpu, {threads} threads",
+        "torch": torch.__version__,
+        "shape": options.shape,
+        "mix": mix,
+        "sequences": len(sizes(batch)),
+        "tokens": sum(sizes(batch)),
+        "longest": max(sizes(batch)),
+        "runs": rows,
         "times_the_default_peer": peers[0] / mine if peers and mine else None,
         "times_the_best_peer": min(peers) / mine if peers and mine else None,
-    }  # fmt: skip
+    }
 
 
 def show(found: dict[str, Any]) -> str:
     lines = [
-        f"{found['shape']}, {found['sequences']} sequences, {found['tokens']} tokens, longest {found['longest']} "
+        f"{found['shape']}, {found['sequences']} sequences, {found['tokens']} tokens, "
+        f"longest {found['longest']} "
         f"({found['mix']}); {found['device']}, torch {found['torch']}",
         f"{'':<40}{'s/step':>9}{'tok/s':>10}{'MFU':>8}{'peak GB':>9}",
     ]
@@ -303,36 +342,59 @@ def show(found: dict[str, Any]) -> str:
             continue
         mfu = "-" if row["mfu"] is None else f"{row['mfu']:.1%}"
         peak = "-" if row["peak_gb"] is None else f"{row['peak_gb']:.1f}"
-        lines.append(f"{name:<40}{row['step_s']:>9.3f}{row['tokens_per_s']:>10,.0f}{mfu:>8}{peak:>9}")
+        lines.append(
+            f"{name:<40}{row['step_s']:>9.3f}{row['tokens_per_s']:>10,.0f}{mfu:>8}{peak:>9}"
+        )
     if found["times_the_default_peer"]:
         lines.append(
-            f"{found['times_the_default_peer']:.1f}x the peer's first, {found['times_the_best_peer']:.1f}x its best"
+            f"{found['times_the_default_peer']:.1f}x the peer's first, "
+            f"{found['times_the_best_peer']:.1f}x its best"
         )
     return "\n".join(lines)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     cuda = torch.cuda.is_available()
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-1.7b" if cuda else "tiny")
-    parser.add_argument("--mix", choices=MIXES, nargs="+", default=["lognormal" if cuda else "short"])
-    parser.add_argument("--steps", type=int, default=3, help="measured steps, after one that is not")
     parser.add_argument(
-        "--peer", type=int, nargs="*", default=[2, 8], help="micro-batches of the peer; its default is 2"
+        "--mix", choices=MIXES, nargs="+", default=["lognormal" if cuda else "short"]
     )
     parser.add_argument(
-        "--also", metavar="JSON", nargs="*", default=[], help="further runs of ours with these settings"
+        "--steps", type=int, default=3, help="measured steps, after one that is not"
+    )
+    parser.add_argument(
+        "--peer",
+        type=int,
+        nargs="*",
+        default=[2, 8],
+        help="micro-batches of the peer; its default is 2",
+    )
+    parser.add_argument(
+        "--also",
+        metavar="JSON",
+        nargs="*",
+        default=[],
+        help="further runs of ours with these settings",
     )
     parser.add_argument("--threads", type=int, help="CPU threads for each; default: all cores")
-    parser.add_argument("--json", action="store_true", help="one object a line: each mix, then the gradient")
+    parser.add_argument(
+        "--json", action="store_true", help="one object a line: each mix, then the gradient"
+    )
     options = parser.parse_args()
     device = torch.device("cuda" if cuda else "cpu")
     for mix in options.mix:
         found = compare(options, mix, device)
         print(json.dumps(found) if options.json else show(found), flush=True)
     gradient = check_gradient(options.shape, device)
-    print(json.dumps(gradient) if options.json else "gradient against float64: cosine {gradient_cosine:.6f}, relative "
-          "error {gradient_relative_error:.1e}".format(**gradient))  # fmt: skip
+    print(
+        json.dumps(gradient)
+        if options.json
+        else "gradient against float64: cosine {gradient_cosine:.6f}, relative "
+        "error {gradient_relative_error:.1e}".format(**gradient)
+    )
     return checked(gradient, device).status()
 
 
@@ -340,7 +402,9 @@ def checked(gradient: dict[str, float], device: torch.device) -> Checks:
     """The gradient within `BOUNDS`."""
     checks, (cosine, error) = Checks(), BOUNDS[device.type]
     checks.at_least("the gradient's cosine with float64", gradient["gradient_cosine"], cosine)
-    checks.at_most("the gradient's relative error against float64", gradient["gradient_relative_error"], error)
+    checks.at_most(
+        "the gradient's relative error against float64", gradient["gradient_relative_error"], error
+    )
     return checks
 
 

@@ -1,12 +1,13 @@
-"""What the screen costs and how fast it answers: attaching to a long run, keys in a flood, idle, memory.
+"""What the screen costs and how fast it answers: attaching to a long run, keys in a flood, idle,
+memory.
 
     python -m benchmarks.ui [--seconds 30] [--json]
 
-Every figure is of `atropos-tui attach` in a pseudo terminal, of 160 x 45 unless its name says another size, against a
-real supervisor. In the flood one child prints 200,000 lines a second and telemetry grows by 20 records a second; half
-an hour of telemetry is then written at a higher speed, with the flood going on. CPU is of one core; of a key, what the
-screen used until it was shown, which says more than the time where other work shares the machine. `--json` prints one
-JSON object.
+Every figure is of `atropos-tui attach` in a pseudo terminal, of 160 x 45 unless its name says
+another size, against a real supervisor. In the flood one child prints 200,000 lines a second and
+telemetry grows by 20 records a second; half an hour of telemetry is then written at a higher speed,
+with the flood going on. CPU is of one core; of a key, what the screen used until it was shown,
+which says more than the time where other work shares the machine. `--json` prints one JSON object.
 """
 
 from __future__ import annotations
@@ -73,9 +74,12 @@ class Screen:
         self.began = time.monotonic()
         self.process = psutil.Popen(
             [sys.executable, "-m", "atropos_tui", "attach", "--run-dir", str(run)],
-            stdin=inner, stdout=inner, stderr=inner, start_new_session=True,
+            stdin=inner,
+            stdout=inner,
+            stderr=inner,
+            start_new_session=True,
             env=_environment(),
-        )  # fmt: skip
+        )
         os.close(inner)
         self._seen = bytearray()
         self._changed = threading.Condition()
@@ -106,7 +110,10 @@ class Screen:
             while self._seen.find(words, since) < 0:
                 left = give_up - time.monotonic()
                 if left <= 0 or not self._changed.wait(left):
-                    raise TimeoutError(f"the screen never said {words!r}; it ends with {bytes(self._seen[-500:])!r}")
+                    raise TimeoutError(
+                        f"the screen never said {words!r}; it ends with "
+                        f"{bytes(self._seen[-500:])!r}"
+                    )
             return time.monotonic()
 
     def press(self, key: bytes, words: bytes) -> float:
@@ -173,8 +180,11 @@ def screen_of(
 ) -> Iterator[tuple[RunDir, Screen]]:
     """A live run of `steps` steps with a screen on it."""
     made = make_run(folder / f"{name}-files", steps=steps, training_steps=20_000)
-    parts = [child("run-api", SLEEP, role=Role.API), child("vllm", FLOOD if flood else SLEEP, role=Role.ENGINE),
-             child("trainer", SLEEP, role=Role.TRAINER)]  # fmt: skip
+    parts = [
+        child("run-api", SLEEP, role=Role.API),
+        child("vllm", FLOOD if flood else SLEEP, role=Role.ENGINE),
+        child("trainer", SLEEP, role=Role.TRAINER),
+    ]
     with supervised(folder, name, *parts, max_log_bytes=LogPolicy().max_bytes) as (client, _):
         run = client.run_dir
         for ours, from_there in ((run.plan_json, made.plan_json), (run.run_json, made.run_json)):
@@ -202,7 +212,12 @@ def attach(folder: Path) -> dict[str, float]:
             found.append((shown, screen.cpu_s(), screen.memory_mb()))
     seconds, cpu, memory = (statistics.median(values) for values in zip(*found[1:], strict=True))
     worst = max(shown for shown, *_ in found[1:])
-    return {"attach_50k_s": seconds, "attach_50k_max_s": worst, "attach_50k_cpu_s": cpu, "attach_50k_mb": memory}
+    return {
+        "attach_50k_s": seconds,
+        "attach_50k_max_s": worst,
+        "attach_50k_cpu_s": cpu,
+        "attach_50k_mb": memory,
+    }
 
 
 def keys(folder: Path) -> dict[str, float]:
@@ -233,10 +248,14 @@ def idle(folder: Path) -> dict[str, float]:
 
 
 def rest(folder: Path) -> dict[str, float]:
-    """Bytes a second to the terminal, at two sizes: of a run in which nothing happens, and of one that is over."""
+    """Bytes a second to the terminal, at two sizes: of a run in which nothing happens, and of one
+    that is over."""
     found: dict[str, float] = {}
     for columns, rows in SIZES:
-        with screen_of(folder, f"rest{columns}", 100, flood=False, size=(columns, rows)) as (run, screen):
+        with screen_of(folder, f"rest{columns}", 100, flood=False, size=(columns, rows)) as (
+            run,
+            screen,
+        ):
             screen.wait(b"101 is overdue")
             found[f"rest_{columns}x{rows}_bytes_per_s"] = bytes_per_s(screen)
         over = Screen(run.root, columns, rows)
@@ -261,7 +280,12 @@ def flood(folder: Path, seconds: float) -> dict[str, float]:
         screen.write(b"[" * 3 + b"]")  # the log of the child that prints
         telemetry = Telemetry(run, 101)
         time.sleep(3)
-        line, before, began, records = newest_line(run), screen.cpu_s(), time.monotonic(), telemetry.written
+        line, before, began, records = (
+            newest_line(run),
+            screen.cpu_s(),
+            time.monotonic(),
+            telemetry.written,
+        )
         delays, used = [], 0.0
         while time.monotonic() - began < seconds:
             for key, words in KEYS:
@@ -313,7 +337,9 @@ def long(folder: Path) -> dict[str, float]:
         for goal in LONG_STEPS:
             while step < goal:
                 batch = range(step + 1, min(step + 100, goal) + 1)
-                records = [record for at in batch for record in step_records(at, rng, time=time.time())]
+                records = [
+                    record for at in batch for record in step_records(at, rng, time=time.time())
+                ]
                 write_records(run.telemetry_jsonl, records)
                 step = batch[-1]
             screen.wait(f"{goal}/".encode(), timeout_s=120)
@@ -323,10 +349,16 @@ def long(folder: Path) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=30.0, help="length of the flood (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--only", choices=("attach", "keys", "idle", "rest", "flood", "long"), help="measure this alone"
+        "--seconds", type=float, default=30.0, help="length of the flood (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--only",
+        choices=("attach", "keys", "idle", "rest", "flood", "long"),
+        help="measure this alone",
     )
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
@@ -334,9 +366,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         parts: dict[str, Callable[[Path], dict[str, Any]]] = {
-            "attach": attach, "keys": keys, "idle": idle, "rest": rest, "long": long,
+            "attach": attach,
+            "keys": keys,
+            "idle": idle,
+            "rest": rest,
+            "long": long,
             "flood": lambda at: flood(at, options.seconds),
-        }  # fmt: skip
+        }
         for part, measure in parts.items():
             if options.only in (None, part):
                 found |= measure(folder)
@@ -344,7 +380,11 @@ def main() -> int:
         print(json.dumps(found))
     else:
         for key, value in found.items():
-            print(f"{key:<22} {value:>12,.2f}" if isinstance(value, float) else f"{key:<22} {value:>12,}")
+            print(
+                f"{key:<22} {value:>12,.2f}"
+                if isinstance(value, float)
+                else f"{key:<22} {value:>12,}"
+            )
     return 0
 
 

@@ -1,12 +1,14 @@
-"""Every environment file of a checkout of NousResearch/atropos through `atropos-tui up`: which train, and why not.
+"""Every environment file of a checkout of NousResearch/atropos through `atropos-tui up`: which
+train, and why not.
 
     python -m benchmarks.upstream --checkout FOLDER [--only PART ...] [--screen] [--again] [--table]
 
-Each file runs unmodified, three optimizer steps on a tiny chat model with random weights (`chat_model.py`), with the
-real run-api, vLLM on the CPU and trainer, unless its import or `setup` fails: that is found out first, in seconds
-(`upstream_files.py`). What is set for a file, and the rows that stand in for a data set from a hub, is in
-`upstream.toml`, and in the table. A record per file is kept in --results, so that a broken-off pass goes on; --again
-repeats. The environments' own packages must be in the Python that runs this: install what you want tried.
+Each file runs unmodified, three optimizer steps on a tiny chat model with random weights
+(`chat_model.py`), with the real run-api, vLLM on the CPU and trainer, unless its import or `setup`
+fails: that is found out first, in seconds (`upstream_files.py`). What is set for a file, and the
+rows that stand in for a data set from a hub, is in `upstream.toml`, and in the table. A record per
+file is kept in --results, so that a broken-off pass goes on; --again repeats. The environments' own
+packages must be in the Python that runs this: install what you want tried.
 """
 
 from __future__ import annotations
@@ -29,7 +31,13 @@ from pathlib import Path
 from typing import Any
 
 from atropos_common.group_reasons import in_words
-from atropos_common.records import EnvCountsRecord, RecordError, StageRecord, StateRecord, parse_line
+from atropos_common.records import (
+    EnvCountsRecord,
+    RecordError,
+    StageRecord,
+    StateRecord,
+    parse_line,
+)
 from atropos_common.run_dir import RunDir
 from atropos_common.stages import ATTACHED, REGISTERED
 from benchmarks.chat_model import CONTEXT, make_chat_model
@@ -106,14 +114,26 @@ def main() -> int:
     results, checkout = options.results.resolve(), options.checkout.resolve()
     adjustments = tomllib.loads(ADJUSTMENTS.read_text())
     candidates = [
-        each for each in find(checkout) if not options.only or any(part in each.path for part in options.only)
+        each
+        for each in find(checkout)
+        if not options.only or any(part in each.path for part in options.only)
     ]
     if not options.table:
         todo = [each for each in candidates if options.again or not _record(results, each).exists()]
-        with tempfile.TemporaryDirectory(prefix="atropos-upstream-") as cache:  # made rows may have changed since
+        with tempfile.TemporaryDirectory(
+            prefix="atropos-upstream-"
+        ) as cache:  # made rows may have changed since
             os.environ |= OFFLINE | {"HF_DATASETS_CACHE": cache}
             run_all(todo, checkout, results, adjustments, screen_only=options.screen)
-    print(table([json.loads(path.read_text()) for each in candidates if (path := _record(results, each)).exists()]))
+    print(
+        table(
+            [
+                json.loads(path.read_text())
+                for each in candidates
+                if (path := _record(results, each)).exists()
+            ]
+        )
+    )
     return 0
 
 
@@ -122,9 +142,15 @@ def _record(results: Path, each: Candidate) -> Path:
 
 
 def run_all(
-    todo: list[Candidate], checkout: Path, results: Path, adjustments: dict[str, Any], *, screen_only: bool
+    todo: list[Candidate],
+    checkout: Path,
+    results: Path,
+    adjustments: dict[str, Any],
+    *,
+    screen_only: bool,
 ) -> None:
-    """Screen all, then run what is set up, a few to a stack; a record for each as soon as its outcome is known."""
+    """Screen all, then run what is set up, a few to a stack; a record for each as soon as its
+    outcome is known."""
     model = make_chat_model(results / "chat-model", checkout / "environments")
     import_what_all_import()
     waiting: list[Try] = []
@@ -163,7 +189,11 @@ class Try:
     def write(self, results: Path) -> None:
         """Keep the record."""
         (results / f"{self.name}.json").write_text(json.dumps(self.row, indent=1) + "\n")
-        print(f"{self.row['outcome']:8} {self.row['path']}: {self.row['reason'] or self.row['groups']}", flush=True)
+        print(
+            f"{self.row['outcome']:8} {self.row['path']}: "
+            f"{self.row['reason'] or self.row['groups']}",
+            flush=True,
+        )
 
 
 def prepare(each: Candidate, checkout: Path, results: Path, adjustments: dict[str, Any]) -> Try:
@@ -174,28 +204,49 @@ def prepare(each: Candidate, checkout: Path, results: Path, adjustments: dict[st
     args, env = mine.get("args", {}), mine.get("env", {})
     write_data(folder, adjustments.get("data", {}), mine.get("data", []))
     row = {
-        "path": each.path, "outcome": "failed", "groups": 0, "steps": 0, "left_out": {}, "failures": {}, "adjusted": {},
-        "set": args | env, "data": mine.get("data", []),
+        "path": each.path,
+        "outcome": "failed",
+        "groups": 0,
+        "steps": 0,
+        "left_out": {},
+        "failures": {},
+        "adjusted": {},
+        "set": args | env,
+        "data": mine.get("data", []),
         "reason": mine.get("skip", "") if each.trains else "only evaluates: it makes no groups",
-    }  # fmt: skip
+    }
     return Try(
-        each.name, checkout / each.target, folder,
+        each.name,
+        checkout / each.target,
+        folder,
         {"env.group_size": GROUP, "env.ensure_scores_are_not_same": False} | args,
-        OFFLINE | {"PYTHONPATH": f"{checkout}:{(checkout / each.path).parent}"} | env, row,
-    )  # fmt: skip
+        OFFLINE | {"PYTHONPATH": f"{checkout}:{(checkout / each.path).parent}"} | env,
+        row,
+    )
 
 
 def run_stack(chunk: list[Try], results: Path, model: Path) -> list[Try]:
-    """One `atropos-tui up` in which they take turns; those that had none, because a stack ended early, are returned."""
+    """One `atropos-tui up` in which they take turns; those that had none, because a stack ended
+    early, are returned."""
     root = results / "work" / f"run-{int(time.time())}"
-    gates = {attempt.name: root.with_name(f"{root.name}.{index}.go") for index, attempt in enumerate(chunk)}
+    gates = {
+        attempt.name: root.with_name(f"{root.name}.{index}.go")
+        for index, attempt in enumerate(chunk)
+    }
     profile = write_profile(root.with_suffix(".toml"), gates, chunk, model)
-    keys = {name: value for name, value in os.environ.items() if not name.endswith(("API_KEY", "_TOKEN"))}
+    keys = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.endswith(("API_KEY", "_TOKEN"))
+    }
     with (results / "work" / "up.log").open("w") as log:
         stack = subprocess.Popen(
-            up(profile, root), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            up(profile, root),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
             env=keys | {"XDG_STATE_HOME": str(results / "work" / "state")},
-        )  # fmt: skip
+        )
     run, had = RunDir(root), []
     try:
         if not _until(lambda: _reached(run, "trainer", ATTACHED), stack, READY_S):
@@ -216,18 +267,26 @@ def run_stack(chunk: list[Try], results: Path, model: Path) -> list[Try]:
 def write_profile(path: Path, gates: dict[str, Path], chunk: list[Try], model: Path) -> Path:
     """The stack's profile, with ports that are free now."""
     api, engine = free_ports(2)
-    text = PROFILE.format(model=json.dumps(str(model)), api=api, engine=engine, batch=BATCH, context=CONTEXT)
+    text = PROFILE.format(
+        model=json.dumps(str(model)), api=api, engine=engine, batch=BATCH, context=CONTEXT
+    )
     for index, attempt in enumerate(chunk):
         text += ENVIRONMENT.format(
-            name=json.dumps(attempt.name), script=json.dumps(str(attempt.target)), cwd=json.dumps(str(attempt.folder)),
-            gate=f"turn{index}", go=gates[attempt.name], env=_toml(attempt.env), args=_toml(attempt.args),
-        )  # fmt: skip
+            name=json.dumps(attempt.name),
+            script=json.dumps(str(attempt.target)),
+            cwd=json.dumps(str(attempt.folder)),
+            gate=f"turn{index}",
+            go=gates[attempt.name],
+            env=_toml(attempt.env),
+            args=_toml(attempt.args),
+        )
     path.write_text(text)
     return path
 
 
 def take_turn(attempt: Try, run: RunDir, stack: subprocess.Popen[bytes]) -> None:
-    """Wait for its three steps, its end, or the end of patience; then stop it and fill in its row."""
+    """Wait for its three steps, its end, or the end of patience; then stop it and fill in its
+    row."""
     name, before = attempt.name, 0
 
     def done() -> bool:
@@ -243,18 +302,28 @@ def take_turn(attempt: Try, run: RunDir, stack: subprocess.Popen[bytes]) -> None
     log, started = _log(run, name), _reached(run, name, REGISTERED)
     if stack.poll() is None:
         command = [sys.executable, "-m", "atropos_tui", "stop", name, "--run-dir", str(run.root)]
-        subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=120, check=False)
+        subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=120, check=False
+        )
     trained = steps >= STEPS and counts.sent >= FEWEST_GROUPS
     bad = counts.failures or counts.left_out
     reason = ""
     if not trained:
         reason = why(log) if not started or _ended(run, name) else _silence(log)
-        reason = f"every group: {in_words(max(bad, key=lambda each: bad[each]))}" if started and bad else reason
+        reason = (
+            f"every group: {in_words(max(bad, key=lambda each: bad[each]))}"
+            if started and bad
+            else reason
+        )
     attempt.row |= {
-        "outcome": "trained" if trained else "started" if started else "failed", "reason": reason,
-        "steps": min(steps, STEPS) if counts.sent else 0, "groups": counts.sent, "left_out": dict(counts.left_out),
-        "failures": dict(counts.failures), "adjusted": dict(counts.adjusted),
-    }  # fmt: skip
+        "outcome": "trained" if trained else "started" if started else "failed",
+        "reason": reason,
+        "steps": min(steps, STEPS) if counts.sent else 0,
+        "groups": counts.sent,
+        "left_out": dict(counts.left_out),
+        "failures": dict(counts.failures),
+        "adjusted": dict(counts.adjusted),
+    }
 
 
 def _silence(log: str) -> str:
@@ -262,7 +331,11 @@ def _silence(log: str) -> str:
     key = re.search(r"\b[A-Z][A-Z_]*API_KEY\b", log)
     errors = re.findall(r"^\S+ \S+ ERROR [\w.]+: (.*)$", log, re.MULTILINE)
     said = "; ".join([*([f"wants {key[0]}"] if key else []), *errors[-1:]])
-    return f"{SILENT}: {said}"[:200] if said else f"{SILENT}; it leaves out groups whose answers are all worth the same"
+    return (
+        f"{SILENT}: {said}"[:200]
+        if said
+        else f"{SILENT}; it leaves out groups whose answers are all worth the same"
+    )
 
 
 def _until(condition: Callable[[], bool], stack: subprocess.Popen[bytes], seconds: float) -> bool:
@@ -274,12 +347,18 @@ def _until(condition: Callable[[], bool], stack: subprocess.Popen[bytes], second
 
 
 def _log(run: RunDir, name: str) -> str:
-    return "".join(path.read_text(errors="replace") for path in sorted((run.logs / name).glob("*.log")))
+    return "".join(
+        path.read_text(errors="replace") for path in sorted((run.logs / name).glob("*.log"))
+    )
 
 
 def _reached(run: RunDir, name: str, stage: str) -> bool:
     """Return True if a component has recorded that stage."""
-    return any(each.stage == stage for each in _records(run.stages_jsonl(name)) if isinstance(each, StageRecord))
+    return any(
+        each.stage == stage
+        for each in _records(run.stages_jsonl(name))
+        if isinstance(each, StageRecord)
+    )
 
 
 def _steps(run: RunDir) -> int:
@@ -295,9 +374,17 @@ def _counts(run: RunDir, name: str) -> EnvCountsRecord:
 def _ended(run: RunDir, name: str) -> bool:
     """It ended by itself."""
     states = [
-        each for each in _records(run.supervisor_jsonl) if isinstance(each, StateRecord) and each.component == name
+        each
+        for each in _records(run.supervisor_jsonl)
+        if isinstance(each, StateRecord) and each.component == name
     ]
-    return bool(states) and states[-1].new in ("failed", "exited", "completed", "stopped", "backoff")
+    return bool(states) and states[-1].new in (
+        "failed",
+        "exited",
+        "completed",
+        "stopped",
+        "backoff",
+    )
 
 
 def _toml(table: dict[str, Any]) -> str:
@@ -313,13 +400,17 @@ def _records(path: Path) -> Iterator[Any]:
 
 
 def write_data(folder: Path, known: dict[str, Any], wanted: list[str]) -> None:
-    """Rows that stand in for data sets of a hub, in folders of their names: `datasets` looks there first.
+    """Rows that stand in for data sets of a hub, in folders of their names: `datasets` looks there
+    first.
 
-    In `upstream.toml` a set has `splits`, and `rows`; {n} in a text is the row's number, {m} the same modulo 4.
+    In `upstream.toml` a set has `splits`, and `rows`; {n} in a text is the row's number, {m} the
+    same modulo 4.
     """
     for name in wanted:
         data = known[name]
-        rows = [_filled(row, number) for number in range(data.get("count", 32)) for row in data["rows"]]
+        rows = [
+            _filled(row, number) for number in range(data.get("count", 32)) for row in data["rows"]
+        ]
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         place = folder / data.get("file", f"{name}/README.md")
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -328,7 +419,9 @@ def write_data(folder: Path, known: dict[str, Any], wanted: list[str]) -> None:
             continue
         for split in data["splits"]:
             place.with_name(f"{split}.jsonl").write_text(lines)
-        listed = "".join(f'  - split: {split}\n    path: "{split}.jsonl"\n' for split in data["splits"])
+        listed = "".join(
+            f'  - split: {split}\n    path: "{split}.jsonl"\n' for split in data["splits"]
+        )
         config = data.get("config", "default")
         place.write_text(f"---\nconfigs:\n- config_name: {config}\n  data_files:\n{listed}---\n")
 
@@ -345,7 +438,8 @@ def _filled(value: Any, number: int) -> Any:
 
 @contextmanager
 def machine_lock() -> Iterator[None]:
-    """One stack at a time, whoever else on this machine asks in the same way (ATROPOS_BENCH_LOCK names the file)."""
+    """One stack at a time, whoever else on this machine asks in the same way (ATROPOS_BENCH_LOCK
+    names the file)."""
     path = os.environ.get("ATROPOS_BENCH_LOCK")
     if path is None:
         yield
@@ -368,7 +462,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         name = row["path"].removeprefix("environments/").removesuffix(".py")
         started = "yes" if row["outcome"] in ("trained", "started") else "no"
         lines.append(
-            f"| `{name}` | {started} | {row['groups']} | {row['steps']} | {_notes(row)} | {_cell(row['reason'])} |"
+            f"| `{name}` | {started} | {row['groups']} | {row['steps']} | {_notes(row)} | "
+            f"{_cell(row['reason'])} |"
         )
     return "\n".join(lines)
 
@@ -377,7 +472,9 @@ def _notes(row: dict[str, Any]) -> str:
     parts = [f"`{name} = {json.dumps(value)}`" for name, value in row["set"].items()]
     parts += [f"data: {name}" for name in row["data"]]
     parts += [f"{name} left out of {count} requests" for name, count in row["adjusted"].items()]
-    parts += [f"{count} groups left out ({in_words(reason)})" for reason, count in row["left_out"].items()]
+    parts += [
+        f"{count} groups left out ({in_words(reason)})" for reason, count in row["left_out"].items()
+    ]
     parts += [f"{count} failed ({reason})" for reason, count in row["failures"].items()]
     return _cell("; ".join(parts))
 
@@ -394,13 +491,19 @@ def import_what_all_import() -> None:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--checkout", type=Path, required=True)
     parser.add_argument("--results", type=Path, default=Path("runs/upstream"))
-    parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="files whose path has this in it")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="PART", help="files whose path has this in it"
+    )
     parser.add_argument("--again", action="store_true", help="repeat what has a record")
     parser.add_argument("--screen", action="store_true", help="import and set up only")
-    parser.add_argument("--table", action="store_true", help="print the table of the records and run nothing")
+    parser.add_argument(
+        "--table", action="store_true", help="print the table of the records and run nothing"
+    )
     return parser.parse_args()
 
 

@@ -1,7 +1,9 @@
-"""Which files of a checkout are environments, how far each comes without an engine, and why one does not start.
+"""Which files of a checkout are environments, how far each comes without an engine, and why one
+does not start.
 
-`find` reads them without running anything. `screen` runs each one's import, `config_init` and `setup` as the stack
-would, up to the point where it asks run-api for a place. `why` says in words what stopped one.
+`find` reads them without running anything. `screen` runs each one's import, `config_init` and
+`setup` as the stack would, up to the point where it asks run-api for a place. `why` says in words
+what stopped one.
 """
 
 from __future__ import annotations
@@ -17,15 +19,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SET_UP = re.compile("waiting for (run-api|the inference server)")
-"""The line of an environment whose import and `setup` went well, or whose `setup` asks the model."""
+"""The line of an environment whose import and `setup` went well, or whose `setup` asks the
+model."""
 NOBODY = "http://127.0.0.1:9"
 """A port where nobody listens."""
-OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "disabled", "MPLBACKEND": "Agg"}
+OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "WANDB_MODE": "disabled",
+    "MPLBACKEND": "Agg",
+}
 """A hub that is not reached is said at once, not after a minute of tries."""
 _ERROR = re.compile(r"^\S+ \S+ ERROR (?:__main__|atropos_envs\.runner): (.*)$", re.MULTILINE)
 _FOLDERS = re.compile(r"(?<![\w.:/])/(?:[\w.@+-]+/)+")
 """Of this machine: no reason."""
-_EXCEPTION = re.compile(r"^((?:\w+\.)*\w*(?:Error|Exception|Exit|Interrupt))\b:? ?(.*)$", re.MULTILINE)
+_EXCEPTION = re.compile(
+    r"^((?:\w+\.)*\w*(?:Error|Exception|Exit|Interrupt))\b:? ?(.*)$", re.MULTILINE
+)
 
 
 @dataclass(frozen=True)
@@ -39,7 +49,8 @@ class Candidate:
     names_itself: bool
     """Calls `cli()`, so that nobody has to choose a class."""
     trains: bool
-    """Makes groups: some class has a `collect_trajectory` or `collect_trajectories` that does something."""
+    """Makes groups: some class has a `collect_trajectory` or `collect_trajectories` that does
+    something."""
 
     @property
     def name(self) -> str:
@@ -54,7 +65,8 @@ class Candidate:
 
 
 def find(checkout: Path) -> list[Candidate]:
-    """Files that define a subclass of atroposlib's `BaseEnv`, through classes of other files too."""
+    """Files that define a subclass of atroposlib's `BaseEnv`, through classes of other files
+    too."""
     trees: dict[str, ast.Module] = {}
     for path in sorted((checkout / "environments").rglob("*.py")):
         try:
@@ -62,11 +74,15 @@ def find(checkout: Path) -> list[Candidate]:
         except SyntaxError:
             continue
     classes = {
-        name: [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)] for name, tree in trees.items()
+        name: [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+        for name, tree in trees.items()
     }
     envs = {"BaseEnv"}
     while new := {
-        node.name for nodes in classes.values() for node in nodes if node.name not in envs and _bases(node) & envs
+        node.name
+        for nodes in classes.values()
+        for node in nodes
+        if node.name not in envs and _bases(node) & envs
     }:
         envs |= new
     found = []
@@ -74,36 +90,58 @@ def find(checkout: Path) -> list[Candidate]:
         mine = [node for node in nodes if node.name != "BaseEnv" and _bases(node) & envs]
         leaves = [node for node in mine if not any(node.name in _bases(other) for other in mine)]
         if leaves:
-            calls = any(isinstance(node, ast.Attribute) and node.attr == "cli" for node in ast.walk(trees[name]))
-            found.append(Candidate(name, tuple(n.name for n in leaves), calls, any(map(_makes_groups, mine))))
+            calls = any(
+                isinstance(node, ast.Attribute) and node.attr == "cli"
+                for node in ast.walk(trees[name])
+            )
+            found.append(
+                Candidate(name, tuple(n.name for n in leaves), calls, any(map(_makes_groups, mine)))
+            )
     return found
 
 
 def _bases(node: ast.ClassDef) -> set[str]:
-    return {base.id if isinstance(base, ast.Name) else getattr(base, "attr", "") for base in node.bases}
+    return {
+        base.id if isinstance(base, ast.Name) else getattr(base, "attr", "") for base in node.bases
+    }
 
 
 def _makes_groups(node: ast.ClassDef) -> bool:
     """A class that inherits what makes groups counts as one that does."""
-    methods = [n for n in node.body if isinstance(n, ast.AsyncFunctionDef) and n.name.startswith("collect_traj")]
+    methods = [
+        n
+        for n in node.body
+        if isinstance(n, ast.AsyncFunctionDef) and n.name.startswith("collect_traj")
+    ]
     return not methods or any(_does_something(method) for method in methods)
 
 
 def _does_something(method: ast.AsyncFunctionDef) -> bool:
     """More than an exception or a constant answer."""
-    body = [n for n in method.body if not (isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant))]
-    return any(not isinstance(statement, (ast.Pass, ast.Raise, ast.Return)) for statement in body) or any(
-        isinstance(inner, ast.Await) for statement in body for inner in ast.walk(statement)
-    )
+    body = [
+        n
+        for n in method.body
+        if not (isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant))
+    ]
+    return any(
+        not isinstance(statement, (ast.Pass, ast.Raise, ast.Return)) for statement in body
+    ) or any(isinstance(inner, ast.Await) for statement in body for inner in ast.walk(statement))
 
 
 def flags(model: Path, args: dict[str, object]) -> list[str]:
     """What the plan gives an environment, with nobody behind the addresses."""
     given = {
-        "slurm": False, "env.rollout_server_url": NOBODY, "env.tokenizer_name": model, "env.use_wandb": False,
-        "env.wandb_name": "screen", "env.total_steps": 1_000_000_000, "openai.base_url": f"{NOBODY}/v1",
-        "openai.server_type": "vllm", "openai.model_name": model, "openai.api_key": "local",
-    } | args  # fmt: skip
+        "slurm": False,
+        "env.rollout_server_url": NOBODY,
+        "env.tokenizer_name": model,
+        "env.use_wandb": False,
+        "env.wandb_name": "screen",
+        "env.total_steps": 1_000_000_000,
+        "openai.base_url": f"{NOBODY}/v1",
+        "openai.server_type": "vllm",
+        "openai.model_name": model,
+        "openai.api_key": "local",
+    } | args
     return [word for name, value in given.items() for word in (f"--{name}", _word(value))]
 
 
@@ -111,10 +149,19 @@ def _word(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def screen(target: Path, log: Path, words: list[str], env: dict[str, str], folder: Path, seconds: float = 90.0) -> bool:
-    """Run it in a forked child until it is set up (True), ends, or the time is over (False). Output goes to `log`.
+def screen(
+    target: Path,
+    log: Path,
+    words: list[str],
+    env: dict[str, str],
+    folder: Path,
+    seconds: float = 90.0,
+) -> bool:
+    """Run it in a forked child until it is set up (True), ends, or the time is over (False). Output
+    goes to `log`.
 
-    A fork of this process, which has imported what all of them import, takes a tenth of a second instead of eight.
+    A fork of this process, which has imported what all of them import, takes a tenth of a second
+    instead of eight.
     """
     log.unlink(missing_ok=True)
     child = os.fork()
@@ -160,25 +207,41 @@ def _become(target: Path, log: Path, words: list[str], env: dict[str, str], fold
 
 REASONS: list[tuple[str, str]] = [
     (r"needs the Python package '([\w.]+)'", "needs the Python package {0}"),
-    (r"(?:Couldn't reach|offline mode|OfflineModeIsEnabled|LocalEntryNotFound|Cannot reach|hf\.co|huggingface\.co)"
-     r"[^\n]*?['\"]([\w.-]+/[\w.-]+)['\"]", "needs the data set {0} from a hub"),
-    (r"['\"]([\w.-]+/[\w.-]+)['\"] (?:doesn't exist|on the Hub|is not a local)", "needs {0} from a hub"),
-    (r"(?:Couldn't reach|offline mode|OfflineMode|LocalEntryNotFound)", "needs a data set or model from a hub"),
+    (
+        r"(?:Couldn't reach|offline mode|OfflineModeIsEnabled|LocalEntryNotFound|Cannot "
+        r"reach|hf\.co|huggingface\.co)"
+        r"[^\n]*?['\"]([\w.-]+/[\w.-]+)['\"]",
+        "needs the data set {0} from a hub",
+    ),
+    (
+        r"['\"]([\w.-]+/[\w.-]+)['\"] (?:doesn't exist|on the Hub|is not a local)",
+        "needs {0} from a hub",
+    ),
+    (
+        r"(?:Couldn't reach|offline mode|OfflineMode|LocalEntryNotFound)",
+        "needs a data set or model from a hub",
+    ),
     (r"([A-Z][A-Z0-9_]*(?:API_KEY|TOKEN|_KEY))\b", "needs the key {0}"),
     (r"api_key client option must be set", "needs a key of OpenAI"),
     (r"(?i)\b(docker|playwright|chromium)\b", "needs {0}"),
-    (r"cannot import name '(\w+)' from '([\w.]+)'", "{1} has no {0}: it is written for another version"),
+    (
+        r"cannot import name '(\w+)' from '([\w.]+)'",
+        "{1} has no {0}: it is written for another version",
+    ),
     (r"nltk\.download\(['\"](\w+)", "needs NLTK's data {0}"),
     (r"Name or service not known|Could not resolve host: (\S+?)\.? ", "needs the network {0}"),
     (r"No such file or directory: ['\"]([^'\"]+)['\"]", "needs the file {0}"),
     (r"(?:is abstract|abstract class (\w+))", "{0} lacks methods that BaseEnv asks for"),
-]  # fmt: skip
+]
 """Patterns in what stopped it, and what they say. The first that is found is the reason."""
 
 
 def why(output: str) -> str:
-    """The reason in a few words: of the last error that the runner said, else of the last exception."""
-    said = [each for each in _ERROR.findall(output) if "*****" not in each]  # NLTK's words are below its stars
+    """The reason in a few words: of the last error that the runner said, else of the last
+    exception."""
+    said = [
+        each for each in _ERROR.findall(output) if "*****" not in each
+    ]  # NLTK's words are below its stars
     exceptions = [f"{name}: {text}".rstrip(": ") for name, text in _EXCEPTION.findall(output)]
     for text in [*said[-1:], *exceptions[::-1], output[-3000:]]:
         for pattern, words in REASONS:

@@ -1,11 +1,14 @@
-"""What each way of moving weights costs: attach, publish, memory, decode speed, alignment; and `/generate` over HTTP.
+"""What each way of moving weights costs: attach, publish, memory, decode speed, alignment; and
+`/generate` over HTTP.
 
-    python benchmarks/weight_sync.py [--shape tiny|qwen3-1.7b] [--modes shared_vllm lora_only none ...] [--json]
+    python benchmarks/weight_sync.py [--shape tiny|qwen3-1.7b] [--modes shared_vllm lora_only none
+    ...] [--json]
 
-Everything runs as in production: real `python -m vllm_server` processes, the trainer's own strategies. The weights are
-random, of the named shape. All servers start together, with small caches on one GPU, and are then measured one after
-the other while the rest idle: first each mode's trainer (attach, optimizer steps with a publish each, probe at the
-end), then decoding, round by round in turn, so that every ratio is of one run. Lines come as they are measured.
+Everything runs as in production: real `python -m vllm_server` processes, the trainer's own
+strategies. The weights are random, of the named shape. All servers start together, with small
+caches on one GPU, and are then measured one after the other while the rest idle: first each mode's
+trainer (attach, optimizer steps with a publish each, probe at the end), then decoding, round by
+round in turn, so that every ratio is of one run. Lines come as they are measured.
 """
 
 from __future__ import annotations
@@ -24,7 +27,15 @@ from typing import Any
 import torch
 
 from atropos_common.engine_release import installed
-from benchmarks.children import MODE_SERVERS, Child, ChildError, Process, Server, environment, free_ports
+from benchmarks.children import (
+    MODE_SERVERS,
+    Child,
+    ChildError,
+    Process,
+    Server,
+    environment,
+    free_ports,
+)
 from benchmarks.shapes import SHAPES, save_model
 from benchmarks.sync_report import checked, show
 
@@ -57,11 +68,18 @@ class Bench:
         self.loads: dict[str, Child] = {}
         self.began = time.perf_counter()
         self.found: dict[str, Any] = {
-            "device": torch.cuda.get_device_name() if self.gpus else "cpu", "torch": torch.__version__,
+            "device": torch.cuda.get_device_name() if self.gpus else "cpu",
+            "torch": torch.__version__,
             "vllm": release.version if (release := installed()) else None,
-            "shape": options.shape, "dtype": self.dtype, "steps": options.steps, "modes": {}, "starts_s": {},
-            "decode": {}, "decode_one": {}, "errors": {},
-        }  # fmt: skip
+            "shape": options.shape,
+            "dtype": self.dtype,
+            "steps": options.steps,
+            "modes": {},
+            "starts_s": {},
+            "decode": {},
+            "decode_one": {},
+            "errors": {},
+        }
         if "broadcast" in self.modes and self.device.type == "cuda" and self.gpus < 2:
             self.modes.remove("broadcast")
             self.found["errors"]["broadcast"] = "skipped: it needs 2 GPUs"
@@ -96,7 +114,10 @@ class Bench:
             self.part(mode, partial(self.mode, mode))
         if not self.options.no_decode:
             self.part("decode", lambda: self.decode("decode", self.options.requests, self.servers))
-            self.part("decode of one", lambda: self.decode("decode_one", 1, ("plain", "eager", "shared_vllm")))
+            self.part(
+                "decode of one",
+                lambda: self.decode("decode_one", 1, ("plain", "eager", "shared_vllm")),
+            )
             self.part("generate", self.generate)
         return self.found
 
@@ -111,11 +132,17 @@ class Bench:
             flags, extra = SERVERS[name]
             env = environment(self.folder / name, self.gpu_of(name), extra)
             self.servers[name] = Server(
-                self.folder / name, ports[name], [*self.flags(), *flags], env, ours=name not in VLLMS_OWN
+                self.folder / name,
+                ports[name],
+                [*self.flags(), *flags],
+                env,
+                ours=name not in VLLMS_OWN,
             )
         for mode in [*self.modes, *(["heads"] if "fp32_head" in names else [])]:
             self.trainers[mode] = self.trainer(mode, ports.get(mode, ports["lora_restart"]))
-        if "lora_restart" in self.trainers:  # its server is its own child, and a cold start takes as long as the others
+        if (
+            "lora_restart" in self.trainers
+        ):  # its server is its own child, and a cold start takes as long as the others
             self.trainers["lora_restart"].tell(["attach", *self.cache_flags()])
         if not self.options.no_decode:
             env = environment(self.folder / ENGINE, self.gpu_of(ENGINE), {})
@@ -128,12 +155,26 @@ class Bench:
         folder = self.folder / f"trainer-{mode}"
         every = self.options.steps // 2 if mode in ("none", "lora_restart") else 1
         command = [
-            "-m", "benchmarks.sync_trainer", str(self.model), self.options.shape, mode, str(port), str(folder),
-            self.device.type, self.dtype, str(max(every, 1)),
-        ]  # fmt: skip
-        extra = {"VLLM_BRIDGE_CONFIG_PATH": str(self.folder / mode / "bridge" / "vllm_bridge_config.json")}
+            "-m",
+            "benchmarks.sync_trainer",
+            str(self.model),
+            self.options.shape,
+            mode,
+            str(port),
+            str(folder),
+            self.device.type,
+            self.dtype,
+            str(max(every, 1)),
+        ]
+        extra = {
+            "VLLM_BRIDGE_CONFIG_PATH": str(
+                self.folder / mode / "bridge" / "vllm_bridge_config.json"
+            )
+        }
         gpu = None if self.device.type == "cpu" else 0
-        return Child(folder, command, environment(folder, gpu, extra if mode == "shared_vllm" else {}))
+        return Child(
+            folder, command, environment(folder, gpu, extra if mode == "shared_vllm" else {})
+        )
 
     def gpu_of(self, name: str) -> int | None:
         """Servers and trainers share GPU 0; a broadcast's server has its own."""
@@ -143,15 +184,33 @@ class Bench:
 
     def cache_flags(self) -> list[str]:
         if self.device.type == "cpu":
-            return ["--kv-cache-memory-bytes", str(256 << 20), "--block-size", "32", "--enforce-eager"]
+            return [
+                "--kv-cache-memory-bytes",
+                str(256 << 20),
+                "--block-size",
+                "32",
+                "--enforce-eager",
+            ]
         return ["--kv-cache-memory-bytes", str(4 << 30)]
 
     def flags(self) -> list[str]:
         """The same for every engine, vLLM's own too."""
         common = [
-            "--model", str(self.model), "--served-model-name", "m", "--dtype", self.dtype, "--max-model-len", "1024",
-            "--max-num-seqs", "128", "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs",
-        ]  # fmt: skip
+            "--model",
+            str(self.model),
+            "--served-model-name",
+            "m",
+            "--dtype",
+            self.dtype,
+            "--max-model-len",
+            "1024",
+            "--max-num-seqs",
+            "128",
+            "--generation-config",
+            "vllm",
+            "--logprobs-mode",
+            "processed_logprobs",
+        ]
         if self.device.type == "cuda":
             common += ["--gpu-memory-utilization", "0.12"]
         return common + self.cache_flags()
@@ -178,25 +237,38 @@ class Bench:
         return dict(row)
 
     def heads(self) -> dict[str, Any]:
-        """Alignment at the base weights, with the head's products in half precision or fp32, on either side."""
+        """Alignment at the base weights, with the head's products in half precision or fp32, on
+        either side."""
         trainer = self.trainers["heads"]
         trainer.wait(self.left())
-        urls = {"server_half": self.servers["none"].url, "server_fp32": self.servers["fp32_head"].url}
+        urls = {
+            "server_half": self.servers["none"].url,
+            "server_fp32": self.servers["fp32_head"].url,
+        }
         self.found["heads"] = trainer.ask(["heads", urls], self.left())
         trainer.close()
         return dict(self.found["heads"])
 
     def load(self, name: str, seed: int, **fields: Any) -> float:
         """Tokens a second of one round."""
-        load = {"vocabulary": SHAPES[self.options.shape]["vocab_size"], "model": "m", "seed": seed} | fields
+        load = {
+            "vocabulary": SHAPES[self.options.shape]["vocab_size"],
+            "model": "m",
+            "seed": seed,
+        } | fields
         if name == ENGINE:
             return float(self.loads[ENGINE].ask(load, self.left())["tokens_per_s"])
         load["url"] = self.servers[name].url
         return float(self.loads["http"].ask(load, self.left())["tokens_per_s"])
 
     def decode(self, key: str, requests: int, names: Collection[str]) -> dict[str, Any]:
-        """`/v1/completions` on those of `names` that are ready, in turn; the medians are kept as `key`."""
-        ready = [name for name, server in self.servers.items() if server.ready_s is not None and name in names]
+        """`/v1/completions` on those of `names` that are ready, in turn; the medians are kept as
+        `key`."""
+        ready = [
+            name
+            for name, server in self.servers.items()
+            if server.ready_s is not None and name in names
+        ]
         size = {"requests": requests, "max_tokens": self.options.tokens, "route": "/v1/completions"}
         rounds = self.in_turn(ready, self.options.rounds, 1, size)
         self.found[key] = {name: median(values) for name, values in rounds.items()}
@@ -205,17 +277,33 @@ class Bench:
 
     def generate(self) -> dict[str, Any]:
         """`/generate` against vLLM's `AsyncLLM` in process, both with logprobs, in turn."""
-        ready = [name for name in self.servers if name not in ("eager", "plain") and name in self.found["starts_s"]]
+        ready = [
+            name
+            for name in self.servers
+            if name not in ("eager", "plain") and name in self.found["starts_s"]
+        ]
         names = [ENGINE, next(name for name in ("none", "shared_vllm", *ready) if name in ready)]
-        size = {"requests": self.options.requests, "max_tokens": self.options.tokens, "logprobs": True}
+        size = {
+            "requests": self.options.requests,
+            "max_tokens": self.options.tokens,
+            "logprobs": True,
+        }
         rounds = self.in_turn(names, self.options.rounds + 2, 2, size)
         ours, theirs = median(rounds[names[1]]), median(rounds[ENGINE])
-        self.found["generate"] = {"server": names[1], "http": ours, "in_process": theirs, "ratio": ours / theirs}
+        self.found["generate"] = {
+            "server": names[1],
+            "http": ours,
+            "in_process": theirs,
+            "ratio": ours / theirs,
+        }
         self.found["generate_rounds"] = rounds
         return dict(self.found["generate"])
 
-    def in_turn(self, names: list[str], rounds: int, seed: int, size: dict[str, Any]) -> dict[str, list[float]]:
-        """Tokens a second of so many rounds of each, by turns, after a short one that is not counted."""
+    def in_turn(
+        self, names: list[str], rounds: int, seed: int, size: dict[str, Any]
+    ) -> dict[str, list[float]]:
+        """Tokens a second of so many rounds of each, by turns, after a short one that is not
+        counted."""
         for name in names:
             self.load(name, seed, **size | {"max_tokens": 16})
         found: dict[str, list[float]] = {name: [] for name in names}
@@ -225,7 +313,11 @@ class Bench:
         return found
 
     def close(self) -> None:
-        children: list[Process] = [*self.trainers.values(), *self.loads.values(), *self.servers.values()]
+        children: list[Process] = [
+            *self.trainers.values(),
+            *self.loads.values(),
+            *self.servers.values(),
+        ]
         for child in children:
             child.popen.terminate()
         for child in children:
@@ -233,17 +325,25 @@ class Bench:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     cuda = torch.cuda.is_available()
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-1.7b" if cuda else "tiny")
     parser.add_argument("--modes", nargs="*", choices=MODES, default=list(MODES))
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps of each mode")
     parser.add_argument("--requests", type=int, default=64, help="concurrent requests of the load")
-    parser.add_argument("--tokens", type=int, default=256, help="tokens of each completion of the load")
+    parser.add_argument(
+        "--tokens", type=int, default=256, help="tokens of each completion of the load"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="measured rounds of each server")
-    parser.add_argument("--limit", type=float, default=540.0, help="seconds after which nothing new is begun")
+    parser.add_argument(
+        "--limit", type=float, default=540.0, help="seconds after which nothing new is begun"
+    )
     parser.add_argument("--no-decode", action="store_true", help="the modes alone, no decode speed")
-    parser.add_argument("--output", type=Path, help="write what is known so far to this JSON file, after each part")
+    parser.add_argument(
+        "--output", type=Path, help="write what is known so far to this JSON file, after each part"
+    )
     parser.add_argument("--folder", type=Path, help="keep model and logs here")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()

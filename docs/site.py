@@ -1,6 +1,8 @@
-"""Of `make docs`: the README is the first page, and every file of the repository that a page links is part of the site.
+"""Of `make docs`: the README is the first page, and every file of the repository that a page links
+is part of the site.
 
-Documents link each other as they lie, so that the links work in a checkout and on a code host, too. Here `docs/` is the
+Documents link each other as they lie, so that the links work in a checkout and on a code host, too.
+Here `docs/` is the
 root: `../X` of a page in it becomes `X`, and `docs/X` of a page beside it becomes `X`.
 """
 
@@ -30,7 +32,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         seen.add(file)
         if files.get_file_from_path(_place(file)) is None:
             files.append(File.generated(config, _place(file), abs_src_path=str(file)))
-        for found in LINK.finditer(file.read_text(encoding="utf-8")) if file.suffix == ".md" else ():
+        for found in (
+            LINK.finditer(file.read_text(encoding="utf-8")) if file.suffix == ".md" else ()
+        ):
             linked = (file.parent / found[2]).resolve()
             if not ELSEWHERE.match(found[2]) and linked.is_file() and linked.is_relative_to(ROOT):
                 left.append(linked)
@@ -38,7 +42,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links as they lie in the repository, made links of the site; a folder is its README, if there is one."""
+    """Links as they lie in the repository, made links of the site; a folder is its README, if there
+    is one."""
     source = Path(page.file.abs_src_path or "").resolve()
     here = posixpath.dirname(page.file.src_uri)
 
@@ -58,4 +63,6 @@ def _place(file: Path) -> str:
     """Where a file of the repository lies in the site."""
     if file == ROOT / "README.md":
         return "index.md"
-    return file.relative_to(ROOT / "docs" if file.is_relative_to(ROOT / "docs") else ROOT).as_posix()
+    return file.relative_to(
+        ROOT / "docs" if file.is_relative_to(ROOT / "docs") else ROOT
+    ).as_posix()

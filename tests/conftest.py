@@ -1,7 +1,8 @@
-"""A temporary folder for each test process: what products and libraries leave there goes with the session.
+"""A temporary folder for each test process: what products and libraries leave there goes with the
+session.
 
-Its path is short, since sockets are bound in it. What pytest keeps of a test (`tmp_path`) lies where it always does.
-Once tests are collected, what that has imported is looked at, and frozen.
+Its path is short, since sockets are bound in it. What pytest keeps of a test (`tmp_path`) lies
+where it always does. Once tests are collected, what that has imported is looked at, and frozen.
 """
 
 from __future__ import annotations
@@ -29,14 +30,21 @@ def pytest_configure(config: pytest.Config) -> None:
     folder.mkdir(mode=0o700)
     os.environ.update(environment | {"XDG_STATE_HOME": str(folder / "state")})
     tempfile.tempdir = None  # of the environment before
-    atexit.register(_remove, folder, os.getpid())  # the last: what tests have registered ends processes
+    atexit.register(
+        _remove, folder, os.getpid()
+    )  # the last: what tests have registered ends processes
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Where tests are to wait and not to compute (`make test-waiting`), each process would pay for a heavy import."""
+    """Where tests are to wait and not to compute (`make test-waiting`), each process would pay for
+    a heavy import."""
     if (heavy := os.environ.get("ATROPOS_TESTS_WITHOUT")) and heavy in sys.modules:
-        raise pytest.UsageError(f"a test file imports {heavy}: it belongs to MODEL_TESTS in the Makefile")
-    gc.freeze()  # what was imported and collected stays to the end, and is not looked through for garbage any more
+        raise pytest.UsageError(
+            f"a test file imports {heavy}: it belongs to MODEL_TESTS in the Makefile"
+        )
+    # what was imported and collected stays to the end, and is not looked through for garbage any
+    # more
+    gc.freeze()
 
 
 def _remove(folder: Path, owner: int) -> None:

@@ -1,4 +1,5 @@
-"""Processes of the tests that start at once: forked from one that has imported already what takes them long.
+"""Processes of the tests that start at once: forked from one that has imported already what takes
+them long.
 
 Each test process has one for all sets of modules that have some in common, and it ends with that.
 """
@@ -19,10 +20,16 @@ from benchmarks.nursery import VLLM, ForkedProcess
 
 START_S = 240.0
 TRAINER = (
-    "pytest", "transformers.models.qwen3.modeling_qwen3", "transformers.models.auto.modeling_auto", "trainer_core.loop",
-    "trainer_core.launch", "trainer_core.policy.sharding", "trainer_core.policy.lora", "trainer_core.rank_group",
+    "pytest",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.auto.modeling_auto",
+    "trainer_core.loop",
+    "trainer_core.launch",
+    "trainer_core.policy.sharding",
+    "trainer_core.policy.lora",
+    "trainer_core.rank_group",
     "torch.distributed.fsdp",
-)  # fmt: skip
+)
 SERVER = (VLLM, *TRAINER)
 """Of an inference server; whoever tests one has trainers as well."""
 SUPERVISOR = ("tests.warm_supervisor",)
@@ -50,23 +57,31 @@ def nursery(*modules: str) -> Child:
 
 
 def forked(
-    modules: Sequence[str], call: str, args: Sequence[str], log: Path, *, stdin: Path | None = None,
+    modules: Sequence[str],
+    call: str,
+    args: Sequence[str],
+    log: Path,
+    *,
+    stdin: Path | None = None,
     env: Mapping[str, str] = os.environ,
-) -> ForkedProcess:  # fmt: skip
-    """`module:function`, called with `args` in a process of its own in which `modules` are imported; its output in
-    `log`."""
+) -> ForkedProcess:
+    """`module:function`, called with `args` in a process of its own in which `modules` are
+    imported; its output in `log`."""
     return ForkedProcess(nursery(*modules), call, list(args), dict(env), log, stdin=stdin)
 
 
 def supervisor(stack_json: str, folder: Path) -> ForkedProcess:
-    """What `python -m atropos_tui.supervisor` is, with the stack on its stdin; its output in `folder`/said."""
+    """What `python -m atropos_tui.supervisor` is, with the stack on its stdin; its output in
+    `folder`/said."""
     (folder / "stdin").write_text(stack_json)
-    return forked(SUPERVISOR, "tests.nursery:be_supervisor", [], folder / "said", stdin=folder / "stdin")
+    return forked(
+        SUPERVISOR, "tests.nursery:be_supervisor", [], folder / "said", stdin=folder / "stdin"
+    )
 
 
 def be_supervisor(_: list[str]) -> NoReturn:
-    """In the new process. It ends as an interpreter does, but what was imported is not taken apart: that would copy it
-    all."""
+    """In the new process. It ends as an interpreter does, but what was imported is not taken apart:
+    that would copy it all."""
     from atropos_tui.supervisor.__main__ import main
 
     code = main()

@@ -21,7 +21,9 @@ import pytest
 NOBODY = 65534
 SECOND_USER_S = 30.0
 
-needs_another_user = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
+needs_another_user = pytest.mark.skipif(
+    os.geteuid() != 0, reason="only root can act as another user"
+)
 
 
 class Stranger:
@@ -33,7 +35,10 @@ class Stranger:
         if self.pid == 0:
             code = 1
             try:
-                for descriptor in set(range(3, 1024)) - {writing, keep}:  # sockets of the test are not the stranger's
+                for descriptor in set(range(3, 1024)) - {
+                    writing,
+                    keep,
+                }:  # sockets of the test are not the stranger's
                     os.closerange(descriptor, descriptor + 1)
                 os.setgroups([])
                 os.setresgid(NOBODY, NOBODY, NOBODY)
@@ -90,14 +95,24 @@ def call(
     try:
         line.request(method, path, body, {"Content-Type": "application/json"} | (headers or {}))
         answer = line.getresponse()
-        return answer.status, answer.read().decode(), {key.lower(): value for key, value in answer.getheaders()}
+        return (
+            answer.status,
+            answer.read().decode(),
+            {key.lower(): value for key, value in answer.getheaders()},
+        )
     finally:
         line.close()
 
 
 def squat(port: int, seconds: float, *, pause_s: float = 0.0) -> list[str]:
-    """Try for `port` all the time, in every way that there is; what was got, at once when something was."""
-    kinds = [(reuse, share, host) for reuse in (0, 1) for share in (0, 1) for host in ("127.0.0.1", "0.0.0.0")]
+    """Try for `port` all the time, in every way that there is; what was got, at once when something
+    was."""
+    kinds = [
+        (reuse, share, host)
+        for reuse in (0, 1)
+        for share in (0, 1)
+        for host in ("127.0.0.1", "0.0.0.0")
+    ]
     got: list[str] = []
     bound: list[socket.socket] = []
     give_up = time.monotonic() + seconds

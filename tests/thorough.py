@@ -1,6 +1,8 @@
-"""How much of what is endless is tried: cases side by side, properties, values that are replaced one after the other.
+"""How much of what is endless is tried: cases side by side, properties, values that are replaced
+one after the other.
 
-`make test` tries a share; `make test-all` also runs what is marked slow, sets `ATROPOS_TESTS_THOROUGH`, and tries all.
+`make test` tries a share; `make test-all` also runs what is marked slow, sets
+`ATROPOS_TESTS_THOROUGH`, and tries all.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ import pytest
 
 @contextmanager
 def mounted(folder: Path, *options: str) -> Iterator[Path]:
-    """A tmpfs at `folder`, which is made, with further `options` of mount; skips the test where that is not allowed."""
+    """A tmpfs at `folder`, which is made, with further `options` of mount; skips the test where
+    that is not allowed."""
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", ",".join([*options, "mode=0700"]), "none", str(folder)]
     if subprocess.run(command, capture_output=True, check=False).returncode != 0:

@@ -1,10 +1,12 @@
 """Measure how readable the code base is, or refuse text that the language rules forbid.
 
     python -m tools.readability [--root DIR] [--json]     # the table of figures
-    python -m tools.readability --lint [PATH...]          # a line for each forbidden phrase; exit 1 if there is one
+    python -m tools.readability --lint [PATH...]          # a line for each forbidden phrase; exit 1
+    if there is one
 
-A text is a docstring, or a string that stands alone below an attribute. Product code is every package but the tests,
-benchmarks and tools. The figures "formatted" come from `ruff format` on a copy without `# fmt: skip`.
+A text is a docstring, or a string that stands alone below an attribute. Product code is every
+package but the tests, benchmarks and tools. The figures "formatted" come from `ruff format` on a
+copy without `# fmt: skip`.
 """
 
 from __future__ import annotations
@@ -22,7 +24,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-PACKAGES = ("atropos_api", "atropos_common", "atropos_envs", "atropos_tui", "trainer_core", "vllm_server")
+PACKAGES = (
+    "atropos_api",
+    "atropos_common",
+    "atropos_envs",
+    "atropos_tui",
+    "trainer_core",
+    "vllm_server",
+)
 LINE_LENGTH = 100
 MOST_MODULES = 16
 """Modules of one folder from which on a newcomer no longer sees what belongs together."""
@@ -59,7 +68,10 @@ class Finding:
     phrase: str
 
     def __str__(self) -> str:
-        return f"{self.path}:{self.line}: {self.phrase!r}: see the rules of language in CONTRIBUTING.md"
+        return (
+            f"{self.path}:{self.line}: {self.phrase!r}: see the rules of language in "
+            f"CONTRIBUTING.md"
+        )
 
 
 def modules(root: Path) -> list[Path]:
@@ -80,7 +92,9 @@ def texts(path: Path) -> Iterator[Text]:
 def comments(path: Path) -> Iterator[tuple[int, str]]:
     """Line and words of each comment that speaks to a person: directives of tools are left out."""
     for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
-        if token.type == tokenize.COMMENT and not re.match(r"#\s*(?:type:|noqa|fmt:|pragma|!|:schema)", token.string):
+        if token.type == tokenize.COMMENT and not re.match(
+            r"#\s*(?:type:|noqa|fmt:|pragma|!|:schema)", token.string
+        ):
             yield token.start[0], token.string.lstrip("# ")
 
 
@@ -117,7 +131,11 @@ def files(given: list[Path]) -> list[Path]:
     """The Python and Markdown files among `given` and below its folders."""
     found: set[Path] = set()
     for path in given:
-        below = (each for kind in ("*.py", "*.md") for each in path.rglob(kind)) if path.is_dir() else [path]
+        below = (
+            (each for kind in ("*.py", "*.md") for each in path.rglob(kind))
+            if path.is_dir()
+            else [path]
+        )
         found |= {each for each in below if not any(part.startswith(".") for part in each.parts)}
     return sorted(found)
 
@@ -131,7 +149,15 @@ def formatted_lines(root: Path) -> int:
             copy.parent.mkdir(parents=True, exist_ok=True)
             copy.write_text(re.sub(r"[ \t]*# fmt: (?:skip|off|on)", "", path.read_text()))
             copies.append(copy)
-        command = ["ruff", "format", "--quiet", "--isolated", "--line-length", str(LINE_LENGTH), folder]
+        command = [
+            "ruff",
+            "format",
+            "--quiet",
+            "--isolated",
+            "--line-length",
+            str(LINE_LENGTH),
+            folder,
+        ]
         subprocess.run([sys.executable, "-m", *command], check=True)
         return sum(len(copy.read_text().splitlines()) for copy in copies)
 
@@ -142,7 +168,11 @@ def crowded_folders(root: Path) -> list[str]:
     for path in root.rglob("*.py"):
         if not any(part.startswith(".") for part in path.relative_to(root).parts):
             counts[path.parent] = counts.get(path.parent, 0) + (path.name != "__init__.py")
-    return sorted(f"{folder.relative_to(root)} ({count})" for folder, count in counts.items() if count > MOST_MODULES)
+    return sorted(
+        f"{folder.relative_to(root)} ({count})"
+        for folder, count in counts.items()
+        if count > MOST_MODULES
+    )
 
 
 def measure(root: Path) -> dict[str, float | int | str]:
@@ -158,11 +188,15 @@ def measure(root: Path) -> dict[str, float | int | str]:
         "lines as they are": len(lines),
         f"lines formatted at {LINE_LENGTH}": formatted_lines(root),
         "texts": len(found),
-        "texts with a forbidden phrase": sum(wrong_phrase(text.words, docstring=True) is not None for text in found),
+        "texts with a forbidden phrase": sum(
+            wrong_phrase(text.words, docstring=True) is not None for text in found
+        ),
         "words of texts": sum(len(text.words.split()) for text in found),
         "fmt: skip": skips,
         "characters a non-blank line": round(sum(map(len, code)) / len(code), 1),
-        "comments per 100 non-blank lines": round(100 * sum(len(list(comments(p))) for p in paths) / len(code), 2),
+        "comments per 100 non-blank lines": round(
+            100 * sum(len(list(comments(p))) for p in paths) / len(code), 2
+        ),
         f"folders with over {MOST_MODULES} modules": ", ".join(crowded_folders(root)) or "none",
         "lines of docs/architecture.md": len(page),
         "longest line of docs/architecture.md": max(map(len, page)),
@@ -170,18 +204,31 @@ def measure(root: Path) -> dict[str, float | int | str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser("python -m tools.readability", description=__doc__.partition("\n")[0])
-    parser.add_argument("--root", type=Path, default=Path(), help="checkout to measure (default: here)")
+    parser = argparse.ArgumentParser(
+        "python -m tools.readability", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument(
+        "--root", type=Path, default=Path(), help="checkout to measure (default: here)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--lint", nargs="*", type=Path, metavar="PATH", help="files to check (default: all)")
+    parser.add_argument(
+        "--lint", nargs="*", type=Path, metavar="PATH", help="files to check (default: all)"
+    )
     asked = parser.parse_args()
     if asked.lint is None:
         figures = measure(asked.root)
-        rows = (f"{name:38} {value if isinstance(value, str) else f'{value:,}'}" for name, value in figures.items())
+        rows = (
+            f"{name:38} {value if isinstance(value, str) else f'{value:,}'}"
+            for name, value in figures.items()
+        )
         print(json.dumps(figures) if asked.json else "\n".join(rows))
         return 0
     paths = files(asked.lint or [asked.root])
-    findings = [one for path in paths for one in (lint_python(path) if path.suffix == ".py" else lint_markdown(path))]
+    findings = [
+        one
+        for path in paths
+        for one in (lint_python(path) if path.suffix == ".py" else lint_markdown(path))
+    ]
     print("\n".join(map(str, findings)) or f"{len(paths)} files without a forbidden phrase")
     return 1 if findings else 0
 

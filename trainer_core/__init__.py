@@ -70,7 +70,8 @@ if TYPE_CHECKING:
 _MODULES = {
     "callbacks": "Callback TrainResult",
     "config": "TrainingConfig",
-    "errors": "ApiError CallbackError EngineError EngineGone LossError MemoryFullError MismatchError MissingLogprobs "
+    "errors": "ApiError CallbackError EngineError EngineGone LossError MemoryFullError "
+    "MismatchError MissingLogprobs "
     "NonFiniteError NoUpdateError RolloutsEnd Stopped TooMuchLeftOut TrainerError UsageError",
     "loop": "train",
     "objective.loss": "Bounds Correction LossSums Sequences cispo_loss correct grpo_loss gspo_loss",
@@ -84,16 +85,54 @@ _MODULES = {
     "rollouts.recorded": "RecordedRollouts Recorder",
     "step": "StepOutcome accumulate",
 }
-_EXPORTS = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names.split()}
+_EXPORTS = {
+    name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names.split()
+}
 
 __all__ = [
-    "ApiError", "Batch", "Bounds", "Callback", "CallbackError", "Correction", "EngineError", "EngineGone", "LossError",
-    "LossSums", "MemoryFullError", "MismatchError", "MissingLogprobs", "NoUpdateError", "NonFiniteError", "Objective",
-    "PackedRow", "RecordedRollouts", "Recorder", "Rollout", "RolloutSource", "RolloutsEnd", "Sequences", "StepOutcome",
-    "Stepper", "Stopped", "TooMuchLeftOut", "TrainResult", "TrainerError", "TrainingConfig", "UsageError", "accumulate",
-    "cispo_loss", "correct", "group_advantages", "grpo_loss", "gspo_loss", "load_model", "pack", "read_batch",
-    "row_logprobs", "train",
-]  # fmt: skip
+    "ApiError",
+    "Batch",
+    "Bounds",
+    "Callback",
+    "CallbackError",
+    "Correction",
+    "EngineError",
+    "EngineGone",
+    "LossError",
+    "LossSums",
+    "MemoryFullError",
+    "MismatchError",
+    "MissingLogprobs",
+    "NoUpdateError",
+    "NonFiniteError",
+    "Objective",
+    "PackedRow",
+    "RecordedRollouts",
+    "Recorder",
+    "Rollout",
+    "RolloutSource",
+    "RolloutsEnd",
+    "Sequences",
+    "StepOutcome",
+    "Stepper",
+    "Stopped",
+    "TooMuchLeftOut",
+    "TrainResult",
+    "TrainerError",
+    "TrainingConfig",
+    "UsageError",
+    "accumulate",
+    "cispo_loss",
+    "correct",
+    "group_advantages",
+    "grpo_loss",
+    "gspo_loss",
+    "load_model",
+    "pack",
+    "read_batch",
+    "row_logprobs",
+    "train",
+]
 
 
 # PEP 562: Python calls this for a name that the module does not have yet.

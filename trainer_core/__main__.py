@@ -88,7 +88,9 @@ def _run(config: TrainingConfig) -> int:
     return 0 if done or not stop.is_set() else 128 + (received or [signal.SIGTERM])[0]
 
 
-def _starting_point_and_api(config: TrainingConfig, stop: threading.Event) -> tuple[StartingPoint, RunApi | None]:
+def _starting_point_and_api(
+    config: TrainingConfig, stop: threading.Event
+) -> tuple[StartingPoint, RunApi | None]:
     """Check the save path and register with run-api before torch is imported, so that environments
     warm up while the trainer loads."""
     from trainer_core.checkpoint import starting_point
@@ -102,7 +104,8 @@ def build_parser() -> argparse.ArgumentParser:
     """Build a parser with one flag for each field of `TrainingConfig`; values stay strings."""
     parser = argparse.ArgumentParser(
         prog="atropos-trainer",
-        description="GRPO trainer: trains on rollouts from run-api and publishes the weights to the inference server.",
+        description="GRPO trainer: trains on rollouts from run-api and publishes the weights to "
+        "the inference server.",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
@@ -136,8 +139,14 @@ def parse_args(argv: list[str] | None = None) -> TrainingConfig:
     # argparse only splits the words; pydantic checks them, so one call reports every problem at
     # once.
     parsed, unknown = build_parser().parse_known_args(argv)
-    problems = [f"{word}: no such flag{_suggested_flag(word)}" for word in unknown if word.startswith("-")]
-    problems += [f"{word!r}: stray argument" for word in unknown if not word.startswith("-")] if not problems else []
+    problems = [
+        f"{word}: no such flag{_suggested_flag(word)}" for word in unknown if word.startswith("-")
+    ]
+    problems += (
+        [f"{word!r}: stray argument" for word in unknown if not word.startswith("-")]
+        if not problems
+        else []
+    )
     values = {name: _value(name, value) for name, value in vars(parsed).items()}
     config, wrong = validate(values)
     if config is None or problems:

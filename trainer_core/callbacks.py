@@ -65,11 +65,15 @@ class Callbacks:
         self._callbacks = callbacks
         for callback in callbacks:
             if isinstance(callback, type):
-                raise UsageError(f"callbacks: {callback.__name__} is a class. fix: pass an instance of it")
+                raise UsageError(
+                    f"callbacks: {callback.__name__} is a class. fix: pass an instance of it"
+                )
             # A misspelled method would be ignored without a word; an object without any is surely a
             # mistake.
             if not any(callable(getattr(callback, method, None)) for method in METHODS):
-                raise UsageError(f"callbacks: {type(callback).__qualname__} has none of {', '.join(METHODS)}")
+                raise UsageError(
+                    f"callbacks: {type(callback).__qualname__} has none of {', '.join(METHODS)}"
+                )
 
     def tell(self, method: str, *values: Any) -> None:
         """Call `method` of every callback that has it.
@@ -88,4 +92,6 @@ class Callbacks:
                 raise
             except Exception as error:
                 name = f"{type(callback).__qualname__}.{method}"
-                raise CallbackError(f"the callback {name} raised {type(error).__name__}: {error}") from error
+                raise CallbackError(
+                    f"the callback {name} raised {type(error).__name__}: {error}"
+                ) from error

@@ -58,7 +58,12 @@ _TENSOR, _ITEMS = "$tensor", "$items"
 """Keys that stand for a tensor and for a dict in `trainer_state.json`."""
 TRAINED_SECTIONS = ("Essential", "Objective", "Optimizer", "LoRA")
 """Sections of `TrainingConfig` whose settings decide what a run trains."""
-NOT_TRAINED = {"weight_bridge_mode", "checkpoint_in_background", "checkpoint_interval", "optimizer_offload"}
+NOT_TRAINED = {
+    "weight_bridge_mode",
+    "checkpoint_in_background",
+    "checkpoint_interval",
+    "optimizer_offload",
+}
 """Settings of these sections that do not affect training."""
 _STEP = re.compile(r"(adapter_)?step_(\d+)")
 _WRITING, _OLD = re.compile(r"\.(.+)\.writing"), re.compile(r"\.(.+)\.old")
@@ -92,7 +97,9 @@ class Saved:
 
 def complete_checkpoints(save_path: Path, adapters: bool = False) -> list[Path]:
     """Return the complete step_N/ (or adapter_step_N/) folders in `save_path`, oldest first."""
-    return [path for path in _numbered(save_path, adapters) if _why_damaged(path, deep=False) is None]
+    return [
+        path for path in _numbered(save_path, adapters) if _why_damaged(path, deep=False) is None
+    ]
 
 
 def starting_point(config: TrainingConfig) -> StartingPoint:
@@ -109,9 +116,13 @@ def starting_point(config: TrainingConfig) -> StartingPoint:
         return _point(Path(config.resume), config)
     save_path = Path(config.save_path)
     _clear_interrupted(save_path)
-    numbered = [(_step_of(path), True, path) for path in _numbered(save_path, config.trains_adapters)]
+    numbered = [
+        (_step_of(path), True, path) for path in _numbered(save_path, config.trains_adapters)
+    ]
     # Highest step first. At equal steps the numbered checkpoint wins: True sorts after False.
-    for _, exact, path in sorted([*numbered, *_ends(save_path, config.trains_adapters)], reverse=True):
+    for _, exact, path in sorted(
+        [*numbered, *_ends(save_path, config.trains_adapters)], reverse=True
+    ):
         try:
             return _point(path, config, exact=exact)
         except UsageError as error:
@@ -129,7 +140,8 @@ def _require_writable(save_path: Path) -> None:
         if why_full(error):
             return
         raise UsageError(
-            f"--save-path {save_path}: checkpoints cannot be written there ({error.strerror}). fix: choose a folder "
+            f"--save-path {save_path}: checkpoints cannot be written there "
+            f"({error.strerror}). fix: choose a folder "
             "that you can write to"
         ) from None
 
@@ -158,14 +170,21 @@ def _point(path: Path, config: TrainingConfig, *, exact: bool = True) -> Startin
     if reason := _why_damaged(path, deep=True, exact=exact):
         raise UsageError(f"--resume {path}: {reason}")
     if (path / ADAPTER_CONFIG).is_file() != config.trains_adapters:
-        theirs, ours = ("a whole model", "adapters") if config.trains_adapters else ("an adapter", "the whole model")
+        theirs, ours = (
+            ("a whole model", "adapters")
+            if config.trains_adapters
+            else ("an adapter", "the whole model")
+        )
         raise UsageError(
-            f"--resume {path}: a checkpoint of {theirs}, and --weight-bridge-mode {config.weight_bridge_mode} trains "
+            f"--resume {path}: a checkpoint of {theirs}, and --weight-bridge-mode "
+            f"{config.weight_bridge_mode} trains "
             f"{ours}"
         )
     facts = _read_facts(path)
     settings = dict(facts.get("settings", {}))
-    return StartingPoint(facts["step"], facts["weight_version"], path, facts.get("progress", {}), settings, exact)
+    return StartingPoint(
+        facts["step"], facts["weight_version"], path, facts.get("progress", {}), settings, exact
+    )
 
 
 FACTS: dict[str, type] = {"step": int, "weight_version": int, "files": dict, "sha256": str}
@@ -198,12 +217,20 @@ def _why_damaged(path: Path, *, deep: bool, exact: bool = True) -> str | None:
     try:
         facts = _read_facts(path)
         if not needed.keys() <= facts.keys():
-            return f"not a checkpoint of this trainer: {STATE_JSON} lacks fields that an exact resume needs"
+            return (
+                f"not a checkpoint of this trainer: {STATE_JSON} lacks fields that an exact "
+                f"resume needs"
+            )
         # `type(...) is not kind`: a bool must not pass as an int. Missing optional fields get a
         # default.
         known = needed | OPTIONAL_FACTS
-        if wrong := [name for name, kind in known.items() if type(facts.get(name, kind())) is not kind]:
-            return f"not a checkpoint of this trainer: {STATE_JSON} has wrong types in {', '.join(wrong)}"
+        if wrong := [
+            name for name, kind in known.items() if type(facts.get(name, kind())) is not kind
+        ]:
+            return (
+                f"not a checkpoint of this trainer: {STATE_JSON} has wrong types in "
+                f"{', '.join(wrong)}"
+            )
         # `pop`: the digest covers everything but itself.
         if facts.pop("sha256") != _facts_digest(facts):
             return f"the content of {STATE_JSON} is not what was written"
@@ -235,14 +262,25 @@ def describe(point: StartingPoint, config: TrainingConfig) -> str:
     """Describe in one line where the run starts and why; a second line lists changed settings."""
     save_path = Path(config.save_path)
     if point.path is not None:
-        optimizer = "" if point.exact else "; the optimizer restarts: a finished run keeps no optimizer state"
-        start = f"Resuming from {point.path}: step {point.step}, weight version {point.version}{optimizer}"
+        optimizer = (
+            ""
+            if point.exact
+            else "; the optimizer restarts: a finished run keeps no optimizer state"
+        )
+        start = (
+            f"Resuming from {point.path}: step {point.step}, weight version "
+            f"{point.version}{optimizer}"
+        )
         changed = _differences(point, config)
         return f"{start}\n[NOTE] Differs from the checkpoint: {changed}" if changed else start
     if config.resume == "auto":
         return f"Starting from the base model {config.model_name}: no checkpoint in {save_path}"
     old = complete_checkpoints(save_path, config.trains_adapters)
-    ignored = f"; {len(old)} checkpoints in {save_path} are ignored (--resume auto continues)" if old else ""
+    ignored = (
+        f"; {len(old)} checkpoints in {save_path} are ignored (--resume auto continues)"
+        if old
+        else ""
+    )
     return f"Starting from the base model {config.model_name}{ignored}"
 
 
@@ -264,15 +302,27 @@ def _differences(point: StartingPoint, config: TrainingConfig) -> str:
 def describe_last(config: TrainingConfig) -> str:
     """Describe the checkpoint that a later attempt would resume."""
     saved = complete_checkpoints(Path(config.save_path), config.trains_adapters)
-    return f"Last checkpoint: {saved[-1]}" if saved else "There is no checkpoint: a restart starts from the base model"
+    return (
+        f"Last checkpoint: {saved[-1]}"
+        if saved
+        else "There is no checkpoint: a restart starts from the base model"
+    )
 
 
 def save(
-    model: torch.nn.Module | None, config: TrainingConfig, target: Path, *, step: int, version: int,
-    stepper: Stepper | None, progress: dict[str, Any] | None = None, merged: bool = False,
-    reference: Reference | None = None, wait_for_room: Callable[[Path, str], None] | None = None,
+    model: torch.nn.Module | None,
+    config: TrainingConfig,
+    target: Path,
+    *,
+    step: int,
+    version: int,
+    stepper: Stepper | None,
+    progress: dict[str, Any] | None = None,
+    merged: bool = False,
+    reference: Reference | None = None,
+    wait_for_room: Callable[[Path, str], None] | None = None,
     world: World | None = None,
-) -> Saved:  # fmt: skip
+) -> Saved:
     """Write a checkpoint to `target`, all ranks together; without `stepper` only the model.
 
     Args:
@@ -300,7 +350,10 @@ def save(
             world.share(lambda: begin(aside))
             # Every rank writes its own rows, so a full disk may hit any of them; all of them leave
             # together.
-            state = on_all(world, lambda: _write(model, tensors, config, aside, stepper, world, adapters=adapters))
+            state = on_all(
+                world,
+                lambda: _write(model, tensors, config, aside, stepper, world, adapters=adapters),
+            )
             if reference is not None:
                 world.share(lambda: reference.write(aside))
             kept = kept_of(stepper, progress or {}, state)
@@ -343,9 +396,15 @@ def on_all(world: World, work: Callable[[], T]) -> T:
 
 
 def _write(
-    model: torch.nn.Module | None, tensors: dict[str, torch.Tensor], config: TrainingConfig, aside: Path,
-    stepper: Stepper | None, world: World, *, adapters: bool,
-) -> Any:  # fmt: skip
+    model: torch.nn.Module | None,
+    tensors: dict[str, torch.Tensor],
+    config: TrainingConfig,
+    aside: Path,
+    stepper: Stepper | None,
+    world: World,
+    *,
+    adapters: bool,
+) -> Any:
     if world.rank == 0 and model is not None:
         if adapters:
             from trainer_core.policy.lora import write_adapter
@@ -360,16 +419,24 @@ def _write(
 
 def state_file(world: World) -> str:
     """Path of this rank's state inside a checkpoint."""
-    return STATE_TENSORS if world.size == 1 else f"trainer_state/tensors-{world.rank}-of-{world.size}.safetensors"
+    return (
+        STATE_TENSORS
+        if world.size == 1
+        else f"trainer_state/tensors-{world.rank}-of-{world.size}.safetensors"
+    )
 
 
 def kept_of(stepper: Stepper | None, progress: dict[str, Any], state: Any) -> dict[str, Any]:
     """Return the part of `trainer_state.json` that only a resume needs."""
-    exact = {} if stepper is None else {"state": state, "parts": stepper.parts, "dtype": stepper.dtype}
+    exact = (
+        {} if stepper is None else {"state": state, "parts": stepper.parts, "dtype": stepper.dtype}
+    )
     return {"progress": progress, **exact}
 
 
-def complete(config: TrainingConfig, aside: Path, step: int, version: int, kept: dict[str, Any]) -> None:
+def complete(
+    config: TrainingConfig, aside: Path, step: int, version: int, kept: dict[str, Any]
+) -> None:
     """Flush the whole folder to the disk; `trainer_state.json`, which marks it complete, comes
     last.
 
@@ -388,16 +455,31 @@ def complete(config: TrainingConfig, aside: Path, step: int, version: int, kept:
 
 
 def save_step(
-    model: torch.nn.Module, config: TrainingConfig, stepper: Stepper, *, step: int, version: int,
-    progress: dict[str, Any] | None = None, reference: Reference | None = None,
-    wait_for_room: Callable[[Path, str], None] | None = None, world: World | None = None,
-) -> Saved:  # fmt: skip
+    model: torch.nn.Module,
+    config: TrainingConfig,
+    stepper: Stepper,
+    *,
+    step: int,
+    version: int,
+    progress: dict[str, Any] | None = None,
+    reference: Reference | None = None,
+    wait_for_room: Callable[[Path, str], None] | None = None,
+    world: World | None = None,
+) -> Saved:
     """Write step_N/ or adapter_step_N/, then apply `keep_checkpoints`; damaged checkpoints do not
     count."""
     saved = save(
-        model, config, step_folder(config, step), step=step, version=version, stepper=stepper, progress=progress,
-        reference=reference, wait_for_room=wait_for_room, world=world,
-    )  # fmt: skip
+        model,
+        config,
+        step_folder(config, step),
+        step=step,
+        version=version,
+        stepper=stepper,
+        progress=progress,
+        reference=reference,
+        wait_for_room=wait_for_room,
+        world=world,
+    )
     # Rank 0 alone deletes; `world` is None for a single rank.
     if not (world and world.rank):
         drop_old(config)
@@ -412,22 +494,37 @@ def step_folder(config: TrainingConfig, step: int) -> Path:
 def drop_old(config: TrainingConfig) -> None:
     """Remove the checkpoints that exceed `keep_checkpoints`."""
     if config.keep_checkpoints:
-        for old in complete_checkpoints(Path(config.save_path), config.trains_adapters)[: -config.keep_checkpoints]:
+        for old in complete_checkpoints(Path(config.save_path), config.trains_adapters)[
+            : -config.keep_checkpoints
+        ]:
             shutil.rmtree(old, ignore_errors=True)
 
 
 def save_final(
-    model: torch.nn.Module, config: TrainingConfig, *, step: int, version: int,
-    progress: dict[str, Any] | None = None, wait_for_room: Callable[[Path, str], None] | None = None,
+    model: torch.nn.Module,
+    config: TrainingConfig,
+    *,
+    step: int,
+    version: int,
+    progress: dict[str, Any] | None = None,
+    wait_for_room: Callable[[Path, str], None] | None = None,
     world: World | None = None,
-) -> Saved:  # fmt: skip
+) -> Saved:
     """Write final_model/; with `lora_merged_export` first the adapter as final_adapter/."""
 
     def write(what: torch.nn.Module | None, name: str, *, merged: bool = False) -> Saved:
         return save(
-            what, config, Path(config.save_path) / name, step=step, version=version, stepper=None,
-            progress=progress, merged=merged, wait_for_room=wait_for_room, world=world,
-        )  # fmt: skip
+            what,
+            config,
+            Path(config.save_path) / name,
+            step=step,
+            version=version,
+            stepper=None,
+            progress=progress,
+            merged=merged,
+            wait_for_room=wait_for_room,
+            world=world,
+        )
 
     if not config.lora_merged_export:
         return write(model, "final_model")
@@ -476,20 +573,28 @@ def _saved_state(path: Path, stepper: Stepper) -> dict[str, Any]:
     facts = json.loads((path / STATE_JSON).read_text())
     if (parts := facts.get("parts", 1)) != stepper.parts:
         raise UsageError(
-            f"--resume {path}: its optimizer state belongs to a policy in {parts} parts, and this run has "
-            f"{stepper.parts}. fix: continue with single copy and vllm.tensor_parallel = {parts}, or start from its "
+            f"--resume {path}: its optimizer state belongs to a policy in {parts} parts, and "
+            f"this run has "
+            f"{stepper.parts}. fix: continue with single copy and vllm.tensor_parallel = "
+            f"{parts}, or start from its "
             f"weights alone with --model-name {path} --resume never"
         )
     # bfloat16 and float16 state can be exchanged; float32 weights have no master weights at all.
     was = facts.get("dtype", stepper.dtype)
     if was != stepper.dtype and "float32" in (was, stepper.dtype):
         raise UsageError(
-            f"--resume {path}: its optimizer state belongs to {was} weights, and this run trains {stepper.dtype}. fix: "
-            f"resume with --dtype {was}, or start from its weights alone with --model-name {path} --resume never"
+            f"--resume {path}: its optimizer state belongs to {was} weights, and this run "
+            f"trains {stepper.dtype}. fix: "
+            f"resume with --dtype {was}, or start from its weights alone with --model-name "
+            f"{path} --resume never"
         )
     plain = facts["state"]
     # Numbers, not names, give the order: tensors-10 sorts before tensors-2.
-    found = [(int(m[1]), file) for file in (path / STATE_TENSORS).parent.iterdir() if (m := _OF_RANKS.match(file.name))]
+    found = [
+        (int(m[1]), file)
+        for file in (path / STATE_TENSORS).parent.iterdir()
+        if (m := _OF_RANKS.match(file.name))
+    ]
     files = [file for _, file in sorted(found)] or [path / STATE_TENSORS]
     world = stepper.world
     # Same number of ranks: each rank reads exactly its own file.
@@ -503,12 +608,15 @@ def _saved_state(path: Path, stepper: Stepper) -> dict[str, Any]:
     state = join_tensors(plain, {name: SavedTensor(name, handles) for name in handles[0].keys()})  # noqa: SIM118
     # Generators are not row-wise: every rank takes rank 0's.
     return state | {
-        "stepper": cut(state["stepper"], stepper.rows, stepper.halves), "torch_rng": state["torch_rng"].whole(),
+        "stepper": cut(state["stepper"], stepper.rows, stepper.halves),
+        "torch_rng": state["torch_rng"].whole(),
         "cuda_rng": [part.whole() for part in state["cuda_rng"]],
-    }  # fmt: skip
+    }
 
 
-def write_model(model: torch.nn.Module, tensors: dict[str, torch.Tensor], config: TrainingConfig, target: Path) -> None:
+def write_model(
+    model: torch.nn.Module, tensors: dict[str, torch.Tensor], config: TrainingConfig, target: Path
+) -> None:
     """Write weights, config and tokenizer, so that the folder loads as a model."""
     from huggingface_hub import save_torch_state_dict
 
@@ -558,7 +666,10 @@ def _save_companions(model_name: str, target: Path) -> None:
     from transformers import AutoTokenizer, GenerationConfig
 
     # A model without a tokenizer or generation config is fine: rollouts hold token ids.
-    for read in (partial(AutoTokenizer.from_pretrained, trust_remote_code=False), GenerationConfig.from_pretrained):
+    for read in (
+        partial(AutoTokenizer.from_pretrained, trust_remote_code=False),
+        GenerationConfig.from_pretrained,
+    ):
         try:
             read(model_name).save_pretrained(target)
         except (OSError, ValueError, ImportError, KeyError):
@@ -597,7 +708,11 @@ def split_tensors(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     def name(value: torch.Tensor, path: str) -> str:
         # Same memory, shape and strides: one tensor. Empty tensors share pointers, so they use the
         # path.
-        key = (value.device, value.data_ptr(), value.shape, value.stride(), value.dtype) if value.numel() else path
+        key = (
+            (value.device, value.data_ptr(), value.shape, value.stride(), value.dtype)
+            if value.numel()
+            else path
+        )
         if key not in names:
             names[key] = path
             tensors[path] = value.detach().to("cpu", copy=True).contiguous()

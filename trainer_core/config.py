@@ -63,7 +63,9 @@ def parse_duration(value: Any) -> Any:
     parts = re.findall(r"([\d.]+)\s*([dhms])", value)
     if not parts or re.sub(r"[\d.]+\s*[dhms]", "", value).strip():
         raise ValueError("write a duration as 90s, 30m, 2h or 1d12h")
-    return sum(float(number) * {"d": 86400, "h": 3600, "m": 60, "s": 1}[unit] for number, unit in parts)
+    return sum(
+        float(number) * {"d": 86400, "h": 3600, "m": 60, "s": 1}[unit] for number, unit in parts
+    )
 
 
 # `BeforeValidator`s turn words of a command line into lists before pydantic checks the types.
@@ -71,7 +73,10 @@ LayerIndices = Annotated[list[Annotated[int, Field(ge=0)]], BeforeValidator(pars
 Words = Annotated[list[str], BeforeValidator(_split)]
 Betas = Annotated[tuple[float, float], BeforeValidator(_split)]
 Duration = Annotated[
-    float, BeforeValidator(parse_duration), Field(gt=0), WithJsonSchema({"type": ["number", "string"]})
+    float,
+    BeforeValidator(parse_duration),
+    Field(gt=0),
+    WithJsonSchema({"type": ["number", "string"]}),
 ]
 
 
@@ -88,9 +93,13 @@ class TrainingConfig(BaseModel):
     model_config = ConfigDict(
         # Attribute docstrings become descriptions; validate_default also checks combinations of
         # defaults.
-        extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=(), validate_default=True,
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+        validate_default=True,
         allow_inf_nan=False,
-    )  # fmt: skip
+    )
 
     # Essential
     model_name: str = Field(min_length=1)
@@ -517,7 +526,10 @@ class TrainingConfig(BaseModel):
     @property
     def engine_urls(self) -> list[str]:
         """Base URLs of the servers that get the weights."""
-        return [url.rstrip("/") for url in self.vllm_urls or [f"http://{self.vllm_host}:{self.vllm_port}"]]
+        return [
+            url.rstrip("/")
+            for url in self.vllm_urls or [f"http://{self.vllm_host}:{self.vllm_port}"]
+        ]
 
     @property
     def sequences_per_step(self) -> int:
@@ -565,25 +577,37 @@ def contradictions(config: TrainingConfig) -> list[str]:
     problems = []
     if config.single_copy and config.use_shared_memory:
         problems.append(
-            "--single-copy and --use-shared-memory exclude each other: one copy, or a broadcast to a second"
+            "--single-copy and --use-shared-memory exclude each other: one copy, or a "
+            "broadcast to a second"
         )
     if config.overlap_publish and config.mode != "broadcast":
-        problems.append("--overlap-publish is for a broadcast (--use-shared-memory): leave it out in other modes")
+        problems.append(
+            "--overlap-publish is for a broadcast (--use-shared-memory): leave it out in "
+            "other modes"
+        )
     if config.use_shared_memory and config.weight_bridge_mode != "shared_vllm":
-        problems.append(f"--use-shared-memory needs --weight-bridge-mode shared_vllm, not {config.weight_bridge_mode}")
+        problems.append(
+            f"--use-shared-memory needs --weight-bridge-mode shared_vllm, not "
+            f"{config.weight_bridge_mode}"
+        )
     if config.single_copy and config.weight_bridge_mode not in ("shared_vllm", "lora_only"):
         why = ", whose server loses its memory at each restart" if config.trains_adapters else ""
         problems.append(
-            f"--single-copy needs --weight-bridge-mode shared_vllm or lora_only, not {config.weight_bridge_mode}{why}"
+            f"--single-copy needs --weight-bridge-mode shared_vllm or lora_only, not "
+            f"{config.weight_bridge_mode}{why}"
         )
     # run-api forms batches of whole groups.
     if config.group_size and config.sequences_per_step % config.group_size:
         problems.append(
-            f"--batch-size {config.batch_size} x --gradient-accumulation-steps {config.gradient_accumulation_steps} = "
-            f"{config.sequences_per_step} sequences is not a multiple of --group-size {config.group_size}: run-api "
+            f"--batch-size {config.batch_size} x --gradient-accumulation-steps "
+            f"{config.gradient_accumulation_steps} = "
+            f"{config.sequences_per_step} sequences is not a multiple of --group-size "
+            f"{config.group_size}: run-api "
             "would never fill a batch"
         )
-    if config.loss is not None and not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", config.loss):
+    if config.loss is not None and not re.fullmatch(
+        r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", config.loss
+    ):
         problems.append(f"--loss {config.loss!r} is not a function: write package.module:function")
     problems += _objective_contradictions(config)
     problems += _adapter_contradictions(config)
@@ -593,26 +617,53 @@ def contradictions(config: TrainingConfig) -> list[str]:
             f"{config.weight_bridge_mode} use --lora-layer-indices"
         )
     if config.weight_bridge_mode == "lora_restart" and config.vllm_urls:
-        problems.append("--vllm-urls does nothing for lora_restart, which restarts the one server at --vllm-port")
+        problems.append(
+            "--vllm-urls does nothing for lora_restart, which restarts the one server at "
+            "--vllm-port"
+        )
     if config.shares_memory and config.vllm_urls:
-        problems.append("--vllm-urls does nothing in single copy: the server is the one that the manifest names")
+        problems.append(
+            "--vllm-urls does nothing in single copy: the server is the one that the manifest names"
+        )
     if config.trains_adapters and config.in_flight != "keep":
-        problems.append(f"--in-flight {config.in_flight} does nothing with adapters, which are swapped without a pause")
+        problems.append(
+            f"--in-flight {config.in_flight} does nothing with adapters, which are swapped "
+            f"without a pause"
+        )
     problems += _rollout_contradictions(config)
     if config.engine_reload == "restart" and config.vllm_urls:
-        problems.append("--engine-reload restart restarts the one server at --vllm-port: leave out --vllm-urls")
+        problems.append(
+            "--engine-reload restart restarts the one server at --vllm-port: leave out --vllm-urls"
+        )
     if config.engine_reload != "in_place" and config.weight_bridge_mode != "none":
-        problems.append(f"--engine-reload does nothing with --weight-bridge-mode {config.weight_bridge_mode}")
+        problems.append(
+            f"--engine-reload does nothing with --weight-bridge-mode {config.weight_bridge_mode}"
+        )
     if config.activation_offload and config.gradient_checkpointing == "off":
-        problems.append("--activation-offload needs gradient checkpointing: leave out --gradient-checkpointing off")
+        problems.append(
+            "--activation-offload needs gradient checkpointing: leave out "
+            "--gradient-checkpointing off"
+        )
     if config.gradient_dtype == "bfloat16" and config.dtype == "float16":
-        problems.append("--gradient-dtype bfloat16 goes with --dtype bfloat16: gradients of float16 are scaled")
+        problems.append(
+            "--gradient-dtype bfloat16 goes with --dtype bfloat16: gradients of float16 are scaled"
+        )
     if config.world_size > 1:
-        reason = f"--world-size {config.world_size}: torchrun sets the number of ranks, so leave it at 1"
-        problems.append(f"{reason}; set trainer.gpus in a profile, or start python -m trainer_core.launch N")
+        reason = (
+            f"--world-size {config.world_size}: torchrun sets the number of ranks, so leave it at 1"
+        )
+        problems.append(
+            f"{reason}; set trainer.gpus in a profile, or start python -m trainer_core.launch N"
+        )
     if config.trainer_rank >= config.world_size:
-        problems.append(f"--trainer-rank {config.trainer_rank} must be below --world-size {config.world_size}")
-    if config.alignment_ok and config.alignment_mismatch and config.alignment_ok > config.alignment_mismatch:
+        problems.append(
+            f"--trainer-rank {config.trainer_rank} must be below --world-size {config.world_size}"
+        )
+    if (
+        config.alignment_ok
+        and config.alignment_mismatch
+        and config.alignment_ok > config.alignment_mismatch
+    ):
         problems.append("--alignment-ok must not be above --alignment-mismatch")
     return problems
 
@@ -622,17 +673,20 @@ def sharding_contradictions(config: TrainingConfig, ranks: int) -> list[str]:
     context = config.context_parallel
     if context > 1 and config.shares_memory:
         return [
-            f"--context-parallel {context} shares rows among ranks, and in single copy all ranks compute the same rows "
+            f"--context-parallel {context} shares rows among ranks, and in single copy all "
+            f"ranks compute the same rows "
             "already: leave it out, or use mode broadcast"
         ]
     if ranks % context:
         return [
-            f"--context-parallel {context} shares each row among that many ranks, and the trainer has {ranks}: give it "
+            f"--context-parallel {context} shares each row among that many ranks, and the "
+            f"trainer has {ranks}: give it "
             f"a multiple of {context} (trainer.gpus or trainer.processes), or leave it out"
         ]
     if ranks > 1 and config.optimizer == "adafactor" and not config.trains_adapters:
         return [
-            f"--optimizer adafactor needs whole matrices for its row and column means, and each of {ranks} ranks has "
+            f"--optimizer adafactor needs whole matrices for its row and column means, and "
+            f"each of {ranks} ranks has "
             "only some rows: use adamw_8bit or adamw, whose state is sharded over the ranks"
         ]
     return []
@@ -646,24 +700,30 @@ def _rollout_contradictions(config: TrainingConfig) -> list[str]:
     reloads = config.weight_bridge_mode in ("none", "lora_restart") and config.rollouts is None
     if lag is not None and lag < every - 1 and reloads:
         problems.append(
-            f"--max-policy-lag {lag} leaves out all rollouts before the server gets new weights: it has them every "
-            f"{every} steps; set --vllm-restart-interval {lag + 1} or lower, or --max-policy-lag {every - 1} or more"
+            f"--max-policy-lag {lag} leaves out all rollouts before the server gets new "
+            f"weights: it has them every "
+            f"{every} steps; set --vllm-restart-interval {lag + 1} or lower, or "
+            f"--max-policy-lag {every - 1} or more"
         )
     # In single copy the server sees each optimizer step, so one batch is several versions of lag.
     versions = config.minibatches * config.epochs
     if lag is not None and lag < versions > 1 and config.mode == "shared_vllm":
         problems.append(
-            f"--max-policy-lag {lag} leaves out rollouts that started one batch earlier: in single copy each of the "
-            f"{versions} optimizer steps of a batch is a weight version; set it to {versions} or more"
+            f"--max-policy-lag {lag} leaves out rollouts that started one batch earlier: in "
+            f"single copy each of the "
+            f"{versions} optimizer steps of a batch is a weight version; set it to "
+            f"{versions} or more"
         )
     if config.rollouts is not None and config.weight_bridge_mode in ("shared_vllm", "lora_restart"):
         problems.append(
-            f"--rollouts trains without a server, and --weight-bridge-mode {config.weight_bridge_mode} needs one: "
+            f"--rollouts trains without a server, and --weight-bridge-mode "
+            f"{config.weight_bridge_mode} needs one: "
             "leave it out, or lora_only to train adapters"
         )
     if config.routing_replay and config.rollouts is not None:
         problems.append(
-            "--routing-replay needs the server's expert choices, and --rollouts trains without a server: leave one of "
+            "--routing-replay needs the server's expert choices, and --rollouts trains "
+            "without a server: leave one of "
             "them out"
         )
     if config.routing_replay and config.weight_bridge_mode == "lora_restart":
@@ -673,24 +733,33 @@ def _rollout_contradictions(config: TrainingConfig) -> list[str]:
         )
     if config.routing_replay and config.engine_reload == "restart":
         problems.append(
-            "--routing-replay needs the server's expert choices, which are lost at a restart: leave out "
+            "--routing-replay needs the server's expert choices, which are lost at a "
+            "restart: leave out "
             "--engine-reload restart"
         )
     if config.rollouts is not None and config.record_rollouts is not None:
-        problems.append("--record-rollouts does nothing with --rollouts: they are in a file already")
+        problems.append(
+            "--record-rollouts does nothing with --rollouts: they are in a file already"
+        )
     return problems
 
 
 _ADAPTER_FIELDS = {
-    "r": "lora_r", "lora_alpha": "lora_alpha", "use_rslora": "lora_use_rslora",
-    "target_modules": "lora_target_modules", "layers_to_transform": "lora_layer_indices",
-}  # fmt: skip
+    "r": "lora_r",
+    "lora_alpha": "lora_alpha",
+    "use_rslora": "lora_use_rslora",
+    "target_modules": "lora_target_modules",
+    "layers_to_transform": "lora_layer_indices",
+}
 """Keys of peft's adapter_config.json -> our fields."""
 _UNSERVED = {
-    "use_dora": "DoRA", "modules_to_save": "whole layers (modules_to_save)", "lora_bias": "biases of its own",
-    "rank_pattern": "several ranks (rank_pattern)", "alpha_pattern": "several scales (alpha_pattern)",
+    "use_dora": "DoRA",
+    "modules_to_save": "whole layers (modules_to_save)",
+    "lora_bias": "biases of its own",
+    "rank_pattern": "several ranks (rank_pattern)",
+    "alpha_pattern": "several scales (alpha_pattern)",
     "target_parameters": "matrices of single parameters (target_parameters)",
-}  # fmt: skip
+}
 """Keys of adapter features that vLLM does not serve -> their names in errors."""
 
 
@@ -706,12 +775,22 @@ def adapter_settings(folder: Path) -> dict[str, Any]:
         kind, targets = found.get("peft_type"), found["target_modules"]
         unserved = [what for key, what in _UNSERVED.items() if found.get(key)]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{prefix}: no adapter in peft's format ({type(error).__name__}: {error})") from None
+        raise ValueError(
+            f"{prefix}: no adapter in peft's format ({type(error).__name__}: {error})"
+        ) from None
     if kind != "LORA" or unserved or not isinstance(targets, list):
-        what = f"peft's {kind}" if kind != "LORA" else ", ".join(unserved) or f"modules by a pattern ({targets})"
-        raise ValueError(f"{prefix}: an adapter with {what} cannot be trained here: vLLM does not serve it")
+        what = (
+            f"peft's {kind}"
+            if kind != "LORA"
+            else ", ".join(unserved) or f"modules by a pattern ({targets})"
+        )
+        raise ValueError(
+            f"{prefix}: an adapter with {what} cannot be trained here: vLLM does not serve it"
+        )
     # A key that the file lacks keeps the default of `TrainingConfig`.
-    settings = {field: found[key] for key, field in _ADAPTER_FIELDS.items() if found.get(key) is not None}
+    settings = {
+        field: found[key] for key, field in _ADAPTER_FIELDS.items() if found.get(key) is not None
+    }
     # peft writes a single layer as a bare number.
     if isinstance(layers := settings.get("lora_layer_indices"), int):
         settings["lora_layer_indices"] = [layers]
@@ -727,10 +806,13 @@ def _adapter_contradictions(config: TrainingConfig) -> list[str]:
             if getattr(config, name)
         ]
     if config.lora_use_dora:
-        problems.append("--lora-use-dora: vLLM does not serve DoRA; leave it out (--lora-use-rslora is served)")
+        problems.append(
+            "--lora-use-dora: vLLM does not serve DoRA; leave it out (--lora-use-rslora is served)"
+        )
     if config.lora_modules_to_save:
         problems.append(
-            f"--lora-modules-to-save {' '.join(config.lora_modules_to_save)}: vLLM does not serve adapters with whole "
+            f"--lora-modules-to-save {' '.join(config.lora_modules_to_save)}: vLLM does not "
+            f"serve adapters with whole "
             "layers; leave it out, or train the whole model (--weight-bridge-mode shared_vllm)"
         )
     if config.lora_adapter_path:
@@ -738,10 +820,14 @@ def _adapter_contradictions(config: TrainingConfig) -> list[str]:
         for name in _ADAPTER_FIELDS.values():
             # An unset field already has the adapter's value, so only an explicit setting can
             # differ.
-            ours, wanted = getattr(config, name), theirs.get(name, type(config).model_fields[name].default)
+            ours, wanted = (
+                getattr(config, name),
+                theirs.get(name, type(config).model_fields[name].default),
+            )
             if (sorted(ours) if isinstance(ours, list) else ours) != wanted:
                 problems.append(
-                    f"{flag(name)} {ours}: the adapter in {config.lora_adapter_path} has {wanted}; leave "
+                    f"{flag(name)} {ours}: the adapter in {config.lora_adapter_path} has "
+                    f"{wanted}; leave "
                     "the flag out to continue with that adapter"
                 )
     return problems
@@ -751,25 +837,34 @@ def _objective_contradictions(config: TrainingConfig) -> list[str]:
     problems = []
     if config.ratio_base == "rollout":
         problems += [
-            f"{flag(name)} needs --ratio-base proximal: with --ratio-base rollout the ratio itself is the correction"
+            f"{flag(name)} needs --ratio-base proximal: with --ratio-base rollout the ratio "
+            f"itself is the correction"
             for name in ("tis_cap", "tis_mask", "tis_mask_low", "tis_mask_high")
             if getattr(config, name) != type(config).model_fields[name].default
         ]
     if config.minibatches > config.sequences_per_step:
         problems.append(
-            f"--minibatches {config.minibatches} is more than the {config.sequences_per_step} sequences of a batch "
+            f"--minibatches {config.minibatches} is more than the "
+            f"{config.sequences_per_step} sequences of a batch "
             "(--batch-size x --gradient-accumulation-steps)"
         )
     if config.tis_mask_low > config.tis_mask_high:
         problems.append("--tis-mask-low must not be above --tis-mask-high")
     if 0 < config.dual_clip <= 1:
-        problems.append(f"--dual-clip {config.dual_clip:g} must be above 1 (3 is usual), or 0 for no bound")
+        problems.append(
+            f"--dual-clip {config.dual_clip:g} must be above 1 (3 is usual), or 0 for no bound"
+        )
     # Only an explicit value conflicts: the default is harmless with cispo.
     if "dual_clip" in config.model_fields_set and config.dual_clip and config.objective == "cispo":
-        problems.append("--dual-clip does nothing with --objective cispo, which clips the weight on both sides anyway")
+        problems.append(
+            "--dual-clip does nothing with --objective cispo, which clips the weight on both "
+            "sides anyway"
+        )
     if config.max_completion_tokens is None and (config.overlong_buffer or config.overlong_mask):
         which = "overlong_mask" if config.overlong_mask else "overlong_buffer"
-        problems.append(f"{flag(which)} needs --max-completion-tokens, the limit for overlong completions")
+        problems.append(
+            f"{flag(which)} needs --max-completion-tokens, the limit for overlong completions"
+        )
     if (
         config.overlong_buffer
         and config.max_completion_tokens
@@ -779,7 +874,9 @@ def _objective_contradictions(config: TrainingConfig) -> list[str]:
     if config.lr_min > config.lr:
         problems.append(f"--lr-min {config.lr_min} must not be above --lr {config.lr}")
     if config.master_weights == "stochastic" and config.dtype == "float16":
-        problems.append("--master-weights stochastic needs --dtype bfloat16; for float16 use fp32 or kahan")
+        problems.append(
+            "--master-weights stochastic needs --dtype bfloat16; for float16 use fp32 or kahan"
+        )
     return problems
 
 

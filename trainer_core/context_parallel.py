@@ -62,10 +62,15 @@ class Context:
         starts = torch.searchsorted(row.predict, bounds).tolist()
         labels = list(map(slice, starts, starts[1:]))[self.rank]
         return RowPart(
-            torch.cat([row.tokens, torch.zeros_like(padding)])[own], torch.cat([row.positions, padding])[own], lengths,
-            row.predict[labels] - self.rank * each, labels,
-            None if row.experts is None else F.pad(row.experts, (0, 0, 0, 0, 0, beyond), value=-1)[own],
-        )  # fmt: skip
+            torch.cat([row.tokens, torch.zeros_like(padding)])[own],
+            torch.cat([row.positions, padding])[own],
+            lengths,
+            row.predict[labels] - self.rank * each,
+            labels,
+            None
+            if row.experts is None
+            else F.pad(row.experts, (0, 0, 0, 0, 0, beyond), value=-1)[own],
+        )
 
     def tokens_of(self, count: int) -> slice:
         """Return the slice of `count` tokens that this rank has."""
@@ -79,7 +84,11 @@ class Context:
         return found
 
     def heads(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Exchange all heads of this rank's tokens for this rank's heads of all tokens; each [1,
         heads, tokens, head_dim].
@@ -88,7 +97,9 @@ class Context:
             ValueError: the heads cannot be divided evenly.
         """
         if query.shape[1] % self.size:
-            raise ValueError(f"context_parallel = {self.size} does not divide {query.shape[1]} attention heads")
+            raise ValueError(
+                f"context_parallel = {self.size} does not divide {query.shape[1]} attention heads"
+            )
         # Each rank needs whole key heads; repeating one gives the same attention.
         repeat = self.size // math.gcd(key.shape[1], self.size)
         if repeat > 1:

@@ -41,7 +41,10 @@ def seal(folder: Path) -> dict[str, Sealed]:
     # Folders come after files: an entry must not reach the disk before the content it names.
     for path in [*paths, *(path for path in folder.rglob("*") if path.is_dir()), folder]:
         sync(path)
-    return {path.relative_to(folder).as_posix(): Sealed(bytes=path.stat().st_size, sha256=sums[path]) for path in paths}
+    return {
+        path.relative_to(folder).as_posix(): Sealed(bytes=path.stat().st_size, sha256=sums[path])
+        for path in paths
+    }
 
 
 def damage(folder: Path, files: dict[str, Sealed], *, deep: bool = True) -> str | None:
@@ -71,7 +74,11 @@ def checksums(paths: Iterable[Path]) -> dict[Path, str]:
     """Return the checksum of each file."""
     paths = list(paths)
     # max(..., 1): an empty file has one empty part, so it gets a checksum too.
-    parts = [(path, start) for path in paths for start in range(0, max(path.stat().st_size, 1), PART_BYTES)]
+    parts = [
+        (path, start)
+        for path in paths
+        for start in range(0, max(path.stat().st_size, 1), PART_BYTES)
+    ]
     # Threads suffice: hashlib releases the GIL for large buffers.
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         digests = list(pool.map(lambda part: _part_digest(*part), parts))

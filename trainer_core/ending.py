@@ -32,7 +32,11 @@ class StopConditions:
     attempt."""
 
     def __init__(
-        self, config: TrainingConfig, before: dict[str, Any] | None = None, *, clock: Callable[[], float] | None = None
+        self,
+        config: TrainingConfig,
+        before: dict[str, Any] | None = None,
+        *,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         before = before or {}
         self._config = config
@@ -56,7 +60,8 @@ class StopConditions:
             mean = sum(self._rewards) / len(self._rewards)
             if mean >= wanted:
                 return (
-                    f"the mean reward of {len(self._rewards)} steps, {mean:.3f}, is at least --stop-reward {wanted:g}"
+                    f"the mean reward of {len(self._rewards)} steps, {mean:.3f}, is at least "
+                    f"--stop-reward {wanted:g}"
                 )
         return None
 
@@ -93,7 +98,9 @@ class Updates:
         kind = NonFiniteError if version else NoUpdateError
         return kind(NON_FINITE.format(steps=self.skipped, last=last))
 
-    def verdict(self, step: int, version: int, left_out: str, reason: str, last: str) -> NoUpdateError | None:
+    def verdict(
+        self, step: int, version: int, left_out: str, reason: str, last: str
+    ) -> NoUpdateError | None:
         """Return the error of a run that trained nothing, or made no update in its last steps.
 
         Args:
@@ -105,10 +112,15 @@ class Updates:
         """
         # No step in this attempt. A resumed run with updates and nothing left out is fine.
         if step == self._first and (left_out or not version):
-            return NoUpdateError(NOTHING_TRAINED.format(why=left_out or f"no rollouts came ({reason})"))
+            return NoUpdateError(
+                NOTHING_TRAINED.format(why=left_out or f"no rollouts came ({reason})")
+            )
         if not version:
             steps = f"all {step} steps" if step > 1 else "the only step"
-            why = f"loss or gradient was not a finite number in {steps}\nfix: check the loss function, --lr and --dtype"
+            why = (
+                f"loss or gradient was not a finite number in {steps}\nfix: check the loss "
+                f"function, --lr and --dtype"
+            )
             return NoUpdateError(NOTHING_TRAINED.format(why=why))
         if self.skipped >= LAST_SKIPPED:
             return NoUpdateError(LAST_STEPS.format(skipped=self.skipped, steps=step, last=last))

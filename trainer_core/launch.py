@@ -55,7 +55,9 @@ def main(argv: list[str] | None = None) -> int:
     """Run the ranks of this node and return the exit code."""
     options = _parser().parse_args(argv)
     # torchrun's default of 1 thread would leave a trainer on a CPU with idle cores.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // options.ranks)))
+    os.environ.setdefault(
+        "OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // options.ranks))
+    )
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # `_end` reports failures
     if options.nnodes > 1:
         try:
@@ -69,7 +71,9 @@ def main(argv: list[str] | None = None) -> int:
     (folder / LAUNCHED).touch()
     torchrun = folder / f"torchrun.{options.node_rank}"
     try:
-        elastic_launch(_config(options.ranks, str(torchrun)), sys.executable)("-m", "trainer_core", *options.flags)
+        elastic_launch(_config(options.ranks, str(torchrun)), sys.executable)(
+            "-m", "trainer_core", *options.flags
+        )
     except ChildFailedError as failed:
         return _end(folder, {first_rank() + rank: each for rank, each in failed.failures.items()})
     except SignalException:
@@ -81,7 +85,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m trainer_core.launch", allow_abbrev=False, description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer_core.launch", allow_abbrev=False, description=__doc__
+    )
     parser.add_argument("--nnodes", type=int, default=1, help="number of nodes")
     parser.add_argument("--node-rank", type=int, default=0, help="number of this node, from 0")
     parser.add_argument("ranks", type=int, help="number of ranks on this node")
@@ -94,13 +100,20 @@ def _config(count: int, file: str) -> LaunchConfig:
     # Fields that only newer releases of torch have; left out where they are missing.
     newer = {"virtual_local_rank": True, "shutdown_timeout": LONGEST_STOP_S}
     return LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=count, run_id="trainer", max_restarts=0, monitor_interval=0.1,
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=count,
+        run_id="trainer",
+        max_restarts=0,
+        monitor_interval=0.1,
         # A file store: torchrun unpickles what other launchers leave on a port.
-        rdzv_backend="c10d", rdzv_endpoint=file, local_addr="127.0.0.1",
+        rdzv_backend="c10d",
+        rdzv_endpoint=file,
+        local_addr="127.0.0.1",
         rdzv_configs={"store_type": "file", "keep_alive_interval": SLOW_BEAT_S},
         logs_specs=DefaultLogsSpecs(log_dir=f"{file}.logs"),
         **{name: value for name, value in newer.items() if name in fields},
-    )  # fmt: skip
+    )
 
 
 def _end(folder: Path, failures: Mapping[int, ProcessFailure]) -> int:

@@ -87,7 +87,13 @@ from trainer_core.rollouts.batch import Baselines, Batch
 from trainer_core.rollouts.client import RolloutSource, RunApi, open_api
 from trainer_core.rollouts.own import OwnSource
 from trainer_core.rollouts.packing import PackedRow
-from trainer_core.rollouts.recorded import Provenance, RecordedLags, RecordedRollouts, Recorder, open_rollouts
+from trainer_core.rollouts.recorded import (
+    Provenance,
+    RecordedLags,
+    RecordedRollouts,
+    Recorder,
+    open_rollouts,
+)
 from trainer_core.rollouts.source import BatchSource, LagMeter, Lags
 from trainer_core.saving import Saver
 from trainer_core.server.client import EngineMeter
@@ -118,11 +124,16 @@ class _StopConditionMet(Exception):
 
 
 def train(
-    config: TrainingConfig, *, api: RolloutSource | None = None, stop: threading.Event | None = None,
+    config: TrainingConfig,
+    *,
+    api: RolloutSource | None = None,
+    stop: threading.Event | None = None,
     start: checkpoint.StartingPoint | None = None,
     rollouts: str | Path | RolloutSource | Iterable[Any] | None = None,
-    loss_fn: Formula | None = None, callbacks: Sequence[Callback] = (), keep_history: bool = True,
-) -> TrainResult:  # fmt: skip
+    loss_fn: Formula | None = None,
+    callbacks: Sequence[Callback] = (),
+    keep_history: bool = True,
+) -> TrainResult:
     """Train until `training_steps`, a stop condition, the end of recorded rollouts, or until `stop`
     is set. Prints progress to standard output.
 
@@ -165,9 +176,16 @@ def train(
         try:
             try:
                 run = Run(
-                    config, start, source, stop, opened, world,
-                    loss_fn=loss_fn, callbacks=callbacks, keep_history=keep_history,
-                )  # fmt: skip
+                    config,
+                    start,
+                    source,
+                    stop,
+                    opened,
+                    world,
+                    loss_fn=loss_fn,
+                    callbacks=callbacks,
+                    keep_history=keep_history,
+                )
             except Stopped:
                 raise
             except Exception:  # nothing to rescue yet: print what the next attempt starts from
@@ -175,17 +193,27 @@ def train(
                 raise
             return run.to_the_end()
         except torch.OutOfMemoryError as error:
-            raise MemoryFullError(OUT_OF_MEMORY.format(error=error, tokens=config.tokens_per_pass)) from None
+            raise MemoryFullError(
+                OUT_OF_MEMORY.format(error=error, tokens=config.tokens_per_pass)
+            ) from None
 
 
 class Run:
     """One attempt: its state and its step. Once constructed, the policy is attached and ready."""
 
     def __init__(
-        self, config: TrainingConfig, start: checkpoint.StartingPoint, api: RolloutSource, stop: threading.Event,
-        opened: ExitStack, world: World = ALONE, *, loss_fn: Formula | None = None, callbacks: Sequence[Callback] = (),
+        self,
+        config: TrainingConfig,
+        start: checkpoint.StartingPoint,
+        api: RolloutSource,
+        stop: threading.Event,
+        opened: ExitStack,
+        world: World = ALONE,
+        *,
+        loss_fn: Formula | None = None,
+        callbacks: Sequence[Callback] = (),
         keep_history: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Load the policy, give both sides the starting weights, and create the optimizer.
 
         Args:
@@ -234,12 +262,21 @@ class Run:
         self.threads = use_cores(self.model, config, self.device, world.size)
         # Before the first update: the reference is the policy as it was at the run's start.
         self.reference = self._reference(start) if config.ref_kl_coef else None
-        self.stepper = _stepper(self.model, config, self.device, start.path if start.exact else None, world)
+        self.stepper = _stepper(
+            self.model, config, self.device, start.path if start.exact else None, world
+        )
         self.saver = self._saver(start.step)
         self.sync.arrived = self.record_sync
-        self.sync.wait_for_room = lambda folder, words: self.saver.wait_for_room(self.step, folder, words)
+        self.sync.wait_for_room = lambda folder, words: self.saver.wait_for_room(
+            self.step, folder, words
+        )
         self.minibatches = Minibatches(
-            config, self.model, self.objective, threads=self.threads, reference=self.reference, world=self.dealt
+            config,
+            self.model,
+            self.objective,
+            threads=self.threads,
+            reference=self.reference,
+            world=self.dealt,
         )
         self.mfu = MfuMeter(self.model, self.device, world.size)
         dtype = str(compute_dtype(self.model)).removeprefix("torch.")
@@ -252,27 +289,48 @@ class Run:
         self.bench = BenchmarkTotals(config.mode)
         print(f"Ready to train from step {self.step + 1} with weight version {self.version}")
         if speaks_for_node():
-            print(f"Ready to train beside rank 0, from rank {world.rank} on", file=sys.__stdout__, flush=True)
-        if not world.rank or speaks_for_node():  # the trainer on each node is a component with a stage of its own
+            print(
+                f"Ready to train beside rank 0, from rank {world.rank} on",
+                file=sys.__stdout__,
+                flush=True,
+            )
+        if (
+            not world.rank or speaks_for_node()
+        ):  # the trainer on each node is a component with a stage of its own
             reach(ATTACHED)
 
     def _reference(self, start: checkpoint.StartingPoint) -> Reference:
         origin = start.settings.get("lora_adapter_path", self.config.lora_adapter_path)
         spread = self.sync.spread
-        return Reference(self.config, self.model, self.device, spread, resumed=start.path, origin=origin)
+        return Reference(
+            self.config, self.model, self.device, spread, resumed=start.path, origin=origin
+        )
 
     def _saver(self, step: int) -> Saver:
         return Saver(
-            self.config, self.model, self.stepper, self.world, saved_step=step, stop=self.stop, progress=self.progress,
-            record=self.record_checkpoint, reference=self.reference,
-        )  # fmt: skip
+            self.config,
+            self.model,
+            self.stepper,
+            self.world,
+            saved_step=step,
+            stop=self.stop,
+            progress=self.progress,
+            record=self.record_checkpoint,
+            reference=self.reference,
+        )
 
     def _batches(
-        self, api: RolloutSource, start: checkpoint.StartingPoint, routing: RoutingAsker | None, opened: ExitStack
+        self,
+        api: RolloutSource,
+        start: checkpoint.StartingPoint,
+        routing: RoutingAsker | None,
+        opened: ExitStack,
     ) -> BatchSource:
         """Create the source of batches; servers, or the recording, supply logprobs and versions
         that a batch lacks."""
-        sources: list[Provenance] = [api] if isinstance(api, RecordedRollouts) else [*self.sync.engines]
+        sources: list[Provenance] = (
+            [api] if isinstance(api, RecordedRollouts) else [*self.sync.engines]
+        )
         record = None
         if self.config.record_rollouts is not None and not self.world.rank:
             recorder = Recorder(self.config.record_rollouts)
@@ -282,11 +340,17 @@ class Run:
         if isinstance(api, RecordedRollouts):
             api.go_on_from(start.progress.get("position"))
         meter = (
-            RecordedLags(api) if isinstance(api, RecordedRollouts) else LagMeter([each.versions for each in sources])
+            RecordedLags(api)
+            if isinstance(api, RecordedRollouts)
+            else LagMeter([each.versions for each in sources])
         )
         return BatchSource(
-            self.config, api, self.telemetry,
-            selection=self.objective.selection(self.model.config.vocab_size, end_tokens(self.model)),
+            self.config,
+            api,
+            self.telemetry,
+            selection=self.objective.selection(
+                self.model.config.vocab_size, end_tokens(self.model)
+            ),
             advantage_std=self.objective.advantage_std,
             lag_meter=meter,
             while_waiting=self.while_waiting,
@@ -295,7 +359,7 @@ class Run:
             record=record,
             baselines=Baselines(start.progress.get("baselines")),
             position=api.position if isinstance(api, RecordedRollouts) else lambda: None,
-        )  # fmt: skip
+        )
 
     def _require_recording(self) -> None:
         """With `routing_replay`, require that every reachable server records expert choices."""
@@ -303,12 +367,17 @@ class Run:
             with suppress(EngineGone):  # the publish finds that out
                 if not engine.info().records_routing:
                     raise UsageError(
-                        f"--routing-replay: the server at {engine.base_url} does not record expert choices: start it "
+                        f"--routing-replay: the server at {engine.base_url} does not record "
+                        f"expert choices: start it "
                         f"with --{ROUTING_FLAG}, or leave out --routing-replay"
                     )
 
     def _routing_asker(self, routers: RouterShape | None) -> RoutingAsker | None:
-        return None if routers is None else RoutingAsker([engine.routing for engine in self.sync.engines], routers)
+        return (
+            None
+            if routers is None
+            else RoutingAsker([engine.routing for engine in self.sync.engines], routers)
+        )
 
     def to_the_end(self) -> TrainResult:
         """Train to the end, a stop condition or a stop; after a crash, save what is left."""
@@ -325,7 +394,10 @@ class Run:
             if self.world.known(error):
                 self.rescue(error)
             else:  # saving is a collective, and a rank is missing
-                print(f"The steps after the last checkpoint are lost. {checkpoint.describe_last(self.config)}")
+                print(
+                    f"The steps after the last checkpoint are lost. "
+                    f"{checkpoint.describe_last(self.config)}"
+                )
             raise
 
     def tell(self, method: str, *values: Any) -> None:
@@ -392,16 +464,27 @@ class Run:
         # Only rollouts with a gradient count for MFU: the others pass forward only.
         taught = [r for r in batch.rollouts if self.objective.teaches(r.advantages[r.trained])]
         report = StepReport(
-            step, self.version, self.config.objective, batch, outcome, lags, probe_diffs, alignment, sync,
-            wait_s=fetched - began, train_s=trained - fetched, checkpoint_s=checkpoint_s,
+            step,
+            self.version,
+            self.config.objective,
+            batch,
+            outcome,
+            lags,
+            probe_diffs,
+            alignment,
+            sync,
+            wait_s=fetched - began,
+            train_s=trained - fetched,
+            checkpoint_s=checkpoint_s,
             mfu=self.mfu.measure(
                 [len(r.tokens) for r in taught] * self.config.epochs,
                 sum(int(r.trained.sum()) for r in taught) * self.config.epochs,
                 trained - fetched,
             ),
-            engine=self.engine_use.measure(), step_s=time.perf_counter() - began,
+            engine=self.engine_use.measure(),
+            step_s=time.perf_counter() - began,
             ranks=rank_use(self.world, tokens, packed - fetched + trained - summed),
-        )  # fmt: skip
+        )
         if self.keeps_history:
             self.history.append({"step": step, **step_fields(report)})
         self.world.share(lambda: self.report(report))
@@ -432,9 +515,15 @@ class Run:
 
     def accumulate(self, rows: list[PackedRow], step: int) -> StepOutcome:
         return accumulate(
-            self.model, self.stepper, rows, self.objective, step, world=self.dealt, threads=self.threads,
+            self.model,
+            self.stepper,
+            rows,
+            self.objective,
+            step,
+            world=self.dealt,
+            threads=self.threads,
             reference=self.reference,
-        )  # fmt: skip
+        )
 
     def write_between(self, outcome: StepOutcome) -> None:
         """Write the update of a minibatch that is not the batch's last; a gradient that is not
@@ -465,7 +554,9 @@ class Run:
             self.stepper.zero_grad()
         if not changes:
             self.step += 1
-            self.failed = self.updates.too_many_skipped(self.version, checkpoint.describe_last(self.config))
+            self.failed = self.updates.too_many_skipped(
+                self.version, checkpoint.describe_last(self.config)
+            )
             return None
         return self._publish(self.write)
 
@@ -483,7 +574,9 @@ class Run:
             if self.version == before:
                 write()  # needs no server: complete the update, so that the batch is not lost
             self.failed, lasted = error, time.perf_counter() - began
-            return SyncReport(self.config.mode, self.version, lasted, {"server_gone": lasted}, moved=False)
+            return SyncReport(
+                self.config.mode, self.version, lasted, {"server_gone": lasted}, moved=False
+            )
 
     def write(self) -> None:
         """Apply the computed update to the policy; this completes the step."""
@@ -507,7 +600,8 @@ class Run:
                 self.saver.finish(self.step, self.version)
             lost = self.sync.let_go(self.stepper.copies())
             if self.partly and not self.stepper.unwritten:
-                self.stepper.zero_grad()  # an interrupted minibatch; the batch counts with what it has changed
+                # an interrupted minibatch; the batch counts with what it has changed
+                self.stepper.zero_grad()
             if not lost and (self.stepper.unwritten or self.partly):
                 self.write()
             if not lost and self.step > self.saver.saved_step:
@@ -520,16 +614,23 @@ class Run:
         else:
             print(f"✓ No step is lost: the weights of step {self.step} outlived {cause}. {last}")
 
-    def judge(self, outcome: StepOutcome, probe: ProbeDiffs | None, lags: Lags, batch: Batch) -> Alignment:
+    def judge(
+        self, outcome: StepOutcome, probe: ProbeDiffs | None, lags: Lags, batch: Batch
+    ) -> Alignment:
         """Judge the alignment; call it before weights change, while server, rollouts and policy
         have the same weights."""
         known = [lag for lag in lags if lag is not None]
         lag_max = max(known) if known else None
         verdict = self.gate.judge(outcome.diffs, probe, lag_max=lag_max, version=self.version)
         alignment = explain(
-            self.world.share(lambda: verdict), self.model, [r for r in batch.rollouts if r.complete],
-            self.probe.answers, step=self.step + 1, lag_max=lag_max, world=self.world,
-        )  # fmt: skip
+            self.world.share(lambda: verdict),
+            self.model,
+            [r for r in batch.rollouts if r.complete],
+            self.probe.answers,
+            step=self.step + 1,
+            lag_max=lag_max,
+            world=self.world,
+        )
         if alignment.verdict != "ok":
             asked = self.probe.asked_at(self.step + 1) if probe is not None else ""
             alignment = Alignment(alignment.verdict, f"{alignment.cause}{asked}")
@@ -550,7 +651,11 @@ class Run:
         # memory.
         self.world.share(self.sync.check)
         self.saver.finish(self.step, self.version)
-        path = self.saver.save(self.step, self.version).path if self.step > self.saver.saved_step else None
+        path = (
+            self.saver.save(self.step, self.version).path
+            if self.step > self.saver.saved_step
+            else None
+        )
         self.world.share(lambda: self.tracker.finish({}))
         print(f"Stopped after step {self.step}. {checkpoint.describe_last(self.config)}")
         return TrainResult(self.step, self.version, False, path, history=self.history)
@@ -579,7 +684,11 @@ class Run:
 
     def _verdict(self, reason: str) -> NoUpdateError | None:
         return self.updates.verdict(
-            self.step, self.version, self.batches.left_out_in_words(), reason, checkpoint.describe_last(self.config)
+            self.step,
+            self.version,
+            self.batches.left_out_in_words(),
+            reason,
+            checkpoint.describe_last(self.config),
         )
 
     def progress(self) -> dict[str, Any]:
@@ -600,7 +709,9 @@ class Run:
 
     def record_checkpoint(self, saved: checkpoint.Saved, step: int) -> None:
         """Record a checkpoint, or the final model, in telemetry, the log and callbacks."""
-        self.telemetry.write(CheckpointRecord, step, path=str(saved.path), seconds=saved.seconds, bytes=saved.bytes)
+        self.telemetry.write(
+            CheckpointRecord, step, path=str(saved.path), seconds=saved.seconds, bytes=saved.bytes
+        )
         print(f"Saved {saved.path.name} ({saved.bytes / 1e6:.1f} MB, {saved.seconds:.2f} s)")
         self.callbacks.tell("on_checkpoint", saved)
 
@@ -620,7 +731,9 @@ def _world(config: TrainingConfig, stop: threading.Event) -> Iterator[World]:
         world.close()
 
 
-def _offline(config: TrainingConfig, rollouts: str | Path | RolloutSource | Iterable[Any] | None) -> TrainingConfig:
+def _offline(
+    config: TrainingConfig, rollouts: str | Path | RolloutSource | Iterable[Any] | None
+) -> TrainingConfig:
     """Return the configuration with `rollouts` set; a custom source is named by its type.
 
     Raises:
@@ -637,7 +750,10 @@ def _offline(config: TrainingConfig, rollouts: str | Path | RolloutSource | Iter
 
 
 def _open_source(
-    config: TrainingConfig, given: str | Path | RolloutSource | Iterable[Any] | None, step: int, stop: threading.Event
+    config: TrainingConfig,
+    given: str | Path | RolloutSource | Iterable[Any] | None,
+    step: int,
+    stop: threading.Event,
 ) -> RolloutSource:
     if given is not None and not isinstance(given, (str, Path)):
         return given if isinstance(given, RunApi | RecordedRollouts) else OwnSource(given)
@@ -650,7 +766,11 @@ def _restored_process_state() -> Iterator[None]:
     `sys.path`."""
     places = list(sys.path)
     generators = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    cuda = (
+        torch.cuda.get_rng_state_all()
+        if torch.cuda.is_available() and torch.cuda.is_initialized()
+        else []
+    )
     threads, compiler = torch.get_num_threads(), sys.modules.get("torch._dynamo.config")
     patience = getattr(compiler, "suppress_errors", False)
     try:
@@ -668,7 +788,11 @@ def _restored_process_state() -> Iterator[None]:
 
 
 def _stepper(
-    model: torch.nn.Module, config: TrainingConfig, device: torch.device, weights: Path | None, world: World
+    model: torch.nn.Module,
+    config: TrainingConfig,
+    device: torch.device,
+    weights: Path | None,
+    world: World,
 ) -> Stepper:
     """Create the optimizer over a model ready to compute; `weights` is the checkpoint to restore it
     from."""
@@ -678,11 +802,16 @@ def _stepper(
     # The memory estimate of checkpointing depends on it; compilation itself comes last.
     compiled = compiles(model, config.compile, device)
     use_checkpointing(
-        model, config.gradient_checkpointing, device=device,
+        model,
+        config.gradient_checkpointing,
+        device=device,
         tokens=math.ceil(max(config.tokens_per_pass, config.seq_len) / config.context_parallel),
-        optimizer="" if config.optimizer_offload else config.optimizer, offload=config.activation_offload,
-        gradient_bytes=4 if config.gradient_dtype == "float32" else 2, compiled=compiled, world=world,
-    )  # fmt: skip
+        optimizer="" if config.optimizer_offload else config.optimizer,
+        offload=config.activation_offload,
+        gradient_bytes=4 if config.gradient_dtype == "float32" else 2,
+        compiled=compiled,
+        world=world,
+    )
     if compiled:
         compile_layers(model)
     return stepper

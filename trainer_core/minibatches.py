@@ -34,9 +34,15 @@ class Minibatches:
     """Splits batches into minibatches for one policy."""
 
     def __init__(
-        self, config: TrainingConfig, model: torch.nn.Module, objective: Objective, *, threads: int = 1,
-        reference: Reference | None = None, world: World = ALONE,
-    ) -> None:  # fmt: skip
+        self,
+        config: TrainingConfig,
+        model: torch.nn.Module,
+        objective: Objective,
+        *,
+        threads: int = 1,
+        reference: Reference | None = None,
+        world: World = ALONE,
+    ) -> None:
         self._config, self._model, self._objective = config, model, objective
         self._world = world
         self._threads, self._reference = threads, reference
@@ -65,7 +71,9 @@ class Minibatches:
     def _dealt(self, rollouts: Sequence[Rollout]) -> tuple[list[PackedRow], list[list[int]]]:
         """Pack the rows of all ranks; also return each rank's row indices."""
         rows = pack(rollouts, self._config.tokens_per_pass, self._threads * self._world.size)
-        return rows, assign_rows(rows, self._world.size, lambda row: self._objective.teaches(row.advantages))
+        return rows, assign_rows(
+            rows, self._world.size, lambda row: self._objective.teaches(row.advantages)
+        )
 
     @torch.no_grad()
     def _with_fixed_logprobs(self, rollouts: list[Rollout]) -> list[Rollout]:
@@ -77,8 +85,14 @@ class Minibatches:
 
         def of_all(found: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
             # Each rank computed its own rows; gather them into the order of all rows.
-            parts = self._world.gather([None if value is None else value.float().cpu() for value in found])
-            whose = {at: value for at, value in zip(chain(*hands), chain(*parts), strict=True) if value is not None}
+            parts = self._world.gather(
+                [None if value is None else value.float().cpu() for value in found]
+            )
+            whose = {
+                at: value
+                for at, value in zip(chain(*hands), chain(*parts), strict=True)
+                if value is not None
+            }
             return [whose[at] for at in range(len(rows))]
 
         if self._reference is not None:
@@ -86,12 +100,16 @@ class Minibatches:
             rollouts = _unpacked(rollouts, "reference", of_all([row.reference for row in filled]))
         # Needed as the base of `ratio_base = proximal`, or in place of missing rollout logprobs.
         if self._objective.bounds is not None or not all(r.complete for r in rollouts):
-            found = in_threads(lambda row, _: row_logprobs(self._model, row.to(device)), mine, self._threads)
+            found = in_threads(
+                lambda row, _: row_logprobs(self._model, row.to(device)), mine, self._threads
+            )
             rollouts = _unpacked(rollouts, "base", of_all(found))
         return rollouts
 
 
-def _unpacked(rollouts: Sequence[Rollout], name: str, values: Sequence[torch.Tensor]) -> list[Rollout]:
+def _unpacked(
+    rollouts: Sequence[Rollout], name: str, values: Sequence[torch.Tensor]
+) -> list[Rollout]:
     """Set field `name` of each rollout to its part of `values`, which are per packed row."""
     # One value per trained token, [T] over all rows, in the order in which `pack` placed the
     # rollouts.
@@ -100,14 +118,19 @@ def _unpacked(rollouts: Sequence[Rollout], name: str, values: Sequence[torch.Ten
     # By identity: comparing rollouts would compare their arrays.
     places = {id(rollout): place for place, rollout in enumerate(rollouts)}
     for rollout in packing_order(rollouts):
-        whole, count = np.full(len(rollout.tokens), np.nan, dtype=np.float32), int(rollout.trained.sum())
+        whole, count = (
+            np.full(len(rollout.tokens), np.nan, dtype=np.float32),
+            int(rollout.trained.sum()),
+        )
         whole[rollout.trained] = column[start : start + count]
         start += count
         known[places[id(rollout)]] = replace(rollout, **{name: whole})  # type: ignore[arg-type]
     return known
 
 
-def split(rollouts: Sequence[Rollout], parts: int, shuffle: np.random.Generator) -> list[list[Rollout]]:
+def split(
+    rollouts: Sequence[Rollout], parts: int, shuffle: np.random.Generator
+) -> list[list[Rollout]]:
     """Split into at most `parts` sets of about equal tokens."""
     sets: list[list[Rollout]] = [[] for _ in range(min(parts, len(rollouts)))]
     tokens = [0] * len(sets)
@@ -133,9 +156,13 @@ def merged(outcomes: Sequence[StepOutcome], epochs: int = 1) -> StepOutcome:
     for each in fields(StepOutcome):
         # Only floats are averaged; counts and `diffs` are handled below or stay those of the first
         # step.
-        known = [value for outcome in outcomes if isinstance(value := getattr(outcome, each.name), float)]
+        known = [
+            value for outcome in outcomes if isinstance(value := getattr(outcome, each.name), float)
+        ]
         if known:
             means[each.name] = math.fsum(known) / len(known)
     largest = max(outcome.ratio_max for outcome in outcomes)
     tokens = sum(outcome.tokens for outcome in outcomes) // epochs
-    return replace(first, **means | {"ratio_max": largest, "tokens": tokens, "steps": len(outcomes)})
+    return replace(
+        first, **means | {"ratio_max": largest, "tokens": tokens, "steps": len(outcomes)}
+    )

@@ -101,7 +101,9 @@ class HostMemory:
         return [self.content(item) for item in value] if isinstance(value, (list, tuple)) else value
 
     @torch.no_grad()
-    def streamed(self, parts: Sequence[Part], tensors_of: Callable[[Part], list[torch.Tensor]]) -> Iterator[Part]:
+    def streamed(
+        self, parts: Sequence[Part], tensors_of: Callable[[Part], list[torch.Tensor]]
+    ) -> Iterator[Part]:
         """Yield each part with its tensors on the device until the next part is requested.
 
         At most three parts use device memory: one arriving, one in use, one leaving.
@@ -133,7 +135,9 @@ class HostMemory:
                 tensor.copy_(self._host[tensor], non_blocking=True)
         return self._up.mark()
 
-    def _send(self, tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.cuda.Event | None]:
+    def _send(
+        self, tensors: list[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], torch.cuda.Event | None]:
         for tensor in tensors:
             if tensor not in self._host:
                 self._host[tensor] = host_tensor(tensor)

@@ -47,7 +47,9 @@ class Stepper:
     """One optimizer over a model's trainable parameters; gradients accumulate in
     `gradient_dtype`."""
 
-    def __init__(self, model: torch.nn.Module, config: TrainingConfig, world: World = ALONE) -> None:
+    def __init__(
+        self, model: torch.nn.Module, config: TrainingConfig, world: World = ALONE
+    ) -> None:
         wholes = [p for p in model.parameters() if p.requires_grad]
         if not wholes:
             raise UsageError("nothing to train: --train-layer-indices leaves no parameter")
@@ -61,8 +63,10 @@ class Stepper:
         self._sharded = [part is not whole for part, whole in zip(self.params, wholes, strict=True)]
         self.rows = [rows_of(whole) for whole in wholes]
         # A sharded parameter may be float32 itself and computed in half precision (FSDP).
-        narrow = [w.dtype != torch.float32 or (s and compute_dtype(model) != torch.float32)
-                  for w, s in zip(wholes, self._sharded, strict=True)]  # fmt: skip
+        narrow = [
+            w.dtype != torch.float32 or (s and compute_dtype(model) != torch.float32)
+            for w, s in zip(wholes, self._sharded, strict=True)
+        ]
         self.halves = [index for index, each in enumerate(narrow) if each]
         """Indices of `params` that have master weights, including parameters that are their own
         masters."""
@@ -74,7 +78,9 @@ class Stepper:
             if p.dtype != torch.float32
         ]
         self.host = HostMemory(self.params[0].device) if config.optimizer_offload else None
-        self.half: MasterWeights = make_master_weights(config.master_weights, half, config.seed, self.host, first)
+        self.half: MasterWeights = make_master_weights(
+            config.master_weights, half, config.seed, self.host, first
+        )
         copies = iter(self.half.masters)
         self.masters = [p if p.dtype == torch.float32 else next(copies) for p in self.params]
         self._wide = config.gradient_dtype == "float32"
@@ -143,10 +149,22 @@ class Stepper:
         found = self._collected()
         if self._parallel is not None:
             pairs = zip(self.params, found, strict=True)
-            norm = self._parallel.norm({param: gradient for param, gradient in pairs if gradient is not None})
+            norm = self._parallel.norm(
+                {param: gradient for param, gradient in pairs if gradient is not None}
+            )
         else:
-            parts = [g for shared, g in zip(self._sharded, found, strict=True) if shared and g is not None]
-            norm = _norm([g for shared, g in zip(self._sharded, found, strict=True) if not shared and g is not None])
+            parts = [
+                g
+                for shared, g in zip(self._sharded, found, strict=True)
+                if shared and g is not None
+            ]
+            norm = _norm(
+                [
+                    g
+                    for shared, g in zip(self._sharded, found, strict=True)
+                    if not shared and g is not None
+                ]
+            )
             if any(self._sharded):
                 # Sharded gradients: each rank has some rows, so squares are summed over ranks.
                 # Others are whole.
@@ -157,7 +175,9 @@ class Stepper:
             # widened.
             torch.nn.utils.clip_grads_with_norm_(self.masters, limit, norm)
             halved = any(g.dtype == torch.bfloat16 for g in self.gradients)
-            self._shrink = (limit / (norm + 1e-6)).clamp(max=1.0) if halved else None  # the 1e-6 is torch's
+            self._shrink = (
+                (limit / (norm + 1e-6)).clamp(max=1.0) if halved else None
+            )  # the 1e-6 is torch's
         return norm
 
     def compute(self) -> None:
@@ -199,8 +219,13 @@ class Stepper:
         for param in in_place:
             param.grad = None
         half = self.half
-        collected = [gradients[m] if p.grad is None else p.grad for p, m in zip(half.params, half.masters, strict=True)]
-        parts: Iterable[list[int]] = half.parts([i for i, gradient in enumerate(collected) if gradient is not None])
+        collected = [
+            gradients[m] if p.grad is None else p.grad
+            for p, m in zip(half.params, half.masters, strict=True)
+        ]
+        parts: Iterable[list[int]] = half.parts(
+            [i for i, gradient in enumerate(collected) if gradient is not None]
+        )
         if self.host is not None:
             # Copies of the next part overlap with the step of this one.
             parts = self.host.streamed(list(parts), self._streamed)
@@ -221,8 +246,12 @@ class Stepper:
 
     def _streamed(self, part: list[int]) -> list[torch.Tensor]:
         """List the tensors of a part that are in host memory between two steps."""
-        states = (value for i in part for value in self.optimizer.state[self.half.masters[i]].values())
-        large = [value for value in states if isinstance(value, torch.Tensor) and value.numel() > SMALL]
+        states = (
+            value for i in part for value in self.optimizer.state[self.half.masters[i]].values()
+        )
+        large = [
+            value for value in states if isinstance(value, torch.Tensor) and value.numel() > SMALL
+        ]
         return [*(tensor for index in part for tensor in self.half.in_host(index)), *large]
 
     def zero_grad(self) -> None:
@@ -236,10 +265,13 @@ class Stepper:
         """Return the state that a later attempt needs; the same with and without
         `optimizer_offload`."""
         state = {
-            "name": self.config.optimizer, "masters": self.half.name, "parameters": len(self.params),
-            "optimizer": self.optimizer.state_dict(), "weights": self._weights(),
+            "name": self.config.optimizer,
+            "masters": self.half.name,
+            "parameters": len(self.params),
+            "optimizer": self.optimizer.state_dict(),
+            "weights": self._weights(),
             "loss_scale": self.scale and self.scale.state(),
-        }  # fmt: skip
+        }
         # Offloaded tensors have no storage on the device; checkpoints need their host copies.
         return state if self.host is None else self.host.content(state)
 
@@ -254,7 +286,8 @@ class Stepper:
         theirs = (state["name"], state["masters"], state["parameters"])
         if mine != theirs:
             raise UsageError(
-                "the checkpoint was written with --optimizer {} and --master-weights {} over {} parameters, this run "
+                "the checkpoint was written with --optimizer {} and --master-weights {} over "
+                "{} parameters, this run "
                 "has {} and {} over {}: use the same, or --resume never".format(*theirs, *mine)
             )
         self._load_optimizer(state["optimizer"])
@@ -281,12 +314,19 @@ class Stepper:
             for index, entry in saved["state"].items():
                 master = self.masters[index]
                 away = master is not self.params[index]
-                named = (v.items() if isinstance(v, dict) else [(k, v)] for k, v in entry.items())  # bitsandbytes nests
-                state = {key: self.host.adopt(value, away) for items in named for key, value in items}
+                named = (
+                    v.items() if isinstance(v, dict) else [(k, v)] for k, v in entry.items()
+                )  # bitsandbytes nests
+                state = {
+                    key: self.host.adopt(value, away) for items in named for key, value in items
+                }
                 self.optimizer.state[master] = state
             return
         # `load_state_dict` also overwrites lr, betas and decay; put this run's own back.
-        settings = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        settings = [
+            {k: v for k, v in group.items() if k != "params"}
+            for group in self.optimizer.param_groups
+        ]
         self.optimizer.load_state_dict(saved)
         for group, own in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(own)
@@ -337,7 +377,9 @@ def learning_rate(config: TrainingConfig, step: int) -> float:
         return config.lr * step / config.warmup_steps
     if config.lr_schedule == "constant":
         return config.lr
-    done = min(1.0, (step - 1 - config.warmup_steps) / max(1, config.training_steps - config.warmup_steps))
+    done = min(
+        1.0, (step - 1 - config.warmup_steps) / max(1, config.training_steps - config.warmup_steps)
+    )
     left = 1.0 - done if config.lr_schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
     return config.lr_min + (config.lr - config.lr_min) * left
 
@@ -350,7 +392,9 @@ def for_device(config: TrainingConfig, device: torch.device) -> TrainingConfig:
     update: dict[str, Any] = {}
     if config.pack_tokens is None:
         update["pack_tokens"] = min(config.tokens_per_pass, CPU_PACK_TOKENS)
-    optimizer = effective_optimizer(config.optimizer, chosen="optimizer" in config.model_fields_set, on_gpu=False)
+    optimizer = effective_optimizer(
+        config.optimizer, chosen="optimizer" in config.model_fields_set, on_gpu=False
+    )
     if optimizer != config.optimizer:
         print(f"Optimizer: {optimizer} (the default {config.optimizer} needs a GPU)")
         update["optimizer"] = optimizer
@@ -367,16 +411,25 @@ def _build(params: list[torch.Tensor], config: TrainingConfig) -> torch.optim.Op
 
         relative = config.adafactor_relative_step
         return Adafactor(
-            params, lr=None if relative else config.lr, weight_decay=config.weight_decay, relative_step=relative,
-            scale_parameter=config.adafactor_scale_parameter, warmup_init=False,
-        )  # fmt: skip
-    common: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "weight_decay": config.weight_decay}
+            params,
+            lr=None if relative else config.lr,
+            weight_decay=config.weight_decay,
+            relative_step=relative,
+            scale_parameter=config.adafactor_scale_parameter,
+            warmup_init=False,
+        )
+    common: dict[str, Any] = {
+        "lr": config.lr,
+        "betas": config.betas,
+        "weight_decay": config.weight_decay,
+    }
     if config.optimizer == "adamw_8bit":
         try:
             from bitsandbytes.optim import AdamW8bit  # type: ignore[import-not-found]
         except ImportError as error:
             raise UsageError(
-                f"--optimizer adamw_8bit needs bitsandbytes ({error}): pip install bitsandbytes, or --optimizer adamw "
+                f"--optimizer adamw_8bit needs bitsandbytes ({error}): pip install "
+                f"bitsandbytes, or --optimizer adamw "
                 "(more memory) or adafactor (no momentum)"
             ) from None
         built: torch.optim.Optimizer = AdamW8bit(params, **common)
@@ -402,8 +455,14 @@ def _collect_into(target: torch.Tensor) -> Any:
 def _norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     """Return the norm of all gradients together, accumulated in at least float32; a scalar."""
     # A norm accumulated in bfloat16 would lose most of its terms.
-    halves = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients if g.dtype == torch.bfloat16]
-    return torch.nn.utils.get_total_norm([*(g for g in gradients if g.dtype != torch.bfloat16), *halves])
+    halves = [
+        torch.linalg.vector_norm(g, dtype=torch.float32)
+        for g in gradients
+        if g.dtype == torch.bfloat16
+    ]
+    return torch.nn.utils.get_total_norm(
+        [*(g for g in gradients if g.dtype != torch.bfloat16), *halves]
+    )
 
 
 class MasterWeights(ABC):
@@ -544,7 +603,8 @@ class Float32InHost(_Rounded):
     def __init__(self, params: list[torch.Tensor], host: HostMemory) -> None:
         self.params = params
         self.masters = [
-            host.put_away(torch.empty_like(p, dtype=torch.float32), p.detach()).requires_grad_() for p in params
+            host.put_away(torch.empty_like(p, dtype=torch.float32), p.detach()).requires_grad_()
+            for p in params
         ]
         self._host = host
         self._stepped = [None] * len(params)
@@ -620,20 +680,27 @@ class Stochastic(_Rounded):
 
     name = "stochastic"
 
-    def __init__(self, params: list[torch.Tensor], seed: int, first: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, params: list[torch.Tensor], seed: int, first: Sequence[int] | None = None
+    ) -> None:
         """Args:
         first: for each of `params`, its first element's index in the whole parameter; default: all
         are whole."""
         odd = next((p.dtype for p in params if p.dtype != torch.bfloat16), None)
         if odd is not None:
-            raise UsageError(f"--master-weights stochastic needs bfloat16 weights, these are {odd}: use fp32 or kahan")
+            raise UsageError(
+                f"--master-weights stochastic needs bfloat16 weights, these are {odd}: use "
+                f"fp32 or kahan"
+            )
         super().__init__(params)
         self._seed, self._first, self._steps = seed, first or [0] * len(params), 0
 
     def _round(self, index: int, weights: torch.Tensor, into: torch.Tensor) -> None:
         # A fresh, reproducible seed for each step and parameter.
         key = blake2b(f"{self._seed} {self._steps} {index}".encode(), digest_size=8).digest()
-        rows = max(1, PART_PARAMETERS * len(weights) // weights.numel())  # rounding takes several times their memory
+        rows = max(
+            1, PART_PARAMETERS * len(weights) // weights.numel()
+        )  # rounding takes several times their memory
         # Indices count in the whole parameter, so the bits do not depend on the number of ranks.
         begin = self._first[index]
         for some, values in zip(into.split(rows), weights.split(rows), strict=True):
@@ -683,9 +750,12 @@ def round_stochastically(values: torch.Tensor, salt: torch.Tensor) -> torch.Tens
 
 
 def make_master_weights(
-    name: str, params: list[torch.Tensor], seed: int, host: HostMemory | None = None,
+    name: str,
+    params: list[torch.Tensor],
+    seed: int,
+    host: HostMemory | None = None,
     first: Sequence[int] | None = None,
-) -> MasterWeights:  # fmt: skip
+) -> MasterWeights:
     """Create the strategy `name` over half-precision `params`; with `host` its copies are in host
     memory; `first` as in `Stochastic`."""
     if name == "stochastic":

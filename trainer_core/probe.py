@@ -25,11 +25,23 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from atropos_common.records import HEAD_DTYPE, OTHER_WEIGHTS, POLICY_LAG, SAMPLING, SHIFTED, TEMPERATURE
+from atropos_common.records import (
+    HEAD_DTYPE,
+    OTHER_WEIGHTS,
+    POLICY_LAG,
+    SAMPLING,
+    SHIFTED,
+    TEMPERATURE,
+)
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import EngineError, EngineGone
 from trainer_core.objective.alignment import Alignment, DiffSums, ProbeDiffs, diff_sums
-from trainer_core.policy.logprobs import completions_logprobs, head_scores, head_type, predicting_states
+from trainer_core.policy.logprobs import (
+    completions_logprobs,
+    head_scores,
+    head_type,
+    predicting_states,
+)
 from trainer_core.rollouts.asking import RoutingAsker
 from trainer_core.rollouts.batch import Batch, Rollout
 from trainer_core.rollouts.packing import PackedRow, pack
@@ -66,7 +78,10 @@ class LogprobProbe:
     """Takes a probe every `probe_interval` steps, from one server after another."""
 
     def __init__(
-        self, engines: Sequence[ServerClient], config: TrainingConfig, routing: RoutingAsker | None = None
+        self,
+        engines: Sequence[ServerClient],
+        config: TrainingConfig,
+        routing: RoutingAsker | None = None,
     ) -> None:
         """Args:
         engines: empty: no probe is ever taken.
@@ -90,7 +105,9 @@ class LogprobProbe:
         prompts = sorted({tuple(r.tokens[: r.prompt_length].tolist()) for r in batch.rollouts})
         # Only whole blocks are cached, so concatenate rollouts if prompts are shorter than one
         # block.
-        fitting = [list(p) for p in prompts if needed <= len(p) <= longest] or _concatenated(batch, needed)
+        fitting = [list(p) for p in prompts if needed <= len(p) <= longest] or _concatenated(
+            batch, needed
+        )
         self._prompts = fitting[: self.config.probe_prompts] or self._prompts
         # The anchor's prompt stays the same for the whole run, so that stale weights repeat its
         # answer.
@@ -111,9 +128,16 @@ class LogprobProbe:
         due = self.config.probe_interval and (step - 1) % self.config.probe_interval == 0
         if due and self.engines and self._prompts and self._running is None:
             self._running = self._pool.submit(
-                _ask, self._asked(step), self._pool, self._prompts, self._anchor, self.config.probe_tokens, version,
-                self._routing, self.config.broadcast_timeout if self.config.overlap_publish else 0.0,
-            )  # fmt: skip
+                _ask,
+                self._asked(step),
+                self._pool,
+                self._prompts,
+                self._anchor,
+                self.config.probe_tokens,
+                version,
+                self._routing,
+                self.config.broadcast_timeout if self.config.overlap_publish else 0.0,
+            )
 
     def _asked(self, step: int) -> ServerClient:
         return self.engines[(step - 1) // self.config.probe_interval % len(self.engines)]
@@ -163,11 +187,15 @@ def _all_of(answers: Answers) -> list[tuple[list[int], GeneratedTokens]]:
 
 
 def _logprobs_of(
-    model: torch.nn.Module, answers: list[tuple[list[int], GeneratedTokens]], head_dtype: torch.dtype | None = None
+    model: torch.nn.Module,
+    answers: list[tuple[list[int], GeneratedTokens]],
+    head_dtype: torch.dtype | None = None,
 ) -> list[list[float]]:
     """Compute our logprobs, with the engine's experts where they are known."""
     pairs = [(prompt, done.token_ids) for prompt, done in answers]
-    return completions_logprobs(model, pairs, head_dtype=head_dtype, experts=[done.experts for _, done in answers])
+    return completions_logprobs(
+        model, pairs, head_dtype=head_dtype, experts=[done.experts for _, done in answers]
+    )
 
 
 def _concatenated(batch: Batch, length: int) -> list[list[int]]:
@@ -177,9 +205,15 @@ def _concatenated(batch: Batch, length: int) -> list[list[int]]:
 
 
 def _ask(
-    engine: ServerClient, pool: Executor, prompts: list[list[int]], anchor: list[int], tokens: int, version: int,
-    routing: RoutingAsker | None = None, patience_s: float = 0.0,
-) -> ProbeAnswers | None:  # fmt: skip
+    engine: ServerClient,
+    pool: Executor,
+    prompts: list[list[int]],
+    anchor: list[int],
+    tokens: int,
+    version: int,
+    routing: RoutingAsker | None = None,
+    patience_s: float = 0.0,
+) -> ProbeAnswers | None:
     """Query all answers concurrently: the server decodes them in the time of one.
 
     Args:
@@ -193,7 +227,9 @@ def _ask(
 
     def unseen(prompt: list[int], temperature: float = 1.0) -> Future[GeneratedTokens]:
         # A random salt keeps this request out of the prefix cache.
-        return pool.submit(engine.generate, prompt, tokens, temperature=temperature, salt=secrets.token_hex(8))
+        return pool.submit(
+            engine.generate, prompt, tokens, temperature=temperature, salt=secrets.token_hex(8)
+        )
 
     again = unseen(anchor, temperature=0.0)
     fresh = [unseen(prompt) for prompt in prompts]
@@ -203,9 +239,16 @@ def _ask(
 
     def known(prompt: list[int], answer: Future[GeneratedTokens]) -> GeneratedTokens:
         done = answer.result()
-        return done if routing is None else replace(done, experts=routing.of_answer(prompt, done.token_ids))
+        return (
+            done
+            if routing is None
+            else replace(done, experts=routing.of_answer(prompt, done.token_ids))
+        )
 
-    answers = [(p, known(p, first), known(p, second)) for p, first, second in zip(prompts, fresh, cached, strict=True)]
+    answers = [
+        (p, known(p, first), known(p, second))
+        for p, first, second in zip(prompts, fresh, cached, strict=True)
+    ]
     return ProbeAnswers(answers, (anchor, known(anchor, again)))
 
 
@@ -218,9 +261,15 @@ def _on_cached_prefix(engine: ServerClient, prompt: list[int], tokens: int) -> G
 
 @torch.no_grad()
 def explain(
-    judged: Alignment, model: torch.nn.Module, rollouts: Sequence[Rollout], answers: Answers, *, step: int,
-    lag_max: float | None, world: World = ALONE,
-) -> Alignment:  # fmt: skip
+    judged: Alignment,
+    model: torch.nn.Module,
+    rollouts: Sequence[Rollout],
+    answers: Answers,
+    *,
+    step: int,
+    lag_max: float | None,
+    world: World = ALONE,
+) -> Alignment:
     """Return `judged`, or a mismatch with its cause.
 
     Args:
@@ -235,10 +284,16 @@ def explain(
     often = lag_max is None or lag_max <= 1 or step % LAG_INTERVAL == 1
     if cause == SAMPLING or (cause == POLICY_LAG and often):
         return judged.explained(_cause_in_rollouts(model, rollouts, world))
-    return judged.explained(_cause_in_head(model, answers, world)) if cause == OTHER_WEIGHTS else judged
+    return (
+        judged.explained(_cause_in_head(model, answers, world))
+        if cause == OTHER_WEIGHTS
+        else judged
+    )
 
 
-def _cause_in_rollouts(model: torch.nn.Module, rollouts: Sequence[Rollout], world: World) -> str | None:
+def _cause_in_rollouts(
+    model: torch.nn.Module, rollouts: Sequence[Rollout], world: World
+) -> str | None:
     chosen = [r for r in rollouts if r.trained.any()][:SEQUENCES]
     rows = pack(chosen, max((len(r.tokens) for r in chosen), default=0) * len(chosen))
     # `pack` puts rollouts without advantages into a row of their own; take the larger row.
@@ -303,7 +358,10 @@ def _other_temperature(scored: _Scored) -> str | None:
     # Near 1.0 the likely cause is a server that returns raw logprobs.
     assumed = float(scored.row.temperatures.median())
     raw = ": raw logprobs, or that temperature" if abs(best * assumed - 1.0) < 0.02 else ""
-    return f"{TEMPERATURE}: the rollouts' logprobs fit {best * assumed:.2f}{raw}; the trainer uses {assumed:.2f}"
+    return (
+        f"{TEMPERATURE}: the rollouts' logprobs fit {best * assumed:.2f}{raw}; the trainer uses "
+        f"{assumed:.2f}"
+    )
 
 
 def _filtered(scored: _Scored) -> str | None:
@@ -314,14 +372,17 @@ def _filtered(scored: _Scored) -> str | None:
     if float(surplus.min()) < -NOISE or float(surplus.mean()) < NOISE:
         return None
     return (
-        f"{SAMPLING}: every rollout logprob is above the trainer's, by {float(surplus.mean()):.2g} on average: top-p, "
+        f"{SAMPLING}: every rollout logprob is above the trainer's, by "
+        f"{float(surplus.mean()):.2g} on average: top-p, "
         "top-k or min-p took the other tokens away"
     )
 
 
 def _cause_in_head(model: torch.nn.Module, answers: Answers, world: World) -> str | None:
     # [N] logprobs of all answers, in the order of `_all_of`.
-    theirs = torch.tensor([value for _, *both in answers for done in both for value in done.logprobs])
+    theirs = torch.tensor(
+        [value for _, *both in answers for done in both for value in done.logprobs]
+    )
     if not len(theirs):
         return None
 
@@ -334,7 +395,10 @@ def _cause_in_head(model: torch.nn.Module, answers: Answers, world: World) -> st
     before = left(None)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         if dtype != own and left(dtype) <= LEFT * before:
-            return f"{HEAD_DTYPE}: the server computes with its head in {_name(dtype)}, the trainer in {_name(own)}"
+            return (
+                f"{HEAD_DTYPE}: the server computes with its head in {_name(dtype)}, the trainer "
+                f"in {_name(own)}"
+            )
     return None
 
 

@@ -82,8 +82,13 @@ class Ranks(World):
         self.rank, self.size = own_rank(), rank_count()
         # torchrun on several nodes makes these differ; `launch.py` starts one torchrun per node
         # instead.
-        if os.environ.get("WORLD_SIZE") != os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE")):
-            raise UsageError("ranks on several nodes: start trainer_core.launch on each, with --nnodes and --node-rank")
+        if os.environ.get("WORLD_SIZE") != os.environ.get(
+            "LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE")
+        ):
+            raise UsageError(
+                "ranks on several nodes: start trainer_core.launch on each, with --nnodes "
+                "and --node-rank"
+            )
         # Without torchrun nobody would end this rank.
         if not die_with_parent(os.getppid()):
             raise RankGone("torchrun has ended")
@@ -112,14 +117,19 @@ class Ranks(World):
             write_private(self._folder / "secret", secrets.token_hex(SECRET_BYTES))
         # After the secret: a pid file tells the others that everything before it is in place.
         write_private(self._folder / f"pid.{self.rank}", f"{first_rank()} {os.getpid()}")
-        pids = {rank: self._folder / f"pid.{rank}" for rank in range(self.size) if rank != self.rank}
+        pids = {
+            rank: self._folder / f"pid.{rank}" for rank in range(self.size) if rank != self.rank
+        }
         while not set(pids.values()) <= set(self._folder.iterdir()):
             # No timeout: rank 0 may take long to start.
             if stop.wait(0.02):
                 raise Stopped
         entries = {rank: path.read_text().split() for rank, path in pids.items()}
         # A process id means something only on its own node; the first rank identifies the node.
-        found = {rank: int(pid) if int(first) == first_rank() else None for rank, (first, pid) in entries.items()}
+        found = {
+            rank: int(pid) if int(first) == first_rank() else None
+            for rank, (first, pid) in entries.items()
+        }
         threading.Thread(target=self._watch, args=(found,), daemon=True).start()
         return bytes.fromhex((self._folder / "secret").read_text())
 
@@ -132,8 +142,11 @@ class Ranks(World):
         self._control = Gloo(self._sealed, self.rank, self.size, node_address(), EVER_S)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            store=dist.PrefixStore("model", store), rank=self.rank, world_size=self.size, timeout=limit,
-        )  # fmt: skip
+            store=dist.PrefixStore("model", store),
+            rank=self.rank,
+            world_size=self.size,
+            timeout=limit,
+        )
         # Check with the shared secret that each connection belongs to a rank of this run.
         prove(dist.group.WORLD, self._sealed, self.rank, self.size)
         self.mesh = init_device_mesh(device.type, (self.size,), mesh_dim_names=("fsdp",))
@@ -223,7 +236,9 @@ class Ranks(World):
     def close(self, error: BaseException | None = None) -> None:
         known = error is None or self.known(error)
         # Before the connections close, so that the others find the reason when theirs break.
-        (self._folder / f"left.{self.rank}").write_text("" if known or error is None else first_line(error))
+        (self._folder / f"left.{self.rank}").write_text(
+            "" if known or error is None else first_line(error)
+        )
         self._leaving.set()
         self._closed.set()
         if known:
@@ -269,7 +284,9 @@ class Ranks(World):
     def _verified(self, rank: int, signed: torch.Tensor) -> bytes:
         mac, message = bytes(signed[:MAC_BYTES].numpy()), bytes(signed[MAC_BYTES:].numpy())
         if not hmac.compare_digest(mac, self._sealed.mac(f"{self._message} by {rank}", message)):
-            raise RankGone(f"a message in the name of rank {rank} has a wrong MAC: another process sent it")
+            raise RankGone(
+                f"a message in the name of rank {rank} has a wrong MAC: another process sent it"
+            )
         return message
 
     def _reduced(self, tensor: torch.Tensor, how: Any, group: Any = None) -> torch.Tensor:
@@ -306,7 +323,10 @@ class Ranks(World):
         while not self._lost and not self._leaving.is_set():
             ended = {descriptor for descriptor, _ in poll.poll(POLL_S * 1000)}
             self._forward_stop()
-            reasons = [self._reason_of_end(rank, ended=descriptor in ended) for rank, descriptor in running.items()]
+            reasons = [
+                self._reason_of_end(rank, ended=descriptor in ended)
+                for rank, descriptor in running.items()
+            ]
             self._lost = next(filter(None, reasons), "")
         for descriptor in here.values():
             os.close(descriptor)
@@ -315,7 +335,9 @@ class Ranks(World):
             if self._leaving.wait(GRACE_S) and self._closed.wait(LEAVING_S):
                 return
             print(
-                f"error: {self._lost}. Rank {self.rank} cannot go on without it and exits", file=sys.stderr, flush=True
+                f"error: {self._lost}. Rank {self.rank} cannot go on without it and exits",
+                file=sys.stderr,
+                flush=True,
             )
             # The main thread hangs in a collective, so no exception can reach it.
             os._exit(GONE_CODE)

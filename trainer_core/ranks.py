@@ -98,12 +98,20 @@ def meeting_place(parent: int) -> Path:
         return Path(os.environ[ENV_MEETING])
     # The start time makes the name unique when the kernel reuses a process id.
     began = int(psutil.Process(parent).create_time() * 100)
-    name = "-".join(["atropos-ranks", str(parent), str(began), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")])
+    name = "-".join(
+        [
+            "atropos-ranks",
+            str(parent),
+            str(began),
+            os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
+        ]
+    )
     folder = Path(tempfile.gettempdir()) / name
     folder.mkdir(mode=0o700, exist_ok=True)
     if not is_private(folder):
         raise UsageError(
-            f"other users have access to {folder}, the meeting folder of the ranks: remove it, or set TMPDIR"
+            f"other users have access to {folder}, the meeting folder of the ranks: remove "
+            f"it, or set TMPDIR"
         )
     return folder
 
@@ -121,16 +129,23 @@ def meet_nodes(node: int, nodes: int, ranks: int) -> None:
         UsageError: there is no shared folder, or it belongs to another user.
     """
     if ENV_RANKS_DIR not in os.environ:
-        raise UsageError(f"several nodes need a folder that all of them share: set {ENV_RANKS_DIR} to it")
+        raise UsageError(
+            f"several nodes need a folder that all of them share: set {ENV_RANKS_DIR} to it"
+        )
     folder = Path(os.environ[ENV_RANKS_DIR])
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not is_private(folder):
         raise UsageError(
-            f"other users have access to {folder} ({ENV_RANKS_DIR}): make it private (chmod 700), or choose another"
+            f"other users have access to {folder} ({ENV_RANKS_DIR}): make it private (chmod "
+            f"700), or choose another"
         )
     # A random name for this start: entries of earlier starts in the folder do not match it.
     own = f"{secrets.token_hex(8)} {ranks}"
-    print(f"node {node} of {nodes}: waiting for the trainer's other nodes in {folder}", file=sys.stderr, flush=True)
+    print(
+        f"node {node} of {nodes}: waiting for the trainer's other nodes in {folder}",
+        file=sys.stderr,
+        flush=True,
+    )
     entries = _gather_nodes(folder, own, nodes) if node == 0 else _join_nodes(folder, own, node)
     counts = [int(each.split()[1]) for each in entries]
     os.environ[ENV_MEETING] = str(folder / entries[0].split()[0])
@@ -161,7 +176,9 @@ def _join_nodes(folder: Path, own: str, node: int) -> list[str]:
     while True:
         here = set(folder.iterdir())
         # A list without our entry is from an earlier start.
-        if folder / "nodes" in here and own in (words := (folder / "nodes").read_text().splitlines()):
+        if folder / "nodes" in here and own in (
+            words := (folder / "nodes").read_text().splitlines()
+        ):
             return words
         # Node 0 may have removed an early entry as a leftover, so write it again.
         if folder / f"node.{node}" not in here:

@@ -87,7 +87,10 @@ class TextReader:
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(model_name, trust_remote_code=False)
         except (OSError, ValueError, ImportError, KeyError) as error:
-            print(f"No tokenizer in {model_name} ({type(error).__name__}): rollouts are shown as token ids")
+            print(
+                f"No tokenizer in {model_name} ({type(error).__name__}): rollouts are shown "
+                f"as token ids"
+            )
             self._tokenizer = None
 
     def read(self, tokens: Any) -> str:
@@ -97,17 +100,27 @@ class TextReader:
         return str(text)[:TEXT_LIMIT]
 
 
-def write_records(telemetry: Telemetry, report: StepReport, config: TrainingConfig, reader: TextReader) -> None:
+def write_records(
+    telemetry: Telemetry, report: StepReport, config: TrainingConfig, reader: TextReader
+) -> None:
     """Write the step's records."""
     step = report.step
     telemetry.write(StepRecord, step, **step_fields(report))
     telemetry.write(AlignmentRecord, step, **alignment_fields(report))
     telemetry.write(
-        TimingRecord, step, step_s=report.step_s, data_wait_s=report.wait_s, train_s=report.train_s,
-        sync_s=report.sync.seconds if report.sync else 0.0, checkpoint_s=report.checkpoint_s,
-        tokens_per_s=report.tokens_per_s, mfu=report.mfu, engine_idle_fraction=report.engine.idle,
-        engine_capacity_used=report.engine.capacity, accepted_tokens_per_s=report.accepted_tokens_per_s,
-    )  # fmt: skip
+        TimingRecord,
+        step,
+        step_s=report.step_s,
+        data_wait_s=report.wait_s,
+        train_s=report.train_s,
+        sync_s=report.sync.seconds if report.sync else 0.0,
+        checkpoint_s=report.checkpoint_s,
+        tokens_per_s=report.tokens_per_s,
+        mfu=report.mfu,
+        engine_idle_fraction=report.engine.idle,
+        engine_capacity_used=report.engine.capacity,
+        accepted_tokens_per_s=report.accepted_tokens_per_s,
+    )
     telemetry.write(MemoryRecord, step, **memory_fields())
     # A single rank's use is in the other records already.
     if len(report.ranks) > 1:
@@ -155,7 +168,9 @@ def step_fields(report: StepReport) -> dict[str, Any]:
         "policy_lag_bound": report.batch.policy_lag_bound,
         # Older name of `left_out`, which readers of recorded runs still use.
         "skipped": report.batch.left_out,
-        "faults_by_env": {env: dict(reasons) for env, reasons in report.batch.faults_by_env.items()},
+        "faults_by_env": {
+            env: dict(reasons) for env, reasons in report.batch.faults_by_env.items()
+        },
         "fault_examples": report.batch.fault_examples,
         "skipped_update": report.sync is None,
         "skipped_sequences": sum(report.batch.left_out.values()),
@@ -197,9 +212,14 @@ def console_line(report: StepReport, total_steps: int, *, benchmark: bool) -> st
     """Format the step as one line; with `benchmark` including timing."""
     fields = step_fields(report)
     lag = "-" if fields["policy_lag_mean"] is None else f"{fields['policy_lag_mean']:.1f}"
-    probe = "" if report.probe is None or report.probe.both.abs_mean is None else f" {report.probe.both.abs_mean:.1e}"
+    probe = (
+        ""
+        if report.probe is None or report.probe.both.abs_mean is None
+        else f" {report.probe.both.abs_mean:.1e}"
+    )
     text = (
-        f"step {report.step}/{total_steps}  loss {fields['loss']:+.4f}  reward {fields['reward_mean']:.3f}  lag {lag}  "
+        f"step {report.step}/{total_steps}  loss {fields['loss']:+.4f}  reward "
+        f"{fields['reward_mean']:.3f}  lag {lag}  "
         f"ratio {fields['ratio_mean']:.3f}  clipped {fields['clip_fraction']:.1%}  "
         f"align {report.alignment.verdict}{probe}  {report.tokens_per_s:.0f} tok/s"
     )
@@ -209,7 +229,10 @@ def console_line(report: StepReport, total_steps: int, *, benchmark: bool) -> st
         text += "  UPDATE SKIPPED (gradient not finite)"
     if benchmark:
         sync = report.sync.seconds if report.sync else 0.0
-        text += f"  step {report.step_s:.3f} s (data {report.wait_s:.3f}, train {report.train_s:.3f}, sync {sync:.3f})"
+        text += (
+            f"  step {report.step_s:.3f} s (data {report.wait_s:.3f}, train "
+            f"{report.train_s:.3f}, sync {sync:.3f})"
+        )
     return text
 
 
@@ -261,10 +284,16 @@ def sampled(rollouts: Sequence[Rollout], wanted: int, step: int) -> list[tuple[i
     # Rotate by step, so that successive records do not always show the same prompts.
     rotated = [list(groups.values())[(at + step) % len(groups)] for at in range(len(groups))]
     found: list[tuple[int, int]] = []
-    for group in sorted(rotated, key=lambda group: len({rollouts[index].score for index in group}) < 2):
+    for group in sorted(
+        rotated, key=lambda group: len({rollouts[index].score for index in group}) < 2
+    ):
         by_score = sorted(group, key=lambda index: -rollouts[index].score)
         # Sorted by score only for the choice; the records keep the order of the batch.
-        kept = set(by_score if len(group) <= wanted - len(found) else _spread(by_score, wanted - len(found)))
+        kept = set(
+            by_score
+            if len(group) <= wanted - len(found)
+            else _spread(by_score, wanted - len(found))
+        )
         found += [(index, len(group)) for index in group if index in kept]
         if len(found) >= wanted:
             break
@@ -376,18 +405,26 @@ class MfuMeter:
         # Adapters or upper layers only: count the trained matrices for the FLOPs of weight
         # gradients.
         if not model.get_input_embeddings().weight.requires_grad:
-            self._trained = sum(p.numel() for p in model.parameters() if p.requires_grad and p.ndim == 2)
+            self._trained = sum(
+                p.numel() for p in model.parameters() if p.requires_grad and p.ndim == 2
+            )
         peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         self._peak = peak and peak * ranks
 
     def flops(self, lengths: Sequence[int], predicted: int) -> float:
         """Return the FLOPs of a step over sequences of these lengths, with `predicted` trained
         tokens."""
-        return step_flops(self._sizes, lengths, predicted, reached=self._reached, trained=self._trained)
+        return step_flops(
+            self._sizes, lengths, predicted, reached=self._reached, trained=self._trained
+        )
 
     def measure(self, lengths: Sequence[int], predicted: int, seconds: float) -> float | None:
         """Return the share of the peak, 0 to 1; None without a known peak."""
-        return self.flops(lengths, predicted) / seconds / self._peak if self._peak and seconds > 0 else None
+        return (
+            self.flops(lengths, predicted) / seconds / self._peak
+            if self._peak and seconds > 0
+            else None
+        )
 
 
 def rank_use(world: World, tokens: int, alone_s: float) -> list[RankUse]:

@@ -41,7 +41,11 @@ class SavedTensor:
             return self._cut(rows.first, rows.count, 1) if rows.shape else self.whole()
         # Only if all files together have exactly the parameter's rows are they row-wise parts of
         # it.
-        pieces = [shape for shape in self.shapes if len(shape) == len(rows.shape) and shape[1:] == rows.shape[1:]]
+        pieces = [
+            shape
+            for shape in self.shapes
+            if len(shape) == len(rows.shape) and shape[1:] == rows.shape[1:]
+        ]
         if len(pieces) < len(self.shapes) or sum(shape[0] for shape in pieces) != rows.shape[0]:
             return self.whole()
         return self._cut(rows.first, rows.count, len(pieces))
@@ -62,7 +66,8 @@ class SavedTensor:
             edges.append((rows.first + rows.count) * width)
         if any(edge % block for edge in edges):
             raise UsageError(
-                f"the 8-bit optimizer state of a parameter {list(rows.shape)} cannot be split for another number of "
+                f"the 8-bit optimizer state of a parameter {list(rows.shape)} cannot be "
+                f"split for another number of "
                 "ranks: use as many ranks as wrote the checkpoint, or --resume never"
             )
         parts = 1 if of.shapes[0] == rows.shape else len(self.shapes)
@@ -90,7 +95,8 @@ def cut(stepper: Mapping[str, Any], rows: Sequence[Rows], halves: Sequence[int])
     """
     optimizer, weights = stepper["optimizer"], stepper["weights"]
     return dict(stepper) | {
-        "optimizer": optimizer | {"state": {i: _entry(entry, rows[i]) for i, entry in optimizer["state"].items()}},
+        "optimizer": optimizer
+        | {"state": {i: _entry(entry, rows[i]) for i, entry in optimizer["state"].items()}},
         "weights": {
             name: [value.like(rows[i]) for value, i in zip(values, halves, strict=True)]
             if isinstance(values, list)

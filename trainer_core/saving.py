@@ -49,17 +49,30 @@ class Saver:
     """Checkpoints of one run, on each rank. Rank 0 passes each one to `record`."""
 
     def __init__(
-        self, config: TrainingConfig, model: torch.nn.Module, stepper: Stepper, world: World, *, saved_step: int,
-        stop: threading.Event, progress: Callable[[], dict[str, Any]], record: Callable[[checkpoint.Saved, int], None],
+        self,
+        config: TrainingConfig,
+        model: torch.nn.Module,
+        stepper: Stepper,
+        world: World,
+        *,
+        saved_step: int,
+        stop: threading.Event,
+        progress: Callable[[], dict[str, Any]],
+        record: Callable[[checkpoint.Saved, int], None],
         reference: Reference | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Args:
         saved_step: the step from which a later attempt would start now.
         progress: returns the state that a checkpoint keeps besides weights and optimizer."""
         self.saved_step = saved_step
         """Latest step with a checkpoint."""
         self._config, self._model, self._stepper, self._world = config, model, stepper, world
-        self._stop, self._progress, self._record, self._reference = stop, progress, record, reference
+        self._stop, self._progress, self._record, self._reference = (
+            stop,
+            progress,
+            record,
+            reference,
+        )
         self._saving: BackgroundSave | None = None
 
     def save_if_due(self, step: int, version: int) -> float:
@@ -77,9 +90,14 @@ class Saver:
         self.finish(step, version)
         # `finish` above waits for the previous one, so there is one write at a time.
         self._saving = BackgroundSave(
-            self._model, self._config, self._stepper, step=step, version=version, progress=self._progress(),
+            self._model,
+            self._config,
+            self._stepper,
+            step=step,
+            version=version,
+            progress=self._progress(),
             world=self._world,
-        )  # fmt: skip
+        )
         return time.perf_counter() - began
 
     def finish(self, step: int, version: int) -> None:
@@ -101,18 +119,30 @@ class Saver:
     def save(self, step: int, version: int) -> checkpoint.Saved:
         """Write step_N/ of the current step."""
         saved = checkpoint.save_step(
-            self._model, self._config, self._stepper, step=step, version=version, progress=self._progress(),
-            reference=self._reference, wait_for_room=partial(self.wait_for_room, step), world=self._world,
-        )  # fmt: skip
+            self._model,
+            self._config,
+            self._stepper,
+            step=step,
+            version=version,
+            progress=self._progress(),
+            reference=self._reference,
+            wait_for_room=partial(self.wait_for_room, step),
+            world=self._world,
+        )
         self._remember(saved, step)
         return saved
 
     def save_final(self, step: int, version: int) -> checkpoint.Saved:
         """Write final_model/."""
         saved = checkpoint.save_final(
-            self._model, self._config, step=step, version=version, progress=self._progress(),
-            wait_for_room=partial(self.wait_for_room, step), world=self._world,
-        )  # fmt: skip
+            self._model,
+            self._config,
+            step=step,
+            version=version,
+            progress=self._progress(),
+            wait_for_room=partial(self.wait_for_room, step),
+            world=self._world,
+        )
         self._world.share(lambda: self._record(saved, step))
         return saved
 
@@ -131,7 +161,10 @@ class Saver:
         text = f"{words}: step {step} cannot be saved in {folder} ({free / 1e9:.1f} GB free)"
         if self._stop.is_set():
             raise DiskFull(f"{text}. {checkpoint.describe_last(self._config)}")
-        print(f"[WARNING] {text}. Training pauses until there is room: free some disk space, and training goes on")
+        print(
+            f"[WARNING] {text}. Training pauses until there is room: free some disk space, "
+            f"and training goes on"
+        )
         until = time.monotonic() + FULL_DISK_RETRY_S
         # Polls, since other processes may free space at any time.
         while time.monotonic() < until and shutil.disk_usage(folder).free <= free + MORE_SPACE:
@@ -143,9 +176,16 @@ class BackgroundSave:
     """Background write of one step's checkpoint of a whole model; one object on each rank."""
 
     def __init__(
-        self, model: torch.nn.Module, config: TrainingConfig, stepper: Stepper, *, step: int, version: int,
-        progress: dict[str, Any], world: World,
-    ) -> None:  # fmt: skip
+        self,
+        model: torch.nn.Module,
+        config: TrainingConfig,
+        stepper: Stepper,
+        *,
+        step: int,
+        version: int,
+        progress: dict[str, Any],
+        world: World,
+    ) -> None:
         """Copy all state and start the write. A collective."""
         began = time.perf_counter()
         self.step, self._began, self._config, self._world = step, began, config, world
@@ -177,7 +217,9 @@ class BackgroundSave:
             self._thread.join()
         # A failed mark may be missing on a full disk, so tell rank 0 directly; it would wait
         # forever.
-        self._peer_failed = any(self._world.gather(self._error is not None and self._world.rank > 0))
+        self._peer_failed = any(
+            self._world.gather(self._error is not None and self._world.rank > 0)
+        )
         self._thread.join()
         try:
             self._world.agree(self._error)
@@ -199,7 +241,9 @@ class BackgroundSave:
         self._tensors, self._state = {}, {}  # free gigabytes of host memory
 
     def _write(self) -> None:
-        checkpoint.write_state(self._aside / checkpoint.state_file(self._world), self._plain, self._state, self._world)
+        checkpoint.write_state(
+            self._aside / checkpoint.state_file(self._world), self._plain, self._state, self._world
+        )
         if self._world.rank:
             return
         checkpoint.write_model(self._model, self._tensors, self._config, self._aside)

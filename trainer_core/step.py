@@ -23,7 +23,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from trainer_core.objective.alignment import DiffSums
-from trainer_core.objective.loss import Correction, LossSums, Sequences, balance_loss, reference_kl, teacher_kl
+from trainer_core.objective.loss import (
+    Correction,
+    LossSums,
+    Sequences,
+    balance_loss,
+    reference_kl,
+    teacher_kl,
+)
 from trainer_core.objective.registry import Counts, Objective, count
 from trainer_core.optim import Stepper
 from trainer_core.policy.logprobs import TokenScores, row_logprobs, row_scores
@@ -93,9 +100,16 @@ class _DeviceRow:
 
 
 def accumulate(
-    model: torch.nn.Module, stepper: Stepper, rows: Sequence[PackedRow], objective: Objective, step: int,
-    *, world: World = ALONE, threads: int = 1, reference: Reference | None = None,
-) -> StepOutcome:  # fmt: skip
+    model: torch.nn.Module,
+    stepper: Stepper,
+    rows: Sequence[PackedRow],
+    objective: Objective,
+    step: int,
+    *,
+    world: World = ALONE,
+    threads: int = 1,
+    reference: Reference | None = None,
+) -> StepOutcome:
     """Accumulate the clipped gradient of one optimizer step in `stepper`; no parameter changes.
 
     Args:
@@ -115,8 +129,9 @@ def accumulate(
     needs_own = anywhere(world, [_needs_own_logprobs(row, objective) for row in rows])
     ready = in_threads(
         lambda item, _: _on_device(model, item[0], objective, device, item[1], item[2]),
-        list(zip(rows, learns, needs_own, strict=True)), threads,
-    )  # fmt: skip
+        list(zip(rows, learns, needs_own, strict=True)),
+        threads,
+    )
     # Before the first backward pass: each row's loss is divided by it.
     denominator, labels = _divisors(ready, objective, world, device)
     scale = None if stepper.scale is None else stepper.scale.factor(denominator)
@@ -124,7 +139,9 @@ def accumulate(
     stepper.zero_grad()
     gradients = ThreadGradients(stepper.params, threads) if threads > 1 else None
 
-    def train(row: _DeviceRow, thread: int) -> tuple[LossSums, TokenScores, torch.Tensor, _DeviceRow] | None:
+    def train(
+        row: _DeviceRow, thread: int
+    ) -> tuple[LossSums, TokenScores, torch.Tensor, _DeviceRow] | None:
         # FSDP's collectives need a pass on every rank.
         if not len(row.packed.labels):
             _accompany(model, row)
@@ -135,10 +152,17 @@ def accumulate(
                 row = _based(row, scores.logprobs.detach(), objective)
             packed = row.packed
             part = objective.sums(
-                scores.logprobs, packed.logprobs, packed.advantages, row.sequences, row.correction, penalty
+                scores.logprobs,
+                packed.logprobs,
+                packed.advantages,
+                row.sequences,
+                row.correction,
+                penalty,
             )
         loss = part.loss / denominator
-        if uneven is not None:  # a term of the whole row: outside of the tokens' denominator, and of any mask
+        if (
+            uneven is not None
+        ):  # a term of the whole row: outside of the tokens' denominator, and of any mask
             share = uneven * (len(packed.labels) / labels)
             loss, penalties[4] = loss + share, share.detach()
         if not row.learns:
@@ -177,10 +201,14 @@ def _divisors(
     included; both over the whole step."""
     # After `_on_device`, so that masked tokens are already out of the counts.
     counts = count([(row.sequences, row.correction) for row in rows], device)
-    labels = torch.tensor(float(sum(len(row.packed.labels) for row in rows)), dtype=torch.float64, device=device)
+    labels = torch.tensor(
+        float(sum(len(row.packed.labels) for row in rows)), dtype=torch.float64, device=device
+    )
     if objective.balance_coef:  # nothing else needs them
         labels = world.total(labels)
-    return objective.denominator(Counts(world.total(counts.tokens), world.total(counts.sequences))), labels
+    return objective.denominator(
+        Counts(world.total(counts.tokens), world.total(counts.sequences))
+    ), labels
 
 
 def _needs_own_logprobs(row: PackedRow, objective: Objective) -> bool:
@@ -191,7 +219,12 @@ def _needs_own_logprobs(row: PackedRow, objective: Objective) -> bool:
 
 
 def _on_device(
-    model: torch.nn.Module, row: PackedRow, objective: Objective, device: torch.device, learns: bool, needs_own: bool
+    model: torch.nn.Module,
+    row: PackedRow,
+    objective: Objective,
+    device: torch.device,
+    learns: bool,
+    needs_own: bool,
 ) -> _DeviceRow:
     """Move a row to the device; if `needs_own`, compute the trainer's own logprobs for it."""
     ids, missing = row.sequences, row.logprobs.isnan()
@@ -215,7 +248,12 @@ def _based(ready: _DeviceRow, base: torch.Tensor, objective: Objective) -> _Devi
         return ready
     if ready.measured is not None:
         row = replace(row, logprobs=torch.where(ready.measured, row.logprobs, base.float()))
-    return replace(ready, packed=row, correction=objective.correction(base, row.logprobs, ready.sequences), known=True)
+    return replace(
+        ready,
+        packed=row,
+        correction=objective.correction(base, row.logprobs, ready.sequences),
+        known=True,
+    )
 
 
 def _accompany(model: torch.nn.Module, row: _DeviceRow) -> None:
@@ -252,7 +290,11 @@ def _forward(
         penalty = weighed if penalty is None else penalty + weighed
         penalties[0] = to_reference.detach().sum()
         penalties[1] = (~row.reference.isnan()).sum()
-    uneven = objective.balance_coef * balance_loss(routing, model.config.num_experts_per_tok) if routing else None
+    uneven = (
+        objective.balance_coef * balance_loss(routing, model.config.num_experts_per_tok)
+        if routing
+        else None
+    )
     return scores, penalty, uneven, penalties
 
 
@@ -269,7 +311,9 @@ class _Sums:
     @torch.no_grad()
     def add(self, part: LossSums, scores: TokenScores, row: _DeviceRow) -> None:
         logprobs, rollout, correction = scores.logprobs, row.packed.logprobs, row.correction
-        measured = torch.ones_like(rollout) if row.measured is None else row.measured.to(rollout.dtype)
+        measured = (
+            torch.ones_like(rollout) if row.measured is None else row.measured.to(rollout.dtype)
+        )
         # A replaced logprob is the trainer's own: its difference of 0 would hide
         # a mismatch.
         diff = torch.where(measured > 0, logprobs - rollout, 0.0)
@@ -277,23 +321,38 @@ class _Sums:
         everything = torch.ones_like(rollout).sum()
         theirs = [(logprobs * measured).sum(), (rollout * measured).sum(), measured.sum()]
         self._ratio_max = torch.maximum(self._ratio_max, part.ratio_max)
-        values = [*part[:-1], diff.sum(), diff.abs().sum(), *theirs, everything, scores.entropy.sum()]
+        values = [
+            *part[:-1],
+            diff.sum(),
+            diff.abs().sum(),
+            *theirs,
+            everything,
+            scores.entropy.sum(),
+        ]
         # Tensors on the device, so that no transfer is needed here.
-        values += [everything * 0, everything * 0] if correction is None else [
-            correction.weight.sum(), correction.truncated.sum()
-        ]  # fmt: skip
+        values += (
+            [everything * 0, everything * 0]
+            if correction is None
+            else [correction.weight.sum(), correction.truncated.sum()]
+        )
         self._values += torch.stack([value.detach().double() for value in values])
 
     def over(self, world: World) -> _Sums:
         """Reduce over all ranks, in place."""
         count = len(self._values)
         # One all-reduce for all sums and one for the maxima.
-        self._values, self.penalties = world.total(torch.cat([self._values, self.penalties])).split([count, 5])
-        self._largest, self._ratio_max = world.largest(torch.stack([self._largest, self._ratio_max]))
+        self._values, self.penalties = world.total(torch.cat([self._values, self.penalties])).split(
+            [count, 5]
+        )
+        self._largest, self._ratio_max = world.largest(
+            torch.stack([self._largest, self._ratio_max])
+        )
         return self
 
     def outcome(self, denominator: torch.Tensor, norm: torch.Tensor, lr: float) -> StepOutcome:
-        extra = torch.stack([x.double() for x in (self._largest, denominator, norm, self._ratio_max)])
+        extra = torch.stack(
+            [x.double() for x in (self._largest, denominator, norm, self._ratio_max)]
+        )
         # The only transfer to the CPU: it waits for the whole step on the device.
         values = torch.cat([self._values, extra, self.penalties]).tolist()
         diff, abs_diff, train, inference, measured, tokens = values[8:14]
@@ -308,15 +367,22 @@ class _Sums:
         # With `ratio_base = rollout` there are no importance weights, so their sum is 0.
         corrected = bool(weight)
         return StepOutcome(
-            loss=part.loss / denominator_ + uneven, ratio_mean=mean(part.ratio, kept),
-            clip_fraction=mean(part.clipped, kept), kl_k3=mean(part.kl_k3, kept), grad_norm=norm_, lr=lr,
+            loss=part.loss / denominator_ + uneven,
+            ratio_mean=mean(part.ratio, kept),
+            clip_fraction=mean(part.clipped, kept),
+            kl_k3=mean(part.kl_k3, kept),
+            grad_norm=norm_,
+            lr=lr,
             tokens=int(tokens),
             diffs=DiffSums(int(measured), diff, abs_diff, largest, train, inference),
-            clip_low=mean(part.clipped_low, kept), clip_high=mean(part.clipped_high, kept),
-            dual_clip=mean(part.dual_clipped, kept), ratio_max=part.ratio_max, entropy=mean(entropy, tokens),
+            clip_low=mean(part.clipped_low, kept),
+            clip_high=mean(part.clipped_high, kept),
+            dual_clip=mean(part.dual_clipped, kept),
+            ratio_max=part.ratio_max,
+            entropy=mean(entropy, tokens),
             tis_mean=mean(weight, tokens) if corrected else None,
             tis_truncated=mean(truncated, tokens) if corrected else None,
             tis_masked=1.0 - mean(kept, tokens) if corrected else None,
             ref_kl=to_reference / referenced if referenced else None,
             distill_kl=to_teacher / taught if taught else None,
-        )  # fmt: skip
+        )

@@ -43,7 +43,12 @@ class Telemetry:
         """Append one record of `kind` for optimizer step `step`."""
         try:
             file = self._open()
-            stamp = {"run_id": self.run_id, "time": time.time(), "attempt": self.attempt, "rank": self.rank}
+            stamp = {
+                "run_id": self.run_id,
+                "time": time.time(),
+                "attempt": self.attempt,
+                "rank": self.rank,
+            }
             record = kind(**stamp, seq=self.seq, step=step, **fields)
             file.write(record.to_line())
             file.flush()
@@ -55,7 +60,10 @@ class Telemetry:
             self.close()
             if not self._warned:
                 self._warned = True
-                print(f"Warning: cannot write {self.path} ({error}); training goes on without telemetry")
+                print(
+                    f"Warning: cannot write {self.path} ({error}); training goes on without "
+                    f"telemetry"
+                )
 
     def close(self) -> None:
         if self._file is not None:
@@ -77,7 +85,9 @@ def open_telemetry(save_path: str, rank: int) -> Telemetry:
     path = run_dir.telemetry_jsonl if run_dir else Path(save_path) / "telemetry.jsonl"
     run_id = os.environ.get(ENV_RUN_ID) or (run_dir.root.name if run_dir else "")
     attempt = os.environ.get(ENV_ATTEMPT, "1")
-    return Telemetry(path, run_id=run_id, attempt=int(attempt) if attempt.isdigit() else 1, rank=rank)
+    return Telemetry(
+        path, run_id=run_id, attempt=int(attempt) if attempt.isdigit() else 1, rank=rank
+    )
 
 
 def numbers_of(record: TrainerRecord) -> Metrics:
@@ -85,8 +95,16 @@ def numbers_of(record: TrainerRecord) -> Metrics:
     KIND/FIELD/KEY."""
     found: Metrics = {}
     for name, value in record.model_dump(exclude=set(TrainerRecord.model_fields)).items():
-        inner = {f"{name}/{key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
-        found |= {f"{record.kind}/{key}": each for key, each in inner.items() if isinstance(each, (int, float))}
+        inner = (
+            {f"{name}/{key}": each for key, each in value.items()}
+            if isinstance(value, dict)
+            else {name: value}
+        )
+        found |= {
+            f"{record.kind}/{key}": each
+            for key, each in inner.items()
+            if isinstance(each, (int, float))
+        }
     return found
 
 
@@ -98,14 +116,18 @@ class Wandb:
         import wandb
 
         self._run: Any = wandb.init(
-            project=config.wandb_project, group=config.wandb_group, config=config.model_dump(mode="json")
+            project=config.wandb_project,
+            group=config.wandb_group,
+            config=config.model_dump(mode="json"),
         )
         self._table = wandb.Table
         # Our step is a metric of its own: a resumed attempt repeats steps, and wandb's counter only
         # grows.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
-        print(f"W&B run: {self._run.url}" if self._run.url else f"W&B run (offline): {self._run.dir}")
+        print(
+            f"W&B run: {self._run.url}" if self._run.url else f"W&B run (offline): {self._run.dir}"
+        )
 
     def log(self, step: int, metrics: Metrics) -> None:
         self._run.log(metrics | {"step": step})
@@ -128,10 +150,14 @@ class TensorBoard:
         try:
             from tensorboardX import SummaryWriter  # type: ignore[import-not-found]
         except ImportError as error:
-            raise ImportError(f"{error}: pip install tensorboardX, which writes without TensorBoard itself") from None
+            raise ImportError(
+                f"{error}: pip install tensorboardX, which writes without TensorBoard itself"
+            ) from None
         folder = Path(config.tensorboard_dir or Path(config.save_path).parent / "tensorboard")
         # `purge_step` hides what earlier attempts wrote from this step on.
-        self._writer: Any = SummaryWriter(str(folder), purge_step=first_step, filename_suffix=f".{first_step}")
+        self._writer: Any = SummaryWriter(
+            str(folder), purge_step=first_step, filename_suffix=f".{first_step}"
+        )
         print(f"TensorBoard: {folder}")
 
     def log(self, step: int, metrics: Metrics) -> None:
@@ -143,10 +169,14 @@ class TensorBoard:
         for row in rows:
             # Four spaces: TensorBoard renders Markdown, so this is a code block.
             text = f"{row.prompt}{row.completion}".replace("\n", "\n    ")
-            self._writer.add_text(f"completions/{row.env or 'env'}", f"reward {row.reward}\n\n    {text}", row.step)
+            self._writer.add_text(
+                f"completions/{row.env or 'env'}", f"reward {row.reward}\n\n    {text}", row.step
+            )
 
     def finish(self, summary: Metrics) -> None:
-        numbers = {k: v for k, v in summary.items() if isinstance(v, (int, float)) and math.isfinite(v)}
+        numbers = {
+            k: v for k, v in summary.items() if isinstance(v, (int, float)) and math.isfinite(v)
+        }
         for name, value in numbers.items():
             self._writer.add_scalar(f"benchmark/{name}", value, 0)
         self._writer.close()
@@ -158,7 +188,9 @@ class Environments:
     def __init__(self) -> None:
         self._run = RunDir.from_env()
         # Existing files are read from their end: earlier attempts have logged those records.
-        self._tails: dict[Path, RecordTail] = {path: RecordTail(path, from_end=True) for path in self._files()}
+        self._tails: dict[Path, RecordTail] = {
+            path: RecordTail(path, from_end=True) for path in self._files()
+        }
 
     def _files(self) -> list[Path]:
         return sorted(self._run.root.glob("eval.*.jsonl")) if self._run else []
@@ -171,7 +203,9 @@ class Environments:
                 if isinstance(record, EvalRecord):
                     found[f"eval/{record.env}/{record.split}"] = record.accuracy
                 elif isinstance(record, EnvMetricsRecord):
-                    found |= {f"env/{record.env}/{name}": value for name, value in record.metrics.items()}
+                    found |= {
+                        f"env/{record.env}/{name}": value for name, value in record.metrics.items()
+                    }
         return found
 
 
@@ -230,5 +264,8 @@ class Trackers:
         try:
             yield
         except Exception as error:  # any error of a tracker: training goes on
-            print(f"Warning: {name} failed ({type(error).__name__}: {error}); training goes on without it")
+            print(
+                f"Warning: {name} failed ({type(error).__name__}: {error}); training goes on "
+                f"without it"
+            )
             self._backends.pop(name, None)

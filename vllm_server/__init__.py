@@ -1,4 +1,5 @@
-"""An inference engine behind a small protocol: vLLM with `/generate`, `/bridge/*` and weights a trainer can map.
+"""An inference engine behind a small protocol: vLLM with `/generate`, `/bridge/*` and weights a
+trainer can map.
 
     python -m vllm_server --model MODEL --port 9001
 

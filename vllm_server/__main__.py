@@ -1,4 +1,5 @@
-"""Start the inference server: `python -m vllm_server --model MODEL [--port 9001] [any flag of vLLM's server]`.
+"""Start the inference server: `python -m vllm_server --model MODEL [--port 9001] [any flag of
+vLLM's server]`.
 
 Settings are checked before vLLM is imported, so that a mistake costs a second and one line.
 """
@@ -32,7 +33,8 @@ from vllm_server.config import (
 from vllm_server.plugin import configure_logging, die_with_parent
 
 if multiprocessing.parent_process() is not None:
-    # vLLM's child processes import this file first, so they die with the server from their first moment on.
+    # vLLM's child processes import this file first, so they die with the server from their first
+    # moment on.
     die_with_parent()
 
 HELP = f"""\
@@ -97,7 +99,8 @@ def _serve(config: ServerConfig, argv: list[str]) -> int:
     os.environ.pop(ENV_WEIGHT_UPDATES, None)
     if config.weight_updates:
         os.environ[ENV_WEIGHT_UPDATES] = "1"
-        # A dead trainer would fill the log with C++ stacks of torch's store; our own log line is enough.
+        # A dead trainer would fill the log with C++ stacks of torch's store; our own log line is
+        # enough.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     notes = prepare_environment(os.environ, cpu=cpu)
     try:
@@ -127,7 +130,10 @@ def _check_arguments(argv: list[str]) -> None:
     known, _ = parser.parse_known_args(argv)
     model = known.model or (argv[0] if argv and not argv[0].startswith("-") else None)
     if model is None and known.config is None:
-        raise ConfigError("--model is missing: name a directory with config.json, or a hub id such as Qwen/Qwen3-0.6B")
+        raise ConfigError(
+            "--model is missing: name a directory with config.json, or a hub id such as "
+            "Qwen/Qwen3-0.6B"
+        )
     if model is not None:
         check_model(model)
         longest = int(known.max_model_len) if known.max_model_len.isdecimal() else None
@@ -139,7 +145,9 @@ def _check_arguments(argv: list[str]) -> None:
     if known.uds is None:
         if not known.port.isdecimal() or not 0 < int(known.port) < 65536:
             raise ConfigError(f"--port {known.port}: a number from 1 to 65535 is needed")
-        if os.environ.get(ENV_WAIT_FOR_GO) != "1":  # a standby server's predecessor still has the port
+        if (
+            os.environ.get(ENV_WAIT_FOR_GO) != "1"
+        ):  # a standby server's predecessor still has the port
             check_port(known.host, int(known.port))
 
 
@@ -152,8 +160,12 @@ def check_model(model: str) -> None:
     path = Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ConfigError(f"--model {model}: the directory has no config.json, so it is not a model")
-    elif path.exists() or path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
+            raise ConfigError(
+                f"--model {model}: the directory has no config.json, so it is not a model"
+            )
+    elif (
+        path.exists() or path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1
+    ):
         raise ConfigError(f"--model {model}: no such directory")
 
 
@@ -176,7 +188,9 @@ def check_release(model: str, longest: int | None, *, adapters: bool) -> None:
     except ValueError:
         return  # vLLM's own message is better
     if isinstance(config, dict) and (
-        refused := engine_release.why_not_served(release, config, longest=longest, adapters=adapters)
+        refused := engine_release.why_not_served(
+            release, config, longest=longest, adapters=adapters
+        )
     ):
         raise ConfigError(f"--model {model}: {'; '.join(refused)}")
 
@@ -188,7 +202,8 @@ def check_port(host: str, port: int, flag: str = "--port") -> None:
             probe.listen(1)
     except OSError as error:
         raise ConfigError(
-            f"{host}:{port} cannot be bound ({error.strerror}{_listener(port)}); choose another {flag}"
+            f"{host}:{port} cannot be bound ({error.strerror}{_listener(port)}); choose "
+            f"another {flag}"
         ) from None
 
 
@@ -199,7 +214,12 @@ def _listener(port: int) -> str:
     try:
         for connection in psutil.net_connections("tcp"):
             local = connection.laddr
-            if connection.status == psutil.CONN_LISTEN and local and local.port == port and connection.pid:
+            if (
+                connection.status == psutil.CONN_LISTEN
+                and local
+                and local.port == port
+                and connection.pid
+            ):
                 process = psutil.Process(connection.pid)
                 return f": used by pid {process.pid}, {' '.join(process.cmdline())[:120]}"
     except (psutil.Error, OSError):
@@ -210,7 +230,8 @@ def _listener(port: int) -> str:
 def _check_vllm() -> None:
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
-            f"vLLM is not installed for {sys.executable}. In a checkout of atropos-tui: make install without a GPU, "
+            f"vLLM is not installed for {sys.executable}. In a checkout of atropos-tui: make "
+            f"install without a GPU, "
             "make install EXTRA=gpu on a CUDA machine"
         )
 

@@ -27,7 +27,14 @@ from atropos_common import ports
 from atropos_common.bridge import ENV_SAMPLING, ROUTING_FLAG
 from atropos_common.files import write_private
 from atropos_common.http import allowed_hosts, run_keys
-from atropos_common.manifest import Manifest, ManifestError, Shard, left_out, read_manifest, write_manifest
+from atropos_common.manifest import (
+    Manifest,
+    ManifestError,
+    Shard,
+    left_out,
+    read_manifest,
+    write_manifest,
+)
 from atropos_common.stages import READY, reach
 from atropos_common.transfer import is_loopback
 from vllm_server import bridge as bridge_routes
@@ -88,14 +95,20 @@ def run(config: ServerConfig, argv: list[str], notes: list[str]) -> int:
         print(f"vllm_server: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except UnsafeGraphs as error:
-        print(f"vllm_server: {error}: starting again with --enforce-eager", file=sys.stderr, flush=True)
+        print(
+            f"vllm_server: {error}: starting again with --enforce-eager",
+            file=sys.stderr,
+            flush=True,
+        )
         os.environ[ENV_EAGER_BECAUSE] = str(error)
     except KeyboardInterrupt:
         return 130
     finally:
         clean_up(config)
     # The process keeps its pid, so the supervisor sees one start that takes longer.
-    return os.execv(sys.executable, [sys.executable, "-P", "-m", "vllm_server", *argv, "--enforce-eager"])
+    return os.execv(
+        sys.executable, [sys.executable, "-P", "-m", "vllm_server", *argv, "--enforce-eager"]
+    )
 
 
 class ServerPlace(NamedTuple):
@@ -122,11 +135,14 @@ def parse_arguments(argv: list[str]) -> Namespace:
     """
     parser = compat.make_arg_parser(Parser(prog="python -m vllm_server"))
     parser.set_defaults(
-        host=DEFAULT_HOST, port=DEFAULT_PORT, logprobs_mode=LOGPROBS_MODE, shutdown_timeout=SHUTDOWN_TIMEOUT_S,
+        host=DEFAULT_HOST,
+        port=DEFAULT_PORT,
+        logprobs_mode=LOGPROBS_MODE,
+        shutdown_timeout=SHUTDOWN_TIMEOUT_S,
         generation_config="vllm",
         # `prepare_environment` turns Dynamo off on a CPU, and without it vLLM cannot compile.
         enforce_eager=compat.is_cpu() and os.environ.get("TORCHDYNAMO_DISABLE") == "1",
-    )  # fmt: skip
+    )
     if "--help=all" in argv:
         parser.print_help()
         raise SystemExit(0)
@@ -148,19 +164,29 @@ def check_arguments(args: Namespace, config: ServerConfig) -> None:
         ConfigError: names the flag to change.
     """
     if config.sampling == "as_asked":
-        args.logprobs_mode = "raw_logprobs"  # `atropos_whole_distribution` brings them to each request's temperature
+        args.logprobs_mode = (
+            "raw_logprobs"  # `atropos_whole_distribution` brings them to each request's temperature
+        )
     elif args.logprobs_mode != LOGPROBS_MODE:
         raise ConfigError(
-            f"--logprobs-mode {args.logprobs_mode}: leave it at {LOGPROBS_MODE}. The trainer compares these logprobs "
-            "with its own at the sampling temperature; raw ones are off as soon as the temperature is not 1"
+            f"--logprobs-mode {args.logprobs_mode}: leave it at {LOGPROBS_MODE}. The trainer "
+            f"compares these logprobs "
+            "with its own at the sampling temperature; raw ones are off as soon as the "
+            "temperature is not 1"
         )
     if (args.api_server_count or 1) > 1 or getattr(args, "grpc", False):
-        raise ConfigError("one API server process is needed: leave out --api-server-count and --grpc")
+        raise ConfigError(
+            "one API server process is needed: leave out --api-server-count and --grpc"
+        )
     part.check_arguments(args)
     if args.disable_access_log_for_endpoints is None:
         args.disable_access_log_for_endpoints = QUIET_ROUTES
     # The last one is the outermost.
-    ours = ["vllm_server.refusals.PlainSampling", "vllm_server.auth.AuthMiddleware", "vllm_server.refusals.Refusals"]
+    ours = [
+        "vllm_server.refusals.PlainSampling",
+        "vllm_server.auth.AuthMiddleware",
+        "vllm_server.refusals.Refusals",
+    ]
     args.middleware = [*args.middleware, *ours]
     if config.shared_weights:
         _prepare_single_copy(args)
@@ -176,7 +202,10 @@ def check_arguments(args: Namespace, config: ServerConfig) -> None:
 def _extend_worker(args: Namespace, why: str) -> None:
     """Add our methods to vLLM's workers; `why` names the feature that needs them."""
     if args.worker_extension_cls not in ("", WORKER_EXTENSION):
-        raise ConfigError(f"--worker-extension-cls {args.worker_extension_cls}: {why} needs its own; drop the flag")
+        raise ConfigError(
+            f"--worker-extension-cls {args.worker_extension_cls}: {why} needs its own; drop "
+            f"the flag"
+        )
     args.worker_extension_cls = WORKER_EXTENSION
 
 
@@ -186,7 +215,10 @@ def _prepare_routing(args: Namespace) -> None:
     if not args.records_routing or not compat.is_cpu():
         return
     if not args.enforce_eager:
-        raise ConfigError(f"--{ROUTING_FLAG} on a CPU sees what routers do in plain code alone: add --enforce-eager")
+        raise ConfigError(
+            f"--{ROUTING_FLAG} on a CPU sees what routers do in plain code alone: add "
+            f"--enforce-eager"
+        )
     args.enable_return_routed_experts = False
     _extend_worker(args, f"--{ROUTING_FLAG}")
 
@@ -195,7 +227,8 @@ def _prepare_single_copy(args: Namespace) -> None:
     """Set the flags of single copy, and refuse flags that it excludes."""
     refused = {
         "--nnodes": part.machines(args) > 1,
-        "--pipeline-parallel-size, --data-parallel-size": ranks(args) > int(args.tensor_parallel_size),
+        "--pipeline-parallel-size, --data-parallel-size": ranks(args)
+        > int(args.tensor_parallel_size),
         "--quantization": bool(args.quantization),
         "--enable-sleep-mode": bool(args.enable_sleep_mode),
         "--cpu-offload-gb": bool(getattr(args, "cpu_offload_gb", 0)),
@@ -203,13 +236,17 @@ def _prepare_single_copy(args: Namespace) -> None:
     for what, given in refused.items():
         if given:
             raise ConfigError(
-                f"single copy (VLLM_ENABLE_SHARED_WEIGHTS=1) does not work with {what}: the trainer maps the plain "
-                "weights of each tensor-parallel rank. Drop the flag, or use another weight bridge mode (broadcast, "
+                f"single copy (VLLM_ENABLE_SHARED_WEIGHTS=1) does not work with {what}: the "
+                f"trainer maps the plain "
+                "weights of each tensor-parallel rank. Drop the flag, or use another weight "
+                "bridge mode (broadcast, "
                 "lora_only)"
             )
     _extend_worker(args, "single copy (VLLM_ENABLE_SHARED_WEIGHTS=1)")
     if args.load_format not in reload.SAFETENSORS_FORMATS:
-        raise ConfigError(f"single copy loads safetensors: leave out --load-format {args.load_format}")
+        raise ConfigError(
+            f"single copy loads safetensors: leave out --load-format {args.load_format}"
+        )
     from vllm_server.weights.loaders import FOLDER_FORMAT, SHARED_FORMAT, register_loaders
 
     register_loaders()
@@ -220,14 +257,17 @@ def _prepare_weight_updates(args: Namespace, config: ServerConfig) -> None:
     """Set the flags of a server that receives new weights while it runs."""
     _extend_worker(args, "ATROPOS_WEIGHT_UPDATES=1")
     if args.weight_transfer_config is not None:
-        raise ConfigError("--weight-transfer-config: ATROPOS_WEIGHT_UPDATES=1 sets it; drop the flag")
+        raise ConfigError(
+            "--weight-transfer-config: ATROPOS_WEIGHT_UPDATES=1 sets it; drop the flag"
+        )
     from vllm_server.weights.broadcast_engine import BACKEND, register_engine
 
     register_engine()
     args.weight_transfer_config = {"backend": BACKEND}
     if compat.is_cpu() and args.load_format not in reload.SAFETENSORS_FORMATS:
         raise ConfigError(
-            f"ATROPOS_WEIGHT_UPDATES=1 on the CPU loads safetensors: leave out --load-format {args.load_format}"
+            f"ATROPOS_WEIGHT_UPDATES=1 on the CPU loads safetensors: leave out --load-format "
+            f"{args.load_format}"
         )
     reload.prepare_start(config, args, plain=compat.is_cpu())
 
@@ -243,8 +283,9 @@ async def serve(config: ServerConfig, args: Namespace, *, waits: bool = False) -
     """
 
     def leave(code: int) -> NoReturn:
-        # An exception raised here can land in code that swallows it, and vLLM's start is full of such code. There is
-        # nothing to save yet: end the engine, so that it makes no file after the last look, and go.
+        # An exception raised here can land in code that swallows it, and vLLM's start is full of
+        # such code. There is nothing to save yet: end the engine, so that it makes no file after
+        # the last look, and go.
         for child in multiprocessing.active_children():
             child.kill()
             child.join(1)
@@ -255,7 +296,9 @@ async def serve(config: ServerConfig, args: Namespace, *, waits: bool = False) -
         since = time.monotonic()
         prepare_bridge_dir(config)
         with _taking_the_port(args):
-            return ServerPlace(since, *compat.setup_server(args, reuse_port=ports.is_held(args.port, os.environ)))
+            return ServerPlace(
+                since, *compat.setup_server(args, reuse_port=ports.is_held(args.port, os.environ))
+            )
 
     # vLLM replaces these once it serves.
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -277,8 +320,11 @@ async def serve(config: ServerConfig, args: Namespace, *, waits: bool = False) -
         if not args.uds:  # accept connections; from here on no other process can bind the port
             with _taking_the_port(args):
                 ports.listen(place.sock)
-        shutdown = await compat.serve_http(app, place.sock, args, limited=not app.state.atropos_door.for_everyone)
-        # A dying engine's process may run a little longer; certain is only that this shutdown was not requested.
+        shutdown = await compat.serve_http(
+            app, place.sock, args, limited=not app.state.atropos_door.for_everyone
+        )
+        # A dying engine's process may run a little longer; certain is only that this shutdown was
+        # not requested.
         told = door.ending
     try:
         await shutdown
@@ -293,14 +339,22 @@ async def serve(config: ServerConfig, args: Namespace, *, waits: bool = False) -
 
 def ranks(args: Namespace) -> int:
     """Number of worker processes that hold the model or a part of it."""
-    return int(args.tensor_parallel_size) * int(args.pipeline_parallel_size) * int(args.data_parallel_size)
+    return (
+        int(args.tensor_parallel_size)
+        * int(args.pipeline_parallel_size)
+        * int(args.data_parallel_size)
+    )
 
 
 def _why_not_fork(args: Namespace) -> str | None:
     """Reason against forking the engine from this process; None if forking is safe."""
     cpu = compat.is_cpu()
-    one_process = ranks(args) == 1 and args.distributed_executor_backend in (("uni",) if cpu else ("uni", None))
-    return plugin.why_not_fork(os.environ, cpu=cpu) if one_process else "it starts workers of its own"
+    one_process = ranks(args) == 1 and args.distributed_executor_backend in (
+        ("uni",) if cpu else ("uni", None)
+    )
+    return (
+        plugin.why_not_fork(os.environ, cpu=cpu) if one_process else "it starts workers of its own"
+    )
 
 
 @contextlib.asynccontextmanager
@@ -321,7 +375,9 @@ async def start_engine(args: Namespace, why_not: str | None, sock: Any) -> Async
                 client = compat.build_async_engine_client(args)
             else:
                 plugin.prepare_fork(sock.fileno())
-                client = compat.forked_engine_client(args, lambda: plugin.why_not_fork(os.environ, cpu=compat.is_cpu()))
+                client = compat.forked_engine_client(
+                    args, lambda: plugin.why_not_fork(os.environ, cpu=compat.is_cpu())
+                )
             engine = await stack.enter_async_context(client)
         yield engine
 
@@ -342,20 +398,28 @@ async def build(config: ServerConfig, args: Namespace, engine: Any, address: str
     exported."""
     tasks = await engine.get_supported_tasks()
     if "generate" not in tasks:
-        raise ConfigError(f"--model {args.model} does not generate text (it can {', '.join(tasks)})")
+        raise ConfigError(
+            f"--model {args.model} does not generate text (it can {', '.join(tasks)})"
+        )
     app = compat.build_app(args, tasks, engine.model_config)
     await compat.init_app_state(engine, app.state, args, tasks)
 
     gate = GenerationHold(held=config.hold_generation)
-    bridge = WeightBridge(engine, config=config, gate=gate, model=str(args.model), vllm_version=compat.vllm_version())
+    bridge = WeightBridge(
+        engine, config=config, gate=gate, model=str(args.model), vllm_version=compat.vllm_version()
+    )
     keeper = await record_routing(bridge, args) if args.records_routing else None
     engine.generate = record(engine.generate, bridge.completions, bridge.history, keeper)
     names = args.served_model_name or [args.model]
     adapters = lora.ServedAdapters(bridge, app.state.openai_serving_models, config.run_dir)
     generator = Generator(
-        engine, history=bridge.history, spans=bridge.spans, completions=bridge.completions, model_names=names,
+        engine,
+        history=bridge.history,
+        spans=bridge.spans,
+        completions=bridge.completions,
+        model_names=names,
         adapters=adapters,
-    )  # fmt: skip
+    )
     if config.shared_weights:
         await export_weights(bridge, address)
     if config.sampling == "as_asked":
@@ -381,13 +445,20 @@ async def build(config: ServerConfig, args: Namespace, engine: Any, address: str
     app.state.atropos_sampling = refusals.served_defaults(engine.model_config)
     public = not is_loopback(args.host or "")
     app.state.atropos_door = Access(
-        config.token, allowed_hosts(args.host, config.allowed_hosts), gate, instance_id=config.instance_id,
-        engine_died=lambda: bool(engine.errored), signals=(signal.SIGTERM, signal.SIGINT), load=bridge.load,
-        keys=run_keys(config.token), public=public,
+        config.token,
+        allowed_hosts(args.host, config.allowed_hosts),
+        gate,
+        instance_id=config.instance_id,
+        engine_died=lambda: bool(engine.errored),
+        signals=(signal.SIGTERM, signal.SIGINT),
+        load=bridge.load,
+        keys=run_keys(config.token),
+        public=public,
         open=config.open_generation and not public,
-        # A server that was started by hand at a public address, without a token, has no one to share a key with.
+        # A server that was started by hand at a public address, without a token, has no one to
+        # share a key with.
         for_everyone=public and config.token_generated,
-    )  # fmt: skip
+    )
     slots = engine.vllm_config.scheduler_config.max_num_seqs
     bridge.capacity = measure_capacity(engine, slots)
     ceiling = bridge.capacity.ceiling if bridge.capacity else lambda: None
@@ -398,10 +469,12 @@ async def build(config: ServerConfig, args: Namespace, engine: Any, address: str
 
 
 def measure_capacity(engine: Any, slots: int) -> EngineCapacity | None:
-    """Time the engine's steps from now on; None where vLLM keeps no statistics or guesses tokens ahead: then a step's
-    tokens do not tell its number of sequences."""
+    """Time the engine's steps from now on; None where vLLM keeps no statistics or guesses tokens
+    ahead: then a step's tokens do not tell its number of sequences."""
     capacity = EngineCapacity(slots)
-    if engine.vllm_config.speculative_config is not None or not compat.hear_steps(engine, capacity.step):
+    if engine.vllm_config.speculative_config is not None or not compat.hear_steps(
+        engine, capacity.step
+    ):
         return None
     return capacity
 
@@ -415,7 +488,9 @@ async def record_routing(bridge: WeightBridge, args: Namespace) -> RoutingKeeper
     bridge.routing, engine = RoutingStore(), bridge.engine
     if not compat.is_cpu():
         return RoutingKeeper(bridge.routing, None)
-    if reason := next((each for each in await engine.collective_rpc("atropos_record_routing") if each), None):
+    if reason := next(
+        (each for each in await engine.collective_rpc("atropos_record_routing") if each), None
+    ):
         raise ConfigError(f"--{ROUTING_FLAG} with --model {args.model}: {reason}")
 
     async def ask(token_ids: list[int]) -> Experts | None:
@@ -439,7 +514,9 @@ async def require_safe_graphs(engine: Any, generator: Generator, *, eager: bool)
     what = f"{', '.join(stale)}: this model computes from a copy of these weights"
     if not eager:
         raise UnsafeGraphs(f"{what} with CUDA graphs or compiled code")
-    raise ConfigError(f"{what}, so it cannot run in single copy. Use another weight bridge mode (lora_only, none)")
+    raise ConfigError(
+        f"{what}, so it cannot run in single copy. Use another weight bridge mode (lora_only, none)"
+    )
 
 
 async def why_not_in_place(engine: Any, generator: Generator) -> str | None:
@@ -447,7 +524,9 @@ async def why_not_in_place(engine: Any, generator: Generator) -> str | None:
     a write."""
     if quantization := engine.model_config.quantization:
         return f"its weights are quantized ({quantization})"
-    if reason := next((each for each in await engine.collective_rpc("atropos_why_not_in_place") if each), None):
+    if reason := next(
+        (each for each in await engine.collective_rpc("atropos_why_not_in_place") if each), None
+    ):
         return str(reason)
     stale = await stale_kinds(engine, generator)
     return f"it computes from a copy of {', '.join(stale)}" if stale else None
@@ -467,7 +546,8 @@ async def export_weights(bridge: WeightBridge, address: str) -> None:
     shards = {rank: Shard.model_validate(each) for rank, each in enumerate(described)}
     if names := left_out(shards):
         raise ConfigError(
-            f"--model {bridge.model}: {len(names)} tensors of the checkpoint do not lie whole in vLLM's parameters, "
+            f"--model {bridge.model}: {len(names)} tensors of the checkpoint do not lie "
+            f"whole in vLLM's parameters, "
             f"such as {names[0]}. {ANOTHER_MODE}"
         )
     model = bridge.engine.model_config
@@ -475,7 +555,9 @@ async def export_weights(bridge: WeightBridge, address: str) -> None:
     bridge.manifest = Manifest(
         model=bridge.model,
         architecture=str((model.hf_config.architectures or ["unknown"])[0]),
-        config=json.loads(local.read_text() if local.is_file() else model.hf_config.to_json_string()),
+        config=json.loads(
+            local.read_text() if local.is_file() else model.hf_config.to_json_string()
+        ),
         instance_id=bridge.config.instance_id,
         server_pid=os.getpid(),
         server_create_time=psutil.Process().create_time(),
@@ -486,7 +568,9 @@ async def export_weights(bridge: WeightBridge, address: str) -> None:
     )
     path = bridge.config.manifest_path
     write_manifest(bridge.manifest, path)
-    logger.info("Exported %d params of %d ranks to %s", len(shards[0].param_mappings), len(shards), path)
+    logger.info(
+        "Exported %d params of %d ranks to %s", len(shards[0].param_mappings), len(shards), path
+    )
 
 
 def prepare_bridge_dir(config: ServerConfig) -> None:
@@ -506,13 +590,18 @@ def prepare_bridge_dir(config: ServerConfig) -> None:
             write_private(config.token_path, config.token)
             logger.info("control routes ask for a token; it is in %s", config.token_path)
     except OSError as error:
-        raise ConfigError(f"the bridge directory {config.bridge_dir} cannot be used ({error.strerror})") from None
+        raise ConfigError(
+            f"the bridge directory {config.bridge_dir} cannot be used ({error.strerror})"
+        ) from None
 
 
 def clean_up(config: ServerConfig) -> None:
     """Remove the weight files, the manifest that names them, and the temporary folder."""
     if config.shared_weights:
-        for path in [config.shm_path, *config.shm_path.parent.glob(f"{config.shm_path.name}.[0-9]*")]:
+        for path in [
+            config.shm_path,
+            *config.shm_path.parent.glob(f"{config.shm_path.name}.[0-9]*"),
+        ]:
             path.unlink(missing_ok=True)
         _remove_counters(config.manifest_path)
         config.manifest_path.unlink(missing_ok=True)
@@ -527,10 +616,21 @@ def _remove_counters(manifest: Path) -> None:
     """
     with contextlib.suppress(ManifestError):
         ranks = read_manifest(manifest).ranks.values()
-        handles = [entry.ipc_handle for rank in ranks for entry in rank.param_mappings.values() if entry.ipc_handle]
-        names = {base64.b64decode(handle.ref_counter_handle).decode(errors="replace") for handle in handles}
+        handles = [
+            entry.ipc_handle
+            for rank in ranks
+            for entry in rank.param_mappings.values()
+            if entry.ipc_handle
+        ]
+        names = {
+            base64.b64decode(handle.ref_counter_handle).decode(errors="replace")
+            for handle in handles
+        }
         for name in filter(None, map(TORCH_COUNTER.fullmatch, names)):
             pid = int(name[1])
             if not psutil.pid_exists(pid):
-                for path in [SHARED_MEMORY / name[0][1:], *SHARED_MEMORY.glob(f"cuda.shm.{os.getuid()}.{pid:x}.*")]:
+                for path in [
+                    SHARED_MEMORY / name[0][1:],
+                    *SHARED_MEMORY.glob(f"cuda.shm.{os.getuid()}.{pid:x}.*"),
+                ]:
                     path.unlink(missing_ok=True)

@@ -59,10 +59,21 @@ Kind = Literal["open", "generation", "control"]
 
 _OPEN = frozenset(
     {
-        "/health", "/health_generate", "/ping", "/version", "/load", "/metrics", "/v1/models", "/tokenize",
-        "/detokenize", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json",
+        "/health",
+        "/health_generate",
+        "/ping",
+        "/version",
+        "/load",
+        "/metrics",
+        "/v1/models",
+        "/tokenize",
+        "/detokenize",
+        "/docs",
+        "/docs/oauth2-redirect",
+        "/redoc",
+        "/openapi.json",
     }
-)  # fmt: skip
+)
 _HEALTH = frozenset({"/health", "/health_generate", "/ping", "/version"})
 """Health routes: the supervisor polls them without a key, because another process may hold the
 port."""
@@ -70,10 +81,16 @@ _COSTLY = frozenset({"/health_generate", "/tokenize", "/detokenize"})
 """Open routes that take the engine's or the API server's time, as generation does."""
 _GENERATION = frozenset(
     {
-        "/generate", "/invocations", "/inference/v1/generate", "/generative_scoring", "/pooling", "/classify", "/score",
+        "/generate",
+        "/invocations",
+        "/inference/v1/generate",
+        "/generative_scoring",
+        "/pooling",
+        "/classify",
+        "/score",
         "/rerank",
     }
-)  # fmt: skip
+)
 
 
 def path_kind(path: str) -> Kind:
@@ -153,28 +170,41 @@ class LoadMetrics:
     """Prometheus collector of the server's own counts."""
 
     def __init__(
-        self, load: ServerLoad, slots: int, version: Callable[[], int | None], capacity: Callable[[], float | None]
+        self,
+        load: ServerLoad,
+        slots: int,
+        version: Callable[[], int | None],
+        capacity: Callable[[], float | None],
     ) -> None:
         """Args:
         slots: vLLM's --max-num-seqs, the number of sequences that the engine computes at a time.
         version: returns the weight version, None before the first.
-        capacity: returns the tokens a second that the engine can make, None while that is not known."""
+        capacity: returns the tokens a second that the engine can make, None while that is not
+        known."""
         self._load, self._slots, self._version, self._capacity = load, slots, version, capacity
 
     def collect(self) -> Iterator[Metric]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        yield CounterMetricFamily(METRIC_IDLE_S, "Seconds without a request for completions.", self._load.idle_s)
+        yield CounterMetricFamily(
+            METRIC_IDLE_S, "Seconds without a request for completions.", self._load.idle_s
+        )
         yield CounterMetricFamily(METRIC_REQUESTS, "Requests for completions.", self._load.requests)
-        yield GaugeMetricFamily(METRIC_SLOTS, "Sequences that are computed at a time, at most.", self._slots)
+        yield GaugeMetricFamily(
+            METRIC_SLOTS, "Sequences that are computed at a time, at most.", self._slots
+        )
         if (capacity := self._capacity()) is not None:
-            yield GaugeMetricFamily(METRIC_CAPACITY, "Tokens a second that the engine can make, at most.", capacity)
+            yield GaugeMetricFamily(
+                METRIC_CAPACITY, "Tokens a second that the engine can make, at most.", capacity
+            )
         if (version := self._version()) is not None:
             yield GaugeMetricFamily(METRIC_VERSION, "Version of the weights that answer.", version)
 
 
 ENDING = "this server is ending: it was told to stop, and takes no new work"
-ENGINE_DIED = "the engine of this server has died, and the server ends with it; its log has the cause"
+ENGINE_DIED = (
+    "the engine of this server has died, and the server ends with it; its log has the cause"
+)
 
 
 @dataclass
@@ -194,7 +224,8 @@ class Access:
     """Bytes of the bodies that wait for the hold now."""
     room: Room = field(default_factory=lambda: Room(MAX_HELD))
     foreign_room: Room = field(default_factory=lambda: Room(MAX_FOREIGN))
-    """For bodies over connections that are not the run's own, so that those leave its own bodies their room."""
+    """For bodies over connections that are not the run's own, so that those leave its own bodies
+    their room."""
     signals: tuple[signal.Signals, ...] = ()
     """Signals that end this process; empty once `watch_signals` has installed the handlers."""
     load: ServerLoad = field(default_factory=ServerLoad)
@@ -256,7 +287,12 @@ class AuthMiddleware:
             await self._request(door, connection, scope, receive, send)
 
     async def _request(
-        self, door: Access, connection: Connection | None, scope: Scope, receive: Receive, send: Send
+        self,
+        door: Access,
+        connection: Connection | None,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
     ) -> None:
         headers = Headers(scope=scope)
         kind = path_kind(route_path(scope))
@@ -300,7 +336,9 @@ class AuthMiddleware:
         release = asyncio.ensure_future(door.gate.wait())
         listen = asyncio.ensure_future(_collect(receive, body, door))
         try:
-            await asyncio.wait({release, listen}, timeout=door.hold_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                {release, listen}, timeout=door.hold_timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
             released = release.done()
             gone = listen.done() and not released
             full = gone and not listen.result()
@@ -357,11 +395,15 @@ def _refusal(
         own: its connection is the run's own, or it carries a key.
     """
     path = route_path(scope)
-    if misnamed := host_refusal(headers.get("host"), door.hosts) or page_refusal(headers, door.hosts):
+    if misnamed := host_refusal(headers.get("host"), door.hosts) or page_refusal(
+        headers, door.hosts
+    ):
         return error_response(*misnamed)
     if kind == "control" and not trusted:
         return error_response(
-            403, f"{path} is a control route (or unknown): send the run's token in the header {TOKEN_HEADER}"
+            403,
+            f"{path} is a control route (or unknown): send the run's token in the header "
+            f"{TOKEN_HEADER}",
         )
     if not own and door.needs_key(kind, path):
         return error_response(*(key_refusal("vLLM") if door.public else (401, OTHER_USER)))
@@ -373,8 +415,10 @@ def _refusal(
 
 
 OTHER_USER = (
-    "this engine answers processes of its own user. Send the run's key as `Authorization: Bearer KEY`, or let other "
-    f"users in: [vllm] open = true in the profile, or {ENV_OPEN_GENERATION}=1 in the server's environment"
+    "this engine answers processes of its own user. Send the run's key as `Authorization: "
+    "Bearer KEY`, or let other "
+    f"users in: [vllm] open = true in the profile, or {ENV_OPEN_GENERATION}=1 in the "
+    f"server's environment"
 )
 
 
@@ -382,7 +426,9 @@ def _check_server(headers: Headers, door: Access) -> JSONResponse | None:
     """Refuse requests that came after SIGTERM, or that name another server instance."""
     meant = headers.get(INSTANCE_HEADER)
     if meant is not None and meant != door.instance_id:
-        return error_response(GONE_STATUS, f"server {meant} is gone; this is {door.instance_id} in its place")
+        return error_response(
+            GONE_STATUS, f"server {meant} is gone; this is {door.instance_id} in its place"
+        )
     return error_response(GONE_STATUS, ENDING) if door.ending else None
 
 
@@ -405,7 +451,7 @@ def _size(messages: list[Message]) -> int:
 def route_path(scope: Scope) -> str:
     """Path as the routes see it: without the root path of a proxy."""
     path, root = scope["path"], scope.get("root_path", "")
-    return path[len(root):] or "/" if root and path.startswith(root + "/") else path  # fmt: skip
+    return path[len(root) :] or "/" if root and path.startswith(root + "/") else path
 
 
 def error_response(status: int, reason: str) -> JSONResponse:

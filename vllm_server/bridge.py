@@ -49,7 +49,10 @@ PROBE_TIMEOUT_S = 10.0
 ASLEEP = "the engine sleeps: POST /bridge/wake_up first"
 
 
-NOT_THE_HOLDER = "another trainer paused generation, and its weights may be half-written: POST /bridge/pause takes over"
+NOT_THE_HOLDER = (
+    "another trainer paused generation, and its weights may be half-written: POST /bridge/pause "
+    "takes over"
+)
 
 
 class NotDone(ValueError):
@@ -78,7 +81,9 @@ async def answered(action: Coroutine[Any, Any, Any]) -> Any:
         return error_response(503, f"{type(error).__name__}: {error}")
 
 
-def folder_of_run(path: str, root: Path | None, what: str, refusal: type[NotDone] = NotDone) -> Path:
+def folder_of_run(
+    path: str, root: Path | None, what: str, refusal: type[NotDone] = NotDone
+) -> Path:
     """Resolve `path`, the folder of `what`; it has to lie below `root`, the run directory, if that
     is given.
 
@@ -91,7 +96,9 @@ def folder_of_run(path: str, root: Path | None, what: str, refusal: type[NotDone
     except (OSError, ValueError) as error:  # ValueError: a name that the kernel refuses
         raise refusal(f"{path!r} is no path: {error}") from None
     if root is not None and not folder.is_relative_to(root.resolve()):
-        raise refusal(f"{path} lies outside {root}: {what} are loaded from the run's directory only")
+        raise refusal(
+            f"{path} lies outside {root}: {what} are loaded from the run's directory only"
+        )
     if not there:
         raise refusal(f"{path} is not a folder")
     return folder
@@ -109,7 +116,13 @@ class WeightBridge:
     """Pause state and weight version of the engine. One lock orders all changes."""
 
     def __init__(
-        self, engine: Any, *, config: ServerConfig, gate: GenerationHold, model: str, vllm_version: str
+        self,
+        engine: Any,
+        *,
+        config: ServerConfig,
+        gate: GenerationHold,
+        model: str,
+        vllm_version: str,
     ) -> None:
         self.engine = engine
         self.config = config
@@ -179,7 +192,11 @@ class WeightBridge:
 
     async def freeze(self, request: PauseRequest) -> None:
         """Do the work of `pause`; the caller holds the lock."""
-        lease: dict[str, Any] = {"lease_s": request.lease_s, "dirty": request.dirty, "holder": request.holder}
+        lease: dict[str, Any] = {
+            "lease_s": request.lease_s,
+            "dirty": request.dirty,
+            "holder": request.holder,
+        }
         try:
             self.state.pause(**lease, now=time.monotonic())
         except ValueError as error:
@@ -191,24 +208,34 @@ class WeightBridge:
             self.state.pause(**lease, now=time.monotonic())
         self._arm_lease(request.lease_s)
 
-    async def freeze_to_write(self, request: LoadWeightsRequest | TransferUpdate, limit_s: float) -> None:
+    async def freeze_to_write(
+        self, request: LoadWeightsRequest | TransferUpdate, limit_s: float
+    ) -> None:
         """Freeze the engine for a write of at most `limit_s` seconds; the caller holds the lock.
 
         The lease only covers a stuck server: a write that fails reports that itself.
         """
         lease_s = min(request.wait_s + 2 * limit_s, MAX_LEASE_S)
-        await self.freeze(PauseRequest(lease_s=lease_s, dirty=True, in_flight=request.in_flight, wait_s=request.wait_s))
+        await self.freeze(
+            PauseRequest(
+                lease_s=lease_s, dirty=True, in_flight=request.in_flight, wait_s=request.wait_s
+            )
+        )
 
     async def _stop_generating(self, request: PauseRequest) -> None:
         """Return once the engine makes no more tokens."""
         waiting = None
         if request.in_flight == "wait":
-            waiting = asyncio.ensure_future(self.engine.pause_generation(mode="wait", clear_cache=True))
+            waiting = asyncio.ensure_future(
+                self.engine.pause_generation(mode="wait", clear_cache=True)
+            )
             await asyncio.wait({waiting}, timeout=request.wait_s)
             if waiting.done():
                 await waiting
                 return
-            logger.warning("requests in flight did not end within %g s: the rest is frozen", request.wait_s)
+            logger.warning(
+                "requests in flight did not end within %g s: the rest is frozen", request.wait_s
+            )
         mode = "abort" if request.in_flight == "recompute" else "keep"
         await self.engine.pause_generation(mode=mode, clear_cache=True)
         if waiting is not None:
@@ -237,7 +264,8 @@ class WeightBridge:
             if not self.state.paused:
                 await self.freeze(PauseRequest(dirty=True))
             await self.reset_prefix_cache()
-            # The engine makes no token between here and its resume, so this moment separates the versions exactly.
+            # The engine makes no token between here and its resume, so this moment separates the
+            # versions exactly.
             await self.declare(request.weight_version)
             return self.info()
 
@@ -262,7 +290,8 @@ class WeightBridge:
         tokens."""
         if not await self.engine.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError(
-                "vLLM could not reset its prefix cache, so old keys and values would mix with new weights"
+                "vLLM could not reset its prefix cache, so old keys and values would mix "
+                "with new weights"
             )
 
     def stamp(self) -> None:
@@ -272,7 +301,9 @@ class WeightBridge:
         try:
             write_private(self.config.state_path, json.dumps(told))
         except OSError as error:
-            logger.warning("cannot write %s (%s); it is left out", self.config.state_path, error.strerror)
+            logger.warning(
+                "cannot write %s (%s); it is left out", self.config.state_path, error.strerror
+            )
             with contextlib.suppress(OSError):
                 self.config.state_path.unlink(missing_ok=True)
 
@@ -306,7 +337,9 @@ class WeightBridge:
     def _arm_lease(self, lease_s: float) -> None:
         self._disarm_lease()
         # Slightly late, so that the lease has certainly expired when the check runs.
-        self._lease = asyncio.get_running_loop().call_later(lease_s + 0.01, lambda: self.spawn(self._expire()))
+        self._lease = asyncio.get_running_loop().call_later(
+            lease_s + 0.01, lambda: self.spawn(self._expire())
+        )
 
     def _disarm_lease(self) -> None:
         if self._lease is not None:
@@ -323,7 +356,9 @@ class WeightBridge:
         async with self.lock:
             expiry = self.state.expire(time.monotonic())
             if expiry == "resume":
-                logger.warning("the pause's lease is over and no weights were touched: resuming by itself")
+                logger.warning(
+                    "the pause's lease is over and no weights were touched: resuming by itself"
+                )
                 try:
                     await self.reset_prefix_cache()
                     await self._go_on()
@@ -340,10 +375,16 @@ class WeightBridge:
         probe = asyncio.ensure_future(generator.probe())
         deadline = time.monotonic() + PROBE_TIMEOUT_S
         try:
-            while not probe.done() and time.monotonic() < deadline and not (self.state.paused or self.sleeping):
+            while (
+                not probe.done()
+                and time.monotonic() < deadline
+                and not (self.state.paused or self.sleeping)
+            ):
                 await asyncio.wait({probe}, timeout=0.1)
             if not probe.done() and (self.state.paused or self.sleeping):
-                return JSONResponse({"paused": self.state.paused, "sleeping": self.sleeping, **self._short()})
+                return JSONResponse(
+                    {"paused": self.state.paused, "sleeping": self.sleeping, **self._short()}
+                )
             if not probe.done():
                 return error_response(503, f"no token within {PROBE_TIMEOUT_S:.0f} s")
             return JSONResponse({"paused": False, "tokens": probe.result(), **self._short()})
@@ -381,7 +422,9 @@ def _add_sleeping(router: APIRouter, bridge: WeightBridge, *, sleep_mode: bool) 
     async def sleep(request: SleepRequest | None = None) -> Any:
         if not sleep_mode:
             return error_response(
-                501, "the engine cannot sleep: that needs a GPU, --enable-sleep-mode, and weights that are not shared"
+                501,
+                "the engine cannot sleep: that needs a GPU, --enable-sleep-mode, and weights "
+                "that are not shared",
             )
         return await answered(bridge.sleep((request or SleepRequest()).level))
 
@@ -396,7 +439,9 @@ def _add_sleeping(router: APIRouter, bridge: WeightBridge, *, sleep_mode: bool) 
         return {"sleeping": bridge.sleeping}
 
 
-def make_router(bridge: WeightBridge, generator: Generator, app: FastAPI, *, sleep_mode: bool) -> APIRouter:
+def make_router(
+    bridge: WeightBridge, generator: Generator, app: FastAPI, *, sleep_mode: bool
+) -> APIRouter:
     """All `/bridge` routes and `/health_generate`.
 
     Args:
@@ -425,14 +470,20 @@ def make_router(bridge: WeightBridge, generator: Generator, app: FastAPI, *, sle
     @router.post("/bridge/logprobs")
     async def logprobs(request: LogprobsRequest) -> LogprobsResponse:
         pairs = zip(request.prompts, request.completions, strict=False)
-        return LogprobsResponse(found=[bridge.completions.look_up(prompt, ids) for prompt, ids in pairs])
+        return LogprobsResponse(
+            found=[bridge.completions.look_up(prompt, ids) for prompt, ids in pairs]
+        )
 
     @router.post("/bridge/routing")
     async def routing(request: RoutingRequest) -> Any:
         if bridge.routing is None:
-            return error_response(400, f"this server records no experts: start it with --{ROUTING_FLAG}")
+            return error_response(
+                400, f"this server records no experts: start it with --{ROUTING_FLAG}"
+            )
         # Encode these megabytes in a thread, not in the loop that streams tokens.
-        found = await asyncio.to_thread(lambda store: store.answer(request).model_dump_json(), bridge.routing)
+        found = await asyncio.to_thread(
+            lambda store: store.answer(request).model_dump_json(), bridge.routing
+        )
         return Response(found, media_type="application/json")
 
     @router.get("/bridge/state_dict_info")
@@ -468,7 +519,9 @@ def describe_parameters(bridge: WeightBridge) -> dict[str, Any]:
         "dtype": str(bridge.engine.model_config.dtype).removeprefix("torch."),
         "shared_weights_enabled": bridge.manifest is not None,
         "manifest": bridge.info().manifest,
-        "parameters": {name: {"shape": entry.shape, "dtype": entry.dtype} for name, entry in parameters.items()},
+        "parameters": {
+            name: {"shape": entry.shape, "dtype": entry.dtype} for name, entry in parameters.items()
+        },
         "aliases": {} if bridge.manifest is None else bridge.manifest.ranks[0].aliases,
     }
 

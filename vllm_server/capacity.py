@@ -1,8 +1,9 @@
 """Most tokens a second that an engine can make, learned from its own steps while it works.
 
-A step of n sequences takes about `a + b * n` seconds: a part that every step costs, and a part for each sequence. The
-curve is fitted to the steps that the engine makes, by their number of sequences, and read at as many sequences as fit:
-`--max-num-seqs`, or fewer where the KV cache holds fewer. docs/telemetry.md says when that is not known.
+A step of n sequences takes about `a + b * n` seconds: a part that every step costs, and a part for
+each sequence. The curve is fitted to the steps that the engine makes, by their number of sequences,
+and read at as many sequences as fit: `--max-num-seqs`, or fewer where the KV cache holds fewer.
+docs/telemetry.md says when that is not known.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 STEPS, SAMPLE_S = 8, 0.5
-"""Least number and seconds of the steps in one sample: a busy server gets many steps at once, then none for a while."""
+"""Least number and seconds of the steps in one sample: a busy server gets many steps at once, then
+none for a while."""
 SAMPLES_KEPT = 32
 """Newest samples of each number of sequences."""
 SAMPLES_NEEDED = 3
@@ -29,7 +31,8 @@ MOST_EXTRAPOLATED = 32.0
 CONTRAST = 4.0
 """Most by fewest sequences seen, below which no curve is fitted."""
 LEAST_GROWTH = 0.25
-"""Share of a step's time that its sequences cost, below which their cost is not known well enough."""
+"""Share of a step's time that its sequences cost, below which their cost is not known well
+enough."""
 
 
 @dataclass
@@ -53,7 +56,9 @@ class _Bin:
         """A fast sample; None while there are few."""
         if len(self.samples) < SAMPLES_NEEDED:
             return None
-        return sorted(self.samples, key=lambda sample: sample[1] / sample[0])[int(FASTEST * len(self.samples))]
+        return sorted(self.samples, key=lambda sample: sample[1] / sample[0])[
+            int(FASTEST * len(self.samples))
+        ]
 
 
 class StepCurve:
@@ -64,7 +69,8 @@ class StepCurve:
         self._slots = slots
         self._bins: dict[int, _Bin] = {}
         self._kv_share = 0.0
-        """Share of the KV cache that one sequence takes, a moving average; 0 while it is not known."""
+        """Share of the KV cache that one sequence takes, a moving average; 0 while it is not
+        known."""
 
     def add(self, sequences: int, seconds: float) -> None:
         """Count one step."""
@@ -84,7 +90,9 @@ class StepCurve:
 
     def ceiling(self) -> float | None:
         """Tokens a second at `most` sequences; None while too little was seen."""
-        points = sorted(point for each in self._bins.values() if (point := each.point()) is not None)
+        points = sorted(
+            point for each in self._bins.values() if (point := each.point()) is not None
+        )
         if not points:
             return None
         fewest, highest, most = points[0][0], points[-1][0], self.most
@@ -100,13 +108,17 @@ class StepCurve:
 
 
 def _line(points: list[tuple[float, float]]) -> tuple[float, float]:
-    """Seconds of a step, and of each sequence in it: the least squares of relative errors, neither below 0."""
+    """Seconds of a step, and of each sequence in it: the least squares of relative errors, neither
+    below 0."""
     weights = [1.0 / seconds**2 for _, seconds in points]
     total = sum(weights)
     mean_n = sum(w * n for w, (n, _) in zip(weights, points, strict=True)) / total
     mean_s = sum(w * s for w, (_, s) in zip(weights, points, strict=True)) / total
     spread = sum(w * (n - mean_n) ** 2 for w, (n, _) in zip(weights, points, strict=True))
-    slope = sum(w * (n - mean_n) * (s - mean_s) for w, (n, s) in zip(weights, points, strict=True)) / spread
+    slope = (
+        sum(w * (n - mean_n) * (s - mean_s) for w, (n, s) in zip(weights, points, strict=True))
+        / spread
+    )
     slope = min(max(slope, 0.0), mean_s / mean_n)
     return mean_s - slope * mean_n, slope
 
@@ -140,7 +152,8 @@ class EngineCapacity:
         """Tokens since the server began."""
 
     def step(self, step: Step) -> None:
-        """Count one step. The first after a time without work is not timed: nobody knows when it began."""
+        """Count one step. The first after a time without work is not timed: nobody knows when it
+        began."""
         now, before = self._clock(), self._ended.get(step.engine)
         self.generated += step.tokens
         if step.running and step.kv_use:
@@ -150,6 +163,7 @@ class EngineCapacity:
         self._ended[step.engine] = None if step.running == 0 and not step.waiting else now
 
     def ceiling(self) -> float | None:
-        """Tokens a second that the engines of this server can make; None while that is not known."""
+        """Tokens a second that the engines of this server can make; None while that is not
+        known."""
         one = self._curve.ceiling()
         return None if one is None else one * max(1, len(self._ended))

@@ -33,10 +33,16 @@ _PLACES: dict[str, tuple[str, ...]] = {
         "vllm.entrypoints.openai.api_server",
     ),
     "build_app": ("vllm.entrypoints.launchers.app", "vllm.entrypoints.openai.api_server"),
-    "init_app_state": ("vllm.entrypoints.launchers.api_server.app_state", "vllm.entrypoints.openai.api_server"),
+    "init_app_state": (
+        "vllm.entrypoints.launchers.api_server.app_state",
+        "vllm.entrypoints.openai.api_server",
+    ),
     "serve_http": ("vllm.entrypoints.launchers.launcher", "vllm.entrypoints.launcher"),
     "make_arg_parser": ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args"),
-    "validate_parsed_serve_args": ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args"),
+    "validate_parsed_serve_args": (
+        "vllm.entrypoints.launchers.cli_args",
+        "vllm.entrypoints.openai.cli_args",
+    ),
     "get_uvicorn_log_config": (
         "vllm.entrypoints.launchers.utils.server_utils",
         "vllm.entrypoints.serve.utils.server_utils",
@@ -71,7 +77,12 @@ class _StepLogger:
         self._hear = hear
 
     def record(
-        self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0, **_: Any
+        self,
+        scheduler_stats: Any,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+        **_: Any,
     ) -> None:
         if iteration_stats is None:
             return
@@ -93,7 +104,8 @@ class _StepLogger:
 
 
 def hear_steps(engine: Any, hear: Callable[[Step], None]) -> bool:
-    """Call `hear` with every step of the engine from now on; False where vLLM keeps no statistics."""
+    """Call `hear` with every step of the engine from now on; False where vLLM keeps no
+    statistics."""
     loggers = getattr(getattr(engine, "logger_manager", None), "stat_loggers", None)
     if not isinstance(loggers, list):
         return False
@@ -115,7 +127,8 @@ def _find(name: str) -> Any:
             if hasattr(module, name):
                 return getattr(module, name)
     raise ImportError(
-        f"vLLM {vllm_version()} has no {name} in {' or '.join(_PLACES[name])}; supported releases are 0.26 to 0.32"
+        f"vLLM {vllm_version()} has no {name} in {' or '.join(_PLACES[name])}; supported "
+        f"releases are 0.26 to 0.32"
     )
 
 
@@ -203,20 +216,25 @@ def starting(what: str) -> Iterator[None]:
         reason = " ".join(str(error).split())[:400]
         if isinstance(error, ValueError | OSError):
             raise ConfigError(f"vLLM refuses this configuration: {reason}") from None
-        raise EngineStartError(f"{what} did not start: {reason} (its log lines are above)") from error
+        raise EngineStartError(
+            f"{what} did not start: {reason} (its log lines are above)"
+        ) from error
 
 
 async def serve_http(app: Any, sock: Any, args: Namespace, *, limited: bool) -> Awaitable[None]:
-    """Serve `app` on `sock` as vLLM's own server would, until SIGTERM; await the result after the engine's end.
+    """Serve `app` on `sock` as vLLM's own server would, until SIGTERM; await the result after the
+    engine's end.
 
     Args:
-        limited: apply `ConnectionLimits`, which also tell the app whose connection a request came over.
+        limited: apply `ConnectionLimits`, which also tell the app whose connection a request came
+        over.
     """
     from vllm import envs
 
     from atropos_common.connections import ConnectionLimits
 
-    # Requests whose engine is gone never end: without a limit the server would wait for them until it is killed.
+    # Requests whose engine is gone never end: without a limit the server would wait for them until
+    # it is killed.
     options: dict[str, Any] = {"timeout_graceful_shutdown": CONNECTIONS_CLOSE_S}
     if limited:
         options["http"] = ConnectionLimits().protocol()
@@ -268,7 +286,9 @@ def forked_engine_client(
                 os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
             return config
 
-    return _find("build_async_engine_client_from_engine_args")(ForkingEngineArgs.from_cli_args(args))
+    return _find("build_async_engine_client_from_engine_args")(
+        ForkingEngineArgs.from_cli_args(args)
+    )
 
 
 def executor_of_part(args: Namespace) -> Any:

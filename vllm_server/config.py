@@ -155,7 +155,8 @@ class ServerConfig:
         shm_name = env.get(ENV_SHM_NAME) or f"atropos-{instance_id}"
         if not is_safe_name(shm_name):
             raise ConfigError(
-                f"{ENV_SHM_NAME}={shm_name!r}: a plain file name is needed (letters, digits, dot, dash, underscore)"
+                f"{ENV_SHM_NAME}={shm_name!r}: a plain file name is needed (letters, digits, "
+                f"dot, dash, underscore)"
             )
         temporary = scratch_below(env, f"atropos-vllm-{instance_id}")[0]
         if manifest_path is None:
@@ -191,7 +192,8 @@ def require_own_folder(folder: Path) -> None:
     info = folder.stat()
     if info.st_uid != os.getuid() or info.st_mode & 0o022:
         raise ConfigError(
-            f"others may write into {folder}: take a folder of this user alone ({ENV_LOGDIR}=$(mktemp -d)), or, if it "
+            f"others may write into {folder}: take a folder of this user alone "
+            f"({ENV_LOGDIR}=$(mktemp -d)), or, if it "
             f"is yours, chmod go-w {folder}"
         )
 
@@ -210,7 +212,8 @@ def take_temporary_folder(config: ServerConfig, env: os._Environ[str]) -> None:
         config.temporary.mkdir(mode=0o700)
     except OSError as error:
         raise ConfigError(
-            f"{config.temporary.parent} takes no temporary folder ({error.strerror}): set TMPDIR to one that does"
+            f"{config.temporary.parent} takes no temporary folder ({error.strerror}): set "
+            f"TMPDIR to one that does"
         ) from None
     if len(os.fsencode(config.temporary)) <= LONGEST_TEMPORARY:
         env.update(scratch_below(env, config.temporary.name)[1])
@@ -230,7 +233,9 @@ def _sampling(env: Mapping[str, str]) -> SamplingPolicy:
     for policy in get_args(SamplingPolicy):
         if named == policy:
             return policy  # type: ignore[no-any-return]
-    raise ConfigError(f"{ENV_SAMPLING}={named!r}: it is one of {', '.join(get_args(SamplingPolicy))}")
+    raise ConfigError(
+        f"{ENV_SAMPLING}={named!r}: it is one of {', '.join(get_args(SamplingPolicy))}"
+    )
 
 
 def prepare_network(env: dict[str, str] | os._Environ[str]) -> None:
@@ -275,23 +280,25 @@ def prepare_environment(env: dict[str, str] | os._Environ[str], *, cpu: bool) ->
         env["VLLM_PLUGINS"] = ",".join([*filter(None, plugins.split(",")), PLUGIN_NAME])
         notes.append(f"VLLM_PLUGINS: {PLUGIN_NAME} added, the bridge needs it")
     if sys.flags.safe_path:
-        # vLLM starts helpers by `python -m`, which would look for its modules in the working directory first.
+        # vLLM starts helpers by `python -m`, which would look for its modules in the working
+        # directory first.
         env.setdefault("PYTHONSAFEPATH", "1")
     if _sampling(env) != "as_asked":
-        # Calls of tools that say `strict`, and some models' always, would be written under a grammar. That changes the
-        # distribution, and no option of a request shows it.
+        # Calls of tools that say `strict`, and some models' always, would be written under a
+        # grammar. That changes the distribution, and no option of a request shows it.
         env.setdefault("VLLM_ENFORCE_STRICT_TOOL_CALLING", "0")
     # A training stack sends no usage statistics.
     env.setdefault("VLLM_NO_USAGE_STATS", "1")
-    # The client should close an idle connection. Our clients do so after 2 s, an environment's aiohttp after
-    # 15 s. vLLM's default of 5 s would close it under a request that is on its way.
+    # The client should close an idle connection. Our clients do so after 2 s, an environment's
+    # aiohttp after 15 s. vLLM's default of 5 s would close it under a request that is on its way.
     env.setdefault("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "75")
     if cpu:
         # Otherwise the first request with logprobs compiles a kernel for about 12 s.
         env.setdefault("TORCHDYNAMO_DISABLE", "1")
     else:
-        # Unset, torch chooses: one folder for a start that compiles, another for one that finds its compiled code. The
-        # kernels of LoRA and of the sampler are then compiled twice, half a minute each time.
+        # Unset, torch chooses: one folder for a start that compiles, another for one that finds its
+        # compiled code. The kernels of LoRA and of the sampler are then compiled twice, half a
+        # minute each time.
         env.setdefault("TRITON_CACHE_DIR", str(_vllm_cache(env) / "triton"))
     return notes
 
@@ -318,7 +325,8 @@ def _manifest_path(env: Mapping[str, str]) -> Path | None:
         path = Path(value).absolute()
         if path.is_dir():
             raise ConfigError(
-                f"{ENV_BRIDGE_CONFIG_PATH}={value} is a directory; name a file in it, or use {ENV_LOGDIR}"
+                f"{ENV_BRIDGE_CONFIG_PATH}={value} is a directory; name a file in it, or use "
+                f"{ENV_LOGDIR}"
             )
         return path
     if value := env.get(ENV_LOGDIR):

@@ -125,7 +125,9 @@ def parse_body(raw: bytes) -> GenerateRequest:
         raise RequestError(f"the body is not JSON: {error}") from None
 
 
-def under_policy(request: GenerateRequest, sampling: SamplingPolicy) -> tuple[GenerateRequest, list[str]]:
+def under_policy(
+    request: GenerateRequest, sampling: SamplingPolicy
+) -> tuple[GenerateRequest, list[str]]:
     """Apply the sampling policy.
 
     Returns:
@@ -139,11 +141,14 @@ def under_policy(request: GenerateRequest, sampling: SamplingPolicy) -> tuple[Ge
         return request, []
     if sampling == "refuse":
         raise RequestError(
-            f"{', '.join(leaking)}: {refusals.WHY}. {refusals.instead(leaking)}, or, for an answer that is not "
+            f"{', '.join(leaking)}: {refusals.WHY}. {refusals.instead(leaking)}, or, for an "
+            f"answer that is not "
             'trained on, send "for_training": false'
         )
     fields = GenerateRequest.model_fields
-    return request.model_copy(update={name: fields[name].default for name in refusals.names_of(leaking)}), leaking
+    return request.model_copy(
+        update={name: fields[name].default for name in refusals.names_of(leaking)}
+    ), leaking
 
 
 def sampling_options(body: GenerateRequest, index: int) -> dict[str, Any]:
@@ -177,20 +182,33 @@ def finite_logprob(value: float) -> float:
 def position_logprobs(sampled: int | None, candidates: dict[int, Any]) -> dict[str, float]:
     """One position as `{token id: logprob}`, the sampled token first: the client reads the first
     key."""
-    order = ([] if sampled is None else [sampled]) + [token for token in candidates if token != sampled]
+    order = ([] if sampled is None else [sampled]) + [
+        token for token in candidates if token != sampled
+    ]
     return {str(token): finite_logprob(float(candidates[token].logprob)) for token in order}
 
 
-def completion_logprobs(token_ids: Sequence[int], positions: Sequence[dict[int, Any]]) -> list[list[dict[str, float]]]:
+def completion_logprobs(
+    token_ids: Sequence[int], positions: Sequence[dict[int, Any]]
+) -> list[list[dict[str, float]]]:
     """All positions of one completion, each wrapped in a list as the client expects."""
     assert len(token_ids) == len(positions), "vLLM returns one logprob entry for each token"
     if isinstance(positions, list):
-        return [[position_logprobs(token, entry)] for token, entry in zip(token_ids, positions, strict=True)]
-    # vLLM's flat form: lists over all candidates of all positions, several times cheaper to fill and to read.
+        return [
+            [position_logprobs(token, entry)]
+            for token, entry in zip(token_ids, positions, strict=True)
+        ]
+    # vLLM's flat form: lists over all candidates of all positions, several times cheaper to fill
+    # and to read.
     flat: Any = positions
-    names, values = [str(token) for token in flat.token_ids], [finite_logprob(value) for value in flat.logprobs]
+    names, values = (
+        [str(token) for token in flat.token_ids],
+        [finite_logprob(value) for value in flat.logprobs],
+    )
     spans = list(zip(flat.start_indices, flat.end_indices, strict=True))
-    assert [flat.token_ids[start] for start, _ in spans] == list(token_ids), "the sampled token comes first"
+    assert [flat.token_ids[start] for start, _ in spans] == list(token_ids), (
+        "the sampled token comes first"
+    )
     return [[dict(zip(names[start:end], values[start:end], strict=True))] for start, end in spans]
 
 
@@ -248,7 +266,9 @@ class Generator:
             RequestError: unknown model or token id. vLLM's own request errors pass through.
         """
         if body.model is not None and body.model not in self._model_names:
-            raise RequestError(f"model: {body.model!r} is not served here; this server has {self._model_names}")
+            raise RequestError(
+                f"model: {body.model!r} is not served here; this server has {self._model_names}"
+            )
         prompt_ids = await self._prompt_ids(body.prompt)
         with self.adapters.use() if self.adapters else contextlib.nullcontext() as adapter:
             outputs = await self._complete(prompt_ids, body, adapter and adapter[0])
@@ -259,12 +279,15 @@ class Generator:
             "finish_reasons": [output.outputs[0].finish_reason for output in outputs],
             "prompt_token_ids": prompt_ids,
             "token_ids": [list(output.outputs[0].token_ids) for output in outputs],
-            "logprobs": [completion_logprobs(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs],
+            "logprobs": [
+                completion_logprobs(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs
+            ],
         }
         if body.prompt_logprobs is not None:
             scores = outputs[0].prompt_logprobs or []
             answer["prompt_logprobs"] = [
-                row and position_logprobs(token, row) for token, row in zip(prompt_ids, scores, strict=True)
+                row and position_logprobs(token, row)
+                for token, row in zip(prompt_ids, scores, strict=True)
             ]
         answer["cached_tokens"] = [output.num_cached_tokens for output in outputs]
         answer["weight_versions"] = [
@@ -285,8 +308,14 @@ class Generator:
         options = sampling_options(body, 0)
         SamplingParams(**options)
         if body.allowed_token_ids == []:
-            raise RequestError("allowed_token_ids: it is empty; leave it out, or name at least one token")
-        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):  # vLLM checks some of these only since 0.29
+            raise RequestError(
+                "allowed_token_ids: it is empty; leave it out, or name at least one token"
+            )
+        for name in (
+            "stop_token_ids",
+            "allowed_token_ids",
+            "logit_bias",
+        ):  # vLLM checks some of these only since 0.29
             self._require_known(name, options[name] or [])
 
     async def probe(self, *, tokens: int = 1, logprobs: int = 0) -> int:
@@ -308,7 +337,9 @@ class Generator:
         token = output.outputs[0].token_ids[0]
         return token, float(output.outputs[0].logprobs[0][token].logprob)
 
-    async def _complete(self, prompt_ids: list[int], body: GenerateRequest, adapter: Any = None) -> list[Any]:
+    async def _complete(
+        self, prompt_ids: list[int], body: GenerateRequest, adapter: Any = None
+    ) -> list[Any]:
         """Send one engine request for each completion, so that each has its own token times and
         weight versions."""
         from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -317,10 +348,13 @@ class Generator:
         cheap = {
             "output_kind": RequestOutputKind.FINAL_ONLY,
             "detokenize": tokenizer is None,
-            # In the flat form the prompt's first position, which has no logprob, would look like an empty one.
+            # In the flat form the prompt's first position, which has no logprob, would look like an
+            # empty one.
             "flat_logprobs": body.prompt_logprobs is None,
         }
-        params = [SamplingParams(**sampling_options(body, index), **cheap) for index in range(body.n)]
+        params = [
+            SamplingParams(**sampling_options(body, index), **cheap) for index in range(body.n)
+        ]
         name = uuid.uuid4().hex
         prompt: dict[str, Any] = {"prompt_token_ids": prompt_ids}
         if isinstance(body.prompt, TokenPrompt) and body.prompt.cache_salt:
@@ -354,20 +388,28 @@ class Generator:
     async def _one(self, prompt: dict[str, Any], params: Any, request_id: str, adapter: Any) -> Any:
         while True:
             final = None
-            async for output in self.engine.generate(prompt, params, request_id, lora_request=adapter):
+            async for output in self.engine.generate(
+                prompt, params, request_id, lora_request=adapter
+            ):
                 final = output
-            assert final is not None and final.finished, "vLLM ends every stream with a finished output"
+            assert final is not None and final.finished, (
+                "vLLM ends every stream with a finished output"
+            )
             if final.outputs[0].finish_reason != "abort":
                 return final
-            # A publish with `recompute` aborted it; vLLM accepts it again and runs it with the new weights.
-            # During shutdown vLLM aborts every request at once: pause between retries.
+            # A publish with `recompute` aborted it; vLLM accepts it again and runs it with the new
+            # weights. During shutdown vLLM aborts every request at once: pause between retries.
             await asyncio.sleep(AGAIN_S)
             request_id += "-again"
 
     def _record(
-        self, prompt_ids: list[int], output: Any, rows: list[list[dict[str, float]]], adapter_version: int | None,
+        self,
+        prompt_ids: list[int],
+        output: Any,
+        rows: list[list[dict[str, float]]],
+        adapter_version: int | None,
         body: GenerateRequest,
-    ) -> Span:  # fmt: skip
+    ) -> Span:
         """Record the weight versions of a completion: its adapter's, else those at its token
         times."""
         completion = output.outputs[0]
@@ -382,7 +424,11 @@ class Generator:
             return span
         sampled = [next(iter(row[0].values())) for row in rows]
         self.kept.remember(
-            prompt_ids, completion.token_ids, sampled, temperature=body.temperature, oldest_version=span[0]
+            prompt_ids,
+            completion.token_ids,
+            sampled,
+            temperature=body.temperature,
+            oldest_version=span[0],
         )
         self.spans.remember(completion_digest(completion.token_ids, sampled), span)
         return span
@@ -391,7 +437,9 @@ class Generator:
         if isinstance(prompt, str):
             tokenizer = await compat.tokenizer_of(self.engine)
             if tokenizer is None:
-                raise RequestError("prompt: this server runs without a tokenizer; send prompt_token_ids")
+                raise RequestError(
+                    "prompt: this server runs without a tokenizer; send prompt_token_ids"
+                )
             ids = list(tokenizer.encode(prompt))
             if not ids:
                 raise RequestError("prompt: it is empty; at least one token is needed")
@@ -401,7 +449,9 @@ class Generator:
 
     def _require_known(self, name: str, ids: Collection[int]) -> None:
         if unknown := [token for token in ids if not 0 <= token < self._vocabulary]:
-            raise RequestError(f"{name}: {unknown[0]} is outside the vocabulary of {self._vocabulary} tokens")
+            raise RequestError(
+                f"{name}: {unknown[0]} is outside the vocabulary of {self._vocabulary} tokens"
+            )
 
     async def _decode(self, ids: list[int]) -> str:
         tokenizer = await compat.tokenizer_of(self.engine)
@@ -416,9 +466,13 @@ def make_router(generator: Generator, sampling: SamplingPolicy = "plain") -> API
     @compat.with_cancellation
     async def run(body: GenerateRequest, raw_request: Request) -> Response:
         try:
-            return Response(msgspec.json.encode(await generator.answer(body)), media_type="application/json")
+            return Response(
+                msgspec.json.encode(await generator.answer(body)), media_type="application/json"
+            )
         except compat.EngineDeadError:
-            return error_response(503, "the engine has died; see the server's log, then restart the server")
+            return error_response(
+                503, "the engine has died; see the server's log, then restart the server"
+            )
         except bad_request as error:
             return error_response(400, str(error))
         except Exception as error:

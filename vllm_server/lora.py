@@ -25,7 +25,13 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from atropos_common.bridge import ADAPTER_CONFIG, ADAPTER_PREFIX, ADAPTER_WEIGHTS, AdapterInfo, LoadAdapterRequest
+from atropos_common.bridge import (
+    ADAPTER_CONFIG,
+    ADAPTER_PREFIX,
+    ADAPTER_WEIGHTS,
+    AdapterInfo,
+    LoadAdapterRequest,
+)
 from vllm_server import compat
 from vllm_server.bridge import ASLEEP, NotDone, WeightBridge, answered, folder_of_run
 
@@ -97,7 +103,12 @@ class ServedAdapters:
                 self._models.lora_requests[name] = request
             self._replace((request, version))
             await self._bridge.declare(version)
-        logger.info("adapter of version %d serves after %.3f s: %s", version, time.perf_counter() - began, folder)
+        logger.info(
+            "adapter of version %d serves after %.3f s: %s",
+            version,
+            time.perf_counter() - began,
+            folder,
+        )
         return self.info()
 
     async def unload(self) -> AdapterInfo:
@@ -115,7 +126,10 @@ class ServedAdapters:
 
     def _checked(self, path: str) -> Path:
         if self._config is None:
-            raise NotDone("this server was started without --enable-lora: in a profile, mode = lora_only sets it")
+            raise NotDone(
+                "this server was started without --enable-lora: in a profile, mode = "
+                "lora_only sets it"
+            )
         folder = folder_of_run(path, self._root, "adapters")
         try:
             there = (folder / ADAPTER_CONFIG).is_file()
@@ -127,12 +141,16 @@ class ServedAdapters:
 
     async def _require_fit(self, folder: Path) -> None:
         if self._layers is None:
-            self._layers = await asyncio.to_thread(linear_shapes, self._bridge.engine.model_config.hf_config)
+            self._layers = await asyncio.to_thread(
+                linear_shapes, self._bridge.engine.model_config.hf_config
+            )
         if why := await asyncio.to_thread(misfit, folder, self._layers):
             raise NotDone(f"the adapter in {folder} is not one of {self._bridge.model}: {why}")
 
     async def _add(self, name: str, folder: Path) -> Any:
-        answer = await self._models.load_lora_adapter(compat.load_adapter_request(name, str(folder)))
+        answer = await self._models.load_lora_adapter(
+            compat.load_adapter_request(name, str(folder))
+        )
         if not isinstance(answer, str):
             raise NotDone(f"vLLM refuses the adapter in {folder}: {answer.error.message}")
         return self._models.lora_requests[name]
@@ -148,7 +166,9 @@ class ServedAdapters:
         if not self._retired:
             return
         running = compat.adapters_in_flight(self._bridge.engine)
-        for name in [name for name in self._retired if not self._users[name] and name not in running]:
+        for name in [
+            name for name in self._retired if not self._users[name] and name not in running
+        ]:
             self._bridge.spawn(self._remove(name, self._retired.pop(name)))
 
     async def _remove(self, name: str, request: Any) -> None:
@@ -205,7 +225,15 @@ def misfit(folder: Path, model: Shapes) -> str | None:
         rank = int(json.loads((folder / ADAPTER_CONFIG).read_text())["r"])
         with safe_open(str(folder / ADAPTER_WEIGHTS), "pt") as file:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    except (OSError, ValueError, KeyError, TypeError, ArithmeticError, RecursionError, SafetensorError) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        ArithmeticError,
+        RecursionError,
+        SafetensorError,
+    ) as error:
         return f"it cannot be read ({type(error).__name__}: {error})"
     matrices = 0
     for name, shape in shapes.items():

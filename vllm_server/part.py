@@ -49,19 +49,26 @@ def check_arguments(args: Namespace) -> None:
         return
     if count == 1:
         raise ConfigError(
-            "--headless and --node-rank are for a part of an engine over several machines: add --nnodes N"
+            "--headless and --node-rank are for a part of an engine over several machines: "
+            "add --nnodes N"
         )
     if not 0 <= rank < count:
-        raise ConfigError(f"--node-rank {rank}: with --nnodes {count} it is a number from 0 to {count - 1}")
+        raise ConfigError(
+            f"--node-rank {rank}: with --nnodes {count} it is a number from 0 to {count - 1}"
+        )
     if args.headless != (rank > 0):
         raise ConfigError(
-            "--headless is for all machines but the first: those with a --node-rank above 0, and only they"
+            "--headless is for all machines but the first: those with a --node-rank above 0, "
+            "and only they"
         )
     if int(args.data_parallel_size) > 1:
-        raise ConfigError("--data-parallel-size does not go with --nnodes here: start a server for each replica")
+        raise ConfigError(
+            "--data-parallel-size does not go with --nnodes here: start a server for each replica"
+        )
     if workers % count:
         raise ConfigError(
-            f"{workers} workers (--tensor-parallel-size times --pipeline-parallel-size) cannot be divided evenly among "
+            f"{workers} workers (--tensor-parallel-size times --pipeline-parallel-size) "
+            f"cannot be divided evenly among "
             f"--nnodes {count} machines"
         )
 
@@ -93,7 +100,12 @@ def run(args: Namespace) -> int:
         _on_end(told)
         here = f"part {args.node_rank + 1} of {machines(args)}"
         reach(READY)
-        logger.info("ready after %.1f s: %s, with its first at %s", time.monotonic() - began, here, args.master_addr)
+        logger.info(
+            "ready after %.1f s: %s, with its first at %s",
+            time.monotonic() - began,
+            here,
+            args.master_addr,
+        )
         executor.start_worker_monitor(inline=True)
     except _Told:
         _on_end(leave)

@@ -30,7 +30,12 @@ from atropos_common import parent_death
 from atropos_common.bridge import GREEDY_BELOW
 from atropos_common.run_dir import ENV_WAIT_FOR_GO, GO_LINE
 from vllm_server import compat
-from vllm_server.config import ENV_FORK_ENGINE, ENV_INSTANCE_ID, ENV_SHARED_WEIGHTS, ENV_WEIGHT_UPDATES
+from vllm_server.config import (
+    ENV_FORK_ENGINE,
+    ENV_INSTANCE_ID,
+    ENV_SHARED_WEIGHTS,
+    ENV_WEIGHT_UPDATES,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -71,7 +76,9 @@ def configure_logging() -> None:
     if ours.handlers:
         return
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s [vllm_server] %(message)s", "%m-%d %H:%M:%S"))
+    handler.setFormatter(
+        logging.Formatter("%(levelname)s %(asctime)s [vllm_server] %(message)s", "%m-%d %H:%M:%S")
+    )
     ours.addHandler(handler)
     ours.setLevel(logging.INFO)
     ours.propagate = False
@@ -134,7 +141,11 @@ def why_not_fork(env: Mapping[str, str], *, cpu: bool) -> str | None:
     if env.get("OMP_NUM_THREADS") != "1":
         return "OMP_NUM_THREADS is not 1"
     names = [(task / "comm").read_text().strip() for task in TASKS.iterdir()]
-    return f"{len(names)} threads run already ({', '.join(sorted(set(names)))})" if len(names) > 1 else None
+    return (
+        f"{len(names)} threads run already ({', '.join(sorted(set(names)))})"
+        if len(names) > 1
+        else None
+    )
 
 
 def prepare_fork(listening: int) -> None:
@@ -152,11 +163,13 @@ def prepare_fork(listening: int) -> None:
         if forked:
             return  # a child of the engine, which ties itself
         forked = True
-        # Replace it in place of closing it: a free number could become another file that vLLM then closes.
+        # Replace it in place of closing it: a free number could become another file that vLLM then
+        # closes.
         nothing = os.open(os.devnull, os.O_RDWR)
         os.dup2(nothing, listening)
         os.close(nothing)
-        # The event loop's wakeup pipe is shared: the server would take the child's signal for its own.
+        # The event loop's wakeup pipe is shared: the server would take the child's signal for its
+        # own.
         signal.set_wakeup_fd(-1)
         _tie_to_parent(server)
 
@@ -173,7 +186,8 @@ def is_told_to_go() -> bool:
     """Wait for the line `go`; return False if the input ends, because then no server is needed."""
     logger.info(IMPORTED)
     said = b""
-    # Read the descriptor, not `sys.stdin`: a thread that waits in it holds a lock on which Python aborts at exit.
+    # Read the descriptor, not `sys.stdin`: a thread that waits in it holds a lock on which Python
+    # aborts at exit.
     while not said.endswith(b"\n") and (part := os.read(0, 64)):
         said += part
     return said.strip() == GO_LINE.strip()
@@ -191,11 +205,15 @@ class Turn(Generic[Found]):
     """
 
     def __init__(
-        self, env: MutableMapping[str, str], arrive: Callable[[], Found], leave: Callable[[int], NoReturn]
+        self,
+        env: MutableMapping[str, str],
+        arrive: Callable[[], Found],
+        leave: Callable[[int], NoReturn],
     ) -> None:
         self._found: Future[Found] = Future()
         self._env, self._arrive, self._leave = env, arrive, leave
-        # Private and gone with this process. Opening it by path gives a lock separate from this descriptor's.
+        # Private and gone with this process. Opening it by path gives a lock separate from this
+        # descriptor's.
         self._lock = os.memfd_create("atropos-go")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         env[ENV_ENGINE_LOCK] = f"/proc/{os.getpid()}/fd/{self._lock}"
@@ -218,7 +236,9 @@ class Turn(Generic[Found]):
         fcntl.flock(self._lock, fcntl.LOCK_UN)
 
 
-def wait_in_engine(env: MutableMapping[str, str], parts: Sequence[str] = compat.ENGINE_PARTS) -> None:
+def wait_in_engine(
+    env: MutableMapping[str, str], parts: Sequence[str] = compat.ENGINE_PARTS
+) -> None:
     """In the engine process of a standby server: import `parts`, then wait until the server
     continues."""
     if multiprocessing.parent_process() is None or (path := env.pop(ENV_ENGINE_LOCK, None)) is None:

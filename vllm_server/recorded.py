@@ -47,10 +47,21 @@ OVERHEAD = 512
 FINISHED = 256
 """Number of finished requests that a worker remembers; the server asks for them at once."""
 PLAIN = {
-    "top_p": 1.0, "top_k": 0, "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0, "min_tokens": 0,
-}  # fmt: skip
-MASKS = ("logit_bias", "allowed_token_ids", "bad_words", "structured_outputs", "thinking_token_budget")
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_tokens": 0,
+}
+MASKS = (
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "structured_outputs",
+    "thinking_token_budget",
+)
 """Sampling options that mask the distribution and would show in the logprobs."""
 
 Experts = NDArray[Any]
@@ -86,7 +97,9 @@ class _Store:
             self.bytes -= sum(one.bytes for one in oldest)
             self.dropped += len(oldest)
 
-    def _latest(self, prompt: str, token_ids: Sequence[int], surplus: int = 0) -> _Completion | None:
+    def _latest(
+        self, prompt: str, token_ids: Sequence[int], surplus: int = 0
+    ) -> _Completion | None:
         """Return the latest completion of this prompt that begins with `token_ids`: an environment
         may have cut its end off.
 
@@ -97,7 +110,9 @@ class _Store:
         wanted = array("i", token_ids)
         known = self._by_prompt.get(prompt, [])
         if (
-            whole := next((one for one in reversed(known) if one.token_ids[: len(wanted)] == wanted), None)
+            whole := next(
+                (one for one in reversed(known) if one.token_ids[: len(wanted)] == wanted), None
+            )
         ) is not None:
             return whole
         begins = [
@@ -116,9 +131,14 @@ class CompletionStore(_Store):
         super().__init__(most_bytes)
 
     def remember(
-        self, prompt: Sequence[int], token_ids: Sequence[int], logprobs: Sequence[float], *, temperature: float,
+        self,
+        prompt: Sequence[int],
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        *,
+        temperature: float,
         oldest_version: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Keep one completion; `logprobs` in nats, one for each of `token_ids`, as the sampler
         returned them."""
         if not token_ids:
@@ -137,7 +157,9 @@ class CompletionStore(_Store):
             return None
         logprobs, temperature, version = found.known
         return KnownLogprobs(
-            logprobs=logprobs[: len(token_ids)].tolist(), temperature=temperature, oldest_version=version
+            logprobs=logprobs[: len(token_ids)].tolist(),
+            temperature=temperature,
+            oldest_version=version,
         )
 
 
@@ -163,7 +185,9 @@ class RoutingStore(_Store):
 
     def answer(self, request: RoutingRequest) -> RoutingResponse:
         asked = zip(request.prompts, request.completions, request.starts, strict=False)
-        return RoutingResponse(found=[_known(self.look_up(*one)) for one in asked], dropped=self.dropped)
+        return RoutingResponse(
+            found=[_known(self.look_up(*one)) for one in asked], dropped=self.dropped
+        )
 
 
 def compact(experts: NDArray[Any]) -> Experts:
@@ -187,7 +211,9 @@ class RoutingKeeper:
         ask: returns the experts of given tokens except the last; None if outputs carry them.
     """
 
-    def __init__(self, store: RoutingStore, ask: Callable[[list[int]], Awaitable[Experts | None]] | None) -> None:
+    def __init__(
+        self, store: RoutingStore, ask: Callable[[list[int]], Awaitable[Experts | None]] | None
+    ) -> None:
         self.store = store
         self._ask = ask
         self._said = False
@@ -208,9 +234,12 @@ class RoutingKeeper:
             self._said = True
             what = "nothing" if experts is None else f"experts of shape {experts.shape}"
             logger.warning(
-                "vLLM recorded %s for a prompt of %d tokens and %d generated ones: such completions are not replayed",
-                what, len(prompt), len(token_ids),
-            )  # fmt: skip
+                "vLLM recorded %s for a prompt of %d tokens and %d generated ones: such "
+                "completions are not replayed",
+                what,
+                len(prompt),
+                len(token_ids),
+            )
 
 
 class KeptRequest:
@@ -229,7 +258,10 @@ class KeptRequest:
             if not self._deltas:
                 ids.clear()
             ids += completion.token_ids
-            if completion.finish_reason not in (None, "abort") and completion.index not in self._done:
+            if (
+                completion.finish_reason not in (None, "abort")
+                and completion.index not in self._done
+            ):
                 self._done.add(completion.index)
                 await self._keeper.keep(output, completion, ids)
 
@@ -244,9 +276,11 @@ def _of_output(output: Any, completion: Any, prompt: int) -> NDArray[Any] | None
 
 
 def record(
-    generate: Callable[..., AsyncIterator[Any]], store: CompletionStore, history: VersionHistory,
+    generate: Callable[..., AsyncIterator[Any]],
+    store: CompletionStore,
+    history: VersionHistory,
     routing: RoutingKeeper | None = None,
-) -> Callable[..., AsyncIterator[Any]]:  # fmt: skip
+) -> Callable[..., AsyncIterator[Any]]:
     """Wrap the engine's `generate`: request logprobs where the caller did not, and keep the
     results.
 
@@ -256,7 +290,9 @@ def record(
     """
     from vllm.sampling_params import RequestOutputKind
 
-    async def recording(prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+    async def recording(
+        prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any
+    ) -> AsyncIterator[Any]:
         params, wanted, version = sampling_params, False, history.current
         if getattr(params, "logprobs", 0) is None and params.output_kind != RequestOutputKind.DELTA:
             wanted = _is_plain(params)
@@ -287,7 +323,13 @@ def _keep(output: Any, temperature: float, version: int, store: CompletionStore)
         rows = completion.logprobs or []
         if output.prompt_token_ids and len(rows) == len(ids):
             values = [float(row[token].logprob) for token, row in zip(ids, rows, strict=True)]
-            store.remember(output.prompt_token_ids, ids, values, temperature=temperature, oldest_version=version)
+            store.remember(
+                output.prompt_token_ids,
+                ids,
+                values,
+                temperature=temperature,
+                oldest_version=version,
+            )
 
 
 class SlotRecorder:
@@ -302,17 +344,23 @@ class SlotRecorder:
     """
 
     def __init__(self, runner: Any) -> None:
-        from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
+        from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
+            bind_routed_experts_capturer,
+        )
 
         groups = runner.kv_cache_config.kv_cache_groups
         if len(groups) != 1:
-            raise ValueError(f"its layers share {len(groups)} kinds of KV cache, and one is recorded on a CPU")
+            raise ValueError(
+                f"its layers share {len(groups)} kinds of KV cache, and one is recorded on a CPU"
+            )
         model = runner.model_config
         slots = runner.kv_cache_config.num_blocks * groups[0].kv_cache_spec.block_size
         shape = (model.get_total_num_hidden_layers(), model.get_num_experts_per_tok())
         self._block = groups[0].kv_cache_spec.block_size
         # One extra row for tokens without a slot (-1). Untouched pages of zeros take no memory.
-        self._slots = np.zeros((slots + 1, *shape), dtype=np.uint8 if model.get_num_experts() <= 256 else "<u2")
+        self._slots = np.zeros(
+            (slots + 1, *shape), dtype=np.uint8 if model.get_num_experts() <= 256 else "<u2"
+        )
         self._finished: deque[tuple[list[int], Experts]] = deque(maxlen=FINISHED)
         self._runner, self._execute = runner, runner.execute_model
         bind_routed_experts_capturer(runner.get_model(), self)

@@ -42,7 +42,8 @@ from vllm_server.auth import error_response, path_kind, route_path
 logger = logging.getLogger(__name__)
 
 WHY = (
-    "changes the distribution in a way that the trainer, which knows only the temperature, cannot follow, so the "
+    "changes the distribution in a way that the trainer, which knows only the temperature, "
+    "cannot follow, so the "
     "returned logprobs would leak into the importance ratio"
 )
 
@@ -64,7 +65,10 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "structured_outputs": (None,),
     "response_format": (None, {"type": "text"}),
     "tool_choice": (None, "none", "auto"),  # a forced call is generated under a grammar
-    "thinking_token_budget": (None, -1.0),  # a float, so `without` does not send it: -1 differs between releases
+    "thinking_token_budget": (
+        None,
+        -1.0,
+    ),  # a float, so `without` does not send it: -1 differs between releases
     "watermarking": (None, False),
     "use_beam_search": (None, False),
 }
@@ -90,13 +94,20 @@ def instead(leaking: Iterable[str]) -> str:
     neutral = {name: value for name in names for value in _NEUTRAL[name] if type(value) is int}
     send = [f"{name}={value}" for name, value in neutral.items()]
     leave = [name for name in names if name not in neutral]
-    said = [f"{verb} {', '.join(names)}" for verb, names in (("send", send), ("leave out", leave)) if names]
+    said = [
+        f"{verb} {', '.join(names)}"
+        for verb, names in (("send", send), ("leave out", leave))
+        if names
+    ]
     return " and ".join(said).capitalize()
 
 
 def without(names: Iterable[str]) -> dict[str, Any]:
     """Neutral values for options of these names."""
-    return {name: next((value for value in _NEUTRAL[name] if type(value) is int), None) for name in names}
+    return {
+        name: next((value for value in _NEUTRAL[name] if type(value) is int), None)
+        for name in names
+    }
 
 
 def names_of(leaking: Iterable[str]) -> list[str]:
@@ -112,15 +123,21 @@ def served_defaults(model_config: Any) -> dict[str, Any]:
         left_out = leaks(model_config.try_get_generation_config())
         if left_out:
             logger.info(
-                "the model's generation_config.json asks for %s: not applied, since it %s. Requests may name it "
-                "themselves; --generation-config auto makes it the default of /v1 requests without logprobs",
-                ", ".join(left_out), WHY,
-            )  # fmt: skip
+                "the model's generation_config.json asks for %s: not applied, since it %s. "
+                "Requests may name it "
+                "themselves; --generation-config auto makes it the default of /v1 requests "
+                "without logprobs",
+                ", ".join(left_out),
+                WHY,
+            )
     elif leaking := leaks(served):
         logger.warning(
-            "--generation-config %s makes %s the default of /v1: rollouts go without, or are refused unless they name "
-            "neutral values, as the sampling policy has it", model_config.generation_config, ", ".join(leaking),
-        )  # fmt: skip
+            "--generation-config %s makes %s the default of /v1: rollouts go without, or are "
+            "refused unless they name "
+            "neutral values, as the sampling policy has it",
+            model_config.generation_config,
+            ", ".join(leaking),
+        )
     return served
 
 
@@ -136,8 +153,16 @@ class PlainSampling:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        policy = getattr(scope["app"].state, "atropos_sampling_policy", "plain") if "app" in scope else "as_asked"
-        ours = scope["type"] == "http" and scope["method"] == "POST" and scope["path"].endswith(_ROUTES)
+        policy = (
+            getattr(scope["app"].state, "atropos_sampling_policy", "plain")
+            if "app" in scope
+            else "as_asked"
+        )
+        ours = (
+            scope["type"] == "http"
+            and scope["method"] == "POST"
+            and scope["path"].endswith(_ROUTES)
+        )
         if not ours or policy == "as_asked":
             await self.app(scope, receive, send)
             return
@@ -209,7 +234,9 @@ BODY_BYTES = 64 * 1024
 REASON_CHARACTERS = 480
 PATH_CHARACTERS = 60
 
-_VALUES = re.compile(r"""\{[^{}]*\}|\[[^\[\]]*\]|'[^']*'|"[^"]*"|[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?""")
+_VALUES = re.compile(
+    r"""\{[^{}]*\}|\[[^\[\]]*\]|'[^']*'|"[^"]*"|[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?"""
+)
 _OTHERS = (0, "", "")
 
 
@@ -295,9 +322,13 @@ class RefusalLog:
         path = shown(quote(reason.path), PATH_CHARACTERS)
         logger.warning(
             "%s: %s [of %d since %s]",
-            f"refused {requests} to {path} ({reason.status})" if reason.status else f"adjusted {requests} to {path}",
-            reason.text, self.begun - reason.ended_before, time.strftime("%H:%M:%S", time.localtime(reason.since)),
-        )  # fmt: skip
+            f"refused {requests} to {path} ({reason.status})"
+            if reason.status
+            else f"adjusted {requests} to {path}",
+            reason.text,
+            self.begun - reason.ended_before,
+            time.strftime("%H:%M:%S", time.localtime(reason.since)),
+        )
 
 
 def note_adjusted(scope: Scope, leaking: Iterable[str]) -> None:
@@ -346,7 +377,11 @@ class Refusals:
 
 
 def _generates(scope: Scope) -> bool:
-    return scope["type"] == "http" and scope["method"] == "POST" and path_kind(route_path(scope)) == "generation"
+    return (
+        scope["type"] == "http"
+        and scope["method"] == "POST"
+        and path_kind(route_path(scope)) == "generation"
+    )
 
 
 def _is_of_the_run(scope: Scope) -> bool:
@@ -373,5 +408,7 @@ def reason_of(body: bytes) -> str:
 def shown(text: str, limit: int) -> str:
     """`text` as one line with escaped control characters, cut in its middle if too long."""
     text = " ".join(text.split())
-    text = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+    text = "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
+    )
     return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"

@@ -84,7 +84,9 @@ class SpanStore:
         """Go on without the file: a full disk must not stop rollouts, and only a restart would lose
         spans."""
         if not self._warned:
-            logger.warning("%s cannot be written (%s): a restarted server will not know", self._path, error)
+            logger.warning(
+                "%s cannot be written (%s): a restarted server will not know", self._path, error
+            )
         self._warned = True
 
     def _compact(self, path: Path) -> None:
@@ -92,7 +94,9 @@ class SpanStore:
         failure."""
         self._lines = len(self._spans)
         try:
-            write_private(path, "".join(_span_line(digest, span) for digest, span in self._spans.items()))
+            write_private(
+                path, "".join(_span_line(digest, span) for digest, span in self._spans.items())
+            )
             descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
         except OSError as error:
             self._failed(error)
@@ -178,7 +182,9 @@ class BridgeState:
             ValueError: the lease is not a positive, finite number of seconds.
         """
         if not 0 < lease_s <= MAX_LEASE_S:
-            raise ValueError(f"lease_s must be above 0 and at most {MAX_LEASE_S:.0f} seconds, not {lease_s}")
+            raise ValueError(
+                f"lease_s must be above 0 and at most {MAX_LEASE_S:.0f} seconds, not {lease_s}"
+            )
         self.paused = True
         self.holder = holder
         self.dirty = self.dirty or dirty
@@ -199,7 +205,8 @@ class BridgeState:
         if self.dirty:
             self.lease_until = None
             self.fault = (
-                "a write to the weights began and was never declared complete (no /bridge/resume within the lease); "
+                "a write to the weights began and was never declared complete (no "
+                "/bridge/resume within the lease); "
                 "they may be half-written. Let the trainer publish again, or restart this server."
             )
             return "fault"

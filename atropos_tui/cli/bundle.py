@@ -34,7 +34,13 @@ from atropos_common.run_dir import ENV_TOKEN, RunDir
 from atropos_tui.cli import runs
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.monitor.run_files import streams
-from atropos_tui.profile.redact import Scrubber, is_harmless, is_plain_setting, is_secret_name, secret_references
+from atropos_tui.profile.redact import (
+    Scrubber,
+    is_harmless,
+    is_plain_setting,
+    is_secret_name,
+    secret_references,
+)
 from atropos_tui.profile.spec import references
 from atropos_tui.supervisor import procfs, tracker
 from atropos_tui.supervisor.store import ProcessTable
@@ -105,7 +111,9 @@ def _fill(packed: Bundle, entry: runs.RunEntry) -> None:
         _add_file(packed, run.root, name)
     packed.add("files.txt", packed.scrub.text("\n".join(_listing(run.root)) + "\n"))
     if entry.is_live:
-        _add_report(packed, "status.json", lambda: asyncio.run(status_of(entry)).model_dump_json(indent=1))
+        _add_report(
+            packed, "status.json", lambda: asyncio.run(status_of(entry)).model_dump_json(indent=1)
+        )
     _add_report(packed, "doctor.json", report_json)
     _add_report(packed, "versions.json", lambda: json.dumps(_versions(), indent=1))
     packed.contents["contents.json"] = "whole"  # before it is written, so that it lists itself
@@ -144,7 +152,9 @@ def _by_kind(scrubber: Scrubber, name: str) -> Callable[[str], str]:
     if name == "journal.json":  # before the general case of JSON files
         return lambda text: scrubber.json_line(_without_identity(text)) + "\n"
     if name.endswith(".jsonl"):
-        return lambda text: "".join(scrubber.json_line(line) + "\n" for line in text.rstrip("\n").split("\n"))
+        return lambda text: "".join(
+            scrubber.json_line(line) + "\n" for line in text.rstrip("\n").split("\n")
+        )
     if name.endswith(".json"):
         return lambda text: scrubber.json_line(text) + "\n"
     if name.endswith(".toml"):
@@ -195,7 +205,9 @@ def _logs(run: RunDir) -> Iterator[str]:
     """Names of the logs of the latest attempts of each component, rotated parts included."""
     for component in names_in(run.logs, folders=True):
         names = [name for name in names_in(run.logs / component, IN_LOGS - 1) if ".log" in name]
-        attempts = sorted({int(start) for name in names if (start := name.split(".")[0]).isdecimal()})
+        attempts = sorted(
+            {int(start) for name in names if (start := name.split(".")[0]).isdecimal()}
+        )
         kept = set(map(str, attempts[-MOST_ATTEMPTS:]))
         yield from (f"logs/{component}/{name}" for name in names if name.split(".")[0] in kept)
 
@@ -214,7 +226,11 @@ def _listing(root: Path) -> Iterator[str]:
 
 
 def _versions() -> dict[str, str]:
-    return {name: found.version for found in metadata.distributions() if (name := found.metadata["Name"])}
+    return {
+        name: found.version
+        for found in metadata.distributions()
+        if (name := found.metadata["Name"])
+    }
 
 
 def _scrubber(entry: runs.RunEntry) -> Scrubber:
@@ -237,13 +253,18 @@ def _environment_secrets(entry: runs.RunEntry) -> Iterator[str]:
     secret_names = {ENV_TOKEN, *_names_in_secrets(entry.dir)}
     for source in (*sources, *files):
         for name, value in source.items():
-            if value and (name in secret_names or (is_secret_name(name) and not is_harmless(value))):
+            if value and (
+                name in secret_names or (is_secret_name(name) and not is_harmless(value))
+            ):
                 yield value
     model = str(entry.info.get("model") or "")
     # The model's name is in every file; as a value of .env it must not be taken for a secret.
     models = {model, *(source.get(name) for source in files for name in references(model))}
     yield from (
-        value for source in files for value in source.values() if value not in models and not is_plain_setting(value)
+        value
+        for source in files
+        for value in source.values()
+        if value not in models and not is_plain_setting(value)
     )
 
 
@@ -265,7 +286,9 @@ def _dotenv(file: Path) -> dict[str, str]:
     try:
         return {
             name: value
-            for name, value in dotenv_values(stream=io.StringIO(read_regular(file, unlinked=0))).items()
+            for name, value in dotenv_values(
+                stream=io.StringIO(read_regular(file, unlinked=0))
+            ).items()
             if value
         }
     except (OSError, ValueError):  # ValueError: not UTF-8

@@ -63,13 +63,20 @@ def clean(options: argparse.Namespace) -> int:
     if not named and (unknown := unlisted()):
         print("processes of unlisted runs; name a run to end them:")
         for run in unknown:
-            print(f"  atropos-tui clean --run-dir {run.root}   ({run.count_text} of {run.run_id})", flush=True)
+            print(
+                f"  atropos-tui clean --run-dir {run.root}   ({run.count_text} of {run.run_id})",
+                flush=True,
+            )
     if options.dry_run:
         return Exit.DONE
     if (chosen or sockets) and not options.yes and not _confirmed("end and remove these?"):
         chosen, sockets = [], []
     if kept and not options.yes and sys.stdin.isatty():
-        chosen += [run for run in kept if _confirmed(f"also end the processes that {run.run_id} keeps for adoption?")]
+        chosen += [
+            run
+            for run in kept
+            if _confirmed(f"also end the processes that {run.run_id} keeps for adoption?")
+        ]
     codes = [_clean_run(run) for run in chosen]
     for path in sockets:
         path.unlink(missing_ok=True)
@@ -90,7 +97,9 @@ def _named(run_dir: Path) -> DeadRun:
     if found is None:
         run_id, table = entry.info.get("run_id"), ProcessTable.load(entry.dir.journal_json)
         if left_by(entry.dir, str(run_id), table) is not None:  # no supervisor, and still locked
-            problem = Problem(named(entry.dir.supervisor_jsonl), "wait for it, then run `clean` again")
+            problem = Problem(
+                named(entry.dir.supervisor_jsonl), "wait for it, then run `clean` again"
+            )
             raise UserError(f"the guard of {run_id} has not finished", [problem])
         problem = Problem("its supervisor runs", f"atropos-tui down --run-dir {run_dir}")
         raise UserError(f"{run_id} is live", [problem])
@@ -104,18 +113,23 @@ def _report(chosen: list[DeadRun], kept: list[DeadRun], sockets: list[Path]) -> 
     if sockets:
         lines += ["sockets without a listener", *(f"  file     {path}" for path in sockets)]
     for run in kept:
-        lines.append(f"{run.run_id} keeps {run.count_text} for adoption: atropos-tui up --resume {run.root}")
+        lines.append(
+            f"{run.run_id} keeps {run.count_text} for adoption: atropos-tui up --resume {run.root}"
+        )
         lines += _contents(run)
     return "\n".join(lines) or "no run left anything behind"
 
 
 def _contents(run: DeadRun) -> list[str]:
     rows = [
-        ("  process ", str(p.pid), p.component or "?", one_line(p.command)[:COMMAND_COLUMNS]) for p in run.processes
+        ("  process ", str(p.pid), p.component or "?", one_line(p.command)[:COMMAND_COLUMNS])
+        for p in run.processes
     ]
     lines = show.table(rows, right=(1,)).split("\n") if rows else []
     for far in run.elsewhere:
-        lines.append(f"  elsewhere  {far.name} on node {far.node} ({far.host}); to be ended there by")
+        lines.append(
+            f"  elsewhere  {far.name} on node {far.node} ({far.host}); to be ended there by"
+        )
         lines.append(f"             {one_line(shlex.join(far.command))}")
     lines += [f"  file     {path}" for path in run.files]
     return [*lines, f"  cgroup   {run.group}"] if run.group else lines
@@ -132,7 +146,9 @@ def _clean_run(run: DeadRun) -> int:
     # A shell inside the run's own process tree would be killed with it.
     if mine := procfs.ancestors() & {process.pid for process in run.processes}:
         fix = "run it from another terminal"
-        raise UserError(f"this shell is a process of {run.run_id}", [Problem(f"pid {min(mine)}", fix)])
+        raise UserError(
+            f"this shell is a process of {run.run_id}", [Problem(f"pid {min(mine)}", fix)]
+        )
     with holding(RunDir(run.root).supervisor_jsonl) as free:
         if not free:
             print(f"{run.run_id}: a supervisor has started there in the meantime; not touched")
@@ -144,22 +160,33 @@ def _clean_run(run: DeadRun) -> int:
         if run.processes or run.group:
             tracker.reap_leftovers(run.run_id, run.table, root=run.root)
         unreached = sweep_nodes(run.table)
-        if run.elsewhere and not unreached and run.table:  # a later `clean` has no node left to visit
+        if (
+            run.elsewhere and not unreached and run.table
+        ):  # a later `clean` has no node left to visit
             run.table.model_copy(update={"components": {}}).write(RunDir(run.root).journal_json)
         procfs.remove_unused(shared)
         remove_files([path for path in run.files if path.parent != SHARED_MEMORY])
-    left = {process.pid: process for process in tracker.find_leftovers(run.run_id, run.table, run.root)}
+    left = {
+        process.pid: process for process in tracker.find_leftovers(run.run_id, run.table, run.root)
+    }
     for process in run.processes:
         if process.pid not in left:
             print(f"ended    {process.pid} {process.component}".rstrip())
     for far in run.elsewhere:
         problem = unreached.get(far.name)
-        said = f"ended    {far.name} on node {far.node}" if problem is None else f"{problem.evidence}\n  {problem.fix}"
+        said = (
+            f"ended    {far.name} on node {far.node}"
+            if problem is None
+            else f"{problem.evidence}\n  {problem.fix}"
+        )
         print(said)
     for name in sorted({*map(str, run.files), *shared, run.group} - {""}):
         print(f"{'kept, in use' if os.path.lexists(name) else 'removed '} {name}")
     for process in left.values():
-        print(f"pid {process.pid} ({process.component or '?'}) outlived SIGKILL: it waits for its driver or disk")
+        print(
+            f"pid {process.pid} ({process.component or '?'}) outlived SIGKILL: it waits for "
+            f"its driver or disk"
+        )
     return Exit.TIMEOUT if left or unreached else Exit.DONE
 
 
@@ -232,7 +259,11 @@ def with_processes(but: Collection[Path] = ()) -> list[DeadRun]:
         if env.get(ENV_RUN_ID) and env.get(ENV_RUN_DIR):
             found.add((env[ENV_RUN_ID], os.path.realpath(env[ENV_RUN_DIR])))
     excluded = {os.path.realpath(root) for root in but}
-    dead = (find_dead(Path(root), {"run_id": id_}) for id_, root in sorted(found) if root not in excluded)
+    dead = (
+        find_dead(Path(root), {"run_id": id_})
+        for id_, root in sorted(found)
+        if root not in excluded
+    )
     return [run for run in dead if run is not None and run.processes]
 
 
@@ -268,15 +299,25 @@ def _clearable_files(run: RunDir, table: ProcessTable | None) -> list[Path]:
     folders only from the journal, because a copied run may bring a plan of another machine.
     """
     parts = read_json(run.plan_json).get("components")
-    planned = [part.get("clears") or [] for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
-    noted = {name for entry in table.components.values() for name in entry.clears} if table else set()
+    planned = (
+        [part.get("clears") or [] for part in parts if isinstance(part, dict)]
+        if isinstance(parts, list)
+        else []
+    )
+    noted = (
+        {name for entry in table.components.values() for name in entry.clears} if table else set()
+    )
     named = [name for paths in (*planned, sorted(noted)) for name in paths if isinstance(name, str)]
     found = []
     for path in map(Path, dict.fromkeys(named)):
         if not path.is_absolute() or ".." in path.parts:
             continue
-        there = path.parent.resolve()  # a folder of a copied run may be a link to another folder of this user
-        ours = there.is_relative_to(run.root.resolve()) or (path.parent == SHARED_MEMORY and str(path) in noted)
+        there = (
+            path.parent.resolve()
+        )  # a folder of a copied run may be a link to another folder of this user
+        ours = there.is_relative_to(run.root.resolve()) or (
+            path.parent == SHARED_MEMORY and str(path) in noted
+        )
         # An engine's temporary folder; a folder that others can write to may hold their files.
         scratch = path.name.startswith(procfs.SCRATCH) and str(path) in noted and is_private(path)
         if scratch or (ours and path.is_file() and not path.is_symlink()):
@@ -299,6 +340,10 @@ def _socket_files(run: RunDir) -> list[Path]:
 
 def _is_stale(path: Path) -> bool:
     try:
-        return time.time() - path.lstat().st_ctime > SETTLED_S and path.is_socket() and not listens(str(path))
+        return (
+            time.time() - path.lstat().st_ctime > SETTLED_S
+            and path.is_socket()
+            and not listens(str(path))
+        )
     except OSError:
         return False

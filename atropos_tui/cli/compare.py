@@ -88,13 +88,18 @@ async def compare(options: argparse.Namespace) -> int:
     if len(entries) < 2:
         name, label = entries[0].name, entries[0].label
         fix = (
-            f"name two, or the same one twice with a difference: atropos-tui compare {name} {name} --set "
+            f"name two, or the same one twice with a difference: atropos-tui compare {name} "
+            f"{name} --set "
             f"{label}-2:trainer.lr=1e-5; to run one stack: atropos-tui up {name}"
         )
-        raise UserError("compare needs at least two stacks", [Problem(f"{name} is the only one", fix)])
+        raise UserError(
+            "compare needs at least two stacks", [Problem(f"{name} is the only one", fix)]
+        )
     base = (options.run_dir or Path("runs") / f"compare-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
     if runs.is_used(base):
-        raise UserError("the directory is in use", [Problem(f"{base} is not empty", "choose another --run-dir")])
+        raise UserError(
+            "the directory is in use", [Problem(f"{base} is not empty", "choose another --run-dir")]
+        )
     said = prepare(entries, base, sequential=options.sequential)
     board = Board(entries, sys.stderr if options.json else sys.stdout)
     how = "one after another" if options.sequential else "side by side"
@@ -128,7 +133,11 @@ def label_entries(options: argparse.Namespace) -> list[ComparedStack]:
         if label in by_label:
             by_label[label].sets.append(own)
         else:
-            problems.append(Problem(f"no stack is called {label!r}", f"one of: {', '.join(by_label)}", "--set", item))
+            problems.append(
+                Problem(
+                    f"no stack is called {label!r}", f"one of: {', '.join(by_label)}", "--set", item
+                )
+            )
     if problems:
         raise refused(problems, "invalid --set")
     if options.steps is not None:
@@ -149,7 +158,9 @@ def prepare(entries: Sequence[ComparedStack], base: Path, *, sequential: bool) -
     each(entries, load)
     said: list[str] = []
     if not sequential:
-        changes = separate({entry.label: entry.profile for entry in entries}, len(read_machine().gpus))
+        changes = separate(
+            {entry.label: entry.profile for entry in entries}, len(read_machine().gpus)
+        )
         if changes.problems:
             raise refused(changes.problems, "these stacks do not fit side by side")
         said = changes.lines
@@ -157,7 +168,9 @@ def prepare(entries: Sequence[ComparedStack], base: Path, *, sequential: bool) -
         for entry in entries:
             entry.sets += changes.sets[entry.label]
         each(entries, load)
-        without_gpus = [entry.label for entry in entries if not any(part.gpus for part in entry.profile.vllm)]
+        without_gpus = [
+            entry.label for entry in entries if not any(part.gpus for part in entry.profile.vllm)
+        ]
         if len(without_gpus) > 1:
             share = f"{', '.join(without_gpus)} share {os.cpu_count()} processors"
             said.append(f"{share}: to measure each on its own add --sequential")
@@ -197,7 +210,9 @@ def each(entries: Sequence[ComparedStack], work: Callable[[ComparedStack], None]
             for problem in error.problems or [Problem(error.title)]:
                 if several[entry.name] > 1:  # the same file twice: tell which entry has the problem
                     line = f":{problem.line}" if problem.line else ""
-                    problem = replace(problem, file=f"{problem.file}{line} ({entry.label})", line=None)
+                    problem = replace(
+                        problem, file=f"{problem.file}{line} ({entry.label})", line=None
+                    )
                 problems.append(problem)
     if problems:
         raise refused(problems, "these stacks cannot be started")
@@ -227,7 +242,9 @@ class Board:
         entries = self._entries
         if self._live and len(entries) >= rows:
             # More lines than rows would scroll, and the cursor could not return to the first one.
-            entries = [entry for entry in entries if entry.progress and entry.code is None][: rows - 1]
+            entries = [entry for entry in entries if entry.progress and entry.code is None][
+                : rows - 1
+            ]
         lines = [plain_text(f"{entry.label:<{self._width}}  {entry.line()}") for entry in entries]
         if self._live:
             # Cursor up to the first live line (F), each line cleared (2K), and the rest of an
@@ -239,7 +256,9 @@ class Board:
             return
         for entry, line in zip(entries, lines, strict=True):
             phase, when = self._last[entry.label]
-            if entry.phase != phase or (line and time.monotonic() - when > REPEAT_S and entry.code is None):
+            if entry.phase != phase or (
+                line and time.monotonic() - when > REPEAT_S and entry.code is None
+            ):
                 self._last[entry.label] = entry.phase, time.monotonic()
                 self._print(line + "\n")
 
@@ -269,7 +288,9 @@ class Comparison:
         drawing = asyncio.create_task(self._draw())
         try:
             await self._all()
-            await asyncio.gather(*self._stopping)  # a stop returns a little later than its stack's end
+            await asyncio.gather(
+                *self._stopping
+            )  # a stop returns a little later than its stack's end
         finally:
             self._over.set()
             await drawing
@@ -288,7 +309,9 @@ class Comparison:
     async def _draw(self) -> None:
         last = False
         while not last:
-            last = self._over.is_set()  # read before drawing, so that the final state is drawn as well
+            last = (
+                self._over.is_set()
+            )  # read before drawing, so that the final state is drawn as well
             for entry in self._entries:
                 if entry.progress is not None:
                     await asyncio.to_thread(entry.progress.refresh)
@@ -345,7 +368,9 @@ class Comparison:
                 self._stop(entry)
 
     def _stop(self, entry: ComparedStack) -> None:
-        self._stopping.add(asyncio.create_task(self._bring_down(entry, 0.0 if self._interrupts > 1 else None)))
+        self._stopping.add(
+            asyncio.create_task(self._bring_down(entry, 0.0 if self._interrupts > 1 else None))
+        )
 
     async def _bring_down(self, entry: ComparedStack, timeout_s: float | None) -> None:
         try:
@@ -381,7 +406,10 @@ def write_overlay(roots: Sequence[Path], base: Path, board: Board) -> None:
     try:
         write_private(base / PAGE, overlay(trained))
         board.say(f"curves on the same axes: {base / PAGE}")
-    except (UserError, OSError) as error:  # such as missing packages for charts; the table is printed already
+    except (
+        UserError,
+        OSError,
+    ) as error:  # such as missing packages for charts; the table is printed already
         board.say(f"no page with curves: {error}")
 
 

@@ -53,7 +53,9 @@ def _complete_values(parser: argparse.ArgumentParser) -> None:
             action.completer = values  # type: ignore[attr-defined]
 
 
-def values(prefix: str, action: argparse.Action, parser: argparse.ArgumentParser, **parsed: Any) -> dict[str, str]:
+def values(
+    prefix: str, action: argparse.Action, parser: argparse.ArgumentParser, **parsed: Any
+) -> dict[str, str]:
     """Return the possible values of `action` with descriptions, derived from its metavar."""
     # Words that a list argument already has are not offered again.
     given = getattr(parsed["parsed_args"], action.dest, None)
@@ -85,7 +87,9 @@ def _components(options: argparse.Namespace) -> dict[str, str]:
     from atropos_tui.cli import runs
 
     try:
-        entry, _ = runs.with_components(getattr(options, "words", None) or [], getattr(options, "run_dir", None))
+        entry, _ = runs.with_components(
+            getattr(options, "words", None) or [], getattr(options, "run_dir", None)
+        )
         names = runs.component_names(entry)
     except UserError:
         return {}
@@ -102,7 +106,9 @@ def _keys() -> dict[str, str]:
     found: dict[str, str] = {}
     for name, part in schema["properties"].items():
         table = _table(part, schema["$defs"])
-        found |= {f"{name}.{key}=": str(inner.get("type", "")) for key, inner in table.items()} or {f"{name}=": ""}
+        found |= {f"{name}.{key}=": str(inner.get("type", "")) for key, inner in table.items()} or {
+            f"{name}=": ""
+        }
     return found
 
 

@@ -37,16 +37,26 @@ def not_live(run_dir: Path) -> UserError:
     if pid and not run.result_json.exists():
         problem = Problem(
             f"it runs (pid {pid}), but its socket {run.control_sock} was moved or removed",
-            f"kill {pid} ends the run as `down` does; then atropos-tui up --resume {shlex.quote(str(run_dir))}",
+            f"kill {pid} ends the run as `down` does; then atropos-tui up --resume "
+            f"{shlex.quote(str(run_dir))}",
         )
-        return UserError(f"the supervisor of {run_dir.name} cannot be reached", [problem], Exit.TIMEOUT)
-    return UserError(f"{run_dir.name} is not running", [_end_of(run, RunResult.load(run.result_json))], Exit.NO_RUN)
+        return UserError(
+            f"the supervisor of {run_dir.name} cannot be reached", [problem], Exit.TIMEOUT
+        )
+    return UserError(
+        f"{run_dir.name} is not running",
+        [_end_of(run, RunResult.load(run.result_json))],
+        Exit.NO_RUN,
+    )
 
 
 def _end_of(run: RunDir, result: RunResult | None) -> Problem:
     # A finished run has nothing left to do unless it gets more steps.
     more = " --set trainer.training_steps=N" if result and result.exit_code == Exit.DONE else ""
-    fix = f"atropos-tui up --resume {shlex.quote(str(run.root))}{more} continues it; atropos-tui runs lists all runs"
+    fix = (
+        f"atropos-tui up --resume {shlex.quote(str(run.root))}{more} continues it; atropos-tui "
+        f"runs lists all runs"
+    )
     if result is None:
         return Problem("its supervisor died without recording an end", fix)
     ended = time.localtime(result.ended_at)
@@ -70,7 +80,9 @@ def act(options: argparse.Namespace) -> int:
         # Ask while no event loop runs: a running loop would keep ^C from ending the question.
         if asks and not show.confirmed(f"{show.recipe_text(recipe)}\ngo on?"):
             return Exit.DONE
-        return asyncio.run(_carry_out(entry.dir.root, CommandRequest(action=action, component=options.component)))
+        return asyncio.run(
+            _carry_out(entry.dir.root, CommandRequest(action=action, component=options.component))
+        )
     except Refused as refused:
         raise _refused(refused, options.component, entry) from None
     except NoSupervisor:
@@ -83,7 +95,10 @@ async def _carry_out(run_dir: Path, request: CommandRequest) -> int:
     while True:
         status = await socket.command_status(accepted.command_id)
         if status.status in ("done", "failed"):
-            print(f"{status.action} {status.component or ''}: {status.status}  {one_line(status.detail)}".rstrip())
+            print(
+                f"{status.action} {status.component or ''}: {status.status}  "
+                f"{one_line(status.detail)}".rstrip()
+            )
             return Exit.DONE if status.status == "done" else Exit.COMPONENT_FAILED
         await asyncio.sleep(POLL_S)
 
@@ -91,7 +106,9 @@ async def _carry_out(run_dir: Path, request: CommandRequest) -> int:
 def _refused(refused: Refused, named: str, entry: runs.RunEntry) -> UserError:
     known = runs.component_names(entry)
     meant = did_you_mean(named, known) if named not in known else ""
-    return UserError(f"refused: {refused.error}", [Problem(meant + refused.fix)] if meant or refused.fix else [])
+    return UserError(
+        f"refused: {refused.error}", [Problem(meant + refused.fix)] if meant or refused.fix else []
+    )
 
 
 async def bring_down(run_dir: Path, timeout_s: float | None) -> None:
@@ -141,7 +158,11 @@ def print_end(run: RunDir, code: int | None = None, *, to: TextIO | None = None)
         figures = benchmark_run(run.root)
         if figures.steps or result["exit_code"] == Exit.DONE:
             print(render_benchmarks([figures]))
-    print(show.ending(result), file=to or (sys.stderr if result["exit_code"] else sys.stdout), flush=True)
+    print(
+        show.ending(result),
+        file=to or (sys.stderr if result["exit_code"] else sys.stdout),
+        flush=True,
+    )
     print(f"files: {run.root}")
     if result["exit_code"] in (Exit.DONE, Exit.INTERRUPTED):
         whose = one_line(shlex.quote(str(run.root)))
@@ -163,11 +184,17 @@ async def wait(options: argparse.Namespace) -> int:
     except NoSupervisor:
         _check_target(options.target, entry)
         result = runs.read_result(entry.dir)
-        if options.target == "done" and result is not None:  # the run ended before this command began
+        if (
+            options.target == "done" and result is not None
+        ):  # the run ended before this command began
             return int(result["exit_code"])
         if supervisor_gone(entry.dir):
-            problem = Problem(GONE, f"atropos-tui up --resume {shlex.quote(str(entry.dir.root))} continues it")
-            raise UserError(f"{entry.dir.root.name} crashed", [problem], Exit.COMPONENT_FAILED) from None
+            problem = Problem(
+                GONE, f"atropos-tui up --resume {shlex.quote(str(entry.dir.root))} continues it"
+            )
+            raise UserError(
+                f"{entry.dir.root.name} crashed", [problem], Exit.COMPONENT_FAILED
+            ) from None
         raise not_live(entry.dir.root) from None
     if outcome.outcome == "timeout":
         print(f"timeout: {one_line(outcome.detail)}", file=sys.stderr)
@@ -209,7 +236,9 @@ def open_screen(run: RunDir, *, read_only: bool = False) -> int:
     """Show the run. Leaving either detaches (exit 0), or stops the stack and returns the run's exit
     code."""
     if not sys.stdout.isatty():
-        raise UserError("no terminal", [Problem("the screen needs one", "use ps, logs and events instead")])
+        raise UserError(
+            "no terminal", [Problem("the screen needs one", "use ps, logs and events instead")]
+        )
     # Both save start-up time: imports make no garbage (the screen turns the collector on again),
     # and a search for plugins reads the metadata of every installed package.
     gc.disable()
@@ -223,7 +252,9 @@ def open_screen(run: RunDir, *, read_only: bool = False) -> int:
         _print_if_open(faults.crash_line(run.root, command="attach", is_over=is_over))
         return Exit.FAULT
     if choice == "detach" and runs.read_result(run) is not None:
-        _print_if_open(f"the run has ended: {one_line(str(run.root))}\n  atropos-tui why · report · replay")
+        _print_if_open(
+            f"the run has ended: {one_line(str(run.root))}\n  atropos-tui why · report · replay"
+        )
         return Exit.DONE
     if choice == "detach":
         _print_if_open(f"detached; the run goes on: {run.root}\n  atropos-tui attach · ps · down")
@@ -239,4 +270,6 @@ def _print_if_open(text: str) -> None:
     try:
         print(text, flush=True)
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise Python reports it again at exit
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # otherwise Python reports it again at exit

@@ -90,9 +90,14 @@ def init(options: argparse.Namespace) -> int:
     if options.file is not None:
         _refuse_existing(options.file)
     if options.json and not options.yes:
-        raise UserError("--json requires --yes", [Problem("questions would mix with the JSON output", "add --yes")])
+        raise UserError(
+            "--json requires --yes",
+            [Problem("questions would mix with the JSON output", "add --yes")],
+        )
     if not options.yes and not (sys.stdin.isatty() and sys.stdout.isatty()):
-        problem = Problem("stdin or stdout is not one", "add --yes, and flags for what differs from the defaults")
+        problem = Problem(
+            "stdin or stdout is not one", "add --yes, and flags for what differs from the defaults"
+        )
         raise UserError("init asks questions and needs a terminal", [problem])
     # An answer's default may depend on earlier answers, so questions are taken in order in both
     # cases.
@@ -162,8 +167,14 @@ def _fit_memory(text: str, file: Path, inventory: Inventory) -> tuple[str, str]:
         return text, ""
     found = nearest(site, inventory, fixed={"mode"}, most=1)  # the mode was an answer of the user
     if not found:
-        return text, f"no known setting makes it fit: {missing}; use a smaller model, or a mode with adapters"
-    return with_changes(text, by_table(found[0].settings)), f"set so that it fits: {found[0].text} ({missing})"
+        return (
+            text,
+            f"no known setting makes it fit: {missing}; use a smaller model, or a mode with "
+            f"adapters",
+        )
+    return with_changes(
+        text, by_table(found[0].settings)
+    ), f"set so that it fits: {found[0].text} ({missing})"
 
 
 def _from_flags(options: argparse.Namespace) -> Given:
@@ -196,7 +207,9 @@ def _from_terminal(options: argparse.Namespace) -> Given:
                 print(f"  {error}")
                 flag = None
             except EOFError:
-                raise UserError("no answer", [Problem("the input has ended", "answer, or use --yes")]) from None
+                raise UserError(
+                    "no answer", [Problem("the input has ended", "answer, or use --yes")]
+                ) from None
     return given
 
 
@@ -204,7 +217,9 @@ def _ask(question: InitQuestion, given: Given) -> str:
     default = question.default(given)
     if not question.asked(given):
         return default
-    print(f"{question.text} [{default or 'none'}]: ", end="", flush=True)  # `input(prompt)` would bypass the gate
+    print(
+        f"{question.text} [{default or 'none'}]: ", end="", flush=True
+    )  # `input(prompt)` would bypass the gate
     return input().strip() or default
 
 
@@ -228,7 +243,8 @@ def _env(text: str, given: Given) -> Given:
         raise ValueError(f"module {text} is neither installed nor in this folder")
     kinds = [kind for kind in TEMPLATES if kind != SCRIPT]
     raise ValueError(
-        f"{did_you_mean(text, kinds)}give {', '.join(kinds)}, a script that ends in .py, or package.module"
+        f"{did_you_mean(text, kinds)}give {', '.join(kinds)}, a script that ends in .py, or "
+        f"package.module"
     )
 
 
@@ -246,7 +262,9 @@ def _model(text: str, given: Given) -> str:
 
 def _name(text: str, given: Given) -> str:
     if not is_safe_name(text):
-        raise ValueError("use letters, digits, dot, dash or underscore: at most 64, and a letter or digit first")
+        raise ValueError(
+            "use letters, digits, dot, dash or underscore: at most 64, and a letter or digit first"
+        )
     return text
 
 
@@ -268,7 +286,12 @@ def _port(text: str, given: Given) -> int:
 
 def _free_port(first: int, given: Given) -> str:
     used = (str(given.get("api_port")), given[WANTED])
-    return str(next((port for port in range(first, 65536) if str(port) not in used and ports.is_free(port)), first))
+    return str(
+        next(
+            (port for port in range(first, 65536) if str(port) not in used and ports.is_free(port)),
+            first,
+        )
+    )
 
 
 def _vllm_gpus(given: Given) -> str:
@@ -285,22 +308,47 @@ def _trainer_gpus(given: Given) -> str:
 
 
 QUESTIONS = (
-    InitQuestion("env", "Environment: gsm8k, arithmetic, math-zero, your script.py or package.module",
-             lambda given: "gsm8k" if gpu_count() else "arithmetic", _env),
-    InitQuestion("mode", f"How weights reach vLLM: {', '.join(TRAITS)}", lambda given: "shared_vllm", _mode),
-    InitQuestion("model", "Model, a directory or a hub id", lambda given: default_model(given["kind"]), _model),
-    InitQuestion("name", "Name", lambda given: _program_name(given["script"], given["module"]) or given["kind"], _name),
+    InitQuestion(
+        "env",
+        "Environment: gsm8k, arithmetic, math-zero, your script.py or package.module",
+        lambda given: "gsm8k" if gpu_count() else "arithmetic",
+        _env,
+    ),
+    InitQuestion(
+        "mode", f"How weights reach vLLM: {', '.join(TRAITS)}", lambda given: "shared_vllm", _mode
+    ),
+    InitQuestion(
+        "model",
+        "Model, a directory or a hub id",
+        lambda given: default_model(given["kind"]),
+        _model,
+    ),
+    InitQuestion(
+        "name",
+        "Name",
+        lambda given: _program_name(given["script"], given["module"]) or given["kind"],
+        _name,
+    ),
     InitQuestion("vllm_gpus", "GPUs of vLLM", _vllm_gpus, _gpus),
-    InitQuestion("trainer_gpus", "GPUs of the trainer", _trainer_gpus, _gpus,
-             lambda given: bool(given["vllm_gpus"]) and not TRAITS[given["mode"]].shares_memory),
+    InitQuestion(
+        "trainer_gpus",
+        "GPUs of the trainer",
+        _trainer_gpus,
+        _gpus,
+        lambda given: bool(given["vllm_gpus"]) and not TRAITS[given["mode"]].shares_memory,
+    ),
     InitQuestion("api_port", "Port of run-api", lambda given: _free_port(8000, given), _port),
     InitQuestion("vllm_port", "Port of vLLM", lambda given: _free_port(9001, given), _port),
-)  # fmt: skip
+)
 
 
 def _refuse_existing(file: Path) -> None:
     if os.path.lexists(file):
-        problem = Problem("the file exists and would be overwritten", "name another FILE", file=printable(str(file)))
+        problem = Problem(
+            "the file exists and would be overwritten",
+            "name another FILE",
+            file=printable(str(file)),
+        )
         raise UserError("no profile was written", [problem])
 
 
@@ -308,15 +356,22 @@ def _write(file: Path, text: str) -> None:
     """Write the profile, and the schema beside it; leave a schema of another program alone."""
     schema = file.parent / SCHEMA_FILE
     try:
-        if not schema.exists() or f'"title": "{TITLE}"' in schema.read_text(encoding="utf-8", errors="replace"):
+        if not schema.exists() or f'"title": "{TITLE}"' in schema.read_text(
+            encoding="utf-8", errors="replace"
+        ):
             schema.write_text(schema_text(), encoding="utf-8")
         else:
-            print(f"{schema} belongs to another program and is kept; `atropos-tui schema -o FILE` writes ours")
+            print(
+                f"{schema} belongs to another program and is kept; `atropos-tui schema -o "
+                f"FILE` writes ours"
+            )
         # Mode x: a file that appeared since the check is not overwritten.
         with file.open("x", encoding="utf-8") as stream:
             stream.write(text)
     except OSError as error:
-        problem = Problem(str(error.strerror), "choose another FILE", file=printable(str(error.filename or file)))
+        problem = Problem(
+            str(error.strerror), "choose another FILE", file=printable(str(error.filename or file))
+        )
         raise UserError("the profile cannot be written", [problem]) from None
 
 
@@ -342,12 +397,15 @@ def profile_text(answers: Answers, *, file: str) -> str:
         name = program if is_safe_name(program) and program not in TAKEN else "env"
         # None removes the template's own key.
         env = {"name": name, "module": answers.module or None, "script": answers.script or None}
-    changes: Changes = {"": top, "api": {"port": answers.api_port}, "env": env} | _placement(answers)
+    changes: Changes = {"": top, "api": {"port": answers.api_port}, "env": env} | _placement(
+        answers
+    )
     changes["trainer"] = changes.get("trainer", {}) | _adapters(answers)
     text = with_changes(text, changes)
     head = (
         f"#:schema ./{SCHEMA_FILE}\n"
-        f"# Written by `atropos-tui init` from the shipped profile {shipped}. All keys: docs/profiles.md.\n"
+        f"# Written by `atropos-tui init` from the shipped profile {shipped}. All keys: "
+        f"docs/profiles.md.\n"
         f"#   atropos-tui up {file}\n"
     )
     return head + text
@@ -372,12 +430,20 @@ def _placement(answers: Answers) -> Changes:
             return {"vllm": vllm}
         args = {"enforce-eager": True, CPU_CACHE: MOST_CPU_CACHE, "block-size": 32}
         trainer = {"gpus": None, "device": "cpu", "dtype": "float32"}
-        return {"vllm": vllm | {"gpus": None, "gpu_memory_utilization": None}, "vllm.args": args, "trainer": trainer}
+        return {
+            "vllm": vllm | {"gpus": None, "gpu_memory_utilization": None},
+            "vllm.args": args,
+            "trainer": trainer,
+        }
     vllm["gpus"] = answers.vllm_gpus
     if len(answers.vllm_gpus) > 1 and not TRAITS[answers.mode].shares_memory:
         vllm["tensor_parallel"] = len(answers.vllm_gpus)
-    if answers.kind != "arithmetic" and not set(answers.vllm_gpus) & set(answers.trainer_gpus or answers.vllm_gpus):
-        vllm["gpu_memory_utilization"] = 0.85  # no trainer on these GPUs, so vLLM may take most of them
+    if answers.kind != "arithmetic" and not set(answers.vllm_gpus) & set(
+        answers.trainer_gpus or answers.vllm_gpus
+    ):
+        vllm["gpu_memory_utilization"] = (
+            0.85  # no trainer on these GPUs, so vLLM may take most of them
+        )
     return {"vllm": vllm, "trainer": {"gpus": answers.trainer_gpus or answers.vllm_gpus}}
 
 
@@ -389,5 +455,8 @@ def _adapters(answers: Answers) -> dict[str, Any]:
         return {}
     rate = 1e-3 if answers.kind == "arithmetic" else 1e-4
     settings: dict[str, Any] = {"lr": rate, "lora_target_modules": ["all-linear"]}
-    shares = len(answers.vllm_gpus) < 2 and (answers.trainer_gpus or answers.vllm_gpus) == answers.vllm_gpus
+    shares = (
+        len(answers.vllm_gpus) < 2
+        and (answers.trainer_gpus or answers.vllm_gpus) == answers.vllm_gpus
+    )
     return settings | ({"single_copy": True} if shares and answers.mode == "lora_only" else {})

@@ -43,9 +43,14 @@ def fit_environment(text: str) -> tuple[str, str]:
     own = {name: value for name, value in source.settings.items() if f"env.{name}" in env.args}
     if not own:
         return text, ""
-    listed = ", ".join(f"{name} = {value_text(value)}" if value is not None else name for name, value in own.items())
+    listed = ", ".join(
+        f"{name} = {value_text(value)}" if value is not None else name
+        for name, value in own.items()
+    )
     text = with_values(text, "env.args", {f"env.{name}": None for name in own})
-    text = with_comment(text, "env.args", f"{source.path.name} sets {listed}: a flag here would override it")
+    text = with_comment(
+        text, "env.args", f"{source.path.name} sets {listed}: a flag here would override it"
+    )
     said = f"not set here, because {source.path.name} sets them: {listed}"
     size = own.get("group_size")
     if isinstance(size, int) and size > 0 and (batch := _batch(profile, size)):
@@ -80,9 +85,13 @@ def fit_model(text: str, inventory: Inventory) -> tuple[str, str]:
     if changes and known:
         listed = ", ".join(f"{key} = {value}" for key, value in changes.items())
         said = f"set because the model's limit is {known.max_length} tokens: {listed}"
-        text = with_changes(text, by_table({k: v for k, v in changes.items() if not k.startswith("env.")}))
+        text = with_changes(
+            text, by_table({k: v for k, v in changes.items() if not k.startswith("env.")})
+        )
         text = with_values(
-            text, "env.args", {k.removeprefix("env.args."): v for k, v in changes.items() if k.startswith("env.")}
+            text,
+            "env.args",
+            {k.removeprefix("env.args."): v for k, v in changes.items() if k.startswith("env.")},
         )
     # `init` writes MOST_CPU_CACHE as a placeholder; another value was set by the template and
     # stays.

@@ -31,7 +31,11 @@ def by_table(settings: Mapping[str, Any]) -> Changes:
 def with_comment(text: str, table: str, comment: str) -> str:
     """Return TOML text with a comment line below the header of a table."""
     return re.sub(
-        rf"^(\[{re.escape(table)}\].*\n)", lambda header: f"{header[1]}# {comment}\n", text, count=1, flags=re.MULTILINE
+        rf"^(\[{re.escape(table)}\].*\n)",
+        lambda header: f"{header[1]}# {comment}\n",
+        text,
+        count=1,
+        flags=re.MULTILINE,
     )
 
 

@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING
 from atropos_common.control import Phase, RunStatus
 from atropos_common.files import open_regular
 from atropos_common.record_tail import whole_lines
-from atropos_common.records import RECORD_TYPES, ComponentRecord, DiagnosisRecord, Record, RecordError, parse_line
+from atropos_common.records import (
+    RECORD_TYPES,
+    ComponentRecord,
+    DiagnosisRecord,
+    Record,
+    RecordError,
+    parse_line,
+)
 from atropos_common.run_dir import RunDir
 from atropos_tui.cli import runs, show, slurm
 from atropos_tui.cli.logs import compiled
@@ -63,21 +70,33 @@ def status_without_socket(entry: runs.RunEntry, info: RunInfo, state: RunState) 
     except UserError as error:
         if entry.dir.result_json.exists():  # SLURM is silent, but the run has recorded its end
             return status_from_files(entry.dir, info, state)
-        return _unreached_status(entry, info, state, Phase.RUNNING, f"{error.title}: {error.problems[0].reason}")
+        return _unreached_status(
+            entry, info, state, Phase.RUNNING, f"{error.title}: {error.problems[0].reason}"
+        )
     if job is None:
         return status_from_files(entry.dir, info, state)
     if not job.runs:
         return _unreached_status(entry, info, state, Phase.STARTING, slurm.waits(job)[0])
     if said := slurm.run_there(job, "ps", str(entry.dir.root), "--json"):
         return RunStatus.model_validate_json(said)
-    reason = f"it runs on {job.node} but does not answer; try srun --jobid={job.id} --overlap -w {job.node} true"
+    reason = (
+        f"it runs on {job.node} but does not answer; try srun --jobid={job.id} --overlap -w "
+        f"{job.node} true"
+    )
     return _unreached_status(entry, info, state, Phase.RUNNING, reason)
 
 
-def _unreached_status(entry: runs.RunEntry, info: RunInfo, state: RunState, phase: Phase, reason: str) -> RunStatus:
+def _unreached_status(
+    entry: runs.RunEntry, info: RunInfo, state: RunState, phase: Phase, reason: str
+) -> RunStatus:
     """Status from the files for a run that has not ended."""
     status = status_from_files(entry.dir, info, state)
-    known = {"phase": phase, "reason": reason, "exit_code": None, "components": component_rows(info, state)}
+    known = {
+        "phase": phase,
+        "reason": reason,
+        "exit_code": None,
+        "components": component_rows(info, state),
+    }
     return status.model_copy(update=known)
 
 
@@ -118,12 +137,18 @@ class NewLines:
         self._step = 0
         self._step_at = float("-inf")
 
-    def lines(self, status: RunStatus, info: RunInfo, state: RunState, said: Verdict, now: float) -> Iterator[str]:
+    def lines(
+        self, status: RunStatus, info: RunInfo, state: RunState, said: Verdict, now: float
+    ) -> Iterator[str]:
         """Yield components with a new state, the verdict if its words changed (not only numbers),
         and the newest step."""
         for row in status.components:
-            if self._states.get(row.name, row.state) != row.state:  # the first state of a component is no change
-                yield f"{row.name} is {row.state.value}" + (f": {one_line(row.reason)}" if row.reason else "")
+            if (
+                self._states.get(row.name, row.state) != row.state
+            ):  # the first state of a component is no change
+                yield f"{row.name} is {row.state.value}" + (
+                    f": {one_line(row.reason)}" if row.reason else ""
+                )
             self._states[row.name] = row.state
         # Without its numbers: a verdict that only counts on is no news.
         words = re.sub(r"[\d.,:]+", "", said.what)
@@ -146,7 +171,9 @@ async def follow(entry: runs.RunEntry) -> None:
     info, state, feed = load_run(entry.dir.root)
     changes, begun = NewLines(), False
     while True:
-        state = feed.catch_up(state)  # files first, so that the status is never older than the records
+        state = feed.catch_up(
+            state
+        )  # files first, so that the status is never older than the records
         try:
             status = await ControlClient(entry.dir.root).status()
         except NoSupervisor:
@@ -200,7 +227,9 @@ async def why_answer(entry: runs.RunEntry, names: list[str]) -> Why:
         sentence=said.line,
         headline=picture.lines()[0],
         components=[
-            ComponentWhy(name=name, state=picture.rows[name].state, says=_ideas(picture.lines(name)))
+            ComponentWhy(
+                name=name, state=picture.rows[name].state, says=_ideas(picture.lines(name))
+            )
             for name in names or picture.rows
         ],
         diagnoses=_diagnoses(state, status),
@@ -215,7 +244,10 @@ def _diagnoses(state: RunState, status: RunStatus) -> list[DiagnosisRecord]:
     standing = open_diagnoses(state, status)
     if status.phase is not Phase.ENDED:
         return standing
-    return [each if each in standing else each.model_copy(update={"over": True}) for each in state.diagnoses]
+    return [
+        each if each in standing else each.model_copy(update={"over": True})
+        for each in state.diagnoses
+    ]
 
 
 def _ideas(paragraph: list[str]) -> list[str]:
@@ -249,7 +281,9 @@ async def _picture(entry: runs.RunEntry, names: list[str]) -> tuple[Picture, Ver
 
 def _no_component(name: str, known: list[str]) -> UserError:
     fix = f"{did_you_mean(name, known)}one of: {', '.join(known)}"
-    return UserError(f"no component {name!r}", [Problem("not part of this run, and no run has this name", fix)])
+    return UserError(
+        f"no component {name!r}", [Problem("not part of this run, and no run has this name", fix)]
+    )
 
 
 async def events(options: argparse.Namespace) -> int:
@@ -258,7 +292,11 @@ async def events(options: argparse.Namespace) -> int:
     async for record in _events(entry, follow=options.follow):
         if wanted(record):
             count += 1
-            line = show.ascii_json(record.to_line().rstrip("\n")) if options.json else show.event_line(record)
+            line = (
+                show.ascii_json(record.to_line().rstrip("\n"))
+                if options.json
+                else show.event_line(record)
+            )
             print(line, flush=True)
     if not count:
         print(f"{entry.dir.root.name} has no matching event", file=sys.stderr)
@@ -308,7 +346,9 @@ async def _events(entry: runs.RunEntry, *, follow: bool) -> AsyncIterator[Record
 def list_runs(options: argparse.Namespace) -> int:
     """List runs, newest first: `RUNS_SHOWN` on a terminal, all as JSON, or --limit."""
     found = runs.all_runs()
-    limit = options.limit if options.limit is not None else (len(found) if options.json else RUNS_SHOWN)
+    limit = (
+        options.limit if options.limit is not None else (len(found) if options.json else RUNS_SHOWN)
+    )
     shown = found[: limit or len(found)]
     if options.json:
         from atropos_tui.cli.schemas import answer_json

@@ -77,7 +77,10 @@ class Prefix:
         when = datetime.fromtimestamp(line.time)
         day = "" if str(when.date()) == self.today else f"{when.date()} "
         label = line.component if line.attempt == 1 else f"{line.component}#{line.attempt}"
-        head = f"{day}{when:%H:%M:%S}.{when.microsecond // 1000:03d} {label:<{max(map(len, self.names)) + 2}}"
+        head = (
+            f"{day}{when:%H:%M:%S}.{when.microsecond // 1000:03d} "
+            f"{label:<{max(map(len, self.names)) + 2}}"
+        )
         if self.colour:
             number = self.names.index(line.component) % len(COLOURS)
             head = f"\x1b[{COLOURS[number]}m{head}\x1b[0m"
@@ -86,7 +89,9 @@ class Prefix:
 
 def as_json(line: LogLine) -> str:
     """Format a line as `LogRow` of `answers.py`, without the cost of building a model."""
-    return json.dumps({"time": line.time, "component": line.component, "attempt": line.attempt, "text": line.text})
+    return json.dumps(
+        {"time": line.time, "component": line.component, "attempt": line.attempt, "text": line.text}
+    )
 
 
 async def logs(options: argparse.Namespace) -> int:
@@ -112,7 +117,10 @@ async def logs(options: argparse.Namespace) -> int:
     if options.follow:
         await _follow(entry, merged, wanted, show)
     elif not shown and options.since is not None:
-        print(f"no matching line since {datetime.fromtimestamp(since):%Y-%m-%d %H:%M:%S}", file=sys.stderr)
+        print(
+            f"no matching line since {datetime.fromtimestamp(since):%Y-%m-%d %H:%M:%S}",
+            file=sys.stderr,
+        )
     return Exit.DONE
 
 
@@ -120,7 +128,10 @@ async def _follow(entry: runs.RunEntry, merged: MergedLogs, wanted: Filter, show
     live, asked = True, -math.inf
     while live:
         if time.monotonic() - asked >= LIVE_S:
-            live, asked = entry.is_live, time.monotonic()  # before the read, so that the last read gets every line
+            live, asked = (
+                entry.is_live,
+                time.monotonic(),
+            )  # before the read, so that the last read gets every line
         _print(wanted.of(merged.ready() if live else merged.rest()), show)
         if live:
             await asyncio.sleep(FOLLOW_S)
@@ -134,7 +145,9 @@ def _print(lines: Iterable[LogLine], show: Show) -> int:
     return count
 
 
-def _readers(run: RunDir, chosen: list[str], options: argparse.Namespace) -> tuple[list[str], list[LogReader]]:
+def _readers(
+    run: RunDir, chosen: list[str], options: argparse.Namespace
+) -> tuple[list[str], list[LogReader]]:
     """Names and readers of the chosen components; without a choice of all, in plan order."""
     planned = [part.name for part in read_info(run).components if is_safe_name(part.name)]
     known = list(dict.fromkeys([*planned, *names_in(run.logs, folders=True)]))
@@ -142,14 +155,24 @@ def _readers(run: RunDir, chosen: list[str], options: argparse.Namespace) -> tup
     # Folders count as well: a resumed run may have a new plan without an earlier component.
     if unknown := [name for name in names if name not in known]:
         fixes = [f"{did_you_mean(name, known)}one of: {', '.join(known)}" for name in unknown]
-        problems = [Problem(f"{name!r} is not part of this run", fix) for name, fix in zip(unknown, fixes, strict=True)]
+        problems = [
+            Problem(f"{name!r} is not part of this run", fix)
+            for name, fix in zip(unknown, fixes, strict=True)
+        ]
         raise UserError("no such component", problems)
     attempt = _attempt(options.attempt)
     readers = [LogReader(run.logs / name, attempt) for name in names]
     if isinstance(attempt, int) and not any(reader.path for reader in readers):
-        have = {name: sorted(int(path.stem) for path in attempts(run.logs / name)) for name in names}
-        listed = ", ".join(f"{name}: {' '.join(map(str, numbers)) or 'none'}" for name, numbers in have.items())
-        raise UserError(f"no attempt {attempt}", [Problem(f"attempts with a log: {listed}", "--attempt all shows all")])
+        have = {
+            name: sorted(int(path.stem) for path in attempts(run.logs / name)) for name in names
+        }
+        listed = ", ".join(
+            f"{name}: {' '.join(map(str, numbers)) or 'none'}" for name, numbers in have.items()
+        )
+        raise UserError(
+            f"no attempt {attempt}",
+            [Problem(f"attempts with a log: {listed}", "--attempt all shows all")],
+        )
     silent = [name for name, reader in zip(names, readers, strict=True) if reader.path is None]
     for name in silent if chosen else []:
         print(f"{name} has not printed anything yet", file=sys.stderr)
@@ -160,7 +183,10 @@ def _attempt(text: str | None) -> int | Literal["all"] | None:
     if text is None or text == "all":
         return "all" if text else None
     if not text.isdecimal():
-        raise UserError("invalid --attempt", [Problem(f"{text!r} is not a number", "e.g. --attempt 2, --attempt all")])
+        raise UserError(
+            "invalid --attempt",
+            [Problem(f"{text!r} is not a number", "e.g. --attempt 2, --attempt all")],
+        )
     return int(text)
 
 

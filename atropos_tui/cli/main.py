@@ -80,12 +80,17 @@ def _of_this_shell(error: Exception) -> UserError | None:
     """Return the mistake behind an error that this shell causes: a removed current directory, or a
     low limit of open files."""
     if isinstance(error, FileNotFoundError) and _folder_is_gone():
-        problem = Problem("it was removed or replaced after this shell entered it", "cd to a folder that exists")
+        problem = Problem(
+            "it was removed or replaced after this shell entered it", "cd to a folder that exists"
+        )
         return UserError("the current directory does not exist any more", [problem])
     # With a usual limit, EMFILE is a leak of ours and gets a report.
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if isinstance(error, OSError) and error.errno == errno.EMFILE and limit < LEAST_FILES:
-        return UserError("too many open files", [Problem(f"a process here may open {limit} files", "ulimit -n 4096")])
+        return UserError(
+            "too many open files",
+            [Problem(f"a process here may open {limit} files", "ulimit -n 4096")],
+        )
     return None
 
 
@@ -102,7 +107,11 @@ def _introduce(parser: argparse.ArgumentParser) -> int:
 
     parser.print_help()
     live = next((entry.run_id for entry in runs.all_runs() if entry.is_live), None)
-    steps = (("attach", f"open the screen of {live}"), ("why", "show what it waits for")) if live else ()
+    steps = (
+        (("attach", f"open the screen of {live}"), ("why", "show what it waits for"))
+        if live
+        else ()
+    )
     steps = (
         *steps,
         ("up demo", "train a tiny model on this machine's CPU"),
@@ -124,7 +133,9 @@ def _no_command(word: str, known: Collection[str]) -> UserError:
     return UserError(f"no command {word!r}", [Problem(fix)])
 
 
-def _misplaced_set(argv: Sequence[str], sets: Sequence[str], unknown: Sequence[str]) -> UserError | None:
+def _misplaced_set(
+    argv: Sequence[str], sets: Sequence[str], unknown: Sequence[str]
+) -> UserError | None:
     """Return the mistake where `--set` has several assignments, or a key and its value as two
     words."""
     given = [*argv]
@@ -133,9 +144,17 @@ def _misplaced_set(argv: Sequence[str], sets: Sequence[str], unknown: Sequence[s
         words = given[given.index("--set") + 2 :] if "--set" in given else []
         given = words
         if "=" not in item and words and not words[0].startswith("-"):
-            problem = Problem(f'"{item}" and "{words[0]}" are two words', f"write --set {item}={words[0]}", key="--set")
+            problem = Problem(
+                f'"{item}" and "{words[0]}" are two words',
+                f"write --set {item}={words[0]}",
+                key="--set",
+            )
             return UserError("invalid --set", [problem])
-    if several := [word for word in unknown if "=" in word and not word.startswith("-")] if sets else []:
+    if (
+        several := [word for word in unknown if "=" in word and not word.startswith("-")]
+        if sets
+        else []
+    ):
         fix = f"write {' '.join(f'--set {word}' for word in several)}"
         return UserError("invalid --set", [Problem("--set takes one KEY=VALUE", fix, key="--set")])
     return None
@@ -146,14 +165,19 @@ def _report_fault(argv: Sequence[str], run_dir: Path | None) -> int:
     its path. Never raises."""
     from atropos_tui.profile.redact import hide_command
 
-    versions = f"atropos-tui {__version__}, Python {platform.python_version()}, {platform.platform()}"
+    versions = (
+        f"atropos-tui {__version__}, Python {platform.python_version()}, {platform.platform()}"
+    )
     report = f"{versions}\narguments: {hide_command(argv)}\n\n{traceback.format_exc()}"
     last = traceback.format_exc(limit=0).strip().splitlines()[-1]
     try:
         where = f"The report is in {_write_report(report, run_dir)}"
     except OSError as error:  # such as a full disk
         where = f"It cannot be written to a file ({error.strerror}); this is its text:\n{report}"
-    print(f"atropos-tui: internal error: {last}\n  {where}; please file it as an issue.", file=sys.stderr)
+    print(
+        f"atropos-tui: internal error: {last}\n  {where}; please file it as an issue.",
+        file=sys.stderr,
+    )
     return int(Exit.FAULT)
 
 
@@ -171,7 +195,9 @@ def _write_report(report: str, run_dir: Path | None) -> Path:
         # O_NOFOLLOW: the directory may be a copy from elsewhere, with a link under this name.
         path = RunDir(run_dir).fault_txt
         with contextlib.suppress(OSError):
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+            descriptor = os.open(
+                path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600
+            )
             with os.fdopen(descriptor, "wb") as file:
                 file.write(data)
             return path

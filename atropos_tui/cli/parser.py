@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import math
 from pathlib import Path
+from typing import Any
 
 from atropos_tui import __version__
 
@@ -35,11 +36,18 @@ def build_parser() -> argparse.ArgumentParser:
 
 def command_names(parser: argparse.ArgumentParser) -> list[str]:
     """Names of all commands of `parser`."""
-    (commands,) = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    (commands,) = [
+        action for action in parser._actions if isinstance(action, argparse._SubParsersAction)
+    ]
     return list(commands.choices)
 
 
-def _command(commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, handler: str, text: str):  # type: ignore[no-untyped-def]
+def _command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    handler: str,
+    text: str,
+) -> Any:
     # Abbreviated flags would become ambiguous, and scripts would break, when a flag is added.
     parser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
     parser.set_defaults(handler=handler)
@@ -57,7 +65,9 @@ def _seconds(text: str) -> float:
 
 
 def _count(text: str) -> int:
-    if not (text.isascii() and text.isdecimal()):  # `int` also takes "1_0", " 1" and digits of other scripts
+    if not (
+        text.isascii() and text.isdecimal()
+    ):  # `int` also takes "1_0", " 1" and digits of other scripts
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0, e.g. 100")
     return int(text)
 
@@ -74,13 +84,17 @@ def _speed(text: str) -> float:
 
 
 def _profile_arguments(parser: argparse.ArgumentParser, *, or_resume: bool = False) -> None:
-    text = "a path, or the name of a shipped profile" + (" (--resume: the run's own)" if or_resume else "")
+    text = "a path, or the name of a shipped profile" + (
+        " (--resume: the run's own)" if or_resume else ""
+    )
     parser.add_argument("profile", metavar="PROFILE", nargs="?" if or_resume else None, help=text)
     _sets(parser, "override a key, e.g. trainer.lr=1e-4")
 
 
 def _sets(parser: argparse.ArgumentParser, text: str) -> None:
-    parser.add_argument("--set", metavar="KEY=VALUE", dest="sets", action="append", default=[], help=text)
+    parser.add_argument(
+        "--set", metavar="KEY=VALUE", dest="sets", action="append", default=[], help=text
+    )
 
 
 REMOTE = "user@host or user@host:RUN for a run on another machine, over ssh"
@@ -89,14 +103,18 @@ RUN = f"{NAMED} (default: the latest live run, otherwise the latest); {REMOTE}"
 ACTED_ON = f"{NAMED} (default: the only live run); {REMOTE}"
 
 
-def _run_argument(parser: argparse.ArgumentParser, text: str = RUN, *, positional: bool = True) -> None:
+def _run_argument(
+    parser: argparse.ArgumentParser, text: str = RUN, *, positional: bool = True
+) -> None:
     """Add `[RUN]` and `--run-dir`. Commands that also take components sort their words
     themselves."""
     # Both name the run, so giving both is a mistake.
     where = parser.add_mutually_exclusive_group()
     if positional:
         where.add_argument("run", metavar="RUN", type=Path, nargs="?", help=text)
-    where.add_argument("--run-dir", metavar="DIR", type=Path, help="same as RUN" if positional else text)
+    where.add_argument(
+        "--run-dir", metavar="DIR", type=Path, help="same as RUN" if positional else text
+    )
 
 
 def _up(commands) -> None:  # type: ignore[no-untyped-def]
@@ -104,51 +122,94 @@ def _up(commands) -> None:  # type: ignore[no-untyped-def]
     _profile_arguments(parser, or_resume=True)
     how = parser.add_mutually_exclusive_group()
     how.add_argument(
-        "--headless", action="store_true", help="stay in the foreground, print one line per event, end with the trainer"
+        "--headless",
+        action="store_true",
+        help="stay in the foreground, print one line per event, end with the trainer",
     )
     how.add_argument("--detach", action="store_true", help="start in the background and return")
-    how.add_argument("--dry-run", action="store_true", help="with SLURM: only print the batch script")
+    how.add_argument(
+        "--dry-run", action="store_true", help="with SLURM: only print the batch script"
+    )
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
-        "--run-dir", metavar="DIR", type=Path, help="directory for the run's files (default: runs/NAME-TIME-ID)"
+        "--run-dir",
+        metavar="DIR",
+        type=Path,
+        help="directory for the run's files (default: runs/NAME-TIME-ID)",
     )
-    where.add_argument("--resume", metavar="RUN", type=Path, help="continue a run from its last checkpoint")
+    where.add_argument(
+        "--resume", metavar="RUN", type=Path, help="continue a run from its last checkpoint"
+    )
     # Handlers are names, not functions: importing them here would make `--help` slow.
     attach = _command(commands, "attach", "control:attach", "open the screen of a running stack")
-    attach.add_argument("--read-only", action="store_true", help="disable all commands in the screen")
+    attach.add_argument(
+        "--read-only", action="store_true", help="disable all commands in the screen"
+    )
     _run_argument(attach)
 
 
 def _profiles(commands) -> None:  # type: ignore[no-untyped-def]
-    validate = _command(commands, "validate", "profiles:validate", "check a profile and list every problem")
+    validate = _command(
+        commands, "validate", "profiles:validate", "check a profile and list every problem"
+    )
     _profile_arguments(validate)
-    plan = _command(commands, "plan", "profiles:plan", "show what a profile would start: commands, order, ports")
+    plan = _command(
+        commands, "plan", "profiles:plan", "show what a profile would start: commands, order, ports"
+    )
     _profile_arguments(plan)
     for parser in (validate, plan):
         parser.add_argument("--json", action="store_true", help="print JSON")
-        text = "check for other GPUs than this machine's, such as 8xH100, 2xH200, A100-40GB or 4x80GB"
+        text = (
+            "check for other GPUs than this machine's, such as 8xH100, 2xH200, A100-40GB or 4x80GB"
+        )
         parser.add_argument("--gpus", metavar="GPUS", help=text)
     text = "print the JSON Schema of a profile, for editors, or of a command's --json output"
     schema = _command(commands, "schema", "profiles:schema", text)
-    schema.add_argument("command", metavar="COMMAND", nargs="?", help="such as ps, runs or events (default: a profile)")
-    schema.add_argument("-o", "--output", metavar="FILE", type=Path, help="write to FILE instead of standard output")
+    schema.add_argument(
+        "command",
+        metavar="COMMAND",
+        nargs="?",
+        help="such as ps, runs or events (default: a profile)",
+    )
+    schema.add_argument(
+        "-o", "--output", metavar="FILE", type=Path, help="write to FILE instead of standard output"
+    )
     _init(commands)
 
 
 def _init(commands) -> None:  # type: ignore[no-untyped-def]
     init = _command(commands, "init", "init:init", "ask a few questions and write a valid profile")
-    init.add_argument("file", metavar="FILE", type=Path, nargs="?", help="file to write (default: NAME.toml)")
-    init.add_argument("--json", action="store_true", help="print the result as JSON (requires --yes)")
-    init.add_argument("-y", "--yes", action="store_true", help="do not ask: use defaults for flags that are not given")
-    init.add_argument("--name", metavar="NAME", help="name of the stack, used as the prefix of run names")
-    init.add_argument("--env", metavar="ENV", help="gsm8k, arithmetic, math-zero, your own script.py or package.module")
+    init.add_argument(
+        "file", metavar="FILE", type=Path, nargs="?", help="file to write (default: NAME.toml)"
+    )
+    init.add_argument(
+        "--json", action="store_true", help="print the result as JSON (requires --yes)"
+    )
+    init.add_argument(
+        "-y",
+        "--yes",
+        action="store_true",
+        help="do not ask: use defaults for flags that are not given",
+    )
+    init.add_argument(
+        "--name", metavar="NAME", help="name of the stack, used as the prefix of run names"
+    )
+    init.add_argument(
+        "--env",
+        metavar="ENV",
+        help="gsm8k, arithmetic, math-zero, your own script.py or package.module",
+    )
     modes = "shared_vllm, broadcast, lora_only, lora_restart or none"
     init.add_argument("--mode", metavar="MODE", help=f"how weights reach vLLM: {modes}")
     init.add_argument("--model", metavar="MODEL", help="a model's directory or hub id")
     init.add_argument("--vllm-gpus", metavar="N,N", help="GPUs of vLLM by index; '' for none (CPU)")
     init.add_argument("--trainer-gpus", metavar="N,N", help="GPUs of the trainer by index")
-    init.add_argument("--api-port", metavar="PORT", help="port of run-api (default: a free one from 8000)")
-    init.add_argument("--vllm-port", metavar="PORT", help="port of vLLM (default: a free one from 9001)")
+    init.add_argument(
+        "--api-port", metavar="PORT", help="port of run-api (default: a free one from 8000)"
+    )
+    init.add_argument(
+        "--vllm-port", metavar="PORT", help="port of vLLM (default: a free one from 9001)"
+    )
 
 
 def _acting(commands) -> None:  # type: ignore[no-untyped-def]
@@ -162,12 +223,21 @@ def _acting(commands) -> None:  # type: ignore[no-untyped-def]
         parser.set_defaults(action=name)
         parser.add_argument("component", metavar="COMPONENT")
         parser.add_argument("--yes", action="store_true", help="do not ask")
-        parser.add_argument("--dry-run", action="store_true", help="only show which components would stop and start")
+        parser.add_argument(
+            "--dry-run", action="store_true", help="only show which components would stop and start"
+        )
         _run_argument(parser, ACTED_ON)
     down = _command(commands, "down", "control:down", "stop the whole stack")
-    down.add_argument("--timeout", metavar="S", type=_seconds, help="kill the remaining processes after S seconds")
+    down.add_argument(
+        "--timeout", metavar="S", type=_seconds, help="kill the remaining processes after S seconds"
+    )
     _run_argument(down, ACTED_ON)
-    wait = _command(commands, "wait", "control:wait", "wait until the stack is ready, done, or a component is healthy")
+    wait = _command(
+        commands,
+        "wait",
+        "control:wait",
+        "wait until the stack is ready, done, or a component is healthy",
+    )
     # `dest`: `for` is a keyword of Python. Lower-case words of the metavar are completed as they
     # are.
     wait.add_argument("--for", dest="target", metavar="ready|done|COMPONENT", required=True)
@@ -180,49 +250,79 @@ def _watching(commands) -> None:  # type: ignore[no-untyped-def]
     ps.add_argument("-f", "--follow", action="store_true", help="then print a line for each change")
     ps.add_argument("--json", action="store_true", help="print JSON")
     _run_argument(ps)
-    why = _command(commands, "why", "inspect:why", "explain what a component waits for, or why it failed")
+    why = _command(
+        commands, "why", "inspect:why", "explain what a component waits for, or why it failed"
+    )
     text = "a component, or a run by its directory, id or name; or both"
     # Completion reads the metavars: RUN and COMPONENT stand for the names that exist.
     why.add_argument("words", metavar="RUN|COMPONENT", nargs="*", help=text)
     why.add_argument("--json", action="store_true", help="print JSON")
     _run_argument(why, positional=False)
-    logs = _command(commands, "logs", "logs:logs", "show the output of components, merged by time of arrival")
+    logs = _command(
+        commands, "logs", "logs:logs", "show the output of components, merged by time of arrival"
+    )
     text = "components (default: all), and a run by its directory, id or name"
     logs.add_argument("words", metavar="RUN|COMPONENT", nargs="*", help=text)
     logs.add_argument("-f", "--follow", action="store_true", help="keep printing new lines")
-    logs.add_argument("-n", "--lines", metavar="N", type=_count, help="the last N lines overall (default 200)")
-    logs.add_argument("--grep", metavar="RE", help="only lines that match the regular expression (RE2)")
     logs.add_argument(
-        "--since", metavar="TIME", help="only lines since a time: 5m ago (s, m, h, d), 14:30, or a date and time"
+        "-n", "--lines", metavar="N", type=_count, help="the last N lines overall (default 200)"
     )
-    logs.add_argument("--attempt", metavar="N|all", help="one attempt, or all (default: the latest)")
+    logs.add_argument(
+        "--grep", metavar="RE", help="only lines that match the regular expression (RE2)"
+    )
+    logs.add_argument(
+        "--since",
+        metavar="TIME",
+        help="only lines since a time: 5m ago (s, m, h, d), 14:30, or a date and time",
+    )
+    logs.add_argument(
+        "--attempt", metavar="N|all", help="one attempt, or all (default: the latest)"
+    )
     logs.add_argument("--no-prefix", action="store_true", help="omit time and component")
     logs.add_argument("--json", action="store_true", help="print one JSON object per line")
     _run_argument(logs, positional=False)
-    events = _command(commands, "events", "inspect:events", "show transitions, commands and diagnoses")
+    events = _command(
+        commands, "events", "inspect:events", "show transitions, commands and diagnoses"
+    )
     events.add_argument("-f", "--follow", action="store_true", help="keep printing new events")
     events.add_argument("--json", action="store_true", help="print one JSON object per line")
-    events.add_argument("--grep", metavar="RE", help="only events that match the regular expression (RE2)")
+    events.add_argument(
+        "--grep", metavar="RE", help="only events that match the regular expression (RE2)"
+    )
     events.add_argument("--component", metavar="COMPONENT", help="only events of one component")
     events.add_argument(
-        "--kind", metavar="KIND", help="only events of one kind: state, probe, stage, command or diagnosis"
+        "--kind",
+        metavar="KIND",
+        help="only events of one kind: state, probe, stage, command or diagnosis",
     )
     _run_argument(events)
     runs = _command(commands, "runs", "inspect:list_runs", "list runs, newest first")
     runs.add_argument("--json", action="store_true", help="print JSON")
     runs.add_argument(
-        "--limit", metavar="N", type=_count, help="show only the newest N, 0: all (default 20; --json: all)"
+        "--limit",
+        metavar="N",
+        type=_count,
+        help="show only the newest N, 0: all (default 20; --json: all)",
     )
     report = _command(
-        commands, "report", "report:report", "write one HTML page about a run, or about several on the same axes"
+        commands,
+        "report",
+        "report:report",
+        "write one HTML page about a run, or about several on the same axes",
     )
     report.add_argument("runs", metavar="RUN", type=Path, nargs="*", help=RUN)
-    report.add_argument("-o", "--output", metavar="FILE", type=Path, help="default: RUN-report.html")
+    report.add_argument(
+        "-o", "--output", metavar="FILE", type=Path, help="default: RUN-report.html"
+    )
     replay = _command(commands, "replay", "report:replay", "play back a run in the screen")
     replay.add_argument("run", metavar="RUN", type=Path, nargs="?", help=RUN)
-    replay.add_argument("--speed", metavar="N", type=_speed, default=1.0, help="playback speed: 8 is 8x (default 1)")
+    replay.add_argument(
+        "--speed", metavar="N", type=_speed, default=1.0, help="playback speed: 8 is 8x (default 1)"
+    )
     replay.add_argument("--at", metavar="STEP", type=_count, help="start at this step")
-    bench = _command(commands, "bench", "report:bench", "show the figures of existing runs, side by side")
+    bench = _command(
+        commands, "bench", "report:bench", "show the figures of existing runs, side by side"
+    )
     bench.add_argument("runs", metavar="RUN", type=Path, nargs="*", help=RUN)
     bench.add_argument("--json", action="store_true", help="print JSON")
     _compare(commands)
@@ -231,20 +331,32 @@ def _watching(commands) -> None:  # type: ignore[no-untyped-def]
 
 def _compare(commands) -> None:  # type: ignore[no-untyped-def]
     compare = _command(
-        commands, "compare", "compare:compare", "start several stacks, wait, and print their figures side by side"
+        commands,
+        "compare",
+        "compare:compare",
+        "start several stacks, wait, and print their figures side by side",
     )
     compare.add_argument(
-        "profiles", metavar="PROFILE", nargs="+", help="two or more paths or names; repeat a name to run it twice"
+        "profiles",
+        metavar="PROFILE",
+        nargs="+",
+        help="two or more paths or names; repeat a name to run it twice",
     )
-    text = "override a key of all stacks, or with LABEL:KEY=VALUE of one (labels: demo, demo-2, ...)"
+    text = (
+        "override a key of all stacks, or with LABEL:KEY=VALUE of one (labels: demo, demo-2, ...)"
+    )
     _several(compare, text, "runs/compare-TIME")
-    compare.add_argument("--sequential", action="store_true", help="one after another (default: side by side)")
+    compare.add_argument(
+        "--sequential", action="store_true", help="one after another (default: side by side)"
+    )
 
 
 def _sweep(commands) -> None:  # type: ignore[no-untyped-def]
     text = "run a profile with every combination of settings, and print one table"
     sweep = _command(commands, "sweep", "sweep:sweep", text)
-    sweep.add_argument("profile", metavar="PROFILE", nargs="?", help="a path, or the name of a shipped profile")
+    sweep.add_argument(
+        "profile", metavar="PROFILE", nargs="?", help="a path, or the name of a shipped profile"
+    )
     text = "a key and its values, such as trainer.lr=1e-5,1e-6 or seed=0..3; several make a grid"
     _several(sweep, text, "runs/sweep-NAME-TIME")
     text = "how many runs at once, GPUs permitting (default 1: one after another)"
@@ -256,31 +368,62 @@ def _sweep(commands) -> None:  # type: ignore[no-untyped-def]
 def _several(parser: argparse.ArgumentParser, sets: str, where: str) -> None:
     _sets(parser, sets)
     parser.add_argument("--steps", metavar="N", type=int, help="optimizer steps of each run")
-    parser.add_argument("--json", action="store_true", help="print figures as JSON, progress to stderr")
+    parser.add_argument(
+        "--json", action="store_true", help="print figures as JSON, progress to stderr"
+    )
     text = f"parent of the run directories (default: {where})"
     parser.add_argument("--run-dir", metavar="DIR", type=Path, help=text)
 
 
 def _caring(commands) -> None:  # type: ignore[no-untyped-def]
     doctor = _command(
-        commands, "doctor", "doctor.command:doctor", "check this machine: one line per check, with the fix"
+        commands,
+        "doctor",
+        "doctor.command:doctor",
+        "check this machine: one line per check, with the fix",
     )
-    doctor.add_argument("profile", metavar="PROFILE", nargs="?", help="also check what this profile needs")
+    doctor.add_argument(
+        "profile", metavar="PROFILE", nargs="?", help="also check what this profile needs"
+    )
     instead = doctor.add_mutually_exclusive_group()
-    instead.add_argument("--notify", action="store_true", help="send one test notification with the profile's [notify]")
+    instead.add_argument(
+        "--notify",
+        action="store_true",
+        help="send one test notification with the profile's [notify]",
+    )
     text = "check the machines that the profile runs on, and the network between them"
     instead.add_argument("--nodes", action="store_true", help=text)
     doctor.add_argument("--json", action="store_true", help="print JSON")
-    clean = _command(commands, "clean", "cleanup:clean", "remove processes and files of runs whose supervisor died")
+    clean = _command(
+        commands,
+        "clean",
+        "cleanup:clean",
+        "remove processes and files of runs whose supervisor died",
+    )
     clean.add_argument("--yes", action="store_true", help="do not ask")
-    clean.add_argument("--dry-run", action="store_true", help="only show what would be ended and removed")
-    text = "only this run, even if its processes are being kept for a new supervisor: its directory, id or name"
+    clean.add_argument(
+        "--dry-run", action="store_true", help="only show what would be ended and removed"
+    )
+    text = (
+        "only this run, even if its processes are being kept for a new supervisor: its "
+        "directory, id or name"
+    )
     _run_argument(clean, text)
-    bundle = _command(commands, "bundle", "bundle:bundle", "pack a run for a support request, without secrets")
+    bundle = _command(
+        commands, "bundle", "bundle:bundle", "pack a run for a support request, without secrets"
+    )
     bundle.add_argument("run", metavar="RUN", type=Path, nargs="?", help=RUN)
-    bundle.add_argument("-o", "--output", metavar="FILE", type=Path, help="default: RUN-bundle-TIME.tar.gz")
+    bundle.add_argument(
+        "-o", "--output", metavar="FILE", type=Path, help="default: RUN-bundle-TIME.tar.gz"
+    )
     text = "serve runs to agents, read-only: Model Context Protocol over stdin and stdout"
     mcp = _command(commands, "mcp", "mcp:serve", text)
-    mcp.add_argument("--allow-actions", action="store_true", help="let agents also start, stop and restart components")
-    completion = _command(commands, "completion", "completion:completion", "print a completion script for a shell")
+    mcp.add_argument(
+        "--allow-actions",
+        action="store_true",
+        help="let agents also start, stop and restart components",
+    )
+    completion = _command(
+        commands, "completion", "completion:completion", "print a completion script for a shell"
+    )
     completion.add_argument("shell", choices=("bash", "zsh", "fish"))

@@ -15,7 +15,13 @@ from pathlib import Path
 from atropos_tui.cli.answers import Validated
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.profile import memory
-from atropos_tui.profile.checks import check_commands, check_graph, check_notes, check_profile, placed
+from atropos_tui.profile.checks import (
+    check_commands,
+    check_graph,
+    check_notes,
+    check_profile,
+    placed,
+)
 from atropos_tui.profile.errors import did_you_mean, in_words, printable, refused
 from atropos_tui.profile.fit import advice, settle, split_gpus, split_text
 from atropos_tui.profile.hardware import EXAMPLES, Hardware, named_machine
@@ -40,7 +46,13 @@ class Checked:
 
 
 def checked(
-    profile: Profile, file: Path, site: Site, *, machine: bool, named: Hardware | None = None, resumed: bool = False
+    profile: Profile,
+    file: Path,
+    site: Site,
+    *,
+    machine: bool,
+    named: Hardware | None = None,
+    resumed: bool = False,
 ) -> Checked:
     """Check a profile on the machine where it will run.
 
@@ -61,13 +73,20 @@ def checked(
         try:
             stack = stack_of(site)
         except ValueError:
-            if not problems:  # with problems, the ValueError is one of them: contradictory settings of the trainer
+            # with problems, the ValueError is one of them: contradictory settings of the trainer
+            if not problems:
                 raise
             raise _refused(problems, profile) from None
         problems += check_graph(profile, stack)
         if problems:
             inventory = take_inventory(site, named)
-            more = preflight(site, stack, inventory) if machine else unfit(site, inventory) if named else []
+            more = (
+                preflight(site, stack, inventory)
+                if machine
+                else unfit(site, inventory)
+                if named
+                else []
+            )
             # A missing GPU causes problems with counts as well; report the missing one only.
             absent = {problem.key for problem in more if problem.key.endswith(".gpus")}
             raise _refused([*(each for each in problems if each.key not in absent), *more], profile)
@@ -75,7 +94,9 @@ def checked(
         site, chosen = settle(site, inventory, resumed=resumed)
         stack = stack_of(site)  # again: `settle` may have changed settings
         if machine and (wrong := mismatches(site, inventory)):
-            raise _refused([*wrong, *lacks(site, stack, inventory.machine), *unfit(site, inventory)], profile)
+            raise _refused(
+                [*wrong, *lacks(site, stack, inventory.machine), *unfit(site, inventory)], profile
+            )
         if machine and (missing := preflight(site, stack, inventory)):
             problems = [placed(problem, profile) for problem in missing]
             raise refused(problems, "the profile is valid, but cannot start on this machine")
@@ -106,7 +127,9 @@ def _refused(problems: list[Problem], profile: Profile) -> UserError:
 def planned_site(profile: Profile, dotenv: Mapping[str, str] | None = None) -> Site:
     """Site with a placeholder run directory, for commands that start nothing."""
     name = f"{profile.name}-TIME-ID"
-    return make_site(profile, Path("runs") / name, run_id=name, dotenv=dotenv, hosts=machines_of(profile))
+    return make_site(
+        profile, Path("runs") / name, run_id=name, dotenv=dotenv, hosts=machines_of(profile)
+    )
 
 
 def validate(options: argparse.Namespace) -> int:
@@ -129,7 +152,13 @@ def validate(options: argparse.Namespace) -> int:
 def _validated(options: argparse.Namespace) -> Validated:
     profile, file = load_profile(options.profile, options.sets)
     named = _named(options)
-    ready = checked(profile, file, planned_site(profile, read_env_files(file)), machine=named is None, named=named)
+    ready = checked(
+        profile,
+        file,
+        planned_site(profile, read_env_files(file)),
+        machine=named is None,
+        named=named,
+    )
     site, stack = ready.site, ready.stack
     warn_unused(site.dotenv, stack.variables)
     notes = []
@@ -137,12 +166,20 @@ def _validated(options: argparse.Namespace) -> Validated:
         wrong = [*mismatches(site, ready.inventory), *unfit(site, ready.inventory)]
         if wrong:
             raise refused(
-                [placed(problem, profile) for problem in wrong], f"cannot start this profile on {options.gpus}"
+                [placed(problem, profile) for problem in wrong],
+                f"cannot start this profile on {options.gpus}",
             )
         # Files of this machine may exist on the other one, so what lacks here is a note, not an
         # error.
-        notes += [f"not on this machine: {placed(problem, profile).reason}" for problem in lacks(site, stack, named)]
-    notes += [*check_notes(site), *check_commands(stack), *([ready.chosen] if site.profile != profile else [])]
+        notes += [
+            f"not on this machine: {placed(problem, profile).reason}"
+            for problem in lacks(site, stack, named)
+        ]
+    notes += [
+        *check_notes(site),
+        *check_commands(stack),
+        *([ready.chosen] if site.profile != profile else []),
+    ]
     return Validated(
         valid=True,
         file=str(file),
@@ -157,7 +194,9 @@ def _named(options: argparse.Namespace) -> Hardware | None:
     try:
         return named_machine(options.gpus) if options.gpus is not None else None
     except ValueError as error:
-        raise UserError("no such hardware", [Problem(str(error), f"write GPUs as {EXAMPLES}", key="--gpus")]) from None
+        raise UserError(
+            "no such hardware", [Problem(str(error), f"write GPUs as {EXAMPLES}", key="--gpus")]
+        ) from None
 
 
 def plan(options: argparse.Namespace) -> int:
@@ -177,12 +216,19 @@ def plan(options: argparse.Namespace) -> int:
         ways = advice(site, inventory)
     notes = [*check_notes(site), *filter(None, [ready.chosen])]
     if options.json:
-        more = {"notes": notes, "budget": as_data(budget), "advice": ways, "problems": [asdict(p) for p in short]}
+        more = {
+            "notes": notes,
+            "budget": as_data(budget),
+            "advice": ways,
+            "problems": [asdict(p) for p in short],
+        }
         print(json.dumps(redacted(ready.stack) | more, indent=2))
     else:
         _print_plan(ready.stack, [*notes, *as_lines(budget), *(f"  {line}" for line in ways)])
     if short:
-        raise refused(short, f"{'this machine' if named is None else options.gpus} cannot run this profile")
+        raise refused(
+            short, f"{'this machine' if named is None else options.gpus} cannot run this profile"
+        )
     return Exit.DONE
 
 
@@ -191,7 +237,11 @@ def _print_plan(stack: StackSpec, more: list[str]) -> None:
     print("".join(f"\n{line}" for line in _node_lines(stack)), end="\n" if stack.nodes else "")
     for component, data in zip(stack.components, redacted(stack)["components"], strict=True):
         print(f"\n{component.name} ({component.role})")
-        print("\n".join(f"  {line}" for line in _component_lines(component, data["command"], data["env"])))
+        print(
+            "\n".join(
+                f"  {line}" for line in _component_lines(component, data["command"], data["env"])
+            )
+        )
     print("\n" + "\n".join(more))
 
 
@@ -207,10 +257,14 @@ def _node_lines(stack: StackSpec) -> list[str]:
     return lines
 
 
-def _component_lines(component: ComponentSpec, command: list[str], env: dict[str, str]) -> list[str]:
+def _component_lines(
+    component: ComponentSpec, command: list[str], env: dict[str, str]
+) -> list[str]:
     lines = [f"command   {shlex.join(command)}"]
     if env:
-        lines.append("env       " + " ".join(f"{key}={shlex.quote(value)}" for key, value in env.items()))
+        lines.append(
+            "env       " + " ".join(f"{key}={shlex.quote(value)}" for key, value in env.items())
+        )
     if component.place:
         lines.append(f"node      {component.place.node}")
     if component.place and component.place.prefix:
@@ -220,7 +274,10 @@ def _component_lines(component: ComponentSpec, command: list[str], env: dict[str
     if component.gpus:
         lines.append(f"gpus      {component.gpus}")
     if component.depends_on:
-        lines.append("after     " + ", ".join(f"{name} {state}" for name, state in component.depends_on.items()))
+        lines.append(
+            "after     "
+            + ", ".join(f"{name} {state}" for name, state in component.depends_on.items())
+        )
     if component.creates:
         lines.append(f"creates   {component.creates} (skipped when it exists)")
     if component.restart_with:
@@ -238,7 +295,9 @@ def schema(options: argparse.Namespace) -> int:
     try:
         options.output.write_text(text, encoding="utf-8")
     except OSError as error:
-        problem = Problem(str(error.strerror), "choose another file", file=printable(str(options.output)))
+        problem = Problem(
+            str(error.strerror), "choose another file", file=printable(str(options.output))
+        )
         raise UserError("the schema cannot be written", [problem]) from None
     return Exit.DONE
 
@@ -248,7 +307,10 @@ def _answer_schema(command: str) -> str:
 
     if command not in ANSWERS:
         fix = f"{did_you_mean(command, ANSWERS)}one of: {', '.join(ANSWERS)}"
-        raise UserError("no such schema", [Problem(f"the command {printable(command)} has no --json output", fix)])
+        raise UserError(
+            "no such schema",
+            [Problem(f"the command {printable(command)} has no --json output", fix)],
+        )
     return json.dumps(answer_schema(command), indent=2) + "\n"
 
 
@@ -274,7 +336,9 @@ def read_env_files(profile: Path) -> dict[str, str]:
         file = folder / ".env"
         try:
             if _is_own(file):
-                found = {name: value for name, value in dotenv_values(file).items() if value is not None} | found
+                found = {
+                    name: value for name, value in dotenv_values(file).items() if value is not None
+                } | found
         except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL in a value
             problem = Problem(str(error), "write lines of NAME=value in UTF-8", file=str(file))
             raise UserError("unreadable .env", [problem]) from None
@@ -285,7 +349,8 @@ def warn_unused(names: Iterable[str], used: Iterable[str]) -> None:
     """Print the names of `.env` that no component receives."""
     if unused := sorted({*names} - {*used} - {*os.environ}):
         print(
-            f".env: no component gets {', '.join(unused)}, because no ${{...}} of the profile names it; if "
+            f".env: no component gets {', '.join(unused)}, because no ${{...}} of the "
+            f"profile names it; if "
             f'one needs it, write {unused[0]} = "${{{unused[0]}}}" into its env',
             file=sys.stderr,
         )

@@ -23,8 +23,19 @@ from typing import IO
 from atropos_tui.errors import Exit, Problem, UserError
 
 COMMANDS = (
-    "attach", "ps", "why", "logs", "events", "bench", "wait", "start", "stop", "restart", "kill", "down",
-)  # fmt: skip
+    "attach",
+    "ps",
+    "why",
+    "logs",
+    "events",
+    "bench",
+    "wait",
+    "start",
+    "stop",
+    "restart",
+    "kill",
+    "down",
+)
 """Commands that show a run or act on it through its supervisor; the others write files, which would
 land on the remote machine."""
 _PLACE = re.compile(r"([A-Za-z0-9_][\w.+-]*@[A-Za-z0-9][\w.-]*)(?::(.*))?")
@@ -95,15 +106,24 @@ def over_ssh(host: str, words: Sequence[str]) -> int:
     except BaseException:  # such as ^C, or a reader of our output that has left
         process.terminate()
         raise
-    reader.join(1.0)  # the last lines explain a failure; a background process may keep the pipe open
+    reader.join(
+        1.0
+    )  # the last lines explain a failure; a background process may keep the pipe open
     if code == _NO_CONNECTION:
         raise UserError(f"cannot reach {host} over ssh", [_why(host, last)], Exit.NO_RUN)
     if not answer.begun:
         last.extend(answer.greeting())
         raise UserError(f"{host} runs no command", [_bad_shell(host, code, last)], Exit.NO_RUN)
     if code == _NOT_THERE:
-        fix = f"install it there, on the PATH of a login shell or as {sys.executable}; ssh {host} atropos-tui --version"
-        raise UserError(f"there is no atropos-tui on {host}", [Problem("it is not installed there", fix)], Exit.NO_RUN)
+        fix = (
+            f"install it there, on the PATH of a login shell or as {sys.executable}; ssh {host} "
+            f"atropos-tui --version"
+        )
+        raise UserError(
+            f"there is no atropos-tui on {host}",
+            [Problem("it is not installed there", fix)],
+            Exit.NO_RUN,
+        )
     return code
 
 
@@ -157,9 +177,14 @@ def _far_command(words: Sequence[str], token: str) -> str:
     program = shlex.quote(_program(words, token))
     # The login shell sets its own PATH. The PATH of sshd's shell is appended: fish and tcsh extend
     # only that one.
-    text = f'case "$SHELL" in {posix}) s=$SHELL ;; *) s=sh ;; esac; exec "$s" -lc {program} sh "$PATH"'
+    text = (
+        f'case "$SHELL" in {posix}) s=$SHELL ;; *) s=sh ;; esac; exec "$s" -lc {program} sh "$PATH"'
+    )
     # Octal escapes for all other characters, decoded by printf %b on the remote machine.
-    coded = "".join(char if char in _SAFE else "".join(f"\\0{byte:03o}" for byte in os.fsencode(char)) for char in text)
+    coded = "".join(
+        char if char in _SAFE else "".join(f"\\0{byte:03o}" for byte in os.fsencode(char))
+        for char in text
+    )
     return f'exec sh -c \'eval "$(printf %b "{coded}")"\''
 
 
@@ -177,7 +202,9 @@ def _program(words: Sequence[str], token: str) -> str:
 
 
 def _pass_on(stream: IO[bytes], last: deque[str]) -> None:
-    from atropos_tui.diagnoses.model import plain  # imported late: completion imports this file at every TAB
+    from atropos_tui.diagnoses.model import (
+        plain,
+    )  # imported late: completion imports this file at every TAB
 
     for line in stream:
         last.append(plain(line))
@@ -188,7 +215,8 @@ def _pass_on(stream: IO[bytes], last: deque[str]) -> None:
 def _bad_shell(host: str, code: int, lines: Sequence[str]) -> Problem:
     said = f": {lines[-1]}" if lines else " and printed nothing"
     fix = (
-        f"make `ssh {host} echo works` print `works`: in its start-up files (.bashrc, config.fish), put `[ -t 0 ] &&` "
+        f"make `ssh {host} echo works` print `works`: in its start-up files (.bashrc, "
+        f"config.fish), put `[ -t 0 ] &&` "
         "before every line that starts another shell, asks a question or reads input"
     )
     return Problem(f"its login shell ended with code {code}{said}", fix)
@@ -200,4 +228,6 @@ def _why(host: str, lines: Sequence[str]) -> Problem:
     if known := launcher_said(lines, host):
         title, fix, _ = known
         return Problem(title, fix)
-    return Problem(lines[-1] if lines else "ssh printed nothing", f"ssh -v {host} true shows where it stops")
+    return Problem(
+        lines[-1] if lines else "ssh printed nothing", f"ssh -v {host} true shows where it stops"
+    )

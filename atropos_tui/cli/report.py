@@ -26,7 +26,10 @@ async def report(options: argparse.Namespace) -> int:
     entries = [runs.pick(run) for run in options.runs or [None]]
     first = entries[0]
     if len(entries) > 1:
-        write(overlay(read_runs([entry.dir.root for entry in entries])), options.output or Path("runs-report.html"))
+        write(
+            overlay(read_runs([entry.dir.root for entry in entries])),
+            options.output or Path("runs-report.html"),
+        )
     else:
         page = render(first, await _status(first))
         write(page, options.output or Path(f"{first.dir.root.name}-report.html"))
@@ -46,10 +49,20 @@ def write(page: str, path: Path) -> None:
         if path.exists() and not path.is_file():
             raise IsADirectoryError(0, "not an ordinary file")
         write_private(path, page)
-    except (OSError, ValueError, RuntimeError) as error:  # ValueError: a NUL in the name; RuntimeError: a loop of links
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+    ) as error:  # ValueError: a NUL in the name; RuntimeError: a loop of links
         raise UserError(
             "the report cannot be written",
-            [Problem(getattr(error, "strerror", None) or str(error), "choose another -o FILE", printable(str(path)))],
+            [
+                Problem(
+                    getattr(error, "strerror", None) or str(error),
+                    "choose another -o FILE",
+                    printable(str(path)),
+                )
+            ],
         ) from None
     print(f"{path}  ({bytes_text(len(page.encode()))}; open it in a browser)")
 
@@ -62,7 +75,9 @@ def _needing() -> Iterator[None]:
         if error.name is None or error.name.partition(".")[0] not in NEEDED:
             raise  # a broken installation of ours, which gets a report
         fix = "in a checkout of atropos-tui: pip install '.[report]'"
-        raise UserError("a report needs more packages", [Problem(f"{error.name} is not installed", fix)]) from None
+        raise UserError(
+            "a report needs more packages", [Problem(f"{error.name} is not installed", fix)]
+        ) from None
 
 
 def render(entry: runs.RunEntry, status: RunStatus) -> str:
@@ -98,7 +113,13 @@ def replay(options: argparse.Namespace) -> int:
     if not recording.records:
         raise UserError(
             "nothing to replay",
-            [Problem("the run has no records", "`atropos-tui runs` lists other runs", str(entry.dir.root))],
+            [
+                Problem(
+                    "the run has no records",
+                    "`atropos-tui runs` lists other runs",
+                    str(entry.dir.root),
+                )
+            ],
         )
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         fix = "use `atropos-tui report` for a page, events and logs for text"
@@ -107,7 +128,8 @@ def replay(options: argparse.Namespace) -> int:
     if options.at is not None:
         if (at := recording.time_of(options.at)) is None:
             raise UserError(
-                "no such step", [Problem(f"--at {options.at} is past the run's last step", "choose a smaller one")]
+                "no such step",
+                [Problem(f"--at {options.at} is past the run's last step", "choose a smaller one")],
             )
         show.clock.seek(at)
     from atropos_tui.ui import faults

@@ -93,7 +93,11 @@ def all_runs() -> list[RunEntry]:
                 roots.append(link.resolve())
             elif link.is_symlink():  # its run directory was deleted
                 link.unlink(missing_ok=True)
-    found = [entry for root in dict.fromkeys(roots) if (entry := read_run(root)) is not None and entry.is_own]
+    found = [
+        entry
+        for root in dict.fromkeys(roots)
+        if (entry := read_run(root)) is not None and entry.is_own
+    ]
     return sorted(found, key=lambda entry: entry.used_at, reverse=True)
 
 
@@ -122,8 +126,14 @@ def pick_own(run_dir: Path | None) -> RunEntry:
     """
     entry = pick(run_dir)
     if not entry.is_own:
-        reason = f"{entry.dir.root} belongs to another user or is writable by others, so its files are not trusted"
-        raise UserError("not a run of this user", [Problem(reason, "run chmod go-w on it, or work as its owner")])
+        reason = (
+            f"{entry.dir.root} belongs to another user or is writable by others, so its files "
+            f"are not trusted"
+        )
+        raise UserError(
+            "not a run of this user",
+            [Problem(reason, "run chmod go-w on it, or work as its owner")],
+        )
     return entry
 
 
@@ -138,7 +148,11 @@ def pick(run_dir: Path | None) -> RunEntry:
             raise _no_run(run_dir)
         return entry
     if (entry := _newest()) is None:
-        raise UserError("no runs yet", [Problem("no run was ever started", "atropos-tui up PROFILE")], Exit.NO_RUN)
+        raise UserError(
+            "no runs yet",
+            [Problem("no run was ever started", "atropos-tui up PROFILE")],
+            Exit.NO_RUN,
+        )
     return entry
 
 
@@ -158,7 +172,11 @@ def acted_on(options: argparse.Namespace) -> RunEntry:
     Raises:
         UserError: exit code 5, no such run; 2, several are live and none is named.
     """
-    live = [] if options.run or options.run_dir else [entry.run_id for entry in all_runs() if entry.is_live]
+    live = (
+        []
+        if options.run or options.run_dir
+        else [entry.run_id for entry in all_runs() if entry.is_live]
+    )
     if len(live) > 1:
         problem = Problem(", ".join(live[:MOST_NAMED]), "name one by its id or name")
         raise UserError(f"{len(live)} runs are live", [problem])
@@ -205,7 +223,11 @@ def find(run: Path) -> RunEntry | None:
     """
     try:
         here = read_run(run.resolve())
-    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: a loop of links; ValueError: a NUL
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+    ) as error:  # RuntimeError: a loop of links; ValueError: a NUL
         reason = getattr(error, "strerror", None) or str(error)
         fix = "name the run's own folder; `atropos-tui runs` lists the runs"
         raise UserError(f"no run in {run}", [Problem(reason, fix)], Exit.NO_RUN) from None
@@ -228,7 +250,10 @@ def _by_id_or_name(text: str) -> RunEntry | None:
         listed = ", ".join(entry.run_id for entry in fitting[:MOST_NAMED])
         more = f" and {len(fitting) - MOST_NAMED} more" if len(fitting) > MOST_NAMED else ""
         kind = "live runs are called" if live else "runs begin with"
-        raise UserError(f"{len(fitting)} {kind} {text}", [Problem(listed + more, "give a longer prefix, or the id")])
+        raise UserError(
+            f"{len(fitting)} {kind} {text}",
+            [Problem(listed + more, "give a longer prefix, or the id")],
+        )
     return next(iter(fitting), None)
 
 
@@ -253,11 +278,17 @@ def _missing(run: RunDir, fix: str) -> Problem:
     except (FileNotFoundError, NotADirectoryError):
         with contextlib.suppress(OSError, SocketError):
             if pid := listener(str(socket_path(run))):
-                what = f"the supervisor of this directory is alive (pid {pid}), but run.json is missing"
+                what = (
+                    f"the supervisor of this directory is alive (pid {pid}), but run.json is "
+                    f"missing"
+                )
                 return Problem(what, f"kill {pid} ends the run as `down` does")
         return Problem("not a run directory (no run.json), and no run has this id or name", fix)
     except OSError as error:
-        return Problem(f"its run.json cannot be reached: {error.strerror}", f"chmod u+rwx {shlex.quote(str(run.root))}")
+        return Problem(
+            f"its run.json cannot be reached: {error.strerror}",
+            f"chmod u+rwx {shlex.quote(str(run.root))}",
+        )
     return Problem("its run.json cannot be read", fix)
 
 
@@ -265,7 +296,9 @@ def read_result(run: RunDir) -> dict[str, Any] | None:
     """Read result.json of an ended run; None if it is missing or invalid."""
     data = _read_object(run.result_json) or {}
     code = data.get("exit_code")
-    return data if type(code) is int and 0 <= code < 256 else None  # `type`: True is an int for isinstance
+    return (
+        data if type(code) is int and 0 <= code < 256 else None
+    )  # `type`: True is an int for isinstance
 
 
 def is_used(root: Path) -> bool:
@@ -273,4 +306,6 @@ def is_used(root: Path) -> bool:
     an `up` that failed early."""
     if not root.is_dir():
         return root.exists()
-    return any(entry.name != "supervisor.jsonl" or entry.stat().st_size for entry in os.scandir(root))
+    return any(
+        entry.name != "supervisor.jsonl" or entry.stat().st_size for entry in os.scandir(root)
+    )

@@ -22,7 +22,9 @@ from atropos_tui.cli import answers
 from atropos_tui.cli.show import ascii_json
 from atropos_tui.monitor.run_list import RunRow
 
-EVENTS: Any = Union[tuple(kind for kind in RECORD_TYPES.values() if issubclass(kind, ComponentRecord))]  # noqa: UP007
+EVENTS: Any = Union[  # noqa: UP007
+    tuple(kind for kind in RECORD_TYPES.values() if issubclass(kind, ComponentRecord))
+]
 ANSWERS: dict[str, Any] = {
     "bench": answers.Benchmarks,
     "compare": answers.Benchmarks,
@@ -105,8 +107,13 @@ def _field_texts(of: type) -> dict[str, str]:
 
 def answer_schema(command: str) -> dict[str, Any]:
     """JSON Schema of the output of `command --json`; for `events` and `logs`, of one line."""
-    schema = TypeAdapter(ANSWERS[command]).json_schema(mode="serialization", schema_generator=_Schema)
-    return {"$schema": GenerateJsonSchema.schema_dialect, "title": f"atropos-tui {command} --json"} | schema
+    schema = TypeAdapter(ANSWERS[command]).json_schema(
+        mode="serialization", schema_generator=_Schema
+    )
+    return {
+        "$schema": GenerateJsonSchema.schema_dialect,
+        "title": f"atropos-tui {command} --json",
+    } | schema
 
 
 def answer_json(command: str, answer: Any) -> str:
@@ -152,7 +159,11 @@ def _type(field: dict[str, Any]) -> str:
     if "enum" in field:
         # The alternative of `float_schema` is not shown: the page's introduction explains these
         # strings.
-        return "number" if field["enum"][0] == "NaN" else ", ".join(f"`{value}`" for value in field["enum"])
+        return (
+            "number"
+            if field["enum"][0] == "NaN"
+            else ", ".join(f"`{value}`" for value in field["enum"])
+        )
     if "const" in field:
         return f"`{field['const']}`"
     if forms := field.get("anyOf") or field.get("oneOf"):

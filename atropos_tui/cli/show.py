@@ -74,7 +74,9 @@ _STATES = re.compile(f"(?<=  )(?:{'|'.join(re.escape(glyph_and_word(state)) for 
 
 def has_colour() -> bool:
     """Return True if standard output is a terminal that wants colours (https://no-color.org)."""
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return (
+        sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    )
 
 
 def inked(text: str, tone: Tone) -> str:
@@ -94,21 +96,29 @@ def event_line(record: Record) -> str:
             reason = f"  ({reason_of(record)})" if record.reason else ""
             return f"{clock}  {record.component or '':<14} {record.old} → {record.new}{reason}"
         case ProbeRecord():
-            said = f"{record.probe} probe {'passed' if record.ok else 'failed'}  {one_line(record.detail)}"
+            said = (
+                f"{record.probe} probe {'passed' if record.ok else 'failed'}  "
+                f"{one_line(record.detail)}"
+            )
             return f"{clock}  {record.component or '':<14} {said}".rstrip()
         case StageRecord():
             return f"{clock}  {record.component or '':<14} reached: {one_line(record.stage)}"
         case CommandRecord():
             target = f" {record.component}" if record.component else ""
             return (
-                f"{clock}  command        {record.action}{target}: {record.status}  {one_line(record.detail)}".rstrip()
-            )
+                f"{clock}  command        {record.action}{target}: {record.status}  "
+                f"{one_line(record.detail)}"
+            ).rstrip()
         case DiagnosisRecord(over=True):
-            return f"{clock}  {record.component or '':<14} over: {one_line(record.title)} ({one_line(record.evidence)})"
+            return (
+                f"{clock}  {record.component or '':<14} over: {one_line(record.title)} "
+                f"({one_line(record.evidence)})"
+            )
         case DiagnosisRecord():
             return (
                 f"{clock}  {record.component or '':<14} {one_line(record.title)}\n"
-                f"{'':<10}evidence: {one_line(record.evidence)}\n{'':<10}fix: {one_line(record.fix)}"
+                f"{'':<10}evidence: {one_line(record.evidence)}\n{'':<10}fix: "
+                f"{one_line(record.fix)}"
             )
     return f"{clock}  {record.kind}"
 
@@ -123,20 +133,41 @@ def ps_table(status: RunStatus, said: str = "", now: float | None = None) -> str
     title."""
     now = time.time() if now is None else now
     # The column is left out on machines without GPUs.
-    gpu = ("GPU",) if any(component.gpu_bytes is not None for component in status.components) else ()
-    head = ("COMPONENT", "ROLE", "STATE", "PID", "UPTIME", "RESTARTS", "MEMORY", *gpu, "CPU", "PORT", "NOTE")
+    gpu = (
+        ("GPU",) if any(component.gpu_bytes is not None for component in status.components) else ()
+    )
+    head = (
+        "COMPONENT",
+        "ROLE",
+        "STATE",
+        "PID",
+        "UPTIME",
+        "RESTARTS",
+        "MEMORY",
+        *gpu,
+        "CPU",
+        "PORT",
+        "NOTE",
+    )
     rows = [head, *(_ps_row(component, now, with_gpu=bool(gpu)) for component in status.components)]
     phase = "crashed" if is_crashed(status) else status.phase
-    title = f"{status.run_id}  {status.mode}  {phase}" + (f"  ({one_line(status.reason)})" if status.reason else "")
+    title = f"{status.run_id}  {status.mode}  {phase}" + (
+        f"  ({one_line(status.reason)})" if status.reason else ""
+    )
     heading = [title, said] if said else [title]
-    return "\n".join([*heading, table(rows, right=range(3, len(head) - 1)), *map(_gpu_line, status.gpus)])
+    return "\n".join(
+        [*heading, table(rows, right=range(3, len(head) - 1)), *map(_gpu_line, status.gpus)]
+    )
 
 
 def _gpu_line(gpu: GpuStatus) -> str:
     """Format one GPU with its total use, our processes and others."""
     busy = "" if gpu.utilization_percent is None else f", {gpu.utilization_percent} % busy"
     name = f" ({one_line(gpu.name)})" if gpu.name else ""
-    return f"GPU {gpu.index}{name}: {bytes_text(gpu.used_bytes)} of {bytes_text(gpu.total_bytes)} used{busy}"
+    return (
+        f"GPU {gpu.index}{name}: {bytes_text(gpu.used_bytes)} of {bytes_text(gpu.total_bytes)} "
+        f"used{busy}"
+    )
 
 
 def _ps_row(component: ComponentStatus, now: float, *, with_gpu: bool) -> tuple[str, ...]:
@@ -244,7 +275,11 @@ class StepLines:
         while True:
             for record in self._tail.read():
                 # Only rank 0 is shown; records from before the start belong to an earlier attempt.
-                if record.time < self._began or not isinstance(record, StepRecord | TimingRecord) or record.rank:
+                if (
+                    record.time < self._began
+                    or not isinstance(record, StepRecord | TimingRecord)
+                    or record.rank
+                ):
                     continue
                 if isinstance(record, StepRecord):
                     self._step = record
@@ -263,7 +298,8 @@ def step_line(step: StepRecord, timing: TimingRecord, total: int | None) -> str:
     clock = time.strftime("%H:%M:%S", time.localtime(step.time))
     count = f"{step.step:>{len(str(total))}}/{total}" if total else str(step.step)
     return (
-        f"{clock}  {'trainer':<14} step {count}  reward {number(step.reward_mean):>6}  loss {number(step.loss):>8}  "
+        f"{clock}  {'trainer':<14} step {count}  reward {number(step.reward_mean):>6}  loss "
+        f"{number(step.loss):>8}  "
         f"{seconds_text(timing.step_s):>8}/step  {number(timing.tokens_per_s):>7} tok/s"
     )
 

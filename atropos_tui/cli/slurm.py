@@ -69,14 +69,30 @@ class Job:
     def prefix(self, *, terminal: bool) -> list[str]:
         """Command in front of another one that runs it on the node of the batch script."""
         pty = ["--pty"] if terminal else []
-        return ["srun", "-Q", f"--jobid={self.id}", "--overlap", "--mem=0", "-N1", "-n1", "-w", self.node, *pty]
+        return [
+            "srun",
+            "-Q",
+            f"--jobid={self.id}",
+            "--overlap",
+            "--mem=0",
+            "-N1",
+            "-n1",
+            "-w",
+            self.node,
+            *pty,
+        ]
 
 
 def _ask(*command: str) -> subprocess.CompletedProcess[str] | None:
     """Run a command of SLURM; None if it is not installed or does not answer in time."""
     try:
         return subprocess.run(
-            command, capture_output=True, text=True, timeout=ANSWER_S, check=False, stdin=subprocess.DEVNULL
+            command,
+            capture_output=True,
+            text=True,
+            timeout=ANSWER_S,
+            check=False,
+            stdin=subprocess.DEVNULL,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
@@ -97,13 +113,20 @@ def find_job(job_id: str) -> Job | None:
             break
         time.sleep(POLL_S)
     else:
-        said = answer.stderr.strip().splitlines()[-1] if answer and answer.stderr.strip() else f"in {ANSWER_S:g} s"
+        said = (
+            answer.stderr.strip().splitlines()[-1]
+            if answer and answer.stderr.strip()
+            else f"in {ANSWER_S:g} s"
+        )
         raise UserError(
-            "SLURM does not answer", [Problem(f"squeue -j {job_id}: {said}", "try again; check with scontrol ping")]
+            "SLURM does not answer",
+            [Problem(f"squeue -j {job_id}: {said}", "try again; check with scontrol ping")],
         )
     # A heterogeneous job has a line per component (123+0, 123+1); the batch script runs in
     # component 0.
-    lines = sorted(answer.stdout.splitlines(), key=lambda line: not line.partition("|")[0].endswith("+0"))
+    lines = sorted(
+        answer.stdout.splitlines(), key=lambda line: not line.partition("|")[0].endswith("+0")
+    )
     if not lines:
         return None
     _, state, node, reason = (*lines[0].split("|"), "", "", "")[:4]
@@ -138,7 +161,9 @@ def elsewhere(run: RunDir) -> Job | None:
     """
     if not (job_id := number(run)):
         return None
-    if (result := _result(run)) and (result.exit_code != Exit.INTERRUPTED or result.ended_by == "command"):
+    if (result := _result(run)) and (
+        result.exit_code != Exit.INTERRUPTED or result.ended_by == "command"
+    ):
         return None
     job = find_job(job_id)
     return None if job is None or job.is_here else job
@@ -185,7 +210,11 @@ def stop_there(run: RunDir, timeout_s: float | None) -> int | None:
     try:
         require_here(run)
     except Elsewhere as there:
-        there.words = ["down", str(run.root), *([] if timeout_s is None else [f"--timeout={timeout_s:g}"])]
+        there.words = [
+            "down",
+            str(run.root),
+            *([] if timeout_s is None else [f"--timeout={timeout_s:g}"]),
+        ]
         code = there.run([])
     else:
         return None
@@ -195,7 +224,9 @@ def stop_there(run: RunDir, timeout_s: float | None) -> int | None:
     if job is None or job.runs:
         return code
     problem = Problem(waits(job)[0], f"run it again: atropos-tui down {shlex.quote(str(run.root))}")
-    raise UserError("the time limit came first, and the job is queued again", [problem], Exit.TIMEOUT)
+    raise UserError(
+        "the time limit came first, and the job is queued again", [problem], Exit.TIMEOUT
+    )
 
 
 def run_there(job: Job, *words: str) -> str:
@@ -210,7 +241,10 @@ def waits(job: Job) -> tuple[str, str]:
     if job.is_ending:
         return f"SLURM's job {job.id} is ending", f"squeue -j {job.id} lists it until it is over"
     reason = f" ({job.reason})" if job.reason not in ("", "None") else ""
-    return f"SLURM's job {job.id} is {job.state}{reason}", f"squeue -j {job.id}; `atropos-tui down` takes it back"
+    return (
+        f"SLURM's job {job.id} is {job.state}{reason}",
+        f"squeue -j {job.id}; `atropos-tui down` takes it back",
+    )
 
 
 def queued(run: RunDir) -> str:
@@ -240,13 +274,19 @@ def cancel_pending(run: RunDir, run_id: str | None = None) -> bool:
     if run_id and set(names) != {run_id}:
         called = f"is called {', '.join(map(repr, names))}" if names else "has an unknown name"
         what = f"{run.slurm_job} names job {job.id}, which {called}, but this run is {run_id}"
-        raise UserError("not this run's job", [Problem(what, f"if the job is this run's: scancel {job.id}")])
+        raise UserError(
+            "not this run's job", [Problem(what, f"if the job is this run's: scancel {job.id}")]
+        )
     _ask("scancel", job.id)
-    print(f"job {job.id} was removed from the queue; atropos-tui up --resume {run.root} submits it again")
+    print(
+        f"job {job.id} was removed from the queue; atropos-tui up --resume {run.root} "
+        f"submits it again"
+    )
     return True
 
 
-# --- inside a job -------------------------------------------------------------------------------------------------
+# --- inside a job
+# -------------------------------------------------------------------------------------------------
 
 
 def wanted(profile: Profile) -> bool:
@@ -269,21 +309,34 @@ def enter(*, headless: bool) -> None:
     """
     job_id = os.environ[JOB_ID]
     if "SLURM_STEP_ID" in os.environ and (answer := _ask("squeue", "-h", "-j", job_id, "-o", "%N")):
-        os.environ[NODES] = answer.stdout.strip()  # inside a step the variable lists the step's nodes only
-    component = os.environ.get(f"{NODES}_HET_GROUP_0")  # only in a heterogeneous job, for its first component
+        os.environ[NODES] = (
+            answer.stdout.strip()
+        )  # inside a step the variable lists the step's nodes only
+    component = os.environ.get(
+        f"{NODES}_HET_GROUP_0"
+    )  # only in a heterogeneous job, for its first component
     answer = _ask("scontrol", "show", "hostnames", component or os.environ.get(NODES, ""))
     first = next(iter(answer.stdout.split()), "") if answer else ""
     if first and os.environ.get(HERE) == first:
         return
     job = find_job(job_id)
     if job is None or not job.runs:
-        what = f"SLURM_JOB_ID names job {job_id}, which does not run" + (f": it is {job.state}" if job else " any more")
-        raise UserError("no allocation", [Problem(what, "unset SLURM_JOB_ID, so that `atropos-tui up` submits a job")])
+        what = f"SLURM_JOB_ID names job {job_id}, which does not run" + (
+            f": it is {job.state}" if job else " any more"
+        )
+        raise UserError(
+            "no allocation",
+            [Problem(what, "unset SLURM_JOB_ID, so that `atropos-tui up` submits a job")],
+        )
     if not headless:
         what = (
-            f"this is not {first}, the first node of job {job_id}, and a run started from here ends with this command"
+            f"this is not {first}, the first node of job {job_id}, and a run started from here "
+            f"ends with this command"
         )
-        fix = "use up --headless and keep it running; or unset SLURM_JOB_ID, so that `atropos-tui up` submits a job"
+        fix = (
+            "use up --headless and keep it running; or unset SLURM_JOB_ID, so that `atropos-tui "
+            "up` submits a job"
+        )
         raise UserError("the run cannot be started from this machine", [Problem(what, fix)])
     there = Job(job_id, job.state, first, "")
     raise Elsewhere(there.prefix(terminal=sys.stdin.isatty() and sys.stdout.isatty()))
@@ -303,18 +356,25 @@ def go_on_later(run: RunDir, steps: int) -> None:
     """
     job_id = os.environ[JOB_ID]
     if not steps:
-        print(f"no step finished before the time limit, so job {job_id} is not queued again: raise [cluster] time")
+        print(
+            f"no step finished before the time limit, so job {job_id} is not queued again: "
+            f"raise [cluster] time"
+        )
         return
     print(f"job {job_id} is queued again and goes on from its checkpoint in {run.root}", flush=True)
     answer = _ask("scontrol", "requeue", job_id)
     if answer is None or answer.returncode:
         said = answer.stderr.strip() if answer else "scontrol does not answer"
-        print(f"it cannot be queued again ({said}): atropos-tui up --resume {run.root} submits it", flush=True)
+        print(
+            f"it cannot be queued again ({said}): atropos-tui up --resume {run.root} submits it",
+            flush=True,
+        )
         return
     time.sleep(ANSWER_S)  # SLURM kills this process on requeue; an earlier exit would end the job
 
 
-# --- outside a job ------------------------------------------------------------------------------------------------
+# --- outside a job
+# ------------------------------------------------------------------------------------------------
 
 
 def script(profile: Profile, run: RunDir, run_id: str) -> str:
@@ -329,7 +389,16 @@ def script(profile: Profile, run: RunDir, run_id: str) -> str:
         )
     ]
     command = shlex.join(
-        [cluster.python or sys.executable, "-P", "-m", "atropos_tui", "up", "--headless", "--resume", str(run.root)]
+        [
+            cluster.python or sys.executable,
+            "-P",
+            "-m",
+            "atropos_tui",
+            "up",
+            "--headless",
+            "--resume",
+            str(run.root),
+        ]
     )
     return "\n".join(["#!/bin/sh", "\n#SBATCH hetjob\n".join(components), f"exec {command}", ""])
 
@@ -343,17 +412,22 @@ def components_of(profile: Profile) -> list[list[NodeSection]]:
 
 def _once(cluster: ClusterSection, run: RunDir, run_id: str) -> Iterator[str]:
     yield f"--job-name={run_id}"
-    yield shlex.quote(f"--output={run.slurm_log}".replace("%", "%%"))  # %j and similar are patterns of SLURM
+    yield shlex.quote(
+        f"--output={run.slurm_log}".replace("%", "%%")
+    )  # %j and similar are patterns of SLURM
     yield "--open-mode=append"
     yield "--requeue" if cluster.requeue else "--no-requeue"
-    yield f"--signal=B:USR1@{lead_s(cluster.time)}"  # B: to the batch script alone, which is the supervisor
+    # B: to the batch script alone, which is the supervisor
+    yield f"--signal=B:USR1@{lead_s(cluster.time)}"
 
 
 def _each(cluster: ClusterSection, nodes: list[NodeSection]) -> Iterator[str]:
     """Options of one component of a job. It takes whole nodes unless the profile sets a number of
     CPUs."""
     # The nodes of a component have the same options, so the first one speaks for all.
-    written = [option for text in (*cluster.sbatch, *nodes[0].sbatch) if (option := sbatch.parse(text))]
+    written = [
+        option for text in (*cluster.sbatch, *nodes[0].sbatch) if (option := sbatch.parse(text))
+    ]
     options = [option for option in written if nodes[0].gpus or not option.needs_gpus]
     yield f"--nodes={sum(node.count for node in nodes)}"
     yield "--ntasks-per-node=1"  # one task a node: the supervisor starts the processes itself
@@ -398,8 +472,13 @@ def check_sbatch() -> None:
         UserError: it is not.
     """
     if shutil.which("sbatch") is None:
-        fix = "run the command on a login node of the cluster, or choose another [cluster] launcher (ssh, ray, local)"
-        raise UserError("no SLURM here", [Problem("sbatch is not installed or not on PATH", fix, key="cluster")])
+        fix = (
+            "run the command on a login node of the cluster, or choose another [cluster] "
+            "launcher (ssh, ray, local)"
+        )
+        raise UserError(
+            "no SLURM here", [Problem("sbatch is not installed or not on PATH", fix, key="cluster")]
+        )
 
 
 def check_not_queued(run: RunDir) -> None:
@@ -422,9 +501,16 @@ def submit(run: RunDir, text: str) -> Job:
     write_private(run.slurm_script, text)
     answer = _ask("sbatch", "--parsable", str(run.slurm_script))
     if answer is None or answer.returncode:
-        said = answer.stderr.strip() if answer else f"no answer within {ANSWER_S:.0f} s: is slurmctld up? (sinfo)"
+        said = (
+            answer.stderr.strip()
+            if answer
+            else f"no answer within {ANSWER_S:.0f} s: is slurmctld up? (sinfo)"
+        )
         reason = said.removeprefix("sbatch: error: ").replace("\nsbatch: error: ", "; ")
-        fix = f"`sinfo` lists partitions and nodes; sbatch --test-only {shlex.quote(str(run.slurm_script))} tries again"
+        fix = (
+            f"`sinfo` lists partitions and nodes; sbatch --test-only "
+            f"{shlex.quote(str(run.slurm_script))} tries again"
+        )
         raise UserError("SLURM refuses the job", [Problem(reason, fix, key="cluster")])
     job_id = answer.stdout.strip().partition(";")[0]  # --parsable prints ID, or ID;CLUSTER
     write_private(run.slurm_job, job_id + "\n")

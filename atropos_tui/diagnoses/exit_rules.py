@@ -14,13 +14,25 @@ from dataclasses import dataclass, field, replace
 
 from atropos_common.control import Role
 from atropos_tui.diagnoses.log_rules import LOG_RULES
-from atropos_tui.diagnoses.model import ANSI, USUAL, Diagnosis, Layer, LogMatch, LogPattern, Names, Rule, shortened
+from atropos_tui.diagnoses.model import (
+    ANSI,
+    USUAL,
+    Diagnosis,
+    Layer,
+    LogMatch,
+    LogPattern,
+    Names,
+    Rule,
+    shortened,
+)
 from atropos_tui.diagnoses.roots import is_passing, root_error
 from atropos_tui.profile.spec import ComponentSpec
 
 USAGE = r"^(?:[\w ./-]+: )?error: .+|^usage: .+|unrecognized arguments.+|ValidationError.*"
 """Error messages of argparse, click and pydantic, in any case."""
-OWN_USAGE = r"^(?:vllm_server|SmolLM2): .+|^atropos: cannot start .+|^\S+ \S+ ERROR atropos_envs\S* .+"
+OWN_USAGE = (
+    r"^(?:vllm_server|SmolLM2): .+|^atropos: cannot start .+|^\S+ \S+ ERROR atropos_envs\S* .+"
+)
 """Error messages of our own programs, which exit with 2 if a restart cannot help."""
 RANK_SIGKILL = re.compile(r"error: rank \d+ was killed by SIGKILL")
 
@@ -73,7 +85,10 @@ class ExitRule(Rule):
         hit = found.last(self.pattern)
         if hit is None or (self.codes and found.exit_code not in self.codes):
             return None
-        title, fix = (found.names.fill(text, *hit[0].groups(), name=found.spec.name) for text in (self.title, self.fix))
+        title, fix = (
+            found.names.fill(text, *hit[0].groups(), name=found.spec.name)
+            for text in (self.title, self.fix)
+        )
         return self.diagnosis(hit[1], fix, title)
 
 
@@ -110,9 +125,15 @@ def killed_by_signal(found: Evidence) -> tuple[str, str, str] | None:
     if found.exit_code >= 0:
         return None
     if found.exit_code == -signal.SIGKILL:
-        fix = "if nobody killed it, the kernel's out-of-memory killer did: see dmesg, and use less memory"
+        fix = (
+            "if nobody killed it, the kernel's out-of-memory killer did: see dmesg, and use less "
+            "memory"
+        )
     elif found.exit_code == -signal.SIGBUS:
-        fix = "check if /dev/shm is full: df -h /dev/shm; atropos-tui clean removes files of earlier runs there"
+        fix = (
+            "check if /dev/shm is full: df -h /dev/shm; atropos-tui clean removes files of "
+            "earlier runs there"
+        )
     elif found.exit_code in (-signal.SIGSEGV, -signal.SIGILL, -signal.SIGABRT):
         fix = "read the last log lines: native code crashed"
     else:
@@ -126,10 +147,15 @@ def made_no_update(found: Evidence) -> tuple[str, str, str] | None:
         return None
     hit = found.last(r"^error: ")
     fix = (
-        "correct the cause named in the evidence: masks, tokens or logprobs of the environment's groups; or lr, dtype "
+        "correct the cause named in the evidence: masks, tokens or logprobs of the "
+        "environment's groups; or lr, dtype "
         "or loss under [trainer]"
     )
-    return f"{found.spec.name} made no update, or none in its last steps", hit[1] if hit else _last_line(found), fix
+    return (
+        f"{found.spec.name} made no update, or none in its last steps",
+        hit[1] if hit else _last_line(found),
+        fix,
+    )
 
 
 def exited(found: Evidence) -> tuple[str, str, str]:
@@ -143,16 +169,20 @@ BY_EXIT = (
     ExitRule(
         "env_package_missing",
         "{name} needs the Python package {0}",
-        "install it where atropos-tui is installed (python -m pip install {0}, or what the environment's own "
-        "requirements name: packages are not always called like their modules); one in another folder "
+        "install it where atropos-tui is installed (python -m pip install {0}, or what the "
+        "environment's own "
+        "requirements name: packages are not always called like their modules); one in "
+        "another folder "
         'than the script: PYTHONPATH = "FOLDER" under [env.env]',
         r"the environment needs the Python package '(\w+)', which is not installed",
     ),
     ExitRule(
         "env_setup_failed",
         "the setup of {name} failed: {0}",
-        "see which data set, file or service is missing: atropos-tui logs {name}. Data from a hub needs the network, "
-        "or a filled cache and HF_HUB_OFFLINE=1 under [env.env]; set its own paths and names under [env.args]",
+        "see which data set, file or service is missing: atropos-tui logs {name}. Data from "
+        "a hub needs the network, "
+        "or a filled cache and HF_HUB_OFFLINE=1 under [env.env]; set its own paths and names "
+        "under [env.args]",
         r"the environment's setup failed: (\w+)",
     ),
     ExitRule(
@@ -171,9 +201,12 @@ BY_EXIT = (
         "model_missing",
         "the model was not found",
         "correct `model` in the profile: a folder with config.json, or a hub id",
-        r"is not a local folder and is not a valid model identifier|Repository Not Found|RepositoryNotFoundError"
-        r"|(?:model|config\.json|safetensors|tokenizer).*(?:No such file or directory|does not exist|not found)"
-        r"|No such file or directory.*(?:config\.json|safetensors|tokenizer)|Repo id must be in the form"
+        r"is not a local folder and is not a valid model identifier|Repository Not "
+        r"Found|RepositoryNotFoundError"
+        r"|(?:model|config\.json|safetensors|tokenizer).*(?:No such file or directory|does "
+        r"not exist|not found)"
+        r"|No such file or directory.*(?:config\.json|safetensors|tokenizer)|Repo id must be "
+        r"in the form"
         r"|Incorrect path_or_model_id|HFValidationError|does not appear to have a file named"
         r"|--model\S* .*(?:no such directory|no model there|no config\.json)",
     ),
@@ -181,7 +214,8 @@ BY_EXIT = (
     ExitRule(
         "rank_killed",
         "rank {0} of {name} was killed by {1}",
-        "if nobody killed it, the kernel's out-of-memory killer did: see dmesg, and use less memory; SIGABRT and "
+        "if nobody killed it, the kernel's out-of-memory killer did: see dmesg, and use less "
+        "memory; SIGABRT and "
         "SIGSEGV are a crash in native code: atropos-tui logs {name}",
         r"^error: rank (\d+) was killed by (SIG\w+)",
         passing=True,
@@ -230,7 +264,9 @@ def lasting_error(rule: str, lines: list[str]) -> str:
 
 
 def _first(rules: tuple[ExitRule, ...], found: Evidence) -> Diagnosis | None:
-    return next((diagnosis for rule in rules if (diagnosis := rule.explain(found)) is not None), None)
+    return next(
+        (diagnosis for rule in rules if (diagnosis := rule.explain(found)) is not None), None
+    )
 
 
 def _from_lines(found: Evidence, *, waits: bool) -> Diagnosis | None:
@@ -242,11 +278,15 @@ def _from_lines(found: Evidence, *, waits: bool) -> Diagnosis | None:
     for rule in LOG_RULES:  # in order: the first match explains the exit
         if rule.at_exit and rule.concerns(found.spec.role):
             for pattern in rule.patterns:
-                if (pattern.patience_s > 0) is waits and (hit := _last_match(pattern, found.lines)) is not None:
+                if (pattern.patience_s > 0) is waits and (
+                    hit := _last_match(pattern, found.lines)
+                ) is not None:
                     line, match = hit
                     groups = tuple(group or "" for group in match.groups())
                     around = (*found.above, *found.lines)
-                    return rule.explain(LogMatch(found.spec, found.names, line.strip(), groups, around))
+                    return rule.explain(
+                        LogMatch(found.spec, found.names, line.strip(), groups, around)
+                    )
     return None
 
 
@@ -270,4 +310,6 @@ def describe_exit(code: int) -> str:
 
 
 def _last_line(found: Evidence) -> str:
-    return shortened(next((line for line in reversed(found.lines) if line.strip()), "it printed nothing"))
+    return shortened(
+        next((line for line in reversed(found.lines) if line.strip()), "it printed nothing")
+    )

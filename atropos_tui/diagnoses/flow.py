@@ -47,9 +47,12 @@ READ = (METRIC_CAPACITY, METRIC_IDLE_S, METRIC_REQUESTS, METRIC_SLOTS, RUNNING, 
 
 
 BOUNDS = {
-    "workers": "busy_workers", "waiting_for_slot": "waiting_for_slot", "free_slots": "free_slots", "awaited": "awaited",
+    "workers": "busy_workers",
+    "waiting_for_slot": "waiting_for_slot",
+    "free_slots": "free_slots",
+    "awaited": "awaited",
     "in_engine": "in_engine",
-}  # fmt: skip
+}
 """Averaged fields of an `env_counts` record -> their fields in `EnvFlow`."""
 BOUNDS_S = 12.0
 """Age limit, in seconds, of the records that are averaged."""
@@ -121,7 +124,9 @@ class FlowWatch:
     def __init__(self, stack: StackSpec) -> None:
         self._asks = asked_engines(stack.components)
         self._urls = {
-            spec.name: f"{spec.url}/metrics" for spec in stack.components if spec.role is Role.ENGINE and spec.port
+            spec.name: f"{spec.url}/metrics"
+            for spec in stack.components
+            if spec.role is Role.ENGINE and spec.port
         }
         self._envs: dict[str, _Env] = {}
         self._looks: dict[tuple[str, int], deque[EngineLook]] = {}
@@ -141,11 +146,18 @@ class FlowWatch:
         self._seen: Counter[str] = Counter()
         self._http = asking("", ANSWER_S)
         steps = next(
-            (_flag(spec.command, "--training-steps") for spec in stack.components if spec.role is Role.TRAINER), ""
+            (
+                _flag(spec.command, "--training-steps")
+                for spec in stack.components
+                if spec.role is Role.TRAINER
+            ),
+            "",
         )
         self.last_step = int(steps) if steps and steps.isdecimal() else math.inf
         """Last optimizer step; after it the trainer waits for nothing."""
-        self._workers = {spec.name: _flag(spec.command, "--env.max_num_workers") for spec in stack.components}
+        self._workers = {
+            spec.name: _flag(spec.command, "--env.max_num_workers") for spec in stack.components
+        }
 
     def count(self, record: EnvCountsRecord) -> None:
         """Add an environment's report of its group counts."""
@@ -166,11 +178,15 @@ class FlowWatch:
             self._paused_at = now
         self._seen["groups"] += counts["groups"]
         self._seen["dropped groups"] += counts["dropped groups"]
-        if (counts["groups"] or counts["dropped groups"]) and (env := self._envs.get(self._unhosted)) is not None:
+        if (counts["groups"] or counts["dropped groups"]) and (
+            env := self._envs.get(self._unhosted)
+        ) is not None:
             # A stock environment logs flat groups as dropped, and run-api logs each accepted group.
             left_out = {FLAT: self._seen["dropped groups"]} if self._seen["dropped groups"] else {}
             sent = self._seen["groups"]
-            env.counts.append(EnvCountsRecord(time=now, env=self._unhosted, sent=sent, left_out=left_out))
+            env.counts.append(
+                EnvCountsRecord(time=now, env=self._unhosted, sent=sent, left_out=left_out)
+            )
         if part.role is Role.ENV and counts["stock registrations"]:
             self.registered(part, now)
 
@@ -190,13 +206,21 @@ class FlowWatch:
         """Return True if this attempt is known to be registered."""
         return self._env(part).registered_at is not None
 
-    def ask(self, parts: Sequence[Part], now: float, get: Callable[[str], str | None] | None = None) -> None:
+    def ask(
+        self, parts: Sequence[Part], now: float, get: Callable[[str], str | None] | None = None
+    ) -> None:
         """Poll `/metrics` of the running engines."""
-        if abs(now - self._asked_at) < ASK_S:  # abs(): a clock that was set back does not stop polling
+        if (
+            abs(now - self._asked_at) < ASK_S
+        ):  # abs(): a clock that was set back does not stop polling
             return
         self._asked_at = now
         for part in parts:
-            if part.role is not Role.ENGINE or part.state not in RUNS or part.name not in self._urls:
+            if (
+                part.role is not Role.ENGINE
+                or part.state not in RUNS
+                or part.name not in self._urls
+            ):
                 continue
             url = self._urls[part.name]
             text = get(url) if get else fetch_page(self._http, url)
@@ -212,7 +236,10 @@ class FlowWatch:
 
     def view(self, parts: Sequence[Part], now: float) -> dict[str, Flow]:
         """Return the flow of each running environment."""
-        trainer = next((part for part in parts if part.role is Role.TRAINER and part.state is State.HEALTHY), None)
+        trainer = next(
+            (part for part in parts if part.role is Role.TRAINER and part.state is State.HEALTHY),
+            None,
+        )
         flows, span = {}, self._span(trainer, now)
         self._paused_at = min(self._paused_at, now)  # the clock may have been set back
         for part in parts:
@@ -221,9 +248,14 @@ class FlowWatch:
                 env.cap(now)
                 flow = self._counted(part, env, parts, now)
                 looks = self._of_engines(env, parts)
-                # A start or restart of api, engine or trainer makes everyone wait: measure after it.
-                settled = max((each.since for each in parts if each.role is not Role.ENV), default=now)
-                begin = max(now - span, settled, env.asks_since or now, (env.registered_at or 0.0) + PAUSE_S)
+                # A start or restart of api, engine or trainer makes everyone wait: measure after
+                # it.
+                settled = max(
+                    (each.since for each in parts if each.role is not Role.ENV), default=now
+                )
+                begin = max(
+                    now - span, settled, env.asks_since or now, (env.registered_at or 0.0) + PAUSE_S
+                )
                 if trainer is not None and looks and now - begin >= min(span, LEAST_S):
                     flow = _with_engines(flow, looks, begin)
                     flow = replace(flow, waiting=self._waiting(trainer, begin, now))
@@ -233,11 +265,17 @@ class FlowWatch:
     def _env(self, part: Part) -> _Env:
         env = self._envs.get(part.name)
         if env is None or env.attempt != part.attempt:
-            env = self._envs[part.name] = _Env(part.attempt, self._asks.get(part.name, ()), part.name in self._hosted)
+            env = self._envs[part.name] = _Env(
+                part.attempt, self._asks.get(part.name, ()), part.name in self._hosted
+            )
         return env
 
     def _of_engines(self, env: _Env, parts: Sequence[Part]) -> list[deque[EngineLook]]:
-        running = [(part.name, part.attempt) for part in parts if part.name in env.engines and part.state in RUNS]
+        running = [
+            (part.name, part.attempt)
+            for part in parts
+            if part.name in env.engines and part.state in RUNS
+        ]
         return [looks for each in running if (looks := self._looks.get(each))]
 
     def _note_requests(self, env: _Env, parts: Sequence[Part]) -> None:
@@ -254,7 +292,9 @@ class FlowWatch:
     def _could_ask_s(self, env: _Env, parts: Sequence[Part], now: float) -> float | None:
         """Return the seconds since the environment is registered and one of its engines is
         healthy."""
-        healthy = [part.since for part in parts if part.name in env.engines and part.state is State.HEALTHY]
+        healthy = [
+            part.since for part in parts if part.name in env.engines and part.state is State.HEALTHY
+        ]
         if env.registered_at is None or not healthy:
             return None
         return now - max(env.registered_at, min(healthy))
@@ -323,7 +363,9 @@ class FlowWatch:
             waits.append((own[-1].time, now - busy))
         elif not own and self._has_batch != trainer.attempt:
             waits.append((trainer.since, now))
-        return sum(max(0.0, min(end, now) - max(start, begin)) for start, end in waits) / (now - begin)
+        return sum(max(0.0, min(end, now) - max(start, begin)) for start, end in waits) / (
+            now - begin
+        )
 
 
 def _bounds(records: Sequence[EnvCountsRecord]) -> dict[str, float]:
@@ -335,7 +377,11 @@ def _bounds(records: Sequence[EnvCountsRecord]) -> dict[str, float]:
         known = [float(value) for record in records if (value := getattr(record, name)) is not None]
         if known:
             found[field_] = sum(known) / len(known)
-    newest = records[-1].model_dump(include={"max_workers", "queue_slots", "group_size"}) if records else {}
+    newest = (
+        records[-1].model_dump(include={"max_workers", "queue_slots", "group_size"})
+        if records
+        else {}
+    )
     return found | {name: value for name, value in newest.items() if value is not None}
 
 
@@ -348,7 +394,9 @@ def _grown(new: dict[str, int], old: dict[str, int]) -> Counter[str]:
 
 
 def _with_engines(flow: Flow, looks: Iterable[Iterable[EngineLook]], begin: float) -> Flow:
-    each = [one for one in (_with_engine(flow, own, begin) for own in looks) if one.seconds is not None]
+    each = [
+        one for one in (_with_engine(flow, own, begin) for own in looks) if one.seconds is not None
+    ]
     if not each:
         return flow
     return replace(
@@ -359,7 +407,9 @@ def _with_engines(flow: Flow, looks: Iterable[Iterable[EngineLook]], begin: floa
         queued=sum(one.queued for one in each),
         slots=sum(one.slots for one in each),
         # One engine of unknown capacity makes the sum unknown.
-        ceiling=sum(one.ceiling or 0.0 for one in each) if all(one.ceiling for one in each) else None,
+        ceiling=sum(one.ceiling or 0.0 for one in each)
+        if all(one.ceiling for one in each)
+        else None,
     )
 
 

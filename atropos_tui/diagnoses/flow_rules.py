@@ -32,9 +32,13 @@ MANY = 8
 SILENT_S = 20.0
 """Seconds without a request after which a registered environment is silent; BaseEnv starts after
 five."""
-HOSTED_WAITS = "Move calls that block its event loop (time.sleep, requests, a large computation) to asyncio.to_thread"
+HOSTED_WAITS = (
+    "Move calls that block its event loop (time.sleep, requests, a large computation) to "
+    "asyncio.to_thread"
+)
 PROGRAM_WAITS = (
-    "A program of your own must send requests to the engines in ATROPOS_ENGINE_URLS; one started by script = or "
+    "A program of your own must send requests to the engines in ATROPOS_ENGINE_URLS; one "
+    "started by script = or "
     "module = does so automatically"
 )
 """Usual reasons why an environment sends no requests."""
@@ -49,9 +53,11 @@ REFUSALS = ("EngineRefused", "BadRequestError", "ClientResponseError")
 """Errors of requests that the engine refuses; the rule `rollouts_refused` explains those."""
 
 LEFT_OUT_FIXES = {
-    NONE: "return the group with its scores instead of None in collect_trajectories: flat groups are counted "
+    NONE: "return the group with its scores instead of None in collect_trajectories: flat groups "
+    "are counted "
     "and replaced. If it is None for another reason, print that reason there",
-    GROUP_SIZE: "make env.group_size completions for each group, or change env.group_size under [env.args]",
+    GROUP_SIZE: "make env.group_size completions for each group, or change env.group_size under "
+    "[env.args]",
     TOO_LONG: "set env.max_token_length under [env.args] below [trainer] seq_len",
     NOT_FINITE: "correct its scores: NaN and infinities cannot be trained on",
     UNANSWERED: "atropos-tui why api shows the reason; atropos-tui restart api",
@@ -73,26 +79,34 @@ def all_flat(env: str, flow: Flow) -> Judgement:
 
 
 def refused(env: str, flow: Flow) -> Judgement:
-    reasons = [(reason, flow.left_out[reason]) for reason in (REFUSED, UNSENDABLE) if flow.left_out[reason]]
+    reasons = [
+        (reason, flow.left_out[reason]) for reason in (REFUSED, UNSENDABLE) if flow.left_out[reason]
+    ]
     if not reasons:
         return None
-    words = "; ".join(f"{count} times {in_words(why)} ({flow.examples.get(why, '')})" for why, count in reasons)
+    words = "; ".join(
+        f"{count} times {in_words(why)} ({flow.examples.get(why, '')})" for why, count in reasons
+    )
     return (
         f"groups of {env} do not reach run-api",
         f"of the newest {flow.made} groups {words}",
-        f"correct the named field in the program of {env}: docs/environments.md lists what each field of a group holds",
+        f"correct the named field in the program of {env}: docs/environments.md lists what "
+        f"each field of a group holds",
     )
 
 
 def malformed(env: str, flow: Flow) -> Judgement:
     if not flow.malformed:
         return None
-    reasons = ", ".join(f"{count} times {reason}" for reason, count in flow.malformed.most_common(3))
+    reasons = ", ".join(
+        f"{count} times {reason}" for reason, count in flow.malformed.most_common(3)
+    )
     return (
         f"rollouts of {env} cannot be trained on",
         f"the trainer left out {flow.malformed.total()} sequences of the newest steps: {reasons}; "
         f"{flow.malformed_example}",
-        f"correct the named field in the program of {env}, or stop it: atropos-tui stop {env}. Token ids outside of "
+        f"correct the named field in the program of {env}, or stop it: atropos-tui stop "
+        f"{env}. Token ids outside of "
         "the vocabulary come from another model's tokenizer",
     )
 
@@ -117,7 +131,9 @@ def left_out(env: str, flow: Flow) -> Judgement:
 
 def _others(out: Counter[str]) -> Counter[str]:
     """Return the groups that were left out because of an error."""
-    return Counter({reason: count for reason, count in out.items() if reason not in (FLAT, SURPLUS)})
+    return Counter(
+        {reason: count for reason, count in out.items() if reason not in (FLAT, SURPLUS)}
+    )
 
 
 def evaluations_fail(env: str, flow: Flow) -> Judgement:
@@ -126,38 +142,51 @@ def evaluations_fail(env: str, flow: Flow) -> Judgement:
     reason, count = flow.evaluation_failures.most_common(1)[0]
     return (
         f"the evaluations of {env} fail",
-        f"{flow.evaluation_failures.total()} failed since the last successful one; {count} times {reason}",
-        f"correct evaluate() in its program; the log has the line: atropos-tui logs {env} --grep 'an evaluation "
+        f"{flow.evaluation_failures.total()} failed since the last successful one; {count} "
+        f"times {reason}",
+        f"correct evaluate() in its program; the log has the line: atropos-tui logs {env} "
+        f"--grep 'an evaluation "
         "failed'",
     )
 
 
 def failing(env: str, flow: Flow) -> Judgement:
     # Requests that the engine refuses are explained by the engine's own lines.
-    failures = Counter({why: count for why, count in flow.failures.items() if not why.startswith(REFUSALS)})
+    failures = Counter(
+        {why: count for why, count in flow.failures.items() if not why.startswith(REFUSALS)}
+    )
     failed = failures.total()
     if failed < MANY or failed < NEARLY_ALL * (failed + flow.made):
         return None
     reason, count = failures.most_common(1)[0]
     return (
         f"the rollouts of {env} fail",
-        f"{failed} failed and {flow.made} were made in {flow.counted_s:.0f} s; {count} times {reason}",
-        f"correct its program; its log has the first failure of each kind with the line: atropos-tui logs {env} "
+        f"{failed} failed and {flow.made} were made in {flow.counted_s:.0f} s; {count} times "
+        f"{reason}",
+        f"correct its program; its log has the first failure of each kind with the line: "
+        f"atropos-tui logs {env} "
         "--grep 'a rollout failed'",
     )
 
 
 def silent(env: str, flow: Flow) -> Judgement:
-    if flow.could_ask_s is None or flow.could_ask_s < SILENT_S or flow.asked_s is not None or flow.requests:
+    if (
+        flow.could_ask_s is None
+        or flow.could_ask_s < SILENT_S
+        or flow.asked_s is not None
+        or flow.requests
+    ):
         return None
     # Without the engine's counter, silence and uncounted traffic look alike.
     if not flow.watches_engine or flow.made or flow.failures:
         return None
     return (
         f"{env} is registered but sends nothing",
-        f"{env} is registered and {flow.engine} is ready for {flow.could_ask_s:.0f} s; {flow.engine} received no "
+        f"{env} is registered and {flow.engine} is ready for {flow.could_ask_s:.0f} s; "
+        f"{flow.engine} received no "
         "request, and run-api no group",
-        f"atropos-tui logs {env} -n 50 shows what it waits for. {HOSTED_WAITS if flow.hosted else PROGRAM_WAITS}",
+        f"atropos-tui logs {env} -n 50 shows what it waits for. "
+        f"{HOSTED_WAITS if flow.hosted else PROGRAM_WAITS}",
     )
 
 
@@ -172,20 +201,31 @@ def bottleneck(env: str, flow: Flow) -> Judgement:
     came, could = "no group" if flow.counts else "an unknown number of groups", ""
     if flow.made:
         per_s = flow.made / max(flow.counted_s, 1.0)
-        came = f"{flow.made} groups in {flow.counted_s:.0f} s ({per_s:.2f}/s, {flow.flat / flow.made:.0%} of them flat)"
-        could = f"; with no idle time it could make {per_s / (1.0 - flow.idle):.2f}/s" if flow.idle < 1.0 else ""
+        came = (
+            f"{flow.made} groups in {flow.counted_s:.0f} s ({per_s:.2f}/s, "
+            f"{flow.flat / flow.made:.0%} of them flat)"
+        )
+        could = (
+            f"; with no idle time it could make {per_s / (1.0 - flow.idle):.2f}/s"
+            if flow.idle < 1.0
+            else ""
+        )
     workers = "" if flow.workers is None else f" (now {flow.workers})"
     fix = (
-        f"raise env.max_num_workers under [env.args] of {env}{workers} for more groups in flight, within the limit of "
-        "env.max_batches_offpolicy; move slow work outside the engine (scoring, tools) to threads: asyncio.to_thread"
+        f"raise env.max_num_workers under [env.args] of {env}{workers} for more groups in "
+        f"flight, within the limit of "
+        "env.max_batches_offpolicy; move slow work outside the engine (scoring, tools) to "
+        "threads: asyncio.to_thread"
     )
     if flow.flat > MUCH_FLAT * flow.made:
         fix += f". Also make fewer flat groups: {LOOK_AT_ROLLOUTS}"
     return (
         f"{env} is the bottleneck: trainer and engine wait for it",
-        f"in {flow.seconds:.0f} s the trainer waited {flow.waiting:.0%} of the time and {flow.engine} had no request "
+        f"in {flow.seconds:.0f} s the trainer waited {flow.waiting:.0%} of the time and "
+        f"{flow.engine} had no request "
         f"{flow.idle:.0%} of it; from {env} came {came}; {flow.engine} made "
-        f"{flow.tokens_per_s:.0f} tokens/s, with {flow.running:.1f} of {flow.slots:.0f} possible sequences at a time"
+        f"{flow.tokens_per_s:.0f} tokens/s, with {flow.running:.1f} of {flow.slots:.0f} "
+        f"possible sequences at a time"
         f"{could}",
         fix,
     )
@@ -242,7 +282,9 @@ FLOW_RULES = (
         "groups_refused",
         "groups of an environment do not reach run-api",
         refused,
-        lambda flow: flow.sent > 0 and not any(flow.left_out[reason] for reason in (REFUSED, UNSENDABLE)),
+        lambda flow: (
+            flow.sent > 0 and not any(flow.left_out[reason] for reason in (REFUSED, UNSENDABLE))
+        ),
         "run-api takes its groups",
         severity="alarm",
     ),

@@ -31,7 +31,13 @@ class Ledger:
         self._open: dict[Key, _Open] = {}
 
     def add(
-        self, component: str | None, found: Diagnosis, attempt: int = 0, *, ending: bool = False, again: bool = False
+        self,
+        component: str | None,
+        found: Diagnosis,
+        attempt: int = 0,
+        *,
+        ending: bool = False,
+        again: bool = False,
     ) -> None:
         """Record that `found` is open or, if `found.over`, that it has ended.
 
@@ -61,7 +67,13 @@ class Ledger:
             key = record.component, record.rule, record.title
             left.pop(key, None)
             if not record.over:
-                found = Diagnosis(record.title, record.evidence, record.fix, record.rule, record.severity or "warning")
+                found = Diagnosis(
+                    record.title,
+                    record.evidence,
+                    record.fix,
+                    record.rule,
+                    record.severity or "warning",
+                )
                 left[key] = _Open(found, 0)
         # Diagnoses of this supervisor, made before the restore, replace older ones.
         self._open = left | self._open
@@ -90,7 +102,9 @@ class Ledger:
         return [known.found for key, known in self._open.items() if key[0] == component]
 
     def _newest(self, component: str | None) -> _Open | None:
-        return next((known for key, known in reversed(self._open.items()) if key[0] == component), None)
+        return next(
+            (known for key, known in reversed(self._open.items()) if key[0] == component), None
+        )
 
     def _close(self, key: Key, why: str) -> None:
         self._emit(self._open.pop(key).found.ended(why).record(key[0]))

@@ -17,32 +17,42 @@ from atropos_tui.profile import ports
 
 FEWER_BYTES: dict[Role | None, str] = {
     Role.ENGINE: (
-        "lower [vllm] gpu_memory_utilization (0.4); lower [vllm] max_model_len; end other programs on the GPU "
-        "(nvidia-smi); give {engine} and {trainer} a GPU each ([vllm] gpus, [trainer] gpus); or split the model: "
+        "lower [vllm] gpu_memory_utilization (0.4); lower [vllm] max_model_len; end other "
+        "programs on the GPU "
+        "(nvidia-smi); give {engine} and {trainer} a GPU each ([vllm] gpus, [trainer] gpus); "
+        "or split the model: "
         "[vllm] tensor_parallel = 2"
     ),
     Role.TRAINER: (
-        "five ways out, cheapest first: lower [vllm] gpu_memory_utilization (0.4); lower [trainer] batch_size and "
-        "raise gradient_accumulation_steps by the same factor (the gradient stays the same); lower [trainer] seq_len; "
+        "five ways out, cheapest first: lower [vllm] gpu_memory_utilization (0.4); lower "
+        "[trainer] batch_size and "
+        "raise gradient_accumulation_steps by the same factor (the gradient stays the same); "
+        "lower [trainer] seq_len; "
         'set [trainer] optimizer = "adafactor"; give {trainer} a GPU of its own ([trainer] gpus)'
     ),
-    None: "free GPU memory: nvidia-smi shows who holds it; atropos-tui clean ends processes of earlier runs",
+    None: "free GPU memory: nvidia-smi shows who holds it; atropos-tui clean ends processes of "
+    "earlier runs",
 }
 ASKS = (Role.TRAINER, Role.ENV)
 REPEATED_S = 75.0
 """`LogRule.quiet_s` for warnings that the trainer repeats at most once a minute."""
 ALIGNMENT_FIX = (
-    "a `cause` in the evidence names it. Without one: restart the engine, so that both have the same weights "
-    "(atropos-tui restart {engine}); sample with plain temperature (no top-p, top-k, min-p); and set enforce-eager = "
-    "true under [vllm.args] once, to see if CUDA graphs or an architecture that rebinds its weights is the cause"
+    "a `cause` in the evidence names it. Without one: restart the engine, so that both have "
+    "the same weights "
+    "(atropos-tui restart {engine}); sample with plain temperature (no top-p, top-k, min-p); "
+    "and set enforce-eager = "
+    "true under [vllm.args] once, to see if CUDA graphs or an architecture that rebinds its "
+    "weights is the cause"
 )
 GRADIENT_FIX = (
     "frozen lower layers and reentrant checkpointing cut the graph: set use_reentrant=False in "
-    "gradient_checkpointing_kwargs, or call model.enable_input_require_grads(); check that [trainer] "
+    "gradient_checkpointing_kwargs, or call model.enable_input_require_grads(); check that "
+    "[trainer] "
     "train_layer_indices names layers of the model"
 )
 NO_LOGPROBS_FIX = (
-    'set openai.server_type = "vllm" under [env.args] (a profile derives it), and use an engine with POST /generate: '
+    'set openai.server_type = "vllm" under [env.args] (a profile derives it), and use an '
+    "engine with POST /generate: "
     "python -m vllm_server, the default when `command` is left out under [vllm]"
 )
 
@@ -54,7 +64,8 @@ def port_taken(name: str, port: int | None, evidence: str) -> Diagnosis:
     return Diagnosis(
         f"port {port or '?'} is in use",
         evidence + held,
-        f"{holder.way_out if holder else 'stop the process that holds it'}; or give {name} another port in the profile",
+        f"{holder.way_out if holder else 'stop the process that holds it'}; or give {name} "
+        f"another port in the profile",
         "port_in_use",
     )
 
@@ -68,10 +79,14 @@ def _port_in_use(match: LogMatch) -> Diagnosis:
 def _engine_dead(match: LogMatch) -> Diagnosis:
     """Use the dying process's own error as evidence, not later lines about its death."""
     root = root_error(match.around) or match.line  # the matched line may be a wrapper
-    fix = "read its traceback and the lines above it: atropos-tui logs {engine} --grep 'Error|ERROR' -n 40"
+    fix = (
+        "read its traceback and the lines above it: atropos-tui logs {engine} --grep "
+        "'Error|ERROR' -n 40"
+    )
     if VANISHED.search(root):
         fix = (
-            "it printed no error, so a signal ended it. If nobody killed it, the kernel's out-of-memory killer did: "
+            "it printed no error, so a signal ended it. If nobody killed it, the kernel's "
+            "out-of-memory killer did: "
             "see dmesg, and use less memory (atropos-tui ps shows it)"
         )
     return Diagnosis("vLLM's engine process died", root, match.fill(fix))
@@ -97,7 +112,8 @@ LOG_RULES: tuple[LogRule, ...] = (
     LogRule(
         "kv_cache_too_small",
         "{engine}'s KV cache does not fit: GPU memory is exhausted",
-        "raise [vllm] gpu_memory_utilization, or lower [vllm] max_model_len (on a CPU: raise kv-cache-memory-bytes "
+        "raise [vllm] gpu_memory_utilization, or lower [vllm] max_model_len (on a CPU: raise "
+        "kv-cache-memory-bytes "
         "under [vllm.args])",
         (
             LogPattern("No available memory for the cache blocks"),
@@ -122,7 +138,8 @@ LOG_RULES: tuple[LogRule, ...] = (
     LogRule(
         "forked_cuda",
         "a forked process cannot use the GPU that its parent has opened",
-        'set VLLM_WORKER_MULTIPROC_METHOD = "spawn" under [vllm.env], or keep CUDA out of the parent (VLLM_USE_V1=0, '
+        'set VLLM_WORKER_MULTIPROC_METHOD = "spawn" under [vllm.env], or keep CUDA out of '
+        "the parent (VLLM_USE_V1=0, "
         "the older advice, no longer exists)",
         (LogPattern("Cannot re-initialize CUDA in forked subprocess"),),
         layer=Layer.PROCESS,
@@ -130,7 +147,8 @@ LOG_RULES: tuple[LogRule, ...] = (
     LogRule(
         "daemonic_processes",
         "a daemonic process tried to start children",
-        "leave out `command` under [vllm] (python -m vllm_server starts none); in a program of your own, start workers "
+        "leave out `command` under [vllm] (python -m vllm_server starts none); in a program "
+        "of your own, start workers "
         "with daemon=False, or as threads",
         (LogPattern("daemonic processes are not allowed to have children"),),
         layer=Layer.PROCESS,
@@ -138,7 +156,8 @@ LOG_RULES: tuple[LogRule, ...] = (
     LogRule(
         "flexible_argument_parser",
         "this program was written for another version of vLLM",
-        "leave out `command` under [vllm] (python -m vllm_server supports several versions), or install the vLLM that "
+        "leave out `command` under [vllm] (python -m vllm_server supports several versions), "
+        "or install the vLLM that "
         "the program was written for",
         (
             LogPattern("FlexibleArgumentParser", r"cannot import name 'FlexibleArgumentParser'"),
@@ -149,14 +168,19 @@ LOG_RULES: tuple[LogRule, ...] = (
     LogRule(
         "triton_blackwell",
         "Triton cannot compile for this GPU",
-        "with adapters set VLLM_LORA_DISABLE_PDL=1 under [vllm.env]; if its ptxas is older than the GPU, set "
-        "TRITON_PTXAS_PATH (from Triton 3.6 on TRITON_PTXAS_BLACKWELL_PATH) there to the ptxas of a CUDA 12.8+ "
+        "with adapters set VLLM_LORA_DISABLE_PDL=1 under [vllm.env]; if its ptxas is older "
+        "than the GPU, set "
+        "TRITON_PTXAS_PATH (from Triton 3.6 on TRITON_PTXAS_BLACKWELL_PATH) there to the "
+        "ptxas of a CUDA 12.8+ "
         "toolkit; or disable compiled kernels: enforce-eager = true under [vllm.args]",
         (
             LogPattern("is not defined for option 'gpu-name'", r"Value '(sm_\w+)' is not defined"),
             LogPattern("PTXASError"),
             LogPattern("--gpu-name=sm_1", r"ptxas.*--gpu-name=(sm_1\d\d\w?).*returned non-zero"),
-            LogPattern("is not compatible with the current PyTorch installation", r"with CUDA capability (sm_1\d\d)"),
+            LogPattern(
+                "is not compatible with the current PyTorch installation",
+                r"with CUDA capability (sm_1\d\d)",
+            ),
             LogPattern("Triton compilation", r"Triton compilation (?:error|failed)"),
         ),
         layer=Layer.PROCESS,
@@ -164,12 +188,15 @@ LOG_RULES: tuple[LogRule, ...] = (
     LogRule(
         "eager_fallback",
         "{0} runs without CUDA graphs, which would use a stale copy of the weights",
-        "training is correct, but decoding is slower than with graphs. Use a mode in which the engine has its own "
-        "weights (broadcast, lora_only) to keep graphs; or set enforce-eager = true under [vllm.args] to avoid the "
+        "training is correct, but decoding is slower than with graphs. Use a mode in which "
+        "the engine has its own "
+        "weights (broadcast, lora_only) to keep graphs; or set enforce-eager = true under "
+        "[vllm.args] to avoid the "
         "second start",
         (
             LogPattern(
-                "starting again with --enforce-eager", r"vllm_server: (\S+?):? .*starting again with --enforce-eager"
+                "starting again with --enforce-eager",
+                r"vllm_server: (\S+?):? .*starting again with --enforce-eager",
             ),
         ),
         roles=(Role.ENGINE,),
@@ -180,7 +207,8 @@ LOG_RULES: tuple[LogRule, ...] = (
     LogRule(
         "gpu_unusable",
         "torch cannot use the GPU",
-        "run atropos-tui doctor: driver, CUDA and torch must fit each other; on a machine without a GPU set [trainer] "
+        "run atropos-tui doctor: driver, CUDA and torch must fit each other; on a machine "
+        "without a GPU set [trainer] "
         'device = "cpu"',
         (
             LogPattern("NVIDIA driver on your system is too old"),
@@ -195,15 +223,22 @@ LOG_RULES: tuple[LogRule, ...] = (
     LogRule(
         "shm_full",
         "/dev/shm is full",
-        "see what is there: ls -l /dev/shm; atropos-tui clean removes files of earlier runs; enlarge it: mount -o "
+        "see what is there: ls -l /dev/shm; atropos-tui clean removes files of earlier runs; "
+        "enlarge it: mount -o "
         "remount,size=16G /dev/shm, or --shm-size=16g (--ipc=host) for a container",
         (
             LogPattern("insufficient shared memory (shm)"),
             LogPattern("unable to write to file </torch_"),
             LogPattern("unable to allocate shared memory"),
             LogPattern("out of shared memory. Please try to raise", r"out of shared memory"),
-            LogPattern("/dev/shm", r"/dev/shm.*(?:cannot reserve|No space left|creating shared memory segment)"),
-            LogPattern("creating shared memory segment", r"Error while creating shared memory segment /dev/shm"),
+            LogPattern(
+                "/dev/shm",
+                r"/dev/shm.*(?:cannot reserve|No space left|creating shared memory segment)",
+            ),
+            LogPattern(
+                "creating shared memory segment",
+                r"Error while creating shared memory segment /dev/shm",
+            ),
         ),
         passing=True,
         layer=Layer.MACHINE,
@@ -211,11 +246,14 @@ LOG_RULES: tuple[LogRule, ...] = (
     LogRule(
         "disk_full",
         "a disk is full",
-        "free space (df -h; du -sh RUN/checkpoints), or put the run elsewhere: --run-dir DIR. The run goes on as long "
+        "free space (df -h; du -sh RUN/checkpoints), or put the run elsewhere: --run-dir "
+        "DIR. The run goes on as long "
         "as its components do; training pauses at a checkpoint until it can be written",
         (
             # A full /dev/shm is the rule shm_full.
-            LogPattern("No space left on device", r"^(?!.*(?:/dev/shm|</torch_)).*No space left on device"),
+            LogPattern(
+                "No space left on device", r"^(?!.*(?:/dev/shm|</torch_)).*No space left on device"
+            ),
             LogPattern("Disk quota exceeded"),
         ),
         unless=("shm_full",),
@@ -226,7 +264,8 @@ LOG_RULES: tuple[LogRule, ...] = (
     LogRule(
         "checkpoint_damaged",
         "a checkpoint is damaged",
-        "remove the damaged folder, and check the disk (dmesg, smartctl); the run continues from the checkpoint before",
+        "remove the damaged folder, and check the disk (dmesg, smartctl); the run continues "
+        "from the checkpoint before",
         (LogPattern("[WARNING] passed over: --resume"),),
         roles=(Role.TRAINER,),
         passing=True,
@@ -234,7 +273,8 @@ LOG_RULES: tuple[LogRule, ...] = (
     LogRule(
         "too_many_files",
         "too many open files",
-        "raise the limit before atropos-tui up: ulimit -n 65536; or lower the number of parallel rollouts: "
+        "raise the limit before atropos-tui up: ulimit -n 65536; or lower the number of "
+        "parallel rollouts: "
         "env.max_num_workers_per_node under [env.args]",
         # At every start vLLM warns that a low limit "can cause" this error, and quotes it.
         (LogPattern("Too many open files", r"^(?!.*can cause).*Too many open files"),),
@@ -244,11 +284,16 @@ LOG_RULES: tuple[LogRule, ...] = (
     LogRule(
         "gloo_stuck",
         "the process group of trainer and engine is not complete: stuck at Gloo",
-        "check that {engine} was started with ATROPOS_WEIGHT_UPDATES=1 (a profile's mode sets it) and reaches "
-        "{trainer} at MASTER_ADDR and MASTER_PORT; atropos-tui logs {engine} --grep 'broadcast|ERROR' shows if its "
+        "check that {engine} was started with ATROPOS_WEIGHT_UPDATES=1 (a profile's mode "
+        "sets it) and reaches "
+        "{trainer} at MASTER_ADDR and MASTER_PORT; atropos-tui logs {engine} --grep "
+        "'broadcast|ERROR' shows if its "
         "side started",
         (
-            LogPattern("the broadcast broke (phase rendezvous)", r"the broadcast broke \(phase rendezvous\): (.*)"),
+            LogPattern(
+                "the broadcast broke (phase rendezvous)",
+                r"the broadcast broke \(phase rendezvous\): (.*)",
+            ),
             LogPattern("waiting for clients", r"Timed out after \d+ seconds waiting for clients"),
             LogPattern(
                 "reating Gloo process group",
@@ -264,10 +309,16 @@ LOG_RULES: tuple[LogRule, ...] = (
     LogRule(
         "broadcast_broke",
         "a broadcast of weights broke off",
-        "wait: the trainer forms a new group without the failed server and sends the weights again. If it keeps "
-        "happening, restart the server in the evidence: atropos-tui restart {engine}. On a slow link raise "
+        "wait: the trainer forms a new group without the failed server and sends the weights "
+        "again. If it keeps "
+        "happening, restart the server in the evidence: atropos-tui restart {engine}. On a "
+        "slow link raise "
         "trainer.broadcast_timeout",
-        (LogPattern("the broadcast broke", r"the broadcast broke \(phase (?!rendezvous)\w+\): (.*)"),),
+        (
+            LogPattern(
+                "the broadcast broke", r"the broadcast broke \(phase (?!rendezvous)\w+\): (.*)"
+            ),
+        ),
         roles=(Role.TRAINER,),
         passing=True,
         layer=Layer.LINK,
@@ -275,8 +326,10 @@ LOG_RULES: tuple[LogRule, ...] = (
     LogRule(
         "nccl_failed",
         "the NCCL connection between trainer and engine was not made",
-        "give [vllm] gpus and [trainer] gpus different GPUs; set NCCL_DEBUG=INFO under [trainer.env] and [vllm.env] "
-        "for details; with several network cards set NCCL_SOCKET_IFNAME. A good start prints `NCCL group created`",
+        "give [vllm] gpus and [trainer] gpus different GPUs; set NCCL_DEBUG=INFO under "
+        "[trainer.env] and [vllm.env] "
+        "for details; with several network cards set NCCL_SOCKET_IFNAME. A good start prints "
+        "`NCCL group created`",
         (
             LogPattern("NCCL error", r"NCCL error"),
             LogPattern("NCCL Error"),
@@ -286,7 +339,10 @@ LOG_RULES: tuple[LogRule, ...] = (
             LogPattern("Watchdog caught collective operation timeout"),
             # NCCL follows Gloo: its silence after Gloo's success is the failure.
             LogPattern(
-                "Gloo group created", patience_s=120, cleared_by=("NCCL group created",), waits_for=(Role.ENGINE,)
+                "Gloo group created",
+                patience_s=120,
+                cleared_by=("NCCL group created",),
+                waits_for=(Role.ENGINE,),
             ),
         ),
         roles=(Role.ENGINE, Role.TRAINER),
@@ -310,7 +366,8 @@ LOG_RULES: tuple[LogRule, ...] = (
     LogRule(
         "generate_404",
         "404 on /generate: this server has no such route",
-        "leave out `command` under [vllm] (stock vLLM has only /v1; python -m vllm_server has /generate with "
+        "leave out `command` under [vllm] (stock vLLM has only /v1; python -m vllm_server "
+        "has /generate with "
         "logprobs), and leave out openai.base_url, it is derived",
         (
             LogPattern('"POST /generate HTTP/1.1" 404'),
@@ -334,8 +391,10 @@ LOG_RULES: tuple[LogRule, ...] = (
     LogRule(
         "registration_refused",
         "run-api refused a registration (422): a field is None that must be text",
-        'set unused Weights & Biases fields to "" instead of None: wandb_project and wandb_group of the '
-        "trainer, env.wandb_name under [env.args] of the environment (mandatory even with env.use_wandb = false)",
+        'set unused Weights & Biases fields to "" instead of None: wandb_project and '
+        "wandb_group of the "
+        "trainer, env.wandb_name under [env.args] of the environment (mandatory even with "
+        "env.use_wandb = false)",
         (
             LogPattern('" 422 ', r'"POST /register(?:-env)? HTTP/[\d.]+" 422'),
             LogPattern("422 Client Error", r"422 Client Error: .*/register"),
@@ -347,8 +406,10 @@ LOG_RULES: tuple[LogRule, ...] = (
     LogRule(
         "lora_not_enabled",
         "vLLM runs without --enable-lora",
-        'use mode = "lora_only", which sets it; for a server of your own set enable-lora = true and max-lora-rank '
-        'under [vllm.args] and VLLM_ALLOW_RUNTIME_LORA_UPDATING = "True" under [vllm.env], then atropos-tui restart '
+        'use mode = "lora_only", which sets it; for a server of your own set enable-lora = '
+        "true and max-lora-rank "
+        'under [vllm.args] and VLLM_ALLOW_RUNTIME_LORA_UPDATING = "True" under [vllm.env], '
+        "then atropos-tui restart "
         "{engine}",
         (
             LogPattern("LoRA is not enabled"),
@@ -363,8 +424,10 @@ LOG_RULES: tuple[LogRule, ...] = (
     LogRule(
         "manifest_missing",
         "the engine's manifest vllm_bridge_config.json is missing",
-        'it is written only with VLLM_ENABLE_SHARED_WEIGHTS=1 and LOGDIR: mode = "shared_vllm" sets both for `python '
-        "-m vllm_server`; with a `command` of your own under [vllm] set them in [vllm.env]. Then: atropos-tui restart "
+        "it is written only with VLLM_ENABLE_SHARED_WEIGHTS=1 and LOGDIR: mode = "
+        '"shared_vllm" sets both for `python '
+        "-m vllm_server`; with a `command` of your own under [vllm] set them in [vllm.env]. "
+        "Then: atropos-tui restart "
         "{engine}",
         (
             LogPattern("Could not find vllm_bridge_config.json"),
@@ -383,8 +446,10 @@ LOG_RULES: tuple[LogRule, ...] = (
     LogRule(
         "manifest_empty",
         "the engine's manifest has no weights for this model",
-        "see what the server exported, nothing or another model: atropos-tui logs {engine} --grep Exported. Set "
-        "VLLM_ENABLE_SHARED_WEIGHTS=1 before it starts (python -m vllm_server and the profile's mode do), then "
+        "see what the server exported, nothing or another model: atropos-tui logs {engine} "
+        "--grep Exported. Set "
+        "VLLM_ENABLE_SHARED_WEIGHTS=1 before it starts (python -m vllm_server and the "
+        "profile's mode do), then "
         "atropos-tui restart {engine}",
         (
             LogPattern("No IPC handles found in bridge config"),
@@ -399,7 +464,8 @@ LOG_RULES: tuple[LogRule, ...] = (
     LogRule(
         "manifest_stale",
         "the manifest belongs to a server that is gone",
-        "atropos-tui restart {engine}: it writes a new manifest, and the trainer restarts with it if necessary",
+        "atropos-tui restart {engine}: it writes a new manifest, and the trainer restarts "
+        "with it if necessary",
         (
             LogPattern("is gone; start vLLM again"),
             LogPattern("the server's weights are gone"),
@@ -411,16 +477,23 @@ LOG_RULES: tuple[LogRule, ...] = (
     LogRule(
         "served_in_part",
         "vLLM has no place for a part of the model's weights, and would answer without them",
-        "check that both sides use one model: `model` at the top of a profile sets it for both. If they do, this "
-        "release of vLLM does not support all of its weights (for example a Qwen3 with attention_bias): train another "
+        "check that both sides use one model: `model` at the top of a profile sets it for "
+        "both. If they do, this "
+        "release of vLLM does not support all of its weights (for example a Qwen3 with "
+        "attention_bias): train another "
         "model, or install another vLLM",
-        (LogPattern("of the tensors, such as", r"vLLM's (\S+) has no place for \d+ of the tensors"),),
+        (
+            LogPattern(
+                "of the tensors, such as", r"vLLM's (\S+) has no place for \d+ of the tensors"
+            ),
+        ),
         roles=(Role.ENGINE, Role.TRAINER),
     ),
     LogRule(
         "tokenizer_missing",
         "the tokenizer was not found",
-        "set `model` in the profile to a hub id, or to a folder that also has the tokenizer files (it becomes "
+        "set `model` in the profile to a hub id, or to a folder that also has the tokenizer "
+        "files (it becomes "
         "env.tokenizer_name and openai.model_name)",
         (
             LogPattern("Can't load tokenizer for"),
@@ -432,14 +505,18 @@ LOG_RULES: tuple[LogRule, ...] = (
     LogRule(
         "dataset_unreachable",
         "a data set or model hub cannot be reached",
-        "check the network or HF_ENDPOINT; with a filled cache set HF_HUB_OFFLINE=1 under [env.env]; or use local "
+        "check the network or HF_ENDPOINT; with a filled cache set HF_HUB_OFFLINE=1 under "
+        "[env.env]; or use local "
         "files (env.dataset_path under [env.args])",
         (
             LogPattern("Couldn't reach", r"Couldn't reach '?\S+'? on the Hub"),
             LogPattern("cannot be loaded", r"the data set \S+ cannot be loaded"),
             LogPattern("We couldn't connect to", r"couldn't connect to '?https://\S+"),
             LogPattern("thrown while requesting"),
-            LogPattern("Max retries exceeded", r"Max retries exceeded.*(?:huggingface|/datasets/|/resolve/)"),
+            LogPattern(
+                "Max retries exceeded",
+                r"Max retries exceeded.*(?:huggingface|/datasets/|/resolve/)",
+            ),
             LogPattern("LocalEntryNotFoundError", r"LocalEntryNotFoundError: "),
             LogPattern("Cannot access gated repo"),
         ),
@@ -450,7 +527,8 @@ LOG_RULES: tuple[LogRule, ...] = (
     LogRule(
         "wandb_failed",
         "Weights & Biases cannot be used",
-        'log in (wandb login, or WANDB_API_KEY), keep it on this machine (WANDB_MODE = "offline" under [trainer.env]), '
+        "log in (wandb login, or WANDB_API_KEY), keep it on this machine (WANDB_MODE = "
+        '"offline" under [trainer.env]), '
         "or leave it out: [trainer] use_wandb = false and env.use_wandb = false",
         (
             LogPattern("No API key configured"),
@@ -475,16 +553,21 @@ LOG_RULES: tuple[LogRule, ...] = (
     LogRule(
         "non_finite",
         "NaN in the model's output: its weights are broken",
-        "go back to the last good checkpoint: atropos-tui up PROFILE --resume RUN; lower [trainer] lr and keep "
+        "go back to the last good checkpoint: atropos-tui up PROFILE --resume RUN; lower "
+        "[trainer] lr and keep "
         "clip_eps at 0.2",
-        (LogPattern("the model answers with NaN"), LogPattern("UPDATE SKIPPED (gradient not finite)", patience_s=5)),
+        (
+            LogPattern("the model answers with NaN"),
+            LogPattern("UPDATE SKIPPED (gradient not finite)", patience_s=5),
+        ),
         roles=(Role.ENGINE, Role.TRAINER),
         severity="alarm",
     ),
     LogRule(
         "trainer_not_registered",
         "run-api has forgotten the trainer",
-        "atropos-tui restart {api}: run-api keeps its state in memory, so the components that use it restart as well",
+        "atropos-tui restart {api}: run-api keeps its state in memory, so the components "
+        "that use it restart as well",
         # Our trainer registers again by itself; the same line then contains "Registering again".
         (LogPattern("Trainer not registered", r"Trainer not registered(?!.*Registering again)"),),
         passing=True,
@@ -493,7 +576,8 @@ LOG_RULES: tuple[LogRule, ...] = (
     LogRule(
         "other_trainer_registered",
         "another trainer is registered with run-api, which accepts only one",
-        "atropos-tui restart {api}: it drops all registrations, and {name} registers first. If it happens again, two "
+        "atropos-tui restart {api}: it drops all registrations, and {name} registers first. "
+        "If it happens again, two "
         "trainers use one run-api: give each stack a port of its own ([api] port)",
         (LogPattern("holds another trainer's registration"),),
         roles=(Role.TRAINER,),
@@ -503,11 +587,16 @@ LOG_RULES: tuple[LogRule, ...] = (
     LogRule(
         "api_unreachable",
         "{name} does not reach run-api",
-        "check that it is up: atropos-tui ps. If not: atropos-tui restart {api} (dependent components restart with "
-        "it). If it is, {name} uses another address: leave out [trainer] atropos_url and env.rollout_server_url, they "
+        "check that it is up: atropos-tui ps. If not: atropos-tui restart {api} (dependent "
+        "components restart with "
+        "it). If it is, {name} uses another address: leave out [trainer] atropos_url and "
+        "env.rollout_server_url, they "
         "are derived",
         (
-            LogPattern("Atropos API not reachable at", r"not reachable at \S+ for \d+ s|RuntimeError: Atropos API not"),
+            LogPattern(
+                "Atropos API not reachable at",
+                r"not reachable at \S+ for \d+ s|RuntimeError: Atropos API not",
+            ),
             LogPattern(
                 "Atropos API not reachable at",
                 r"\); waiting$",
@@ -524,7 +613,9 @@ LOG_RULES: tuple[LogRule, ...] = (
             ),
             LogPattern("run-api at ", r"run-api at \S+ is gone"),
             LogPattern("Error registering env:"),
-            LogPattern("Max retries exceeded with url", r"with url: /(?:batch|register|info|status)\b"),
+            LogPattern(
+                "Max retries exceeded with url", r"with url: /(?:batch|register|info|status)\b"
+            ),
         ),
         roles=ASKS,
         passing=True,
@@ -534,8 +625,10 @@ LOG_RULES: tuple[LogRule, ...] = (
     LogRule(
         "engine_unreachable",
         "{name} does not reach the inference server",
-        "check that it is up: atropos-tui ps, atropos-tui why {engine}. If not: atropos-tui start {engine}. If it is, "
-        "{name} uses another port: leave out openai.base_url under [env.args] and [trainer] vllm_port, they are "
+        "check that it is up: atropos-tui ps, atropos-tui why {engine}. If not: atropos-tui "
+        "start {engine}. If it is, "
+        "{name} uses another port: leave out openai.base_url under [env.args] and [trainer] "
+        "vllm_port, they are "
         "derived",
         (
             LogPattern("vLLM server not running on port"),
@@ -554,7 +647,8 @@ LOG_RULES: tuple[LogRule, ...] = (
                 waits_for=(Role.ENGINE,),
             ),
             LogPattern(
-                "Error in collect_trajectories", r"collect_trajectories: (?:Connection error|Cannot connect to host)"
+                "Error in collect_trajectories",
+                r"collect_trajectories: (?:Connection error|Cannot connect to host)",
             ),
         ),
         roles=ASKS,
@@ -565,7 +659,8 @@ LOG_RULES: tuple[LogRule, ...] = (
     LogRule(
         "env_not_registered",
         "run-api does not register {name}",
-        "see why the trainer is not ready: atropos-tui why {trainer} (run-api registers environments only after the "
+        "see why the trainer is not ready: atropos-tui why {trainer} (run-api registers "
+        "environments only after the "
         "trainer's first GET /batch). If {trainer} trains, they use different run-apis: leave out "
         "env.rollout_server_url and [trainer] atropos_url",
         tuple(
@@ -575,7 +670,10 @@ LOG_RULES: tuple[LogRule, ...] = (
                 waits_for=(Role.TRAINER, Role.ENGINE),
                 cleared_by=("registered as environment", "Initialized env with id"),
             )
-            for anchor in ("says: wait for trainer to start", "Waiting to register the env due to status")
+            for anchor in (
+                "says: wait for trainer to start",
+                "Waiting to register the env due to status",
+            )
         ),
         roles=(Role.ENV,),
         passing=True,
@@ -584,7 +682,8 @@ LOG_RULES: tuple[LogRule, ...] = (
     LogRule(
         "health_timeout",
         "vLLM did not become healthy in time",
-        "read its log: atropos-tui logs {engine} -n 100. If a large model or a first compilation only needs longer, "
+        "read its log: atropos-tui logs {engine} -n 100. If a large model or a first "
+        "compilation only needs longer, "
         "raise start_timeout_s under [vllm]",
         (
             LogPattern("vLLM server failed to start within"),
@@ -597,10 +696,14 @@ LOG_RULES: tuple[LogRule, ...] = (
     LogRule(
         "api_reloaded",
         "run-api is restarted by its file watcher",
-        "leave out --reload from `command` under [api] (the derived command has none), then atropos-tui restart {api}: "
+        "leave out --reload from `command` under [api] (the derived command has none), then "
+        "atropos-tui restart {api}: "
         "each file saved in its folder makes it lose trainer, environments and queue",
         (
-            LogPattern("detected changes in", r"(?:WatchFiles|StatReload|WatchGodReload) detected changes in"),
+            LogPattern(
+                "detected changes in",
+                r"(?:WatchFiles|StatReload|WatchGodReload) detected changes in",
+            ),
             LogPattern("Started reloader process"),
         ),
         roles=(Role.API,),
@@ -610,8 +713,10 @@ LOG_RULES: tuple[LogRule, ...] = (
     LogRule(
         "rollouts_left_out",
         "rollouts are left out that cannot be trained on",
-        "correct or stop the environment in the evidence, which has the reason and an example (left_out of each step "
-        "has the counts). Token ids outside of the vocabulary come from another model's tokenizer; limits of length "
+        "correct or stop the environment in the evidence, which has the reason and an "
+        "example (left_out of each step "
+        "has the counts). Token ids outside of the vocabulary come from another model's "
+        "tokenizer; limits of length "
         "and lag are seq_len, max_completion_tokens and max_policy_lag under [trainer]",
         (
             LogPattern("nothing to train on in the last"),
@@ -625,7 +730,8 @@ LOG_RULES: tuple[LogRule, ...] = (
     LogRule(
         "worker_timeout",
         "rollouts are cancelled after their time limit ({0} s)",
-        "the engine cannot keep up: lower env.max_num_workers_per_node under [env.args], shorten env.max_token_length, "
+        "the engine cannot keep up: lower env.max_num_workers_per_node under [env.args], "
+        "shorten env.max_token_length, "
         "or raise env.worker_timeout (600 s by default)",
         (LogPattern("has timed out after", r"Worker \S+ has timed out after (\d+)"),),
         roles=(Role.ENV,),
@@ -635,7 +741,8 @@ LOG_RULES: tuple[LogRule, ...] = (
     LogRule(
         "use_cache_with_checkpointing",
         "use_cache and gradient checkpointing exclude each other",
-        "set model.config.use_cache = False before training; transformers does so for this call and warns. The "
+        "set model.config.use_cache = False before training; transformers does so for this "
+        "call and warns. The "
         "gradients are correct",
         (
             LogPattern(
@@ -652,8 +759,8 @@ LOG_RULES: tuple[LogRule, ...] = (
         "alignment_mismatch",
         "trainer and engine disagree about the same tokens: alignment MISMATCH",
         ALIGNMENT_FIX,
-        # Patience, because the alignment record of the same step has numbers and comes first. The line
-        # is used only without such a record.
+        # Patience, because the alignment record of the same step has numbers and comes first. The
+        # line is used only without such a record.
         (LogPattern("MISMATCH", r"LogProb Alignment: \[?MISMATCH|\[MISMATCH!\]", patience_s=5),),
         roles=(Role.TRAINER,),
         at_exit=False,
@@ -664,10 +771,13 @@ LOG_RULES: tuple[LogRule, ...] = (
     LogRule(
         "out_of_host_memory",
         "the machine's memory is exhausted",
-        "run fewer other programs (atropos-tui ps shows memory), use a smaller model or context, or add memory or swap",
+        "run fewer other programs (atropos-tui ps shows memory), use a smaller model or "
+        "context, or add memory or swap",
         (
             LogPattern("DefaultCPUAllocator: can't allocate memory"),
-            LogPattern("Cannot allocate memory", r"\[?[Ee]rr(?:no|or) 12\]?|Cannot allocate memory"),
+            LogPattern(
+                "Cannot allocate memory", r"\[?[Ee]rr(?:no|or) 12\]?|Cannot allocate memory"
+            ),
             LogPattern("MemoryError", r"^(?:numpy\.\S*)?MemoryError\b"),
         ),
         passing=True,
@@ -685,7 +795,13 @@ LOG_RULES: tuple[LogRule, ...] = (
         ),
         roles=(Role.ENGINE,),
         # These explain the death of the engine process better.
-        unless=("kv_cache_too_small", "out_of_memory", "out_of_host_memory", "shm_full", "gpu_unusable"),
+        unless=(
+            "kv_cache_too_small",
+            "out_of_memory",
+            "out_of_host_memory",
+            "shm_full",
+            "gpu_unusable",
+        ),
         tell=_engine_dead,
         settle_s=2.0,
         severity="alarm",
@@ -694,9 +810,15 @@ LOG_RULES: tuple[LogRule, ...] = (
     LogRule(
         "sampling_adjusted",
         "{engine} ignores {0} in rollouts: they use plain sampling",
-        'do nothing if plain sampling is right; else set sampling = "as_asked" under [vllm] (logprobs are then those '
+        'do nothing if plain sampling is right; else set sampling = "as_asked" under [vllm] '
+        "(logprobs are then those "
         'of the whole distribution), or sampling = "refuse"',
-        (LogPattern("left out: changes the distribution", r"adjusted \d+ requests? to \S+: (.+?) left out: changes"),),
+        (
+            LogPattern(
+                "left out: changes the distribution",
+                r"adjusted \d+ requests? to \S+: (.+?) left out: changes",
+            ),
+        ),
         roles=(Role.ENGINE,),
         at_exit=False,
         severity="advice",
@@ -704,8 +826,10 @@ LOG_RULES: tuple[LogRule, ...] = (
     ),
     LogRule(
         "logprobs_recomputed",
-        "rollouts come without logprobs: the trainer requests them from the engine, else uses its own",
-        "let the environment send inference_logprobs (atroposlib's ManagedServer has them); set missing_logprobs = "
+        "rollouts come without logprobs: the trainer requests them from the engine, else "
+        "uses its own",
+        "let the environment send inference_logprobs (atroposlib's ManagedServer has them); "
+        "set missing_logprobs = "
         '"refuse" under [trainer] to end the run instead',
         (LogPattern("sequences came without inference_logprobs"),),
         roles=(Role.TRAINER,),

@@ -107,7 +107,10 @@ class LogScanner:
         self._rest = bytearray()
         self._carry = b""
         self._patterns = [
-            (rule, pattern) for rule in LOG_RULES if rule.concerns(spec.role) for pattern in rule.patterns
+            (rule, pattern)
+            for rule in LOG_RULES
+            if rule.concerns(spec.role)
+            for pattern in rule.patterns
         ]
         self._counted = COUNTED.get(spec.role, {})
         self._findings: dict[str, Finding] = {}
@@ -115,7 +118,9 @@ class LogScanner:
         self._was_healthy = False
         self._open: dict[LogPattern, _Open] = {}
         self._settling: dict[str, tuple[LogRule, _Open]] = {}
-        self._recent: bytearray | None = bytearray() if any(rule.settle_s for rule, _ in self._patterns) else None
+        self._recent: bytearray | None = (
+            bytearray() if any(rule.settle_s for rule, _ in self._patterns) else None
+        )
 
     def feed(self, data: bytes) -> None:
         """Keep `data`, or its two ends, for the next scan."""
@@ -162,7 +167,9 @@ class LogScanner:
                 cut = len(text)
             results += self._look(text[:cut], now)
             self._carry = text[cut:]
-        results += self._settled(now) + self._out_of_patience(now, starting) + self._ended(now, work)
+        results += (
+            self._settled(now) + self._out_of_patience(now, starting) + self._ended(now, work)
+        )
         self._was_healthy = work.healthy
         return results
 
@@ -203,8 +210,13 @@ class LogScanner:
         if cleared >= 0:
             self._open.pop(pattern, None)
             if (finding := self._findings.get(rule.name)) is not None:
-                results = finding.closed(next(_lines_with(text, pattern.ending(text, cleared), cleared, 1)))
-        if pattern not in self._open and (found := self._find(pattern, text, cleared + 1, LINES)) is not None:
+                results = finding.closed(
+                    next(_lines_with(text, pattern.ending(text, cleared), cleared, 1))
+                )
+        if (
+            pattern not in self._open
+            and (found := self._find(pattern, text, cleared + 1, LINES)) is not None
+        ):
             self._open[pattern] = _Open(now, found)
         return results
 
@@ -214,19 +226,22 @@ class LogScanner:
         results: list[Diagnosis] = []
         if not work.healthy:
             return results
-        for rule in {rule.name: rule for rule, _ in self._patterns if rule.name in self._findings}.values():
+        for rule in {
+            rule.name: rule for rule, _ in self._patterns if rule.name in self._findings
+        }.values():
             finding = self._findings[rule.name]
             if rule.ends is not Ends.WORK or finding.open is None:
                 continue
-            # A rule with clearing texts is about waiting: a healthy component may still wait, so only
-            # counted work ends it.
+            # A rule with clearing texts is about waiting: a healthy component may still wait, so
+            # only counted work ends it.
             waits = any(pattern.ends for pattern in rule.patterns)
             quiet = finding.is_gone(now, WORK_S if rule.quiet_s is None else rule.quiet_s)
             if not self._was_healthy and now > finding.seen_at:
                 results += finding.closed(f"{self.spec.name} became healthy")
             elif quiet and work.since(finding.seen_at, counted=waits):
                 results += finding.closed(
-                    f"{self.spec.name} works, and has not printed it for {now - finding.seen_at:.0f} s"
+                    f"{self.spec.name} works, and has not printed it for "
+                    f"{now - finding.seen_at:.0f} s"
                 )
         return results
 
@@ -235,7 +250,9 @@ class LogScanner:
         anchor."""
         for line in _lines_with(text, pattern.needle, begin, most):
             if (match := pattern.match(line)) is not None:
-                return LogMatch(self.spec, self.names, line, tuple(group or "" for group in match.groups()))
+                return LogMatch(
+                    self.spec, self.names, line, tuple(group or "" for group in match.groups())
+                )
         return None
 
     def _most(self, rule: LogRule) -> int:
@@ -268,7 +285,9 @@ class LogScanner:
     def _report(self, rule: LogRule, found: LogMatch, now: float) -> list[Diagnosis]:
         if any(self._findings[name].open for name in rule.unless if name in self._findings):
             return []
-        return self._findings.setdefault(rule.name, Finding()).raised(now, lambda: rule.explain(found))
+        return self._findings.setdefault(rule.name, Finding()).raised(
+            now, lambda: rule.explain(found)
+        )
 
 
 def _lines_with(text: bytes, needle: bytes, begin: int, most: int) -> Iterator[str]:
@@ -278,7 +297,10 @@ def _lines_with(text: bytes, needle: bytes, begin: int, most: int) -> Iterator[s
     while position >= 0 and most > 0:
         # Bound the search for line ends: output may have no newline for megabytes.
         first, last = max(0, position - LONGEST_LINE // 2), position + LONGEST_LINE // 2
-        start = max(text.rfind(b"\n", first, position), text.rfind(b"\r", first, position), first - 1) + 1
+        start = (
+            max(text.rfind(b"\n", first, position), text.rfind(b"\r", first, position), first - 1)
+            + 1
+        )
         ends = (text.find(b"\n", position, last), text.find(b"\r", position, last))
         end = min((end for end in ends if end >= 0), default=min(last, len(text)))
         yield plain(text[start:end])

@@ -67,13 +67,20 @@ SHOWN = 60
 NEARLY_ALL = 0.9
 GROUPS_ALL_FLAT = "groups_all_flat"
 LOOK_AT_ROLLOUTS = (
-    "read the rollouts. All wrong: check if answers are cut off (env.max_token_length) and if the prompt has the "
-    "model's format; use easier questions, or a reward with values between. All right: use harder questions. Mixed "
+    "read the rollouts. All wrong: check if answers are cut off (env.max_token_length) and "
+    "if the prompt has the "
+    "model's format; use easier questions, or a reward with values between. All right: use "
+    "harder questions. Mixed "
     "groups are rare: raise env.group_size under [env.args]"
 )
 """Fix for groups of equal scores."""
 
-ALERT = Rule("alert", "a metric meets the condition of an [[alert]] in the profile", ends=Ends.RECORDS, event="alert")
+ALERT = Rule(
+    "alert",
+    "a metric meets the condition of an [[alert]] in the profile",
+    ends=Ends.RECORDS,
+    event="alert",
+)
 SLOPE_STEPS = 5
 """Smallest number of steps for a slope."""
 BASE_STEPS = 50
@@ -81,7 +88,8 @@ BASE_STEPS = 50
 LEAST_BASE = 10
 SHOWN_VALUES = 5
 COLLAPSE_FIX = (
-    "go back to the last good checkpoint (atropos-tui up PROFILE --resume RUN), lower [trainer] lr, keep clip_eps at "
+    "go back to the last good checkpoint (atropos-tui up PROFILE --resume RUN), lower "
+    "[trainer] lr, keep clip_eps at "
     "0.2; look at alignment and ratio just before the fall"
 )
 
@@ -131,7 +139,10 @@ def held_out_collapsed(evals: Sequence[EvalRecord]) -> str | None:
     best, last = max(evals[:-2], key=lambda record: record.accuracy), evals[-2:]
     # Two standard deviations of a mean of 0/1 answers are at most 2 * sqrt(0.25 / n).
     chance = 2 * math.sqrt(0.25 / max(best.questions or 1, 1)) + SMALL_DROP
-    if any(record.accuracy > best.accuracy / 2 or best.accuracy - record.accuracy < chance for record in last):
+    if any(
+        record.accuracy > best.accuracy / 2 or best.accuracy - record.accuracy < chance
+        for record in last
+    ):
         return None
     recent = " then ".join(f"{record.accuracy:.1%}{_at(record)}" for record in last)
     return f"{best.env}, {best.split}: {best.accuracy:.1%}{_at(best)}, {recent}"
@@ -152,7 +163,8 @@ def lag_grows(steps: Sequence[StepRecord]) -> str | None:
     if not before or not now or fmean(now) < LAG or fmean(now) < 1.5 * fmean(before):
         return None
     return (
-        f"mean policy lag {fmean(before):.1f} over steps {steps[-2 * BLOCK].step}-{steps[-BLOCK - 1].step}, "
+        f"mean policy lag {fmean(before):.1f} over steps "
+        f"{steps[-2 * BLOCK].step}-{steps[-BLOCK - 1].step}, "
         f"{fmean(now):.1f} over steps {steps[-BLOCK].step}-{steps[-1].step}"
     )
 
@@ -167,7 +179,10 @@ def slow(timings: Sequence[TimingRecord]) -> str | None:
     parts = _parts(now)
     steps = f"steps {now[0].step}-{now[-1].step}"
     if parts["waiting for data"] > max(WAIT_SHARE * step_s, LONG_WAIT_S):
-        return f"{steps}: {step_s:.1f} s each, {parts['waiting for data']:.1f} s of it waiting for data"
+        return (
+            f"{steps}: {step_s:.1f} s each, {parts['waiting for data']:.1f} s of it waiting for "
+            f"data"
+        )
     if len(before) < BLOCK:
         return None
     usual, earlier = median_low(timing.step_s for timing in before), _parts(before)
@@ -213,7 +228,11 @@ def repeated_piece(text: str) -> str | None:
 
 def repeating(rollouts: Sequence[RolloutRecord]) -> str | None:
     """Apply if half of the last rollouts or more end in a repetition."""
-    found = [(rollout, piece) for rollout in rollouts if (piece := repeated_piece(rollout.completion)) is not None]
+    found = [
+        (rollout, piece)
+        for rollout in rollouts
+        if (piece := repeated_piece(rollout.completion)) is not None
+    ]
     if len(rollouts) < LOOKED_AT or len(found) < SHARE * len(rollouts):
         return None
     rollout, piece = found[-1]
@@ -266,7 +285,10 @@ def drift(record: AlignmentRecord) -> str | None:
 
 def _alignment(record: AlignmentRecord) -> str:
     parts = [f"step {record.step}: verdict {record.verdict}"]
-    means = {"rollouts": record.logprob_diff_abs_mean, "probe at the same weights": record.probe_diff_abs_mean}
+    means = {
+        "rollouts": record.logprob_diff_abs_mean,
+        "probe at the same weights": record.probe_diff_abs_mean,
+    }
     for label, value in means.items():
         if value is not None:
             parts.append(f"mean |trainer - engine| {value:.3g} ({label})")
@@ -278,7 +300,11 @@ def _alignment(record: AlignmentRecord) -> str:
 def not_finite(record: Record) -> str | None:
     """Name the fields that are NaN or infinite."""
     step = getattr(record, "step", 0)
-    bad = [f"{name} is {value}" for name, value in record if isinstance(value, float) and not math.isfinite(value)]
+    bad = [
+        f"{name} is {value}"
+        for name, value in record
+        if isinstance(value, float) and not math.isfinite(value)
+    ]
     return f"step {step} ({record.kind}): {', '.join(bad)}" if bad else None
 
 
@@ -286,13 +312,18 @@ def gradients_lost(record: StepRecord) -> str | None:
     """Apply if the gradient is exactly 0 although rewards within groups differ."""
     teaches = record.reward_std > 0 and not _all_flat(record)
     gone = record.grad_norm == 0 and teaches
-    return f"step {record.step}: grad_norm 0 with reward_std {record.reward_std:.3g}" if gone else None
+    return (
+        f"step {record.step}: grad_norm 0 with reward_std {record.reward_std:.3g}" if gone else None
+    )
 
 
 def reward_constant(record: StepRecord) -> str | None:
     if record.reward_std != 0:
         return None
-    return f"step {record.step}: reward_mean {record.reward_mean:.3g}, reward_std {record.reward_std:.3g}"
+    return (
+        f"step {record.step}: reward_mean {record.reward_mean:.3g}, reward_std "
+        f"{record.reward_std:.3g}"
+    )
 
 
 def groups_flat(record: StepRecord) -> str | None:
@@ -300,7 +331,10 @@ def groups_flat(record: StepRecord) -> str | None:
     # A deviation of 0 is the rule reward_constant.
     if not groups or flat < NEARLY_ALL * groups or record.reward_std == 0:
         return None
-    return f"step {record.step}: {flat} of {groups} groups have equal scores, reward_mean {record.reward_mean:.3g}"
+    return (
+        f"step {record.step}: {flat} of {groups} groups have equal scores, reward_mean "
+        f"{record.reward_mean:.3g}"
+    )
 
 
 def _groups(record: StepRecord) -> tuple[int, int]:
@@ -333,37 +367,47 @@ def engines_left_out(record: SyncRecord) -> str | None:
 STEPS, ALIGNMENTS, TIMINGS = (StepRecord,), (AlignmentRecord,), (TimingRecord,)
 CAUSE_FIXES = {
     STALE_WEIGHTS: (
-        "the engine generates with old weights: atropos-tui restart {engine} gives both sides the same ones. If it "
-        "happens again, a layer uses a copy of its weights: set enforce-eager = true under [vllm.args], or use another "
+        "the engine generates with old weights: atropos-tui restart {engine} gives both "
+        "sides the same ones. If it "
+        "happens again, a layer uses a copy of its weights: set enforce-eager = true under "
+        "[vllm.args], or use another "
         "mode (broadcast, lora_only)"
     ),
     STALE_PREFIX: (
-        "the engine reuses keys and values of older weights: atropos-tui restart {engine}. If it happens again, set "
+        "the engine reuses keys and values of older weights: atropos-tui restart {engine}. "
+        "If it happens again, set "
         "enable-prefix-caching = false under [vllm.args] until the cause is found"
     ),
     TEMPERATURE: (
-        "let the environment send its sampling temperature (generation_params or group_overrides), or set [trainer] "
-        "temperature to it; and keep logprobs-mode = processed_logprobs under [vllm.args], the default here"
+        "let the environment send its sampling temperature (generation_params or "
+        "group_overrides), or set [trainer] "
+        "temperature to it; and keep logprobs-mode = processed_logprobs under [vllm.args], "
+        "the default here"
     ),
     SHIFTED: (
-        "correct the environment, which assigns logprobs to the wrong tokens: inference_logprobs[i] belongs to "
+        "correct the environment, which assigns logprobs to the wrong tokens: "
+        "inference_logprobs[i] belongs to "
         "tokens[i], and prompt tokens have 1.0. atroposlib's ManagedServer does it right"
     ),
     MISSING: NO_LOGPROBS_FIX,
     HEAD_DTYPE: (
-        "set the same types on both sides: dtype under [trainer] and [vllm], and head_dtype under both [trainer] and "
+        "set the same types on both sides: dtype under [trainer] and [vllm], and head_dtype "
+        "under both [trainer] and "
         "[vllm.args] hf-overrides, or under neither"
     ),
     BROKEN_WEIGHTS: (
-        "NaN or infinity in the weights: atropos-tui up PROFILE --resume RUN goes back to the last checkpoint; lower "
+        "NaN or infinity in the weights: atropos-tui up PROFILE --resume RUN goes back to "
+        "the last checkpoint; lower "
         "[trainer] lr and keep clip_eps at 0.2"
     ),
     OTHER_WEIGHTS: (
-        "set the same `model` and dtype for trainer and engine, which began with different weights or types; then "
+        "set the same `model` and dtype for trainer and engine, which began with different "
+        "weights or types; then "
         "atropos-tui restart {engine} gives it the trainer's weights"
     ),
     SAMPLING: (
-        "sample by plain temperature: remove top_p, top_k, min_p and penalties from the environment's requests, and "
+        "sample by plain temperature: remove top_p, top_k, min_p and penalties from the "
+        "environment's requests, and "
         "generation-config from [vllm.args]; send the temperature in generation_params"
     ),
 }
@@ -373,8 +417,10 @@ METRIC_RULES: tuple[MetricRule, ...] = (
     MetricRule(
         "non_finite",
         "a number of the training is NaN or infinite",
-        "wait if it happens once (the update was skipped). If it goes on: lower [trainer] lr, keep clip_eps at "
-        "0.2, raise warmup_steps, and go back: atropos-tui up PROFILE --resume RUN starts from the last checkpoint",
+        "wait if it happens once (the update was skipped). If it goes on: lower [trainer] "
+        "lr, keep clip_eps at "
+        "0.2, raise warmup_steps, and go back: atropos-tui up PROFILE --resume RUN starts "
+        "from the last checkpoint",
         (StepRecord, AlignmentRecord, TimingRecord),
         in_a_row(not_finite, 1),
         good=15,
@@ -404,8 +450,10 @@ METRIC_RULES: tuple[MetricRule, ...] = (
     MetricRule(
         "alignment_drift",
         "trainer and engine drift apart",
-        "set env.max_batches_offpolicy = 1 under [env.args]: policy lag is the usual cause (atroposlib's default of 3 "
-        "gives a lag of up to 6). At a lag of 1 or less, remove sampling that changes the distribution (top-p, top-k, "
+        "set env.max_batches_offpolicy = 1 under [env.args]: policy lag is the usual cause "
+        "(atroposlib's default of 3 "
+        "gives a lag of up to 6). At a lag of 1 or less, remove sampling that changes the "
+        "distribution (top-p, top-k, "
         "min-p, penalties), and send the temperature in generation_params",
         ALIGNMENTS,
         in_a_row(drift),
@@ -414,7 +462,8 @@ METRIC_RULES: tuple[MetricRule, ...] = (
         "ratio_out_of_range",
         "the importance ratio has left 0.8-1.2",
         "lower [trainer] lr, raise warmup_steps (20), keep clip_eps at 0.2, and limit the lag: "
-        "env.max_batches_offpolicy = 1 under [env.args]; the policy moves away from the rollouts too fast. A wrong "
+        "env.max_batches_offpolicy = 1 under [env.args]; the policy moves away from the "
+        "rollouts too fast. A wrong "
         "ratio from step 1 on is an alignment problem",
         STEPS,
         in_a_row(ratio_out_of_range),
@@ -422,7 +471,8 @@ METRIC_RULES: tuple[MetricRule, ...] = (
     MetricRule(
         "clip_fraction_high",
         "30 % of the tokens or more are clipped",
-        "lower [trainer] lr, raise warmup_steps (20), and limit the lag: env.max_batches_offpolicy = 1 under "
+        "lower [trainer] lr, raise warmup_steps (20), and limit the lag: "
+        "env.max_batches_offpolicy = 1 under "
         "[env.args]; the steps are too large for rollouts this old",
         STEPS,
         in_a_row(clipped_too_often),
@@ -430,7 +480,8 @@ METRIC_RULES: tuple[MetricRule, ...] = (
     MetricRule(
         "loss_too_low",
         "the loss is below -10: the policy is running away",
-        "keep [trainer] clip_eps at 0.2, lower lr, and go back to the last good checkpoint: atropos-tui up PROFILE "
+        "keep [trainer] clip_eps at 0.2, lower lr, and go back to the last good checkpoint: "
+        "atropos-tui up PROFILE "
         "--resume RUN",
         STEPS,
         in_a_row(loss_too_low, 1),
@@ -445,7 +496,8 @@ METRIC_RULES: tuple[MetricRule, ...] = (
     MetricRule(
         GROUPS_ALL_FLAT,
         "the groups of the batches are flat: nothing is learnt from them",
-        LOOK_AT_ROLLOUTS + ". Set env.ensure_scores_are_not_same = true to keep flat groups from the trainer",
+        LOOK_AT_ROLLOUTS
+        + ". Set env.ensure_scores_are_not_same = true to keep flat groups from the trainer",
         STEPS,
         in_a_row(groups_flat),
         severity="alarm",
@@ -454,8 +506,10 @@ METRIC_RULES: tuple[MetricRule, ...] = (
     MetricRule(
         "reward_constant",
         "all rewards are the same: the trainer learns nothing",
-        "read the rollouts (on the screen, or rollout records of RUN/telemetry.jsonl). All right: the task is solved, "
-        "use harder questions. All wrong: check if answers are cut off (env.max_token_length), if the scoring finds "
+        "read the rollouts (on the screen, or rollout records of RUN/telemetry.jsonl). All "
+        "right: the task is solved, "
+        "use harder questions. All wrong: check if answers are cut off "
+        "(env.max_token_length), if the scoring finds "
         "them, and if the model is too weak",
         STEPS,
         in_a_row(reward_constant),
@@ -480,7 +534,8 @@ METRIC_RULES: tuple[MetricRule, ...] = (
     MetricRule(
         "repetition",
         "the model repeats itself",
-        "lower [trainer] lr, keep clip_eps at 0.2, and go back to the last good checkpoint: the policy degenerates. In "
+        "lower [trainer] lr, keep clip_eps at 0.2, and go back to the last good checkpoint: "
+        "the policy degenerates. In "
         "the first steps of a base model, wait: the model itself may repeat",
         (RolloutRecord,),
         repeating,
@@ -491,7 +546,8 @@ METRIC_RULES: tuple[MetricRule, ...] = (
         "policy_lag_growing",
         "the policy lag grows: rollouts get older and older",
         "set env.max_batches_offpolicy = 1 under [env.args] to limit the queue in run-api; lower "
-        "env.max_num_workers_per_node, so that rollouts end sooner; set [trainer] max_policy_lag to leave out older "
+        "env.max_num_workers_per_node, so that rollouts end sooner; set [trainer] "
+        "max_policy_lag to leave out older "
         "ones",
         STEPS,
         lag_grows,
@@ -500,7 +556,8 @@ METRIC_RULES: tuple[MetricRule, ...] = (
     MetricRule(
         "engine_left_out",
         "the run goes on without one of its engines",
-        "wait: it gets the current weights and rollouts again as soon as it answers, and a crashed one restarts by "
+        "wait: it gets the current weights and rollouts again as soon as it answers, and a "
+        "crashed one restarts by "
         "itself. If it does not come back, restart it: atropos-tui restart ENGINE",
         (SyncRecord,),
         in_a_row(engines_left_out, 1),
@@ -510,8 +567,10 @@ METRIC_RULES: tuple[MetricRule, ...] = (
     MetricRule(
         "slow_progress",
         "optimizer steps have become slow",
-        "atropos-tui bench shows the split. Waiting for data: raise env.max_num_workers_per_node under [env.args], use "
-        "CUDA graphs (leave out enforce-eager under [vllm.args]), lower env.max_token_length. Training: lower seq_len, "
+        "atropos-tui bench shows the split. Waiting for data: raise "
+        "env.max_num_workers_per_node under [env.args], use "
+        "CUDA graphs (leave out enforce-eager under [vllm.args]), lower "
+        "env.max_token_length. Training: lower seq_len, "
         "or use fewer sequences. Publishing or checkpoints: raise their interval",
         TIMINGS,
         slow,
@@ -529,17 +588,22 @@ def alert_rules(alerts: Sequence[AlertSpec]) -> tuple[MetricRule, ...]:
     its steps. An alert is reported once while its condition holds, on the screen, in `events`,
     `why` and the report, and by `[notify]`.
     """
-    return tuple(_rule(alert, words, judge) for alert in alerts for words, judge in _conditions(alert))
+    return tuple(
+        _rule(alert, words, judge) for alert in alerts for words, judge in _conditions(alert)
+    )
 
 
 def _rule(alert: AlertSpec, words: str, judge: Judge) -> MetricRule:
     fix = (
-        f"look at {alert.metric} in view 2 of the screen or in the report, at the events of that time, and at the "
+        f"look at {alert.metric} in view 2 of the screen or in the report, at the events of "
+        f"that time, and at the "
         "sentence on top; or change the bounds of the [[alert]] in the profile"
     )
     window = max(alert.for_steps, SLOPE_STEPS) + BASE_STEPS
     kinds = (METRIC_KINDS.get(alert.metric, EvalRecord),)
-    return MetricRule(ALERT.name, f"alert: {alert.metric} {words}", fix, kinds, judge, window, event=ALERT.event)
+    return MetricRule(
+        ALERT.name, f"alert: {alert.metric} {words}", fix, kinds, judge, window, event=ALERT.event
+    )
 
 
 def _conditions(alert: AlertSpec) -> list[tuple[str, Judge]]:
@@ -547,33 +611,59 @@ def _conditions(alert: AlertSpec) -> list[tuple[str, Judge]]:
     count = alert.for_steps
     found: list[tuple[str, Judge]] = []
     if below is not None:
-        found.append((f"is below {below:g}", lambda records: _all(records, alert.metric, count, lambda x: x < below)))
+        found.append(
+            (
+                f"is below {below:g}",
+                lambda records: _all(records, alert.metric, count, lambda x: x < below),
+            )
+        )
     if above is not None:
-        found.append((f"is above {above:g}", lambda records: _all(records, alert.metric, count, lambda x: x > above)))
+        found.append(
+            (
+                f"is above {above:g}",
+                lambda records: _all(records, alert.metric, count, lambda x: x > above),
+            )
+        )
     if slope is not None:
         verb = "rises" if slope > 0 else "falls"
-        found.append((f"{verb} by {abs(slope):g} a step", lambda records: _steep(records, alert.metric, slope, count)))
+        found.append(
+            (
+                f"{verb} by {abs(slope):g} a step",
+                lambda records: _steep(records, alert.metric, slope, count),
+            )
+        )
     if z is not None:
-        found.append((f"is {z:g} deviations off", lambda records: _odd(records, alert.metric, z, count)))
+        found.append(
+            (f"is {z:g} deviations off", lambda records: _odd(records, alert.metric, z, count))
+        )
     return found
 
 
 def _values(records: Sequence[Any], metric: str) -> list[tuple[int, float]]:
     """Return step and value of each record that has one."""
     known = (_value(record, metric) for record in records)
-    return [(step, float(value)) for step, value in known if value is not None and math.isfinite(value)]
+    return [
+        (step, float(value)) for step, value in known if value is not None and math.isfinite(value)
+    ]
 
 
 def _value(record: Any, metric: str) -> tuple[int, float | None]:
     if not isinstance(record, EvalRecord):
         return record.step, getattr(record, metric)
-    asked = metric in (f"{HELD_OUT_METRIC}{record.split}", f"{HELD_OUT_METRIC}{record.env}/{record.split}")
+    asked = metric in (
+        f"{HELD_OUT_METRIC}{record.split}",
+        f"{HELD_OUT_METRIC}{record.env}/{record.split}",
+    )
     return record.weight_version or 0, record.accuracy if asked else None
 
 
 def _all(records: Sequence[Any], metric: str, count: int, holds: Any) -> str | None:
     newest = _values(records, metric)[-count:]
-    return _value_list(newest) if len(newest) == count and all(holds(value) for _, value in newest) else None
+    return (
+        _value_list(newest)
+        if len(newest) == count and all(holds(value) for _, value in newest)
+        else None
+    )
 
 
 def _steep(records: Sequence[Any], metric: str, slope: float, count: int) -> str | None:
@@ -583,7 +673,9 @@ def _steep(records: Sequence[Any], metric: str, slope: float, count: int) -> str
         return None
     middle, mean = fmean(step for step, _ in newest), fmean(value for _, value in newest)
     spread = sum((step - middle) ** 2 for step, _ in newest)
-    found = sum((step - middle) * (value - mean) for step, value in newest) / spread if spread else 0.0
+    found = (
+        sum((step - middle) * (value - mean) for step, value in newest) / spread if spread else 0.0
+    )
     steep = found >= slope if slope > 0 else found <= slope
     return f"{found:+.3g} a step; {_value_list(newest)}" if steep else None
 
@@ -604,4 +696,6 @@ def _odd(records: Sequence[Any], metric: str, z: float, count: int) -> str | Non
 
 def _value_list(values: Sequence[tuple[int, float]]) -> str:
     shown = values[-SHOWN_VALUES:]
-    return f"{', '.join(f'{value:.4g}' for _, value in shown)} at steps {values[0][0]}-{values[-1][0]}"
+    return (
+        f"{', '.join(f'{value:.4g}' for _, value in shown)} at steps {values[0][0]}-{values[-1][0]}"
+    )

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Sequence
 
-from atropos_common.records import OF_EACH_STEP, EvalRecord, Record, StepRecord, TimingRecord, TrainerRecord
+from atropos_common.records import (
+    OF_EACH_STEP,
+    EvalRecord,
+    Record,
+    StepRecord,
+    TimingRecord,
+    TrainerRecord,
+)
 from atropos_tui.diagnoses.metric_rules import METRIC_RULES, MetricRule
 from atropos_tui.diagnoses.model import Diagnosis, Finding, shortened
 
@@ -30,12 +37,16 @@ class _Track:
         if evidence is not None:
             self._good = 0
             rule = self.rule
-            return self.finding.raised(record.time, lambda: rule.diagnosis(shortened(evidence), rule.fix))
+            return self.finding.raised(
+                record.time, lambda: rule.diagnosis(shortened(evidence), rule.fix)
+            )
         self._good += 1
         if self._good < self.rule.good * min(self.finding.slower, SLOWEST):
             return []
         step = getattr(record, "step", 0)
-        return self.finding.closed(f"{self._good} records without it" + (f", up to step {step}" if step else ""))
+        return self.finding.closed(
+            f"{self._good} records without it" + (f", up to step {step}" if step else "")
+        )
 
 
 class MetricWatch:
@@ -85,7 +96,11 @@ class MetricWatch:
         self.attempt = record.attempt
         results: list[Diagnosis] = []
         for track in self._tracks.values():
-            kept = [old for old in track.records if not isinstance(old, TrainerRecord) or old.step < record.step]
+            kept = [
+                old
+                for old in track.records
+                if not isinstance(old, TrainerRecord) or old.step < record.step
+            ]
             track.records = deque(kept, maxlen=track.rule.window)
             results += track.finding.closed(f"attempt {record.attempt} of the trainer begins")
             track.finding = Finding()
@@ -93,7 +108,9 @@ class MetricWatch:
 
     def is_open(self, rule: str) -> bool:
         """Return True if a diagnosis of `rule` is open."""
-        return any(track.rule.name == rule and track.finding.open for track in self._tracks.values())
+        return any(
+            track.rule.name == rule and track.finding.open for track in self._tracks.values()
+        )
 
     def _judge(self, record: Record, series: Hashable) -> list[Diagnosis]:
         results: list[Diagnosis] = []

@@ -132,7 +132,9 @@ class Names:
         profile."""
         # Reversed, so that the first component of a role overwrites later ones.
         first = {spec.role.value: spec.name for spec in reversed(stack.components)}
-        return cls(**{role: name for role, name in first.items() if role in cls.__dataclass_fields__})
+        return cls(
+            **{role: name for role, name in first.items() if role in cls.__dataclass_fields__}
+        )
 
     def fill(self, text: str, *groups: str, name: str = "") -> str:
         """Replace `{name}`, `{api}`, `{env}`, `{engine}`, `{trainer}` and `{0}`, `{1}`... in
@@ -227,7 +229,11 @@ class LogRule(Rule):
         if self.tell is not None:
             found = self.tell(match)
         else:
-            fix = self.fix if isinstance(self.fix, str) else self.fix.get(match.spec.role) or self.fix[None]
+            fix = (
+                self.fix
+                if isinstance(self.fix, str)
+                else self.fix.get(match.spec.role) or self.fix[None]
+            )
             found = Diagnosis(match.fill(self.title), match.line, match.fill(fix))
         return self.stamp(replace(found, evidence=shortened(found.evidence)))
 
@@ -259,7 +265,9 @@ class Finding:
         """Return True if the open diagnosis has had no evidence for long enough, or the clock
         jumped as far."""
         # abs(): after the clock was set back, `seen_at` may lie far ahead.
-        return self.open is not None and abs(now - self.seen_at) >= min(QUIET_S, after_s * self.slower)
+        return self.open is not None and abs(now - self.seen_at) >= min(
+            QUIET_S, after_s * self.slower
+        )
 
     @property
     def slower(self) -> int:
@@ -283,16 +291,22 @@ def plain(line: bytes) -> str:
     return ANSI.sub("", line[:LONGEST_LINE].decode(errors="replace")).strip()
 
 
-HEALTH_TIMEOUT = Rule("health_timeout", "vLLM did not become healthy in time", passing=True, layer=Layer.PROCESS)
+HEALTH_TIMEOUT = Rule(
+    "health_timeout", "vLLM did not become healthy in time", passing=True, layer=Layer.PROCESS
+)
 NOT_READY = Rule("not_ready", "a component did not become ready", layer=Layer.PROCESS)
 NOT_ANSWERING = Rule("not_answering", "a component runs but does not answer", layer=Layer.PROCESS)
 CANNOT_START = Rule("cannot_start", "a component cannot be started as written", layer=Layer.PROCESS)
 LOG_UNWRITABLE = Rule("log_unwritable", "the log cannot be written", layer=Layer.MACHINE)
 STALE_FILE = Rule("stale_file", "a stale file cannot be removed", layer=Layer.MACHINE)
-GPU_MEMORY_HELD = Rule("gpu_memory_held", "GPU memory of a component was not given back", layer=Layer.MACHINE)
+GPU_MEMORY_HELD = Rule(
+    "gpu_memory_held", "GPU memory of a component was not given back", layer=Layer.MACHINE
+)
 UNKILLABLE = Rule("unkillable", "a process cannot be killed", layer=Layer.MACHINE)
 WATCHER_FAULT = Rule("watcher_fault", "the diagnosing itself failed", ends=Ends.LOOK)
-NOT_NOTIFIED = Rule("not_notified", "a notification was not delivered", severity="advice", ends=Ends.RUN)
+NOT_NOTIFIED = Rule(
+    "not_notified", "a notification was not delivered", severity="advice", ends=Ends.RUN
+)
 NO_METRICS = Rule("no_metrics", "no metrics are served", severity="advice", ends=Ends.RUN)
 GUARD_DIES = Rule("guard_dies", "the run's guard does not live", ends=Ends.RUN, layer=Layer.MACHINE)
 OWN_RULES = (

@@ -14,7 +14,8 @@ LAUNCHER_RULES: tuple[LogRule, ...] = (
     LogRule(
         "ssh_host_key",
         "the host key is not the one that ssh knows",
-        "ask the administrator if the machine was reinstalled; if so, run ssh-keygen -R HOST, then ssh HOST once by "
+        "ask the administrator if the machine was reinstalled; if so, run ssh-keygen -R "
+        "HOST, then ssh HOST once by "
         "hand, and compare the key that it shows",
         (
             LogPattern("REMOTE HOST IDENTIFICATION HAS CHANGED"),
@@ -26,10 +27,14 @@ LAUNCHER_RULES: tuple[LogRule, ...] = (
     LogRule(
         "ssh_denied",
         "ssh cannot log in without a password or passphrase",
-        "set up a key without a passphrase, or an agent: ssh-copy-id HOST, ssh-add; then ssh -o BatchMode=yes HOST "
+        "set up a key without a passphrase, or an agent: ssh-copy-id HOST, ssh-add; then ssh "
+        "-o BatchMode=yes HOST "
         "true must succeed",
         (
-            LogPattern("Permission denied (", r"Permission denied \((?:publickey|password|keyboard|gssapi|hostbased)"),
+            LogPattern(
+                "Permission denied (",
+                r"Permission denied \((?:publickey|password|keyboard|gssapi|hostbased)",
+            ),
             LogPattern("Too many authentication failures"),
         ),
         layer=Layer.LINK,
@@ -37,7 +42,8 @@ LAUNCHER_RULES: tuple[LogRule, ...] = (
     LogRule(
         "ssh_unreachable",
         "ssh does not reach the machine",
-        'check that it is up, the name is right, and sshd listens on that port ([cluster] ssh = ["-p", "PORT"]); '
+        "check that it is up, the name is right, and sshd listens on that port ([cluster] "
+        'ssh = ["-p", "PORT"]); '
         "ssh -v HOST true shows where it stops",
         (
             LogPattern("ssh: connect to host"),
@@ -51,7 +57,8 @@ LAUNCHER_RULES: tuple[LogRule, ...] = (
     LogRule(
         "srun_refused",
         "Slurm does not start it on that node",
-        "check with squeue and sinfo that the job still runs, and that the node is part of its allocation",
+        "check with squeue and sinfo that the job still runs, and that the node is part of "
+        "its allocation",
         (
             LogPattern("srun: error: Unable to"),
             LogPattern("Requested nodes are busy"),
@@ -64,11 +71,14 @@ LAUNCHER_RULES: tuple[LogRule, ...] = (
     LogRule(
         "kubectl_refused",
         "kubectl cannot run a command in the pod",
-        "check that kubectl get pods shows it Running, and that kubectl auth can-i create pods/exec says yes",
+        "check that kubectl get pods shows it Running, and that kubectl auth can-i create "
+        "pods/exec says yes",
         (
             LogPattern("Error from server", r"Error from server(?: \((\w+)\))?:"),
             LogPattern("error: unable to upgrade connection"),
-            LogPattern("The connection to the server", r"The connection to the server \S+ was refused"),
+            LogPattern(
+                "The connection to the server", r"The connection to the server \S+ was refused"
+            ),
         ),
         passing=True,
         layer=Layer.LINK,
@@ -79,14 +89,23 @@ LAUNCHER_RULES: tuple[LogRule, ...] = (
 NODE_SILENT = LogRule(
     "node_silent",
     "node {0} does not answer",
-    "wait: if it does not come back, its component counts as crashed and restarts there. To check the node: ssh NODE "
+    "wait: if it does not come back, its component counts as crashed and restarts there. To "
+    "check the node: ssh NODE "
     "uptime, sinfo -R",
-    (LogPattern("atropos: node ", r"^atropos: node (.+ \(.+\)) has (?:not answered|said nothing) for"),),
+    (
+        LogPattern(
+            "atropos: node ", r"^atropos: node (.+ \(.+\)) has (?:not answered|said nothing) for"
+        ),
+    ),
     at_exit=False,
     layer=Layer.MACHINE,
 )
 NODE_LOST = Rule(
-    "node_lost", "a node was lost, or could not be reached", passing=True, severity="alarm", layer=Layer.MACHINE
+    "node_lost",
+    "a node was lost, or could not be reached",
+    passing=True,
+    severity="alarm",
+    layer=Layer.MACHINE,
 )
 _WAYS_OUT = (
     (
@@ -111,11 +130,13 @@ _WAYS_OUT = (
     ),
     (
         r"killed|oom|out of memory",
-        "find out who killed it on that node, a user or the out-of-memory killer: dmesg there, sacct -j JOB",
+        "find out who killed it on that node, a user or the out-of-memory killer: dmesg "
+        "there, sacct -j JOB",
     ),
     (
         r"nothing was heard",
-        "check the node, its network and our agent there: ssh NODE uptime, sinfo -R; its component restarts there",
+        "check the node, its network and our agent there: ssh NODE uptime, sinfo -R; its "
+        "component restarts there",
     ),
 )
 
@@ -123,11 +144,16 @@ _WAYS_OUT = (
 def node_lost(words: str) -> Diagnosis:
     """Return the diagnosis of a lost node; `words` is `node NAME (HOST): REASON`."""
     where, _, how = words.partition(": ")
-    known = [rule.fix for rule in LAUNCHER_RULES if any(pattern.match(how) for pattern in rule.patterns)]
+    known = [
+        rule.fix for rule in LAUNCHER_RULES if any(pattern.match(how) for pattern in rule.patterns)
+    ]
     known += [fix for pattern, fix in _WAYS_OUT if re.search(pattern, how, re.IGNORECASE)]
     fix = (
         known[0]
         if known
-        else "read the launcher's output at the end of its log; check with ssh NODE, sinfo -R and dmesg there"
+        else "read the launcher's output at the end of its log; check with ssh NODE, sinfo -R and "
+        "dmesg there"
     )
-    return NODE_LOST.diagnosis(shortened(how), str(fix), f"{where} was lost, or could not be reached")
+    return NODE_LOST.diagnosis(
+        shortened(how), str(fix), f"{where} was lost, or could not be reached"
+    )

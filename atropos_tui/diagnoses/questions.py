@@ -27,9 +27,14 @@ def asking(url: str, timeout_s: float) -> httpx.Client:
         url: base of relative addresses; empty if every address is absolute.
     """
     return httpx.Client(
-        base_url=url, timeout=timeout_s, limits=LIMITS, trust_env=False, follow_redirects=True,
-        headers=door_headers(os.environ), verify=certificates(url or "http:"),
-    )  # fmt: skip
+        base_url=url,
+        timeout=timeout_s,
+        limits=LIMITS,
+        trust_env=False,
+        follow_redirects=True,
+        headers=door_headers(os.environ),
+        verify=certificates(url or "http:"),
+    )
 
 
 def fetch(http: httpx.Client, url: str, most_bytes: int = MOST_BYTES) -> bytes:

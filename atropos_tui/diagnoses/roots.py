@@ -13,21 +13,26 @@ from collections.abc import Iterator, Sequence
 
 from atropos_tui.diagnoses.model import ANSI
 
-FAILED = re.compile(r"(?:EngineCore|WorkerProc) (?:failed|encountered a fatal error|hit an exception)")
+FAILED = re.compile(
+    r"(?:EngineCore|WorkerProc) (?:failed|encountered a fatal error|hit an exception)"
+)
 """Line with which a vLLM process begins to report its failure."""
 WRAPPER = re.compile(
-    r"root cause|[Ss]ee stack trace|EngineDeadError|Engine core initialization failed|Executor failed\b|lines are above"
+    r"root cause|[Ss]ee stack trace|EngineDeadError|Engine core initialization "
+    r"failed|Executor failed\b|lines are above"
     r"|^(?:\w+\.)*(?:SystemExit|KeyboardInterrupt|CancelledError)\b"
 )
 VANISHED = re.compile(r"died unexpectedly|engine core exited unexpectedly")
 """A process that could not report its failure: it was killed."""
 ERROR_LINE = re.compile(
-    r"^(?:[\w.-]+: )?(?:[Ff]atal )?[Ee]rror: .+|^(?:\d[\d:., -]+ )?(?:CRITICAL|ERROR|FATAL)\b:? .+|^vllm_server: .+"
+    r"^(?:[\w.-]+: )?(?:[Ff]atal )?[Ee]rror: .+|^(?:\d[\d:., -]+ "
+    r")?(?:CRITICAL|ERROR|FATAL)\b:? .+|^vllm_server: .+"
 )
 """Last error line of a program without a traceback, ours included."""
 TRACEBACK = "Traceback (most recent call last):"
 SOURCE = re.compile(
-    r"^(\(\w+(?: [\w=]+)* pid=\d+\) )?((?:DEBUG|INFO|WARNING|ERROR|CRITICAL|FATAL) [\d-]+ [\d:]+ \[[^\]]*\] ?)?"
+    r"^(\(\w+(?: [\w=]+)* pid=\d+\) )?((?:DEBUG|INFO|WARNING|ERROR|CRITICAL|FATAL) [\d-]+ "
+    r"[\d:]+ \[[^\]]*\] ?)?"
 )
 """Prefix of vLLM's log lines: the process; then level, time and place."""
 
@@ -36,7 +41,8 @@ def root_error(lines: Sequence[str]) -> str | None:
     """Return the line with the cause of a failure, without its log prefix; None if there is
     none."""
     lines = [ANSI.sub("", line).rstrip() for line in lines]
-    # After vLLM's failure line the first exception is the cause; later ones come from other processes.
+    # After vLLM's failure line the first exception is the cause; later ones come from other
+    # processes.
     begin = next((index for index, line in enumerate(lines) if FAILED.search(line)), None)
     raised = [line for line in _exceptions(lines[begin or 0 :]) if not WRAPPER.search(line)]
     if begin is not None and raised:
@@ -69,8 +75,10 @@ def _split(line: str) -> tuple[str, str]:
 
 
 PASSING_WORDS = re.compile(
-    r"connect|econn|timed?[ -]?out|reachable|resolv|name resolution|temporar|try again|reset by peer"
-    r"|too many requests|\b(?:429|50[0234])\b|in use|busy|\block(?:ed|file)?\b|out of memory|memory profiling"
+    r"connect|econn|timed?[ -]?out|reachable|resolv|name resolution|temporar|try again|reset "
+    r"by peer"
+    r"|too many requests|\b(?:429|50[0234])\b|in use|busy|\block(?:ed|file)?\b|out of "
+    r"memory|memory profiling"
     r"|cannot allocate|no space left",
     re.IGNORECASE,
 )
@@ -79,13 +87,43 @@ ready."""
 PASSING_ERRNO = frozenset(
     number
     for name in (
-        "EAGAIN", "EALREADY", "EBUSY", "ECOMM", "ECONNABORTED", "ECONNREFUSED", "ECONNRESET", "EDEADLK", "EDQUOT",
-        "EADDRINUSE", "EADDRNOTAVAIL", "EHOSTDOWN", "EHOSTUNREACH", "EINTR", "EIO", "EMFILE", "ENETDOWN", "ENETRESET",
-        "ENETUNREACH", "ENFILE", "ENOBUFS", "ENOLCK", "ENOLINK", "ENOMEM", "ENONET", "ENOSPC", "ENOTCONN", "EPIPE",
-        "EPROTO", "EREMOTEIO", "ESHUTDOWN", "ESTALE", "ETIMEDOUT", "ETXTBSY",
+        "EAGAIN",
+        "EALREADY",
+        "EBUSY",
+        "ECOMM",
+        "ECONNABORTED",
+        "ECONNREFUSED",
+        "ECONNRESET",
+        "EDEADLK",
+        "EDQUOT",
+        "EADDRINUSE",
+        "EADDRNOTAVAIL",
+        "EHOSTDOWN",
+        "EHOSTUNREACH",
+        "EINTR",
+        "EIO",
+        "EMFILE",
+        "ENETDOWN",
+        "ENETRESET",
+        "ENETUNREACH",
+        "ENFILE",
+        "ENOBUFS",
+        "ENOLCK",
+        "ENOLINK",
+        "ENOMEM",
+        "ENONET",
+        "ENOSPC",
+        "ENOTCONN",
+        "EPIPE",
+        "EPROTO",
+        "EREMOTEIO",
+        "ESHUTDOWN",
+        "ESTALE",
+        "ETIMEDOUT",
+        "ETXTBSY",
     )
     if (number := getattr(errno, name, None)) is not None
-)  # fmt: skip
+)
 """Error numbers of networks, network disks, and exhausted resources."""
 _ERRNO = re.compile(r"\[Errno (\d+)\]|\(os error (\d+)\)")
 _NETWORK_ERROR = re.compile(

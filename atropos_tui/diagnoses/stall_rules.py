@@ -44,31 +44,39 @@ KEPT = 40
 SOME = 3
 """Accepted groups (or steps, if no groups are counted) that show that requests are accepted
 again."""
-REFUSAL_LINE = re.compile(r"(refused (\d+) requests? to (\S+) \((\d+)\): (.*) \[of (\d+) since [\d:]+\])$")
+REFUSAL_LINE = re.compile(
+    r"(refused (\d+) requests? to (\S+) \((\d+)\): (.*) \[of (\d+) since [\d:]+\])$"
+)
 RUNS = (State.HEALTHY, State.UNHEALTHY)
 
 FIXES = (
     (
         re.compile(r"\. ((?:Send|Leave out) .+?)(?:, or\b|$)"),
-        "{env} requests sampling that cannot be trained on: {0}. Change its program, or the option under [env.args] if "
+        "{env} requests sampling that cannot be trained on: {0}. Change its program, or the "
+        "option under [env.args] if "
         "it has one; then atropos-tui restart {env}",
     ),
     (
         re.compile(r"does not exist|is not served here"),
-        "leave out openai.model_name under [env.args], it is derived; then atropos-tui restart {env}",
+        "leave out openai.model_name under [env.args], it is derived; then atropos-tui "
+        "restart {env}",
     ),
     (
         re.compile(r"chat template is no longer allowed|(?:no|have a|provide a) chat template"),
-        "the model has no chat template, and {env} requests chat completions: set `model` to an instruct model, or "
-        "save its template as chat_template.jinja in the model's folder; then atropos-tui restart {engine}",
+        "the model has no chat template, and {env} requests chat completions: set `model` to "
+        "an instruct model, or "
+        "save its template as chat_template.jinja in the model's folder; then atropos-tui "
+        "restart {engine}",
     ),
     (
         re.compile(r"maximum (?:model|context) length|max_model_len"),
-        "raise [vllm] max_model_len, or lower the length that {env} requests: env.max_token_length under [env.args]",
+        "raise [vllm] max_model_len, or lower the length that {env} requests: "
+        "env.max_token_length under [env.args]",
     ),
     (
         re.compile(""),
-        "change what {env} sends; atropos-tui logs {engine} --grep refused shows every reason; then atropos-tui "
+        "change what {env} sends; atropos-tui logs {engine} --grep refused shows every "
+        "reason; then atropos-tui "
         "restart {env}",
     ),
 )
@@ -164,7 +172,11 @@ class Flow:
     @property
     def capacity_used(self) -> float | None:
         """Used share of the engine's capacity; None if unknown."""
-        return None if self.seconds is None or not self.ceiling else min(1.0, self.tokens_per_s / self.ceiling)
+        return (
+            None
+            if self.seconds is None or not self.ceiling
+            else min(1.0, self.tokens_per_s / self.ceiling)
+        )
 
     @property
     def made(self) -> int:
@@ -241,7 +253,9 @@ def stalled_s(run: RunSnapshot) -> float | None:
     if trainer is None or starting_roles(run):
         return None
     # A component that just became healthy gets the full time as well.
-    last = max([part.since for part in run.parts if part.state is State.HEALTHY] + [run.step_at or 0.0])
+    last = max(
+        [part.since for part in run.parts if part.state is State.HEALTHY] + [run.step_at or 0.0]
+    )
     silent = run.now - last
     return silent if silent > max(STALL_S, STALL_STEPS * run.pace_s) else None
 
@@ -263,7 +277,9 @@ def no_batches(run: RunSnapshot) -> Diagnosis | None:
     cause = next((found for look in CAUSES if (found := look(run)) is not None), None)
     if silent is None or cause is None:
         return None
-    after = f"no optimizer step for {silent:.0f} s" + (f" after step {run.step}" if run.step else "")
+    after = f"no optimizer step for {silent:.0f} s" + (
+        f" after step {run.step}" if run.step else ""
+    )
     fix = run.names.fill(cause.fix)
     return NO_BATCHES.diagnosis(f"{after}; {cause.evidence}", fix, f"no batches: {cause.title}")
 
@@ -277,7 +293,10 @@ def _api_away(run: RunSnapshot) -> Cause | None:
 def _nobody_registered(run: RunSnapshot) -> Cause | None:
     if run.api is None or run.api.batch_size != -1:
         return None
-    fix = "atropos-tui restart {api}: it was restarted without the trainer, or the trainer uses another run-api"
+    fix = (
+        "atropos-tui restart {api}: it was restarted without the trainer, or the trainer uses "
+        "another run-api"
+    )
     return Cause("no trainer is registered", "run-api's /info says batch_size -1", fix)
 
 
@@ -286,9 +305,13 @@ def _sizes(run: RunSnapshot) -> Cause | None:
     # run-api returns whole groups only, so a batch must be a multiple of the group size.
     if api is None or api.group < 1 or api.queue < 1 or api.batch_size % api.group == 0:
         return None
-    evidence = f"groups of {api.group} never add up to a batch of {api.batch_size} ({api.queue} groups wait)"
+    evidence = (
+        f"groups of {api.group} never add up to a batch of {api.batch_size} ({api.queue} groups "
+        f"wait)"
+    )
     fix = (
-        f"[trainer] batch_size * gradient_accumulation_steps must be a multiple of {api.group} (env.group_size under "
+        f"[trainer] batch_size * gradient_accumulation_steps must be a multiple of "
+        f"{api.group} (env.group_size under "
         "[env.args]); then atropos-tui restart {api}"
     )
     return Cause("group size and batch size do not fit", evidence, fix)
@@ -300,7 +323,8 @@ def _trainer_hangs(run: RunSnapshot) -> Cause | None:
         return None
     evidence = f"run-api holds {api.queue} groups of {api.group}, a batch is {api.batch_size}"
     fix = (
-        "a batch is ready, but the trainer does not fetch it: atropos-tui logs {trainer} -n 50 shows what it does; "
+        "a batch is ready, but the trainer does not fetch it: atropos-tui logs {trainer} -n "
+        "50 shows what it does; "
         "atropos-tui restart {trainer} continues from its checkpoint"
     )
     return Cause("the trainer hangs", evidence, fix)
@@ -310,8 +334,13 @@ def _no_environment(run: RunSnapshot) -> Cause | None:
     envs = run.of(Role.ENV)
     if any(part.state in (State.HEALTHY, State.UNHEALTHY) for part in envs):
         return None
-    states = ", ".join(f"{part.name} is {part.state.value}" for part in envs) or "the stack has none"
-    fix = "atropos-tui start {env}; an environment ends after env.total_steps batches (-1 is read as 1)"
+    states = (
+        ", ".join(f"{part.name} is {part.state.value}" for part in envs) or "the stack has none"
+    )
+    fix = (
+        "atropos-tui start {env}; an environment ends after env.total_steps batches (-1 is read "
+        "as 1)"
+    )
     return Cause("no environment runs", states, fix)
 
 
@@ -320,7 +349,11 @@ def _engine_unwell(run: RunSnapshot) -> Cause | None:
     if not ill:
         return None
     evidence = ", ".join(f"{part.name} is {part.state.value}" for part in ill)
-    return Cause("the engine is not healthy", evidence, "atropos-tui why {engine}; atropos-tui restart {engine}")
+    return Cause(
+        "the engine is not healthy",
+        evidence,
+        "atropos-tui why {engine}; atropos-tui restart {engine}",
+    )
 
 
 def _timed_out(run: RunSnapshot) -> Cause | None:
@@ -328,10 +361,13 @@ def _timed_out(run: RunSnapshot) -> Cause | None:
     if not count:
         return None
     fix = (
-        "lower env.max_num_workers_per_node or env.max_token_length under [env.args], or raise env.worker_timeout "
+        "lower env.max_num_workers_per_node or env.max_token_length under [env.args], or "
+        "raise env.worker_timeout "
         "(600 s by default)"
     )
-    return Cause("rollouts are cancelled before they are done", f"{count} workers timed out since then", fix)
+    return Cause(
+        "rollouts are cancelled before they are done", f"{count} workers timed out since then", fix
+    )
 
 
 def _ghosts(run: RunSnapshot) -> Cause | None:
@@ -339,7 +375,8 @@ def _ghosts(run: RunSnapshot) -> Cause | None:
         return None
     evidence = f"{run.ghosts} more registrations than environments that run"
     fix = (
-        "atropos-tui restart {api} (the environments restart with it): run-api does not notice that an environment "
+        "atropos-tui restart {api} (the environments restart with it): run-api does not "
+        "notice that an environment "
         "died, and reserves its share of every batch"
     )
     return Cause("run-api waits for an environment that is gone", evidence, fix)
@@ -348,18 +385,29 @@ def _ghosts(run: RunSnapshot) -> Cause | None:
 def _slow_rollouts(run: RunSnapshot) -> Cause | None:
     if run.refused or run.explained:
         return None
-    queue = f"{run.api.queue} groups wait at run-api" if run.api else "the state of run-api is unknown"
+    queue = (
+        f"{run.api.queue} groups wait at run-api" if run.api else "the state of run-api is unknown"
+    )
     fix = (
-        "check if rollouts start: atropos-tui logs {env} -n 50, and if {engine} generates. If they are slow, lower "
-        "env.max_token_length and env.max_num_workers_per_node; a program of your own must send groups to run-api"
+        "check if rollouts start: atropos-tui logs {env} -n 50, and if {engine} generates. "
+        "If they are slow, lower "
+        "env.max_token_length and env.max_num_workers_per_node; a program of your own must "
+        "send groups to run-api"
     )
     return Cause("rollouts are slow", queue, fix)
 
 
 CAUSES: tuple[Callable[[RunSnapshot], Cause | None], ...] = (
-    _api_away, _nobody_registered, _sizes, _trainer_hangs, _no_environment, _engine_unwell, _timed_out, _ghosts,
+    _api_away,
+    _nobody_registered,
+    _sizes,
+    _trainer_hangs,
+    _no_environment,
+    _engine_unwell,
+    _timed_out,
+    _ghosts,
     _slow_rollouts,
-)  # fmt: skip
+)
 """Checks by certainty, highest first; the last one applies whenever no other explains missing
 rollouts."""
 
@@ -377,7 +425,8 @@ def slow_start(part: Part, now: float) -> Diagnosis | None:
     for label, text in (("waits for", part.waiting_for), ("last line", part.last_line)):
         evidence += f"; {label}: {text}" if text else ""
     fix = (
-        f"atropos-tui logs {part.name} -f shows what it does; a first start downloads and compiles. If it only "
+        f"atropos-tui logs {part.name} -f shows what it does; a first start downloads and "
+        f"compiles. If it only "
         "needs more time, raise start_timeout_s in its section"
     )
     return SLOW_START.diagnosis(evidence, fix, f"{part.name} takes unusually long to start")
@@ -390,10 +439,17 @@ def is_low(free: int | None, size: int | None) -> bool:
 
 def disk_low(run: RunSnapshot) -> Diagnosis | None:
     """Return a diagnosis if the disk of the run directory is nearly full."""
-    if run.free_bytes is None or run.disk_bytes is None or not is_low(run.free_bytes, run.disk_bytes):
+    if (
+        run.free_bytes is None
+        or run.disk_bytes is None
+        or not is_low(run.free_bytes, run.disk_bytes)
+    ):
         return None
     fix = "free space (df -h; du -sh RUN/checkpoints), or raise checkpoint_interval under [trainer]"
-    evidence = f"{run.free_bytes / 1e6:,.0f} MB of {run.disk_bytes / 1e6:,.0f} MB are free in the run directory"
+    evidence = (
+        f"{run.free_bytes / 1e6:,.0f} MB of {run.disk_bytes / 1e6:,.0f} MB are free in the run "
+        f"directory"
+    )
     return DISK_LOW.diagnosis(evidence, fix)
 
 
@@ -438,7 +494,9 @@ class RefusalWatch:
             rows.append(_Row(now, text, status, reason, int(count), int(seen)))
             del rows[:-KEPT]
             # The next count may still include groups from before this refusal.
-            self._accepted |= {env: None for env, engines in self._asks.items() if engine in engines}
+            self._accepted |= {
+                env: None for env, engines in self._asks.items() if engine in engines
+            }
 
     def accepted(self, env: str, count: int) -> None:
         """Note that run-api accepted `count` more groups of `env`."""
@@ -448,7 +506,9 @@ class RefusalWatch:
 
     def working(self) -> frozenset[str]:
         """Return the environments with accepted groups since their engine's last refusal."""
-        return frozenset(env for env, count in self._accepted.items() if count is not None and count >= SOME)
+        return frozenset(
+            env for env, count in self._accepted.items() if count is not None and count >= SOME
+        )
 
     def note_refusals(self, env: str, attempt: int, count: int) -> None:
         """Note that the log of `env` shows `count` more refusals."""
@@ -461,7 +521,9 @@ class RefusalWatch:
         if no log does.
         """
         works = self.working()
-        running = [p for p in parts if p.role is Role.ENV and p.state in RUNS and p.name not in works]
+        running = [
+            p for p in parts if p.role is Role.ENV and p.state in RUNS and p.name not in works
+        ]
         engines = {part.name for part in parts if part.role is Role.ENGINE and part.state in RUNS}
         found: dict[str, Diagnosis] = {}
         for env in running:
@@ -483,7 +545,10 @@ class RefusalWatch:
         for rows in self._rows.get(engine, {}).values():
             if now - rows[-1].at <= LASTS_S:
                 standing.append((rows[-1], *_since(rows, started_at, logged)))
-        refused, seen = sum(count for _, count, _ in standing), max((seen for *_, seen in standing), default=0)
+        refused, seen = (
+            sum(count for _, count, _ in standing),
+            max((seen for *_, seen in standing), default=0),
+        )
         if refused < ENOUGH or refused < SHARE * seen:
             return None
         return max(standing, key=lambda row: row[1])[0]
@@ -526,7 +591,9 @@ def _diagnosis(env: str, engine: str, row: _Row) -> Diagnosis:
 
 def is_training(run: RunSnapshot) -> bool:
     """Return True if the newest optimizer step is more recent than a stall."""
-    return run.step_at is not None and run.now - run.step_at <= max(STALL_S, STALL_STEPS * run.pace_s)
+    return run.step_at is not None and run.now - run.step_at <= max(
+        STALL_S, STALL_STEPS * run.pace_s
+    )
 
 
 def has_room(run: RunSnapshot) -> bool:
@@ -541,7 +608,11 @@ def ended_early(run: RunSnapshot) -> dict[str, Diagnosis | None]:
         return {}
     left = [part for part in run.of(Role.ENV) if part.state is State.COMPLETED]
     others = [part.name for part in run.of(Role.ENV) if not part.state.is_resting]
-    rest = f"the run goes on with {', '.join(others)}" if others else "no environment is left, so no batch will come"
+    rest = (
+        f"the run goes on with {', '.join(others)}"
+        if others
+        else "no environment is left, so no batch will come"
+    )
     return {part.name: _ended(part, rest) for part in left}
 
 
@@ -549,7 +620,8 @@ def _ended(part: Part, rest: str) -> Diagnosis:
     last = f"; its last line: {part.last_line}" if part.last_line else ""
     return ENDED.diagnosis(
         f"it exited with 0 after {max(0.0, part.since - part.started_at):.0f} s{last}; {rest}",
-        f"atropos-tui logs {part.name} -n 50 shows why; correct that, then atropos-tui start {part.name}. "
+        f"atropos-tui logs {part.name} -n 50 shows why; correct that, then atropos-tui start "
+        f"{part.name}. "
         "A stock environment ends after env.total_steps batches (-1 is read as 1)",
         f"{part.name} ended before the run",
     )

@@ -129,7 +129,10 @@ class Watcher:
                     self._publish_fault(self._fault.ended("it works again"))
                     self._fault = None
             except Exception as error:
-                fix = "the run goes on, its diagnoses may be missing; please report it with the run's supervisor.jsonl"
+                fix = (
+                    "the run goes on, its diagnoses may be missing; please report it with the "
+                    "run's supervisor.jsonl"
+                )
                 self._fault = WATCHER_FAULT.diagnosis(repr(error), fix)
                 self._publish_fault(self._fault)
 
@@ -149,7 +152,9 @@ class Watcher:
 
     # The methods below run in the thread.
 
-    def _work(self, now: float, seen: list[tuple[Part, Printed | None]]) -> list[tuple[str, Diagnosis]]:
+    def _work(
+        self, now: float, seen: list[tuple[Part, Printed | None]]
+    ) -> list[tuple[str, Diagnosis]]:
         clock = time.monotonic()  # patience must not depend on changes of the time of day
         run = RunSnapshot(now, tuple(self._placed(part, now) for part, _ in seen), self._names)
         starting = starting_roles(run)
@@ -161,7 +166,9 @@ class Watcher:
                 scanner = printed.scanner
                 in_log = scanner.scan(printed.pieces, clock, starting, self._work_of(part))
                 in_log += scanner.close(clock) if printed.over else []
-                results += [(part.name, found) for found in in_log if self._is_news(part, printed, found)]
+                results += [
+                    (part.name, found) for found in in_log if self._is_news(part, printed, found)
+                ]
                 self._count(part, scanner, now)
         self._look_for_registrations(run.parts, now)
         run = self._completed(run)
@@ -200,7 +207,9 @@ class Watcher:
         return self._ahead.setdefault(at, now) if at > now else self._ahead.get(at, at)
 
     def _placed(self, part: Part, now: float) -> Part:
-        return replace(part, since=self._past(part.since, now), started_at=self._past(part.started_at, now))
+        return replace(
+            part, since=self._past(part.since, now), started_at=self._past(part.started_at, now)
+        )
 
     def _read_records(self, clock: float) -> list[Diagnosis]:
         results: list[Diagnosis] = []
@@ -214,7 +223,11 @@ class Watcher:
                 if isinstance(record, EnvCountsRecord):
                     self._flows.count(record)
                     before, self._sent[record.env] = self._sent.get(record.env, 0), record.sent
-                    self._works(record.env, record.sent - before if record.sent >= before else record.sent, clock)
+                    self._works(
+                        record.env,
+                        record.sent - before if record.sent >= before else record.sent,
+                        clock,
+                    )
                 elif isinstance(record, TimingRecord) and record.rank == 0:
                     self._flows.step(record)
                 elif isinstance(record, StepRecord) and record.rank == 0:
@@ -233,13 +246,17 @@ class Watcher:
                 if isinstance(record, StageRecord) and record.time >= self._began:
                     if record.attempt == part.attempt:
                         self._flows.reached(part, record.stage, record.time)
-                    self._counts["registrations"] += part.role is Role.ENV and record.stage == REGISTERED
+                    self._counts["registrations"] += (
+                        part.role is Role.ENV and record.stage == REGISTERED
+                    )
 
     def _count(self, part: Part, scanner: LogScanner, now: float) -> None:
         counts = scanner.counts
         self._flows.printed(part, counts, now)
         if part.role is Role.ENV:
-            self._refusals.note_refusals(part.name, part.attempt, sum(counts[name] for name in REFUSAL_COUNTS))
+            self._refusals.note_refusals(
+                part.name, part.attempt, sum(counts[name] for name in REFUSAL_COUNTS)
+            )
         if part.role is Role.ENGINE:
             self._refusals.feed(part.name, part.attempt, scanner.noted, now)
             scanner.noted.clear()
@@ -284,7 +301,11 @@ class Watcher:
         return replace(run, api=self._api)
 
     def _look_for_registrations(self, parts: Sequence[Part], now: float) -> None:
-        missing = [p for p in parts if p.role is Role.ENV and p.state in RUNS and not self._flows.is_registered(p)]
+        missing = [
+            p
+            for p in parts
+            if p.role is Role.ENV and p.state in RUNS and not self._flows.is_registered(p)
+        ]
         if not missing or not self._api_url or abs(now - self._listed_at) < LIST_S:
             return
         self._listed_at = now
@@ -307,7 +328,12 @@ class Watcher:
         return self._disk
 
     def _update(
-        self, rule: StallRule | FlowRule, part: Part, found: Diagnosis | None, run: RunSnapshot, clock: float
+        self,
+        rule: StallRule | FlowRule,
+        part: Part,
+        found: Diagnosis | None,
+        run: RunSnapshot,
+        clock: float,
     ) -> list[tuple[str, Diagnosis]]:
         """Return `found` as a new diagnosis, and the ends of those that it replaces or that are
         refuted."""
@@ -334,7 +360,11 @@ def registrations(url: str) -> list[tuple[str, float]]:
     try:
         with asking(url, ANSWER_S) as http:
             answer = json.loads(fetch(http, "/envs"))
-        return [(str(env["name"]), float(env["registered_at"])) for env in answer["envs"] if env["connected"]]
+        return [
+            (str(env["name"]), float(env["registered_at"]))
+            for env in answer["envs"]
+            if env["connected"]
+        ]
     except (httpx.HTTPError, ValueError, LookupError, TypeError):
         return []
 
@@ -356,7 +386,9 @@ def ask_api(url: str) -> ApiView:
             status, info = (json.loads(fetch(http, path)) for path in ("/status", "/info"))
             queue = int(status.get("queue_size") or 0)
             group = _newest_group(http) if queue else 0
-            return ApiView(int(info.get("batch_size", -1)), queue, group, int(status.get("current_step") or 0))
+            return ApiView(
+                int(info.get("batch_size", -1)), queue, group, int(status.get("current_step") or 0)
+            )
     except (httpx.HTTPError, ValueError, AttributeError, TypeError) as error:
         # httpx appends a link about the status on a second line.
         words = str(error).partition("\n")[0] or type(error).__name__

@@ -31,9 +31,25 @@ from atropos_tui.monitor.format import (
     seconds_text,
     text_table,
 )
-from atropos_tui.monitor.run_files import RunFeed, RunInfo, exit_code, load_run, names_of, read_info, read_json
+from atropos_tui.monitor.run_files import (
+    RunFeed,
+    RunInfo,
+    exit_code,
+    load_run,
+    names_of,
+    read_info,
+    read_json,
+)
 from atropos_tui.monitor.series import Series, mean
-from atropos_tui.monitor.state import ACCEPTED, CAPACITY_S, COUNTED_S, IDLE_S, RATED_S, TOKENS, RunState
+from atropos_tui.monitor.state import (
+    ACCEPTED,
+    CAPACITY_S,
+    COUNTED_S,
+    IDLE_S,
+    RATED_S,
+    TOKENS,
+    RunState,
+)
 
 SETTLED = (State.COMPLETED, State.STOPPED, State.FAILED)
 ILL = (State.UNHEALTHY, State.BACKOFF, State.STOPPING, State.FAILED)
@@ -104,7 +120,11 @@ def _wall_per_step(series: Series, window: int, first_step: int) -> float | None
     None for fewer than two steps, or if the clock ran backwards.
     """
     newest = series.newest(window + 1)
-    points = [(step, time) for step, time in zip(newest.steps, newest.times, strict=True) if step >= first_step]
+    points = [
+        (step, time)
+        for step, time in zip(newest.steps, newest.times, strict=True)
+        if step >= first_step
+    ]
     if len(points) < 2 or points[-1][1] <= points[0][1]:
         return None
     return (points[-1][1] - points[0][1]) / (points[-1][0] - points[0][0])
@@ -189,7 +209,10 @@ def benchmark_run(root: Path) -> RunBenchmark:
 
 def benchmark_runs(roots: Sequence[Path]) -> list[RunBenchmark]:
     """Measure several runs."""
-    return [replace(benchmark_run(root), run=name) for root, name in zip(roots, names_of(roots), strict=True)]
+    return [
+        replace(benchmark_run(root), run=name)
+        for root, name in zip(roots, names_of(roots), strict=True)
+    ]
 
 
 def benchmark_state(state: RunState, *, run: str, mode: str) -> RunBenchmark:
@@ -271,7 +294,10 @@ def benchmarks_json(runs: Sequence[RunBenchmark]) -> str:
     Each run after the first has `ratios` to it, for figures that both have.
     """
     rows: list[dict[str, object]] = [
-        {key: _strict(value) for key, value in {**asdict(run), "waiting_share": run.waiting_share}.items()}
+        {
+            key: _strict(value)
+            for key, value in {**asdict(run), "waiting_share": run.waiting_share}.items()
+        }
         for run in runs
     ]
     for row, run in zip(rows[1:], runs[1:], strict=True):
@@ -304,7 +330,11 @@ def summary_sections(run: RunBenchmark) -> list[summary.Section]:
 
 def origin(run: RunBenchmark) -> str:
     """Describe the source of computed figures; empty for the trainer's own summary."""
-    return "" if run.source == "trainer" else f"{run.steps} steps, {counted(run.attempts, 'attempt')} of the trainer"
+    return (
+        ""
+        if run.source == "trainer"
+        else f"{run.steps} steps, {counted(run.attempts, 'attempt')} of the trainer"
+    )
 
 
 def _summary(run: RunBenchmark) -> str:
@@ -324,7 +354,9 @@ def _comparison(runs: Sequence[RunBenchmark]) -> str:
             for value, found in zip(values, times, strict=True)
         ]
         table.append([title, *cells])
-    table.append(["Exit code", *("no data" if run.exit_code is None else str(run.exit_code) for run in runs)])
+    table.append(
+        ["Exit code", *("no data" if run.exit_code is None else str(run.exit_code) for run in runs)]
+    )
     return text_table(table)
 
 
@@ -394,14 +426,24 @@ class Progress:
         result = read_json(self._run.result_json)
         if result:
             code = result.get("exit_code")
-            return "done" if code == 0 else f"ended with code {code}: {one_line(str(result.get('reason', '')))}"
+            return (
+                "done"
+                if code == 0
+                else f"ended with code {code}: {one_line(str(result.get('reason', '')))}"
+            )
         ill = [f"{name} {state}" for name, state in self.components.items() if state in ILL]
         if self._state.step:
             return ", ".join(ill) or "training"
-        if wrong := [found for found in gravest_first(self._state.standing.values()) if severity_of(found) != "advice"]:
+        if wrong := [
+            found
+            for found in gravest_first(self._state.standing.values())
+            if severity_of(found) != "advice"
+        ]:
             return one_line(wrong[0].title)
         planned = [part.name for part in self._info.components] if self._info else []
-        waiting = [name for name in planned if self.components.get(name) not in (*SETTLED, State.HEALTHY)]
+        waiting = [
+            name for name in planned if self.components.get(name) not in (*SETTLED, State.HEALTHY)
+        ]
         return f"starting {', '.join(waiting)}" if waiting else "waiting for the first batch"
 
     def line(self) -> str:

@@ -12,7 +12,11 @@ from dataclasses import dataclass, replace
 from atropos_common.records import HEALTHY_CLIP_FRACTION, HEALTHY_LOGPROB_DIFF, HEALTHY_RATIO
 from atropos_tui.monitor.format import bytes_text, number, seconds_text
 
-WRITERS: dict[str, Callable[[float | None], str]] = {"": number, "s": seconds_text, "bytes": bytes_text}
+WRITERS: dict[str, Callable[[float | None], str]] = {
+    "": number,
+    "s": seconds_text,
+    "bytes": bytes_text,
+}
 """Formatter of curve values, by unit."""
 Range = tuple[float | None, float | None]
 """Lower and upper bound; None: unbounded."""
@@ -61,11 +65,30 @@ HELD_OUT, QUEUE = "held-out", "queue"
 """Curves that are not fields of a trainer's record: accuracy by environment and split, and groups
 queued in run-api over the seconds that the screen was open."""
 
-NOISY = frozenset({
-    "reward_mean", "reward_std", "loss", "logprob_diff_abs_mean", "probe_diff_abs_mean", "inference_mean", "train_mean",
-    "kl_k3", "useful_groups", "ratio_mean", "clip_fraction", "entropy_mean", "completion_tokens_mean",
-    "truncated_fraction", "grad_norm", "step_s", "data_wait_s", "train_s", "sync_s", "tokens_per_s",
-})  # fmt: skip
+NOISY = frozenset(
+    {
+        "reward_mean",
+        "reward_std",
+        "loss",
+        "logprob_diff_abs_mean",
+        "probe_diff_abs_mean",
+        "inference_mean",
+        "train_mean",
+        "kl_k3",
+        "useful_groups",
+        "ratio_mean",
+        "clip_fraction",
+        "entropy_mean",
+        "completion_tokens_mean",
+        "truncated_fraction",
+        "grad_norm",
+        "step_s",
+        "data_wait_s",
+        "train_s",
+        "sync_s",
+        "tokens_per_s",
+    }
+)
 """Metrics that are smoothed: batch means and durations. Learning rate, maxima, policy lag and
 counts are exact; their averages would be values that never occurred."""
 
@@ -79,7 +102,10 @@ CHARTS = {
     ),
     "diff": ChartSpec(
         "Logprob |diff|",
-        (CurveSpec("rollout", "logprob_diff_abs_mean"), CurveSpec("probe", "probe_diff_abs_mean", "success")),
+        (
+            CurveSpec("rollout", "logprob_diff_abs_mean"),
+            CurveSpec("probe", "probe_diff_abs_mean", "success"),
+        ),
         short="|diff|",
         high=1.0,
         log=True,
@@ -87,7 +113,10 @@ CHARTS = {
     ),
     "diff-max": ChartSpec(
         "Logprob |diff| max",
-        (CurveSpec("rollout", "logprob_diff_abs_max", "warning"), CurveSpec("probe", "probe_diff_abs_max", "success")),
+        (
+            CurveSpec("rollout", "logprob_diff_abs_max", "warning"),
+            CurveSpec("probe", "probe_diff_abs_max", "success"),
+        ),
         short="|diff| max",
         log=True,
     ),
@@ -96,7 +125,9 @@ CHARTS = {
         (CurveSpec("inference", "inference_mean"), CurveSpec("training", "train_mean", "accent")),
         short="logprob",
     ),
-    "kl": ChartSpec("KL", (CurveSpec("k3", "kl_k3"),), "Estimate k3 of KL(rollout policy || trainer)", low=0.0),
+    "kl": ChartSpec(
+        "KL", (CurveSpec("k3", "kl_k3"),), "Estimate k3 of KL(rollout policy || trainer)", low=0.0
+    ),
     "useful": ChartSpec(
         "Useful groups",
         (CurveSpec("share", "useful_groups"),),
@@ -105,7 +136,9 @@ CHARTS = {
         low=0.0,
         high=1.0,
     ),
-    "lr": ChartSpec("Learning rate", (CurveSpec("lr", "lr"),), "Of the optimizer", short="lr", low=0.0),
+    "lr": ChartSpec(
+        "Learning rate", (CurveSpec("lr", "lr"),), "Of the optimizer", short="lr", low=0.0
+    ),
     "loss": ChartSpec("Loss", (CurveSpec("loss", "loss"),), "Of the objective, per token"),
     "ratio": ChartSpec(
         "Ratio",
@@ -147,7 +180,13 @@ CHARTS = {
         low=0.0,
         high=1.0,
     ),
-    "grad": ChartSpec("Gradient norm", (CurveSpec("norm", "grad_norm"),), "Before clipping", short="Gradient", low=0.0),
+    "grad": ChartSpec(
+        "Gradient norm",
+        (CurveSpec("norm", "grad_norm"),),
+        "Before clipping",
+        short="Gradient",
+        low=0.0,
+    ),
     "lag": ChartSpec(
         "Policy lag",
         (CurveSpec("mean", "policy_lag_mean"), CurveSpec("max", "policy_lag_max", "warning")),
@@ -166,7 +205,9 @@ CHARTS = {
         unit="s",
         low=0.0,
     ),
-    "queue": ChartSpec("run-api queue", (CurveSpec("groups", QUEUE),), short="Queue", low=0.0, over_seconds=True),
+    "queue": ChartSpec(
+        "run-api queue", (CurveSpec("groups", QUEUE),), short="Queue", low=0.0, over_seconds=True
+    ),
     "tokens": ChartSpec("Tokens/s", (CurveSpec("trained", "tokens_per_s"),), low=0.0),
 }
 """Charts of the screen, by name."""
@@ -174,7 +215,9 @@ CHARTS = {
 
 def chart_of(metric: str) -> ChartSpec:
     """Return a chart for any curve, by its name in `RunState.metric`."""
-    is_time = (metric.endswith("_s") and not metric.endswith("_per_s")) or metric.startswith("sync/")
+    is_time = (metric.endswith("_s") and not metric.endswith("_per_s")) or metric.startswith(
+        "sync/"
+    )
     unit = "s" if is_time else "bytes" if metric.endswith("_bytes") else ""
     return ChartSpec(metric, (CurveSpec("value", metric),), unit=unit)
 
@@ -182,7 +225,10 @@ def chart_of(metric: str) -> ChartSpec:
 PAGE = (
     replace(
         CHARTS["reward"],
-        curves=(CurveSpec("mean reward", "reward_mean"), CurveSpec("held-out", HELD_OUT, scatter=True)),
+        curves=(
+            CurveSpec("mean reward", "reward_mean"),
+            CurveSpec("held-out", HELD_OUT, scatter=True),
+        ),
     ),
     *(CHARTS[name] for name in ("useful", "loss", "lr", "ratio", "ratio-max", "clip")),
     *(CHARTS[name] for name in ("entropy", "length", "truncated", "grad", "lag")),
@@ -199,7 +245,8 @@ PAGE = (
             CurveSpec("rollouts, max", "logprob_diff_abs_max"),
             CurveSpec("probe, mean", "probe_diff_abs_mean"),
         ),
-        about="Trainer against engine: over rollouts, policy lag included, and by the probe at the same weights",
+        about="Trainer against engine: over rollouts, policy lag included, and by the probe at "
+        "the same weights",
     ),
     replace(CHARTS["kl"], low=None),
     replace(

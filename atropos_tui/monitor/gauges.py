@@ -59,8 +59,11 @@ class GaugeHistory:
         now = last.engines.get(engine) if last else None
         if last is None or now is None:
             return None
-        inside = list(takewhile(lambda old: old.time >= last.time - WINDOW_S, reversed(self.samples)))
-        # `inside` is newest first, so this is the oldest sample of the window; the newest always fits.
+        inside = list(
+            takewhile(lambda old: old.time >= last.time - WINDOW_S, reversed(self.samples))
+        )
+        # `inside` is newest first, so this is the oldest sample of the window; the newest always
+        # fits.
         old = next(sample for sample in reversed(inside) if engine in sample.engines)
         before, elapsed = old.engines[engine], last.time - old.time
         looked_up = _grown(before.prefix_queries, now.prefix_queries)
@@ -77,15 +80,24 @@ class GaugeHistory:
 
     def queue(self) -> tuple[list[float], list[float]]:
         """Return times and depths of run-api's queue."""
-        known = [(sample.time, float(sample.queue)) for sample in self.samples if sample.queue is not None]
+        known = [
+            (sample.time, float(sample.queue))
+            for sample in self.samples
+            if sample.queue is not None
+        ]
         return [time for time, _ in known], [depth for _, depth in known]
 
     def card(self, index: int, node: str = "") -> list[tuple[float | None, float] | None]:
         """Return utilisation and used memory share of one GPU, both 0 to 1; None for records
         without it."""
-        cards = ({(gpu.node, gpu.index): gpu for gpu in sample.gpus}.get((node, index)) for sample in self.samples)
+        cards = (
+            {(gpu.node, gpu.index): gpu for gpu in sample.gpus}.get((node, index))
+            for sample in self.samples
+        )
         return [
-            (_share(card.utilization_percent), min(1.0, card.used_bytes / max(card.total_bytes, 1))) if card else None
+            (_share(card.utilization_percent), min(1.0, card.used_bytes / max(card.total_bytes, 1)))
+            if card
+            else None
             for card in cards
         ]
 
@@ -134,7 +146,10 @@ class Split:
 
 
 def split_gpu(
-    gpu: GpuStatus, rows: Sequence[ComponentStatus], planned: Mapping[str, Sequence[int]], trainer_bytes: float | None
+    gpu: GpuStatus,
+    rows: Sequence[ComponentStatus],
+    planned: Mapping[str, Sequence[int]],
+    trainer_bytes: float | None,
 ) -> Split:
     """Divide the memory of one GPU by component.
 
@@ -146,12 +161,20 @@ def split_gpu(
         planned: GPUs of each component in the plan.
         trainer_bytes: memory reserved by torch in the trainer process, from its telemetry.
     """
-    parts = [Share(row.name, float(gpu.held_bytes[row.name])) for row in rows if gpu.held_bytes.get(row.name)]
+    parts = [
+        Share(row.name, float(gpu.held_bytes[row.name]))
+        for row in rows
+        if gpu.held_bytes.get(row.name)
+    ]
     rest = max(0.0, gpu.used_bytes - sum(part.amount for part in parts))
     if parts or not rest:
         return Split([*parts, *_rest(OTHER, rest)], gpu.total_bytes)
     here = [row for row in rows if row.pid and gpu.index in planned.get(row.name, ())]
-    trainers = [row for row in here if row.role is Role.TRAINER and list(planned.get(row.name, ())) == [gpu.index]]
+    trainers = [
+        row
+        for row in here
+        if row.role is Role.TRAINER and list(planned.get(row.name, ())) == [gpu.index]
+    ]
     if len(trainers) == 1 and trainer_bytes and trainer_bytes <= rest:
         parts = [Share(trainers[0].name, trainer_bytes)]
         rest -= trainer_bytes
@@ -195,7 +218,10 @@ def cells(split: Split, width: int) -> list[int]:
     edges, sum_so_far, taken = [], 0.0, 0
     for part in split.parts:
         sum_so_far += part.amount
-        end = min(width, max(round(sum_so_far / split.total * width), taken + (1 if part.amount > 0 else 0)))
+        end = min(
+            width,
+            max(round(sum_so_far / split.total * width), taken + (1 if part.amount > 0 else 0)),
+        )
         edges.append(end - taken)
         taken = end
     return edges

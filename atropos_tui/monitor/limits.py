@@ -39,7 +39,10 @@ STEPS = 5
 """Newest steps whose rates are used if the supervisor recorded none."""
 
 OWN_GPUS = "more [vllm] gpus with tensor_parallel, or mode broadcast with GPUs"
-MORE_ENGINE = {"shared_vllm": f"{OWN_GPUS} for more engines", "lora_restart": "mode lora_only with more engines"}
+MORE_ENGINE = {
+    "shared_vllm": f"{OWN_GPUS} for more engines",
+    "lora_restart": "mode lora_only with more engines",
+}
 """Fixes by mode, for a trainer that feeds a single engine."""
 SHARED_MODES = ("shared_vllm",)
 """Modes in which trainer and engine use the same GPUs."""
@@ -78,7 +81,11 @@ class Rates:
     @property
     def engine_words(self) -> str:
         """Use of the engine in words: its capacity if known, else its idle time."""
-        return f"the engine idles {self.idle:.0%}" if self.capacity is None else capacity_words(self.capacity)
+        return (
+            f"the engine idles {self.idle:.0%}"
+            if self.capacity is None
+            else capacity_words(self.capacity)
+        )
 
 
 def capacity_words(used: float) -> str:
@@ -99,7 +106,9 @@ class Run:
 
     def option(self, role: Role, name: str) -> str:
         """Return a flag of the first component of a role; empty if it is not set."""
-        found = (flag(list(item.command), name) for item in self.info.components if item.role is role)
+        found = (
+            flag(list(item.command), name) for item in self.info.components if item.role is role
+        )
         return next(filter(None, found), "")
 
     @property
@@ -121,7 +130,11 @@ def rates(state: RunState, now: float) -> Rates | None:
     """Return the supervisor's rates, else those of the newest steps; None if neither is known."""
     last = state.gauges.last
     if last and now - last.time <= FRESH_S:
-        known = [(env, flow) for env, flow in last.flows.items() if flow.waiting is not None and flow.idle is not None]
+        known = [
+            (env, flow)
+            for env, flow in last.flows.items()
+            if flow.waiting is not None and flow.idle is not None
+        ]
         if known:
             env, flow = max(known, key=lambda item: _rank(item[1]))
             return Rates(flow.waiting or 0.0, flow.idle or 0.0, flow.capacity_used, env, flow)
@@ -142,7 +155,9 @@ def limit(run: Run) -> Limit | None:
     if found is None:
         return None
     # waiting + idle - 1 is the least share of the time in which trainer and engine both wait.
-    if found.waiting + found.idle - 1.0 >= BOTH_WAIT or (found.waiting >= WAITS and found.engine_has_room):
+    if found.waiting + found.idle - 1.0 >= BOTH_WAIT or (
+        found.waiting >= WAITS and found.engine_has_room
+    ):
         return _by_supply(run, found)
     if found.idle < IDLES:
         return _by_engine(run, found) if found.waiting >= WAITS else None
@@ -179,8 +194,11 @@ def _by_supply(run: Run, found: Rates) -> Limit:
     waits = f"the trainer waits {found.waiting:.0%} of the time, {found.engine_words}"
     if flow and flow.made and flow.counted_s:
         per_s = flow.made / flow.counted_s
-        # Without idle time the engine would make this many; outside these bounds the figure is noise.
-        could = f" of {per_s / (1.0 - found.idle):.2g} possible" if 0.05 <= found.idle < 0.99 else ""
+        # Without idle time the engine would make this many; outside these bounds the figure is
+        # noise.
+        could = (
+            f" of {per_s / (1.0 - found.idle):.2g} possible" if 0.05 <= found.idle < 0.99 else ""
+        )
         waits = f"{per_s:.2g}{could} groups/s; {waits}"
     if binding == "slots" and not own_work:
         what, do = _by_slots(run, found)
@@ -201,7 +219,8 @@ def _by_slots(run: Run, found: Rates) -> tuple[str, str]:
     workers = f" (on average {flow.busy_workers:.0f} of {flow.max_workers} workers are busy)"
     return (
         f"limited by the queue slots of {found.env}{room}{workers}",
-        f"raise env.max_batches_offpolicy above {run.offpolicy} (policy lag grows with it); more env.max_num_workers "
+        f"raise env.max_batches_offpolicy above {run.offpolicy} (policy lag grows with it); "
+        f"more env.max_num_workers "
         "change nothing",
     )
 
@@ -228,16 +247,29 @@ def _by_engine(run: Run, found: Rates) -> Limit:
     full, do = "", ["shorter env.max_token_length"]
     if run.has_gpus:
         do.append(MORE_ENGINE.get(run.status.mode, "more engines"))
-        if any("--enforce-eager" in part.command for part in run.info.components if part.role is Role.ENGINE):
+        if any(
+            "--enforce-eager" in part.command
+            for part in run.info.components
+            if part.role is Role.ENGINE
+        ):
             do.append("no enforce-eager")
     if found.flow and found.flow.slots:
         running, slots = found.flow.running or 0.0, found.flow.slots
         full = f" with {running:.0f} of {slots:.0f} possible sequences"
         if running < HAS_ROOM * slots and bound(found.flow) != "workers":
-            do.insert(0, f"more at a time: env.max_batches_offpolicy above {run.offpolicy} (policy lag grows with it)")
-    used = f"busy {1.0 - found.idle:.0%} of the time" if found.capacity is None else f"{found.capacity:.0%} used"
+            do.insert(
+                0,
+                f"more at a time: env.max_batches_offpolicy above {run.offpolicy} (policy "
+                f"lag grows with it)",
+            )
+    used = (
+        f"busy {1.0 - found.idle:.0%} of the time"
+        if found.capacity is None
+        else f"{found.capacity:.0%} used"
+    )
     return Limit(
-        f"limited by the engine {', '.join(names)}: {used}{full}, while the trainer waits {found.waiting:.0%}",
+        f"limited by the engine {', '.join(names)}: {used}{full}, while the trainer waits "
+        f"{found.waiting:.0%}",
         f"{', '.join(do[:-1])}, or {do[-1]}" if len(do) > 1 else do[0],
     )
 
@@ -246,10 +278,18 @@ def _by_training(run: Run, found: Rates) -> Limit:
     speed = pace(run.state, None, window=STEPS)
     part = max(_SLOW, key=lambda name: speed.parts.get(name) or 0.0)
     share = (speed.parts.get(part) or 0.0) / speed.step_s if speed.step_s else 0.0
-    lag, most = run.state.metric("policy_lag_max").last, run.option(Role.ENV, "--env.max_batches_offpolicy")
+    lag, most = (
+        run.state.metric("policy_lag_max").last,
+        run.option(Role.ENV, "--env.max_batches_offpolicy"),
+    )
     full = f", lag {number(lag, 0)} of {most}" if most and lag is not None else ""
-    shared = ", which shares its GPUs with the trainer" if run.shares_gpus and part == "train" else ""
-    what = f"limited by {_SLOW[part]}: {part} is {share:.0%} of a step{full}; {found.engine_words}{shared}"
+    shared = (
+        ", which shares its GPUs with the trainer" if run.shares_gpus and part == "train" else ""
+    )
+    what = (
+        f"limited by {_SLOW[part]}: {part} is {share:.0%} of a step{full}; "
+        f"{found.engine_words}{shared}"
+    )
     return Limit(what, _faster_step(run, part))
 
 
@@ -257,7 +297,10 @@ def _faster_step(run: Run, part: str) -> str:
     """Return the setting that shortens a part of the step; empty if there is none."""
     mode = run.status.mode
     if part == "sync":
-        return _SYNC.get(mode, "broadcast or shared_vllm publish faster; or raise [trainer] vllm_restart_interval")
+        return _SYNC.get(
+            mode,
+            "broadcast or shared_vllm publish faster; or raise [trainer] vllm_restart_interval",
+        )
     if part == "checkpoint":
         return "raise [trainer] checkpoint_interval"
     do = []
@@ -270,8 +313,10 @@ def _faster_step(run: Run, part: str) -> str:
 
 def _by_turns(run: Run, found: Rates) -> Limit:
     return Limit(
-        f"trainer and engine take turns: the trainer waits {found.waiting:.0%}, the engine idles {found.idle:.0%}",
-        f"raise env.max_batches_offpolicy above {run.offpolicy} to overlap them (policy lag rises with it)",
+        f"trainer and engine take turns: the trainer waits {found.waiting:.0%}, the engine "
+        f"idles {found.idle:.0%}",
+        f"raise env.max_batches_offpolicy above {run.offpolicy} to overlap them (policy lag "
+        f"rises with it)",
     )
 
 

@@ -37,7 +37,9 @@ _SHOWN: dict[Level, tuple[Kind, ...]] = {
     "most": ("plain", "warning", "error", "note"),
 }
 """Kinds shown at each level; notes always are."""
-_LEVEL = re.compile(r"\b(?:(WARN|WARNING)|ERROR|CRITICAL|FATAL|Traceback|[A-Z]\w*(?:Error|Exception))\b")
+_LEVEL = re.compile(
+    r"\b(?:(WARN|WARNING)|ERROR|CRITICAL|FATAL|Traceback|[A-Z]\w*(?:Error|Exception))\b"
+)
 _MAYBE = ("ERROR", "CRITICAL", "FATAL", "Traceback", "Error", "Exception", "WARN")
 _ANSWER = re.compile(r'"([A-Z]+) \S+ HTTP/[\d.]+" ([1-5])\d\d\b')
 """Access log line of a web server: method and status class."""
@@ -224,7 +226,12 @@ class LogBuffer:
             return None
         number, part = (self._base + y, 0) if self._rows is None else self._rows[y]
         entry = self._entries[number - self._base]
-        return number, part, entry, entry.shown if self._wrap is None else self._parts(entry.shown)[part]
+        return (
+            number,
+            part,
+            entry,
+            entry.shown if self._wrap is None else self._parts(entry.shown)[part],
+        )
 
     def row_of(self, number: int) -> int | None:
         """Return the first row of an entry; None if it is dropped or hidden."""
@@ -251,7 +258,9 @@ class LogBuffer:
         for begin in range(0, self.height, ROWS_AT_ONCE):
             steps = range(begin, min(begin + ROWS_AT_ONCE, self.height))
             rows = [(start + step * count) % self.height for count in steps]  # wraps around the end
-            numbers = [self._base + row if self._rows is None else self._rows[row][0] for row in rows]
+            numbers = [
+                self._base + row if self._rows is None else self._rows[row][0] for row in rows
+            ]
             entries = [self._entries[number - self._base] for number in numbers]
             if isinstance(wanted, str):
                 hits = (at for at, entry in enumerate(entries) if entry.kind == wanted)
@@ -310,7 +319,9 @@ class LogFeed:
         """Return lines of one component around `time` (Unix seconds), followed or not."""
         reader = LogReader(self._run.logs / name, "all")
         reader.skip(since=time - AROUND_S)
-        lines = takewhile(lambda line: line.time <= time + AROUND_S, chain(reader.drain(), reader.rest()))
+        lines = takewhile(
+            lambda line: line.time <= time + AROUND_S, chain(reader.drain(), reader.rest())
+        )
         found = deque((line for line in lines if line.time >= time - AROUND_S), AROUND_LINES)
         reader.close()
         return EntryMaker().entries(found)

@@ -65,7 +65,9 @@ class LogReader:
         lossy: prefer the newest lines; the last lines of an ended attempt are still read.
     """
 
-    def __init__(self, folder: Path, attempt: int | Literal["all"] | None = None, *, lossy: bool = False) -> None:
+    def __init__(
+        self, folder: Path, attempt: int | Literal["all"] | None = None, *, lossy: bool = False
+    ) -> None:
         self._folder = folder
         self._alone = isinstance(attempt, int)
         self.lossy = lossy
@@ -81,7 +83,9 @@ class LogReader:
         self._calm = CALM_READS
         """Reads since the last skip."""
         if isinstance(attempt, int):
-            self._path = next((path for path in attempts(folder) if int(path.stem) == attempt), None)
+            self._path = next(
+                (path for path in attempts(folder) if int(path.stem) == attempt), None
+            )
         else:
             self._path = self._next_attempt() if attempt == "all" else latest_attempt(folder)
 
@@ -112,7 +116,9 @@ class LogReader:
         """Yield complete lines up to the current end (lossy: at most a chunk). Call again for later
         lines."""
         while True:
-            later = self._next_attempt()  # before reading: once it exists, this attempt's log is complete
+            later = (
+                self._next_attempt()
+            )  # before reading: once it exists, this attempt's log is complete
             yield from self._attempt(is_over=later is not None)
             if later is None:
                 return
@@ -123,7 +129,9 @@ class LogReader:
     def rest(self) -> Iterator[LogLine]:
         """Yield the last line if it has no newline; call when nothing more can come."""
         if self._partial and self._file is not None:
-            yield from self._timed([self._partial], self._file.tell() - 1 - len(self._partial), time.monotonic())
+            yield from self._timed(
+                [self._partial], self._file.tell() - 1 - len(self._partial), time.monotonic()
+            )
         self._partial = b""
 
     def close(self) -> None:
@@ -164,7 +172,9 @@ class LogReader:
         for _ in range(3):
             if self._file is None:
                 return
-            newer = self._rotated(self._path, self._file)  # before reading: a renamed file is complete
+            newer = self._rotated(
+                self._path, self._file
+            )  # before reading: a renamed file is complete
             yield from self._lines(self._file, grows=newer is None and not is_over)
             if newer is None:
                 return
@@ -190,8 +200,8 @@ class LogReader:
                 newest = stack.enter_context(open_regular(path, IN_LOGS))
                 if _same(newest, file):
                     return None
-                # The new file is opened before the old one: a rotation between the two can only make
-                # the older one newer. The other order could lose a segment.
+                # The new file is opened before the old one: a rotation between the two can only
+                # make the older one newer. The other order could lose a segment.
                 older = _open(_older(path))
                 if older is not None and not _same(older, file) and not _same(older, newest):
                     return older
@@ -217,12 +227,16 @@ class LogReader:
         if self.lossy:
             at_once = CHUNK_BYTES if self._calm >= CALM_READS else FLOOD_BYTES
             may_wait = grows or at_once == CHUNK_BYTES  # in a flood, skip the surplus at once
-            yield from self._jump(file, size - file.tell(), at_once, MAX_BEHIND_BYTES if may_wait else at_once)
+            yield from self._jump(
+                file, size - file.tell(), at_once, MAX_BEHIND_BYTES if may_wait else at_once
+            )
             size = min(size, file.tell() + at_once) if grows else size
         left = size - file.tell()
         while left > 0:
             begin = file.tell()
-            left -= file.seek(next_data(file.fileno(), begin)) - begin  # skip a hole of a sparse file
+            left -= (
+                file.seek(next_data(file.fileno(), begin)) - begin
+            )  # skip a hole of a sparse file
             data = file.read(min(CHUNK_BYTES, left)) if left > 0 else b""
             if not data:
                 return
@@ -249,7 +263,9 @@ class LogReader:
             self._times.refresh()
             self._clock = max(self._clock, self._times.at(file.seek(left - at_once, os.SEEK_CUR)))
             name = f"{self._folder.name}/{self._number}.log"
-            yield self._own(f"··· {bytes_text(left - at_once)} {where}, in {name} ···", is_note=True)
+            yield self._own(
+                f"··· {bytes_text(left - at_once)} {where}, in {name} ···", is_note=True
+            )
         self._begun = True
 
     def _timed(self, lines: list[bytes], begin: int, read_at: float) -> list[LogLine]:
@@ -274,7 +290,9 @@ class LogReader:
         ]
 
     def _own(self, text: str, is_note: bool = False) -> LogLine:
-        return LogLine(self._clock, self._folder.name, self._number, text, time.monotonic(), is_note)
+        return LogLine(
+            self._clock, self._folder.name, self._number, text, time.monotonic(), is_note
+        )
 
 
 class MergedLogs:
@@ -324,7 +342,11 @@ class MergedLogs:
         If the clock of the lines is another machine's or was set back, the time of reading decides.
         """
         oldest = time.monotonic() - HOLD_S
-        return max(time.time() - HOLD_S, *(line.time for line in self._waiting if line.read_at <= oldest), 0.0)
+        return max(
+            time.time() - HOLD_S,
+            *(line.time for line in self._waiting if line.read_at <= oldest),
+            0.0,
+        )
 
     def _in_order(self, *sources: Iterable[LogLine]) -> Iterable[LogLine]:
         if self._bounded:  # lossy readers return little: sorting costs half of merging

@@ -16,7 +16,14 @@ from typing import Any
 
 from atropos_common.run_dir import RunDir
 from atropos_tui.monitor.charts import NOISY
-from atropos_tui.monitor.format import counted, duration, masked_line, number, seconds_text, text_table
+from atropos_tui.monitor.format import (
+    counted,
+    duration,
+    masked_line,
+    number,
+    seconds_text,
+    text_table,
+)
 from atropos_tui.monitor.reading import Along, Ruler, is_smoothed, smooth
 from atropos_tui.monitor.run_files import RunInfo, load_run, names_of, read_toml
 from atropos_tui.monitor.series import Series, mean
@@ -103,7 +110,10 @@ def _flat(table: dict[str, Any], before: str = "") -> Iterator[tuple[str, object
             for at, item in enumerate(value):
                 yield from _flat(item, f"{before}{key}.{item.get('name', at)}.")
         else:
-            yield f"{before}{key}", len(value) if key == "gpus" and isinstance(value, list) else value
+            yield (
+                f"{before}{key}",
+                len(value) if key == "gpus" and isinstance(value, list) else value,
+            )
 
 
 def differing(runs: Sequence[RunCurves]) -> dict[str, list[str]]:
@@ -125,10 +135,16 @@ def by_setting(runs: Sequence[RunCurves]) -> list[Setting]:
     telling = _telling(list(found))
     words = [_words([(keys[at], values[at]) for at in telling]) for values in found]
     if not telling or len(telling) > MOST_WORDS or len(set(words)) < len(words):
-        words = [members[0].name if len(found) > 1 or len(members) == 1 else "" for members in found.values()]
+        words = [
+            members[0].name if len(found) > 1 or len(members) == 1 else ""
+            for members in found.values()
+        ]
     counts = [f"{len(members)} runs" if len(members) > 1 else "" for members in found.values()]
     labels = [", ".join(filter(None, both)) for both in zip(words, counts, strict=True)]
-    return [Setting(label, tuple(members)) for label, members in zip(labels, found.values(), strict=True)]
+    return [
+        Setting(label, tuple(members))
+        for label, members in zip(labels, found.values(), strict=True)
+    ]
 
 
 def _telling(rows: Sequence[Sequence[str]]) -> list[int]:
@@ -136,22 +152,33 @@ def _telling(rows: Sequence[Sequence[str]]) -> list[int]:
     chosen: list[int] = []
     while len({tuple(row[at] for at in chosen) for row in rows}) < len(rows):
         rest = [at for at in range(len(rows[0])) if at not in chosen]
-        chosen.append(max(rest, key=lambda at: len({tuple(row[one] for one in (*chosen, at)) for row in rows})))
+        chosen.append(
+            max(
+                rest, key=lambda at: len({tuple(row[one] for one in (*chosen, at)) for row in rows})
+            )
+        )
     return chosen
 
 
 def _words(settings: Sequence[tuple[str, str]]) -> str:
-    parts = (value if key == "mode" else f"{key.rpartition('.')[2]} {PurePath(value).name}" for key, value in settings)
+    parts = (
+        value if key == "mode" else f"{key.rpartition('.')[2]} {PurePath(value).name}"
+        for key, value in settings
+    )
     return ", ".join(parts)
 
 
-def lines(settings: Sequence[Setting], metric: str, along: Along, smoothing: int = 0) -> list[MetricLine | None]:
+def lines(
+    settings: Sequence[Setting], metric: str, along: Along, smoothing: int = 0
+) -> list[MetricLine | None]:
     """Return the curve of `metric` for each setting; None if no run has it.
 
     Either all curves are smoothed or none: a smooth one beside a noisy one would look like a
     difference.
     """
-    longest = max((len(run.state.metric(metric)) for setting in settings for run in setting.runs), default=0)
+    longest = max(
+        (len(run.state.metric(metric)) for setting in settings for run in setting.runs), default=0
+    )
     span = smoothing if metric in NOISY and is_smoothed(longest, smoothing) else 0
     count = last_steps([run for setting in settings for run in setting.runs])
     return [_line(setting, metric, along, span, count) for setting in settings]
@@ -162,10 +189,15 @@ def _line(setting: Setting, metric: str, along: Along, span: int, count: int) ->
     found = [(run, series) for run, series in found if len(series)]
     if not found:
         return None
-    drawn = [(Ruler(run.state, along), smooth(series, span, POINTS) if span else series) for run, series in found]
+    drawn = [
+        (Ruler(run.state, along), smooth(series, span, POINTS) if span else series)
+        for run, series in found
+    ]
     curves = [(list(ruler.place(series)), list(series.values)) for ruler, series in drawn]
     # Evaluations are rare and exact: the newest value counts, without a mean.
-    ends = [series.last if metric in run.state.evals else final(series, count) for run, series in found]
+    ends = [
+        series.last if metric in run.state.evals else final(series, count) for run, series in found
+    ]
     last = mean([value for value in ends if value is not None])
     if len(curves) == 1:
         return MetricLine(setting.label, *curves[0], smoothing=span, last=last)
@@ -177,8 +209,15 @@ def _band(
 ) -> tuple[list[float], list[float], list[float], list[float]]:
     """Return places, means, minima and maxima of the curves that reach each place."""
     everywhere = sorted({place for places, _ in curves for place in places})
-    places = everywhere if len(everywhere) <= PLACES else everywhere[:: math.ceil(len(everywhere) / PLACES)]
-    columns = [[value for curve in curves if (value := _between(*curve, place)) is not None] for place in places]
+    places = (
+        everywhere
+        if len(everywhere) <= PLACES
+        else everywhere[:: math.ceil(len(everywhere) / PLACES)]
+    )
+    columns = [
+        [value for curve in curves if (value := _between(*curve, place)) is not None]
+        for place in places
+    ]
     kept = [(place, column) for place, column in zip(places, columns, strict=True) if column]
     return (
         [place for place, _ in kept],
@@ -205,7 +244,9 @@ def _between(places: Sequence[float], values: Sequence[float], place: float) -> 
 
 def last_steps(runs: Iterable[RunCurves]) -> int:
     """Return the number of newest steps in the final value of each of these runs."""
-    shortest = min((count for run in runs if (count := len(run.state.metric("reward_mean")))), default=LAST)
+    shortest = min(
+        (count for run in runs if (count := len(run.state.metric("reward_mean")))), default=LAST
+    )
     return max(1, min(LAST, shortest // LAST_SHARE))
 
 
@@ -277,7 +318,9 @@ def seeds_table(runs: Sequence[RunCurves]) -> list[list[str]]:
 
 def _spread(values: Sequence[float | None]) -> str:
     known = [value for value in values if value is not None]
-    return f"{number(mean(known))} ({number(min(known))} to {number(max(known))})" if known else NONE
+    return (
+        f"{number(mean(known))} ({number(min(known))} to {number(max(known))})" if known else NONE
+    )
 
 
 def summary(runs: Sequence[RunCurves]) -> str:

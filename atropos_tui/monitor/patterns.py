@@ -110,7 +110,10 @@ def _compiled(expression: str, ignore_case: bool, *, never_nl: bool) -> re2._Reg
     except re2.error as error:
         reason = error.args[0].decode(errors="replace")
         if _python_takes(expression):
-            words = f"{reason} (look-around, back-references and other extensions of Perl are not supported)"
+            words = (
+                f"{reason} (look-around, back-references and other extensions of Perl are not "
+                f"supported)"
+            )
             raise UnsupportedPatternError(words) from None
         raise PatternError(reason) from None
 

@@ -97,7 +97,9 @@ class Ruler:
         self._steps, self._sums = tokens.steps[:], list(_sums(tokens))
         times = state.metric("step_s")
         took = times.values[0] if len(times) and math.isfinite(times.values[0]) else 0.0
-        self._start = times.times[0] - took if len(times) else math.inf  # without a step, all places are 0
+        self._start = (
+            times.times[0] - took if len(times) else math.inf
+        )  # without a step, all places are 0
 
     def place(self, series: Series) -> Sequence[float]:
         """Return the positions of the points of `series`."""
@@ -114,10 +116,13 @@ class Ruler:
         if self._along is Along.MINUTES:
             begin, end = self._start + 60 * first, self._start + 60 * last
             # A millisecond more, because minutes as floats are rounded.
-            return series.part(bisect_left(series.times, begin), bisect_right(series.times, end + 1e-3))
+            return series.part(
+                bisect_left(series.times, begin), bisect_right(series.times, end + 1e-3)
+            )
         within = self._steps[bisect_left(self._sums, first) : bisect_right(self._sums, last)]
         return series.part(
-            bisect_left(series.steps, min(within, default=0)), bisect_right(series.steps, max(within, default=0))
+            bisect_left(series.steps, min(within, default=0)),
+            bisect_right(series.steps, max(within, default=0)),
         )
 
     def step_at(self, place: float, steps: Series) -> int:
@@ -181,7 +186,11 @@ def sensible_range(values: Sequence[float]) -> tuple[float, float] | None:
     last = bisect_right(finite, three_quarters + reach) - 1
     left_out = first + len(finite) - 1 - last
     low, high = finite[first], finite[last]
-    if not left_out or left_out > max(1, MOST_OUTLIERS * len(finite)) or finite[-1] - finite[0] < 2 * (high - low):
+    if (
+        not left_out
+        or left_out > max(1, MOST_OUTLIERS * len(finite))
+        or finite[-1] - finite[0] < 2 * (high - low)
+    ):
         return None
     return low, high
 
@@ -216,7 +225,9 @@ def marks(state: RunState) -> list[Mark]:
         for attempt, step in state.attempt_steps.items()
         if attempt > first_attempt
     ]
-    found += [Mark(record.step, "checkpoint", "checkpoint", record.time) for record in state.checkpoints]
+    found += [
+        Mark(record.step, "checkpoint", "checkpoint", record.time) for record in state.checkpoints
+    ]
     for name, series in state.evals.items():
         for step, value, time in zip(series.steps, series.values, series.times, strict=True):
             found.append(Mark(step, "evaluation", f"{name} {value:.3g}", time))

@@ -17,7 +17,16 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from atropos_common.control import Accepted, Action, CommandRequest, Phase, Recipe, RunStatus, Snapshot, State
+from atropos_common.control import (
+    Accepted,
+    Action,
+    CommandRequest,
+    Phase,
+    Recipe,
+    RunStatus,
+    Snapshot,
+    State,
+)
 from atropos_common.record_tail import RecordTail
 from atropos_common.records import (
     CheckpointRecord,
@@ -32,7 +41,14 @@ from atropos_common.records import (
 from atropos_common.run_dir import LATEST_TIME, RunDir
 from atropos_tui.monitor.log_buffer import EntryMaker, LogEntry
 from atropos_tui.monitor.log_reader import LogLine, LogReader, MergedLogs
-from atropos_tui.monitor.run_files import RecordBatch, RunInfo, component_rows, read_info, status_from_files, streams
+from atropos_tui.monitor.run_files import (
+    RecordBatch,
+    RunInfo,
+    component_rows,
+    read_info,
+    status_from_files,
+    streams,
+)
 from atropos_tui.monitor.state import RunState
 from atropos_tui.supervisor.client import Refused
 
@@ -71,7 +87,10 @@ class Recording:
     def time_of(self, step: int) -> float | None:
         """Return the time of that step, or of the first later one; None if there is none."""
         pairs = zip(self.times, self.records, strict=True)
-        return next((at for at, record in pairs if isinstance(record, StepRecord) and record.step >= step), None)
+        return next(
+            (at for at, record in pairs if isinstance(record, StepRecord) and record.step >= step),
+            None,
+        )
 
     @classmethod
     def load(cls, run: RunDir) -> Recording:
@@ -87,7 +106,14 @@ class Recording:
             if isinstance(record, STATUS):
                 state.apply(record)
         final = status_from_files(run, info, state)
-        return cls(run, info, [at for at, _ in ordered], [record for _, record in ordered], bad_lines, final)
+        return cls(
+            run,
+            info,
+            [at for at, _ in ordered],
+            [record for _, record in ordered],
+            bad_lines,
+            final,
+        )
 
 
 def _read(path: Path) -> tuple[list[Record], int]:
@@ -117,7 +143,11 @@ class ReplayClock:
     the end."""
 
     def __init__(
-        self, first: float, last: float, speed: float = 1.0, ticks: Callable[[], float] = time.monotonic
+        self,
+        first: float,
+        last: float,
+        speed: float = 1.0,
+        ticks: Callable[[], float] = time.monotonic,
     ) -> None:
         """Args: `first`, `last`: Unix seconds; `ticks`: seconds of a monotonic clock."""
         self.first, self.last = first, last
@@ -246,7 +276,10 @@ class ReplayControl:
         await asyncio.Event().wait()  # no further events; callers cancel this
 
     async def recipe(self, action: Action, component: str | None = None) -> Recipe:
-        raise Refused("this is a replay: what it shows is over", "atropos-tui attach opens the screen of a live run")
+        raise Refused(
+            "this is a replay: what it shows is over",
+            "atropos-tui attach opens the screen of a live run",
+        )
 
     async def command(self, request: CommandRequest) -> Accepted:
         await self.recipe(request.action, request.component)
@@ -287,7 +320,12 @@ class ReplayLogs:
                 entries.append(entry)
         if not passed:
             return list(entries)
-        return [LogEntry("note", f"··· {passed:,} lines passed over at this speed ···", "", entries[0].time), *entries]
+        return [
+            LogEntry(
+                "note", f"··· {passed:,} lines passed over at this speed ···", "", entries[0].time
+            ),
+            *entries,
+        ]
 
     def _begin(self, names: tuple[str, ...]) -> None:
         self._following, self._jumps, self._waiting = names, self._clock.jumps, None
@@ -303,7 +341,9 @@ class ReplayLogs:
 class Replay:
     """Feed, control, logs and clock of one recording."""
 
-    def __init__(self, recording: Recording, speed: float = 1.0, ticks: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, recording: Recording, speed: float = 1.0, ticks: Callable[[], float] = time.monotonic
+    ) -> None:
         """Args: `recording` has at least one record."""
         self.recording = recording
         self.clock = ReplayClock(recording.times[0], recording.times[-1], speed, ticks)

@@ -29,7 +29,15 @@ from atropos_tui import __version__
 from atropos_tui.diagnoses import severity_of
 from atropos_tui.monitor.bench import benchmark_state, origin, summary_sections, tokens_per_second
 from atropos_tui.monitor.charts import CHARTS, WRITERS, ChartSpec, CurveSpec
-from atropos_tui.monitor.format import counted, duration, glyph_and_word, masked_line, number, plain_text, real
+from atropos_tui.monitor.format import (
+    counted,
+    duration,
+    glyph_and_word,
+    masked_line,
+    number,
+    plain_text,
+    real,
+)
 from atropos_tui.monitor.log_buffer import Classifier
 from atropos_tui.monitor.log_reader import LogReader
 from atropos_tui.monitor.overlay import (
@@ -49,7 +57,13 @@ from atropos_tui.monitor.overlay import (
 )
 from atropos_tui.monitor.reading import Along
 from atropos_tui.monitor.report_charts import PageChart, PageCurve, charts, draw, system_charts
-from atropos_tui.monitor.rollout_groups import RolloutGroup, groups, known_rewards, question, shared_beginning
+from atropos_tui.monitor.rollout_groups import (
+    RolloutGroup,
+    groups,
+    known_rewards,
+    question,
+    shared_beginning,
+)
 from atropos_tui.monitor.run_files import RunInfo, is_crashed, load_run, read_json
 from atropos_tui.monitor.series import Series, mean
 from atropos_tui.monitor.state import COMMANDS_KEPT, DIAGNOSES_KEPT, TRANSITIONS_KEPT, RunState
@@ -101,7 +115,9 @@ def render_report(run: RunDir, status: RunStatus, now: float) -> str:
         settings=_settings(run),
         remarks=list(_remarks(state, feed.bad_lines)),
         charts=[(chart, _picture(chart, f"chart{at}")) for at, chart in enumerate(charts(state))],
-        system=[(chart, _picture(chart, f"system{at}")) for at, chart in enumerate(system_charts(state))],
+        system=[
+            (chart, _picture(chart, f"system{at}")) for at, chart in enumerate(system_charts(state))
+        ],
         lanes=lanes(state, end),
         span=_span(state, end),
         diagnoses=[_diagnosis(record, state, status) for record in state.diagnoses],
@@ -127,7 +143,13 @@ def _page(template: str, now: float, **values: object) -> str:
 def environment() -> Environment:
     """Return the environment for the templates in this folder; it escapes all inserted values."""
     loader = PackageLoader("atropos_tui.monitor", package_path=".")
-    return Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return Environment(
+        loader=loader,
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
 
 
 def _picture(chart: PageChart, name: str) -> Markup:
@@ -150,7 +172,11 @@ def _verdict(status: RunStatus) -> tuple[str, str]:
         return "▲ ended without a result", "bad"
     if status.exit_code == INTERRUPTED:
         return f"■ {masked_line(status.reason) or 'interrupted'}", "dim"
-    return ("✔ done", "good") if status.exit_code == 0 else (f"✖ ended with code {status.exit_code}", "bad")
+    return (
+        ("✔ done", "good")
+        if status.exit_code == 0
+        else (f"✖ ended with code {status.exit_code}", "bad")
+    )
 
 
 def _sentence(status: RunStatus, info: RunInfo, state: RunState, now: float) -> tuple[str, str]:
@@ -163,11 +189,14 @@ def _learned(state: RunState) -> str:
     """Return the held-out accuracy of every environment and split, first and newest."""
     found = {name: series for name, series in state.evals.items() if len(series) > 1}
     return "; ".join(
-        f"{masked_line(name)} {number(series.values[0])} → {number(series.last)}" for name, series in found.items()
+        f"{masked_line(name)} {number(series.values[0])} → {number(series.last)}"
+        for name, series in found.items()
     )
 
 
-def _headline(state: RunState, info: RunInfo, status: RunStatus, end: float) -> list[tuple[str, str]]:
+def _headline(
+    state: RunState, info: RunInfo, status: RunStatus, end: float
+) -> list[tuple[str, str]]:
     steps = f"{state.step:,}" + (f" of {info.training_steps:,}" if info.training_steps else "")
     name, held_out = next(iter(state.evals.items()), ("", None))
     rewards = state.metric("reward_mean")
@@ -188,20 +217,36 @@ def _headline(state: RunState, info: RunInfo, status: RunStatus, end: float) -> 
 
 def _remarks(state: RunState, bad_lines: int) -> Iterator[str]:
     if bad_lines:
-        yield f"{counted(bad_lines, 'line')} of the run's streams were torn, foreign or too long, and are left out."
+        yield (
+            f"{counted(bad_lines, 'line')} of the run's streams were torn, foreign or too long, "
+            f"and are left out."
+        )
     if state.unknown:
-        yield f"{counted(state.unknown, 'record')} of kinds that this version does not know: a newer one wrote them."
+        yield (
+            f"{counted(state.unknown, 'record')} of kinds that this version does not know: a "
+            f"newer one wrote them."
+        )
     if state.newest_version > SCHEMA_VERSION:
-        yield f"Records claim schema version {state.newest_version:,}; this version reads {SCHEMA_VERSION}."
+        yield (
+            f"Records claim schema version {state.newest_version:,}; this version reads "
+            f"{SCHEMA_VERSION}."
+        )
     if not state.series:
         yield "The trainer has written no telemetry: there are no curves and no figures."
     if len(state.transitions) == TRANSITIONS_KEPT or len(state.commands) == COMMANDS_KEPT:
-        yield f"Only the newest {TRANSITIONS_KEPT:,} transitions are shown; supervisor.jsonl has all of them."
+        yield (
+            f"Only the newest {TRANSITIONS_KEPT:,} transitions are shown; supervisor.jsonl has "
+            f"all of them."
+        )
     if len(state.diagnoses) == DIAGNOSES_KEPT:
-        yield f"Only the newest {DIAGNOSES_KEPT} diagnoses are shown; supervisor.jsonl has all of them."
+        yield (
+            f"Only the newest {DIAGNOSES_KEPT} diagnoses are shown; supervisor.jsonl has all of "
+            f"them."
+        )
     if len(state.attempt_steps) > 1:
         yield (
-            f"The trainer was started {len(state.attempt_steps)} times; what an earlier attempt did beyond the "
+            f"The trainer was started {len(state.attempt_steps)} times; what an earlier "
+            f"attempt did beyond the "
             "checkpoint that a later one began from is left out. Dotted lines mark where it began."
         )
 
@@ -244,7 +289,9 @@ def lanes(state: RunState, end: float) -> list[Lane]:
         since, word = open_.pop(name, (until, ""))
         if word and word not in (State.PENDING, State.STOPPED, State.COMPLETED):
             left, width = 100 * (since - start) / whole, 100 * max(0.0, until - since) / whole
-            found[name].bars.append((left, width, word, f"{word} from {_clock(since)} for {duration(until - since)}"))
+            found[name].bars.append(
+                (left, width, word, f"{word} from {_clock(since)} for {duration(until - since)}")
+            )
 
     for record in state.transitions:
         if not start <= record.time <= end:
@@ -307,8 +354,13 @@ def _block(text: str, most: int) -> str:
 def _settings(run: RunDir) -> list[tuple[str, str, str]]:
     """Return key, value and default of every setting that is not at its default; `–` without
     one."""
-    defaults = {f"trainer.{name}": field.default for name, field in TrainingConfig.model_fields.items()}
-    rows = [(key, value, masked_line(str(defaults.get(key, "–")))) for key, value in settings_of(run).items()]
+    defaults = {
+        f"trainer.{name}": field.default for name, field in TrainingConfig.model_fields.items()
+    }
+    rows = [
+        (key, value, masked_line(str(defaults.get(key, "–"))))
+        for key, value in settings_of(run).items()
+    ]
     return [row for row in rows if row[1] != row[2]]
 
 
@@ -327,7 +379,9 @@ def _rollouts(state: RunState) -> list[dict[str, Any]]:
 def _group(group: RolloutGroup, shared: int) -> dict[str, Any]:
     asked = masked_line(question(group.prompt)[shared:])
     cut = "…" if len(asked) > QUESTION_CHARS else ""
-    best_first = sorted(group.rollouts, key=lambda one: (not math.isnan(one.reward), one.reward), reverse=True)
+    best_first = sorted(
+        group.rollouts, key=lambda one: (not math.isnan(one.reward), one.reward), reverse=True
+    )
     return {
         "step": group.step,
         "env": masked_line(group.env),
@@ -350,14 +404,21 @@ def _spread(group: RolloutGroup) -> str:
     low, high = number(min(known)), number(max(known))
     if len(set(known)) == 1:
         return f"{size}, {'reward' if len(known) == 1 else 'all with the reward'} {low}"
-    return f"{size}, rewards from {low} to {high}, mean {number(mean(known))} ± {number(pstdev(known))}"
+    return (
+        f"{size}, rewards from {low} to {high}, mean {number(mean(known))} ± "
+        f"{number(pstdev(known))}"
+    )
 
 
 def _dots(known: Sequence[float]) -> list[float]:
     """Return the position of each reward between lowest and highest, in percent; empty if all are
     equal."""
     low, high = min(known, default=0.0), max(known, default=0.0)
-    return [100 * (reward - low) / (high - low) for reward in known] if math.isfinite(high - low) and high > low else []
+    return (
+        [100 * (reward - low) / (high - low) for reward in known]
+        if math.isfinite(high - low) and high > low
+        else []
+    )
 
 
 def _sample(record: RolloutRecord) -> dict[str, str]:
@@ -388,10 +449,15 @@ _FACTS = {
 def _facts(run: RunDir, status: RunStatus) -> list[tuple[str, str]]:
     """Return run.json and result.json as rows; missing values are left out."""
     data = read_json(run.run_json)
-    rows = [(title, _fact(key, data[key])) for key, title in _FACTS.items() if data.get(key) is not None]
+    rows = [
+        (title, _fact(key, data[key])) for key, title in _FACTS.items() if data.get(key) is not None
+    ]
     versions, git = data.get("versions"), data.get("git")
     if isinstance(versions, dict):
-        rows += [(masked_line(str(name)), masked_line(str(version))) for name, version in versions.items()]
+        rows += [
+            (masked_line(str(name)), masked_line(str(version)))
+            for name, version in versions.items()
+        ]
     if isinstance(git, dict):
         changed = " with changes" if git.get("dirty") else ""
         rows.append(("Git commit", masked_line(str(git.get("commit"))) + changed))
@@ -443,7 +509,9 @@ def errors_of(run: RunDir) -> list[Errors]:
         kinds: dict[str, tuple[float, int, str]] = {}
         count = 0
         for at, _, _, text, *_ in chain(reader.drain(), reader.rest()):
-            is_first = not text.startswith((" ", "\t"))  # lines inside a traceback belong to its error
+            is_first = not text.startswith(
+                (" ", "\t")
+            )  # lines inside a traceback belong to its error
             if classifier.kind(text) == "error" and is_first and text.strip():
                 count += 1
                 kind = _FIGURES.sub("#", text)
@@ -457,7 +525,19 @@ def errors_of(run: RunDir) -> list[Errors]:
 
 # Several runs.
 
-DRAWN = ("reward", "useful", "entropy", "length", "kl", "loss", "grad", "diff", "lag", "time", "tokens")
+DRAWN = (
+    "reward",
+    "useful",
+    "entropy",
+    "length",
+    "kl",
+    "loss",
+    "grad",
+    "diff",
+    "lag",
+    "time",
+    "tokens",
+)
 """Charts of which the first curve is drawn; held-out accuracy follows the reward."""
 SMOOTHING = 10
 
@@ -470,7 +550,9 @@ def render_overlay(runs: Sequence[RunCurves], now: float) -> str:
     pictures = {}
     for along in Along:
         found = [chart for name in names if (chart := chart_over(name, settings, along))]
-        pictures[along] = [(chart, _picture(chart, f"{along}{at}")) for at, chart in enumerate(found)]
+        pictures[along] = [
+            (chart, _picture(chart, f"{along}{at}")) for at, chart in enumerate(found)
+        ]
     tables = [("Final values", final_table(runs))]
     if spread := seeds_table(runs):
         tables.append(("Seeds of one setting: mean, lowest to highest", spread))

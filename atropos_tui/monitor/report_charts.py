@@ -53,7 +53,12 @@ MANY = 400
 """Curves of more points get a thinner line."""
 
 _MARKERS = {f"#0102{at:02x}": f"var(--c{at})" for at in range(1, PALETTE + 1)}
-_MARKERS |= {"#010301": "var(--axis)", "#010302": "var(--grid)", "#010303": "var(--good-area)", "#010304": "var(--bad)"}
+_MARKERS |= {
+    "#010301": "var(--axis)",
+    "#010302": "var(--grid)",
+    "#010303": "var(--good-area)",
+    "#010304": "var(--bad)",
+}
 _AXIS, _GRID, _HEALTHY, _BAD = (name for name in _MARKERS if name.startswith("#0103"))
 _LINES = {"restart": _AXIS, "diagnosis": _BAD}
 _POINTS = {"evaluation": "d", "checkpoint": "s"}
@@ -151,29 +156,43 @@ class PageChart:
 def charts(state: RunState) -> list[PageChart]:
     """Return every chart for which `state` has data, in reading order."""
     every = marks(state)
-    few = [mark for mark in every if mark.kind != "evaluation"]  # many evaluations would hide restarts
+    few = [
+        mark for mark in every if mark.kind != "evaluation"
+    ]  # many evaluations would hide restarts
     found = [
-        _chart(spec, state, every if any(curve.metric == HELD_OUT for curve in spec.curves) else few) for spec in PAGE
+        _chart(
+            spec, state, every if any(curve.metric == HELD_OUT for curve in spec.curves) else few
+        )
+        for spec in PAGE
     ]
     found.append(_split(state, few))
     return [chart for chart in found if chart.lines]
 
 
 def _chart(spec: ChartSpec, state: RunState, beside: list[Mark]) -> PageChart:
-    found = [(curve, label, series) for curve in spec.curves for label, series in _found(curve, state)]
+    found = [
+        (curve, label, series) for curve in spec.curves for label, series in _found(curve, state)
+    ]
     lines = [
         _line(label, at, series, WRITERS[spec.unit], scatter=curve.scatter)
         for at, (curve, label, series) in enumerate(found, 1)
     ]
-    longest = max((series.count for curve, _, series in found if curve.metric != HELD_OUT), default=0)
-    note = f"{longest:,} points, thinned; every slice keeps its extremes." if longest > POINTS else ""
+    longest = max(
+        (series.count for curve, _, series in found if curve.metric != HELD_OUT), default=0
+    )
+    note = (
+        f"{longest:,} points, thinned; every slice keeps its extremes." if longest > POINTS else ""
+    )
     return PageChart(spec, [line for line in lines if line], beside, note)
 
 
 def _found(curve: CurveSpec, state: RunState) -> list[tuple[str, Series]]:
     """Return label and points of a curve; held-out accuracy has one for each environment."""
     if curve.metric == HELD_OUT:
-        return [(f"{curve.label} accuracy, {masked_line(name)}", series) for name, series in state.evals.items()]
+        return [
+            (f"{curve.label} accuracy, {masked_line(name)}", series)
+            for name, series in state.evals.items()
+        ]
     return [(curve.label, state.metric(curve.metric))]
 
 
@@ -194,17 +213,26 @@ def _split(state: RunState, beside: list[Mark]) -> PageChart:
     if len(seconds) > 1:
         note += f"Without the first step, which took {seconds_text(seconds.values[0])}."
     total = averaged(whole.like(sums), STACKED)
-    lines = [_share(name, at, averaged(part, STACKED), total) for at, (name, part) in enumerate(parts.items(), 1)]
+    lines = [
+        _share(name, at, averaged(part, STACKED), total)
+        for at, (name, part) in enumerate(parts.items(), 1)
+    ]
     return PageChart(STEP_PARTS, lines if len(whole) else [], beside, note, stacked=True)
 
 
 def _share(label: str, colour: int, part: Series, whole: Series) -> PageCurve:
     """Return the share of `part` in `whole`, for each step and in total."""
     pairs = list(zip(part.values, whole.values, strict=True))
-    shares = [value / total if total > 0 and math.isfinite(total) else 0.0 for value, total in pairs]
+    shares = [
+        value / total if total > 0 and math.isfinite(total) else 0.0 for value, total in pairs
+    ]
     seconds, all_of_them = sum(value for value, _ in pairs), sum(total for _, total in pairs)
-    mean_share = f"{seconds / all_of_them:.0%}" if all_of_them > 0 and math.isfinite(all_of_them) else "–"
-    return PageCurve(label, colour, Series(part.steps, shares, part.times), mean_share, "of all steps")
+    mean_share = (
+        f"{seconds / all_of_them:.0%}" if all_of_them > 0 and math.isfinite(all_of_them) else "–"
+    )
+    return PageCurve(
+        label, colour, Series(part.steps, shares, part.times), mean_share, "of all steps"
+    )
 
 
 def system_charts(state: RunState) -> list[PageChart]:
@@ -219,14 +247,20 @@ def system_charts(state: RunState) -> list[PageChart]:
     )
     parts = sorted({name for sample in samples for name in sample.components})
 
-    def curve(label: str, colour: int, unit: str, of: Callable[[GaugesRecord], float | None]) -> PageCurve | None:
+    def curve(
+        label: str, colour: int, unit: str, of: Callable[[GaugesRecord], float | None]
+    ) -> PageCurve | None:
         found = [(sample.time, value) for sample in samples if (value := of(sample)) is not None]
         times, values = [time for time, _ in found], [value for _, value in found]
-        line = _line(masked_line(label), colour, Series(range(len(found)), values, times), WRITERS[unit])
+        line = _line(
+            masked_line(label), colour, Series(range(len(found)), values, times), WRITERS[unit]
+        )
         return line and replace(line, places=[(time - start) / 60 for time in line.points.times])
 
     def card(label: str, name: str) -> Callable[[GaugesRecord], float | None]:
-        return lambda sample: next((getattr(gpu, name) for gpu in sample.gpus if gpu.label == label), None)
+        return lambda sample: next(
+            (getattr(gpu, name) for gpu in sample.gpus if gpu.label == label), None
+        )
 
     def engine(which: str, name: str) -> Callable[[GaugesRecord], float | None]:
         return lambda sample: getattr(sample.engines.get(which), name, None)
@@ -235,24 +269,41 @@ def system_charts(state: RunState) -> list[PageChart]:
         return lambda sample: getattr(sample.components.get(which), "memory_bytes", None)
 
     drawn: list[tuple[ChartSpec, list[tuple[str, Callable[[GaugesRecord], float | None]]]]] = [
-        (ChartSpec("GPU in use", (), "Percent of time", low=0.0, high=100.0),
-         [(f"GPU {label}", card(label, "utilization_percent")) for label in gpus]),
-        (ChartSpec("GPU memory", (), "In use, whoever uses it", unit="bytes", low=0.0),
-         [(f"GPU {label}", card(label, "used_bytes")) for label in gpus]),
-        (ChartSpec("Requests at the engines", (), "Being answered", low=0.0),
-         [(name, engine(name, "running")) for name in engines]),
-        (ChartSpec("KV cache", (), "Share in use", low=0.0, high=1.0),
-         [(name, engine(name, "kv_use")) for name in engines]),
-        (ChartSpec("run-api queue", (), "Groups that wait for the trainer", low=0.0),
-         [("groups", lambda sample: sample.queue)]),
-        (ChartSpec("CPU", (), "Percent of the whole machine", low=0.0, high=100.0),
-         [("host", lambda sample: sample.host.cpu_percent)]),
-        (ChartSpec("Main memory", (), "By component", unit="bytes", low=0.0), [(name, part(name)) for name in parts]),
-    ]  # fmt: skip
+        (
+            ChartSpec("GPU in use", (), "Percent of time", low=0.0, high=100.0),
+            [(f"GPU {label}", card(label, "utilization_percent")) for label in gpus],
+        ),
+        (
+            ChartSpec("GPU memory", (), "In use, whoever uses it", unit="bytes", low=0.0),
+            [(f"GPU {label}", card(label, "used_bytes")) for label in gpus],
+        ),
+        (
+            ChartSpec("Requests at the engines", (), "Being answered", low=0.0),
+            [(name, engine(name, "running")) for name in engines],
+        ),
+        (
+            ChartSpec("KV cache", (), "Share in use", low=0.0, high=1.0),
+            [(name, engine(name, "kv_use")) for name in engines],
+        ),
+        (
+            ChartSpec("run-api queue", (), "Groups that wait for the trainer", low=0.0),
+            [("groups", lambda sample: sample.queue)],
+        ),
+        (
+            ChartSpec("CPU", (), "Percent of the whole machine", low=0.0, high=100.0),
+            [("host", lambda sample: sample.host.cpu_percent)],
+        ),
+        (
+            ChartSpec("Main memory", (), "By component", unit="bytes", low=0.0),
+            [(name, part(name)) for name in parts],
+        ),
+    ]
     charts_ = []
     for spec, curves in drawn:
         lines = [curve(label, at, spec.unit, of) for at, (label, of) in enumerate(curves, 1)]
-        charts_.append(PageChart(spec, [line for line in lines if line], [], "", over=Along.MINUTES))
+        charts_.append(
+            PageChart(spec, [line for line in lines if line], [], "", over=Along.MINUTES)
+        )
     return [chart for chart in charts_ if chart.lines]
 
 
@@ -262,7 +313,9 @@ def _at_points(series: Series, points: Series) -> Series:
     return points.like(value if math.isfinite(value) else 0.0 for value in known)
 
 
-def _line(label: str, colour: int, series: Series, write: Write, *, scatter: bool = False) -> PageCurve | None:
+def _line(
+    label: str, colour: int, series: Series, write: Write, *, scatter: bool = False
+) -> PageCurve | None:
     """Return the curve of a series; None without data."""
     if not len(series):
         return None
@@ -288,7 +341,9 @@ def draw(chart: PageChart, name: str) -> str:
     """Return an `<svg>` element with title and description; `name` makes its ids unique on the
     page."""
     with rc_context(_STYLE), warnings.catch_warnings():  # type: ignore[arg-type]
-        warnings.simplefilter("ignore")  # for example a log axis without positive values: drawn empty
+        warnings.simplefilter(
+            "ignore"
+        )  # for example a log axis without positive values: drawn empty
         figure = Figure(SIZE_IN)
         axes = figure.add_subplot()
         _paint(axes, chart)
@@ -307,7 +362,9 @@ def _make_room(axes: Axes) -> None:
     right = max(len(below[-1]) if below else 0, 2) * GLYPH_PT / 2
     width, height = (72 * inches for inches in SIZE_IN)
     bottom, top = LINE_PT + TICK_PT, LINE_PT / 2
-    axes.set_position((left / width, bottom / height, 1 - (left + right) / width, 1 - (bottom + top) / height))
+    axes.set_position(
+        (left / width, bottom / height, 1 - (left + right) / width, 1 - (bottom + top) / height)
+    )
 
 
 def _labels(axis: Axis) -> list[str]:
@@ -333,13 +390,18 @@ def _spots(axes: Axes, chart: PageChart) -> Iterator[HoverSpot]:
     places = places[:: max(1, math.ceil(len(places) / SPOTS))]
     scale = 72 / axes.get_figure(root=True).dpi  # type: ignore[union-attr]
     box, height = axes.get_window_extent(), SIZE_IN[1] * 72
-    xs = [float(axes.transData.transform((place, 0 if not chart.spec.log else 1))[0]) * scale for place in places]
+    xs = [
+        float(axes.transData.transform((place, 0 if not chart.spec.log else 1))[0]) * scale
+        for place in places
+    ]
     for at, (place, x) in enumerate(zip(places, xs, strict=True)):
         left = (x + xs[at - 1]) / 2 if at else x - 2
         right = (x + xs[at + 1]) / 2 if at + 1 < len(xs) else x + 2
         named = "step " if chart.over in ("optimizer steps", Along.STEPS) else f"{chart.over} "
         words = [f"{named}{place:,.6g}", *_values(chart, place)]
-        yield HoverSpot(left, right - left, height - box.y1 * scale, box.height * scale, "\n".join(words))
+        yield HoverSpot(
+            left, right - left, height - box.y1 * scale, box.height * scale, "\n".join(words)
+        )
 
 
 def _values(chart: PageChart, place: float) -> Iterator[str]:
@@ -356,23 +418,41 @@ def _paint(axes: Axes, chart: PageChart) -> None:
     if chart.stacked:
         _stack(axes, chart.lines)
     else:
-        for line in reversed(chart.lines):  # later ones cover earlier ones: the first curve is on top
+        for line in reversed(
+            chart.lines
+        ):  # later ones cover earlier ones: the first curve is on top
             _curve(axes, line)
     _limits(axes, chart)
     low, high = axes.get_ylim()  # the healthy band and marks must not widen the axis
     if chart.spec.healthy:
         start, end = chart.spec.healthy
-        axes.axhspan(low if start is None else start, high if end is None else end, color=_HEALTHY, zorder=0)
+        axes.axhspan(
+            low if start is None else start, high if end is None else end, color=_HEALTHY, zorder=0
+        )
         axes.set_ylim(low, high)
     for line in chart.lines:
-        lost = [place for place, value in zip(line.along, line.points.values, strict=True) if math.isnan(value)]
+        lost = [
+            place
+            for place, value in zip(line.along, line.points.values, strict=True)
+            if math.isnan(value)
+        ]
         if lost:
-            axes.plot(lost, [low] * len(lost), "x", color=_BAD, markersize=5, clip_on=False, zorder=5)
+            axes.plot(
+                lost, [low] * len(lost), "x", color=_BAD, markersize=5, clip_on=False, zorder=5
+            )
     for mark in chart.marks:
         if mark.kind in _LINES:
             axes.axvline(mark.step, color=_LINES[mark.kind], linewidth=0.8, linestyle=(0, (2, 3)))
         else:
-            axes.plot([mark.step], [low], _POINTS[mark.kind], color=_AXIS, markersize=3.5, clip_on=False, zorder=4)
+            axes.plot(
+                [mark.step],
+                [low],
+                _POINTS[mark.kind],
+                color=_AXIS,
+                markersize=3.5,
+                clip_on=False,
+                zorder=4,
+            )
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=chart.over != Along.MINUTES))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
     if chart.spec.log:
@@ -397,7 +477,9 @@ def _curve(axes: Axes, line: PageCurve) -> None:
     if line.scatter:
         axes.plot(line.along, values, "D", color=colour, markersize=4.5)
     else:
-        mark, width = ("o", 1.6) if len(points) <= FEW else ("", 1.6 if len(points) <= MANY else 0.9)
+        mark, width = (
+            ("o", 1.6) if len(points) <= FEW else ("", 1.6 if len(points) <= MANY else 0.9)
+        )
         axes.plot(line.along, values, color=colour, marker=mark, markersize=3, linewidth=width)
 
 
@@ -408,7 +490,12 @@ def _stack(axes: Axes, lines: Sequence[PageCurve]) -> None:
     wide = [*steps, steps[-1] + 1]  # each step is a column up to the next
     below = [0.0] * len(wide)
     for line in lines:
-        above = [base + value for base, value in zip(below, [*line.points.values, line.points.values[-1]], strict=True)]
+        above = [
+            base + value
+            for base, value in zip(
+                below, [*line.points.values, line.points.values[-1]], strict=True
+            )
+        ]
         axes.fill_between(wide, below, above, color=_colour(line.colour), step="post", linewidth=0)
         below = above
 
@@ -416,7 +503,9 @@ def _stack(axes: Axes, lines: Sequence[PageCurve]) -> None:
 def _limits(axes: Axes, chart: PageChart) -> None:
     """Apply the chart's own axis limits, unless values lie beyond them."""
     if not chart.stacked:
-        values = [value for line in chart.lines for value in line.points.values if math.isfinite(value)]
+        values = [
+            value for line in chart.lines for value in line.points.values if math.isfinite(value)
+        ]
         low, high = (min(values), max(values)) if values else (0.0, 1.0)
         if chart.spec.low is not None and low >= chart.spec.low:
             axes.set_ylim(bottom=chart.spec.low)
@@ -458,7 +547,9 @@ def _embedded(data: bytes, chart: PageChart, name: str, spots: Sequence[HoverSpo
     for spot in spots:
         size = {"x": spot.left, "width": spot.width, "y": spot.top, "height": spot.height}
         strip = ElementTree.SubElement(
-            root, f"{{{SVG}}}rect", {key: f"{value:.1f}" for key, value in size.items()} | {"class": "spot"}
+            root,
+            f"{{{SVG}}}rect",
+            {key: f"{value:.1f}" for key, value in size.items()} | {"class": "spot"},
         )
         ElementTree.SubElement(strip, f"{{{SVG}}}title").text = spot.words
     return ElementTree.tostring(root, encoding="unicode")

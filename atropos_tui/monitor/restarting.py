@@ -40,7 +40,9 @@ class Outage:
 
     @property
     def since(self) -> float:
-        return self.command.time if self.command and self.command.action == "start" else self.down.time
+        return (
+            self.command.time if self.command and self.command.action == "start" else self.down.time
+        )
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,11 @@ class Restart:
         names = [each.row.name for each in self.outages]
         who = " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
         command, why = self.outages[0].command, one_line(self.cause.title) if self.cause else ""
-        how = f"{_DONE[command.action]} {_BY[command.initiator]}" if command else f"{names[0]} crashed"
+        how = (
+            f"{_DONE[command.action]} {_BY[command.initiator]}"
+            if command
+            else f"{names[0]} crashed"
+        )
         last = "" if self.usual_s is None else f"; last time {duration(self.usual_s)}"
         verb = "is" if len(names) == 1 else "are"
         ago = f"{duration(max(0.0, now - self.since))} ago" + (f": {why}" if why else "")
@@ -85,7 +91,9 @@ def restart(run: Run) -> Restart | None:
         return None
     usual = run.info.last_start_s | start_seconds(run.state.transitions)
     known = [usual[each.row.name] for each in found if each.row.name in usual]
-    return Restart(found, max(known, default=None), None if found[0].command else _cause(run, found[0]))
+    return Restart(
+        found, max(known, default=None), None if found[0].command else _cause(run, found[0])
+    )
 
 
 def _outage(run: Run, row: ComponentStatus) -> Outage | None:
@@ -93,7 +101,9 @@ def _outage(run: Run, row: ComponentStatus) -> Outage | None:
     after a crash."""
     own = [move for move in run.state.transitions if move.component == row.name]
     # The newest time it went down; changes between healthy and unhealthy do not count.
-    down = next((move for move in reversed(own) if move.old in WAS_UP and move.new not in WAS_UP), None)
+    down = next(
+        (move for move in reversed(own) if move.old in WAS_UP and move.new not in WAS_UP), None
+    )
     if down is None:
         return None
     later = [move for move in own if move.seq >= down.seq and move.command_id]
@@ -109,7 +119,11 @@ def stopped_by_hand(run: Run) -> list[str]:
     """Return the components that a `stop` command stopped."""
     found = []
     for row in run.status.components:
-        moves = [move for move in run.state.transitions if move.component == row.name and move.new == State.STOPPED]
+        moves = [
+            move
+            for move in run.state.transitions
+            if move.component == row.name and move.new == State.STOPPED
+        ]
         command = run.state.commands.get(moves[-1].command_id or "") if moves else None
         if row.state is State.STOPPED and command and command.action == "stop":
             found.append(row.name)

@@ -81,8 +81,15 @@ def shared_beginning(questions: Iterable[str]) -> int:
     different = sorted(set(questions))
     if len(different) < 2:
         return 0
-    first, last = different[0], different[-1]  # in sorted order, all texts between share their beginning
-    common = first[: next((at for at, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))]
+    first, last = (
+        different[0],
+        different[-1],
+    )  # in sorted order, all texts between share their beginning
+    common = first[
+        : next(
+            (at for at, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first)
+        )
+    ]
     common = common[: len(common) - len(common.split(" ")[-1])]  # whole words
     return len(common) if len(common) >= SHARED else 0
 
@@ -104,8 +111,15 @@ def chosen(found: Iterable[RolloutGroup], only: Only) -> list[RolloutGroup]:
     if only == "all":
         return list(found)
     if only == "flat":
-        return [group for group in found if len({one.reward for one in group.rollouts}) == 1 < len(group.rollouts)]
-    kept = [(group, tuple(one for one in group.rollouts if one.advantage < 0 or one.reward <= 0)) for group in found]
+        return [
+            group
+            for group in found
+            if len({one.reward for one in group.rollouts}) == 1 < len(group.rollouts)
+        ]
+    kept = [
+        (group, tuple(one for one in group.rollouts if one.advantage < 0 or one.reward <= 0))
+        for group in found
+    ]
     return [replace(group, rollouts=rollouts) for group, rollouts in kept if rollouts]
 
 

@@ -84,7 +84,11 @@ class RunInfo:
 
 def read_info(run: RunDir) -> RunInfo:
     """Read run.json, plan.json and profile.toml of `run`."""
-    meta, plan, profile = read_json(run.run_json), read_json(run.plan_json), read_toml(run.profile_toml)
+    meta, plan, profile = (
+        read_json(run.run_json),
+        read_json(run.plan_json),
+        read_toml(run.profile_toml),
+    )
     trainer = next((c for c in _dicts(plan.get("components")) if c.get("role") == Role.TRAINER), {})
     words = trainer.get("command")
     command = words if isinstance(words, list) else []  # every file may be of another version
@@ -96,8 +100,12 @@ def read_info(run: RunDir) -> RunInfo:
         mode=_text(plan.get("mode")) or _text(profile.get("mode")) or _text(meta.get("mode")),
         model=flag(command, "--model-name") or _text(profile.get("model")),
         training_steps=_step_count(steps),
-        other_trainer=" ".join(PurePath(_text(word)).name for word in _list(own.get("command"))[:2]),
-        components=[_planned(item) for item in _dicts(plan.get("components")) if _text(item.get("name"))],
+        other_trainer=" ".join(
+            PurePath(_text(word)).name for word in _list(own.get("command"))[:2]
+        ),
+        components=[
+            _planned(item) for item in _dicts(plan.get("components")) if _text(item.get("name"))
+        ],
     )
 
 
@@ -121,7 +129,9 @@ def last_starts(run: RunDir, name: str) -> dict[str, float]:
         other = RunDir(root)
         if root.name != run.root.name and read_json(other.plan_json).get("name") == name:
             records = RecordTail(other.supervisor_jsonl).read()
-            if took := start_seconds(record for record in records if isinstance(record, StateRecord)):
+            if took := start_seconds(
+                record for record in records if isinstance(record, StateRecord)
+            ):
                 return took
     return {}
 
@@ -165,7 +175,11 @@ def component_rows(info: RunInfo, state: RunState) -> list[ComponentStatus]:
     """Return every component in its last state; pending if it had no transition."""
     rows = {
         item.name: ComponentStatus(
-            name=item.name, role=item.role, state=State.PENDING, port=item.port, stages=_stages(item, state)
+            name=item.name,
+            role=item.role,
+            state=State.PENDING,
+            port=item.port,
+            stages=_stages(item, state),
         )
         for item in info.components
     }
@@ -175,7 +189,9 @@ def component_rows(info: RunInfo, state: RunState) -> list[ComponentStatus]:
     # Advice is not a fault of the component, so its row does not show it.
     for found in state.standing.values():
         if found.component in rows and severity_of(found) != "advice":
-            rows[found.component] = rows[found.component].model_copy(update={"diagnosis": found.title})
+            rows[found.component] = rows[found.component].model_copy(
+                update={"diagnosis": found.title}
+            )
     return list(rows.values())
 
 
@@ -212,7 +228,9 @@ def flag(command: list[Any], name: str) -> str:
 
 def _moved(row: ComponentStatus | None, record: StateRecord) -> ComponentStatus:
     role = _member(Role, record.role) or (row.role if row else Role.OTHER)
-    before = row or ComponentStatus(name=one_line(record.component or ""), role=role, state=State.PENDING)
+    before = row or ComponentStatus(
+        name=one_line(record.component or ""), role=role, state=State.PENDING
+    )
     new = State(record.new)
     return before.model_copy(
         update={
@@ -238,11 +256,16 @@ def _planned(item: dict[str, Any]) -> PlannedComponent:
         port=_whole(item.get("port")),
         gpus=tuple(gpu for gpu in _list(item.get("gpus")) if isinstance(gpu, int)),
         command=tuple(map(str, _list(item.get("command")))),
-        depends_on={name: _text(condition) for name, condition in _dict(item.get("depends_on")).items()},
+        depends_on={
+            name: _text(condition) for name, condition in _dict(item.get("depends_on")).items()
+        },
         start_timeout_s=_number(item.get("start_timeout_s")),
         max_restarts=_whole(restart.get("max_restarts")),
         window_s=_number(restart.get("window_s")),
-        stages={_text(stage.get("name")): _text(stage.get("usually")) for stage in _dicts(item.get("stages"))},
+        stages={
+            _text(stage.get("name")): _text(stage.get("usually"))
+            for stage in _dicts(item.get("stages"))
+        },
     )
 
 
@@ -250,9 +273,15 @@ def _stages(item: PlannedComponent, state: RunState) -> list[StageStatus]:
     """Return the stages of a component, with the times of its newest attempt."""
     attempts = [record.attempt for record in state.transitions if record.component == item.name]
     newest = max(attempts, default=0)
-    reached = {record.stage: record.time for record in state.stages.get(item.name, []) if record.attempt == newest}
-    return [StageStatus(name=name, reached_at=reached.get(name), usually=usually)
-            for name, usually in item.stages.items()]  # fmt: skip
+    reached = {
+        record.stage: record.time
+        for record in state.stages.get(item.name, [])
+        if record.attempt == newest
+    }
+    return [
+        StageStatus(name=name, reached_at=reached.get(name), usually=usually)
+        for name, usually in item.stages.items()
+    ]
 
 
 def _member(kind: type[E], value: object) -> E | None:
@@ -300,12 +329,19 @@ def _dicts(value: object) -> list[dict[str, Any]]:
 
 def living_supervisor(table: ProcessTable | None) -> int | None:
     """Return the pid of the supervisor in the journal, if it is alive."""
-    return table.supervisor.pid if table and table.supervisor and tracker.supervisor_alive(table) else None
+    return (
+        table.supervisor.pid
+        if table and table.supervisor and tracker.supervisor_alive(table)
+        else None
+    )
 
 
 def supervisor_gone(run: RunDir) -> bool:
     """Return True if a run has no result and its supervisor is not alive."""
-    return not run.result_json.exists() and living_supervisor(ProcessTable.load(run.journal_json)) is None
+    return (
+        not run.result_json.exists()
+        and living_supervisor(ProcessTable.load(run.journal_json)) is None
+    )
 
 
 def is_crashed(status: RunStatus) -> bool:
@@ -322,22 +358,33 @@ def without_result(run: RunDir, status: RunStatus) -> RunStatus:
     if found is None:
         pid = living_supervisor(table)
         reason = f"its supervisor{f' (pid {pid})' if pid else ''} does not answer"
-        return status.model_copy(update={"phase": Phase.RUNNING, "supervisor_pid": pid, "reason": reason})
+        return status.model_copy(
+            update={"phase": Phase.RUNNING, "supervisor_pid": pid, "reason": reason}
+        )
     mains = {name: entry.pid for name, entry in table.components.items()} if table else {}
     # A keeper is our own process beside a component that outlives the supervisor; do not count it.
     keepers = {entry.keeper_pid for entry in table.components.values()} if table else set()
     rows = [
-        _present(row, mains.get(row.name), [one for one in found if one.component == row.name], keepers)
+        _present(
+            row, mains.get(row.name), [one for one in found if one.component == row.name], keepers
+        )
         for row in status.components
     ]
     reason = GONE + _last_heard(status)
     # In order of importance: a copy says nothing about processes, and kept ones can be adopted.
     if original := run_elsewhere(run, run_id):
         reason = f"this folder is a copy: {run_id} runs in {original}"
-    elif kept := [row.name for row in rows if any(one.adoptable and one.component == row.name for one in found)]:
+    elif kept := [
+        row.name
+        for row in rows
+        if any(one.adoptable and one.component == row.name for one in found)
+    ]:
         reason += f"; {', '.join(kept)} kept: atropos-tui up --resume {run.root} adopts them"
     elif found:
-        reason += f"; {counted(len(found), 'process')} left: atropos-tui clean ends what its guard does not"
+        reason += (
+            f"; {counted(len(found), 'process')} left: atropos-tui clean ends what its guard "
+            f"does not"
+        )
     return status.model_copy(update={"reason": reason, "components": rows})
 
 
@@ -348,14 +395,20 @@ def _last_heard(status: RunStatus) -> str:
     if failed:
         return f"; before, {failed.name} had failed: {failed.reason}"
     trainer = next((row for row in status.components if row.role is Role.TRAINER), None)
-    return "; before, the trainer had finished" if trainer and trainer.state is State.COMPLETED else ""
+    return (
+        "; before, the trainer had finished" if trainer and trainer.state is State.COMPLETED else ""
+    )
 
 
-def _present(row: ComponentStatus, main: int | None, found: list[Leftover], keepers: set[int]) -> ComponentStatus:
+def _present(
+    row: ComponentStatus, main: int | None, found: list[Leftover], keepers: set[int]
+) -> ComponentStatus:
     pids = sorted(one.pid for one in found if one.pid not in keepers)
     if pids:
         kept = any(one.adoptable for one in found)
-        reason = "kept for the next supervisor: up --resume" if kept else "left without a supervisor"
+        reason = (
+            "kept for the next supervisor: up --resume" if kept else "left without a supervisor"
+        )
         living = {"pid": main if main in pids else pids[0], "pids": pids, "reason": reason}
         return row.model_copy(update=living if kept else living | {"state": State.UNHEALTHY})
     if row.state.is_resting:
@@ -364,7 +417,9 @@ def _present(row: ComponentStatus, main: int | None, found: list[Leftover], keep
         reason = "ended without a supervisor: up --resume reads how"
     else:
         reason = "was never started" if row.started_at is None else "gone with the supervisor"
-    return row.model_copy(update={"state": State.STOPPED, "reason": reason, "pid": None, "pids": []})
+    return row.model_copy(
+        update={"state": State.STOPPED, "reason": reason, "pid": None, "pids": []}
+    )
 
 
 @dataclass
@@ -380,7 +435,12 @@ class RecordBatch:
 
 def streams(run: RunDir) -> list[Path]:
     """Return the paths of all record files of `run`, existing or not."""
-    return [run.supervisor_jsonl, run.telemetry_jsonl, run.gauges_jsonl, *sorted(run.root.glob("eval.*.jsonl"))]
+    return [
+        run.supervisor_jsonl,
+        run.telemetry_jsonl,
+        run.gauges_jsonl,
+        *sorted(run.root.glob("eval.*.jsonl")),
+    ]
 
 
 @dataclass
@@ -433,7 +493,9 @@ class RunFeed:
 
     def _tail(self, path: Path) -> RecordTail:
         """Open a stream from its start, without rollouts that the state would drop again."""
-        return RecordTail(path, unread=_ROLLOUT, unread_before=nth_from_end(path, _ROLLOUT, ROLLOUTS_KEPT))
+        return RecordTail(
+            path, unread=_ROLLOUT, unread_before=nth_from_end(path, _ROLLOUT, ROLLOUTS_KEPT)
+        )
 
     def _start_over(self) -> RecordBatch:
         """Read every stream from its start, so that one new state holds all of them."""
@@ -445,7 +507,9 @@ class RunFeed:
 def names_of(roots: Sequence[Path]) -> list[str]:
     """Return display names of runs: their folders, with the parent folder if names repeat."""
     count = Counter(root.name for root in roots)
-    return [f"{root.parent.name}/{root.name}" if count[root.name] > 1 else root.name for root in roots]
+    return [
+        f"{root.parent.name}/{root.name}" if count[root.name] > 1 else root.name for root in roots
+    ]
 
 
 def load_run(root: Path) -> tuple[RunInfo, RunState, RunFeed]:

@@ -85,7 +85,11 @@ def table(runs: Sequence[RunRow], now: float, width: int | None = None) -> list[
     rows = [HEADINGS, *(run.cells(now) for run in runs)]
     kept = list(range(len(HEADINGS)))
     for name in SPARED:
-        if width is None or sum(max(len(row[at]) for row in rows) + 2 for at in kept[:-1]) + STATE_COLUMNS <= width:
+        if (
+            width is None
+            or sum(max(len(row[at]) for row in rows) + 2 for at in kept[:-1]) + STATE_COLUMNS
+            <= width
+        ):
             break
         kept.remove(HEADINGS.index(name))
     right = [place for place, at in enumerate(kept) if HEADINGS[at] in FIGURES]
@@ -94,7 +98,12 @@ def table(runs: Sequence[RunRow], now: float, width: int | None = None) -> list[
 
 def listed(run: RunDir, *, is_live: bool, now: float) -> RunRow:
     """Describe `run`; its state is `UNFINISHED` if it neither lives nor has a result."""
-    info, meta, result, figures = read_info(run), read_json(run.run_json), read_json(run.result_json), last_figures(run)
+    info, meta, result, figures = (
+        read_info(run),
+        read_json(run.run_json),
+        read_json(run.result_json),
+        last_figures(run),
+    )
     code = None if is_live else exit_code(run)
     until = now if is_live else None if code is None else moment(result.get("ended_at"))
     started = moment(meta.get("started_at"))
@@ -134,12 +143,17 @@ def other_runs(root: Path) -> list[RunRow]:
             if run.root != root.resolve() and run.telemetry_jsonl.is_file():
                 started = moment(read_json(run.run_json).get("started_at"))
                 found[run.root] = (path.stat().st_mtime if started is None else started, run)
-        except (OSError, RuntimeError):  # unreadable, or deleted meanwhile; RuntimeError: a loop of links
+        except (
+            OSError,
+            RuntimeError,
+        ):  # unreadable, or deleted meanwhile; RuntimeError: a loop of links
             continue
     newest = sorted(found.values(), key=lambda item: item[0], reverse=True)[:MOST_OTHERS]
     now = time.time()
     return [
-        replace(listed(run, is_live=has_supervisor(run), now=now), run=run.root.name, started_at=started)
+        replace(
+            listed(run, is_live=has_supervisor(run), now=now), run=run.root.name, started_at=started
+        )
         for started, run in newest
     ]
 
@@ -175,7 +189,11 @@ def last_figures(run: RunDir) -> LastFigures:
 def _held_out(path: Path) -> float | None:
     """Return the newest accuracy of the split that an environment wrote first."""
     first = next(_records(path, EvalRecord, _words(EvalRecord), 0), None)
-    found = [one for one in _last(path, EvalRecord, SPLITS) if first is not None and one.split == first.split]
+    found = [
+        one
+        for one in _last(path, EvalRecord, SPLITS)
+        if first is not None and one.split == first.split
+    ]
     return real(found[-1].accuracy) if found else None
 
 

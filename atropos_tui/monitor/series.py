@@ -37,7 +37,9 @@ class Series:
     steps: `values` has their mean, `steps` and `times` those of the first.
     """
 
-    def __init__(self, steps: Iterable[int] = (), values: Iterable[float] = (), times: Iterable[float] = ()) -> None:
+    def __init__(
+        self, steps: Iterable[int] = (), values: Iterable[float] = (), times: Iterable[float] = ()
+    ) -> None:
         self.steps = array("q", steps)
         self.values = array("d", values)
         self.times = array("d", times)
@@ -202,7 +204,8 @@ class Series:
         self.counts.extend([1] * len(values))
         self.lows += values
         self.highs += values
-        # Try the present width first: it may free enough. The last merged point may still be growing.
+        # Try the present width first: it may free enough. The last merged point may still be
+        # growing.
         if self._width > 1:
             self._merge(max(FIRST, merged - 1))
         while len(self) > MOST_POINTS - ROOM:
@@ -218,7 +221,12 @@ class Series:
             to = bisect_left(steps, (steps[at] // width + 1) * width, at + 1, min(at + width, end))
             found.steps.append(steps[at])
             found.times.append(self.times[at])
-            value, low, high, count = self.values[at], self.lows[at], self.highs[at], self.counts[at]
+            value, low, high, count = (
+                self.values[at],
+                self.lows[at],
+                self.highs[at],
+                self.counts[at],
+            )
             if to > at + 1:
                 value, low, high, count = self._summed(at, to)
             found.values.append(value)
@@ -236,9 +244,18 @@ class Series:
         # Nearly always all values are finite; then builtins do the work, without a Python loop.
         if math.isfinite(total) and math.isfinite(sum(lows)):
             return total / count, min(lows), max(self.highs[start:end]), count
-        finite = [(value, number) for value, number in zip(values, counts, strict=True) if math.isfinite(value)]
+        finite = [
+            (value, number)
+            for value, number in zip(values, counts, strict=True)
+            if math.isfinite(value)
+        ]
         known = sum(number for _, number in finite)
-        return sum(value * number / known for value, number in finite) if known else math.nan, math.nan, math.nan, count
+        return (
+            sum(value * number / known for value, number in finite) if known else math.nan,
+            math.nan,
+            math.nan,
+            count,
+        )
 
 
 def on_scale(value: float) -> float:
@@ -276,7 +293,9 @@ def thin(series: Series, most: int) -> Series:
             kept.add(next(at for at in range(start, end) if not math.isfinite(series.values[at])))
     order = sorted(kept)
     return Series(
-        [series.steps[at] for at in order], [series.values[at] for at in order], [series.times[at] for at in order]
+        [series.steps[at] for at in order],
+        [series.values[at] for at in order],
+        [series.times[at] for at in order],
     )
 
 

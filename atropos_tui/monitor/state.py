@@ -44,7 +44,11 @@ from atropos_tui.monitor.series import MOST_STEPS, Series
 
 def _numbers(kind: type[Record], *without: str) -> tuple[str, ...]:
     ends = (Number, Number | None, int, int | None, Whole, Whole | None)
-    return tuple(name for name, written in kind.__annotations__.items() if written in ends and name not in without)
+    return tuple(
+        name
+        for name, written in kind.__annotations__.items()
+        if written in ends and name not in without
+    )
 
 
 METRICS: dict[type[Record], tuple[str, ...]] = {
@@ -104,7 +108,9 @@ class RunState:
     ranks: RanksRecord | None = None
     """Record of the newest step; None for a trainer with one rank."""
     rollouts: deque[RolloutRecord] = field(default_factory=lambda: deque(maxlen=ROLLOUTS_KEPT))
-    checkpoints: deque[CheckpointRecord] = field(default_factory=lambda: deque(maxlen=CHECKPOINTS_KEPT))
+    checkpoints: deque[CheckpointRecord] = field(
+        default_factory=lambda: deque(maxlen=CHECKPOINTS_KEPT)
+    )
     sums: dict[str, Series] = field(default_factory=lambda: {name: Series() for name in SUMS})
     """Per-step values that add up to figures of the whole run."""
     syncs: Series = field(default_factory=Series)
@@ -150,7 +156,9 @@ class RunState:
     def metric(self, name: str) -> Series:
         """Return the series of a metric of the trainer or an environment, or of an accuracy; empty
         without data."""
-        return self.series.get(name) or self.env_metrics.get(name) or self.evals.get(name) or Series()
+        return (
+            self.series.get(name) or self.env_metrics.get(name) or self.evals.get(name) or Series()
+        )
 
     def names(self) -> list[str]:
         """Return the names of all curves: of the trainer, accuracies, of environments."""
@@ -158,7 +166,9 @@ class RunState:
 
     def open_commands(self) -> list[CommandRecord]:
         """Return the commands that are accepted or running."""
-        return [record for record in self.commands.values() if record.status in ("accepted", "running")]
+        return [
+            record for record in self.commands.values() if record.status in ("accepted", "running")
+        ]
 
     def over_at(self, found: DiagnosisRecord) -> float | None:
         """Return the end of a diagnosis in Unix seconds; None while it is open."""
@@ -194,7 +204,9 @@ class RunState:
             self.attempt = record.attempt
         if self.trainer_time is None or record.time > self.trainer_time:
             self.trainer_time = record.time
-        if isinstance(record, RolloutRecord):  # checked first: most records of a long run are rollouts
+        if isinstance(
+            record, RolloutRecord
+        ):  # checked first: most records of a long run are rollouts
             self.rollouts.append(record)
             return
         self._put_numbers(record)
@@ -225,7 +237,9 @@ class RunState:
             for name in names:
                 if (value := values[name]) is not None:
                     series = self.series.get(name)
-                    if series is None:  # only once per name: a call of `_put` for each number is slow
+                    if (
+                        series is None
+                    ):  # only once per name: a call of `_put` for each number is slow
                         self._put(self.series, name, step, value, time)
                     else:
                         series.put(step, value, time)
@@ -256,7 +270,9 @@ class RunState:
         for name, value in found.items():
             self._put(self.series, name, record.step, value, record.time)
 
-    def _put(self, where: dict[str, Series], name: str, step: int, value: float, time: float) -> None:
+    def _put(
+        self, where: dict[str, Series], name: str, step: int, value: float, time: float
+    ) -> None:
         series = where.get(name)
         if series is None:
             if len(where) >= MOST_CURVES:
@@ -286,7 +302,10 @@ class RunState:
             self.benchmark = None
 
     def _superseded(self, record: TrainerRecord) -> bool:
-        return any(later > record.attempt and record.step >= first for later, first in self.attempt_steps.items())
+        return any(
+            later > record.attempt and record.step >= first
+            for later, first in self.attempt_steps.items()
+        )
 
     def _apply_eval(self, record: EvalRecord) -> None:
         # Stock environments know run-api's step only.
@@ -314,7 +333,11 @@ class RunState:
         elif isinstance(record, StageRecord) and record.component:
             earlier = self.stages.get(record.component, [])
             # A new attempt drops the stages of the one before.
-            same = [old for old in earlier if old.attempt == record.attempt and old.stage != record.stage]
+            same = [
+                old
+                for old in earlier
+                if old.attempt == record.attempt and old.stage != record.stage
+            ]
             self.stages[record.component] = [*same, record]
         elif isinstance(record, CommandRecord):
             self.commands[record.command_id] = record

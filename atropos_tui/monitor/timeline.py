@@ -63,7 +63,9 @@ def _ascending(events: Iterator[Event]) -> list[Event]:
 def _moved(record: StateRecord) -> Event:
     known = next((state for state in State if state.value == record.new), None)
     mark = glyph_and_word(known) if known else f"· {one_line(record.new)}"
-    attempt = f"attempt {record.attempt}" if record.attempt > 1 and record.new == State.STARTING else ""
+    attempt = (
+        f"attempt {record.attempt}" if record.attempt > 1 and record.new == State.STARTING else ""
+    )
     words = [reason_of(record), attempt]
     return Event(
         record.time,
@@ -71,16 +73,29 @@ def _moved(record: StateRecord) -> Event:
         mark,
         " · ".join(word for word in words if word),
         TONES.get(record.new, "dim"),
-        f"from {one_line(record.old)}" + (f", exit code {record.exit_code}" if record.exit_code is not None else ""),
+        f"from {one_line(record.old)}"
+        + (f", exit code {record.exit_code}" if record.exit_code is not None else ""),
     )
 
 
 def diagnosed(record: DiagnosisRecord, over_at: float | None = None) -> Event:
     """Return a diagnosis as an event; `over_at`: its end, in Unix seconds."""
     over = "" if over_at is None else f"at {clock(over_at)}"
-    parts = [("evidence", record.evidence), ("fix", record.fix), ("rule", record.rule), ("over", over)]
+    parts = [
+        ("evidence", record.evidence),
+        ("fix", record.fix),
+        ("rule", record.rule),
+        ("over", over),
+    ]
     detail = "\n".join(f"{name}: {plain_lines(text)}" for name, text in parts if text)
-    return Event(record.time, one_line(record.component or ""), "▲ diagnosis", one_line(record.title), "warn", detail)
+    return Event(
+        record.time,
+        one_line(record.component or ""),
+        "▲ diagnosis",
+        one_line(record.title),
+        "warn",
+        detail,
+    )
 
 
 def _commanded(record: CommandRecord) -> Event:

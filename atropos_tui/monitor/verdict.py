@@ -35,11 +35,21 @@ MOST_WORDS = 160
 
 
 GLYPHS: dict[Severity, str] = {
-    "alarm": "✖", "warning": "▲", "advice": "◆", "healthy": "●", "coming": "◔", "over": "■",
-}  # fmt: skip
+    "alarm": "✖",
+    "warning": "▲",
+    "advice": "◆",
+    "healthy": "●",
+    "coming": "◔",
+    "over": "■",
+}
 TONES: dict[Severity, Tone] = {
-    "alarm": "bad", "warning": "warn", "advice": "busy", "healthy": "good", "coming": "busy", "over": "dim",
-}  # fmt: skip
+    "alarm": "bad",
+    "warning": "warn",
+    "advice": "busy",
+    "healthy": "good",
+    "coming": "busy",
+    "over": "dim",
+}
 
 
 @dataclass(frozen=True)
@@ -99,7 +109,10 @@ def _over(known: Known) -> Verdict | None:
     status = known.status
     if status.phase is Phase.STOPPING:
         left = [row.name for row in status.components if not row.state.is_resting]
-        return Verdict("coming", f"stopping ({one_line(status.reason)}): {', '.join(left) or 'nothing'} still to end")
+        return Verdict(
+            "coming",
+            f"stopping ({one_line(status.reason)}): {', '.join(left) or 'nothing'} still to end",
+        )
     if status.phase is not Phase.ENDED:
         return None
     if status.exit_code == 0:
@@ -108,7 +121,11 @@ def _over(known: Known) -> Verdict | None:
     wrong = min(known.standing, key=lambda found: found.component not in failed, default=None)
     # The reason of the end already names the diagnosis of a failed component.
     is_new = wrong is not None and wrong.component not in failed
-    also, do = (f"; {one_line(wrong.title)}" if is_new else "", _first_words(wrong.fix)) if wrong else ("", "")
+    also, do = (
+        (f"; {one_line(wrong.title)}" if is_new else "", _first_words(wrong.fix))
+        if wrong
+        else ("", "")
+    )
     if status.exit_code == 130:
         return Verdict("over", f"stopped by hand: {_achieved(known)}{also}", do)
     end = "crashed" if status.exit_code is None else f"failed with code {status.exit_code}"
@@ -120,7 +137,8 @@ def _achieved(known: Known) -> str:
     words = [counted(state.step, "step")]
     if (rewards := state.metric("reward_mean").values) and state.step > 1:
         words.append(
-            f"reward {number(mean(rewards[:STEPS]), 2)} → {number(mean(rewards[-STEPS:]), 2)} (means of {STEPS} steps)"
+            f"reward {number(mean(rewards[:STEPS]), 2)} → "
+            f"{number(mean(rewards[-STEPS:]), 2)} (means of {STEPS} steps)"
         )
     held_out = next((series.values for series in state.evals.values() if len(series) > 1), None)
     if held_out:
@@ -166,7 +184,11 @@ _NAMES = {Role.ENGINE: "engine", Role.ENV: "environment"}
 def _down(row: ComponentStatus, now: float) -> str:
     if row.state is State.BACKOFF:
         left = (row.retry_at or now) - now
-        return f"crashed and starts again in {duration(left)}" if left > 0 else "crashed and starts again"
+        return (
+            f"crashed and starts again in {duration(left)}"
+            if left > 0
+            else "crashed and starts again"
+        )
     return "has failed for good" if row.state is State.FAILED else "does not answer"
 
 
@@ -236,22 +258,32 @@ def _coming(known: Known) -> Verdict | None:
         return Verdict("coming", starting_words(row, known.info, state, known.now))
     pending = [row for row in status.components if row.state is State.PENDING]
     if pending and not state.step:
-        return Verdict("coming", f"{pending[0].name} waits for {one_line(pending[0].waiting_for) or 'its turn'}")
+        return Verdict(
+            "coming",
+            f"{pending[0].name} waits for {one_line(pending[0].waiting_for) or 'its turn'}",
+        )
     if state.step:
         return None
     if known.info.other_trainer:  # it writes no records, so its first step is never seen
         made = known.state.gauges.last
         groups = sum(flow.made or 0 for flow in made.flows.values()) if made else 0
         what = (
-            f"the trainer is {known.info.other_trainer}, which tells no figures: steps, reward, loss and alignment are"
+            f"the trainer is {known.info.other_trainer}, which tells no figures: steps, reward, "
+            f"loss and alignment are"
         )
         return Verdict(
-            "healthy", f"{what} missing; {counted(groups, 'group')} of rollouts", "docs/trainers.md says how"
+            "healthy",
+            f"{what} missing; {counted(groups, 'group')} of rollouts",
+            "docs/trainers.md says how",
         )
     trainer = next(iter(known.of(Role.TRAINER)), None)
     since = max((row.since or 0.0 for row in status.components), default=0.0)
     stage = next_stage(trainer) if trainer else None
-    what = "waiting for the first batch" if stage and stage.name == "first batch" else "the first optimizer step"
+    what = (
+        "waiting for the first batch"
+        if stage and stage.name == "first batch"
+        else "the first optimizer step"
+    )
     return Verdict("coming", f"{what} · {duration(known.now - since)}" if since else what)
 
 
@@ -276,9 +308,11 @@ def _too_old(known: Known) -> Verdict | None:
     most = next(step.policy_lag_bound for step in reversed(steps) if step.too_old)
     return Verdict(
         "warning",
-        f"policy lag at its bound: {out} of the newest {out + taken} sequences are older than max_policy_lag = {most} "
+        f"policy lag at its bound: {out} of the newest {out + taken} sequences are older "
+        f"than max_policy_lag = {most} "
         "and left out",
-        "env.max_batches_offpolicy = 1 and fewer env.max_num_workers make rollouts younger, or raise [trainer] "
+        "env.max_batches_offpolicy = 1 and fewer env.max_num_workers make rollouts younger, "
+        "or raise [trainer] "
         "max_policy_lag",
     )
 
@@ -302,7 +336,17 @@ def _healthy(known: Known) -> Verdict:
 # Failures, then stalls, then starts, then advice. A restart within its usual time comes before the
 # diagnoses, because they are about the outage that it ends.
 LOOKS: tuple[Callable[[Known], Verdict | None], ...] = (
-    _over, _ill, _restarts_in_time, _diagnosed, _restarts, _stopped, _resumes, _late, _coming, _too_old, _limited,
+    _over,
+    _ill,
+    _restarts_in_time,
+    _diagnosed,
+    _restarts,
+    _stopped,
+    _resumes,
+    _late,
+    _coming,
+    _too_old,
+    _limited,
     _healthy,
-)  # fmt: skip
+)
 """Checks in order; the first result is the verdict."""

@@ -45,7 +45,10 @@ MAX_REASON = 1000
 SAFE_LOADING = ("auto", "safetensors", "pt", "hf", "mistral", "fastsafetensors")
 """vLLM load formats that store each weight in memory as the model has it."""
 PROCESSED = "processed_logprobs"
-IN_ARGV = "is in its command line, which every user of this machine can read: pass it as a variable under env"
+IN_ARGV = (
+    "is in its command line, which every user of this machine can read: pass it as a variable "
+    "under env"
+)
 LEAST_ADAPTER_LR = 5e-5
 """Learning rate below which a LoRA profile was probably meant for the whole model."""
 
@@ -57,12 +60,21 @@ def check_profile(site: Site) -> list[Problem]:
         return other
     if nodes := check_nodes(profile):
         return nodes  # placement errors first: the later checks depend on the placement
-    problems = [*_trainer_gpus(profile), *_fed(profile), *_names(profile), *_ports(profile), *_urls(site)]
+    problems = [
+        *_trainer_gpus(profile),
+        *_fed(profile),
+        *_names(profile),
+        *_ports(profile),
+        *_urls(site),
+    ]
     problems += [*_derived(profile), *_twice(profile), *_server_types(profile), *_several(profile)]
     problems += [*_gpu_lists(profile), *crowded(profile)] if not profile.is_spread else []
     problems += [*_logprobs(profile), *_fed_urls(site)]
     if site.traits.shares_memory:
-        problems += [*_single_copy_place(profile), *_single_copy_flags(profile.vllm[0], adapters=site.traits.lora)]
+        problems += [
+            *_single_copy_place(profile),
+            *_single_copy_flags(profile.vllm[0], adapters=site.traits.lora),
+        ]
     if site.traits.other_gpus and not profile.is_spread:
         problems += _other_gpus(profile)
     try:
@@ -78,12 +90,17 @@ def check_profile(site: Site) -> list[Problem]:
     problems += _recorded(settings)
     fix = "change trainer.optimizer, or give the trainer one GPU"
     problems += [
-        Problem(reason, fix, key="trainer") for reason in sharding_contradictions(settings, trainer_ranks(profile))
+        Problem(reason, fix, key="trainer")
+        for reason in sharding_contradictions(settings, trainer_ranks(profile))
     ]
     if site.traits.shares_memory:
         problems += _single_copy_type(profile.vllm[0], settings)
     if settings.routing_replay:
-        problems += [found for index, engine in fed_sections(profile).items() for found in _routing(index, engine)]
+        problems += [
+            found
+            for index, engine in fed_sections(profile).items()
+            for found in _routing(index, engine)
+        ]
     if site.traits.lora:
         for index, engine in fed_sections(profile).items():
             problems += _adapters(index, engine, settings)
@@ -105,7 +122,10 @@ def placed(problem: Problem, profile: Profile) -> Problem:
 
 def check_graph(profile: Profile, stack: StackSpec) -> list[Problem]:
     """Return the dependencies that no start order satisfies."""
-    return [replace(each, key=f"{profile.section_of(each.key)}.depends_on") for each in dependency_faults(stack)]
+    return [
+        replace(each, key=f"{profile.section_of(each.key)}.depends_on")
+        for each in dependency_faults(stack)
+    ]
 
 
 def check_notes(site: Site) -> list[str]:
@@ -117,15 +137,19 @@ def check_notes(site: Site) -> list[str]:
         if "VLLM_USE_V1" in part.env
     ]
     settings = training_config(site, grouped=False)
-    if beyond := sorted({part.address for part in site.hosts.nodes if not is_loopback(part.address)}):
+    if beyond := sorted(
+        {part.address for part in site.hosts.nodes if not is_loopback(part.address)}
+    ):
         notes.append(
             f"WARNING run-api, engines and trainer use the addresses {', '.join(beyond[:4])}"
             f"{', ...' if beyond[4:] else ''} without encryption: use a network that you trust"
         )
     elif site.traits.other_gpus and not is_loopback(place := meeting_address(site, settings)):
         notes.append(
-            f"WARNING {_meeting_key(settings)}: the broadcast's group meets at {place}, beyond the loopback. Weights "
-            "are not encrypted, and anyone on that network can read them or break the group: use a network that you "
+            f"WARNING {_meeting_key(settings)}: the broadcast's group meets at {place}, "
+            f"beyond the loopback. Weights "
+            "are not encrypted, and anyone on that network can read them or break the group: "
+            "use a network that you "
             "trust"
         )
     # A note, not a problem: idle GPUs may be intended.
@@ -134,11 +158,13 @@ def check_notes(site: Site) -> list[str]:
     asked = {engine.name for env in profile.env for engine in env_engines(profile, env)}
     if idle := [engine.name for engine in fed_engines(profile) if engine.name not in asked]:
         notes.append(
-            f"WARNING no environment uses {', '.join(idle)}: remove `engine` from an environment, and it uses all"
+            f"WARNING no environment uses {', '.join(idle)}: remove `engine` from an "
+            f"environment, and it uses all"
         )
     if site.traits.lora and 0 < settings.lr < LEAST_ADAPTER_LR:
         notes.append(
-            f"WARNING trainer.lr = {settings.lr:g} suits a whole model; an adapter learns almost nothing with it. "
+            f"WARNING trainer.lr = {settings.lr:g} suits a whole model; an adapter learns "
+            f"almost nothing with it. "
             "Use 1e-4 to 2e-4"
         )
     return notes
@@ -154,16 +180,25 @@ def _exposed(part: ComponentSpec) -> Iterator[str]:
     for flag, value in _flags(command):
         if flag == "--host" and value != own and not is_loopback(value.strip("[]")):
             yield (
-                f"--host {printable(value)} makes it reachable for everybody on that network: leave it out for the "
+                f"--host {printable(value)} makes it reachable for everybody on that "
+                f"network: leave it out for the "
                 "loopback, and use ssh -L from other machines"
             )
         elif flag == "--middleware":
-            yield f"--middleware {printable(value)} runs code that sees every request with the run's key"
+            yield (
+                f"--middleware {printable(value)} runs code that sees every request with the "
+                f"run's key"
+            )
         elif flag == "--trust-remote-code" and value.lower() != "false":
-            yield "--trust-remote-code runs Python code of the model's author: read it first, and pin its revision"
+            yield (
+                "--trust-remote-code runs Python code of the model's author: read it first, and "
+                "pin its revision"
+            )
         elif is_secret_name(flag) and value and not is_plain_setting(value):
             yield f"the value of {printable(flag)} {IN_ARGV}"
-    for name in sorted({name for word in command for name in references(word) if is_secret_name(name)}):
+    for name in sorted(
+        {name for word in command for name in references(word) if is_secret_name(name)}
+    ):
         yield f"${{{name}}} {IN_ARGV}"
 
 
@@ -182,7 +217,8 @@ def _meeting_key(settings: TrainingConfig) -> str:
 def _meeting_place(site: Site, settings: TrainingConfig) -> Iterator[Problem]:
     if site.traits.other_gpus and is_wildcard(place := meeting_address(site, settings)):
         yield Problem(
-            f"{place} means every interface of this machine, but a broadcast's group needs one address",
+            f"{place} means every interface of this machine, but a broadcast's group needs "
+            f"one address",
             "leave it out for the loopback, or give the one address that the servers reach",
             key=_meeting_key(settings),
         )
@@ -195,16 +231,21 @@ def _fed_urls(site: Site) -> Iterator[Problem]:
     fed = [site.engine_url(engine) for engine in fed_engines(site.profile)]
     if named and sorted(url.rstrip("/") for url in _words(named)) != sorted(fed):
         yield Problem(
-            f"the trainer would not feed {', '.join(fed)}, which this profile starts and which answer no request "
+            f"the trainer would not feed {', '.join(fed)}, which this profile starts and "
+            f"which answer no request "
             "before they have weights",
-            "leave it out: the plan derives it. For a server on another machine add a [[vllm]] with `node`, see "
-            "docs/cluster.md; for servers outside the stack run the trainer alone: python -m trainer_core",
+            "leave it out: the plan derives it. For a server on another machine add a "
+            "[[vllm]] with `node`, see "
+            "docs/cluster.md; for servers outside the stack run the trainer alone: python -m "
+            "trainer_core",
             key="trainer.vllm_urls",
         )
 
 
 def _words(value: Any) -> list[str]:
-    return value.replace(",", " ").split() if isinstance(value, str) else [str(each) for each in value]
+    return (
+        value.replace(",", " ").split() if isinstance(value, str) else [str(each) for each in value]
+    )
 
 
 def _other_trainer(profile: Profile) -> Iterator[Problem]:
@@ -217,9 +258,14 @@ def _other_trainer(profile: Profile) -> Iterator[Problem]:
     # The other modes need our trainer's side of the protocol.
     if profile.mode != "none":
         reason = (
-            f'mode = "{profile.mode}" is how our trainer publishes weights, and trainer.command replaces that trainer'
+            f'mode = "{profile.mode}" is how our trainer publishes weights, and trainer.command '
+            f"replaces that trainer"
         )
-        yield Problem(reason, 'set mode = "none"; docs/trainers.md has other ways to publish weights', key="mode")
+        yield Problem(
+            reason,
+            'set mode = "none"; docs/trainers.md has other ways to publish weights',
+            key="mode",
+        )
 
 
 def _trainer_gpus(profile: Profile) -> Iterator[Problem]:
@@ -229,11 +275,15 @@ def _trainer_gpus(profile: Profile) -> Iterator[Problem]:
     if len(set(gpus)) < len(gpus):
         if profile.trainer.gpus:  # else they are the engine's, and `_gpu_lists` reports it
             reason = f"a GPU is named twice in {gpus}"
-            yield Problem(reason, "name each once: every rank needs its own GPU", key="trainer.gpus")
+            yield Problem(
+                reason, "name each once: every rank needs its own GPU", key="trainer.gpus"
+            )
     elif traits_of(profile).shares_memory:
         yield from _single_copy_ranks(profile, gpus, ranks)
     elif gpus and ranks != len(gpus):
-        reason = f"{counted(ranks, 'rank')} and {counted(len(gpus), 'GPU')}: each rank needs one GPU"
+        reason = (
+            f"{counted(ranks, 'rank')} and {counted(len(gpus), 'GPU')}: each rank needs one GPU"
+        )
         yield Problem(reason, f"set it to {len(gpus)}, or leave it out", key="trainer.processes")
 
 
@@ -245,15 +295,22 @@ def _single_copy_ranks(profile: Profile, gpus: list[int], ranks: int) -> Iterato
     same_gpus = profile.is_spread or profile.trainer.gpus in ([], profile.vllm[0].gpus)
     if ranks != workers and same_gpus and len(gpus) in (0, workers):
         given = "" if profile.trainer.processes else " (it is not set, which means 1)"
-        reason = f"{counted(ranks, 'rank')}{given} for {counted(workers, 'worker')} of the engine: in single copy each"
+        reason = (
+            f"{counted(ranks, 'rank')}{given} for {counted(workers, 'worker')} of the engine: in "
+            f"single copy each"
+        )
         fix = f"set it to {workers}" + (", or leave it out" if gpus or workers == 1 else "")
-        yield Problem(f"{reason} rank shares the memory of one worker", fix, key="trainer.processes")
+        yield Problem(
+            f"{reason} rank shares the memory of one worker", fix, key="trainer.processes"
+        )
 
 
 def _fed(profile: Profile) -> Iterator[Problem]:
     nodes, fed = profile.trainer.settings.get("num_inference_nodes"), len(fed_engines(profile))
     if nodes and nodes != fed:
-        one = "" if traits_of(profile).feeds_all else ' with mode = "broadcast": this mode feeds one'
+        one = (
+            "" if traits_of(profile).feeds_all else ' with mode = "broadcast": this mode feeds one'
+        )
         yield Problem(
             f"{nodes} inference servers, but the trainer feeds {fed} of this profile's",
             f"leave it out, or set vllm.replicas = {nodes}{one}",
@@ -262,7 +319,10 @@ def _fed(profile: Profile) -> Iterator[Problem]:
 
 
 def _names(profile: Profile) -> list[Problem]:
-    named = [("api", "api"), *((name, "trainer") for name in host_names("trainer", len(trainer_seats(profile)) or 1))]
+    named = [
+        ("api", "api"),
+        *((name, "trainer") for name in host_names("trainer", len(trainer_seats(profile)) or 1)),
+    ]
     named += [(name, f"component.{name}") for name in profile.component]
     named += [(part.name, f"env.{index}.name") for index, part in enumerate(profile.env)]
     named += [
@@ -274,7 +334,11 @@ def _names(profile: Profile) -> list[Problem]:
     named += [(part.name, f"prepare.{index}.name") for index, part in enumerate(profile.prepare)]
     last = dict(named)  # a later entry wins, so the problem names the last key with that name
     return [
-        Problem(f"the name {name!r} is used {count} times", "give each component its own name", key=last[name])
+        Problem(
+            f"the name {name!r} is used {count} times",
+            "give each component its own name",
+            key=last[name],
+        )
         for name, count in Counter(name for name, _ in named).items()
         if count > 1
     ]
@@ -300,7 +364,9 @@ def _urls(site: Site) -> Iterator[Problem]:
     and vLLM."""
     profile = site.profile
     # An extra component may be a server too, such as a judge.
-    servers = {engine.port for engine in profile.engines} | {part.port for part in profile.component.values()}
+    servers = {engine.port for engine in profile.engines} | {
+        part.port for part in profile.component.values()
+    }
     for key, name, value in _settings(site):
         if (port := _loopback_port(value)) is None:
             continue
@@ -308,11 +374,15 @@ def _urls(site: Site) -> Iterator[Problem]:
         flat = name.lower().replace("-", "_")
         if _API_URL.search(flat) and port != profile.api.port:
             fix = f"use http://127.0.0.1:{profile.api.port}, or set api.port = {port}"
-            yield Problem(f"{name} names port {port}, but run-api has port {profile.api.port}", fix, key=key)
+            yield Problem(
+                f"{name} names port {port}, but run-api has port {profile.api.port}", fix, key=key
+            )
         elif _ENGINE_URL.search(flat) and port not in servers:
             own = profile.vllm[0].port
             fix = f"use http://127.0.0.1:{own}/v1, or set vllm.port = {port}"
-            yield Problem(f"{name} names port {port}, where no server of this profile listens", fix, key=key)
+            yield Problem(
+                f"{name} names port {port}, where no server of this profile listens", fix, key=key
+            )
 
 
 def _settings(site: Site) -> Iterator[tuple[str, str, str]]:
@@ -324,7 +394,11 @@ def _settings(site: Site) -> Iterator[tuple[str, str, str]]:
         words = site.texts(part.command or [])
         for word, following in zip(words, [*words[1:], ""], strict=False):
             name, equals, value = word.partition("=")
-            yield f"{key}.command", name.lstrip("-").rpartition(".")[2], value if equals else following
+            yield (
+                f"{key}.command",
+                name.lstrip("-").rpartition(".")[2],
+                value if equals else following,
+            )
         for name, value in part.env.items():
             yield f"{key}.env.{name}", name, site.text(value)
 
@@ -332,7 +406,11 @@ def _settings(site: Site) -> Iterator[tuple[str, str, str]]:
 def _loopback_port(text: str) -> int | None:
     try:
         url = urlsplit(text)
-        return url.port if url.scheme in ("http", "https") and url.hostname and is_loopback(url.hostname) else None
+        return (
+            url.port
+            if url.scheme in ("http", "https") and url.hostname and is_loopback(url.hostname)
+            else None
+        )
     except ValueError:
         return None
 
@@ -364,13 +442,20 @@ changed)."""
 
 
 def _derived(profile: Profile) -> list[Problem]:
-    sections = [("vllm", f"vllm.{index}", list(part.args)) for index, part in enumerate(profile.vllm)]
+    sections = [
+        ("vllm", f"vllm.{index}", list(part.args)) for index, part in enumerate(profile.vllm)
+    ]
     sections += [("env", f"env.{index}", list(part.args)) for index, part in enumerate(profile.env)]
     return [
-        Problem("is derived", f"set {instead} instead" if instead else "remove it", key=f"{key}.args.{word}")
+        Problem(
+            "is derived",
+            f"set {instead} instead" if instead else "remove it",
+            key=f"{key}.args.{word}",
+        )
         for kind, key, words in sections
         for word in words
-        if (instead := DERIVED_FLAGS[kind].get(word.replace("_", "-") if kind == "vllm" else word)) is not None
+        if (instead := DERIVED_FLAGS[kind].get(word.replace("_", "-") if kind == "vllm" else word))
+        is not None
     ]
 
 
@@ -392,7 +477,8 @@ def _server_types(profile: Profile) -> Iterator[Problem]:
         server_type = env.args.get("openai.server_type", "vllm")
         if server_type != "vllm":
             yield Problem(
-                f"server_type {server_type!r} returns no logprobs, and GRPO cannot train without them",
+                f"server_type {server_type!r} returns no logprobs, and GRPO cannot train "
+                f"without them",
                 'use "vllm", or leave it out',
                 key=f"env.{index}.args.openai.server_type",
             )
@@ -401,7 +487,9 @@ def _server_types(profile: Profile) -> Iterator[Problem]:
 def _groups(profile: Profile, settings: TrainingConfig) -> Iterator[Problem]:
     """Require that the batch is a multiple of every group size: run-api fills no other."""
     total = settings.sequences_per_step
-    sizes = [size for env in profile.env if isinstance(size := env.args.get("env.group_size", 1), int)]
+    sizes = [
+        size for env in profile.env if isinstance(size := env.args.get("env.group_size", 1), int)
+    ]
     for index, env in enumerate(profile.env):
         size = env.args.get("env.group_size", 1)
         assert isinstance(size, int)  # EnvSection validates it
@@ -411,7 +499,8 @@ def _groups(profile: Profile, settings: TrainingConfig) -> Iterator[Problem]:
             if (each := settings.gradient_accumulation_steps) > 1:
                 batch = f"{batch} x gradient_accumulation_steps {each} = {total}"
             yield Problem(
-                f"{batch} is not a multiple of {env.name}'s group size {size}, so run-api could never fill a batch",
+                f"{batch} is not a multiple of {env.name}'s group size {size}, so run-api "
+                f"could never fill a batch",
                 f"set {batches_that_fill(settings, sizes)}, or another env.group_size",
                 key=f"env.{index}.args.env.group_size",
             )
@@ -435,7 +524,8 @@ def _recorded(settings: TrainingConfig) -> Iterator[Problem]:
     if settings.rollouts is not None:
         yield Problem(
             "a stack generates rollouts, but with recorded rollouts the trainer requests none",
-            f"leave it out; without a stack: python -m trainer_core --model-name ... --rollouts {settings.rollouts}",
+            f"leave it out; without a stack: python -m trainer_core --model-name ... "
+            f"--rollouts {settings.rollouts}",
             key="trainer.rollouts",
         )
 
@@ -460,7 +550,8 @@ def _several(profile: Profile) -> Iterator[Problem]:
             yield Problem(f"no engine is called {env.engine!r}", f"use one of: {known}", key=key)
         elif not {each.name for each in env_engines(profile, env)} <= set(fed):
             yield Problem(
-                f"the trainer feeds only {', '.join(fed)}: {env.engine} would generate with weights that never change",
+                f"the trainer feeds only {', '.join(fed)}: {env.engine} would generate with "
+                f"weights that never change",
                 f'use engine = {first.name!r}, or mode = "broadcast" with engines of one model',
                 key=key,
             )
@@ -483,10 +574,12 @@ def _gpu_lists(profile: Profile) -> Iterator[Problem]:
         elif section.gpus and count != engines * each:
             takers = "an engine that takes" if engines == 1 else f"{engines} engines that take"
             yield Problem(
-                f"{counted(count, 'GPU')} for {takers} {engines * each} (tensor_parallel = {section.tensor_parallel})",
+                f"{counted(count, 'GPU')} for {takers} {engines * each} (tensor_parallel = "
+                f"{section.tensor_parallel})",
                 f"set vllm.tensor_parallel = {count}, or name {engines * each}"
                 if engines == 1
-                else f"name {engines * each}, or leave vllm.replicas out: {count // each} engines then",
+                else f"name {engines * each}, or leave vllm.replicas out: {count // each} engines "
+                f"then",
                 key=key,
             )
 
@@ -496,7 +589,8 @@ def _logprobs(profile: Profile) -> Iterator[Problem]:
         mode = engine.flag("logprobs-mode")
         if mode not in (None, PROCESSED):
             yield Problem(
-                f"{mode!r} are not the logprobs of the sampling distribution, which the trainer's ratios need",
+                f"{mode!r} are not the logprobs of the sampling distribution, which the "
+                f"trainer's ratios need",
                 f'use "{PROCESSED}", or leave it out',
                 key=_flag_key(index, engine, "logprobs-mode"),
             )
@@ -506,8 +600,10 @@ def _single_copy_place(profile: Profile) -> Iterator[Problem]:
     engine, trainer = profile.vllm[0], profile.trainer
     if engine.tensor_parallel > 1 and traits_of(profile).lora:
         yield Problem(
-            "adapters in single copy need the whole model on one GPU, but a tensor-parallel engine divides it",
-            "set tensor_parallel = 1, or trainer.single_copy = false with separate GPUs for the trainer",
+            "adapters in single copy need the whole model on one GPU, but a tensor-parallel "
+            "engine divides it",
+            "set tensor_parallel = 1, or trainer.single_copy = false with separate GPUs for "
+            "the trainer",
             key="vllm.0.tensor_parallel",
         )
     if trainer.gpus and trainer.gpus != engine.gpus:
@@ -532,7 +628,8 @@ def _single_copy_place(profile: Profile) -> Iterator[Problem]:
 
 _UNSHARED = {
     "quantization": "quantized weights cannot be trained in place",
-    "enable-sleep-mode": "a sleeping engine frees the memory of its weights, which the trainer uses",
+    "enable-sleep-mode": "a sleeping engine frees the memory of its weights, which the trainer "
+    "uses",
     "enable-lora": "adapters wrap the layers whose weights are shared",
 }
 """vLLM flags with which a weight in the engine's memory differs from the trainer's, and why."""
@@ -552,14 +649,20 @@ def _single_copy_flags(engine: EngineSection, *, adapters: bool) -> Iterator[Pro
     for name in ("pipeline-parallel-size", "data-parallel-size"):
         if engine.flag_number(name, 1) > 1:
             fix = "set it to 1, or remove it"
-            yield Problem("single copy attaches to one process of vLLM", fix, key=_flag_key(0, engine, name))
+            yield Problem(
+                "single copy attaches to one process of vLLM", fix, key=_flag_key(0, engine, name)
+            )
     if engine.flag_number("cpu-offload-gb", 0) > 0:
         reason = "weights on the host cannot be shared with the trainer"
         yield Problem(reason, "remove it", key=_flag_key(0, engine, "cpu-offload-gb"))
     loading = engine.flag("load-format")
     if loading is not None and loading not in SAFE_LOADING:
         reason = f"single copy cannot share weights that were loaded as {loading!r}"
-        yield Problem(reason, f"use one of: {', '.join(SAFE_LOADING)}", key=_flag_key(0, engine, "load-format"))
+        yield Problem(
+            reason,
+            f"use one of: {', '.join(SAFE_LOADING)}",
+            key=_flag_key(0, engine, "load-format"),
+        )
 
 
 _TYPES = {"half": "float16", "float": "float32"}
@@ -582,25 +685,36 @@ def _other_gpus(profile: Profile) -> Iterator[Problem]:
     if len(unnamed) <= len(profile.vllm):  # without any `gpus` the stack runs on CPUs
         for key in unnamed:
             yield Problem(
-                "a broadcast needs separate GPUs, so every section must name its own", "name its GPUs", key=key
+                "a broadcast needs separate GPUs, so every section must name its own",
+                "name its GPUs",
+                key=key,
             )
 
 
 def _lengths(profile: Profile, settings: TrainingConfig) -> Iterator[Problem]:
     longest = longest_sequence(profile)
-    if longest is not None and "seq_len" in settings.model_fields_set and settings.seq_len > longest:
+    if (
+        longest is not None
+        and "seq_len" in settings.model_fields_set
+        and settings.seq_len > longest
+    ):
         yield Problem(
-            f"sequences of {settings.seq_len} tokens cannot come from an engine with max_model_len = {longest}",
+            f"sequences of {settings.seq_len} tokens cannot come from an engine with "
+            f"max_model_len = {longest}",
             f"set trainer.seq_len = {longest}, or raise vllm.max_model_len",
             key="trainer.seq_len",
         )
     for index, env in enumerate(profile.env):
         # Requests above the engine's limit fail one by one during the run.
         wanted = env.args.get("env.max_token_length")
-        shortest = min((one.max_model_len for one in env_engines(profile, env) if one.max_model_len), default=None)
+        shortest = min(
+            (one.max_model_len for one in env_engines(profile, env) if one.max_model_len),
+            default=None,
+        )
         if isinstance(wanted, int) and shortest is not None and wanted > shortest:
             yield Problem(
-                f"requests sequences of {wanted} tokens, but an engine with max_model_len = {shortest} refuses them",
+                f"requests sequences of {wanted} tokens, but an engine with max_model_len = "
+                f"{shortest} refuses them",
                 f"set it to {shortest}, or raise vllm.max_model_len",
                 key=f"env.{index}.args.env.max_token_length",
             )
@@ -609,9 +723,14 @@ def _lengths(profile: Profile, settings: TrainingConfig) -> Iterator[Problem]:
 def _routing(index: int, engine: EngineSection) -> Iterator[Problem]:
     if engine.flag(ROUTING_FLAG) is False:
         reason = "trainer.routing_replay needs this engine's expert choices"
-        yield Problem(reason, "remove it: the plan sets it", key=_flag_key(index, engine, ROUTING_FLAG))
+        yield Problem(
+            reason, "remove it: the plan sets it", key=_flag_key(index, engine, ROUTING_FLAG)
+        )
     if (stages := engine.flag_number("pipeline-parallel-size", 1)) > 1:
-        reason = f"vLLM records no experts over {stages} pipeline stages, but trainer.routing_replay needs them"
+        reason = (
+            f"vLLM records no experts over {stages} pipeline stages, but trainer.routing_replay "
+            f"needs them"
+        )
         key = _flag_key(index, engine, "pipeline-parallel-size")
         yield Problem(reason, "use tensor_parallel, or leave trainer.routing_replay out", key=key)
 
@@ -627,11 +746,14 @@ def _adapters(index: int, engine: EngineSection, settings: TrainingConfig) -> It
     if given is not None and given not in LORA_RANKS:
         yield Problem(f"vLLM does not accept rank {given}", f"use one of: {ranks}", key=key)
     elif settings.lora_r > LORA_RANKS[-1]:
-        yield Problem(f"vLLM serves adapters up to rank {LORA_RANKS[-1]}", "lower it", key="trainer.lora_r")
+        yield Problem(
+            f"vLLM serves adapters up to rank {LORA_RANKS[-1]}", "lower it", key="trainer.lora_r"
+        )
     elif isinstance(given, int) and settings.lora_r > given:
         fit = server_rank(settings.lora_r)
         yield Problem(
-            f"the trainer's adapters have rank {settings.lora_r}, but the server's limit is {given}",
+            f"the trainer's adapters have rank {settings.lora_r}, but the server's limit is "
+            f"{given}",
             f"set it to {fit}, leave it out, or lower trainer.lora_r",
             key=key,
         )

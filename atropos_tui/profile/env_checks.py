@@ -28,8 +28,14 @@ from atropos_tui.profile.site import Site, engine_model, env_engines, env_node, 
 from atropos_tui.profile.source import find_module, is_hostable, names_in
 from atropos_tui.profile.spec import references
 
-PIP_NAMES = {"bs4": "beautifulsoup4", "cv2": "opencv-python-headless", "dotenv": "python-dotenv", "PIL": "pillow",
-             "sklearn": "scikit-learn", "yaml": "pyyaml"}  # fmt: skip
+PIP_NAMES = {
+    "bs4": "beautifulsoup4",
+    "cv2": "opencv-python-headless",
+    "dotenv": "python-dotenv",
+    "PIL": "pillow",
+    "sklearn": "scikit-learn",
+    "yaml": "pyyaml",
+}
 """Packages whose import name differs from their name on PyPI."""
 SERVER_MODULE = "atroposlib.envs.server_handling"
 SIMILAR = 0.5
@@ -49,7 +55,10 @@ def environment_files(site: Site, env: EnvSection, key: str) -> Iterator[Problem
             continue
         path = config_file(text) if name == "config" else resolve_path(text)
         if not path.is_file():
-            fix = in_braces(text) or f"relative paths are resolved from the current directory, {Path.cwd()}"
+            fix = (
+                in_braces(text)
+                or f"relative paths are resolved from the current directory, {Path.cwd()}"
+            )
             yield Problem(f"no such file: {text}", fix, key=f"{key}.{name}")
         elif name == "config":
             yield from _environment_config(site, env, path, f"{key}.config")
@@ -59,9 +68,11 @@ def environment_files(site: Site, env: EnvSection, key: str) -> Iterator[Problem
         packages = ", ".join(f"{name!r} ({where})" for name, where in missing.items())
         names = [PIP_NAMES.get(name, name) for name in missing]
         yield Problem(
-            f"{source.path.name} needs {counted(len(missing), 'Python package')} that this interpreter does not have: "
+            f"{source.path.name} needs {counted(len(missing), 'Python package')} that this "
+            f"interpreter does not have: "
             f"{packages}",
-            f"{shlex.join([sys.executable, '-m', 'pip', 'install', *names])}; or, for a folder of yours, PYTHONPATH = "
+            f"{shlex.join([sys.executable, '-m', 'pip', 'install', *names])}; or, for a "
+            f"folder of yours, PYTHONPATH = "
             f'"FOLDER" below [env.env]',
             key=f"{key}.{_program_key(env)}",
         )
@@ -75,7 +86,9 @@ def environment_faults(site: Site, env: EnvSection, key: str) -> Iterator[Proble
     program = f"{key}.{_program_key(env)}"
     if source.fault:
         where = f"{source.fault.file.name}, line {source.fault.line}"
-        yield Problem(f"{where}: {source.fault.reason}", "correct the Python syntax there", key=program)
+        yield Problem(
+            f"{where}: {source.fault.reason}", "correct the Python syntax there", key=program
+        )
         return
     wanted = (env.script or "").partition(":")[2]
     yield from _class(source, wanted, program)
@@ -120,11 +133,17 @@ def user_module(name: str, folders: list[str]) -> ModuleSpec | None:
 
 def python_path(site: Site, variables: Mapping[str, str]) -> list[str]:
     """Return the folders of PYTHONPATH."""
-    return [folder for folder in site.text(variables.get("PYTHONPATH", "")).split(os.pathsep) if folder]
+    return [
+        folder for folder in site.text(variables.get("PYTHONPATH", "")).split(os.pathsep) if folder
+    ]
 
 
 def _folders(site: Site, env: EnvSection) -> list[str]:
-    return [env.cwd or ".", *python_path(site, env.env), *filter(None, os.environ.get("PYTHONPATH", "").split(":"))]
+    return [
+        env.cwd or ".",
+        *python_path(site, env.env),
+        *filter(None, os.environ.get("PYTHONPATH", "").split(":")),
+    ]
 
 
 def _program_key(env: EnvSection) -> str:
@@ -148,11 +167,20 @@ def _class(source: EnvSource, wanted: str, key: str) -> Iterator[Problem]:
     names = [each.node.name for each in environments]
     if not names:
         fix = "derive a class from BaseEnv (docs/environments.md), or name the file that has it"
-        reason = f"{source.path.name} defines no environment: no class in it derives from atroposlib's BaseEnv"
+        reason = (
+            f"{source.path.name} defines no environment: no class in it derives from "
+            f"atroposlib's BaseEnv"
+        )
         yield Problem(reason, fix, key=key)
     elif len(names) > 1:
-        reason = f"{source.path.name} defines {len(names)} environments ({', '.join(names)}) and starts none with cli()"
-        fix = f'name one: script = "{source.path.name}:{names[0]}", or end the file with {names[0]}.cli()'
+        reason = (
+            f"{source.path.name} defines {len(names)} environments ({', '.join(names)}) and "
+            f"starts none with cli()"
+        )
+        fix = (
+            f'name one: script = "{source.path.name}:{names[0]}", or end the file with '
+            f"{names[0]}.cli()"
+        )
         yield Problem(reason, fix, key=key)
 
 
@@ -166,7 +194,11 @@ def _flags(source: EnvSource, env: EnvSection, key: str) -> Iterator[Problem]:
     for flag in env.args:
         if flag in known:
             continue
-        nearest = [f"env.{flag}"] if f"env.{flag}" in known else nearest_names(flag, known, cutoff=SIMILAR)
+        nearest = (
+            [f"env.{flag}"]
+            if f"env.{flag}" in known
+            else nearest_names(flag, known, cutoff=SIMILAR)
+        )
         fix = f"did you mean {nearest[0]}?" if nearest else "remove it"
         yield Problem(f"{source.path.name} has no flag --{flag}", fix, key=f"{key}.args.{flag}")
 
@@ -182,12 +214,18 @@ def _library_fields(module: str, name: str) -> set[str] | None:
 def _group_size(site: Site, env: EnvSection, source: EnvSource, key: str) -> Iterator[Problem]:
     # With several environment classes it is unknown which one's settings apply.
     size = source.settings.get("group_size") if len(source.environments or []) == 1 else None
-    if "env.group_size" in env.args or env.config or site.profile.trainer.command or not isinstance(size, int):
+    if (
+        "env.group_size" in env.args
+        or env.config
+        or site.profile.trainer.command
+        or not isinstance(size, int)
+    ):
         return
     settings = training_config(site)
     if size > 0 and settings.sequences_per_step % size:
         yield Problem(
-            f"{source.path.name} sets group_size {size}, but the {settings.sequences_per_step} sequences of a step are "
+            f"{source.path.name} sets group_size {size}, but the "
+            f"{settings.sequences_per_step} sequences of a step are "
             "not a multiple of it, so run-api could never fill a batch",
             f"set {batches_that_fill(settings, [size])}, or env.group_size below [env.args]",
             key=f"{key}.{_program_key(env)}",
@@ -201,8 +239,10 @@ def _chat_template(site: Site, env: EnvSection, source: EnvSource) -> Iterator[P
     model = engine_model(site, engine)
     if has_chat_template(resolve_path(model)) is False:
         yield Problem(
-            f"{model} has no chat template, so vLLM would refuse the chat completions that {source.path.name} requests",
-            "use an instruct model, or save the template of this model's family as chat_template.jinja in its folder",
+            f"{model} has no chat template, so vLLM would refuse the chat completions that "
+            f"{source.path.name} requests",
+            "use an instruct model, or save the template of this model's family as "
+            "chat_template.jinja in its folder",
             key="model",
         )
 
@@ -211,7 +251,8 @@ def has_chat_template(folder: Path) -> bool | None:
     """Return True or False if the model's files show whether it has a chat template; None if vLLM
     or the model's code decides."""
     if any(
-        (folder / name).exists() for name in ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+        (folder / name).exists()
+        for name in ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
     ):
         return True
     if (folder / "tekken.json").exists():  # a Mistral tokenizer, which builds prompts itself
@@ -247,11 +288,16 @@ def _environment_config(site: Site, env: EnvSection, path: Path, key: str) -> It
         yield Problem(f"{path} is not YAML: {reason}", "correct the YAML syntax there", key=key)
         return
     if not isinstance(data, dict) or not isinstance(data.get("env") or {}, dict):
-        yield Problem(f"{path} has no `env:` and `openai:` tables", "write it like profiles/math-zero.yaml", key=key)
+        yield Problem(
+            f"{path} has no `env:` and `openai:` tables",
+            "write it like profiles/math-zero.yaml",
+            key=key,
+        )
         return
     if isinstance(data.get("openai"), list) and len(data["openai"]) > 1:
         yield Problem(
-            f"{path} lists {len(data['openai'])} servers, and atroposlib accepts no --openai flags with a list",
+            f"{path} lists {len(data['openai'])} servers, and atroposlib accepts no --openai "
+            f"flags with a list",
             "remove `openai:` from the file: the plan derives the server",
             key=key,
         )
@@ -259,9 +305,16 @@ def _environment_config(site: Site, env: EnvSection, path: Path, key: str) -> It
     settings = training_config(site)
     total = settings.sequences_per_step
     ours = site.profile.trainer.command is None
-    if ours and isinstance(size, int) and size > 0 and "env.group_size" not in env.args and total % size:
+    if (
+        ours
+        and isinstance(size, int)
+        and size > 0
+        and "env.group_size" not in env.args
+        and total % size
+    ):
         yield Problem(
-            f"{path} sets group_size {size}, but the {total} sequences of a step are not a multiple of it",
+            f"{path} sets group_size {size}, but the {total} sequences of a step are not a "
+            f"multiple of it",
             f"set {batches_that_fill(settings, [size])}, or env.group_size below [env.args]",
             key=key,
         )

@@ -82,7 +82,11 @@ class SourceFile:
             elif isinstance(node, ast.ImportFrom):
                 self.has_star |= any(alias.name == "*" for alias in node.names)
                 for alias in node.names:
-                    self.imports[alias.asname or alias.name] = (node.level, node.module or "", alias.name)
+                    self.imports[alias.asname or alias.name] = (
+                        node.level,
+                        node.module or "",
+                        alias.name,
+                    )
             elif isinstance(node, ast.Import):
                 for alias in node.names:
                     module = alias.name if alias.asname else alias.name.partition(".")[0]
@@ -112,7 +116,8 @@ class EnvSource:
         self._files: dict[Path, SourceFile | None] = {}
         self.main = self._read(path)
         if self.main and any(level for _, level, _ in _loaded_imports(self.main.tree)):
-            # It runs as part of its package (`atropos_envs.runner`), whose folders are then searched, too.
+            # It runs as part of its package (`atropos_envs.runner`), whose folders are then
+            # searched, too.
             self.folders = [*folders, *map(str, path.resolve().parents[:MAX_STEPS])]
 
     @cached_property
@@ -149,7 +154,12 @@ class EnvSource:
             if derives is None:
                 return None
             found += [ClassSource(self.main.classes[name], self.main)] if derives else []
-        bases = {base for each in found for base in map(_base_name, each.node.bases) if base != each.node.name}
+        bases = {
+            base
+            for each in found
+            for base in map(_base_name, each.node.bases)
+            if base != each.node.name
+        }
         return [each for each in found if each.node.name not in bases]
 
     @cached_property
@@ -158,7 +168,11 @@ class EnvSource:
         function below `if __name__ == "__main__"`."""
         if self.main is None:
             return True
-        guards = [node for node in self.main.tree.body if isinstance(node, ast.If) and _is_main_guard(node.test)]
+        guards = [
+            node
+            for node in self.main.tree.body
+            if isinstance(node, ast.If) and _is_main_guard(node.test)
+        ]
         return "cli" in _called(self.main.tree) or any(_called(guard) for guard in guards)
 
     @cached_property
@@ -198,7 +212,11 @@ class EnvSource:
         return chosen
 
     def _settings_in(self, source: SourceFile) -> dict[str, Value]:
-        own = {name for name in [*source.classes, *source.imports] if self._derives(source, name, BASE_CONFIG)}
+        own = {
+            name
+            for name in [*source.classes, *source.imports]
+            if self._derives(source, name, BASE_CONFIG)
+        }
         chosen: dict[str, Value] = {}
         for name in own & source.classes.keys():
             chosen |= _defaults(source.classes[name])
@@ -223,10 +241,16 @@ class EnvSource:
             each = waiting.pop()
             if not _is_library(each.file.path):
                 files[each.file.path] = each.file
-                waiting += [base for base in self._bases(each) if isinstance(base, ClassSource) and base not in waiting]
+                waiting += [
+                    base
+                    for base in self._bases(each)
+                    if isinstance(base, ClassSource) and base not in waiting
+                ]
         return list(files.values())
 
-    def _derives(self, source: SourceFile, name: str, base: str, seen: frozenset[Any] = frozenset()) -> bool | None:
+    def _derives(
+        self, source: SourceFile, name: str, base: str, seen: frozenset[Any] = frozenset()
+    ) -> bool | None:
         """Return True if class `name` of `source` derives from atroposlib's `base`, False if not,
         None if unknown."""
         found = self._class(source, name)
@@ -248,7 +272,9 @@ class EnvSource:
         """Resolve each base of a class, with the results of `_class`. A base with the class's own
         name is the imported one."""
         names = map(_base_name, found.node.bases)
-        return [self._class(found.file, name, only_imported=name == found.node.name) for name in names]
+        return [
+            self._class(found.file, name, only_imported=name == found.node.name) for name in names
+        ]
 
     def _fields(self, source: SourceFile, name: str) -> set[str] | None:
         found = self._class(source, name)
@@ -260,7 +286,9 @@ class EnvSource:
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
         }
         for base in self._bases(found):
-            above = self._fields(base.file, base.node.name) if isinstance(base, ClassSource) else set()
+            above = (
+                self._fields(base.file, base.node.name) if isinstance(base, ClassSource) else set()
+            )
             if base is None or above is None:
                 return None
             names |= above
@@ -278,7 +306,9 @@ class EnvSource:
         if not rest and first in source.classes and not only_imported:
             return ClassSource(source.classes[first], source)
         if first in source.aliases and depth < MAX_STEPS:
-            return self._class(source, ".".join(filter(None, [source.aliases[first], rest])), depth + 1)
+            return self._class(
+                source, ".".join(filter(None, [source.aliases[first], rest])), depth + 1
+            )
         if first not in source.imports:
             plain = first in source.values or not _may_be_class(first) or hasattr(builtins, first)
             return False if plain else None
@@ -291,7 +321,9 @@ class EnvSource:
         if not _may_be_class(wanted.rpartition(".")[2]):
             return False  # a module, a function or a constant
         if target is None:
-            return False if not level and module.partition(".")[0] in sys.stdlib_module_names else None
+            return (
+                False if not level and module.partition(".")[0] in sys.stdlib_module_names else None
+            )
         if _is_installed(target) and not _speaks_of_library(target):
             return False
         below = self._read(target)
@@ -305,7 +337,10 @@ class EnvSource:
             folder = source.path.parent.joinpath(*[".."] * (level - 1)).resolve()
             place = folder.joinpath(*module.split(".")) if module else folder
             files = (place.with_name(f"{place.name}.py"), place / "__init__.py", place)
-            return next((file for file in files if file.is_file() or (file is place and file.is_dir())), None)
+            return next(
+                (file for file in files if file.is_file() or (file is place and file.is_dir())),
+                None,
+            )
         if module.partition(".")[0] in sys.stdlib_module_names:
             return Path(ast.__file__)
         return self._find_absolute(module)
@@ -368,7 +403,9 @@ def _certain(body: list[ast.stmt]) -> Iterator[ast.stmt]:
     an exception handler may fail silently and are left out."""
     for node in body:
         yield node
-        if isinstance(node, ast.ClassDef) or (isinstance(node, ast.If) and _is_main_guard(node.test)):
+        if isinstance(node, ast.ClassDef) or (
+            isinstance(node, ast.If) and _is_main_guard(node.test)
+        ):
             yield from _certain(node.body)
         elif isinstance(node, ast.Try):
             yield from _certain([] if node.handlers else node.body)
@@ -376,7 +413,11 @@ def _certain(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _is_main_guard(test: ast.expr) -> bool:
-    return isinstance(test, ast.Compare) and isinstance(test.left, ast.Name) and test.left.id == "__name__"
+    return (
+        isinstance(test, ast.Compare)
+        and isinstance(test.left, ast.Name)
+        and test.left.id == "__name__"
+    )
 
 
 def _base_name(node: ast.expr) -> str:
@@ -405,7 +446,9 @@ def _called(tree: ast.AST) -> set[str]:
 
 
 def _defines(tree: ast.AST, function: str) -> bool:
-    return any(isinstance(node, ast.FunctionDef) and node.name == function for node in ast.walk(tree))
+    return any(
+        isinstance(node, ast.FunctionDef) and node.name == function for node in ast.walk(tree)
+    )
 
 
 def _constant(node: ast.expr | None) -> Value:
@@ -421,7 +464,11 @@ def _defaults(node: ast.ClassDef) -> dict[str, Value]:
     `Field(default=value)`."""
     found: dict[str, Value] = {}
     for each in node.body:
-        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name) and each.value is not None:
+        if (
+            isinstance(each, ast.AnnAssign)
+            and isinstance(each.target, ast.Name)
+            and each.value is not None
+        ):
             value: ast.expr | None = each.value
             if isinstance(value, ast.Call):
                 named = {word.arg: word.value for word in value.keywords}
@@ -444,7 +491,11 @@ def _arguments(function: ast.FunctionDef, classes: set[str]) -> dict[str, Value]
 
 def _is_installed(path: Path) -> bool:
     parts = path.parts
-    return "site-packages" in parts or "dist-packages" in parts or path.is_relative_to(Path(ast.__file__).parent)
+    return (
+        "site-packages" in parts
+        or "dist-packages" in parts
+        or path.is_relative_to(Path(ast.__file__).parent)
+    )
 
 
 def _is_library(path: Path) -> bool:

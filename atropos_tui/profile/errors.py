@@ -16,7 +16,15 @@ from typing import Any
 
 from atropos_tui.errors import Problem, UserError
 from atropos_tui.profile.redact import hide
-from atropos_tui.profile.schema import SECTION_LISTS, KeyPath, Schema, choices, forms_at, phrases, step_into
+from atropos_tui.profile.schema import (
+    SECTION_LISTS,
+    KeyPath,
+    Schema,
+    choices,
+    forms_at,
+    phrases,
+    step_into,
+)
 
 MAX_SHOWN = 60
 """Limit in characters for the shown part of a value or key."""
@@ -48,7 +56,9 @@ def in_words(file: str) -> Iterator[None]:
     except UserError:
         raise
     except RecursionError:
-        raise refused([Problem("is nested too deep to be read", "remove some levels", file)]) from None
+        raise refused(
+            [Problem("is nested too deep to be read", "remove some levels", file)]
+        ) from None
     except Exception as error:
         reason = f"cannot be read as a profile ({type(error).__name__}: {printable(str(error))})"
         fix = "correct the named place, or create a new profile: atropos-tui init"
@@ -106,9 +116,16 @@ def key_text(path: Sequence[str | int], data: Any) -> str:
             text += f".{word}" if text else word
         elif depth == 1 and path[0] in SECTION_LISTS:
             if isinstance(node, list) and len(node) > 1:
-                name = node[part].get("name") if part < len(node) and isinstance(node[part], dict) else None
+                name = (
+                    node[part].get("name")
+                    if part < len(node) and isinstance(node[part], dict)
+                    else None
+                )
                 text += f".{part}"
-                note = f" ([[{path[0]}]] {value_text(name) if isinstance(name, str) else f'number {part + 1}'})"
+                note = (
+                    f" ([[{path[0]}]] "
+                    f"{value_text(name) if isinstance(name, str) else f'number {part + 1}'})"
+                )
         else:
             text += f"[{part}]"
         node = step_into(node, part)
@@ -140,7 +157,9 @@ def in_braces(path: str) -> str:
     return f"put the variable in braces: {braced}" if braced != path else ""
 
 
-def nearest_names(word: str, known: Collection[str], most: int = 1, cutoff: float = 0.6) -> list[str]:
+def nearest_names(
+    word: str, known: Collection[str], most: int = 1, cutoff: float = 0.6
+) -> list[str]:
     """Return the names of `known` most similar to `word`, the nearest first. `cutoff`: least
     similarity, 0 to 1."""
     return difflib.get_close_matches(word[:100], known, n=most, cutoff=cutoff)
@@ -216,7 +235,8 @@ def _steps(node: Any, part: str | int, *, flags: bool) -> KeyPath | None:
         return None
     if part in node:
         return (part,)
-    # `args` are flattened before validation: pydantic says "env.group_size", the data has env -> group_size.
+    # `args` are flattened before validation: pydantic says "env.group_size", the data has env ->
+    # group_size.
     for dot in (match.start() for match in re.finditer(r"\.", part) if flags):
         rest = _steps(node.get(part[:dot]), part[dot + 1 :], flags=True)
         if rest is not None:
@@ -224,19 +244,29 @@ def _steps(node: Any, part: str | int, *, flags: bool) -> KeyPath | None:
     return None
 
 
-def _explained(path: KeyPath, item: dict[str, Any], data: Any, schema: Schema) -> Iterator[tuple[str, str, str]]:
+def _explained(
+    path: KeyPath, item: dict[str, Any], data: Any, schema: Schema
+) -> Iterator[tuple[str, str, str]]:
     """Yield reason, fix, and the suffix of the key that locates the error within the value."""
     kind, context = str(item["type"]), item.get("ctx", {})
     # Our own validators already have reason and fix (sections.mistake).
     if kind == "mistake":
         yield context["reason"], context["fix"], f".{context['at']}" if context["at"] else ""
     elif kind == "extra_forbidden":
-        known = sorted({key for form in forms_at(schema, path[:-1], data) for key in form.get("properties", ())})
+        known = sorted(
+            {
+                key
+                for form in forms_at(schema, path[:-1], data)
+                for key in form.get("properties", ())
+            }
+        )
         yield "unknown key", _fix_of_unknown_key(path, known, schema), ""
     elif kind == "value_error":
         for line in str(item["msg"]).removeprefix("Value error, ").splitlines():
             # The trainer's messages name flags (--batch-size); a profile has keys (batch_size).
-            reason, _, fix = re.sub(r"--([a-z][a-z-]+)", lambda flag: flag[1].replace("-", "_"), line).partition("; ")
+            reason, _, fix = re.sub(
+                r"--([a-z][a-z-]+)", lambda flag: flag[1].replace("-", "_"), line
+            ).partition("; ")
             yield printable(reason), fix or "change one of the named keys", ""
     else:
         yield (*_reason_and_fix(path, item, data, schema), "")
@@ -251,11 +281,16 @@ def _fix_of_unknown_key(path: KeyPath, known: list[str], schema: Schema) -> str:
         return meant.strip()
     if section in FLAGS_OF and section not in path[1:]:
         flag = f"env.{word}" if section == "env" else word
-        return f"a flag of {FLAGS_OF[str(section)]} goes below [{section}.args]: {printable(flag, MAX_SHOWN)} = ..."
+        return (
+            f"a flag of {FLAGS_OF[str(section)]} goes below [{section}.args]: "
+            f"{printable(flag, MAX_SHOWN)} = ..."
+        )
     return f"remove it; known here: {', '.join(known[:MAX_CHOICES])}"
 
 
-def _reason_and_fix(path: KeyPath, item: dict[str, Any], data: Any, schema: Schema) -> tuple[str, str]:
+def _reason_and_fix(
+    path: KeyPath, item: dict[str, Any], data: Any, schema: Schema
+) -> tuple[str, str]:
     forms = forms_at(schema, path, data)
     description = str(forms[0].get("description", "")) if forms else ""
     if item["type"] == "missing":
@@ -266,12 +301,19 @@ def _reason_and_fix(path: KeyPath, item: dict[str, Any], data: Any, schema: Sche
     # A check of a probe without a valid `kind`.
     if item["type"].startswith("union_tag"):
         tag = value_text(value["kind"]) if isinstance(value, dict) and "kind" in value else "none"
-        kinds = [form["properties"]["kind"]["const"] for form in forms if "kind" in form.get("properties", {})]
+        kinds = [
+            form["properties"]["kind"]["const"]
+            for form in forms
+            if "kind" in form.get("properties", {})
+        ]
         return f"needs a kind (got {tag})", f"set kind to one of: {', '.join(kinds)}"
     got = f"(got {value_text(value, str(path[-1]) if path else '')})"
     known = [str(choice) for form in forms for choice in choices(form)]
     if known and isinstance(value, str):
-        return f"unknown value {got}", f"{did_you_mean(value, known)}choose one of: {', '.join(known)}"
+        return (
+            f"unknown value {got}",
+            f"{did_you_mean(value, known)}choose one of: {', '.join(known)}",
+        )
     reason = "wrong type" if known else _reason(item["type"])
     if path and path[-1] == "depends_on":
         names = [name for name in value if isinstance(name, str)] if isinstance(value, list) else []

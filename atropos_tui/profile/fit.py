@@ -23,7 +23,13 @@ from atropos_tui.profile.hardware import Hardware
 from atropos_tui.profile.memory import Budget, Inventory
 from atropos_tui.profile.models import Model
 from atropos_tui.profile.sections import MOST_RANKS, EngineSection, Profile
-from atropos_tui.profile.site import Site, longest_sequence, trainer_ranks, training_config, traits_of
+from atropos_tui.profile.site import (
+    Site,
+    longest_sequence,
+    trainer_ranks,
+    training_config,
+    traits_of,
+)
 from trainer_core.config import TrainingConfig, sharding_contradictions
 
 SLACK = 0.03
@@ -92,10 +98,14 @@ def fits(budget: Budget, slack: float = 0.0) -> bool:
     start."""
     # Devices without a known total are assumed to be large enough.
     known = [device for device in budget.devices if device.total is not None]
-    return not budget.too_small_caches and all(d.wanted <= (1 - slack) * (d.total or 0) for d in known)
+    return not budget.too_small_caches and all(
+        d.wanted <= (1 - slack) * (d.total or 0) for d in known
+    )
 
 
-def nearest(site: Site, inventory: Inventory, *, fixed: Iterable[str] = (), most: int = 3) -> list[Fit]:
+def nearest(
+    site: Site, inventory: Inventory, *, fixed: Iterable[str] = (), most: int = 3
+) -> list[Fit]:
     """Return up to `most` of the cheapest combinations that fit.
 
     A combination that contains all settings of a cheaper one is left out. If all of them cost
@@ -110,7 +120,10 @@ def nearest(site: Site, inventory: Inventory, *, fixed: Iterable[str] = (), most
     if not isinstance(first, Model) or not on_gpus(site.profile, settings, inventory):
         return []
     ladders = [
-        [Option(), *(option for option in ladder if not {key for key, _ in option.settings} & set(fixed))]
+        [
+            Option(),
+            *(option for option in ladder if not {key for key, _ in option.settings} & set(fixed)),
+        ]
         for ladder in _ladders(site, settings, first, inventory)
     ]
     found = _search(site, settings, inventory, ladders, most)
@@ -124,11 +137,17 @@ def on_gpus(profile: Profile, settings: TrainingConfig, inventory: Inventory) ->
     if profile.is_spread:
         return False  # machines may differ, and none of their GPUs are known
     names = memory.trainer_devices(profile, settings, inventory.machine)
-    return names != [memory.HOST] and all(int(name.split()[1]) < len(inventory.machine.gpus) for name in names)
+    return names != [memory.HOST] and all(
+        int(name.split()[1]) < len(inventory.machine.gpus) for name in names
+    )
 
 
 def _search(
-    site: Site, settings: TrainingConfig, inventory: Inventory, ladders: Sequence[Sequence[Option]], most: int
+    site: Site,
+    settings: TrainingConfig,
+    inventory: Inventory,
+    ladders: Sequence[Sequence[Option]],
+    most: int,
 ) -> list[Fit]:
     combinations = sorted(product(*ladders), key=lambda options: math.prod(o.cost for o in options))
     found: list[Fit] = []
@@ -147,14 +166,22 @@ def _search(
     return found
 
 
-def budget_with(site: Site, settings: TrainingConfig, inventory: Inventory, chosen: Mapping[str, Any]) -> Budget:
+def budget_with(
+    site: Site, settings: TrainingConfig, inventory: Inventory, chosen: Mapping[str, Any]
+) -> Budget:
     """Return the budget with `chosen` instead of the profile's values."""
     profile, config = _chosen(site, settings, chosen)
     return memory.make_budget(profile, config, inventory.models, inventory.machine)
 
 
-def _chosen(site: Site, settings: TrainingConfig, chosen: Mapping[str, Any]) -> tuple[Profile, TrainingConfig]:
-    trainer = {key.removeprefix("trainer."): value for key, value in chosen.items() if key.startswith("trainer.")}
+def _chosen(
+    site: Site, settings: TrainingConfig, chosen: Mapping[str, Any]
+) -> tuple[Profile, TrainingConfig]:
+    trainer = {
+        key.removeprefix("trainer."): value
+        for key, value in chosen.items()
+        if key.startswith("trainer.")
+    }
     trainer.pop("gpus", None)  # a key of the section, and no field of TrainingConfig
     return with_settings(site.profile, chosen), settings.model_copy(update=trainer)
 
@@ -162,12 +189,22 @@ def _chosen(site: Site, settings: TrainingConfig, chosen: Mapping[str, Any]) -> 
 def with_settings(profile: Profile, chosen: Mapping[str, Any]) -> Profile:
     """Return the profile as if its file contained `chosen`."""
     update: dict[str, Any] = {key: value for key, value in chosen.items() if "." not in key}
-    trainer = {key.removeprefix("trainer."): value for key, value in chosen.items() if key.startswith("trainer.")}
+    trainer = {
+        key.removeprefix("trainer."): value
+        for key, value in chosen.items()
+        if key.startswith("trainer.")
+    }
     if trainer:
         update["trainer"] = profile.trainer.model_copy(update=trainer)
-    engine = {key.removeprefix("vllm."): value for key, value in chosen.items() if key.startswith("vllm.")}
+    engine = {
+        key.removeprefix("vllm."): value for key, value in chosen.items() if key.startswith("vllm.")
+    }
     if engine:
-        args = {key.removeprefix("args."): value for key, value in engine.items() if key.startswith("args.")}
+        args = {
+            key.removeprefix("args."): value
+            for key, value in engine.items()
+            if key.startswith("args.")
+        }
         changes = {key: value for key, value in engine.items() if not key.startswith("args.")}
         if args:
             changes["args"] = profile.vllm[0].args | args
@@ -175,7 +212,9 @@ def with_settings(profile: Profile, chosen: Mapping[str, Any]) -> Profile:
     return profile.model_copy(update=update)
 
 
-def _ladders(site: Site, settings: TrainingConfig, model: Model, inventory: Inventory) -> list[list[Option]]:
+def _ladders(
+    site: Site, settings: TrainingConfig, model: Model, inventory: Inventory
+) -> list[list[Option]]:
     """Return the options, one list for each kind of setting; a combination takes one option of each
     list."""
     # float32 weights and adapters have no separate masters.
@@ -185,7 +224,9 @@ def _ladders(site: Site, settings: TrainingConfig, model: Model, inventory: Inve
     refused = "" if settings.dtype == "bfloat16" else "stochastic"
     return [
         _more_gpus(site.profile, model, inventory),
-        [] if settings.trains_adapters else _leaner("optimizer", settings.optimizer, OPTIMIZERS, absent),
+        []
+        if settings.trains_adapters
+        else _leaner("optimizer", settings.optimizer, OPTIMIZERS, absent),
         _leaner("master_weights", settings.master_weights, MASTERS, refused) if half else [],
         _offloads(settings),
         _passes(site.profile, settings),
@@ -211,8 +252,13 @@ def _more_gpus(profile: Profile, model: Model, inventory: Inventory) -> list[Opt
         return []
     options = []
     for parts in (2, 4, 8):
-        # vLLM splits attention heads evenly, and replicates key/value heads if there are fewer than parts.
-        if now < parts <= len(there) and heads % parts == 0 and (keys % parts == 0 or parts % keys == 0):
+        # vLLM splits attention heads evenly, and replicates key/value heads if there are fewer than
+        # parts.
+        if (
+            now < parts <= len(there)
+            and heads % parts == 0
+            and (keys % parts == 0 or parts % keys == 0)
+        ):
             gpus = list(there[:parts])
             both: tuple[Setting, ...] = (("vllm.gpus", gpus), ("vllm.tensor_parallel", parts))
             both += (("trainer.gpus", gpus),) if profile.trainer.gpus else ()
@@ -256,7 +302,9 @@ def _passes(profile: Profile, settings: TrainingConfig) -> list[Option]:
     return options
 
 
-def _caches(site: Site, settings: TrainingConfig, model: Model, inventory: Inventory) -> list[Option]:
+def _caches(
+    site: Site, settings: TrainingConfig, model: Model, inventory: Inventory
+) -> list[Option]:
     """Return options with a smaller KV cache, if the engine shares the trainer's GPU."""
     engine = site.profile.vllm[0]
     names = memory.engine_devices(engine, inventory.machine)
@@ -291,30 +339,39 @@ def _cache_setting(engine: EngineSection, size: int, share: float) -> Setting:
 
 def _with_adapters(site: Site, settings: TrainingConfig, inventory: Inventory) -> list[Fit]:
     """Return a fit with LoRA adapters, in single copy if the profile uses it, or an empty list."""
-    if traits_of(site.profile).lora or (site.profile.vllm[0].tensor_parallel > 1 and site.traits.shares_memory):
+    if traits_of(site.profile).lora or (
+        site.profile.vllm[0].tensor_parallel > 1 and site.traits.shares_memory
+    ):
         return []
     # A learning rate for whole models is far too small for an adapter (checks.LEAST_ADAPTER_LR).
     chosen: dict[str, Any] = {"mode": "lora_only", "trainer.lr": 2e-4}
     chosen |= {"trainer.single_copy": True} if site.traits.shares_memory else {}
     adapted = settings.model_copy(
         update={
-            "weight_bridge_mode": "lora_only", "train_layer_indices": None, "use_shared_memory": False,
+            "weight_bridge_mode": "lora_only",
+            "train_layer_indices": None,
+            "use_shared_memory": False,
             "single_copy": site.traits.shares_memory,
         }
-    )  # fmt: skip
+    )
     lora = replace(site, profile=with_settings(site.profile, chosen))
     model = inventory.models[site.profile.vllm[0].name]
     assert isinstance(model, Model)
-    # Adapters change what is trained, so they come last whatever else they need (cost LAST squared).
+    # Adapters change what is trained, so they come last whatever else they need (cost LAST
+    # squared).
     for passes in [Option(), *_passes(site.profile, adapted)]:
         for cache in [Option(), *_caches(lora, adapted, model, inventory)]:
-            budget = budget_with(lora, adapted, inventory, dict((*passes.settings, *cache.settings)))
+            budget = budget_with(
+                lora, adapted, inventory, dict((*passes.settings, *cache.settings))
+            )
             if fits(budget, SLACK):
                 return [Fit(chosen | dict((*passes.settings, *cache.settings)), LAST**2, budget)]
     return []
 
 
-KEPT_BY_A_RESUME = frozenset({"trainer.optimizer", "trainer.master_weights", "trainer.gradient_dtype"})
+KEPT_BY_A_RESUME = frozenset(
+    {"trainer.optimizer", "trainer.master_weights", "trainer.gradient_dtype"}
+)
 """Keys whose state a checkpoint holds: a resumed run keeps them."""
 
 
@@ -341,7 +398,11 @@ def settle(site: Site, inventory: Inventory, *, resumed: bool = False) -> tuple[
     ):
         return site, ""
     # A key that the profile sets is the user's choice.
-    fixed = {f"trainer.{key}" for key in profile.trainer.settings} | {"mode", "trainer.gpus", "vllm.gpus"}
+    fixed = {f"trainer.{key}" for key in profile.trainer.settings} | {
+        "mode",
+        "trainer.gpus",
+        "vllm.gpus",
+    }
     fixed |= KEPT_BY_A_RESUME if resumed else set()
     if profile.vllm[0].gpu_memory_utilization is not None:
         fixed.add("vllm.gpu_memory_utilization")
@@ -371,7 +432,11 @@ def _lean(settings: TrainingConfig, fixed: set[str]) -> dict[str, Any]:
     }
     if "trainer.gradient_checkpointing" in fixed and settings.gradient_checkpointing != "on":
         lean.pop("activation_offload")  # it needs checkpointing, which the profile turns off
-    return {f"trainer.{key}": value for key, value in lean.items() if value and f"trainer.{key}" not in fixed}
+    return {
+        f"trainer.{key}": value
+        for key, value in lean.items()
+        if value and f"trainer.{key}" not in fixed
+    }
 
 
 def lack(budget: Budget) -> str:
@@ -398,7 +463,11 @@ def advice(site: Site, inventory: Inventory) -> list[str]:
         return [text, *filter(None, [_gpus_wanted(site, inventory)])]
     lines = [f"{missing}. The nearest settings that fit, cheapest first:"]
     for fit in found:
-        cost = f"about {fit.cost:.2g} times as long a step" if fit.cost < LAST else "at the cost of precision"
+        cost = (
+            f"about {fit.cost:.2g} times as long a step"
+            if fit.cost < LAST
+            else "at the cost of precision"
+        )
         if gpus := fit.settings.get("trainer.gpus") or fit.settings.get("vllm.gpus"):
             cost = f"on {len(gpus)} GPUs"
         if "mode" in fit.settings:
@@ -418,10 +487,16 @@ def _gpus_wanted(site: Site, inventory: Inventory) -> str:
         `MOST_RANKS`."""
         # The added GPUs are of the trainer's own kind, and hold nothing else.
         for count in range(1, MOST_RANKS + 1):
-            more = replace(inventory, machine=replace(machine, gpus=(*machine.gpus, *[kind] * count)))
+            more = replace(
+                inventory, machine=replace(machine, gpus=(*machine.gpus, *[kind] * count))
+            )
             gpus = {"trainer.gpus": list(range(first, first + count))}
             devices = budget_with(site, settings, more, {**chosen, **gpus}).devices
-            own = [each for each in devices if each.items[0].component == "trainer" and each.total is not None]
+            own = [
+                each
+                for each in devices
+                if each.items[0].component == "trainer" and each.total is not None
+            ]
             if all(each.wanted <= (1 - SLACK) * (each.total or 0) for each in own):
                 return count
         return None
@@ -434,14 +509,19 @@ def _gpus_wanted(site: Site, inventory: Inventory) -> str:
     # The lean settings save no GPU, so they are not worth a mention.
     if len({*found.values()}) == 1:
         found.popitem()
-    texts = [f"{count} {how}" if count else f"more than {MOST_RANKS} {how}" for how, count in found.items()]
+    texts = [
+        f"{count} {how}" if count else f"more than {MOST_RANKS} {how}"
+        for how, count in found.items()
+    ]
     return f"The trainer alone needs {kind.name} GPUs: {', '.join(texts)}"
 
 
 def room(budget: Budget) -> str:
     """Describe the used and the total memory of each device."""
     known = [device for device in memory.alike(budget.devices) if device.total is not None]
-    return ", ".join(f"{d.name}: {memory.size_text(d.wanted)} of {memory.size_text(d.total or 0)}" for d in known)
+    return ", ".join(
+        f"{d.name}: {memory.size_text(d.wanted)} of {memory.size_text(d.total or 0)}" for d in known
+    )
 
 
 KEY = "inference_gpus"
@@ -454,7 +534,11 @@ def split_gpus(profile: Profile, machine: Hardware) -> Profile | Problem:
     if not traits_of(profile).feeds_all:
         fix = f'remove it and set vllm.gpus, or use mode = "broadcast" (now "{profile.mode}")'
         return Problem("trainer and engine use the same GPUs in this mode", fix, key=KEY)
-    named = [key for key, gpus in (("vllm.gpus", engine.gpus), ("trainer.gpus", profile.trainer.gpus)) if gpus]
+    named = [
+        key
+        for key, gpus in (("vllm.gpus", engine.gpus), ("trainer.gpus", profile.trainer.gpus))
+        if gpus
+    ]
     if named or len(profile.vllm) > 1:
         what = " and ".join(named) or "several [[vllm]]"
         return Problem(f"divides the GPUs, and so do {what}", "remove one of the two", key=KEY)
@@ -463,12 +547,19 @@ def split_gpus(profile: Profile, machine: Hardware) -> Profile | Problem:
         return Problem("this machine has no NVIDIA GPU to divide", fix, key=KEY)
     each = engine.gpus_needed
     # Whole engines, and at least one GPU left for the trainer.
-    possible = [count for count in range(each, there, each) if engine.replicas in (None, count // each)]
+    possible = [
+        count for count in range(each, there, each) if engine.replicas in (None, count // each)
+    ]
     if wanted not in possible:
         engines = f"{engine.replicas} engines" if engine.replicas else "engines"
-        fix = f"use one of: {', '.join(map(str, possible))}" if possible else "use a machine with more GPUs"
+        fix = (
+            f"use one of: {', '.join(map(str, possible))}"
+            if possible
+            else "use a machine with more GPUs"
+        )
         return Problem(
-            f"{wanted} of {there} GPUs cannot be divided into {engines} of {each} GPUs with one left for the trainer",
+            f"{wanted} of {there} GPUs cannot be divided into {engines} of {each} GPUs with "
+            f"one left for the trainer",
             fix,
             key=KEY,
         )
@@ -484,4 +575,7 @@ def split_gpus(profile: Profile, machine: Hardware) -> Profile | Problem:
 def split_text(profile: Profile, divided: Profile) -> str:
     """Describe the division on one line."""
     engines, trainer = divided.vllm[0].gpus, divided.trainer.gpus
-    return f"{KEY} = {profile.inference_gpus}: {len(divided.engines)} x engine on {engines}, the trainer on {trainer}"
+    return (
+        f"{KEY} = {profile.inference_gpus}: {len(divided.engines)} x engine on {engines}, the "
+        f"trainer on {trainer}"
+    )

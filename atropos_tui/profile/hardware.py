@@ -71,10 +71,13 @@ def _gpu(text: str) -> Gpu:
         return Gpu(name, GPU_MEMORY[name] * 1024**2)
     if size := _SIZE.fullmatch(name):
         known = GPU_MEMORY.get(size["name"] or "")
-        # Marketing sizes differ from the usable memory: an H100-80GB has 79.6 GiB, an H200-141GB 140.4.
+        # Marketing sizes differ from the usable memory: an H100-80GB has 79.6 GiB, an H200-141GB
+        # 140.4.
         if known and abs(known / 1024 - int(size["size"])) < 3:
             return Gpu(name, known * 1024**2)
         if int(size["size"]):
             return Gpu(name, int(size["size"]) * 1024**3)
     known_names = ", ".join(GPU_MEMORY)
-    raise ValueError(f"unknown GPU {text.strip()!r}; use one of {known_names}, or a size such as 4x80GB")
+    raise ValueError(
+        f"unknown GPU {text.strip()!r}; use one of {known_names}, or a size such as 4x80GB"
+    )

@@ -143,7 +143,9 @@ def expand_home(text: str) -> Path:
 
 def _not_found(path: Path, name: str) -> tuple[str, str]:
     if os.path.isdir(path):  # noqa: PTH112
-        return "is a directory", _files_there(path, "") or "give the profile's file, such as mine.toml"
+        return "is a directory", _files_there(
+            path, ""
+        ) or "give the profile's file, such as mine.toml"
     looks_like_path = os.sep in name or name.endswith(".toml")
     if looks_like_path and (near := _files_there(path.parent, path.name)):
         return "no such profile", near
@@ -161,9 +163,16 @@ def _files_there(folder: Path, name: str) -> str:
         return ""
     if name:
         near = nearest_names(Path(name).stem, files, MOST_NEAREST)
-        return f"did you mean {printable(' or '.join(str(folder / f'{each}.toml') for each in near))}?" if near else ""
+        return (
+            f"did you mean {printable(' or '.join(str(folder / f'{each}.toml') for each in near))}?"
+            if near
+            else ""
+        )
     return (
-        f"name a file in it: {printable(', '.join(f'{each}.toml' for each in files[:MOST_NEAREST]))}" if files else ""
+        f"name a file in it: "
+        f"{printable(', '.join(f'{each}.toml' for each in files[:MOST_NEAREST]))}"
+        if files
+        else ""
     )
 
 
@@ -187,7 +196,9 @@ def _text_of(path: Path) -> str:
         with path.open("rb") as stream:
             content = stream.read(MAX_PROFILE_BYTES + 1)
         if len(content) > MAX_PROFILE_BYTES:
-            raise _invalid("larger than 1 MiB: not a profile", "check that this is the right file", file)
+            raise _invalid(
+                "larger than 1 MiB: not a profile", "check that this is the right file", file
+            )
         return content.decode("utf-8-sig")  # Windows editors write a byte order mark
     except UnicodeDecodeError as error:
         raise _invalid(f"not UTF-8 text (byte {error.start})", "save it as UTF-8", file) from None
@@ -263,13 +274,19 @@ def _extended(wanted: Any, chain: list[Path]) -> Path:
     links = " → ".join(file_text(link) for link in [*chain, path])
     if not _is_file(path):
         reason, fix = _not_found(path, wanted)
-        raise _invalid(f"{reason}: {links}", f"{fix}; a path is relative to this file", file, "extends")
+        raise _invalid(
+            f"{reason}: {links}", f"{fix}; a path is relative to this file", file, "extends"
+        )
     if any(path.samefile(link) for link in chain):
-        raise _invalid(f"goes in a circle: {links}", "remove one of these `extends`", file, "extends")
+        raise _invalid(
+            f"goes in a circle: {links}", "remove one of these `extends`", file, "extends"
+        )
     return path
 
 
-def _merge(base: dict[str, Any], over: dict[str, Any], origins: Origins, file: str, path: KeyPath) -> None:
+def _merge(
+    base: dict[str, Any], over: dict[str, Any], origins: Origins, file: str, path: KeyPath
+) -> None:
     """Merge `over` into `base`, in place."""
     if path == ("env",):
         _replace_program(base, over)
@@ -294,11 +311,15 @@ def apply_sets(data: dict[str, Any], sets: Sequence[str], origins: Origins | Non
     for item in sets:
         key, separator, text = item.partition("=")
         if not separator or not key.strip():
-            raise _invalid_set(f'"{printable(item)}" is not KEY=VALUE', "write e.g. --set trainer.lr=1e-4", "")
+            raise _invalid_set(
+                f'"{printable(item)}" is not KEY=VALUE', "write e.g. --set trainer.lr=1e-4", ""
+            )
         value, parts = toml_value(text), key.strip().split(".")
         if parts == ["extends"]:
             raise _invalid_set(
-                "cannot be set: it is followed before --set applies", "write it in the profile", "extends"
+                "cannot be set: it is followed before --set applies",
+                "write it in the profile",
+                "extends",
             )
         path = _assign(data, parts, value, printable(key.strip()))
         if origins is not None:
@@ -331,7 +352,9 @@ def _assign(data: dict[str, Any], parts: list[str], value: Any, key: str) -> Key
             if part.isdecimal():
                 continue
         if not isinstance(node, dict):
-            raise _invalid_set(f"{printable('.'.join(parts[:depth]))} is not a table", "set a key of a table", key)
+            raise _invalid_set(
+                f"{printable('.'.join(parts[:depth]))} is not a table", "set a key of a table", key
+            )
         if part == "0" and not last and parts[:depth] in [[section] for section in SECTION_LISTS]:
             continue  # [env] without an index is its own first entry
         path += (part,)

@@ -24,8 +24,12 @@ from atropos_tui.profile.sections import ClusterSection, Profile
 from atropos_tui.profile.spec import Node, Place
 
 SSH_OPTIONS = (
-    "BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=3", "ServerAliveCountMax=2", "ControlPath=none",
-)  # fmt: skip
+    "BatchMode=yes",
+    "ConnectTimeout=10",
+    "ServerAliveInterval=3",
+    "ServerAliveCountMax=2",
+    "ControlPath=none",
+)
 """ssh options: ask no question, give up after 10 s, notice a silent machine within 10 s, and use a
 separate connection."""
 BRIDGE = "atropos_tui.supervisor.launchers.ray_bridge"
@@ -70,7 +74,9 @@ def foreseen(profile: Profile) -> Hosts:
         addresses = group.addresses or [host.rpartition("@")[2] for host in hosts]
         of_each = zip(names, hosts, addresses, strict=False)
         # An ssh host may carry a user: me@box2 is reached by others as box2.
-        nodes += [Node(name=name, host=host, address=at, gpus=group.gpus) for name, host, at in of_each]
+        nodes += [
+            Node(name=name, host=host, address=at, gpus=group.gpus) for name, host, at in of_each
+        ]
     return Hosts(tuple(nodes), nodes[0].host if nodes else "")
 
 
@@ -95,7 +101,11 @@ def hosts_of(
     if not groups:
         return expected
     # srun needs the component of each host with --het-group.
-    het = {host: index for index, group in enumerate(groups) for host in group} if len(groups) > 1 else None
+    het = (
+        {host: index for index, group in enumerate(groups) for host in group}
+        if len(groups) > 1
+        else None
+    )
     by_host = addresses or {}
     nodes = [
         node.model_copy(update={"host": host, "address": by_host.get(host, host)})
@@ -109,7 +119,11 @@ def _in_order(profile: Profile, groups: list[list[str]]) -> list[str]:
     [[node]], or else all hosts in sequence."""
     if len(groups) == 1:
         return groups[0]
-    return [host for section, group in zip(profile.node, groups, strict=False) for host in group[: section.count]]
+    return [
+        host
+        for section, group in zip(profile.node, groups, strict=False)
+        for host in group[: section.count]
+    ]
 
 
 def allocated(environment: Mapping[str, str]) -> list[list[str]]:
@@ -119,7 +133,10 @@ def allocated(environment: Mapping[str, str]) -> list[list[str]]:
         return []  # stale variables of an allocation that has ended
     size = environment.get("SLURM_HET_SIZE", "")
     if size.isdecimal():
-        lists = [environment.get(f"SLURM_JOB_NODELIST_HET_GROUP_{index}", "") for index in range(int(size))]
+        lists = [
+            environment.get(f"SLURM_JOB_NODELIST_HET_GROUP_{index}", "")
+            for index in range(int(size))
+        ]
     else:
         lists = [environment.get("SLURM_JOB_NODELIST", environment.get("SLURM_NODELIST", ""))]
     return [expand_hosts(text) for text in lists if text]
@@ -130,11 +147,15 @@ _PART = re.compile(r"\[([^\]]*)\]|([^\[\]]+)")
 
 def expand_hosts(text: str) -> list[str]:
     """Expand SLURM's list of hosts: `n[1-3,07],login` is n1, n2, n3, n07 and login."""
-    return [host for word in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text) for host in _expanded(word)]
+    return [
+        host for word in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text) for host in _expanded(word)
+    ]
 
 
 def _expanded(word: str) -> Iterator[str]:
-    choices = [[*_numbers(inside)] if inside else [outside] for inside, outside in _PART.findall(word)]
+    choices = [
+        [*_numbers(inside)] if inside else [outside] for inside, outside in _PART.findall(word)
+    ]
     return map("".join, product(*choices))
 
 
@@ -142,7 +163,9 @@ def _numbers(text: str) -> Iterator[str]:
     for part in text.split(","):
         first, _, last = part.partition("-")
         # Leading zeros are part of a host's name: [07-10] is 07, 08, 09, 10.
-        yield from (str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1))
+        yield from (
+            str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)
+        )
 
 
 def place_of(profile: Profile, hosts: Hosts, name: str) -> Place:
@@ -154,7 +177,9 @@ def place_of(profile: Profile, hosts: Hosts, name: str) -> Place:
     return Place(node=node.name, host=node.host, address=node.address, prefix=prefix, python=python)
 
 
-def prefix_of(cluster: ClusterSection, node: Node, het: int | None = None, *, binds: bool = True) -> list[str]:
+def prefix_of(
+    cluster: ClusterSection, node: Node, het: int | None = None, *, binds: bool = True
+) -> list[str]:
     """Return the command that runs its arguments on `node`, with stdin, stdout and stderr
     connected.
 
@@ -173,9 +198,21 @@ def prefix_of(cluster: ClusterSection, node: Node, het: int | None = None, *, bi
             gpus = [f"--gpus-per-node={node.gpus}"] if node.gpus else []
             free = ["--cpu-bind=none"] if binds else []
             return [
-                "srun", *of, "--overlap", "-N1", "-n1", "-w", node.host, "--mem=0", *free, *gpus, "--input=all",
-                "-u", "--export=NONE", "--kill-on-bad-exit=0",
-            ]  # fmt: skip
+                "srun",
+                *of,
+                "--overlap",
+                "-N1",
+                "-n1",
+                "-w",
+                node.host,
+                "--mem=0",
+                *free,
+                *gpus,
+                "--input=all",
+                "-u",
+                "--export=NONE",
+                "--kill-on-bad-exit=0",
+            ]
         case "ssh":
             options = [word for option in SSH_OPTIONS for word in ("-o", option)]
             # Our options come first: ssh uses the first value of each option.
@@ -194,6 +231,12 @@ def lacking(profile: Profile, hosts: Hosts) -> list[Problem]:
     if not missing:
         return []
     wanted, there = len(profile.machines), len(hosts.nodes)
-    fix = f"ask for {wanted} (sbatch -N {wanted}; outside a job `atropos-tui up` does so itself), or lower the counts"
-    reason = f"the allocation has {there} of the {wanted} machines that the profile asks for, and none for"
+    fix = (
+        f"ask for {wanted} (sbatch -N {wanted}; outside a job `atropos-tui up` does so itself), "
+        f"or lower the counts"
+    )
+    reason = (
+        f"the allocation has {there} of the {wanted} machines that the profile asks for, and "
+        f"none for"
+    )
     return [Problem(f"{reason} {', '.join(missing[:3])}", fix, key="node.0.count")]

@@ -119,7 +119,11 @@ class Device:
     @property
     def certain(self) -> int:
         """`wanted` without estimates, but with all that vLLM reserves."""
-        return sum(item.bytes or 0 for item in self.items if not item.estimate or item.component != "trainer")
+        return sum(
+            item.bytes or 0
+            for item in self.items
+            if not item.estimate or item.component != "trainer"
+        )
 
     @property
     def is_too_small(self) -> bool:
@@ -155,7 +159,11 @@ def make_budget(
         if isinstance(model := models[section.name], Model):
             for engine, seats in made:
                 builder.engine(engine, model, seats)
-    notes = [f"{section.name}: unknown: {m}" for section in profile.vllm if isinstance(m := models[section.name], str)]
+    notes = [
+        f"{section.name}: unknown: {m}"
+        for section in profile.vllm
+        if isinstance(m := models[section.name], str)
+    ]
     if isinstance(first := models[profile.vllm[0].name], Model):
         notes.insert(0, f"{first.parameters:,} parameters, from {first.source}")
         if profile.trainer.command is None:  # the memory of another trainer is unknown
@@ -169,7 +177,9 @@ def make_budget(
         return is_host(name), order.index(name.split()[0]) if order else 0, len(name), name
 
     devices = [builder.devices[name] for name in sorted(builder.devices, key=position)]
-    overflows = [warning for device in alike(devices) if (warning := overflow(device, profile, settings))]
+    overflows = [
+        warning for device in alike(devices) if (warning := overflow(device, profile, settings))
+    ]
     return Budget(devices, notes, [*builder.warnings, *overflows], builder.warnings)
 
 
@@ -194,7 +204,9 @@ def _contents(device: Device) -> tuple[int | None, list[Item]]:
     several machines."""
     if device.name == HOST or device.name.startswith("GPU "):
         return device.total, device.items
-    return device.total, [replace(item, component=_NUMBER.sub("", item.component)) for item in device.items]
+    return device.total, [
+        replace(item, component=_NUMBER.sub("", item.component)) for item in device.items
+    ]
 
 
 _NUMBER = re.compile(r"-\d+$")
@@ -232,7 +244,9 @@ def trainer_devices(profile: Profile, settings: TrainingConfig, machine: Hardwar
     """Return the devices of the trainer's own memory; in single copy the engine's."""
     if profile.is_spread:
         seats = trainer_seats(profile)
-        return seat_devices([seat._replace(gpus=[]) for seat in seats] if settings.device == "cpu" else seats)
+        return seat_devices(
+            [seat._replace(gpus=[]) for seat in seats] if settings.device == "cpu" else seats
+        )
     if settings.device == "cpu":
         return [HOST]
     if profile.trainer.gpus:
@@ -261,7 +275,15 @@ class _Builder:
             self.devices[name] = Device(name, gpu.name if gpu else "", total)
         return self.devices[name]
 
-    def add(self, names: list[str], component: str, what: str, size: int | None, note: str = "", **more: bool) -> None:
+    def add(
+        self,
+        names: list[str],
+        component: str,
+        what: str,
+        size: int | None,
+        note: str = "",
+        **more: bool,
+    ) -> None:
         for name in names:
             self.device(name).items.append(Item(component, what, size, note, **more))
 
@@ -279,19 +301,33 @@ class _Builder:
             held += size
             self.add(names, section.name, what, size, note, estimate=estimate)
 
-        only = "the only copy: the trainer attaches to it" if self.traits.shares_memory and fed else ""
+        only = (
+            "the only copy: the trainer attaches to it" if self.traits.shares_memory and fed else ""
+        )
         add("weights", math.ceil(model.stored_bytes(width) / section.gpus_per_copy), only)
         if self.traits.lora and fed:
-            add("adapters", math.ceil(slot_elements(model, section, self.settings) * width / section.gpus_per_copy))
+            add(
+                "adapters",
+                math.ceil(
+                    slot_elements(model, section, self.settings) * width / section.gpus_per_copy
+                ),
+            )
         if not is_host(names[0]):
             total = self.device(names[0]).total
             working = working_memory(section, model, width, total)
             add("working memory", working, "activations, sampler, CUDA", estimate=True)
             if graphs := graph_sizes(section, restarted=fed and self.traits.restarts_engine):
-                add("CUDA graphs", graphs * model.dimensions.layers * GRAPH, f"{graphs} sizes", estimate=True)
+                add(
+                    "CUDA graphs",
+                    graphs * model.dimensions.layers * GRAPH,
+                    f"{graphs} sizes",
+                    estimate=True,
+                )
         self._kv_cache(names, section, model, width, held)
 
-    def _kv_cache(self, names: list[str], section: EngineSection, model: Model, width: int, held: int) -> None:
+    def _kv_cache(
+        self, names: list[str], section: EngineSection, model: Model, width: int, held: int
+    ) -> None:
         device = self.device(names[0])
         per_token = kv_bytes_per_token(section, model, width)
         share = section.gpu_memory_utilization or VLLM_FRACTION
@@ -307,8 +343,10 @@ class _Builder:
         self.add(names, section.name, "KV cache", size, f"{tokens:,} tokens{fits}")
         if longest and tokens < longest:
             self.warnings.append(
-                f"{section.name}: the KV cache on {device.name} holds {tokens:,} tokens, and one sequence may have "
-                f"{longest:,}: vLLM will not start. Raise gpu_memory_utilization (now {share:g}) or lower max_model_len"
+                f"{section.name}: the KV cache on {device.name} holds {tokens:,} tokens, and "
+                f"one sequence may have "
+                f"{longest:,}: vLLM will not start. Raise gpu_memory_utilization (now "
+                f"{share:g}) or lower max_model_len"
             )
         return None
 
@@ -325,10 +363,13 @@ class _Builder:
         names = trainer_devices(self.profile, settings, self.machine)
         on_gpu = not is_host(names[0])
         width = dtype_bytes(settings.dtype, model)
-        # Ranks shard the parameters, except in single copy, where each has its part of a tensor-parallel engine.
+        # Ranks shard the parameters, except in single copy, where each has its part of a
+        # tensor-parallel engine.
         sharded = len(names) > 1 and not self.traits.shares_memory
 
-        def add(what: str, size: int, note: str = "", *, at: list[str] = names, estimate: bool = False) -> None:
+        def add(
+            what: str, size: int, note: str = "", *, at: list[str] = names, estimate: bool = False
+        ) -> None:
             self.add(at, "trainer", what, math.ceil(size / len(at)), note, estimate=estimate)
 
         trained, half = model.trained(settings.train_layer_indices), width < 4
@@ -344,9 +385,13 @@ class _Builder:
             add("frozen reference", model.parameters * width, "ref_kl_coef")
         if self.traits.lora:
             trained, half = adapter_shapes(model, settings), False
-            parameters = count(trained) * len(names)  # every rank has a whole copy; `add` divides by the ranks
+            parameters = count(trained) * len(
+                names
+            )  # every rank has a whole copy; `add` divides by the ranks
             add("adapters", 4 * parameters, f"rank {settings.lora_r}, float32")
-        part = "" if parameters == model.parameters else f", {count(trained):,} parameters are trained"
+        part = (
+            "" if parameters == model.parameters else f", {count(trained):,} parameters are trained"
+        )
         # Gradients are collected in float32 unless the weights are half precision and bfloat16 is
         # set.
         narrow = half and settings.gradient_dtype == "bfloat16"
@@ -355,9 +400,13 @@ class _Builder:
             (2 if narrow else model_math.GRADIENT_BYTES) * parameters,
             f"{'bfloat16' if narrow else 'float32'}{part}",
         )
-        away, hosts = settings.optimizer_offload and on_gpu, list(dict.fromkeys(map(host_of, names)))
+        away, hosts = (
+            settings.optimizer_offload and on_gpu,
+            list(dict.fromkeys(map(host_of, names))),
+        )
         optimizer = effective_optimizer(settings, on_gpu=on_gpu)
-        # The optimizer step converts weights to float32 one part at a time; by then the activations are freed.
+        # The optimizer step converts weights to float32 one part at a time; by then the activations
+        # are freed.
         masters = model_math.MASTER_BYTES[settings.master_weights] if half else 0
         # Adapter states are whole on every rank; `add` divides by the number of ranks.
         whole = len(names) if self.traits.lora else 1
@@ -366,15 +415,24 @@ class _Builder:
             # Host tensors: the masters, and two optimizer states of equal width.
             widths = [masters] * bool(masters) + [model_math.STATE_BYTES[optimizer] // 2] * 2
             size = model_math.pinned_bytes(trained.values(), [width for width in widths if width])
-            add("masters, states", size, f"{settings.master_weights}, {optimizer}: optimizer_offload", at=hosts)
+            add(
+                "masters, states",
+                size,
+                f"{settings.master_weights}, {optimizer}: optimizer_offload",
+                at=hosts,
+            )
         else:
             if masters:
                 add("master weights", masters * parameters, MASTERS[settings.master_weights])
             add("optimizer state", states, optimizer)
         step = model_math.step_bytes(
-            settings.master_weights, optimizer, half=half, narrow=narrow, offloaded=away,
+            settings.master_weights,
+            optimizer,
+            half=half,
+            narrow=narrow,
+            offloaded=away,
             largest=largest_of(trained) // (len(names) if sharded else 1),
-        )  # fmt: skip
+        )
         if on_gpu:
             self.add(names, "trainer", "CUDA context", CONTEXT, estimate=True)
         if sharded:
@@ -385,7 +443,11 @@ class _Builder:
     def _activations(self, names: list[str], model: Model, trained: Shapes, step: int) -> None:
         """Add the larger of a pass's activations and the optimizer step's temporaries, which never
         exist together."""
-        settings, on_gpu, dimensions = self.settings, not is_host(names[0]), self._of_a_rank(model, len(names))
+        settings, on_gpu, dimensions = (
+            self.settings,
+            not is_host(names[0]),
+            self._of_a_rank(model, len(names)),
+        )
         wanted = self._kept(names, model, trained, dimensions)
         recomputes = settings.gradient_checkpointing == "on" or settings.activation_offload
         kept = wanted(dimensions.layers if recomputes else 0)
@@ -406,12 +468,21 @@ class _Builder:
         # Activations are freed before the optimizer step, so the larger of both counts.
         if step > kept.total:
             note = "less than the optimizer step needs for one part of the parameters"
-        self.add(names, "trainer", "activations", max(kept.total + logits, step), note, estimate=True)
+        self.add(
+            names, "trainer", "activations", max(kept.total + logits, step), note, estimate=True
+        )
         if kept.offloaded:
             hosts = Counter(map(host_of, names))
             for host, ranks_there in hosts.items():
                 away = kept.offloaded * ranks_there
-                self.add([host], "trainer", "activations", away, "a hidden state for each layer", estimate=True)
+                self.add(
+                    [host],
+                    "trainer",
+                    "activations",
+                    away,
+                    "a hidden state for each layer",
+                    estimate=True,
+                )
 
     def _of_a_rank(self, model: Model, ranks: int) -> Dimensions:
         """Return the dimensions that one rank computes. With tensor parallelism: its heads, its
@@ -420,9 +491,12 @@ class _Builder:
         if ranks == 1 or not self.traits.shares_memory:
             return whole
         return replace(
-            whole, heads=whole.heads // ranks, kv_heads=max(1, whole.kv_heads // ranks), inner=whole.inner // ranks,
+            whole,
+            heads=whole.heads // ranks,
+            kv_heads=max(1, whole.kv_heads // ranks),
+            inner=whole.inner // ranks,
             vocab=math.ceil(whole.vocab / ranks),
-        )  # fmt: skip
+        )
 
     def _kept(
         self, names: list[str], model: Model, trained: Shapes, dimensions: Dimensions
@@ -438,7 +512,9 @@ class _Builder:
         largest = largest_of(trained) // ranks
         if ranks > 1 and not self.traits.shares_memory:
             largest = 0  # counted in "gathered layers"
-        large = settings.compile == "on" or (settings.compile == "auto" and model.parameters >= LARGE_MODEL)
+        large = settings.compile == "on" or (
+            settings.compile == "auto" and model.parameters >= LARGE_MODEL
+        )
         layers = [int(layer[1]) for name in trained if (layer := LAYER.search(name))]
         # The backward pass runs down to the lowest trained layer, or to the embedding.
         all_layers, everything = dimensions.layers, len(trained) == len(model.shapes)
@@ -446,9 +522,17 @@ class _Builder:
         tokens = tokens_per_pass(settings, longest_sequence(self.profile), ranks)
         width, adapters = dtype_bytes(settings.dtype, model), Adapters.of(trained, all_layers)
         return lambda recomputed: model_math.activation_bytes(
-            dimensions, tokens, width=width, on_gpu=on_gpu, layers=reached, largest=largest,
-            compiled=large and on_gpu, recomputed=recomputed, offloaded=settings.activation_offload, adapters=adapters,
-        )  # fmt: skip
+            dimensions,
+            tokens,
+            width=width,
+            on_gpu=on_gpu,
+            layers=reached,
+            largest=largest,
+            compiled=large and on_gpu,
+            recomputed=recomputed,
+            offloaded=settings.activation_offload,
+            adapters=adapters,
+        )
 
 
 def _rows_are_masters(settings: TrainingConfig) -> bool:
@@ -502,7 +586,8 @@ def overflow(device: Device, profile: Profile, settings: TrainingConfig) -> str 
     if device.total is None or device.wanted <= device.total:
         return None
     return (
-        f"{device.name}: {size_text(device.wanted)} are needed, but only {size_text(device.total)} exist. "
+        f"{device.name}: {size_text(device.wanted)} are needed, but only "
+        f"{size_text(device.total)} exist. "
         f"Fixes: {'; '.join(ways_out(device, profile, settings))}"
     )
 
@@ -543,7 +628,8 @@ def ways_out(device: Device, profile: Profile, settings: TrainingConfig) -> list
     return [
         *([f"lower {profile.short_key(cache)}" if cache else share_text] if has_engine else []),
         f"lower trainer.{row} (now {getattr(settings, row)})",
-        f"raise trainer.gradient_accumulation_steps as much (now {settings.gradient_accumulation_steps})",
+        f"raise trainer.gradient_accumulation_steps as much (now "
+        f"{settings.gradient_accumulation_steps})",
         f"lower trainer.seq_len (now {settings.seq_len})",
         *(["raise trainer.context_parallel, so that ranks share a row"] if divisible else []),
         f"name more than {ranks} under trainer.gpus"
@@ -569,7 +655,12 @@ def as_data(budget: Budget) -> dict[str, Any]:
         for item in device.items:
             sizes = by_component.setdefault(item.component, {})
             sizes[device.name] = sizes.get(device.name, 0) + (item.bytes or 0)
-    return {"notes": budget.notes, "warnings": budget.warnings, "devices": devices, "by_component": by_component}
+    return {
+        "notes": budget.notes,
+        "warnings": budget.warnings,
+        "devices": devices,
+        "by_component": by_component,
+    }
 
 
 def as_lines(budget: Budget) -> list[str]:
@@ -584,8 +675,14 @@ def as_lines(budget: Budget) -> list[str]:
         model = f" ({device.model})" if device.model else ""
         lines.append(f"  {device.name}{model}: {size_text(device.wanted)}{more} {known}")
         for item in device.items:
-            size = "unknown" if item.bytes is None else ("~" if item.estimate else "") + size_text(item.bytes)
-            lines.append(f"    {item.component:<10} {item.what:<16} {size:>12}  {item.note}".rstrip())
+            size = (
+                "unknown"
+                if item.bytes is None
+                else ("~" if item.estimate else "") + size_text(item.bytes)
+            )
+            lines.append(
+                f"    {item.component:<10} {item.what:<16} {size:>12}  {item.note}".rstrip()
+            )
     return [*lines, *(f"  WARNING {warning}" for warning in budget.warnings)]
 
 
@@ -597,7 +694,9 @@ def kv_bytes_per_token(section: EngineSection, model: Model, width: int) -> int:
     heads = max(1, dimensions.kv_heads // section.tensor_parallel)
     # Linear attention keeps a state of fixed size instead of keys and values.
     linear = (model.decoder.get("layer_types") or []).count("linear_attention")
-    layers = math.ceil((dimensions.layers - linear) / section.flag_number("pipeline-parallel-size", 1))
+    layers = math.ceil(
+        (dimensions.layers - linear) / section.flag_number("pipeline-parallel-size", 1)
+    )
     one = 1 if str(section.flag("kv-cache-dtype")).startswith("fp8") else width
     return 2 * layers * heads * dimensions.head_size * one  # 2: keys and values
 
@@ -614,13 +713,20 @@ def working_memory(section: EngineSection, model: Model, width: int, total: int 
     sequences = section.flag_number("max-num-seqs", 1024 if large else 256)
     dimensions = model.dimensions
     inner = math.ceil(3 * max(dimensions.inner, dimensions.chosen_inner) / section.tensor_parallel)
-    return tokens * width * (4 * dimensions.hidden + inner) + sequences * dimensions.vocab * 8 + CONTEXT
+    return (
+        tokens * width * (4 * dimensions.hidden + inner)
+        + sequences * dimensions.vocab * 8
+        + CONTEXT
+    )
 
 
 def tokens_per_pass(settings: TrainingConfig, longest: int | None, ranks: int = 1) -> int:
     """Return the upper bound of tokens in one trainer pass of a rank, from the engine's longest
     sequence."""
-    sequence, context = min(settings.seq_len, longest or settings.seq_len), settings.context_parallel
+    sequence, context = (
+        min(settings.seq_len, longest or settings.seq_len),
+        settings.context_parallel,
+    )
     # The ranks of one context-parallel group share a row, so each holds 1/context of its tokens.
     of_a_rank = math.ceil(settings.sequences_per_step * context / ranks) * sequence
     return math.ceil(min(max(settings.tokens_per_pass, sequence), of_a_rank) / context)
@@ -649,7 +755,9 @@ def slot_elements(model: Model, section: EngineSection, settings: TrainingConfig
     """Return the elements of vLLM's adapter slots: each fits every linear layer at the largest
     rank."""
     rank = section.flag_number("max-lora-rank", server_rank(settings.lora_r) or settings.lora_r)
-    linear = [shape for name, shape in model.shapes.items() if len(shape) in (2, 3) and LAYER.search(name)]
+    linear = [
+        shape for name, shape in model.shapes.items() if len(shape) in (2, 3) and LAYER.search(name)
+    ]
     # All experts of a layer are one tensor [experts, rows, columns].
     one = sum(rank * math.prod(shape[:-2]) * (shape[-2] + shape[-1]) for shape in linear)
     return section.flag_number("max-loras", LORA_SLOTS) * one

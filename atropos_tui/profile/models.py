@@ -96,13 +96,19 @@ class Model:
     @property
     def dtype(self) -> str:
         """Data type of the stored weights."""
-        return str(self.config.get("dtype") or self.config.get("torch_dtype") or "float32").removeprefix("torch.")
+        return str(
+            self.config.get("dtype") or self.config.get("torch_dtype") or "float32"
+        ).removeprefix("torch.")
 
     def trained(self, layers: list[int] | None) -> Shapes:
         """Return the trained tensors if only these transformer layers train; None: all layers."""
         if layers is None:
             return self.shapes
-        return {n: s for n, s in self.shapes.items() if (layer := LAYER.search(n)) and int(layer[1]) in layers}
+        return {
+            n: s
+            for n, s in self.shapes.items()
+            if (layer := LAYER.search(n)) and int(layer[1]) in layers
+        }
 
 
 def read_model(name: str) -> Model | str:
@@ -123,12 +129,20 @@ def read_model(name: str) -> Model | str:
         else:
             model = _without_formula(path.parent, config)
         if isinstance(model, Model):
-            # Read what the budget needs now, so that a configuration without it fails here, with a reason.
+            # Read what the budget needs now, so that a configuration without it fails here, with a
+            # reason.
             _ = (model.dimensions, model.max_length)
         return model
     except KeyError as error:
         return f"{path} lacks {error.args[0]}"
-    except (OSError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
         return f"{path} cannot be read as a model's configuration ({type(error).__name__})"
 
 
@@ -140,11 +154,15 @@ def absurd_size(value: object, key: str = "") -> str:
     all memory.
     """
     if isinstance(value, dict):
-        return next(filter(None, (absurd_size(item, str(name)) for name, item in value.items())), "")
+        return next(
+            filter(None, (absurd_size(item, str(name)) for name, item in value.items())), ""
+        )
     if isinstance(value, list):
         return next(filter(None, (absurd_size(item, key) for item in value)), "")
     # Other numbers, such as token ids or lengths, may be large.
-    if isinstance(value, int) and value > (most := MOST_PARTS if _PARTS.search(key) else MOST_NUMBER):
+    if isinstance(value, int) and value > (
+        most := MOST_PARTS if _PARTS.search(key) else MOST_NUMBER
+    ):
         return f"{key} is {value:,}; no model has more than {most:,}"
     return ""
 
@@ -154,7 +172,9 @@ def _without_formula(folder: Path, config: dict[str, Any]) -> Model | str:
         return built
     if shapes := _stored_shapes(folder):
         return Model(config, shapes, "safetensors")
-    return f"no formula for {architecture(config)}, and {built}; its folder has no safetensors either"
+    return (
+        f"no formula for {architecture(config)}, and {built}; its folder has no safetensors either"
+    )
 
 
 def is_hub_id(model: str) -> bool:
@@ -173,7 +193,9 @@ def config_file(name: str) -> Path | str:
         from huggingface_hub import try_to_load_from_cache
 
         cached = try_to_load_from_cache(name, "config.json")
-    except Exception:  # no huggingface_hub, or a name that it refuses: the model is not in its cache
+    except (
+        Exception
+    ):  # no huggingface_hub, or a name that it refuses: the model is not in its cache
         return _ABSENT
     if isinstance(cached, str):
         return Path(cached)
@@ -185,14 +207,20 @@ def _from_hub(name: str) -> Path | str:
     from huggingface_hub import constants, errors, hf_hub_download
 
     # huggingface_hub reads the variable only at its import.
-    if constants.HF_HUB_OFFLINE or os.environ.get("HF_HUB_OFFLINE", "").upper() in constants.ENV_VARS_TRUE_VALUES:
+    if (
+        constants.HF_HUB_OFFLINE
+        or os.environ.get("HF_HUB_OFFLINE", "").upper() in constants.ENV_VARS_TRUE_VALUES
+    ):
         return f"{_ABSENT}, and HF_HUB_OFFLINE turns the hub off"
     try:
         # A quick request first: huggingface_hub retries a failing one for half a minute.
         httpx.head(constants.ENDPOINT, timeout=HUB_TIMEOUT)
         return Path(hf_hub_download(name, "config.json", etag_timeout=HUB_TIMEOUT))
     except (errors.RepositoryNotFoundError, errors.GatedRepoError):
-        return f"{_ABSENT}, and {constants.ENDPOINT} has no {name}, or needs a token for it (hf auth login)"
+        return (
+            f"{_ABSENT}, and {constants.ENDPOINT} has no {name}, or needs a token for it (hf "
+            f"auth login)"
+        )
     except errors.EntryNotFoundError:
         return f"{_ABSENT}, and {name} on {constants.ENDPOINT} has no config.json"
     except (OSError, httpx.HTTPError, errors.HfHubHTTPError, ValueError):
@@ -230,7 +258,12 @@ def _build_in_child(folder: Path) -> dict[str, Any] | str:
     quiet = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=BUILD_TIMEOUT, check=True, env=os.environ | quiet
+            command,
+            capture_output=True,
+            text=True,
+            timeout=BUILD_TIMEOUT,
+            check=True,
+            env=os.environ | quiet,
         )
         return dict(json.loads(done.stdout))
     except (OSError, ValueError, subprocess.SubprocessError) as error:
@@ -240,7 +273,11 @@ def _build_in_child(folder: Path) -> dict[str, Any] | str:
 def _built(answer: Mapping[str, Any]) -> Model | str:
     if "error" in answer:
         return f"transformers {metadata.version('transformers')} cannot build it: {answer['error']}"
-    return Model(answer["config"], {name: tuple(shape) for name, shape in answer["shapes"].items()}, "transformers")
+    return Model(
+        answer["config"],
+        {name: tuple(shape) for name, shape in answer["shapes"].items()},
+        "transformers",
+    )
 
 
 def _stored_shapes(folder: Path) -> Shapes:
@@ -262,7 +299,9 @@ def _stored_shapes(folder: Path) -> Shapes:
             if size > _MAX_HEADER:
                 raise ValueError(f"{file} is no safetensors file")
             header = json.loads(stream.read(size))
-        shapes |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+        shapes |= {
+            name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"
+        }
     return shapes
 
 
@@ -347,7 +386,10 @@ def _gpt2(config: Mapping[str, Any]) -> Shapes:
             ("mlp.c_fc", hidden, inner),
             ("mlp.c_proj", inner, hidden),
         ):
-            shapes |= {f"{layer}.{name}.weight": (rows, columns), f"{layer}.{name}.bias": (columns,)}
+            shapes |= {
+                f"{layer}.{name}.weight": (rows, columns),
+                f"{layer}.{name}.bias": (columns,),
+            }
         for name in ("ln_1", "ln_2"):
             shapes |= {f"{layer}.{name}.weight": (hidden,), f"{layer}.{name}.bias": (hidden,)}
     shapes |= {"transformer.ln_f.weight": (hidden,), "transformer.ln_f.bias": (hidden,)}

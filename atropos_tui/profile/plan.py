@@ -13,7 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from atropos_common import stages
-from atropos_common.bridge import ENV_OPEN_GENERATION, ENV_SAMPLING, ROUTING_FLAG, few_graph_sizes, server_rank
+from atropos_common.bridge import (
+    ENV_OPEN_GENERATION,
+    ENV_SAMPLING,
+    ROUTING_FLAG,
+    few_graph_sizes,
+    server_rank,
+)
 from atropos_common.control import Role
 from atropos_common.run_dir import (
     ENV_API_URL,
@@ -77,12 +83,24 @@ from atropos_tui.profile.spec import (
 from trainer_core.config import TrainingConfig
 
 PYTHON = sys.executable
-OUR_PACKAGES = ("atropos_tui", "atropos_api", "atropos_envs", "trainer_core", "vllm_server", "atroposlib")
+OUR_PACKAGES = (
+    "atropos_tui",
+    "atropos_api",
+    "atropos_envs",
+    "trainer_core",
+    "vllm_server",
+    "atroposlib",
+)
 """Installed packages: `python -m` must not take a folder of the same name in the working directory
 instead."""
 SERVES_TILL_STOPPED = RestartPolicy(policy="always")
 """Restart policy of servers: any exit that was not requested is a crash, even with code 0."""
-GRAPH_FLAGS = ("cudagraph-capture-sizes", "max-cudagraph-capture-size", "compilation-config", "enforce-eager")
+GRAPH_FLAGS = (
+    "cudagraph-capture-sizes",
+    "max-cudagraph-capture-size",
+    "compilation-config",
+    "enforce-eager",
+)
 """vLLM flags that choose the batch sizes of CUDA graphs; if one is set, the plan chooses none."""
 MOST_SEQUENCES = 1024
 """Default of vLLM's own --max-num-seqs on a large GPU."""
@@ -99,20 +117,27 @@ WANDB_ID_LENGTH = 64
 TRAINER_STAGES = [
     Stage(
         name=stages.REGISTERED,
-        usually="run-api does not answer yet, or another trainer has registered there: see `logs api`",
+        usually="run-api does not answer yet, or another trainer has registered there: see `logs "
+        "api`",
     ),
     Stage(
         name=stages.ATTACHED,
-        usually="vLLM is still loading the model (up to two minutes on a GPU): see `why` and `logs` of the engine",
+        usually="vLLM is still loading the model (up to two minutes on a GPU): see `why` and "
+        "`logs` of the engine",
     ),
     Stage(
         name=stages.FIRST_BATCH,
-        usually="no batch is full yet: rollouts are slow, or all groups had equal scores and were dropped "
+        usually="no batch is full yet: rollouts are slow, or all groups had equal scores and were "
+        "dropped "
         "(--env.ensure_scores_are_not_same false keeps them): see `logs` of the environment",
     ),
 ]
 ENGINE_STAGES = [
-    Stage(name="its imports", pattern=r"non-default args|Resolved architecture", usually="vLLM imports for 10 to 30 s"),
+    Stage(
+        name="its imports",
+        pattern=r"non-default args|Resolved architecture",
+        usually="vLLM imports for 10 to 30 s",
+    ),
     Stage(
         name="its weights",
         pattern=r"Loading weights took|Model loading took",
@@ -126,7 +151,8 @@ ENGINE_STAGES = [
     Stage(
         name="its CUDA graphs",
         pattern=r"Graph capturing finished|init engine \(",
-        usually="vLLM captures one graph for each batch size; [vllm.args] enforce-eager = true skips them, but decodes "
+        usually="vLLM captures one graph for each batch size; [vllm.args] enforce-eager = true "
+        "skips them, but decodes "
         "slower",
     ),
     Stage(
@@ -143,8 +169,10 @@ HOSTED_STAGE = Stage(
 ENV_STAGES = [
     Stage(
         name=stages.REGISTERED,
-        pattern=r"Initialized env with id \d+",  # atroposlib's own log line, of an environment that we do not host
-        usually="run-api takes environments only after the trainer's first request for a batch, and the trainer waits "
+        # atroposlib's own log line, of an environment that we do not host
+        pattern=r"Initialized env with id \d+",
+        usually="run-api takes environments only after the trainer's first request for a batch, "
+        "and the trainer waits "
         "for vLLM: see `why trainer`",
     ),
 ]
@@ -164,7 +192,12 @@ def stack_of(site: Site) -> StackSpec:
     stack = [
         *(_prepare(site, section, after[:index]) for index, section in enumerate(profile.prepare)),
         _api(site, profile.api, after),
-        *(part for seated in profile.seated for each in seated for part in _engine(site, *each, after, settings)),
+        *(
+            part
+            for seated in profile.seated
+            for each in seated
+            for part in _engine(site, *each, after, settings)
+        ),
         *(_environment(site, section, after, settings) for section in profile.env),
         *(_extra(site, name, section) for name, section in profile.component.items()),
         *_trainer(site, settings, after),
@@ -183,8 +216,13 @@ def stack_of(site: Site) -> StackSpec:
         launcher=profile.cluster.launcher if profile.cluster else "local",
         nodes=list(site.hosts.nodes),
     )
-    # Only the variables that this stack refers to: the supervisor needs no other secret of the `.env` files.
-    named = {name: site.dotenv[name] for name in references(spec.model_dump_json()) if name in site.dotenv}
+    # Only the variables that this stack refers to: the supervisor needs no other secret of the
+    # `.env` files.
+    named = {
+        name: site.dotenv[name]
+        for name in references(spec.model_dump_json())
+        if name in site.dotenv
+    }
     return spec.model_copy(update={"variables": named})
 
 
@@ -217,13 +255,17 @@ def _spec(site: Site, options: ComponentOptions, **derived: Any) -> ComponentSpe
             derived[name] = getattr(options, name)
     if options.cwd is not None:
         derived["cwd"] = site.path(options.cwd)
-    derived["env"] = derived.get("env", {}) | {key: site.text(value) for key, value in options.env.items()}
+    derived["env"] = derived.get("env", {}) | {
+        key: site.text(value) for key, value in options.env.items()
+    }
     return ComponentSpec(**derived)
 
 
 def _reached(stage: str, label: str) -> Probes:
     """Return probes that pass once the program records `stage`, however long that takes."""
-    return Probes(startup=Probe(checks=[StageCheck(stage=stage, label=label)], failure_threshold=1_000_000))
+    return Probes(
+        startup=Probe(checks=[StageCheck(stage=stage, label=label)], failure_threshold=1_000_000)
+    )
 
 
 def _prepare(site: Site, section: PrepareSection, before: list[str]) -> ComponentSpec:
@@ -262,17 +304,22 @@ def _api(site: Site, section: ApiSection, after: list[str]) -> ComponentSpec:
         # A custom command may not know how to bind a held port.
         port_held=section.command is None and _is_held(place, site.api_address),
         place=place,
-        # Its state is only in memory: after a restart the environments must register again, so they restart too. The
-        # trainer registers again without a restart.
+        # Its state is only in memory: after a restart the environments must register again, so they
+        # restart too. The trainer registers again without a restart.
         restart_with=names,
-        scratch=True,  # atroposlib imports wandb, which leaves temporary folders if its process is killed
+        # atroposlib imports wandb, which leaves temporary folders if its process is killed
+        scratch=True,
         restart=SERVES_TILL_STOPPED,
         stop=StopPolicy(grace_s=5),
     )
 
 
 def _engine(
-    site: Site, section: EngineSection, seats: list[Seat], after: list[str], settings: TrainingConfig
+    site: Site,
+    section: EngineSection,
+    seats: list[Seat],
+    after: list[str],
+    settings: TrainingConfig,
 ) -> list[ComponentSpec]:
     """Return the server; on several machines one part for each, of which the first serves."""
     names = part_names(section.name, len(seats))
@@ -303,7 +350,12 @@ def _engine(
         depends_on=dict.fromkeys(after, "completed"),
         probes=Probes(
             readiness=Probe(checks=checks, interval_s=0.25, timeout_s=15),
-            liveness=Probe(checks=[HttpCheck(url=f"{url}/health")], interval_s=2, timeout_s=10, failure_threshold=5),
+            liveness=Probe(
+                checks=[HttpCheck(url=f"{url}/health")],
+                interval_s=2,
+                timeout_s=10,
+                failure_threshold=5,
+            ),
         ),
         port=section.port,
         port_held=_is_held(place, site.engine_address(section)),
@@ -312,8 +364,12 @@ def _engine(
         clears=clears,
         scratch=True,  # vLLM leaves sockets and files of its process groups there
         stages=ENGINE_STAGES,
-        # The parts of one server restart together. In single copy the trainer computes on this engine's memory.
-        restart_with=[*names[1:], *(["trainer"] if fed and site.traits.trainer_follows_engine else [])],
+        # The parts of one server restart together. In single copy the trainer computes on this
+        # engine's memory.
+        restart_with=[
+            *names[1:],
+            *(["trainer"] if fed and site.traits.trainer_follows_engine else []),
+        ],
         restart=SERVES_TILL_STOPPED,
         stop=StopPolicy(grace_s=15),
         start_timeout_s=1800,  # loading and compiling a large model takes up to half an hour
@@ -327,7 +383,9 @@ def _engine(
             spec.model_copy(
                 update={
                     "name": names[rank],
-                    "command": _engine_command(site, section, settings, _engine_part(site, section, seats, rank)),
+                    "command": _engine_command(
+                        site, section, settings, _engine_part(site, section, seats, rank)
+                    ),
                     "env": spec.env | _gpus(seats[rank].gpus) | _node_address(site, seats, rank),
                     "probes": ready,
                     "port": None,
@@ -342,7 +400,9 @@ def _engine(
     ]
 
 
-def _engine_part(site: Site, section: EngineSection, seats: list[Seat], rank: int) -> dict[str, Any]:
+def _engine_part(
+    site: Site, section: EngineSection, seats: list[Seat], rank: int
+) -> dict[str, Any]:
     """Return the flags for one part of a server over several machines: its rank, and where the
     parts meet."""
     if len(seats) < 2:
@@ -364,10 +424,15 @@ def _is_held(place: Place | None, address: str) -> bool:
     return is_loopback(address) and (place is None or not place.prefix)
 
 
-def _fed_environment(site: Site, section: EngineSection, settings: TrainingConfig) -> dict[str, str]:
+def _fed_environment(
+    site: Site, section: EngineSection, settings: TrainingConfig
+) -> dict[str, str]:
     environment: dict[str, str] = {}
     if site.traits.shares_memory:
-        environment |= {"VLLM_ENABLE_SHARED_WEIGHTS": "1", "ATROPOS_SHM_NAME": _shm_name(site, section)}
+        environment |= {
+            "VLLM_ENABLE_SHARED_WEIGHTS": "1",
+            "ATROPOS_SHM_NAME": _shm_name(site, section),
+        }
     if site.traits.updates_weights:
         environment["ATROPOS_WEIGHT_UPDATES"] = "1"
     # A server joins only groups at addresses that it was given: a request must not send it
@@ -388,7 +453,9 @@ def _shm_name(site: Site, section: EngineSection) -> str:
     return f"atropos-{site.run_id}-{section.name}"
 
 
-def _engine_command(site: Site, section: EngineSection, settings: TrainingConfig, part: dict[str, Any]) -> list[str]:
+def _engine_command(
+    site: Site, section: EngineSection, settings: TrainingConfig, part: dict[str, Any]
+) -> list[str]:
     flags: dict[str, Any] = {
         "model": engine_model(site, section),
         "host": site.engine_address(section),
@@ -407,8 +474,12 @@ def _engine_command(site: Site, section: EngineSection, settings: TrainingConfig
         if section.flag("max-loras") is None:
             flags["max-loras"] = LORA_SLOTS
     # Fewer graph sizes make the restarts faster, which happen every few steps here.
-    if site.traits.restarts_engine and not any(section.flag(name) is not None for name in GRAPH_FLAGS):
-        flags["cudagraph-capture-sizes"] = few_graph_sizes(section.flag_number("max-num-seqs", MOST_SEQUENCES))
+    if site.traits.restarts_engine and not any(
+        section.flag(name) is not None for name in GRAPH_FLAGS
+    ):
+        flags["cudagraph-capture-sizes"] = few_graph_sizes(
+            section.flag_number("max-num-seqs", MOST_SEQUENCES)
+        )
     if settings.routing_replay and is_fed(site, section):
         flags[ROUTING_FLAG] = True
     # `args` override what is derived; `checks` refuses those that would break the stack.
@@ -416,7 +487,9 @@ def _engine_command(site: Site, section: EngineSection, settings: TrainingConfig
     return [*_module("vllm_server"), *site.texts(_flags(flags))]
 
 
-def _environment(site: Site, section: EnvSection, after: list[str], settings: TrainingConfig) -> ComponentSpec:
+def _environment(
+    site: Site, section: EnvSection, after: list[str], settings: TrainingConfig
+) -> ComponentSpec:
     engines = env_engines(site.profile, section)
     urls = [f"{site.engine_url(engine)}/v1" for engine in engines]
     flags: dict[str, Any] = {
@@ -425,7 +498,8 @@ def _environment(site: Site, section: EnvSection, after: list[str], settings: Tr
         "env.tokenizer_name": site.model,
         "env.use_wandb": settings.use_wandb,
         "env.wandb_name": f"{site.profile.name}-{section.name}",
-        # The environment exits after this many batches of run-api. Unreachable, because the trainer ends the run.
+        # The environment exits after this many batches of run-api. Unreachable, because the trainer
+        # ends the run.
         "env.total_steps": 1_000_000_000,
         "env.inference_weight": section.weight,
         "openai.base_url": urls[0],
@@ -434,7 +508,11 @@ def _environment(site: Site, section: EnvSection, after: list[str], settings: Tr
         "openai.api_key": "local",
     }
     # Only our own environments have the flag `env.seed`.
-    if (section.module or "").startswith("atropos_envs.") and section.module != HOST and not section.config:
+    if (
+        (section.module or "").startswith("atropos_envs.")
+        and section.module != HOST
+        and not section.config
+    ):
         flags["env.seed"] = site.profile.seed
     flags |= section.args
     if section.command:
@@ -468,9 +546,14 @@ def sequences_in_flight(site: Site, env: EnvSection) -> int:
     compute at a time. `atropos_envs/places.py` decides how many of them to start, from the queue
     and from flat groups."""
     # Environments that share an engine share its sequences equally.
-    users = Counter(engine.name for each in site.profile.env for engine in env_engines(site.profile, each))
+    users = Counter(
+        engine.name for each in site.profile.env for engine in env_engines(site.profile, each)
+    )
     engines = env_engines(site.profile, env)
-    return sum(engine.flag_number("max-num-seqs", MOST_SEQUENCES) // users[engine.name] for engine in engines)
+    return sum(
+        engine.flag_number("max-num-seqs", MOST_SEQUENCES) // users[engine.name]
+        for engine in engines
+    )
 
 
 def _environment_program(section: EnvSection, site: Site) -> list[str]:
@@ -509,7 +592,9 @@ def _any_trainer(site: Site, after: list[str], **derived: Any) -> ComponentSpec:
         depends_on={"api": "healthy"} | dict.fromkeys(after, "completed"),
         place=site.place(trainer_nodes(site.profile)[0]),
         scratch=True,
-        stop=StopPolicy(grace_s=120),  # on its signal the trainer finishes the step and writes a checkpoint
+        stop=StopPolicy(
+            grace_s=120
+        ),  # on its signal the trainer finishes the step and writes a checkpoint
         ends_run=True,
         **derived,
     )
@@ -525,7 +610,9 @@ def _other_trainer(site: Site, command: list[str], after: list[str]) -> Componen
         ENV_MODEL: site.model,
         ENV_CHECKPOINTS: str(site.run.checkpoints),
     }
-    return _any_trainer(site, after, command=_program(site.texts(command)), env=_gpus(gpus) | contract, gpus=gpus)
+    return _any_trainer(
+        site, after, command=_program(site.texts(command)), env=_gpus(gpus) | contract, gpus=gpus
+    )
 
 
 def _trainer(site: Site, settings: TrainingConfig, after: list[str]) -> list[ComponentSpec]:
@@ -538,14 +625,18 @@ def _trainer(site: Site, settings: TrainingConfig, after: list[str]) -> list[Com
     gpus = seats[0].gpus if seats else trainer_gpus(site.profile)
     spec = _any_trainer(
         site,
-        after,  # not the engine: the trainer imports and registers while vLLM loads, then waits for the manifest
+        # not the engine: the trainer imports and registers while vLLM loads, then waits for the
+        # manifest
+        after,
         command=[*_ranks_of(site, 0), *settings.to_args()],
         env=_gpus(gpus) | site.met_at | _ranks_meet(site, 0) | _tracked(site, settings),
         probes=_reached(stages.ATTACHED, "attached to the engine"),
         gpus=gpus,
         stages=TRAINER_STAGES,
         restart_with=names[1:],
-        final_codes=[NO_UPDATE_CODE],  # the engine cannot take weights: a restart would fail the same way
+        final_codes=[
+            NO_UPDATE_CODE
+        ],  # the engine cannot take weights: a restart would fail the same way
         start_timeout_s=1800,
     )
     return [
@@ -570,7 +661,11 @@ def _trainer(site: Site, settings: TrainingConfig, after: list[str]) -> list[Com
 
 def _ranks_of(site: Site, number: int) -> list[str]:
     seats, ranks = trainer_seats(site.profile), trainer_ranks(site.profile)
-    return ranked(ranks) if len(seats) < 2 else ranked(ranks // len(seats), nodes=len(seats), node=number)
+    return (
+        ranked(ranks)
+        if len(seats) < 2
+        else ranked(ranks // len(seats), nodes=len(seats), node=number)
+    )
 
 
 def _ranks_meet(site: Site, number: int) -> dict[str, str]:
@@ -598,15 +693,29 @@ def ranked(ranks: int, nodes: int = 1, node: int = 0) -> list[str]:
     """Return the command of the trainer: one process, or torchrun with `ranks` processes on each of
     `nodes`."""
     if nodes == 1:
-        return _module("trainer_core") if ranks == 1 else [*_module("trainer_core.launch"), str(ranks)]
-    return [*_module("trainer_core.launch"), "--nnodes", str(nodes), "--node-rank", str(node), str(ranks)]
+        return (
+            _module("trainer_core") if ranks == 1 else [*_module("trainer_core.launch"), str(ranks)]
+        )
+    return [
+        *_module("trainer_core.launch"),
+        "--nnodes",
+        str(nodes),
+        "--node-rank",
+        str(node),
+        str(ranks),
+    ]
 
 
 def _extra(site: Site, name: str, section: ExtraSection) -> ComponentSpec:
     return _spec(
-        site, section, name=name, role=section.role, command=_program(site.texts(section.command)), port=section.port,
+        site,
+        section,
+        name=name,
+        role=section.role,
+        command=_program(site.texts(section.command)),
+        port=section.port,
         place=site.place(node_of(site.profile, section.node)),
-    )  # fmt: skip
+    )
 
 
 def _gpus(gpus: list[int]) -> dict[str, str]:
@@ -628,7 +737,9 @@ def _program(command: list[str]) -> list[str]:
 
 def _runnable(probe: Probe) -> Probe:
     checks = [
-        check.model_copy(update={"command": _program(check.command)}) if isinstance(check, ExecCheck) else check
+        check.model_copy(update={"command": _program(check.command)})
+        if isinstance(check, ExecCheck)
+        else check
         for check in probe.checks
     ]
     return probe.model_copy(update={"checks": checks})

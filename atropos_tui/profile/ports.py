@@ -19,7 +19,13 @@ from typing import TYPE_CHECKING
 
 from atropos_common.files import is_private, read_regular
 from atropos_common.ports import LOOPBACK, bind, is_held
-from atropos_common.run_dir import ENV_COMPONENT, ENV_CONTROL_SOCKET, ENV_RUN_DIR, ENV_RUN_ID, RunDir
+from atropos_common.run_dir import (
+    ENV_COMPONENT,
+    ENV_CONTROL_SOCKET,
+    ENV_RUN_DIR,
+    ENV_RUN_ID,
+    RunDir,
+)
 
 if TYPE_CHECKING:
     import psutil
@@ -50,7 +56,9 @@ def listener(address: str) -> int | None:
             probe.settimeout(CONNECT_S)
             probe.connect(address)
             # SO_PEERCRED returns pid, uid and gid of the process that called listen().
-            pid, _, _ = struct.unpack("3i", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            pid, _, _ = struct.unpack(
+                "3i", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+            )
     except (OSError, ValueError):
         return None
     return int(pid) or None
@@ -118,7 +126,8 @@ class Holder:
         if not self.run_id:
             return self.process
         return (
-            f"{self.component or 'a process'} of {'live ' if self.supervised else ''}run {self.run_id}, {self.process}"
+            f"{self.component or 'a process'} of {'live ' if self.supervised else ''}run "
+            f"{self.run_id}, {self.process}"
         )
 
     @property
@@ -131,7 +140,8 @@ class Holder:
         if self.survives:
             where = shlex.quote(self.run_dir)
             return (
-                f"that run has no supervisor and keeps the process for the next one: atropos-tui up --resume {where} "
+                f"that run has no supervisor and keeps the process for the next one: "
+                f"atropos-tui up --resume {where} "
                 f"takes it over, atropos-tui clean --run-dir {where} stops it"
             )
         return "that run has no supervisor: atropos-tui clean stops its processes"
@@ -144,9 +154,15 @@ def holder(port: int) -> Holder | None:
 
     def listening_or_awaited() -> Iterator[psutil.Process]:
         for row in psutil.net_connections(kind="tcp"):
-            if row.status == psutil.CONN_LISTEN and row.laddr and row.laddr.port == port and row.pid:
+            if (
+                row.status == psutil.CONN_LISTEN
+                and row.laddr
+                and row.laddr.port == port
+                and row.pid
+            ):
                 yield psutil.Process(row.pid)
-        # A live run holds the port for a component that does not listen yet; its environment says so.
+        # A live run holds the port for a component that does not listen yet; its environment says
+        # so.
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
                 if is_held(port, process.environ()):
@@ -161,7 +177,9 @@ def holder(port: int) -> Holder | None:
                 environ = {}
             run_id, run_dir = environ.get(ENV_RUN_ID, ""), environ.get(ENV_RUN_DIR, "")
             live = bool(run_id) and listens(environ.get(ENV_CONTROL_SOCKET, ""))
-            return Holder(words, run_id, run_dir, environ.get(ENV_COMPONENT, ""), live, _survives(run_dir))
+            return Holder(
+                words, run_id, run_dir, environ.get(ENV_COMPONENT, ""), live, _survives(run_dir)
+            )
     return None
 
 

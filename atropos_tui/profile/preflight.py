@@ -30,7 +30,12 @@ from atropos_common.run_dir import (
 )
 from atropos_tui.errors import LEAST_FILES, Problem
 from atropos_tui.profile import memory, ports
-from atropos_tui.profile.env_checks import environment_faults, environment_files, python_path, user_module
+from atropos_tui.profile.env_checks import (
+    environment_faults,
+    environment_files,
+    python_path,
+    user_module,
+)
 from atropos_tui.profile.errors import counted, in_braces
 from atropos_tui.profile.fit import nearest
 from atropos_tui.profile.hardware import Hardware
@@ -66,14 +71,19 @@ SCONTROL_S = 10.0
 """Seconds to wait for SLURM's controller, which answers at once or is down."""
 UNSEEN = "a process of another user"
 ON_THE_CPU = (
-    'on the CPU, set vllm.gpus = [], trainer.gpus = [], trainer.device = "cpu", trainer.dtype = "float32", as the '
+    'on the CPU, set vllm.gpus = [], trainer.gpus = [], trainer.device = "cpu", '
+    'trainer.dtype = "float32", as the '
     "demo profile does"
 )
 
 
 def preflight(site: Site, stack: StackSpec, inventory: Inventory) -> list[Problem]:
     """Return the problems of starting `stack` on this machine."""
-    return [*lacks(site, stack, inventory.machine), *mismatches(site, inventory), *unfit(site, inventory)]
+    return [
+        *lacks(site, stack, inventory.machine),
+        *mismatches(site, inventory),
+        *unfit(site, inventory),
+    ]
 
 
 def lacks(site: Site, stack: StackSpec, machine: Hardware) -> list[Problem]:
@@ -114,7 +124,10 @@ def unfit(site: Site, inventory: Inventory) -> list[Problem]:
 def _open_files() -> Iterator[Problem]:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < LEAST_FILES:
-        yield Problem(f"a process here may open {soft} files; the supervisor needs {LEAST_FILES}", "ulimit -n 4096")
+        yield Problem(
+            f"a process here may open {soft} files; the supervisor needs {LEAST_FILES}",
+            "ulimit -n 4096",
+        )
 
 
 def _places(site: Site) -> Iterator[Problem]:
@@ -124,10 +137,20 @@ def _places(site: Site) -> Iterator[Problem]:
         made = Path(site.path(step.creates or ""))
         # The nearest existing folder decides whether the rest can be created.
         there = next((folder for folder in (made, *made.parents) if folder.exists()), made)
-        if step.creates and there != made and not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-            fix = f"set {CACHE} to a writable folder" if CACHE in step.creates else "name a path in a writable folder"
+        if (
+            step.creates
+            and there != made
+            and not (there.is_dir() and os.access(there, os.W_OK | os.X_OK))
+        ):
+            fix = (
+                f"set {CACHE} to a writable folder"
+                if CACHE in step.creates
+                else "name a path in a writable folder"
+            )
             section = site.profile.section_of(step.name)
-            yield Problem(f"{made} cannot be created: {there} is not writable", fix, key=f"{section}.creates")
+            yield Problem(
+                f"{made} cannot be created: {there} is not writable", fix, key=f"{section}.creates"
+            )
 
 
 def _launches(site: Site, stack: StackSpec) -> Iterator[Problem]:
@@ -135,21 +158,40 @@ def _launches(site: Site, stack: StackSpec) -> Iterator[Problem]:
     yield from _places(site)
     known = stack.variables | os.environ
     # The supervisor sets these for every component.
-    variables = {*known, ENV_TOKEN, ENV_RUN_DIR, ENV_RUN_ID, ENV_CONTROL_SOCKET, ENV_COMPONENT, ENV_ATTEMPT}
+    variables = {
+        *known,
+        ENV_TOKEN,
+        ENV_RUN_DIR,
+        ENV_RUN_ID,
+        ENV_CONTROL_SOCKET,
+        ENV_COMPONENT,
+        ENV_ATTEMPT,
+    }
     named: set[tuple[str, str]] = set()
     for component in stack.components:
         section = site.profile.section_of(component.name)
         texts = [(f"{section}.env.{name}", value) for name, value in component.env.items()]
-        texts += [(f"{section}.cwd", component.cwd or ""), (f"{section}.creates", component.creates or "")]
+        texts += [
+            (f"{section}.cwd", component.cwd or ""),
+            (f"{section}.creates", component.creates or ""),
+        ]
         texts += [(f"{section}.command", part) for part in component.command]
         for key, text in texts:
             for name in references(text):
                 # The model's variable appears in many commands; report it once, at the key `model`.
-                place = "model" if name in references(site.profile.model) and key.endswith(".command") else key
+                place = (
+                    "model"
+                    if name in references(site.profile.model) and key.endswith(".command")
+                    else key
+                )
                 if name not in variables and (place, name) not in named:
                     named.add((place, name))
                     fix = f"export {name}=..., or put it into the .env file beside the profile"
-                    fix += f"; for a shell variable in the command write ${name}" if key.endswith(".command") else ""
+                    fix += (
+                        f"; for a shell variable in the command write ${name}"
+                        if key.endswith(".command")
+                        else ""
+                    )
                     yield Problem(f"environment variable {name} is not set", fix, key=place)
         cwd = expand(component.cwd or ".", known)
         if not references(cwd) and not Path(cwd).is_dir():
@@ -169,7 +211,11 @@ def machines_of(profile: Profile) -> Hosts:
 def _slurm_addresses(hosts: list[str]) -> dict[str, str]:
     output = _scontrol("--oneliner", "show", "node", ",".join(hosts))
     rows = [dict(word.partition("=")[::2] for word in line.split()) for line in output.splitlines()]
-    return {row["NodeName"]: row["NodeAddr"] for row in rows if row.get("NodeName") and row.get("NodeAddr")}
+    return {
+        row["NodeName"]: row["NodeAddr"]
+        for row in rows
+        if row.get("NodeName") and row.get("NodeAddr")
+    }
 
 
 def _slurm_binds() -> bool:
@@ -195,18 +241,25 @@ def _nodes(site: Site) -> Iterator[Problem]:
     if cluster is None or not site.profile.is_spread:
         return
     program, package = LAUNCHED_BY[cluster.launcher]
-    if (importlib.util.find_spec("ray") if cluster.launcher == "ray" else shutil.which(program)) is None:
+    if (
+        importlib.util.find_spec("ray") if cluster.launcher == "ray" else shutil.which(program)
+    ) is None:
         fix = f"install {package}, go to a machine that has it, or use another launcher"
-        yield Problem(f"launcher {cluster.launcher!r} needs {program}, which is not on this machine", fix,
-                      key="cluster.launcher")  # fmt: skip
+        yield Problem(
+            f"launcher {cluster.launcher!r} needs {program}, which is not on this machine",
+            fix,
+            key="cluster.launcher",
+        )
     # The supervisor starts components on the first machine without a launcher.
     first = site.hosts.nodes[0]
     if cluster.launcher != "slurm" and not is_this_machine(first.address):
         where = first.host if cluster.launcher != "kubernetes" else f"the pod {first.host}"
         yield Problem(
-            f"{first.address}, the first machine of the profile, is not this machine, but the supervisor has to run "
+            f"{first.address}, the first machine of the profile, is not this machine, but "
+            f"the supervisor has to run "
             "there",
-            f"log in to {where} and run atropos-tui up there, or put this machine first as a [[node]]",
+            f"log in to {where} and run atropos-tui up there, or put this machine first as a "
+            f"[[node]]",
             key="node.0.hosts",
         )
 
@@ -214,7 +267,9 @@ def _nodes(site: Site) -> Iterator[Problem]:
 def is_this_machine(address: str) -> bool:
     """Return True if a server on this machine could listen at `address`."""
     try:
-        family, kind, protocol, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[
+            0
+        ]
         with socket.socket(family, kind, protocol) as probe:
             # Binding succeeds only for an address of this machine.
             probe.bind(where)
@@ -234,7 +289,8 @@ def _taken_ports(site: Site) -> Iterator[Problem]:
             key = site.profile.short_key(key)
             yield Problem(
                 f"port {port} is taken by {holder or UNSEEN}",
-                f"{holder.way_out if holder else 'stop it'}; or use another port: --set {key}={ports.free_port()}",
+                f"{holder.way_out if holder else 'stop it'}; or use another port: --set "
+                f"{key}={ports.free_port()}",
                 key=key,
             )
 
@@ -244,13 +300,18 @@ def _ports_elsewhere(site: Site) -> set[int]:
     if profile.cluster and profile.cluster.launcher == "slurm" and not allocated(os.environ):
         return {port for _, port in profile.used_ports()}  # SLURM has not chosen the machines yet
     # Node of each port; None is the first machine.
-    places = {engine.port: engine.node for engine in profile.engines} | {profile.api.port: profile.api.node}
-    places |= {at: each.node for each in profile.engines if (at := profile.meeting_ports.get(each.name))}
+    places = {engine.port: engine.node for engine in profile.engines} | {
+        profile.api.port: profile.api.node
+    }
+    places |= {
+        at: each.node for each in profile.engines if (at := profile.meeting_ports.get(each.name))
+    }
     places |= {part.port: part.node for part in profile.component.values() if part.port}
     return {
         port
         for port, node in places.items()
-        if profile.is_spread and site.hosts.node(str(node_of(profile, node))).host != site.hosts.here
+        if profile.is_spread
+        and site.hosts.node(str(node_of(profile, node))).host != site.hosts.here
     }
 
 
@@ -259,7 +320,10 @@ def _packages(site: Site, settings: TrainingConfig, machine: Hardware) -> Iterat
     for package, key in needed.items():
         if importlib.util.find_spec(package) is None:
             # `find_spec` does not import: torch and vLLM take many seconds.
-            fix = "run `make install` (CPU) or `make install EXTRA=gpu`, and start atropos-tui from that environment"
+            fix = (
+                "run `make install` (CPU) or `make install EXTRA=gpu`, and start atropos-tui "
+                "from that environment"
+            )
             yield Problem(f"Python package {package!r} is not installed", fix, key=key)
     # The default optimizer depends on the device.
     on_gpu = not memory.is_host(memory.trainer_devices(site.profile, settings, machine)[0])
@@ -267,7 +331,8 @@ def _packages(site: Site, settings: TrainingConfig, machine: Hardware) -> Iterat
     if eight_bit and importlib.util.find_spec("bitsandbytes") is None:
         yield Problem(
             "optimizer adamw_8bit needs the Python package 'bitsandbytes', which is not installed",
-            'pip install bitsandbytes, or set trainer.optimizer = "adamw" (more memory) or "adafactor" (no momentum)',
+            'pip install bitsandbytes, or set trainer.optimizer = "adamw" (more memory) or '
+            '"adafactor" (no momentum)',
             key="trainer.optimizer",
         )
 
@@ -299,7 +364,9 @@ def _loss_function(site: Site) -> Iterator[Problem]:
     # The same search path as in the trainer's process.
     found = user_module(name, [section.cwd or ".", *python_path(site, section.env)])
     if found is None:
-        fix = f"check the name; your own modules are searched in {Path(section.cwd or '.').resolve()}"
+        fix = (
+            f"check the name; your own modules are searched in {Path(section.cwd or '.').resolve()}"
+        )
         yield Problem(f"no module {name!r}", fix, key="trainer.loss")
         return
     known = names_in(Path(found.origin), ast.FunctionDef) if found.origin else None
@@ -331,7 +398,9 @@ def _model_fits(site: Site, settings: TrainingConfig, inventory: Inventory) -> I
     for index, engine in enumerate(site.profile.vllm):
         if isinstance(model := inventory.models[engine.name], Model):
             yield from _engine_fits(engine, model, index)
-            if refused := _not_served(site, engine, model, adapters=index in fed and site.traits.lora):
+            if refused := _not_served(
+                site, engine, model, adapters=index in fed and site.traits.lora
+            ):
                 yield Problem(*refused, key=f"vllm.{index}.model" if engine.model else "model")
     if not isinstance(first, Model):
         return
@@ -346,13 +415,24 @@ def _model_fits(site: Site, settings: TrainingConfig, inventory: Inventory) -> I
         yield Problem(*refused, key="trainer.context_parallel")
     if settings.routing_replay and (refused := why_not_replayed(first.config)):
         yield Problem(*refused, key="trainer.routing_replay")
-    beyond = [layer for layer in settings.train_layer_indices or [] if layer >= first.dimensions.layers]
+    beyond = [
+        layer for layer in settings.train_layer_indices or [] if layer >= first.dimensions.layers
+    ]
     if beyond:
-        reason = f"the model has layers 0-{first.dimensions.layers - 1}, but no {', '.join(map(str, beyond[:5]))}"
-        yield Problem(reason, f"name layers up to {first.dimensions.layers - 1}", key="trainer.train_layer_indices")
+        reason = (
+            f"the model has layers 0-{first.dimensions.layers - 1}, but no "
+            f"{', '.join(map(str, beyond[:5]))}"
+        )
+        yield Problem(
+            reason,
+            f"name layers up to {first.dimensions.layers - 1}",
+            key="trainer.train_layer_indices",
+        )
 
 
-def _not_served(site: Site, engine: EngineSection, model: Model, *, adapters: bool) -> tuple[str, str] | None:
+def _not_served(
+    site: Site, engine: EngineSection, model: Model, *, adapters: bool
+) -> tuple[str, str] | None:
     """Return reason and fix if this machine's vLLM does not compute the model as the trainer does.
     Servers on other machines check this themselves."""
     if site.profile.is_spread or (release := installed()) is None:
@@ -367,9 +447,12 @@ def _engine_fits(engine: EngineSection, model: Model, index: int) -> Iterator[Pr
     # vLLM divides query heads evenly, and divides or replicates key/value heads.
     odd = keys % parallel if keys >= parallel else parallel % keys
     if heads % parallel or odd:
-        possible = [n for n in range(1, heads + 1) if heads % n == 0 and (keys % n == 0 or n % keys == 0)]
+        possible = [
+            n for n in range(1, heads + 1) if heads % n == 0 and (keys % n == 0 or n % keys == 0)
+        ]
         yield Problem(
-            f"{heads} attention heads with {keys} key/value heads cannot be divided among {parallel} GPUs",
+            f"{heads} attention heads with {keys} key/value heads cannot be divided among "
+            f"{parallel} GPUs",
             f"use one of: {', '.join(map(str, possible))}",
             key=f"vllm.{index}.tensor_parallel",
         )
@@ -383,10 +466,14 @@ def _engine_fits(engine: EngineSection, model: Model, index: int) -> Iterator[Pr
 
 def _gpus(site: Site, machine: Hardware) -> Iterator[Problem]:
     present = len(machine.gpus)
-    for index, group in enumerate(site.profile.node if site.profile.is_spread and not machine.is_here else []):
+    for index, group in enumerate(
+        site.profile.node if site.profile.is_spread and not machine.is_here else []
+    ):
         if group.gpus > present:
             reason = f"{group.gpus} GPUs on each machine, but the given machine has {present}"
-            yield Problem(reason, f"lower it, or name machines with {group.gpus}", key=f"node.{index}.gpus")
+            yield Problem(
+                reason, f"lower it, or name machines with {group.gpus}", key=f"node.{index}.gpus"
+            )
     if site.profile.is_spread:
         return
     wanted = {f"vllm.{index}.gpus": engine.gpus for index, engine in enumerate(site.profile.vllm)}
@@ -394,7 +481,8 @@ def _gpus(site: Site, machine: Hardware) -> Iterator[Problem]:
     if site.traits.other_gpus and present and not any(wanted.values()):
         yield Problem(
             "a broadcast needs separate GPUs, but no section names any",
-            'name vllm.gpus and trainer.gpus, or set trainer.device = "cpu" with a vLLM for the CPU',
+            'name vllm.gpus and trainer.gpus, or set trainer.device = "cpu" with a vLLM for '
+            "the CPU",
             key="trainer.gpus",
         )
     for index, engine in enumerate(site.profile.vllm):
@@ -402,7 +490,8 @@ def _gpus(site: Site, machine: Hardware) -> Iterator[Problem]:
         if count > 1 and present and not engine.gpus and not on_cpu:
             yield Problem(
                 f"{count} engines would all take GPU 0, since none is named",
-                f"name {count * engine.gpus_needed}, such as {list(range(count * engine.gpus_needed))}",
+                f"name {count * engine.gpus_needed}, such as "
+                f"{list(range(count * engine.gpus_needed))}",
                 key=f"vllm.{index}.gpus",
             )
     where = "this machine" if machine.is_here else "that machine"
@@ -413,20 +502,29 @@ def _gpus(site: Site, machine: Hardware) -> Iterator[Problem]:
             yield Problem(reason, f"run it on a machine with GPUs; {ON_THE_CPU}", key=key)
         elif missing:
             there = "GPU 0" if present == 1 else f"GPUs 0-{present - 1}"
-            yield Problem(f"GPU {missing} does not exist: {where} has {there}", f"use {there}", key=key)
+            yield Problem(
+                f"GPU {missing} does not exist: {where} has {there}", f"use {there}", key=key
+            )
 
 
 def _memory(site: Site, settings: TrainingConfig, inventory: Inventory) -> Iterator[Problem]:
     """Report devices that are certainly too small; `plan` warns about those that are only likely to
     be."""
     # Estimates are left out here: a wrong one must not refuse a stack that fits.
-    small = [each for each in memory.alike(memory.site_budget(site, inventory).devices) if each.is_too_small]
+    small = [
+        each
+        for each in memory.alike(memory.site_budget(site, inventory).devices)
+        if each.is_too_small
+    ]
     found = nearest(site, inventory, most=1) if small else []
     for device in small:
         yield Problem(
-            f"{device.name}: {memory.size_text(device.certain)} are needed without activations, but only "
+            f"{device.name}: {memory.size_text(device.certain)} are needed without "
+            f"activations, but only "
             f"{memory.size_text(device.total or 0)} exist",
-            f"set {found[0].text}" if found else "; ".join(memory.ways_out(device, site.profile, settings)),
+            f"set {found[0].text}"
+            if found
+            else "; ".join(memory.ways_out(device, site.profile, settings)),
             key=memory.given_cache(device, site.profile)
             or ("trainer.optimizer" if trainer_gpus(site.profile) else "model"),
         )
@@ -463,10 +561,14 @@ def _own_commands(profile: Profile) -> list[str]:
     changed."""
     keys = ["api.command"] if profile.api.command else []
     keys += [f"{env.name}.command" for env in profile.env if env.command]
-    return keys + [f"component.{name}.command" for name, part in profile.component.items() if part.port]
+    return keys + [
+        f"component.{name}.command" for name, part in profile.component.items() if part.port
+    ]
 
 
-def _separate_ports(profiles: Mapping[str, Profile], changes: Changes, is_free: Callable[[int], bool]) -> None:
+def _separate_ports(
+    profiles: Mapping[str, Profile], changes: Changes, is_free: Callable[[int], bool]
+) -> None:
     # Ports of all stacks, also of those that come later: a moved port must avoid them.
     given = {port for profile in profiles.values() for _, port in profile.used_ports()}
     holder: dict[int, str] = {}
@@ -479,15 +581,25 @@ def _separate_ports(profiles: Mapping[str, Profile], changes: Changes, is_free: 
                 continue
             # A port in a custom command cannot be changed by a key.
             if fixed := _own_commands(profile):
-                reason = f"port {port} of {name} is also used by {holder[port]}, and {', '.join(fixed)} may name it"
-                fix = f"change both: --set {name}:{key}=PORT, and the command in its own profile; or add --sequential"
+                reason = (
+                    f"port {port} of {name} is also used by {holder[port]}, and "
+                    f"{', '.join(fixed)} may name it"
+                )
+                fix = (
+                    f"change both: --set {name}:{key}=PORT, and the command in its own profile; "
+                    f"or add --sequential"
+                )
                 changes.problems.append(Problem(reason, fix, key=key))
                 continue
             # A section with several engines needs consecutive ports.
-            blocks = (range(first, first + len(block)) for first in range(port + 1, 65537 - len(block)))
+            blocks = (
+                range(first, first + len(block)) for first in range(port + 1, 65537 - len(block))
+            )
             found = next((b for b in blocks if not given & {*b} and all(map(is_free, b))), None)
             if found is None:
-                changes.problems.append(Problem(f"no port above {port} is free", "add --sequential", key=key))
+                changes.problems.append(
+                    Problem(f"no port above {port} is free", "add --sequential", key=key)
+                )
                 continue
             given.update(found)
             free = found[0]

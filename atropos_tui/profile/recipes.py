@@ -37,7 +37,9 @@ def recipe(
     if spec is None:
         raise KeyError(component)
     # Transitive: a component that restarts may force others to restart too.
-    touched = {spec.name} | reached(spec.name, {part.name: part.restart_with for part in stack.components})
+    touched = {spec.name} | reached(
+        spec.name, {part.name: part.restart_with for part in stack.components}
+    )
     if among is not None:  # components without a process now are not restarted
         touched &= set(among)
     # The trainer waits for its new engine, so it must not be stopped by its own request.
@@ -50,10 +52,17 @@ def recipe(
         case "start":
             return Recipe(action=action, component=component, start=start)
         case "stop":
-            return Recipe(action=action, component=component, stop=stop, note=_left_alone(stack, spec, touched))
+            return Recipe(
+                action=action,
+                component=component,
+                stop=stop,
+                note=_left_alone(stack, spec, touched),
+            )
         case "kill":
             return _killed(stack, spec, start)
-    return Recipe(action=action, component=component, stop=stop, start=start, note=_why(spec, touched))
+    return Recipe(
+        action=action, component=component, stop=stop, start=start, note=_why(spec, touched)
+    )
 
 
 def _killed(stack: StackSpec, spec: ComponentSpec, touched: list[str]) -> Recipe:
@@ -82,11 +91,15 @@ def _why(spec: ComponentSpec, touched: set[str]) -> str:
     if not others:
         return ""
     reasons = {
-        "engine": "the weights are in its memory: the trainer saves a checkpoint, stops, and resumes from it",
+        "engine": "the weights are in its memory: the trainer saves a checkpoint, stops, and "
+        "resumes from it",
         "api": "run-api keeps registrations in memory only",
     }
     depends = _verb(others, "it depends on it", "they depend on it")
-    return f"{', '.join(others)} {_verb(others, 'restarts', 'restart')} too: {reasons.get(spec.role.value, depends)}."
+    return (
+        f"{', '.join(others)} {_verb(others, 'restarts', 'restart')} too: "
+        f"{reasons.get(spec.role.value, depends)}."
+    )
 
 
 def _verb(subjects: list[str], singular: str, plural: str) -> str:
@@ -94,13 +107,24 @@ def _verb(subjects: list[str], singular: str, plural: str) -> str:
 
 
 def _left_alone(stack: StackSpec, spec: ComponentSpec, touched: Collection[str]) -> str:
-    bound = [other.name for other in stack.components if other.name in touched and other.name != spec.name]
-    users = [other.name for other in stack.components if spec.name in other.depends_on and other.name not in touched]
-    notes = [f"{', '.join(users)} {_verb(users, 'keeps', 'keep')} running without it."] if users else []
+    bound = [
+        other.name
+        for other in stack.components
+        if other.name in touched and other.name != spec.name
+    ]
+    users = [
+        other.name
+        for other in stack.components
+        if spec.name in other.depends_on and other.name not in touched
+    ]
+    notes = (
+        [f"{', '.join(users)} {_verb(users, 'keeps', 'keep')} running without it."] if users else []
+    )
     if bound:
         first = " with a checkpoint" if spec.role == "engine" else ""
         notes.append(
-            f"{', '.join(bound)} cannot run without it and {_verb(bound, 'stops', 'stop')} first{first}; "
+            f"{', '.join(bound)} cannot run without it and {_verb(bound, 'stops', 'stop')} "
+            f"first{first}; "
             f"atropos-tui start {spec.name} starts all of them again."
         )
     return " ".join(notes)

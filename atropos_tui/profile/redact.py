@@ -29,13 +29,18 @@ _SECRET = re.compile(
     re.IGNORECASE,
 )
 _REFERENCE = re.compile(r"\$\{(\w+)\}")
-_SETTINGS = re.compile("false|true|enabled|disabled|online|offline|debug|info|warning|error|critical", re.IGNORECASE)
+_SETTINGS = re.compile(
+    "false|true|enabled|disabled|online|offline|debug|info|warning|error|critical", re.IGNORECASE
+)
 
 _NEEDED_BY = (
     (re.compile(ENV_TOKEN), {"api", "engine", "trainer"}),
     (re.compile("WANDB_API_KEY"), {"env", "trainer", "other"}),
     (re.compile("VLLM_API_KEY"), {"engine", "env"}),
-    (re.compile(r"\w+_API_KEY"), {"env", "prepare", "other"}),  # judges, search engines and similar services
+    (
+        re.compile(r"\w+_API_KEY"),
+        {"env", "prepare", "other"},
+    ),  # judges, search engines and similar services
     # Keys of hubs and object stores: all that load models or data.
     (re.compile(""), {"prepare", "engine", "trainer", "env", "other"}),
 )
@@ -142,9 +147,15 @@ def secret_references(data: Any, name: str = "") -> set[str]:
     if isinstance(data, dict):
         return set().union(*(secret_references(value, str(key)) for key, value in data.items()))
     if isinstance(data, list):
-        flags = ["", *(word if isinstance(word, str) and word.startswith("-") else "" for word in data)]
+        flags = [
+            "",
+            *(word if isinstance(word, str) and word.startswith("-") else "" for word in data),
+        ]
         return set().union(
-            *(secret_references(item, f"{name} {flag}") for item, flag in zip(data, flags, strict=False))
+            *(
+                secret_references(item, f"{name} {flag}")
+                for item, flag in zip(data, flags, strict=False)
+            )
         )
     if not isinstance(data, str):
         return set()
@@ -211,18 +222,28 @@ class Scrubber:
     """
 
     def __init__(self, values: Iterable[str], *, keep: Iterable[str] = (), home: str = "") -> None:
-        spellings = {form for value in values if len(value) >= SHORTEST for form in _spellings(value)}
-        ordered = sorted(spellings, key=len, reverse=True)  # a longer one may begin with a shorter one
+        spellings = {
+            form for value in values if len(value) >= SHORTEST for form in _spellings(value)
+        }
+        ordered = sorted(
+            spellings, key=len, reverse=True
+        )  # a longer one may begin with a shorter one
         self._values = re.compile("|".join(map(re.escape, ordered))) if ordered else None
         self._keep = set(keep)
-        self._home = re.compile(r"(?<![\w.-])" + re.escape(home.rstrip("/")) + r"(?![\w.-])") if len(home) > 1 else None
+        self._home = (
+            re.compile(r"(?<![\w.-])" + re.escape(home.rstrip("/")) + r"(?![\w.-])")
+            if len(home) > 1
+            else None
+        )
 
     def text(self, text: str) -> str:
         """Return `text` without secrets."""
         if self._values:
             text = self._values.sub(REDACTED, text)
         text = _NAMED_VALUE.sub(_but_its_name, mask(text))
-        text = _KEY_LIKE.sub(lambda match: match.group() if match.group() in self._keep else REDACTED, text)
+        text = _KEY_LIKE.sub(
+            lambda match: match.group() if match.group() in self._keep else REDACTED, text
+        )
         return self._home.sub("~", text) if self._home else text
 
     def tree(self, data: Any) -> Any:

@@ -8,9 +8,21 @@ import shlex
 from dataclasses import dataclass
 
 SHORT = {
-    "a": "array", "A": "account", "c": "cpus-per-task", "C": "constraint", "e": "error", "G": "gpus", "J": "job-name",
-    "n": "ntasks", "N": "nodes", "o": "output", "p": "partition", "q": "qos", "s": "oversubscribe", "t": "time",
-}  # fmt: skip
+    "a": "array",
+    "A": "account",
+    "c": "cpus-per-task",
+    "C": "constraint",
+    "e": "error",
+    "G": "gpus",
+    "J": "job-name",
+    "n": "ntasks",
+    "N": "nodes",
+    "o": "output",
+    "p": "partition",
+    "q": "qos",
+    "s": "oversubscribe",
+    "t": "time",
+}
 """Long names of the short options that matter here."""
 OWNED = {
     "job-name": "leave it out: `down` finds the job by the run's name",
@@ -37,7 +49,9 @@ _SHORT = re.compile(r"-([A-Za-z])(?:=|\s+)?(.*)")
 # A second option within one string would be quoted as part of the first one's value.
 _SECOND = re.compile(r"\s--[A-Za-z][\w-]*(?:[=\s]|$)")
 # SLURM refuses these options for a node without requested GPUs.
-_OF_GPUS = re.compile(r"(?:cpus|mem|ntasks|tres)-per-gpu|gpu-(?:bind|freq)|gpus-per-(?:task|socket)")
+_OF_GPUS = re.compile(
+    r"(?:cpus|mem|ntasks|tres)-per-gpu|gpu-(?:bind|freq)|gpus-per-(?:task|socket)"
+)
 
 
 @dataclass(frozen=True)
@@ -53,7 +67,9 @@ class Option:
     @property
     def needs_gpus(self) -> bool:
         """True if SLURM refuses the option for nodes without GPUs."""
-        return bool(_OF_GPUS.fullmatch(self.name)) or (self.name == "gres" and self.value.startswith("gpu"))
+        return bool(_OF_GPUS.fullmatch(self.name)) or (
+            self.name == "gres" and self.value.startswith("gpu")
+        )
 
     @property
     def shares_processors(self) -> bool:
@@ -71,7 +87,9 @@ def parse(text: str) -> Option | None:
     if found := _LONG.fullmatch(text.strip()):
         # `--name value` becomes `--name=value`, so that quoting covers exactly one word.
         name, value = found[1], _bare(found[2] or "")
-        return Option(name, shlex.quote(f"--{name}={value}" if found[2] is not None else f"--{name}"), value)
+        return Option(
+            name, shlex.quote(f"--{name}={value}" if found[2] is not None else f"--{name}"), value
+        )
     if found := _SHORT.fullmatch(text.strip()):
         value = _bare(found[2])
         return Option(SHORT.get(found[1], found[1]), shlex.quote(f"-{found[1]}{value}"), value)

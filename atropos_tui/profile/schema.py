@@ -28,13 +28,18 @@ TITLE = "atropos-tui profile"
 _EXTENDS = {
     "type": "string",
     "minLength": 1,
-    "description": "Profile to extend: a path relative to this file, or the name of a shipped profile. "
+    "description": "Profile to extend: a path relative to this file, or the name of a shipped "
+    "profile. "
     "Tables merge, and this profile has priority; a list replaces the whole list.",
 }
 
 
 def build_schema(
-    profile: type[BaseModel], config: type[BaseModel], *, derived: Collection[str], words: Collection[str]
+    profile: type[BaseModel],
+    config: type[BaseModel],
+    *,
+    derived: Collection[str],
+    words: Collection[str],
 ) -> Schema:
     """Build the schema of `profile`, with the trainer's `config` fields in its trainer section.
 
@@ -57,7 +62,9 @@ def build_schema(
     # pydantic gives `kind` a default, but the union of checks needs it.
     for name in (name for name in parts if name.endswith("Check")):
         parts[name]["required"] = ["kind", *parts[name].get("required", [])]
-    schema["properties"]["component"]["additionalProperties"] = False  # only names that match the pattern
+    schema["properties"]["component"]["additionalProperties"] = (
+        False  # only names that match the pattern
+    )
     for name in SECTION_LISTS:
         _once_or_several(schema["properties"][name])
     needed = schema.pop("required")
@@ -77,7 +84,9 @@ def _flag(args: Schema) -> Schema:
 
 
 def _also_text(node: Schema) -> None:
-    several = {key: node.pop(key) for key in ("type", "items", "minItems", "maxItems") if key in node}
+    several = {
+        key: node.pop(key) for key in ("type", "items", "minItems", "maxItems") if key in node
+    }
     node["anyOf"] = [several, {"type": "string"}]
 
 
@@ -101,7 +110,11 @@ def _plain(node: Any) -> Any:
     # Optional fields are "type or null" in pydantic's schema; TOML has no null.
     choices = [choice for choice in plain.get("anyOf", ()) if choice != {"type": "null"}]
     if len(choices) == 1 and "anyOf" in plain:
-        plain |= choices[0] if "description" not in plain else {**choices[0], "description": plain["description"]}
+        plain |= (
+            choices[0]
+            if "description" not in plain
+            else {**choices[0], "description": plain["description"]}
+        )
         del plain["anyOf"]
     elif choices:
         plain["anyOf"] = choices
@@ -111,7 +124,9 @@ def _plain(node: Any) -> Any:
 def _is_noise(key: str, value: Any) -> bool:
     """Return True for generated titles, defaults that add nothing (JSON's `null`, or a section's
     own defaults), and OpenAPI's discriminator."""
-    whole = isinstance(value, dict) or (isinstance(value, list) and any(isinstance(item, dict) for item in value))
+    whole = isinstance(value, dict) or (
+        isinstance(value, list) and any(isinstance(item, dict) for item in value)
+    )
     return (
         key == "discriminator"
         or (key == "title" and isinstance(value, str))
@@ -156,7 +171,9 @@ def _below(form: Schema, part: str | int) -> Schema | None:
     if isinstance(part, int):
         inner = form.get("items")
     else:
-        free = next(iter(form.get("patternProperties", {}).values()), form.get("additionalProperties"))
+        free = next(
+            iter(form.get("patternProperties", {}).values()), form.get("additionalProperties")
+        )
         inner = form.get("properties", {}).get(part, free)
     return inner if isinstance(inner, dict) else None
 
@@ -193,7 +210,11 @@ def _phrase(form: Schema, schema: Schema) -> str:
         inner = phrases(_forms(schema, form["items"]), schema) if "items" in form else ""
         least, most = form.get("minItems"), form.get("maxItems")
         count = (
-            f" with {least} entries" if least and least == most else f" with at least {least} entry" if least else ""
+            f" with {least} entries"
+            if least and least == most
+            else f" with at least {least} entry"
+            if least
+            else ""
         )
         return f"a list{count}, each {inner}" if inner else f"a list{count}"
     if kind == "string":
@@ -206,8 +227,20 @@ def _bounds(form: Schema) -> str:
     most, below = form.get("maximum"), form.get("exclusiveMaximum")
     if least is not None and most is not None:
         return f" from {least:g} to {most}" if least != most else f": only {least}"
-    low = f" of at least {least:g}" if least is not None else f" above {above:g}" if above is not None else ""
-    high = f" of at most {most}" if most is not None else f" below {below:g}" if below is not None else ""
+    low = (
+        f" of at least {least:g}"
+        if least is not None
+        else f" above {above:g}"
+        if above is not None
+        else ""
+    )
+    high = (
+        f" of at most {most}"
+        if most is not None
+        else f" below {below:g}"
+        if below is not None
+        else ""
+    )
     return f"{low} and{high}" if low and high else low or high
 
 
@@ -215,4 +248,8 @@ def step_into(node: Any, part: str | int) -> Any:
     """Return the value below `node` at a key or index; None if there is none."""
     if isinstance(node, Mapping):
         return node.get(part)
-    return node[part] if isinstance(node, list) and isinstance(part, int) and part < len(node) else None
+    return (
+        node[part]
+        if isinstance(node, list) and isinstance(part, int) and part < len(node)
+        else None
+    )

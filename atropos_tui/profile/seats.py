@@ -99,5 +99,7 @@ def _seats(want: Want, free: Mapping[str, list[int]]) -> list[list[Seat]]:
 def _fewest(workers: int, most: int, hosts: int) -> int:
     """Return the smallest number of machines that each have GPUs for an equal share of the workers;
     1 without enough GPUs."""
-    fitting = (count for count in range(1, hosts + 1) if workers % count == 0 and workers // count <= most)
+    fitting = (
+        count for count in range(1, hosts + 1) if workers % count == 0 and workers // count <= most
+    )
     return next(fitting, 1)

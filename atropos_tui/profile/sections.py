@@ -33,8 +33,23 @@ from atropos_common.records import HELD_OUT_METRIC, METRIC_KINDS
 from atropos_common.run_dir import is_safe_name
 from atropos_tui.errors import Problem
 from atropos_tui.profile import sbatch
-from atropos_tui.profile.errors import did_you_mean, in_words, key_text, problems_of, refused, value_text
-from atropos_tui.profile.load import SET, Origins, apply_sets, file_text, find_profile, read_merged, shipped_profiles
+from atropos_tui.profile.errors import (
+    did_you_mean,
+    in_words,
+    key_text,
+    problems_of,
+    refused,
+    value_text,
+)
+from atropos_tui.profile.load import (
+    SET,
+    Origins,
+    apply_sets,
+    file_text,
+    find_profile,
+    read_merged,
+    shipped_profiles,
+)
 from atropos_tui.profile.redact import REDACTED
 from atropos_tui.profile.schema import KeyPath, Schema, build_schema
 from atropos_tui.profile.seats import Seat, Want, host_names, part_names, seat_engines
@@ -55,7 +70,14 @@ from atropos_tui.profile.spec import (
 )
 from trainer_core.config import Mode, TrainingConfig, WeightBridgeMode
 
-__all__ = ["Profile", "apply_sets", "find_profile", "load_profile", "parse_profile", "shipped_profiles"]
+__all__ = [
+    "Profile",
+    "apply_sets",
+    "find_profile",
+    "load_profile",
+    "parse_profile",
+    "shipped_profiles",
+]
 
 
 DERIVED_TRAINER_KEYS = {
@@ -81,7 +103,13 @@ MODE_SETTINGS: dict[str, dict[str, Any]] = {
 """Trainer fields that select a mode."""
 
 
-READ_WORDS = {"betas", "train_layer_indices", "lora_target_modules", "lora_layer_indices", "lora_modules_to_save"}
+READ_WORDS = {
+    "betas",
+    "train_layer_indices",
+    "lora_target_modules",
+    "lora_layer_indices",
+    "lora_modules_to_save",
+}
 """Trainer fields that also read text: "0.9 0.95", "20-31", "q_proj v_proj"."""
 PAIRS = {"betas"}
 """Trainer fields that are tuples, which TOML writes as lists."""
@@ -97,14 +125,18 @@ def _name(value: str) -> str:
     if not is_safe_name(value):
         raise mistake(
             f"not a valid name (got {value_text(value)})",
-            "use at most 64 letters, digits, dots, dashes or underscores; begin with a letter or digit",
+            "use at most 64 letters, digits, dots, dashes or underscores; begin with a "
+            "letter or digit",
         )
     return value
 
 
 def _variable(value: str) -> str:
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value):
-        raise mistake("not a valid variable name", "use letters, digits and underscores; do not begin with a digit")
+        raise mistake(
+            "not a valid variable name",
+            "use letters, digits and underscores; do not begin with a digit",
+        )
     return value
 
 
@@ -119,21 +151,30 @@ def _module(value: str) -> str:
 
 def _argv(value: list[str]) -> list[str]:
     if not value[0].strip():
-        raise mistake("names no program", 'begin with the program, such as ["python", "-m", "http.server"]')
+        raise mistake(
+            "names no program", 'begin with the program, such as ["python", "-m", "http.server"]'
+        )
     return value
 
 
 def _host(value: str) -> str:
-    # IPv6 in brackets, as in a URL, loses them; a host never begins with a dash: ssh would read a flag.
+    # IPv6 in brackets, as in a URL, loses them; a host never begins with a dash: ssh would read a
+    # flag.
     value = re.sub(r"(^|@)\[([0-9A-Fa-f:.%\w]*:[0-9A-Fa-f:.%\w]*)\]$", r"\1\2", value)
     if not re.fullmatch(r"(?:::(?=[0-9A-Fa-f])|[A-Za-z0-9_])[A-Za-z0-9_.@:%-]*", value):
-        raise mistake(f"not a host (got {value_text(value)})", "give a name or an address, such as 10.0.0.2 or me@box2")
+        raise mistake(
+            f"not a host (got {value_text(value)})",
+            "give a name or an address, such as 10.0.0.2 or me@box2",
+        )
     return value
 
 
 def _words(value: str) -> str:
     if not value.isprintable():
-        raise mistake(f"contains control characters (got {value_text(value)})", "write one line of printable text")
+        raise mistake(
+            f"contains control characters (got {value_text(value)})",
+            "write one line of printable text",
+        )
     return value
 
 
@@ -147,7 +188,11 @@ Port = Annotated[int, Field(ge=1, le=65535)]
 GpuIndex = Annotated[int, Field(ge=0)]
 Condition = Literal["started", "healthy", "completed"]
 Scalar = bool | int | float | str
-Name = Annotated[str, AfterValidator(_name), Field(json_schema_extra={"pattern": r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"})]
+Name = Annotated[
+    str,
+    AfterValidator(_name),
+    Field(json_schema_extra={"pattern": r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"}),
+]
 EnvName = Annotated[str, AfterValidator(_variable)]
 Module = Annotated[str, AfterValidator(_module)]
 Argv = Annotated[list[str], Field(min_length=1), AfterValidator(_argv)]
@@ -169,7 +214,9 @@ MOST_NODES = 1024
 class Section(BaseModel):
     """Base class of every table of a profile."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
 
 def _check_probe(probe: Probe) -> Probe:
@@ -177,12 +224,24 @@ def _check_probe(probe: Probe) -> Probe:
         at = f"checks[{index}]"
         # A URL with `${VAR}` is known only when the process starts.
         match check:
-            case HttpCheck(url=url) if not references(url) and not re.match(r"https?://[^/\s]", url):
-                raise mistake(f"not a URL (got {value_text(url)})", "begin with http:// or https://", f"{at}.url")
+            case HttpCheck(url=url) if not references(url) and not re.match(
+                r"https?://[^/\s]", url
+            ):
+                raise mistake(
+                    f"not a URL (got {value_text(url)})",
+                    "begin with http:// or https://",
+                    f"{at}.url",
+                )
             case TcpCheck(port=port) if not 1 <= port <= 65535:
-                raise mistake(f"out of range (got {port})", "give a whole number from 1 to 65535", f"{at}.port")
+                raise mistake(
+                    f"out of range (got {port})",
+                    "give a whole number from 1 to 65535",
+                    f"{at}.port",
+                )
             case ExecCheck(command=command) if not command or not command[0].strip():
-                raise mistake("names no program", 'begin with the program, such as ["test", "-e", "x"]', at)
+                raise mistake(
+                    "names no program", 'begin with the program, such as ["test", "-e", "x"]', at
+                )
             case LogCheck(pattern=pattern):
                 try:
                     re.compile(pattern)
@@ -331,7 +390,9 @@ class EnvSection(ComponentOptions):
         size = args.get("env.group_size", 1)
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise mistake(
-                f"wrong value (got {value_text(size)})", "give a whole number of at least 1", "env.group_size"
+                f"wrong value (got {value_text(size)})",
+                "give a whole number of at least 1",
+                "env.group_size",
             )
         return args
 
@@ -349,7 +410,8 @@ class EnvSection(ComponentOptions):
 class EngineSection(ComponentOptions):
     """A vLLM server, or several equal ones."""
 
-    # `plan` derives vLLM flags from these keys; `checks.DERIVED_FLAGS` forbids the same flags in `args`.
+    # `plan` derives vLLM flags from these keys; `checks.DERIVED_FLAGS` forbids the same flags in
+    # `args`.
     name: Name = "vllm"
     """Name in logs, commands and `depends_on`; several servers are NAME-0, NAME-1 and so on."""
     port: Port = 9001
@@ -417,18 +479,32 @@ class EngineSection(ComponentOptions):
         # Without `gpus` one server starts on the GPUs that its process sees.
         count = self.replicas or max(1, len(self.gpus) // self.gpus_needed)
         each = len(self.gpus) // count
-        return [self._one(index, count, {"gpus": self.gpus[index * each :][:each]}) for index in range(count)]
+        return [
+            self._one(index, count, {"gpus": self.gpus[index * each :][:each]})
+            for index in range(count)
+        ]
 
     def seated(self, engines: list[list[Seat]]) -> list[tuple[EngineSection, list[Seat]]]:
         """Return `engines` for several machines: each with its seats; `node` and `gpus` come from
         its first seat."""
         return [
-            (self._one(index, len(engines), {"node": seats[0].node, "gpus": seats[0].gpus} if seats else {}), seats)
+            (
+                self._one(
+                    index,
+                    len(engines),
+                    {"node": seats[0].node, "gpus": seats[0].gpus} if seats else {},
+                ),
+                seats,
+            )
             for index, seats in enumerate(engines)
         ]
 
     def _one(self, index: int, count: int, where: dict[str, Any]) -> EngineSection:
-        alone = {"name": f"{self.name}-{index}", "port": self.port + index, "replicas": None} if count > 1 else {}
+        alone = (
+            {"name": f"{self.name}-{index}", "port": self.port + index, "replicas": None}
+            if count > 1
+            else {}
+        )
         return self.model_copy(update=where | alone)
 
 
@@ -496,7 +572,8 @@ class NotifySection(NotifyPolicy):
         if url is not None and not re.fullmatch(r"(https?://[^/\s]|\$\{\w+\})\S*", url):
             raise mistake(
                 "not an http(s) URL",
-                'give https://..., or "${VAR}" and set VAR in .env, which keeps a secret URL out of the profile',
+                'give https://..., or "${VAR}" and set VAR in .env, which keeps a secret URL '
+                "out of the profile",
             )
         return url
 
@@ -511,7 +588,8 @@ class AlertSection(AlertSpec):
             meant = did_you_mean(metric, METRIC_KINDS)
             raise mistake(
                 f"no such metric (got {value_text(metric)})",
-                f"{meant}docs/telemetry.md has every metric; a held-out accuracy is eval/SPLIT, such as eval/held_out",
+                f"{meant}docs/telemetry.md has every metric; a held-out accuracy is "
+                f"eval/SPLIT, such as eval/held_out",
             )
         return metric
 
@@ -521,7 +599,8 @@ class AlertSection(AlertSpec):
             raise mistake("has no condition", "set below, above, slope or z")
         if self.slope == 0:
             raise mistake(
-                "a slope of 0 is no change", "give the change per step: above 0 for a rise, below 0 for a fall"
+                "a slope of 0 is no change",
+                "give the change per step: above 0 for a rise, below 0 for a fall",
             )
         return self
 
@@ -564,11 +643,15 @@ class Profile(Section):
     """run-api, the queue of rollouts between environments and trainer."""
     env: Annotated[list[EnvSection], BeforeValidator(_as_list)] = Field(min_length=1)
     """The environment; several as [[env]], each with a name."""
-    vllm: Annotated[list[EngineSection], BeforeValidator(_as_list)] = Field([EngineSection()], min_length=1)
+    vllm: Annotated[list[EngineSection], BeforeValidator(_as_list)] = Field(
+        [EngineSection()], min_length=1
+    )
     """The vLLM server; several as [[vllm]], each with a name."""
     trainer: TrainerSection = TrainerSection()
     """The trainer."""
-    prepare: Annotated[list[PrepareSection], BeforeValidator(_as_list)] = Field(default_factory=list)
+    prepare: Annotated[list[PrepareSection], BeforeValidator(_as_list)] = Field(
+        default_factory=list
+    )
     """One-shot steps, in order, before everything else."""
     component: dict[Name, ExtraSection] = Field(default_factory=dict)
     """Further processes, by name."""
@@ -600,7 +683,9 @@ class Profile(Section):
         machine."""
         if not self.is_spread:
             return {}
-        return {host: group.gpus for group in self.node for host in host_names(group.name, group.count)}
+        return {
+            host: group.gpus for group in self.node for host in host_names(group.name, group.count)
+        }
 
     def hosts_named(self, node: str | None) -> list[str]:
         """Return the machines that a `node` key means: all of a [[node]], or the one with that
@@ -608,7 +693,11 @@ class Profile(Section):
         if node is None:
             return list(self.machines)[:1]
         group = next((group for group in self.node if group.name == node), None)
-        return host_names(node, group.count) if group else [host for host in self.machines if host == node]
+        return (
+            host_names(node, group.count)
+            if group
+            else [host for host in self.machines if host == node]
+        )
 
     @property
     def seated(self) -> list[list[tuple[EngineSection, list[Seat]]]]:
@@ -616,9 +705,12 @@ class Profile(Section):
         single machine."""
         # `model_copy` copies the cache too: it is valid only for the same sections.
         read = (self.vllm, self.node, self.trainer, self.cluster)
-        # Cached: with hundreds of machines it is computed hundreds of times otherwise. Kept in `__dict__`, because a
-        # pydantic private attribute would take part in comparisons of profiles.
-        known: tuple[Any, list[list[tuple[EngineSection, list[Seat]]]]] | None = self.__dict__.get("_seats")
+        # Cached: with hundreds of machines it is computed hundreds of times otherwise. Kept in
+        # `__dict__`, because a pydantic private attribute would take part in comparisons of
+        # profiles.
+        known: tuple[Any, list[list[tuple[EngineSection, list[Seat]]]]] | None = self.__dict__.get(
+            "_seats"
+        )
         if known is None or any(old is not new for old, new in zip(known[0], read, strict=True)):
             known = self.__dict__["_seats"] = read, self._seated()
         return known[1]
@@ -627,7 +719,13 @@ class Profile(Section):
         if not self.is_spread:
             return [[(engine, []) for engine in section.engines] for section in self.vllm]
         wants = [
-            Want(self.hosts_named(each.node), each.gpus_needed, each.machines, each.replicas, each.gpus)
+            Want(
+                self.hosts_named(each.node),
+                each.gpus_needed,
+                each.machines,
+                each.replicas,
+                each.gpus,
+            )
             for each in self.vllm
         ]
         # Engines must not take GPUs that the trainer names.
@@ -669,9 +767,20 @@ class Profile(Section):
         """Return every port of the profile with its key."""
         return [
             ("api.port", self.api.port),
-            *((f"vllm.{i}.port", engine.port) for i, section in enumerate(self.seated) for engine, _ in section),
-            *((f"{self.section_of(name)}.args.master-port", port) for name, port in self.meeting_ports.items()),
-            *((f"component.{name}.port", part.port) for name, part in self.component.items() if part.port),
+            *(
+                (f"vllm.{i}.port", engine.port)
+                for i, section in enumerate(self.seated)
+                for engine, _ in section
+            ),
+            *(
+                (f"{self.section_of(name)}.args.master-port", port)
+                for name, port in self.meeting_ports.items()
+            ),
+            *(
+                (f"component.{name}.port", part.port)
+                for name, part in self.component.items()
+                if part.port
+            ),
             *([("metrics.port", self.metrics.port)] if self.metrics.port else []),
         ]
 
@@ -683,7 +792,9 @@ class Profile(Section):
         """Return the key of the section that describes a component: `env.0`, `component.x`,
         `trainer`."""
         for index, seated in enumerate(self.seated):
-            if component in [name for engine, seats in seated for name in part_names(engine.name, len(seats))]:
+            if component in [
+                name for engine, seats in seated for name in part_names(engine.name, len(seats))
+            ]:
                 return f"vllm.{index}"
         for key in ("env", "prepare"):
             for index, part in enumerate(getattr(self, key)):
@@ -697,7 +808,9 @@ class Profile(Section):
 @cache
 def profile_schema() -> Schema:
     """Return the JSON Schema of a profile file. The object is shared: do not change it."""
-    return build_schema(Profile, TrainingConfig, derived=set(DERIVED_TRAINER_KEYS), words=READ_WORDS)
+    return build_schema(
+        Profile, TrainingConfig, derived=set(DERIVED_TRAINER_KEYS), words=READ_WORDS
+    )
 
 
 def load_profile(name_or_path: str, sets: Sequence[str] = ()) -> tuple[Profile, Path]:
@@ -707,7 +820,14 @@ def load_profile(name_or_path: str, sets: Sequence[str] = ()) -> tuple[Profile, 
         UserError: all problems of the file, whatever it holds.
     """
     if not name_or_path:
-        raise refused([Problem("no profile was given", f"give a path or one of: {', '.join(shipped_profiles())}")])
+        raise refused(
+            [
+                Problem(
+                    "no profile was given",
+                    f"give a path or one of: {', '.join(shipped_profiles())}",
+                )
+            ]
+        )
     path = find_profile(name_or_path)
     with in_words(file_text(path)):
         data, origins = read_merged(path)
@@ -728,12 +848,17 @@ def parse_profile(data: dict[str, Any], file: str, origins: Origins | None = Non
     """
     origins = origins or Origins(file)
     # All kinds of problems are collected, so that the user fixes them in one round.
-    problems = [origins.problem(reason, fix, path, key_text(path, data)) for path, reason, fix in _unusable_texts(data)]
+    problems = [
+        origins.problem(reason, fix, path, key_text(path, data))
+        for path, reason, fix in _unusable_texts(data)
+    ]
     profile: Profile | None = None
     try:
         profile = Profile.model_validate(data, strict=True)
     except ValidationError as error:
-        problems += problems_of(error.errors(include_url=False), data, profile_schema(), origins.problem)
+        problems += problems_of(
+            error.errors(include_url=False), data, profile_schema(), origins.problem
+        )
     problems += _trainer_problems(data, origins)
     # Cross-checks need a valid profile; they come later, in `checks`.
     if problems or profile is None:
@@ -753,7 +878,8 @@ def _unusable_texts(data: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, st
             yield (
                 here,
                 "was a secret, which atropos-tui does not write to files",
-                "put NAME=value into .env and write ${NAME} here, or resume with the profile that has it: "
+                "put NAME=value into .env and write ${NAME} here, or resume with the profile "
+                "that has it: "
                 "atropos-tui up PROFILE --resume RUN",
             )
         elif isinstance(value, str) and "\0" in value:
@@ -768,7 +894,12 @@ def _trainer_problems(data: dict[str, Any], origins: Origins) -> list[Problem]:
     if not isinstance(section, dict):
         return []
     problems = [
-        origins.problem("is derived from other keys", f"set {source} instead", ("trainer", key), f"trainer.{key}")
+        origins.problem(
+            "is derived from other keys",
+            f"set {source} instead",
+            ("trainer", key),
+            f"trainer.{key}",
+        )
         for key, source in DERIVED_TRAINER_KEYS.items()
         if section.get(key) is not None
     ]
@@ -777,13 +908,17 @@ def _trainer_problems(data: dict[str, Any], origins: Origins) -> list[Problem]:
     settings = {key: value for key, value in section.items() if key not in known}
     words = {key for key in READ_WORDS if isinstance(settings.get(key), str)}
     mode = MODE_SETTINGS.get(str(data.get("mode", "shared_vllm")), {})
-    strict = settings | {key: tuple(settings[key]) for key in PAIRS if isinstance(settings.get(key), list)}
+    strict = settings | {
+        key: tuple(settings[key]) for key in PAIRS if isinstance(settings.get(key), list)
+    }
     for values, is_strict in ((strict, True), (settings, False)):
         try:
-            TrainingConfig.model_validate({"model_name": "model", **mode, **values}, strict=is_strict)
+            TrainingConfig.model_validate(
+                {"model_name": "model", **mode, **values}, strict=is_strict
+            )
         except ValidationError as error:
-            # The strict pass judges each field except those given as text; the lax pass judges these, and errors of
-            # the whole section (empty `loc`).
+            # The strict pass judges each field except those given as text; the lax pass judges
+            # these, and errors of the whole section (empty `loc`).
             errors = [
                 item
                 for item in error.errors(include_url=False)

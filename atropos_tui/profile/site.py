@@ -66,7 +66,12 @@ def traits_of(profile: Profile) -> ModeTraits:
     if not (traits.lora and profile.trainer.settings.get("single_copy")):
         return traits
     # Without `gpus` the engine runs on the CPU, where the shared memory outlives it.
-    return replace(traits, shares_memory=True, feeds_all=False, trainer_follows_engine=bool(profile.vllm[0].gpus))
+    return replace(
+        traits,
+        shares_memory=True,
+        feeds_all=False,
+        trainer_follows_engine=bool(profile.vllm[0].gpus),
+    )
 
 
 @dataclass(frozen=True)
@@ -112,7 +117,9 @@ class Site:
             return LOOPBACK
         own = self.hosts.node(node)
         # The supervisor's own machine counts too: it probes every server.
-        at = {self.hosts.node(name).host for name in dialled_from if name is not None} | {self.hosts.here}
+        at = {self.hosts.node(name).host for name in dialled_from if name is not None} | {
+            self.hosts.here
+        }
         return LOOPBACK if at == {own.host} else own.address
 
     @property
@@ -170,7 +177,12 @@ class Site:
 
 
 def make_site(
-    profile: Profile, run_dir: Path, *, run_id: str, dotenv: Mapping[str, str] | None = None, hosts: Hosts | None = None
+    profile: Profile,
+    run_dir: Path,
+    *,
+    run_id: str,
+    dotenv: Mapping[str, str] | None = None,
+    hosts: Hosts | None = None,
 ) -> Site:
     """Collect the facts about a run for planning.
 
@@ -183,8 +195,14 @@ def make_site(
     outside = {**(dotenv or {}), **os.environ}
     models = [profile.model, *(engine.model or "" for engine in profile.vllm)]
     named = {name: outside[name] for text in models for name in references(text) if name in outside}
-    variables = named | {CACHE: str(cache_dir()), "ATROPOS_SEED": str(profile.seed), "ATROPOS_RUN_DIR": str(run_dir)}
-    site = Site(profile, RunDir(run_dir), run_id, variables, dotenv or {}, hosts or foreseen(profile))
+    variables = named | {
+        CACHE: str(cache_dir()),
+        "ATROPOS_SEED": str(profile.seed),
+        "ATROPOS_RUN_DIR": str(run_dir),
+    }
+    site = Site(
+        profile, RunDir(run_dir), run_id, variables, dotenv or {}, hosts or foreseen(profile)
+    )
     contract = {ENV_MODEL: site.model}
     if profile.trainer.command:
         contract |= {ENV_API_URL: site.api_url, ENV_ENGINE_URLS: engine_urls(site)}
@@ -259,7 +277,9 @@ def fed_sections(profile: Profile) -> dict[int, EngineSection]:
     """Return the fed [[vllm]] sections by index: the first one, or in a mode that feeds all those
     with the stack's model."""
     others = profile.vllm if traits_of(profile).feeds_all else []
-    return {index: part for index, part in enumerate(others) if part.model is None} | {0: profile.vllm[0]}
+    return {index: part for index, part in enumerate(others) if part.model is None} | {
+        0: profile.vllm[0]
+    }
 
 
 def longest_sequence(profile: Profile) -> int | None:
@@ -274,7 +294,9 @@ def fed_engines(profile: Profile) -> list[EngineSection]:
     """Return the engines that the trainer feeds: in a mode that feeds one, the first."""
     if not traits_of(profile).feeds_all:
         return profile.engines[:1]
-    return [engine for index in sorted(fed_sections(profile)) for engine, _ in profile.seated[index]]
+    return [
+        engine for index in sorted(fed_sections(profile)) for engine, _ in profile.seated[index]
+    ]
 
 
 def engine_urls(site: Site) -> str:
@@ -291,7 +313,12 @@ def env_engines(profile: Profile, section: EnvSection) -> list[EngineSection]:
     """Return the engines that generate an environment's rollouts: those that it names, or else all
     fed ones."""
     each = zip(profile.vllm, profile.seated, strict=True)
-    named = [engine for kind, made in each for engine, _ in made if section.engine in (kind.name, engine.name)]
+    named = [
+        engine
+        for kind, made in each
+        for engine, _ in made
+        if section.engine in (kind.name, engine.name)
+    ]
     return named or fed_engines(profile)
 
 
@@ -338,10 +365,14 @@ def trainer_gpus(profile: Profile) -> list[int]:
     """Return the trainer's GPUs, machine by machine; in single copy the engine's."""
     if profile.is_spread:
         return [gpu for seat in trainer_seats(profile) for gpu in seat.gpus]
-    return profile.trainer.gpus or (profile.vllm[0].gpus if traits_of(profile).shares_memory else [])
+    return profile.trainer.gpus or (
+        profile.vllm[0].gpus if traits_of(profile).shares_memory else []
+    )
 
 
 def trainer_ranks(profile: Profile) -> int:
     """Return the number of trainer ranks: one for each GPU if there are any, and at least one on
     each machine."""
-    return profile.trainer.processes or len(trainer_gpus(profile)) or len(trainer_seats(profile)) or 1
+    return (
+        profile.trainer.processes or len(trainer_gpus(profile)) or len(trainer_seats(profile)) or 1
+    )

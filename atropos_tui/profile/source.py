@@ -61,7 +61,8 @@ def find_module(name: str, folders: list[str]) -> ModuleSpec | None:
     spec = spec or PathFinder.find_spec(first, [str(Path(folder).absolute()) for folder in folders])
     for part in parts:
         inside = spec and spec.submodule_search_locations
-        # The last name alone: with the full name PathFinder would need the parent package, which is not imported.
+        # The last name alone: with the full name PathFinder would need the parent package, which is
+        # not imported.
         spec = PathFinder.find_spec(part, inside) if inside else None
     return spec
 
@@ -80,7 +81,10 @@ def _imported(file: Path) -> Iterator[Path]:
             names = [(0, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
-            names = [(node.level, base), *((node.level, f"{base}.{alias.name}".strip(".")) for alias in node.names)]
+            names = [
+                (node.level, base),
+                *((node.level, f"{base}.{alias.name}".strip(".")) for alias in node.names),
+            ]
         else:
             continue
         for level, name in names:

@@ -109,7 +109,10 @@ class FileCheck(ProfilePart):
     """Path on this machine."""
 
 
-Check = Annotated[HttpCheck | TcpCheck | ExecCheck | LogCheck | StageCheck | FileCheck, Field(discriminator="kind")]
+Check = Annotated[
+    HttpCheck | TcpCheck | ExecCheck | LogCheck | StageCheck | FileCheck,
+    Field(discriminator="kind"),
+]
 
 
 class Probe(ProfilePart):
@@ -272,8 +275,14 @@ class ComponentSpec(StackPart):
     def url(self) -> str:
         """Base URL of its port, with the host of its own HTTP probes if there are any, else the
         loopback."""
-        every = (probe for probe in (self.probes.readiness, self.probes.startup, self.probes.liveness) if probe)
-        asked = (check.url for probe in every for check in probe.checks if isinstance(check, HttpCheck))
+        every = (
+            probe
+            for probe in (self.probes.readiness, self.probes.startup, self.probes.liveness)
+            if probe
+        )
+        asked = (
+            check.url for probe in every for check in probe.checks if isinstance(check, HttpCheck)
+        )
         # Only a probe of the component's own port tells its address.
         found = (re.match(rf"https?://[^/]+:{self.port}(?=/|$)", url) for url in asked)
         return next((match[0] for match in found if match), f"http://127.0.0.1:{self.port}")
@@ -300,7 +309,12 @@ class NotifyPolicy(ProfilePart):
     """URL that receives a JSON object by POST; `${VAR}` keeps a secret URL out of files."""
     command: list[str] = Field(default_factory=list)
     """Program and arguments to run, with the JSON object on standard input."""
-    on: tuple[Literal["failed", "mismatch", "alert", "done"], ...] = ("failed", "mismatch", "alert", "done")
+    on: tuple[Literal["failed", "mismatch", "alert", "done"], ...] = (
+        "failed",
+        "mismatch",
+        "alert",
+        "done",
+    )
 
 
 class AlertSpec(ProfilePart):
@@ -385,7 +399,10 @@ def check_stack(stack: StackSpec) -> None:
     ]
     faults += [f"{fault.reason}: {fault.fix}" for fault in dependency_faults(stack)]
     if stack.survive and any(spec.is_far for spec in stack.components):
-        faults.append("survive = true works on this machine only, and some components are on other nodes: remove it")
+        faults.append(
+            "survive = true works on this machine only, and some components are on other "
+            "nodes: remove it"
+        )
     if faults:
         raise StackError("; ".join(faults))
 
@@ -402,7 +419,8 @@ def dependency_faults(stack: StackSpec) -> list[Problem]:
                 reason = f"{spec.name} depends on {other!r}, which is not in the stack"
                 fix = f"name one of: {', '.join(name for name in waits if name != spec.name)}"
                 faults.append(Problem(reason, fix, key=spec.name))
-    # A component that reaches itself is part of a cycle: with it are all that reach it and are reached by it.
+    # A component that reaches itself is part of a cycle: with it are all that reach it and are
+    # reached by it.
     after = {name: reached(name, waits) for name in waits}
     # Each cycle is reported once, at its first component.
     named: set[str] = set()

@@ -18,7 +18,14 @@ MAX_STATEMENT_LINES = 200
 """Limit of lines of one value; keys after a longer one get no line number."""
 _POSITION = re.compile(r"\s*\(at (?:line (\d+), column (\d+)|end of document)\)$")
 _YAML = re.compile(r"\s*(?:- |---\s*$|[\w.-]+:(?:\s|$))")
-_OTHER_WORDS = {"True": "true", "False": "false", "yes": "true", "no": "false", "on": "true", "off": "false"}
+_OTHER_WORDS = {
+    "True": "true",
+    "False": "false",
+    "yes": "true",
+    "no": "false",
+    "on": "true",
+    "off": "false",
+}
 """Booleans of other languages, and how TOML writes them."""
 _NOTHING = ("None", "null", "nil", "~")
 
@@ -151,10 +158,18 @@ def why_not_toml(text: str, error: ValueError) -> tuple[str, str, int | None]:
     if value in _OTHER_WORDS:
         return f"not TOML: {value} is not a value", f"write {_OTHER_WORDS[value]}", line
     if value in _NOTHING:
-        return f"not TOML: {value} is not a value", "remove the line: the key then has its default", line
+        return (
+            f"not TOML: {value} is not a value",
+            "remove the line: the key then has its default",
+            line,
+        )
     # Common mistakes get their own reason instead of tomllib's.
     if "=" not in row and not row.lstrip().startswith("[") and _YAML.match(row):
-        return "not TOML: this is YAML", "write TOML: `key = value` lines below [table] headers", line
+        return (
+            "not TOML: this is YAML",
+            "write TOML: `key = value` lines below [table] headers",
+            line,
+        )
     if re.fullmatch(r"[A-Za-z_~./$][\w./~${}:-]*", value):
         return f"not TOML: {value} is not a value", f'put text in quotes: "{value}"', line
     return reason, "correct the syntax there", line
@@ -167,7 +182,10 @@ def _given_twice(text: str, line: int | None) -> tuple[str, str] | None:
         name = ".".join(str(part) for part in statement.path)
         if statement.last == line and key in first:
             if statement.is_table:
-                reason = f"not TOML: the table [{name}] is there twice, in lines {first[key]} and {statement.line}"
+                reason = (
+                    f"not TOML: the table [{name}] is there twice, in lines {first[key]} and "
+                    f"{statement.line}"
+                )
                 return reason, "put all its keys into one of them"
             reason = f"not TOML: {name} is set twice, in lines {first[key]} and {statement.line}"
             return reason, "remove one of them"

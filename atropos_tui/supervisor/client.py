@@ -68,9 +68,14 @@ class NotAnswering(UserError, TimeoutError):
     may go on."""
 
     def __init__(self, run_dir: Path, reason: str, fix: str = "") -> None:
-        busy = f"try again in a moment; {RunDir(run_dir).journal_json} names its pid (a stopped one: kill -CONT PID)"
+        busy = (
+            f"try again in a moment; {RunDir(run_dir).journal_json} names its pid (a stopped "
+            f"one: kill -CONT PID)"
+        )
         super().__init__(
-            f"the supervisor of {run_dir.name} does not answer", [Problem(reason, fix or busy)], Exit.TIMEOUT
+            f"the supervisor of {run_dir.name} does not answer",
+            [Problem(reason, fix or busy)],
+            Exit.TIMEOUT,
         )
 
 
@@ -78,8 +83,15 @@ class OtherRun(UserError, ConnectionError):
     """The supervisor on the run directory's socket belongs to another run than run.json names."""
 
     def __init__(self, run_dir: Path, reason: str) -> None:
-        fix = f"{run_dir} was replaced while its run goes on: restore its run.json, or kill that supervisor by its pid"
-        super().__init__("the supervisor of this directory belongs to another run", [Problem(reason, fix)], Exit.NO_RUN)
+        fix = (
+            f"{run_dir} was replaced while its run goes on: restore its run.json, or kill that "
+            f"supervisor by its pid"
+        )
+        super().__init__(
+            "the supervisor of this directory belongs to another run",
+            [Problem(reason, fix)],
+            Exit.NO_RUN,
+        )
 
 
 class StreamLost(Exception):
@@ -113,7 +125,10 @@ class ControlClient:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         await self.close()
 
@@ -170,15 +185,22 @@ class ControlClient:
         return await self._get(f"/commands/{quote(command_id, safe='')}", CommandStatus)
 
     async def recipe(
-        self, action: Action, component: str | None = None, initiator: Literal["user", "trainer"] = "user"
+        self,
+        action: Action,
+        component: str | None = None,
+        initiator: Literal["user", "trainer"] = "user",
     ) -> Recipe:
         """Return the recipe of a command without executing it."""
-        params = {"action": action, "initiator": initiator} | ({"component": component} if component else {})
+        params = {"action": action, "initiator": initiator} | (
+            {"component": component} if component else {}
+        )
         return await self._get("/recipe", Recipe, params=params)
 
     async def logs(self, component: str, n: int = 100) -> list[str]:
         """Return the last `n` log lines of the component's current attempt."""
-        answer = await self._request("GET", f"/logs/{quote(component, safe='')}", params={"n": str(n)})
+        answer = await self._request(
+            "GET", f"/logs/{quote(component, safe='')}", params={"n": str(n)}
+        )
         return answer.text.splitlines()
 
     async def wait(self, for_: str = "ready", timeout: float | None = None) -> WaitResult:
@@ -228,16 +250,24 @@ class ControlClient:
             raise self._nobody() from None
         if owner != os.getuid():
             raise NoSupervisor(
-                f"the supervisor of {self.run_dir.root} is user {owner}'s; run this command as that user"
+                f"the supervisor of {self.run_dir.root} is user {owner}'s; run this command "
+                f"as that user"
             )
         if own_socket(self.run_dir) != target:
-            raise NoSupervisor(f"{self.run_dir.control_sock} points to the socket of another run: {target}")
+            raise NoSupervisor(
+                f"{self.run_dir.control_sock} points to the socket of another run: {target}"
+            )
         # A resumed run has a new socket: the old connection is useless.
         if self._http is None or target != self._target:
             self._target = target
-            transport = httpx.AsyncHTTPTransport(uds=target, limits=LIMITS, verify=certificates("http:"))
+            transport = httpx.AsyncHTTPTransport(
+                uds=target, limits=LIMITS, verify=certificates("http:")
+            )
             self._http = httpx.AsyncClient(
-                transport=transport, base_url="http://supervisor", trust_env=False, headers=self._expected()
+                transport=transport,
+                base_url="http://supervisor",
+                trust_env=False,
+                headers=self._expected(),
             )
         return self._http
 
@@ -257,11 +287,21 @@ class ControlClient:
     def _refuse_stopped(self) -> None:
         table = ProcessTable.load(self.run_dir.journal_json)
         if table and table.supervisor and procfs.is_stopped(pid := table.supervisor.pid):
-            raise NotAnswering(self.run_dir.root, f"its process (pid {pid}) is stopped", f"kill -CONT {pid}")
+            raise NotAnswering(
+                self.run_dir.root, f"its process (pid {pid}) is stopped", f"kill -CONT {pid}"
+            )
 
     def _silent(self, error: httpx.TransportError, *, command: bool = False) -> NotAnswering:
-        reason = "no answer in time" if isinstance(error, httpx.TimeoutException) else f"connection lost: {error}"
-        fix = "`atropos-tui events` shows if the command was accepted; if not, repeat it" if command else ""
+        reason = (
+            "no answer in time"
+            if isinstance(error, httpx.TimeoutException)
+            else f"connection lost: {error}"
+        )
+        fix = (
+            "`atropos-tui events` shows if the command was accepted; if not, repeat it"
+            if command
+            else ""
+        )
         return NotAnswering(self.run_dir.root, f"{reason} ({type(error).__name__})", fix)
 
 
@@ -292,14 +332,21 @@ def socket_folder() -> Path:
     else:
         folder = SHARED_TEMPORARY / f"atropos-tui-{os.getuid()}"
     if (size := _socket_size(folder)) > LONGEST_SOCKET:
-        reason = f"$XDG_RUNTIME_DIR is too long: a socket in {folder} would have a path of {size} bytes"
-        raise SocketError(f"{reason}, and the limit is {LONGEST_SOCKET}; set it to a shorter folder, or unset it")
+        reason = (
+            f"$XDG_RUNTIME_DIR is too long: a socket in {folder} would have a path of {size} bytes"
+        )
+        raise SocketError(
+            f"{reason}, and the limit is {LONGEST_SOCKET}; set it to a shorter folder, or unset it"
+        )
     other = registry().parent / "sockets"  # if another user owns the first
     for place in (folder, other):
         if _socket_size(place) <= LONGEST_SOCKET and _make_private(place):
             return place
     fix = "set XDG_RUNTIME_DIR to your own folder with mode 0700"
-    raise SocketError(f"{folder} must be a folder of this user with mode 0700, and {other} cannot serve either; {fix}")
+    raise SocketError(
+        f"{folder} must be a folder of this user with mode 0700, and {other} cannot serve "
+        f"either; {fix}"
+    )
 
 
 def _socket_size(folder: Path) -> int:

@@ -26,7 +26,15 @@ from typing import Any, Literal, Protocol
 from atropos_common.control import ComponentStatus, Role, StageStatus, State
 from atropos_common.records import ProbeRecord, StageRecord, StateRecord
 from atropos_common.run_dir import RunDir
-from atropos_tui.diagnoses import Diagnosis, Evidence, describe_exit, diagnose, model, node_lost, port_taken
+from atropos_tui.diagnoses import (
+    Diagnosis,
+    Evidence,
+    describe_exit,
+    diagnose,
+    model,
+    node_lost,
+    port_taken,
+)
 from atropos_tui.diagnoses.exit_rules import is_wrong_usage, lasting_error
 from atropos_tui.diagnoses.log_scanner import LogScanner, Printed
 from atropos_tui.diagnoses.model import shortened
@@ -113,7 +121,9 @@ class Restarts:
         """Crashes within the policy's window."""
         return sum(time.monotonic() - crash <= self._policy.window_s for crash in self._crashes)
 
-    def delay(self, error: str, *, usage: bool = False, final: bool = False) -> tuple[float | None, str]:
+    def delay(
+        self, error: str, *, usage: bool = False, final: bool = False
+    ) -> tuple[float | None, str]:
         """Return seconds from this crash to the next start, or None and the reason for no start.
 
         Args:
@@ -129,7 +139,10 @@ class Restarts:
         hopeless = "wrong usage, not retried" if usage and not self.proven else ""
         hopeless = "final, not retried" if final else hopeless
         if self._fails_alike(error, now):
-            hopeless = f"the start failed twice with the same error, not retried: {shortened(error, MAX_REASON)}"
+            hopeless = (
+                f"the start failed twice with the same error, not retried: "
+                f"{shortened(error, MAX_REASON)}"
+            )
         if hopeless:
             return None, hopeless
         policy = self._policy
@@ -153,7 +166,9 @@ class Restarts:
         return alike and now - self._error_since >= ALIKE_S
 
 
-def next_delay(policy: RestartPolicy, crashes: deque[float], streak: int, now: float) -> float | None:
+def next_delay(
+    policy: RestartPolicy, crashes: deque[float], streak: int, now: float
+) -> float | None:
     """Return seconds until the next start after a crash at `now`; None if the policy is exhausted.
 
     Args:
@@ -205,7 +220,9 @@ class Owner(Protocol):
 class Component:
     """Live state of one component."""
 
-    def __init__(self, spec: ComponentSpec, host: Host, store: Store, owner: Owner, attempt: int) -> None:
+    def __init__(
+        self, spec: ComponentSpec, host: Host, store: Store, owner: Owner, attempt: int
+    ) -> None:
         """Start in PENDING. `attempt` is the number of the last attempt of earlier supervisors."""
         self.spec = spec
         self._host, self._store, self._owner = host, store, owner
@@ -259,7 +276,13 @@ class Component:
 
     # Records and status.
 
-    def _move(self, new: State, reason: str = "", exit_code: int | None = None, retry_at: float | None = None) -> None:
+    def _move(
+        self,
+        new: State,
+        reason: str = "",
+        exit_code: int | None = None,
+        retry_at: float | None = None,
+    ) -> None:
         """Move to state `new` and record the transition. Nothing else sets `state`."""
         old = self.state
         check_step(old, new)
@@ -288,7 +311,9 @@ class Component:
             attempt: attempt of the finding; None: the current one.
             how: `ending`, `again`.
         """
-        self._store.diagnoses.add(self.name, found, self.attempt if attempt is None else attempt, **how)
+        self._store.diagnoses.add(
+            self.name, found, self.attempt if attempt is None else attempt, **how
+        )
 
     @property
     def found(self) -> Diagnosis | None:
@@ -304,7 +329,9 @@ class Component:
 
     def observe(self) -> tuple[Part, Printed | None]:
         """Return the watcher's view of the component, and the lines printed since the last call."""
-        last = self.log.tail(1) if self.log and self.state in (State.STARTING, State.COMPLETED) else []
+        last = (
+            self.log.tail(1) if self.log and self.state in (State.STARTING, State.COMPLETED) else []
+        )
         part = Part(
             self.name,
             self.spec.role,
@@ -327,7 +354,11 @@ class Component:
         probe = self.newest_probe()
         child = self.child
         # A sample older than the child belongs to the previous attempt.
-        current = usage if child and usage.at >= child.started_at else Usage([child.pid] if child and child.pid else [])
+        current = (
+            usage
+            if child and usage.at >= child.started_at
+            else Usage([child.pid] if child and child.pid else [])
+        )
         running = child is not None and child.exit_code is None
         return ComponentStatus(
             name=self.name,
@@ -353,11 +384,15 @@ class Component:
             retry_at=self._retry_at if self.state is State.BACKOFF else None,
             crashes=self._restarts.recent(),
             stages=[
-                StageStatus(name=stage.name, reached_at=self._stages.get(stage.name), usually=stage.usually)
+                StageStatus(
+                    name=stage.name, reached_at=self._stages.get(stage.name), usually=stage.usually
+                )
                 for stage in self.spec.stages
             ],
             exit_code=self.exit_code,
-            reason=f"{self.reason}; waiting for {self._draining}" if self._draining else self.reason,
+            reason=f"{self.reason}; waiting for {self._draining}"
+            if self._draining
+            else self.reason,
             diagnosis=f"{self.found.title}: {self.found.fix}" if self.found else "",
         )
 
@@ -365,7 +400,13 @@ class Component:
         if self.state is State.STOPPING:
             return f"{self._draining} to be given back" if self._draining else self.waiting_for
         if self.state is State.STARTING and not self.waiting_for:
-            return probe.detail if probe and not probe.ok else "its health check" if self.has_gate else "its exit"
+            return (
+                probe.detail
+                if probe and not probe.ok
+                else "its health check"
+                if self.has_gate
+                else "its exit"
+            )
         return self.waiting_for if self.state in (State.PENDING, State.STARTING) else ""
 
     # Starting.
@@ -401,7 +442,10 @@ class Component:
                 self._wait_for_resources(error)
                 return
             self._begin(living)
-            self._move(State.STARTING, f"attempt {attempt}{', from the standby process' if living.waited else ''}")
+            self._move(
+                State.STARTING,
+                f"attempt {attempt}{', from the standby process' if living.waited else ''}",
+            )
             self._watch()
             if not self.has_gate and not self.one_shot:
                 self._healthy("started; it has no health check")
@@ -414,8 +458,13 @@ class Component:
         """
         self._resource_wait = self._resource_wait or time.monotonic()
         if time.monotonic() - self._resource_wait > RESOURCE_PATIENCE_S:
-            fix = "find what uses it up (ulimit -n, ulimit -u, df, free), then atropos-tui up --resume RUN"
-            raise LaunchError(f"cannot start {self.name} for {RESOURCE_PATIENCE_S:g} s: {error.strerror}", fix)
+            fix = (
+                "find what uses it up (ulimit -n, ulimit -u, df, free), then atropos-tui up "
+                "--resume RUN"
+            )
+            raise LaunchError(
+                f"cannot start {self.name} for {RESOURCE_PATIENCE_S:g} s: {error.strerror}", fix
+            )
         self.waiting_for = f"the machine: {error.strerror}"
         asyncio.get_running_loop().call_later(1.0, self._owner.post, look_again)
 
@@ -463,7 +512,11 @@ class Component:
         self._timer = loop.call_later(self.spec.start_timeout_s, post, self._late, attempt)
         records = RunDir(Path(self._host.stack.run_dir)).stages_jsonl(self.name)
         self._stage_watch = StageWatch(
-            self.spec, records, attempt, self.log, lambda stage, at: post(self._staged, attempt, stage, at)
+            self.spec,
+            records,
+            attempt,
+            self.log,
+            lambda stage, at: post(self._staged, attempt, stage, at),
         )
         self._owner.task(self._stage_watch.follow())
         if probes.startup or probes.readiness or probes.liveness:
@@ -494,7 +547,9 @@ class Component:
         return False
 
     async def _name_holder(self, port: int) -> None:
-        evidence = f"{self.name} was not started: port {port} did not become free in {PORT_PATIENCE_S:g} s"
+        evidence = (
+            f"{self.name} was not started: port {port} did not become free in {PORT_PATIENCE_S:g} s"
+        )
         found = await asyncio.to_thread(port_taken, self.name, port, evidence)
         self._owner.post(self._owner.on_port_taken, self, found)
 
@@ -520,7 +575,9 @@ class Component:
             self._staged(attempt, stage, time.time())
 
     def _staged(self, attempt: int, stage: str, at: float) -> None:
-        if self._is_present(attempt) and stage not in self._stages:  # an adopted attempt has stages already
+        if (
+            self._is_present(attempt) and stage not in self._stages
+        ):  # an adopted attempt has stages already
             self._stages[stage] = at
             self._restarts.came_up |= not self.has_gate
             self._store.emit(StageRecord(component=self.name, stage=stage, attempt=attempt))
@@ -566,18 +623,27 @@ class Component:
     def _does_not_answer(self, detail: str) -> None:
         reason = f"liveness failed: {detail}"
         fix = f"see atropos-tui logs {self.name} for its last output; the supervisor restarts it"
-        self.diagnose(model.NOT_ANSWERING.diagnosis(detail, fix, f"{self.name} runs but does not answer"))
+        self.diagnose(
+            model.NOT_ANSWERING.diagnosis(detail, fix, f"{self.name} runs but does not answer")
+        )
         if self.state is State.HEALTHY:
             self._move(State.UNHEALTHY, reason)
         self._begin_end("crash")
         self._move(State.STOPPING, reason)
 
     def _late(self, attempt: int) -> None:
-        if not self._is_present(attempt) or self.state is not State.STARTING or self._ending is not None:
+        if (
+            not self._is_present(attempt)
+            or self.state is not State.STARTING
+            or self._ending is not None
+        ):
             return
         probe = self.newest_probe()
         detail = probe.detail if probe else "it has not finished"
-        reason = f"not {'done' if self.one_shot else 'healthy'} within {self.spec.start_timeout_s:g} s: {detail}"
+        reason = (
+            f"not {'done' if self.one_shot else 'healthy'} within {self.spec.start_timeout_s:g} "
+            f"s: {detail}"
+        )
         fix = f"see atropos-tui logs {self.name}; if it only needs longer, raise start_timeout_s"
         rule = model.HEALTH_TIMEOUT if self.spec.role is Role.ENGINE else model.NOT_READY
         self.diagnose(rule.diagnosis(detail, fix, f"{self.name} did not become ready"))
@@ -588,7 +654,9 @@ class Component:
         """Journal facts that an adopting supervisor cannot find out: health, matched patterns,
         stages, sessions of descendants."""
         if self._host.launcher.adoptable:
-            patterns = log_patterns(self.spec.probes) + [stage.pattern for stage in self.spec.stages]
+            patterns = log_patterns(self.spec.probes) + [
+                stage.pattern for stage in self.spec.stages
+            ]
             seen = [pattern for pattern in patterns if self.log and self.log.seen(pattern)]
             found = {"proven": self._restarts.proven, "seen": seen, "stages": dict(self._stages)}
             self._host.note_progress(self.name, found)
@@ -652,7 +720,11 @@ class Component:
         host, post = self._host, self._owner.post
         # Note the GPU pids while the processes still live; `_gpu_memory_back` waits for these to
         # go.
-        look = self._owner.task(host.look_at_gpus(self.name)) if self.spec.gpus and not self.spec.is_far else None
+        look = (
+            self._owner.task(host.look_at_gpus(self.name))
+            if self.spec.gpus and not self.spec.is_far
+            else None
+        )
         ending = Ending(
             number=number,
             grace_s=grace_s,
@@ -698,7 +770,13 @@ class Component:
         if not child.exit_code or self.outcome:
             return None, "", False
         lines = log.tail(LOOKED_BACK)
-        found = Evidence(self.spec, child.exit_code, lines[-EVIDENCE:], self._host.names, tuple(lines[:-EVIDENCE]))
+        found = Evidence(
+            self.spec,
+            child.exit_code,
+            lines[-EVIDENCE:],
+            self._host.names,
+            tuple(lines[:-EVIDENCE]),
+        )
         # In a thread: rules search up to `LOOKED_BACK` lines with regular expressions.
         diagnosis = await asyncio.to_thread(diagnose, found)
         error = lasting_error(diagnosis.rule, lines) if child.exit_code > 0 else ""
@@ -722,7 +800,9 @@ class Component:
         self._draining = memory
         self._store.notify()
 
-    def _gone(self, attempt: int, killed: int, diagnosis: Diagnosis | None, error: str, usage: bool) -> None:
+    def _gone(
+        self, attempt: int, killed: int, diagnosis: Diagnosis | None, error: str, usage: bool
+    ) -> None:
         if not self._is_present(attempt):
             return
         child, launch = self.child, self._launch
@@ -742,7 +822,9 @@ class Component:
             lived_s = (self.exited_at or time.time()) - (self.started_at or 0.0)
             self._restarts.proven |= lived_s > PROVEN_S
             self._restarts.came_up |= lived_s > (SILENT_START_S if self.spec.stages else PROVEN_S)
-        self._owner.on_gone(self, Ended(self.outcome, child.exit_code, killed, diagnosis, error, usage, child.lost))
+        self._owner.on_gone(
+            self, Ended(self.outcome, child.exit_code, killed, diagnosis, error, usage, child.lost)
+        )
 
     # After an end, as the supervisor decides.
 
@@ -753,7 +835,9 @@ class Component:
     def delay_after_crash(self, error: str, *, usage: bool) -> tuple[float | None, str]:
         """Return seconds until the next start, which is counted; or None and the reason
         (`Restarts.delay`)."""
-        return self._restarts.delay(error, usage=usage, final=self.exit_code in self.spec.final_codes)
+        return self._restarts.delay(
+            error, usage=usage, final=self.exit_code in self.spec.final_codes
+        )
 
     def back_off(self, delay: float, reason: str) -> None:
         """Wait `delay` seconds after a crash before the next start."""
@@ -766,7 +850,10 @@ class Component:
 
 def stuck(processes: str) -> Diagnosis:
     """Return the diagnosis for processes (by pid and state) that outlive SIGKILL."""
-    fix = "repair the disk or driver (GPU: see dmesg): a process in state D waits for it inside the kernel"
+    fix = (
+        "repair the disk or driver (GPU: see dmesg): a process in state D waits for it inside "
+        "the kernel"
+    )
     return model.UNKILLABLE.diagnosis(processes, fix)
 
 

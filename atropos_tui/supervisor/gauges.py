@@ -80,21 +80,28 @@ class GaugeReader:
         rows = [row for row in status.components if row.port and row.state in RUNS]
         engines = [row for row in rows if row.role is Role.ENGINE]
         apis = [row for row in rows if row.role is Role.API]
-        answers = self._ask([(row, "/metrics") for row in engines] + [(row, "/status") for row in apis])
+        answers = self._ask(
+            [(row, "/metrics") for row in engines] + [(row, "/status") for row in apis]
+        )
         metrics = dict(zip((row.name for row in engines), answers, strict=False))
         queues = [parse_queue(text) for text in answers[len(engines) :] if text is not None]
         return GaugesRecord(
             run_id=status.run_id,
             time=time.time(),
-            components={row.name: ComponentUse.model_validate(row, from_attributes=True)
-                        for row in status.components if row.pid},
-            engines={name: parse_metrics(text) for name, text in metrics.items() if text is not None},
+            components={
+                row.name: ComponentUse.model_validate(row, from_attributes=True)
+                for row in status.components
+                if row.pid
+            },
+            engines={
+                name: parse_metrics(text) for name, text in metrics.items() if text is not None
+            },
             gpus=status.gpus,
             queue=next((depth for depth in queues if depth is not None), None),
             host=HostUse(cores=float(os.cpu_count() or 1), **self._machine.read()),
             **_disk(folder),
             flows={name: _flow(found) for name, found in flows.items()},
-        )  # fmt: skip
+        )
 
     def close(self) -> None:
         self._http.close()
@@ -104,7 +111,9 @@ class GaugeReader:
             return []
         # One thread per address, so that a slow one delays the line by at most `ANSWER_S`.
         with ThreadPoolExecutor(len(routes), thread_name_prefix="gauges") as pool:
-            return list(pool.map(lambda route: self._page(self._urls[route[0].name] + route[1]), routes))
+            return list(
+                pool.map(lambda route: self._page(self._urls[route[0].name] + route[1]), routes)
+            )
 
     def _page(self, url: str) -> str | None:
         return fetch_page(self._http, url, MOST_ANSWER_BYTES)
@@ -149,7 +158,9 @@ class GaugesFile:
         """Write one line."""
         descriptor = -1
         try:
-            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            descriptor = os.open(
+                self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
+            )
             # A full disk or a kill may have left half a line at the end.
             cut_torn_line(descriptor)
             os.write(descriptor, record.model_copy(update={"seq": self._seq}).to_line().encode())

@@ -200,7 +200,9 @@ class GpuMemory:
         at = self._admitted.pop(name, -FRESH_S)
         return self.reader.absent or not gpus or time.monotonic() - at < FRESH_S
 
-    async def admit(self, name: str, gpus: Iterable[int], shared: Sharers, changed: Callable[[], None]) -> None:
+    async def admit(
+        self, name: str, gpus: Iterable[int], shared: Sharers, changed: Callable[[], None]
+    ) -> None:
         """Wait until the cards are free of memory of stopped components, then take their floors.
 
         Args:
@@ -210,7 +212,11 @@ class GpuMemory:
         pause = LOOK_S[0]
         try:
             while (cards := await self._cards(gpus)) is not None:
-                barred = {gpu: left for gpu in gpus if (left := self._still_barred(gpu, cards, shared)) is not None}
+                barred = {
+                    gpu: left
+                    for gpu in gpus
+                    if (left := self._still_barred(gpu, cards, shared)) is not None
+                }
                 if not barred:
                     self._enter(name, cards, shared)
                     break
@@ -225,7 +231,12 @@ class GpuMemory:
             changed()
 
     async def leave(
-        self, name: str, gpus: Iterable[int], shared: Sharers, hurry: asyncio.Event, tell: Callable[[str], None]
+        self,
+        name: str,
+        gpus: Iterable[int],
+        shared: Sharers,
+        hurry: asyncio.Event,
+        tell: Callable[[str], None],
     ) -> Diagnosis | None:
         """Return once the memory of `name`, which has no process left, is free; a diagnosis if
         `LIMIT_S` passed first.
@@ -235,7 +246,9 @@ class GpuMemory:
             tell: called with the memory that is not free, when that changes.
         """
         seen = self._present.pop(name, {})
-        claims = [_Claim(name, gpu, seen.get(gpu, _Presence()), self._floors.get(gpu)) for gpu in gpus]
+        claims = [
+            _Claim(name, gpu, seen.get(gpu, _Presence()), self._floors.get(gpu)) for gpu in gpus
+        ]
         self._leaving.add(name)
         try:
             return await self._wait(claims, shared, hurry, tell)
@@ -313,13 +326,21 @@ class GpuMemory:
         return left
 
     async def _wait(
-        self, claims: list[_Claim], shared: Sharers, hurry: asyncio.Event, tell: Callable[[str], None]
+        self,
+        claims: list[_Claim],
+        shared: Sharers,
+        hurry: asyncio.Event,
+        tell: Callable[[str], None],
     ) -> Diagnosis | None:
         give_up = time.monotonic() + LIMIT_S
         pause, reported = LOOK_S[0], ""
         while (cards := await self._cards([claim.gpu for claim in claims])) is not None:
             here = [claim for claim in claims if claim.gpu in cards]
-            left = {c.gpu: size for c in here if (size := c.left(cards[c.gpu], shared(c.gpu))) is not None}
+            left = {
+                c.gpu: size
+                for c in here
+                if (size := c.left(cards[c.gpu], shared(c.gpu))) is not None
+            }
             claims = [claim for claim in here if claim.gpu in left]
             if not claims:
                 return None
@@ -350,14 +371,20 @@ def _size(listed: Iterable[int], card: Card) -> int | None:
 
 def amounts(left: Mapping[int, int]) -> str:
     """`4.0 GiB on GPU 0, 1.2 GiB on GPU 1`; an unknown amount is `memory`."""
-    return ", ".join(f"{f'{size / GIB:.1f} GiB' if size else 'memory'} on GPU {gpu}" for gpu, size in left.items())
+    return ", ".join(
+        f"{f'{size / GIB:.1f} GiB' if size else 'memory'} on GPU {gpu}"
+        for gpu, size in left.items()
+    )
 
 
-def _not_back(claims: list[_Claim], left: Mapping[int, int], cards: Mapping[int, Card]) -> Diagnosis:
+def _not_back(
+    claims: list[_Claim], left: Mapping[int, int], cards: Mapping[int, Card]
+) -> Diagnosis:
     holders = "; ".join(f"GPU {claim.gpu}: {_holders(claim, cards[claim.gpu])}" for claim in claims)
     return GPU_MEMORY_HELD.diagnosis(
         f"{amounts(left)} {LIMIT_S:g} s after its last process was gone; {holders}",
-        f"nothing starts there until it is free, for {BARRED_S:g} s at most; end what holds it (see nvidia-smi)",
+        f"nothing starts there until it is free, for {BARRED_S:g} s at most; end what holds "
+        f"it (see nvidia-smi)",
         f"GPU memory of {claims[0].name} was not given back",
     )
 
@@ -366,11 +393,15 @@ def _holders(claim: _Claim, card: Card) -> str:
     """Return NVML's processes on the card in words, without those that were there before us."""
     before = {} if claim.seen.pids or claim.floor is None else claim.floor.processes or {}
     rows = {pid: size for pid, size in (card.processes or {}).items() if pid not in before}
-    rows = {pid: size for pid, size in rows.items() if not claim.seen.pids or pid in claim.seen.pids}
+    rows = {
+        pid: size for pid, size in rows.items() if not claim.seen.pids or pid in claim.seen.pids
+    }
     if not rows:
         return "NVML lists no process that holds it"
     own = bool(claim.seen.pids)
-    return ", ".join(f"{_who(pid, own)}{f', {size / GIB:.1f} GiB' if size else ''}" for pid, size in rows.items())
+    return ", ".join(
+        f"{_who(pid, own)}{f', {size / GIB:.1f} GiB' if size else ''}" for pid, size in rows.items()
+    )
 
 
 def _who(pid: int, own: bool) -> str:

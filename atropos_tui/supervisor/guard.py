@@ -185,7 +185,11 @@ class Guard:
             self._popen: subprocess.Popen[bytes] = subprocess.Popen(
                 [sys.executable, *bare(__name__), *arguments],
                 # Without the markers, so that the guard does not count as a member of the run.
-                env={key: value for key, value in os.environ.items() if key not in (ENV_RUN_ID, ENV_COMPONENT)},
+                env={
+                    key: value
+                    for key, value in os.environ.items()
+                    if key not in (ENV_RUN_ID, ENV_COMPONENT)
+                },
                 pass_fds=(reading, self._lock),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -47,7 +47,8 @@ def resolve(text: str, variables: dict[str, str], where: str) -> str:
         if name not in variables:
             raise LaunchError(
                 f"environment variable {name} is not set (used in {where})",
-                f"export {name}=..., or put it into the .env file beside the profile; write ${name} for a shell's own",
+                f"export {name}=..., or put it into the .env file beside the profile; write "
+                f"${name} for a shell's own",
             )
     return expand(text, variables)
 
@@ -78,7 +79,9 @@ def prepare(stack: StackSpec, spec: ComponentSpec, attempt: int, socket: str, to
     # vLLM sets its process title, which overwrites the environment block and the run's marker in
     # it. SPT_NOENV stops that.
     env |= {"PYTHONUNBUFFERED": "1", "SPT_NOENV": "1"}
-    env |= {key: resolve(value, variables, f"{spec.name}: env.{key}") for key, value in spec.env.items()}
+    env |= {
+        key: resolve(value, variables, f"{spec.name}: env.{key}") for key, value in spec.env.items()
+    }
     # After the spec's env, so that a profile cannot change the run's markers.
     env |= own
     if spec.gpus and not spec.is_far:
@@ -90,7 +93,9 @@ def prepare(stack: StackSpec, spec: ComponentSpec, attempt: int, socket: str, to
         _check_here(command[0], cwd, env.get("PATH"), spec.name)
     base = Path(cwd or ".")
     paths = [base / resolve(path, variables, f"{spec.name}: clears") for path in spec.clears]
-    creates = base / resolve(spec.creates, variables, f"{spec.name}: creates") if spec.creates else None
+    creates = (
+        base / resolve(spec.creates, variables, f"{spec.name}: creates") if spec.creates else None
+    )
     scratch = None
     if spec.scratch and not spec.is_far:
         scratch, env = scratch_below(env, scratch_name(token, spec.name, attempt))
@@ -99,7 +104,9 @@ def prepare(stack: StackSpec, spec: ComponentSpec, attempt: int, socket: str, to
 
 def _check_here(program: str, cwd: str | None, path: str | None, name: str) -> None:
     if cwd and not Path(cwd).is_dir():
-        raise LaunchError(f"working directory {cwd} does not exist", f"create it, or change cwd of {name}")
+        raise LaunchError(
+            f"working directory {cwd} does not exist", f"create it, or change cwd of {name}"
+        )
     if "/" in program:
         target = Path(cwd or ".") / program
         if not target.is_file():
@@ -107,7 +114,10 @@ def _check_here(program: str, cwd: str | None, path: str | None, name: str) -> N
         if not os.access(target, os.X_OK):
             raise LaunchError(f"program {program} is not executable", f"chmod +x {target}")
     elif shutil.which(program, path=path) is None:
-        raise LaunchError(f"program {program} was not found on PATH", f"install it, or correct the command of {name}")
+        raise LaunchError(
+            f"program {program} was not found on PATH",
+            f"install it, or correct the command of {name}",
+        )
 
 
 def scratch_name(token: str, name: str, attempt: int) -> str:

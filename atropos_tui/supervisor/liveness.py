@@ -27,7 +27,11 @@ def left_by(run: RunDir, run_id: str, table: ProcessTable | None) -> list[Leftov
         return None
     found = find_leftovers(run_id, table, run.root) if run_id else []
     # The processes know their socket even if the run directory was moved.
-    return None if any(listens(procfs.environ(one.pid).get(ENV_CONTROL_SOCKET, "")) for one in found) else found
+    return (
+        None
+        if any(listens(procfs.environ(one.pid).get(ENV_CONTROL_SOCKET, "")) for one in found)
+        else found
+    )
 
 
 def run_elsewhere(run: RunDir, run_id: str) -> str:
@@ -47,7 +51,9 @@ def holding(journal: Path) -> Iterator[bool]:
     """Lock out supervisors from the run directory of this `supervisor.jsonl`; False if one holds
     the lock."""
     try:
-        descriptor = os.open(journal, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)  # NFS needs O_RDWR
+        descriptor = os.open(
+            journal, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        )  # NFS needs O_RDWR
     except OSError:
         yield True  # no journal or no folder: there is nothing to lock
         return

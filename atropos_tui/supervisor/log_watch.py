@@ -48,7 +48,11 @@ class LineWatch:
 
     def seen(self, pattern: str) -> bool:
         """Return True if a line has matched since `watch(pattern)`."""
-        if pattern in self._waiting and self._partial and time.monotonic() - self._arrived >= SILENT_S:
+        if (
+            pattern in self._waiting
+            and self._partial
+            and time.monotonic() - self._arrived >= SILENT_S
+        ):
             self._look(self._partial)
             self._look(self._partial[self._fresh :])
         return pattern in self._patterns and pattern not in self._waiting

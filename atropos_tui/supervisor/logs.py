@@ -58,7 +58,10 @@ class LogDrain:
     """Moves bytes from a component's pipe to its log file, in the event loop."""
 
     def __init__(
-        self, descriptor: int | None, file: LogFile | None, on_problem: Callable[[str], None] | None = None
+        self,
+        descriptor: int | None,
+        file: LogFile | None,
+        on_problem: Callable[[str], None] | None = None,
     ) -> None:
         """Read from `descriptor`. None: another object reads the output and calls `take`."""
         self.file = file
@@ -208,7 +211,13 @@ class LogFile:
         while data:
             space = self._half - self._size
             # Cut at the last line end that fits; a single line longer than a segment is split.
-            cut = len(data) if len(data) <= space else data.rfind(b"\n", 0, space) + 1 if space > 0 else 0
+            cut = (
+                len(data)
+                if len(data) <= space
+                else data.rfind(b"\n", 0, space) + 1
+                if space > 0
+                else 0
+            )
             if cut == 0 and self._size == 0:
                 cut = space
             problem = self._put(data[:cut])
@@ -245,7 +254,10 @@ class LogFile:
         if not self._unnoted:
             return ""
         break_line = "\n" if self._midline else ""
-        note = f"{break_line}[atropos] {self._unnoted} bytes of output are missing here: the disk did not take them\n"
+        note = (
+            f"{break_line}[atropos] {self._unnoted} bytes of output are missing here: the disk "
+            f"did not take them\n"
+        )
         written, problem = self._append(note.encode())
         if not problem:
             self._unnoted, self._midline = 0, False
@@ -289,8 +301,10 @@ class LogFile:
         self._size = self._lines = 0
         if self.dropped_bytes:
             note = (
-                f"[atropos] {self.dropped_bytes} bytes ({self.dropped_lines} lines) of this attempt were dropped: "
-                f"logs.max_bytes = {self.max_bytes}; {self.older.name} holds what came just before this line\n"
+                f"[atropos] {self.dropped_bytes} bytes ({self.dropped_lines} lines) of this "
+                f"attempt were dropped: "
+                f"logs.max_bytes = {self.max_bytes}; {self.older.name} holds what came just "
+                f"before this line\n"
             )
             self._append(note.encode())  # not counted: the numbers are the component's output
         return True
@@ -365,7 +379,9 @@ class TimesWriter:
             if os.write(self._fd, data) == len(data):
                 self._size += len(data)
             else:
-                os.ftruncate(self._fd, self._size)  # the disk is full: a torn entry would shift all that follow
+                os.ftruncate(
+                    self._fd, self._size
+                )  # the disk is full: a torn entry would shift all that follow
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -480,7 +496,11 @@ def attempts(folder: Path) -> list[Path]:
     """Return every `ATTEMPT.log` in a component's log folder, unordered; empty if there is no
     folder."""
     names = names_in(folder, IN_LOGS - 1)
-    return [folder / name for name in names if name.endswith(".log") and name.removesuffix(".log").isdecimal()]
+    return [
+        folder / name
+        for name in names
+        if name.endswith(".log") and name.removesuffix(".log").isdecimal()
+    ]
 
 
 def latest_attempt(folder: Path) -> Path | None:

@@ -25,7 +25,15 @@ from starlette.routing import Route
 
 from atropos_common.connections import Connection, connection_of
 from atropos_common.control import Phase, RunStatus, State
-from atropos_common.http import allowed_hosts, door_keys, host_refusal, hosts_in, key_refusal, opens, page_refusal
+from atropos_common.http import (
+    allowed_hosts,
+    door_keys,
+    host_refusal,
+    hosts_in,
+    key_refusal,
+    opens,
+    page_refusal,
+)
 from atropos_common.record_tail import RecordTail
 from atropos_common.records import (
     AlignmentRecord,
@@ -61,7 +69,11 @@ STEP: Sequence[Field] = (
     ("completion_tokens_mean", "completion_tokens", "Mean length of a completion."),
     ("truncated_fraction", "truncated_ratio", "Share of completions that were cut off."),
     ("policy_lag_mean", "policy_lag_mean", "Weight versions between generation and training."),
-    ("policy_lag_max", "policy_lag_max", "The most weight versions between generation and training."),
+    (
+        "policy_lag_max",
+        "policy_lag_max",
+        "The most weight versions between generation and training.",
+    ),
     ("weight_version", "weight_version", "Version of the weights after the step."),
 )
 TIMING: Sequence[Field] = (
@@ -72,16 +84,34 @@ TIMING: Sequence[Field] = (
     ("checkpoint_s", "step_checkpoint_seconds", "Part of the step: saving the checkpoint."),
     ("tokens_per_s", "tokens_per_second", "Tokens trained per second."),
     ("mfu", "mfu_ratio", "Model FLOPs utilisation of the training part."),
-    ("engine_idle_fraction", "step_engine_idle_ratio", "Share of the step in which the engines had no request."),
-    ("engine_capacity_used", "step_engine_capacity_ratio", "Generated tokens divided by the engines' capacity."),
-    ("accepted_tokens_per_s", "accepted_tokens_per_second", "Generated tokens per second that were trained on."),
+    (
+        "engine_idle_fraction",
+        "step_engine_idle_ratio",
+        "Share of the step in which the engines had no request.",
+    ),
+    (
+        "engine_capacity_used",
+        "step_engine_capacity_ratio",
+        "Generated tokens divided by the engines' capacity.",
+    ),
+    (
+        "accepted_tokens_per_s",
+        "accepted_tokens_per_second",
+        "Generated tokens per second that were trained on.",
+    ),
 )
 ALIGNMENT: Sequence[Field] = (
-    ("logprob_diff_abs_mean", "logprob_diff_abs_mean", "Trainer against engine, policy lag included."),
+    (
+        "logprob_diff_abs_mean",
+        "logprob_diff_abs_mean",
+        "Trainer against engine, policy lag included.",
+    ),
     ("probe_diff_abs_mean", "probe_diff_abs_mean", "Trainer against engine at the same weights."),
     ("kl_k3", "kl_k3", "Estimate of KL(rollout policy || trainer)."),
 )
-MEMORY: Sequence[Field] = (("peak_bytes", "trainer_gpu_peak_bytes", "Peak GPU memory of the trainer."),)
+MEMORY: Sequence[Field] = (
+    ("peak_bytes", "trainer_gpu_peak_bytes", "Peak GPU memory of the trainer."),
+)
 SYNC: Sequence[Field] = (("seconds", "publish_seconds", "The newest publish of weights."),)
 ENGINE: Sequence[Field] = (
     ("running", "engine_requests_running", "Requests in the current batch."),
@@ -93,7 +123,11 @@ ENGINE_TOTALS: Sequence[Field] = (
     ("generated_tokens", "engine_generated_tokens", "Tokens generated."),
 )
 ENV: Sequence[Field] = (
-    ("waiting", "env_trainer_waiting_ratio", "Share of recent time in which the trainer had no batch."),
+    (
+        "waiting",
+        "env_trainer_waiting_ratio",
+        "Share of recent time in which the trainer had no batch.",
+    ),
     ("idle", "env_engine_idle_ratio", "Share of recent time in which its engine had no request."),
     ("capacity_used", "env_engine_capacity_ratio", "Share of its engine's capacity in recent use."),
     ("busy_workers", "env_workers_busy", "Groups in progress."),
@@ -101,8 +135,16 @@ ENV: Sequence[Field] = (
 )
 HOST: Sequence[Field] = (
     ("cpu_percent", "host_cpu_percent", "CPU use of all cores."),
-    ("memory_used", "host_memory_used_bytes", "Used memory of the machine, or of the container if it has a limit."),
-    ("memory_total", "host_memory_total_bytes", "Memory of the machine, or the limit of the container."),
+    (
+        "memory_used",
+        "host_memory_used_bytes",
+        "Used memory of the machine, or of the container if it has a limit.",
+    ),
+    (
+        "memory_total",
+        "host_memory_total_bytes",
+        "Memory of the machine, or the limit of the container.",
+    ),
 )
 GPU: Sequence[Field] = (
     ("used_bytes", "gpu_memory_used_bytes", "Memory in use by any process."),
@@ -113,8 +155,16 @@ GPU: Sequence[Field] = (
 )
 COMPONENT: Sequence[Field] = (
     ("memory_bytes", "component_memory_bytes", "Memory of all its processes."),
-    ("gpu_bytes", "component_gpu_memory_bytes", "GPU memory of all its processes, if the driver lists it by process."),
-    ("cpu_percent", "component_cpu_percent", "CPU use of all its processes, in percent of one core."),
+    (
+        "gpu_bytes",
+        "component_gpu_memory_bytes",
+        "GPU memory of all its processes, if the driver lists it by process.",
+    ),
+    (
+        "cpu_percent",
+        "component_cpu_percent",
+        "CPU use of all its processes, in percent of one core.",
+    ),
     ("attempt", "component_attempt", "Number of its newest attempt."),
 )
 
@@ -132,7 +182,11 @@ class Newest:
 
     def look(self) -> None:
         """Read new records; blocks."""
-        for path in (self._run.telemetry_jsonl, self._run.gauges_jsonl, *self._run.root.glob("eval.*.jsonl")):
+        for path in (
+            self._run.telemetry_jsonl,
+            self._run.gauges_jsonl,
+            *self._run.root.glob("eval.*.jsonl"),
+        ):
             tail = self._tails.setdefault(path.name, RecordTail(path))
             for record in tail.rest():
                 self._take(record)
@@ -156,16 +210,28 @@ def metrics(status: RunStatus, newest: Newest) -> Iterator[Metric]:
     yield _family("run_info", "The run; always 1.", [(run, 1)])
     phases = [({"phase": phase.value}, float(phase is status.phase)) for phase in Phase]
     yield _family("run_phase", "1 for the phase that the run is in.", phases)
-    yield _family("run_started_timestamp_seconds", "When it was first started.", [({}, status.started_at)])
+    yield _family(
+        "run_started_timestamp_seconds", "When it was first started.", [({}, status.started_at)]
+    )
     yield from _components(status)
-    for kind, fields in ((StepRecord, STEP), (TimingRecord, TIMING), (AlignmentRecord, ALIGNMENT),
-                         (MemoryRecord, MEMORY), (SyncRecord, SYNC)):  # fmt: skip
+    for kind, fields in (
+        (StepRecord, STEP),
+        (TimingRecord, TIMING),
+        (AlignmentRecord, ALIGNMENT),
+        (MemoryRecord, MEMORY),
+        (SyncRecord, SYNC),
+    ):
         yield from _gauges({"": newest.of(kind)}, "", fields)
     if (timing := newest.of(TimingRecord)) is not None and timing.step_s > 0:
         share = min(1.0, timing.data_wait_s / timing.step_s)
-        yield _family("step_waiting_ratio", "Share of the step spent waiting for rollouts.", [({}, share)])
+        yield _family(
+            "step_waiting_ratio", "Share of the step spent waiting for rollouts.", [({}, share)]
+        )
     if newest.evals:
-        rows = [({"env": env, "split": split}, float(found.accuracy)) for (env, split), found in newest.evals.items()]
+        rows = [
+            ({"env": env, "split": split}, float(found.accuracy))
+            for (env, split), found in newest.evals.items()
+        ]
         yield _family("eval_accuracy_ratio", "Newest held-out accuracy.", rows)
     if (gauges := newest.of(GaugesRecord)) is not None:
         yield from _used(gauges)
@@ -174,7 +240,10 @@ def metrics(status: RunStatus, newest: Newest) -> Iterator[Metric]:
 def _components(status: RunStatus) -> Iterator[Metric]:
     rows = status.components
     states = [
-        ({"component": row.name, "role": row.role.value, "state": state.value}, float(row.state is state))
+        (
+            {"component": row.name, "role": row.role.value, "state": state.value},
+            float(row.state is state),
+        )
         for row in rows
         for state in State
     ]
@@ -201,18 +270,28 @@ def _used(gauges: GaugesRecord) -> Iterator[Metric]:
     yield from _gauges({card.label: card for card in gauges.gpus}, "gpu", GPU)
     yield from _gauges({"": gauges.host}, "", HOST)
     if gauges.queue is not None:
-        yield _family("api_queue_groups", "Groups in run-api that wait for the trainer.", [({}, gauges.queue)])
+        yield _family(
+            "api_queue_groups", "Groups in run-api that wait for the trainer.", [({}, gauges.queue)]
+        )
     if gauges.disk_free_bytes is not None:
-        yield _family("disk_free_bytes", "Free space of the disk that holds the run.", [({}, gauges.disk_free_bytes)])
+        yield _family(
+            "disk_free_bytes",
+            "Free space of the disk that holds the run.",
+            [({}, gauges.disk_free_bytes)],
+        )
 
 
-def _gauges(of: Mapping[str, BaseModel | None], label: str, fields: Iterable[Field]) -> Iterator[Metric]:
+def _gauges(
+    of: Mapping[str, BaseModel | None], label: str, fields: Iterable[Field]
+) -> Iterator[Metric]:
     for field, name, text in fields:
         if rows := list(_rows(of, label, field)):
             yield _family(name, text, rows)
 
 
-def _rows(of: Mapping[str, BaseModel | None], label: str, field: str) -> Iterator[tuple[dict[str, str], float]]:
+def _rows(
+    of: Mapping[str, BaseModel | None], label: str, field: str
+) -> Iterator[tuple[dict[str, str], float]]:
     for name, part in of.items():
         # An optional field without a value gets no sample: 0 would be wrong.
         value = getattr(part, field, None)
@@ -283,7 +362,9 @@ def listen_tcp(policy: MetricsPolicy) -> socket.socket:
         OSError: the port is in use, or the address is not of this machine.
     """
     assert policy.port is not None
-    family, _, _, _, address = socket.getaddrinfo(policy.host, policy.port, type=socket.SOCK_STREAM)[0]
+    family, _, _, _, address = socket.getaddrinfo(
+        policy.host, policy.port, type=socket.SOCK_STREAM
+    )[0]
     server = socket.create_server(address[:2], family=family, backlog=16)
     server.setblocking(False)
     return server

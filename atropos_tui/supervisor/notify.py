@@ -56,7 +56,9 @@ logging.getLogger("httpx").setLevel(logging.WARNING)  # INFO logs the address, w
 
 def is_event(record: Record, event: Event) -> TypeGuard[DiagnosisRecord]:
     """Return True if `record` opens a diagnosis of this event."""
-    return isinstance(record, DiagnosisRecord) and not record.over and rule_of(record).event == event
+    return (
+        isinstance(record, DiagnosisRecord) and not record.over and rule_of(record).event == event
+    )
 
 
 def event_of_exit(code: int | None) -> Event | None:
@@ -70,7 +72,9 @@ class DeliveryError(Exception):
     """The receiver did not accept a notification; the message has neither address nor token."""
 
 
-def payload(stack: StackSpec, event: Event, reason: str, component: str | None, code: int | None) -> dict[str, Any]:
+def payload(
+    stack: StackSpec, event: Event, reason: str, component: str | None, code: int | None
+) -> dict[str, Any]:
     """Return the JSON object to post. Slack reads `text`, Discord reads `content`; neither can
     mention a user."""
     reason = mask(reason)
@@ -139,7 +143,12 @@ async def run_command(command: Sequence[str], body: dict[str, Any]) -> None:
     pipe, nowhere = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
     try:
         process = await asyncio.create_subprocess_exec(
-            *command, stdin=pipe, stdout=nowhere, stderr=pipe, env=environment, start_new_session=True
+            *command,
+            stdin=pipe,
+            stdout=nowhere,
+            stderr=pipe,
+            env=environment,
+            start_new_session=True,
         )
     except (OSError, ValueError) as error:
         raise DeliveryError(f"{command[0]} cannot be started: {error}") from None
@@ -168,7 +177,10 @@ def resolved(policy: NotifyPolicy, variables: Mapping[str, str]) -> str | None:
         return None
     url = resolve(policy.webhook, dict(variables), "notify.webhook")
     if not url.startswith(("http://", "https://")):
-        fix = "set an http:// or https:// address, or ${VAR} of an environment variable that holds one"
+        fix = (
+            "set an http:// or https:// address, or ${VAR} of an environment variable that holds "
+            "one"
+        )
         raise LaunchError("it is not an http:// or https:// address", fix)
     return url
 
@@ -185,7 +197,9 @@ def _without_address(text: str, url: str) -> str:
 class Notifier:
     """Posts the events of one run, in the supervisor's event loop. Never raises into it."""
 
-    def __init__(self, stack: StackSpec, store: Store, decided: Callable[[], RunResult | None]) -> None:
+    def __init__(
+        self, stack: StackSpec, store: Store, decided: Callable[[], RunResult | None]
+    ) -> None:
         """`decided` returns the run's result once it is known, which is before the stack has
         stopped."""
         self._stack, self._store = stack, store
@@ -211,7 +225,9 @@ class Notifier:
                     if is_event(record, "mismatch"):
                         self._on_mismatch(record)
                     elif is_event(record, "alert"):
-                        self._notify("alert", f"{record.title}: {record.evidence}", record.component, None)
+                        self._notify(
+                            "alert", f"{record.title}: {record.evidence}", record.component, None
+                        )
                     self._post_end()
                 return
             except SubscriberDroppedError:
@@ -253,10 +269,15 @@ class Notifier:
         except DeliveryError as error:
             self._undelivered(event, str(error))
         except asyncio.CancelledError:
-            self._undelivered(event, f"no answer within {END_PATIENCE_S:g} s after the end of the run")
+            self._undelivered(
+                event, f"no answer within {END_PATIENCE_S:g} s after the end of the run"
+            )
 
     def _undelivered(self, event: Event, evidence: str) -> None:
-        fix = "check the address or the command: atropos-tui doctor PROFILE --notify tries one delivery"
+        fix = (
+            "check the address or the command: atropos-tui doctor PROFILE --notify tries one "
+            "delivery"
+        )
         self._diagnose(f"the notification {event!r} was not delivered", evidence, fix)
 
     def _diagnose(self, title: str, evidence: str, fix: str) -> None:

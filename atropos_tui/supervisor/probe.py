@@ -104,7 +104,9 @@ class Prober:
             if probes.readiness:
                 group.create_task(self._follow("readiness", probes.readiness))
             if probes.liveness:
-                group.create_task(self._stay_alive(probes.liveness, gated=probes.readiness is not None))
+                group.create_task(
+                    self._stay_alive(probes.liveness, gated=probes.readiness is not None)
+                )
 
     async def _stay_alive(self, probe: Probe, *, gated: bool) -> None:
         # A program that is still loading may be slow: until it is ready once, only
@@ -142,7 +144,9 @@ class Prober:
         began = time.perf_counter()
         try:
             async with asyncio.timeout(probe.timeout_s):
-                found = await asyncio.gather(*map(self._check, probe.checks), return_exceptions=True)
+                found = await asyncio.gather(
+                    *map(self._check, probe.checks), return_exceptions=True
+                )
             # Wait for all checks, then report the first failure: a cancelled check could leave a
             # process.
             for problem in found:
@@ -172,7 +176,9 @@ class Prober:
         if isinstance(check, LogCheck):
             self._log.watch(check.pattern)
             if not self._log.seen(check.pattern):
-                raise CheckFailedError(f"not {check.label} yet" if check.label else f"no line {check.pattern!r} yet")
+                raise CheckFailedError(
+                    f"not {check.label} yet" if check.label else f"no line {check.pattern!r} yet"
+                )
             return check.label or f"log line matches {check.pattern!r}"
         if isinstance(check, StageCheck):
             if check.stage not in self._stages:
@@ -198,7 +204,9 @@ class Prober:
         try:
             _, writer = await asyncio.open_connection(check.host, check.port)
         except OSError as error:
-            raise CheckFailedError(f"{check.host}:{check.port}: {error.strerror or error}") from None
+            raise CheckFailedError(
+                f"{check.host}:{check.port}: {error.strerror or error}"
+            ) from None
         writer.close()
         return f"{check.host}:{check.port} accepts connections"
 
@@ -215,7 +223,9 @@ class Prober:
             child.abandon()
             output.finish()
         if child.exit_code != 0:
-            raise CheckFailedError(f"{check.command[0]} exited {child.exit_code}: {' '.join(output.tail(1))}")
+            raise CheckFailedError(
+                f"{check.command[0]} exited {child.exit_code}: {' '.join(output.tail(1))}"
+            )
         return f"{check.command[0]} exited 0"
 
 
@@ -223,16 +233,25 @@ class StageWatch:
     """Finds the stages of one attempt: in the component's records, and by pattern in its log."""
 
     def __init__(
-        self, spec: ComponentSpec, records: Path, attempt: int, log: LogDrain, reached: Callable[[str, float], None]
+        self,
+        spec: ComponentSpec,
+        records: Path,
+        attempt: int,
+        log: LogDrain,
+        reached: Callable[[str, float], None],
     ) -> None:
         """`reached` is called once for every stage, with its name and Unix time."""
         self._attempt, self._log, self._reached = attempt, log, reached
         self._tail = RecordTail(records)
         asked = [check.stage for check in checks_of(spec.probes) if isinstance(check, StageCheck)]
-        self._waiting = {stage.name: stage.pattern for stage in spec.stages} | dict.fromkeys(asked, "")
+        self._waiting = {stage.name: stage.pattern for stage in spec.stages} | dict.fromkeys(
+            asked, ""
+        )
         for stage in spec.stages:
             if stage.pattern:
-                with contextlib.suppress(re.error):  # a stage with a bad pattern is shown as not reached
+                with contextlib.suppress(
+                    re.error
+                ):  # a stage with a bad pattern is shown as not reached
                     log.watch(stage.pattern)
 
     async def look(self) -> None:

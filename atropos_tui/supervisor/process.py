@@ -68,7 +68,9 @@ def make_scratch(folder: Path | None) -> None:
         return
     folder.mkdir(mode=0o700, exist_ok=True)
     if not is_private(folder):
-        raise LaunchError(f"{folder} is not a folder of this user with mode 0700", "remove it, or set TMPDIR")
+        raise LaunchError(
+            f"{folder} is not a folder of this user with mode 0700", "remove it, or set TMPDIR"
+        )
 
 
 def remove_files(paths: list[Path]) -> None:

@@ -66,7 +66,10 @@ class Proc:
         return self.state not in ("Z", "X") or self.threads > 1
 
     def __repr__(self) -> str:
-        return f"Proc({self.pid}, {self.state}, ppid={self.ppid}, pgrp={self.pgrp}, session={self.session})"
+        return (
+            f"Proc({self.pid}, {self.state}, ppid={self.ppid}, pgrp={self.pgrp}, "
+            f"session={self.session})"
+        )
 
 
 def read(pid: int) -> Proc | None:
@@ -228,7 +231,9 @@ def children_of(table: dict[int, Proc]) -> dict[int, list[int]]:
     return children
 
 
-def with_descendants(table: dict[int, Proc], seeds: set[int], children: dict[int, list[int]] | None = None) -> set[int]:
+def with_descendants(
+    table: dict[int, Proc], seeds: set[int], children: dict[int, list[int]] | None = None
+) -> set[int]:
     """Return `seeds` and their descendants in `table`. `children`: the result of
     `children_of(table)`, if known."""
     children = children_of(table) if children is None else children
@@ -270,12 +275,16 @@ def run_members(
 
     def in_session(row: Proc) -> bool:
         ids = {row.session, row.pgrp}
-        return bool(ids & led or (ids & leaderless and (known_until is None or row.ticks <= known_until)))
+        return bool(
+            ids & led or (ids & leaderless and (known_until is None or row.ticks <= known_until))
+        )
 
     def is_marked(pid: int) -> bool:
         return marked(pid, marker) and (counts is None or counts(pid))
 
-    seeds = grouped(table, group) | {row.pid for row in table.values() if in_session(row) or is_marked(row.pid)}
+    seeds = grouped(table, group) | {
+        row.pid for row in table.values() if in_session(row) or is_marked(row.pid)
+    }
     found = with_descendants(table, seeds - exclude) - exclude
     return [table[pid] for pid in found if pid in table and table[pid].alive]
 
@@ -347,7 +356,11 @@ def group_name(run_id: str) -> str:
 
 def is_group_of(path: str, run_id: str) -> bool:
     """Return True if `path`, as read from a file, can be the group of run `run_id`."""
-    return bool(path) and os.path.basename(path) == group_name(run_id) and os.path.exists(f"{path}/cgroup.procs")  # noqa: PTH110, PTH119
+    return (
+        bool(path)
+        and os.path.basename(path) == group_name(run_id)  # noqa: PTH119
+        and os.path.exists(f"{path}/cgroup.procs")  # noqa: PTH110
+    )
 
 
 def part_group(group: str, component: str, attempt: int) -> str:
@@ -410,15 +423,24 @@ def describe_groups() -> str:
     trial = f"{own}/{PREFIX}trial.{os.getpid()}"
     problem = _make_fillable(trial)
     if problem:
-        return f"cgroup v2 is not delegated ({problem}): components are tracked by session, marker and descent"
-    ends = "ended by cgroup.kill" if os.path.exists(f"{trial}/cgroup.kill") else "ended one by one (Linux before 5.14)"  # noqa: PTH110
+        return (
+            f"cgroup v2 is not delegated ({problem}): components are tracked by session, marker "
+            f"and descent"
+        )
+    ends = (
+        "ended by cgroup.kill"
+        if os.path.exists(f"{trial}/cgroup.kill")  # noqa: PTH110
+        else "ended one by one (Linux before 5.14)"
+    )
     remove_group(trial)
     return f"cgroup v2 is delegated: each component gets a group below {own}, {ends}"
 
 
 def _as_path_part(name: str) -> str:
     allowed = (letter.isascii() and (letter.isalnum() or letter in "._-") for letter in name)
-    return "".join(letter if fine else f"~{ord(letter):x}~" for letter, fine in zip(name, allowed, strict=True))
+    return "".join(
+        letter if fine else f"~{ord(letter):x}~" for letter, fine in zip(name, allowed, strict=True)
+    )
 
 
 def _own_group() -> str:
@@ -460,7 +482,10 @@ def _make_fillable(path: str) -> str:
     except OSError as error:
         return f"{path}: {error.strerror}"
     parent = os.path.dirname(path)  # noqa: PTH120
-    for folder in (parent, path):  # moving a process needs write access to their common ancestor as well
+    for folder in (
+        parent,
+        path,
+    ):  # moving a process needs write access to their common ancestor as well
         if not os.access(f"{folder}/cgroup.procs", os.W_OK):
             remove_group(path, 0.0)
             return f"{folder}/cgroup.procs cannot be written"
@@ -507,14 +532,20 @@ def _machine_ticks() -> tuple[int, int]:
 def _memory() -> tuple[int, int]:
     with open("/proc/meminfo") as file:  # noqa: PTH123
         lines = [line.split() for line in file]
-    sizes = {words[0]: int(words[1]) * 1024 for words in lines if words[0] in ("MemTotal:", "MemAvailable:")}
+    sizes = {
+        words[0]: int(words[1]) * 1024
+        for words in lines
+        if words[0] in ("MemTotal:", "MemAvailable:")
+    }
     total = sizes["MemTotal:"]
     try:
         with open(f"{CONTAINER}/memory.max") as limit, open(f"{CONTAINER}/memory.current") as held:  # noqa: PTH123
             most, used = int(limit.read()), int(held.read())
         with open(f"{CONTAINER}/memory.stat") as file:  # noqa: PTH123
             # Cached files do not count: the kernel frees them when memory is needed.
-            used -= next((int(line.split()[1]) for line in file if line.startswith("inactive_file ")), 0)
+            used -= next(
+                (int(line.split()[1]) for line in file if line.startswith("inactive_file ")), 0
+            )
     except (OSError, ValueError):  # no container, or its limit is `max`
         most = total
     return (max(0, used), most) if most < total else (total - sizes["MemAvailable:"], total)

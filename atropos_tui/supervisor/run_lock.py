@@ -41,8 +41,16 @@ def lock_run(run: RunDir, *, patience_s: float = GUARD_PATIENCE_S) -> int:
     began, reported = time.monotonic(), False
     while True:
         table = ProcessTable.load(run.journal_json)
-        if table and table.supervisor and table.supervisor.pid != os.getpid() and supervisor_alive(table):
-            raise RunInUseError(f"{run.root}: another supervisor runs here (pid {table.supervisor.pid}); attach to it")
+        if (
+            table
+            and table.supervisor
+            and table.supervisor.pid != os.getpid()
+            and supervisor_alive(table)
+        ):
+            raise RunInUseError(
+                f"{run.root}: another supervisor runs here (pid {table.supervisor.pid}); "
+                f"attach to it"
+            )
         try:
             return locked(run.supervisor_jsonl)
         except RunInUseError:
@@ -54,7 +62,11 @@ def lock_run(run: RunDir, *, patience_s: float = GUARD_PATIENCE_S) -> int:
                 ) from None
             if waited > TELL_S and not reported:
                 reported = True
-                print(f"waiting for the run directory: {named(run.supervisor_jsonl)}", file=sys.stderr, flush=True)
+                print(
+                    f"waiting for the run directory: {named(run.supervisor_jsonl)}",
+                    file=sys.stderr,
+                    flush=True,
+                )
         time.sleep(0.02)
 
 
@@ -62,7 +74,8 @@ def named(path: Path) -> str:
     """Return the processes that have `path` open, in words; for a stopped one with the command that
     continues it."""
     words = [
-        f"pid {pid} holds {path.name}" + (f" and is stopped: kill -CONT {pid}" if procfs.is_stopped(pid) else "")
+        f"pid {pid} holds {path.name}"
+        + (f" and is stopped: kill -CONT {pid}" if procfs.is_stopped(pid) else "")
         for pid in holders(path)
     ]
     return ", ".join(words) or f"a process of another user or container holds {path}"
@@ -75,7 +88,9 @@ def holders(path: Path) -> Iterator[int]:
     except OSError:
         return
     for pid in sorted(procfs.scan()):
-        if pid != os.getpid() and any(os.path.samestat(wanted, found) for found in _open_files(pid)):
+        if pid != os.getpid() and any(
+            os.path.samestat(wanted, found) for found in _open_files(pid)
+        ):
             yield pid
 
 

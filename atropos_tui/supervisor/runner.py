@@ -55,12 +55,24 @@ from atropos_tui.supervisor.client import socket_path
 from atropos_tui.supervisor.guard import Guard
 from atropos_tui.supervisor.launchers.keeper_launcher import Inheritance, KeeperLauncher, claim
 from atropos_tui.supervisor.launchers.launcher import DirectLauncher, Host, Launcher
-from atropos_tui.supervisor.launchers.remote_launcher import RemoteLauncher, sweep_nodes, turn_of_job
+from atropos_tui.supervisor.launchers.remote_launcher import (
+    RemoteLauncher,
+    sweep_nodes,
+    turn_of_job,
+)
 from atropos_tui.supervisor.logs import last_lines
 from atropos_tui.supervisor.notify import Notifier
 from atropos_tui.supervisor.process import become_subreaper
 from atropos_tui.supervisor.run_lock import lock_run
-from atropos_tui.supervisor.store import Journal, OnEvent, ProcessTable, RunResult, Store, Subscription, reserve
+from atropos_tui.supervisor.store import (
+    Journal,
+    OnEvent,
+    ProcessTable,
+    RunResult,
+    Store,
+    Subscription,
+    reserve,
+)
 from atropos_tui.supervisor.supervisor import RefusedError, Supervisor
 from atropos_tui.supervisor.tracker import reap_leftovers
 
@@ -76,7 +88,9 @@ LARGEST_COMMAND = 1 << 20
 """Largest request body of a command in bytes."""
 
 
-async def run_stack(stack: StackSpec, *, on_event: OnEvent | None = None, lock: int | None = None) -> int:
+async def run_stack(
+    stack: StackSpec, *, on_event: OnEvent | None = None, lock: int | None = None
+) -> int:
     """Run `stack` in this process and return its exit code (0, 1, 3, 4, 130).
 
     SIGTERM and SIGINT stop the stack, a second one kills it. In a SLURM job SIGUSR1 stops it as
@@ -95,7 +109,10 @@ async def run_stack(stack: StackSpec, *, on_event: OnEvent | None = None, lock: 
     asyncio.get_running_loop().set_default_executor(ready_threads())
     run = RunDir(Path(stack.run_dir))
     run.create()
-    with _Signals() as signals, contextlib.closing(await _journal(run, stack.run_id, lock)) as journal:
+    with (
+        _Signals() as signals,
+        contextlib.closing(await _journal(run, stack.run_id, lock)) as journal,
+    ):
         # The lock comes first: everything below writes into the run directory.
         check_stack(stack)
         store = Store(stack, journal, on_event)
@@ -103,7 +120,9 @@ async def run_stack(stack: StackSpec, *, on_event: OnEvent | None = None, lock: 
         # Before any child: orphans of components must become children of this process.
         become_subreaper()
         inheritance = await asyncio.to_thread(claim, stack, run)
-        for name, found in (await asyncio.to_thread(sweep_nodes, ProcessTable.load(run.journal_json))).items():
+        for name, found in (
+            await asyncio.to_thread(sweep_nodes, ProcessTable.load(run.journal_json))
+        ).items():
             store.emit(found.record(name))
         # A resumed run must not show the result of its earlier life.
         run.result_json.unlink(missing_ok=True)
@@ -120,19 +139,25 @@ def ready_threads() -> ThreadPoolExecutor:
     return pool
 
 
-async def _with_socket(stack: StackSpec, store: Store, run: RunDir, signals: _Signals, inheritance: Inheritance) -> int:
+async def _with_socket(
+    stack: StackSpec, store: Store, run: RunDir, signals: _Signals, inheritance: Inheritance
+) -> int:
     listening, path = listen(run, inheritance.socket)
     lock, own = store.journal.fileno(), (path, run.control_sock)
     group = _group(stack.run_id, inheritance)
     on_trouble = functools.partial(_report_guard, store)
-    guard = Guard(stack.run_id, lock, group=group, own=own, keep=stack.survive, on_trouble=on_trouble)
+    guard = Guard(
+        stack.run_id, lock, group=group, own=own, keep=stack.survive, on_trouble=on_trouble
+    )
     api: ApiServer | None = None
     figures: ApiServer | None = None
     try:
         token = _token(inheritance)
         _export_key(stack, token)
         launcher = _launcher(stack, guard.group, str(path), token, inheritance)
-        supervisor = Supervisor(store, Host(stack, guard, launcher, str(path), token, inheritance.table))
+        supervisor = Supervisor(
+            store, Host(stack, guard, launcher, str(path), token, inheritance.table)
+        )
         api = ApiServer(Routes(supervisor, run).app(), listening)
         await api.started()
         figures = await _serve_metrics(supervisor, run, token if stack.nodes else "")
@@ -147,7 +172,9 @@ async def _with_socket(stack: StackSpec, store: Store, run: RunDir, signals: _Si
             await notifier.close(RunResult.load(run.result_json))
     except asyncio.CancelledError:
         guard.end_keeping()
-        RunResult(exit_code=Exit.INTERRUPTED, reason="the supervisor was cancelled").write(run.result_json)
+        RunResult(exit_code=Exit.INTERRUPTED, reason="the supervisor was cancelled").write(
+            run.result_json
+        )
         raise
     finally:
         if not guard.keeps:
@@ -160,7 +187,9 @@ async def _with_socket(stack: StackSpec, store: Store, run: RunDir, signals: _Si
         await guard.close()
 
 
-def _launcher(stack: StackSpec, group: str, socket: str, token: str, inheritance: Inheritance) -> Launcher:
+def _launcher(
+    stack: StackSpec, group: str, socket: str, token: str, inheritance: Inheritance
+) -> Launcher:
     if stack.survive:
         return KeeperLauncher(stack, group, socket, token, inheritance.adoptable)
     if any(spec.is_far for spec in stack.components):
@@ -180,7 +209,10 @@ async def _serve_metrics(supervisor: Supervisor, run: RunDir, token: str) -> Api
     policy = supervisor.stack.metrics
     if policy.port is None:
         return None
-    from atropos_tui.supervisor.metrics import listen_tcp, metrics_app  # imported only where `[metrics]` is on
+    from atropos_tui.supervisor.metrics import (
+        listen_tcp,
+        metrics_app,
+    )  # imported only where `[metrics]` is on
 
     try:
         listening = await asyncio.to_thread(listen_tcp, policy)
@@ -257,14 +289,24 @@ def _fault(supervisor: Supervisor, guard: Guard) -> int:
     """Handle an internal error: write the report, kill all components that need not survive, and
     write the result."""
     report, run, run_id = traceback.format_exc(), supervisor.run_dir, supervisor.stack.run_id
-    states = "\n".join(f"{each.name}: {each.state} {each.reason}" for each in supervisor.components.values())
+    states = "\n".join(
+        f"{each.name}: {each.state} {each.reason}" for each in supervisor.components.values()
+    )
     with contextlib.suppress(OSError):
         run.fault_txt.write_text(
-            f"atropos-tui supervisor fault, run {run_id}\n\n{report}\n{states}\n", encoding="utf-8", errors="replace"
+            f"atropos-tui supervisor fault, run {run_id}\n\n{report}\n{states}\n",
+            encoding="utf-8",
+            errors="replace",
         )
-    reason = f"internal error of the supervisor: {report.strip().splitlines()[-1]}; please report {run.fault_txt}"
+    reason = (
+        f"internal error of the supervisor: {report.strip().splitlines()[-1]}; please report "
+        f"{run.fault_txt}"
+    )
     if guard.keeps:
-        reason += f"; the components still run: atropos-tui up --resume {run.root} adopts, atropos-tui clean kills them"
+        reason += (
+            f"; the components still run: atropos-tui up --resume {run.root} adopts, atropos-tui "
+            f"clean kills them"
+        )
     else:
         reap_leftovers(run_id, ProcessTable.load(run.journal_json))
     result = RunResult(exit_code=Exit.FAULT, reason=reason)
@@ -303,7 +345,9 @@ class Routes:
         try:
             after = int(request.query_params["after"]) if "after" in request.query_params else None
         except ValueError:
-            raise RefusedError(422, "after must be a number", "leave it out to begin with now") from None
+            raise RefusedError(
+                422, "after must be a number", "leave it out to begin with now"
+            ) from None
         # Measured before the subscription, because it awaits.
         usage = await self._supervisor.sampler.fresh()
         store = self._supervisor.store
@@ -313,7 +357,9 @@ class Routes:
         lines = self._lines(Snapshot(status=status), missed, live)
         return StreamingResponse(lines, media_type="application/x-ndjson")
 
-    async def _lines(self, snapshot: Snapshot, missed: Iterator[str], live: Subscription) -> AsyncIterator[str]:
+    async def _lines(
+        self, snapshot: Snapshot, missed: Iterator[str], live: Subscription
+    ) -> AsyncIterator[str]:
         """Yield the snapshot, the missed records and the live ones. `SubscriberDroppedError` passes
         through, so a dropped subscriber's connection breaks."""
         try:
@@ -353,13 +399,19 @@ class Routes:
             raise RefusedError(422, "n must be a number") from None
         if not component.attempt:
             return PlainTextResponse("")
-        lines = await asyncio.to_thread(last_lines, self._run.log(component.name, component.attempt), count)
+        lines = await asyncio.to_thread(
+            last_lines, self._run.log(component.name, component.attempt), count
+        )
         return PlainTextResponse("".join(line + "\n" for line in lines))
 
     async def wait(self, request: Request) -> Response:
         target = request.query_params.get("for", "ready")
         try:
-            timeout = float(request.query_params["timeout"]) if "timeout" in request.query_params else None
+            timeout = (
+                float(request.query_params["timeout"])
+                if "timeout" in request.query_params
+                else None
+            )
             if timeout is not None and math.isnan(timeout):
                 raise ValueError  # NaN never expires: `wait_for` would spin
         except ValueError:
@@ -381,7 +433,10 @@ class OnlyThisRun:
         meant = Headers(scope=scope).get(RUN_ID_HEADER, self._run_id)
         app: ASGIApp = self._app
         if meant != self._run_id:
-            app = answer(Refusal(error=f"this is the supervisor of {self._run_id}, not of {meant}"), OTHER_RUN)
+            app = answer(
+                Refusal(error=f"this is the supervisor of {self._run_id}, not of {meant}"),
+                OTHER_RUN,
+            )
         await app(scope, receive, send)
 
 
@@ -408,7 +463,9 @@ def request_of(data: bytes | dict[str, str]) -> CommandRequest:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "body"
-        raise RefusedError(422, f"{where}: {first['msg']}", "see CommandRequest in the contracts") from None
+        raise RefusedError(
+            422, f"{where}: {first['msg']}", "see CommandRequest in the contracts"
+        ) from None
 
 
 async def wait_for(supervisor: Supervisor, target: str, timeout_s: float | None) -> WaitResult:
@@ -443,7 +500,9 @@ def _reached(supervisor: Supervisor, target: str) -> WaitResult | None:
         if one.state is State.FAILED:
             return WaitResult(outcome="impossible", detail=f"{one.name} failed: {one.reason}")
     if supervisor.phase in (Phase.STOPPING, Phase.ENDED):
-        return WaitResult(outcome="impossible", detail=f"the run is {supervisor.phase}: {supervisor.reason}")
+        return WaitResult(
+            outcome="impossible", detail=f"the run is {supervisor.phase}: {supervisor.reason}"
+        )
     return None
 
 
@@ -451,7 +510,9 @@ def _ended(supervisor: Supervisor) -> WaitResult | None:
     if supervisor.phase is not Phase.ENDED:
         return None
     detail = f"exit code {supervisor.exit_code}: {supervisor.reason}"
-    return WaitResult(outcome="reached" if supervisor.exit_code == 0 else "impossible", detail=detail)
+    return WaitResult(
+        outcome="reached" if supervisor.exit_code == 0 else "impossible", detail=detail
+    )
 
 
 def _missing(supervisor: Supervisor, target: str) -> str:
@@ -459,7 +520,8 @@ def _missing(supervisor: Supervisor, target: str) -> str:
         return f"the run is {supervisor.phase}"
     among = supervisor.components
     return "; ".join(
-        f"{each.name} is {each.state}" + (f", waiting for {each.waiting_for}" if each.waiting_for else "")
+        f"{each.name} is {each.state}"
+        + (f", waiting for {each.waiting_for}" if each.waiting_for else "")
         for each in ([among[target]] if target in among else among.values())
         if each.state not in (State.HEALTHY, State.COMPLETED)
     )

@@ -52,7 +52,9 @@ def _key() -> bytes | None:
     path = _key_file()
     try:
         info = path.lstat()
-        is_private = stat.S_ISREG(info.st_mode) and info.st_uid == os.getuid() and not info.st_mode & 0o077
+        is_private = (
+            stat.S_ISREG(info.st_mode) and info.st_uid == os.getuid() and not info.st_mode & 0o077
+        )
         key = bytes.fromhex(read_regular(path)) if is_private else b""
     except (OSError, ValueError):
         return None

@@ -28,7 +28,14 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from atropos_common.files import is_own, read_regular, write_private
 from atropos_common.record_tail import next_seq
-from atropos_common.records import ComponentRecord, DiagnosisRecord, Record, RecordError, StateRecord, parse_line
+from atropos_common.records import (
+    ComponentRecord,
+    DiagnosisRecord,
+    Record,
+    RecordError,
+    StateRecord,
+    parse_line,
+)
 from atropos_tui.diagnoses.ledger import Ledger
 from atropos_tui.profile.spec import StackSpec
 from atropos_tui.supervisor.seal import is_sealed, mac_of
@@ -71,7 +78,9 @@ class Journal:
     def append(self, record: AnyRecord) -> AnyRecord:
         """Set run id, time and sequence number of `record`, write it, and return that copy."""
         self.seq += 1
-        stamped = record.model_copy(update={"run_id": self.run_id, "time": time.time(), "seq": self.seq})
+        stamped = record.model_copy(
+            update={"run_id": self.run_id, "time": time.time(), "seq": self.seq}
+        )
         # The deque drops the oldest line when it is full.
         self._backlog.append(stamped.to_line().encode())
         self._flush()
@@ -271,7 +280,11 @@ class RunResult(Kept):
         reserved = _reserved(path)
         data = self.model_dump_json(indent=1).encode()
         if len(data) > RESULT_BYTES:  # very long log lines: drop them and keep the rest
-            data = self.model_copy(update={"last_lines": [], "reason": self.reason[:4096]}).model_dump_json().encode()
+            data = (
+                self.model_copy(update={"last_lines": [], "reason": self.reason[:4096]})
+                .model_dump_json()
+                .encode()
+            )
         with reserved.open("r+b") as file:
             file.write(data)
             # The reserved file is longer than the result: cut it after the write.
@@ -301,7 +314,9 @@ def reserve(path: Path) -> None:
     """Reserve disk space for `result.json`, so that a run can write its result on a full disk."""
     with contextlib.suppress(OSError):
         descriptor = os.open(
-            _reserved(path), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+            _reserved(path),
+            os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC,
+            0o600,
         )
         with os.fdopen(descriptor, "wb") as file:
             # Write zeros: a sparse file would reserve no blocks.

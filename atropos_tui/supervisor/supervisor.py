@@ -117,7 +117,9 @@ class Operation:
         if self.action == "down":
             return "stopped with the stack"
         if self.action != "restart":
-            return "stopped by hand" + ("" if name == self.request.component else f" with {self.request.component}")
+            return "stopped by hand" + (
+                "" if name == self.request.component else f" with {self.request.component}"
+            )
         if not self.by_hand:
             return f"stopped because {self.request.component} crashed"
         if self.request.initiator == "trainer":
@@ -144,7 +146,9 @@ class Supervisor:
         self.stack, self.store, self.host = stack, store, host
         self.run_dir = RunDir(Path(stack.run_dir))
         self.components = {
-            spec.name: Component(spec, host, store, self, _attempts_so_far(self.run_dir.logs / spec.name))
+            spec.name: Component(
+                spec, host, store, self, _attempts_so_far(self.run_dir.logs / spec.name)
+            )
             for spec in stack.components
         }
         self.operations: dict[str, Operation] = {}
@@ -198,7 +202,13 @@ class Supervisor:
         """
         try:
             among = self._partners(request.action, request.component)
-            return recipe(self.stack, request.action, request.component, initiator=request.initiator, among=among)
+            return recipe(
+                self.stack,
+                request.action,
+                request.component,
+                initiator=request.initiator,
+                among=among,
+            )
         except KeyError:
             raise self._unknown(request.component) from None
 
@@ -215,7 +225,9 @@ class Supervisor:
             exit_code=self.exit_code,
             reason=self.reason,
             supervisor_pid=os.getpid(),
-            components=[each.row(usage.get(each.name, Usage())) for each in self.components.values()],
+            components=[
+                each.row(usage.get(each.name, Usage())) for each in self.components.values()
+            ],
             gpus=list(self.sampler.gpus),
             nodes=self.sampler.nodes(self.stack),
         )
@@ -238,8 +250,12 @@ class Supervisor:
     async def run(self) -> RunResult:
         """Start everything, wait for the end, clean up, and write the result."""
         urls = {spec.name: spec.url for spec in self.stack.components}
-        gauges = record_gauges(self.run_dir.gauges_jsonl, self.measured, lambda: self._watcher.flows, urls)
-        background = [self.task(work) for work in (self._sweep_forever(), self._watcher.watch(), gauges)]
+        gauges = record_gauges(
+            self.run_dir.gauges_jsonl, self.measured, lambda: self._watcher.flows, urls
+        )
+        background = [
+            self.task(work) for work in (self._sweep_forever(), self._watcher.watch(), gauges)
+        ]
         try:
             # Adopt first: a command or a start before it could start a component twice.
             self._do(self._take_over)
@@ -281,7 +297,9 @@ class Supervisor:
             self._over.set_exception(error)
             return
         # `child` stays set until the whole process set and its GPU memory are gone.
-        resting = all(each.state.is_resting and each.child is None for each in self.components.values())
+        resting = all(
+            each.state.is_resting and each.child is None for each in self.components.values()
+        )
         if self.phase is Phase.STOPPING and resting:
             self._over.set_result(None)
 
@@ -294,7 +312,11 @@ class Supervisor:
 
     def _task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None and not self._over.done():
+        if (
+            not task.cancelled()
+            and (error := task.exception()) is not None
+            and not self._over.done()
+        ):
             self._over.set_exception(error)
 
     async def _close(self) -> None:
@@ -337,19 +359,25 @@ class Supervisor:
         changed = [name for name, each in inherited.items() if each.changed]
         if changed:
             plans = [recipe(self.stack, "restart", name) for name in changed]
-            touched = {name for plan in plans for name in (*plan.stop, *plan.start) if name in inherited}
+            touched = {
+                name for plan in plans for name in (*plan.stop, *plan.start) if name in inherited
+            }
             # Profile order is start order; stops go the other way.
             order = [name for name in self.components if name in touched]
             request = CommandRequest(action="restart", component=changed[0])
             why = f"the plan of {', '.join(changed)} has changed"
-            self._begin(Operation(new_id(), request, plans[0], False, why, stop=order[::-1], start=order))
+            self._begin(
+                Operation(new_id(), request, plans[0], False, why, stop=order[::-1], start=order)
+            )
 
     # Reconciling.
 
     def _reconcile(self) -> None:
         # Below every sequence number, so that the first pass always runs.
         seen = -2
-        while seen != self.store.journal.seq:  # every transition is a record: repeat until none follows
+        while (
+            seen != self.store.journal.seq
+        ):  # every transition is a record: repeat until none follows
             seen = self.store.journal.seq
             for operation in self._active():
                 self._advance(operation)
@@ -375,7 +403,8 @@ class Supervisor:
             lost = [
                 each
                 for each in started
-                if each.state is State.FAILED or (each.name in self._unwanted and each.state.is_resting)
+                if each.state is State.FAILED
+                or (each.name in self._unwanted and each.state.is_resting)
             ]
             if lost:
                 self._finish(op, "failed", f"{lost[0].name} is {lost[0].state}: {lost[0].reason}")
@@ -444,11 +473,15 @@ class Supervisor:
             self._crash(component, component.reason, ended)
         elif outcome == "killed":
             self._crash(component, "killed by command", ended)
-        elif ended.exit_code == 0 and (component.one_shot or spec.ends_run or spec.restart.policy != "always"):
+        elif ended.exit_code == 0 and (
+            component.one_shot or spec.ends_run or spec.restart.policy != "always"
+        ):
             component.rest(State.COMPLETED, end)
             if spec.ends_run:
                 reason = f"{component.name} finished"
-                self._end_run(RunResult(exit_code=Exit.DONE, reason=reason, component=component.name))
+                self._end_run(
+                    RunResult(exit_code=Exit.DONE, reason=reason, component=component.name)
+                )
         else:
             self._crash(component, end, ended)
 
@@ -459,13 +492,18 @@ class Supervisor:
             self._fail(component, Exit.COMPONENT_FAILED, f"{found.title}: {found.evidence}")
 
     def _is_being_stopped(self, component: Component) -> bool:
-        return any(op.stage == "stop" and op.action != "kill" and component.name in op.stop for op in self._active())
+        return any(
+            op.stage == "stop" and op.action != "kill" and component.name in op.stop
+            for op in self._active()
+        )
 
     def _stopped_how(self, component: Component, ended: Ended) -> str:
         """Return the reason of an intended stop; the exit code only if it differs from the usual
         one of the stop signal."""
         number = SIGNALS[component.spec.stop.signal]
-        op = next((op for op in self._active() if op.stage == "stop" and component.name in op.stop), None)
+        op = next(
+            (op for op in self._active() if op.stage == "stop" and component.name in op.stop), None
+        )
         reason = op.stopped_for(component.name) if op else "stopped with the stack"
         if ended.killed:
             return f"{reason}; {ended.killed} killed after the grace period"
@@ -482,11 +520,17 @@ class Supervisor:
         # The stop of partners starts now, and overlaps with the backoff.
         again_at = time.monotonic() + delay
         plan = recipe(self.stack, "restart", component.name)
-        partners = [name for name in plan.stop if name != component.name and self._comes_along(name)]
+        partners = [
+            name for name in plan.stop if name != component.name and self._comes_along(name)
+        ]
         component.back_off(delay, reason)
         request = CommandRequest(action="restart", component=component.name)
         start = [name for name in plan.start if name == component.name or name in partners]
-        self._begin(Operation(new_id(), request, plan, False, stop=partners, start=start, not_before=again_at))
+        self._begin(
+            Operation(
+                new_id(), request, plan, False, stop=partners, start=start, not_before=again_at
+            )
+        )
         # Reconcile just after `not_before`; an event loop timer may fire slightly early.
         self._loop.call_later(delay + 0.001, self._do, look_again)
 
@@ -508,8 +552,15 @@ class Supervisor:
         if self.phase is Phase.STOPPING:
             if operation:
                 self._begin(operation)
-            if self.result and self.result.ended_by == "time_limit" and result.ended_by in ("command", "signal"):
-                self.result, self.reason = result, result.reason  # otherwise the job would be requeued
+            if (
+                self.result
+                and self.result.ended_by == "time_limit"
+                and result.ended_by in ("command", "signal")
+            ):
+                self.result, self.reason = (
+                    result,
+                    result.reason,
+                )  # otherwise the job would be requeued
             return
         self.result = result
         # Before the stop: from here on no standby process and no surviving component.
@@ -532,7 +583,9 @@ class Supervisor:
             answer.set_exception(refused)
             return
         plan = self.recipe_for(request)
-        operation = Operation(command_id, request, plan, stop=list(plan.stop), start=list(plan.start))
+        operation = Operation(
+            command_id, request, plan, stop=list(plan.stop), start=list(plan.start)
+        )
         if request.action == "kill":  # the restart follows from the crash
             operation.stop, operation.start = plan.stop[:1], []
         if request.component:
@@ -541,7 +594,9 @@ class Supervisor:
         operation.status = "running"
         self._make_way(operation)
         if request.action == "down":
-            by_hand = RunResult(exit_code=Exit.INTERRUPTED, reason="stopped by command", ended_by="command")
+            by_hand = RunResult(
+                exit_code=Exit.INTERRUPTED, reason="stopped by command", ended_by="command"
+            )
             self._end_run(by_hand, operation)
             if request.timeout_s is not None:
                 self._loop.call_later(request.timeout_s, self._do, self._hurry)
@@ -560,7 +615,9 @@ class Supervisor:
         if action == "down":
             return
         if not name and not whole:
-            raise RefusedError(422, f"{action} needs a component", f"one of: {', '.join(self.components)}")
+            raise RefusedError(
+                422, f"{action} needs a component", f"one of: {', '.join(self.components)}"
+            )
         if name and name not in self.components:
             raise self._unknown(name)
         if self.phase is Phase.STOPPING and action != "kill":
@@ -575,7 +632,9 @@ class Supervisor:
         for other in self._by_hand():
             whose, wait = other.request.component, "wait until that command is done"
             if whole:
-                raise RefusedError(409, f"{other.action} of {whose or 'the stack'} is under way ({other.id})", wait)
+                raise RefusedError(
+                    409, f"{other.action} of {whose or 'the stack'} is under way ({other.id})", wait
+                )
             if name in {*other.stop, *other.start}:
                 part_of = f"{other.action} {whose or 'of the stack'}"
                 raise RefusedError(409, f"{name} is part of {part_of} ({other.id})", wait)
@@ -588,7 +647,11 @@ class Supervisor:
         if action == "stop" and (state.is_resting or state is State.STOPPING):
             raise RefusedError(409, f"{name} is {state} already", "nothing to do")
         if action == "kill" and component.child is None:
-            raise RefusedError(409, f"{name} has no process ({state})", f"use: stop {name}, if it must stay stopped")
+            raise RefusedError(
+                409,
+                f"{name} has no process ({state})",
+                f"use: stop {name}, if it must stay stopped",
+            )
 
     def _unknown(self, name: str | None) -> RefusedError:
         return RefusedError(404, f"no component {name!r}", f"one of: {', '.join(self.components)}")
@@ -609,10 +672,14 @@ class Supervisor:
         if self.phase is Phase.STOPPING:
             return
         plan = recipe(self.stack, "down", None)
-        operation = Operation(new_id(), CommandRequest(action="down"), plan, stop=list(plan.stop), status="running")
+        operation = Operation(
+            new_id(), CommandRequest(action="down"), plan, stop=list(plan.stop), status="running"
+        )
         detail = "the job's time is almost up: the run saves and stops"
         self._record(operation.request, operation.id, "accepted", detail)
-        result = RunResult(exit_code=Exit.INTERRUPTED, reason="the job's time limit", ended_by="time_limit")
+        result = RunResult(
+            exit_code=Exit.INTERRUPTED, reason="the job's time limit", ended_by="time_limit"
+        )
         self._end_run(result, operation)
 
     def _hurry(self) -> None:
@@ -651,7 +718,9 @@ class Supervisor:
         """Return the components that `action` on `component` may include, in their current
         state."""
         # Components that an operation is about to start count as running.
-        held = {name for op in self._active() for name in op.start if op.holds(name)} - self._unwanted
+        held = {
+            name for op in self._active() for name in op.start if op.holds(name)
+        } - self._unwanted
         lives = {name for name in self.components if self._comes_along(name)} | held
         resting = {name for name, other in self._stopped_with.items() if other == component}
         return {"start": resting, "restart": lives | resting}.get(action, lives)

@@ -58,7 +58,9 @@ class Tracker:
         self._table: dict[int, procfs.Proc] = {}
         self._children: dict[int, list[int]] = {}
 
-    def add(self, name: str, leader: int, group: str = "", sessions: Mapping[int, int] | None = None) -> None:
+    def add(
+        self, name: str, leader: int, group: str = "", sessions: Mapping[int, int] | None = None
+    ) -> None:
         """Track component `name`, spawned as session `leader` in control group `group` ("": none).
 
         Args:
@@ -132,7 +134,9 @@ class Tracker:
             for sign in (one.leader, *one.known) if one else ():
                 claims.setdefault(sign, []).append(name)
         for row in table.values():
-            owners = [name for sign in {row.session, row.pgrp, row.key} for name in claims.get(sign, ())]
+            owners = [
+                name for sign in {row.session, row.pgrp, row.key} for name in claims.get(sign, ())
+            ]
             # Reading the environment is slow, so only processes without another sign reach it.
             for name in owners or [procfs.component_of(row.pid, self._run)]:
                 if name in seeds:
@@ -140,7 +144,11 @@ class Tracker:
         return seeds
 
     def _of(
-        self, name: str, table: dict[int, procfs.Proc], seeds: set[int], children: dict[int, list[int]]
+        self,
+        name: str,
+        table: dict[int, procfs.Proc],
+        seeds: set[int],
+        children: dict[int, list[int]],
     ) -> list[procfs.Proc]:
         one = self._tracked.get(name)
         if one is None:
@@ -192,7 +200,9 @@ class UseMeter:
         known = [row.cpu_ticks - self._cpu[row.key] for row in rows if row.key in self._cpu]
         return {
             "pids": sorted(row.pid for row in rows),
-            "cpu_percent": 100 * sum(known) / procfs.TICKS_PER_SECOND / elapsed_s if elapsed_s and known else None,
+            "cpu_percent": 100 * sum(known) / procfs.TICKS_PER_SECOND / elapsed_s
+            if elapsed_s and known
+            else None,
             "memory_bytes": sum(memory) if memory else None,
         }
 
@@ -211,7 +221,9 @@ class Leftover:
     """Its component has a keeper: `up --resume` adopts it."""
 
 
-def find_leftovers(run_id: str, table: ProcessTable | None = None, root: Path | None = None) -> list[Leftover]:
+def find_leftovers(
+    run_id: str, table: ProcessTable | None = None, root: Path | None = None
+) -> list[Leftover]:
     """Return the live processes of run `run_id`, except the caller.
 
     Args:
@@ -222,7 +234,11 @@ def find_leftovers(run_id: str, table: ProcessTable | None = None, root: Path | 
     """
     # Pids and ticks of an earlier boot mean nothing now.
     boot = procfs.boot_id()
-    entries = {name: entry for name, entry in (table.components if table else {}).items() if entry.boot_id == boot}
+    entries = {
+        name: entry
+        for name, entry in (table.components if table else {}).items()
+        if entry.boot_id == boot
+    }
     sessions: dict[int, int] = {}
     keepers: dict[int, str] = {}
     for name, entry in entries.items():
@@ -231,9 +247,13 @@ def find_leftovers(run_id: str, table: ProcessTable | None = None, root: Path | 
             keepers[entry.keeper_pid] = name
     found = []
     # Session ids of the table may have been reused by later processes.
-    known_until = procfs.ticks_at(table.written_at + SAME_MOMENT_S) if table and table.written_at else None
+    known_until = (
+        procfs.ticks_at(table.written_at + SAME_MOMENT_S) if table and table.written_at else None
+    )
     counts = None if root is None else (lambda pid: is_at(root, procfs.environ(pid)))
-    for row in procfs.run_members(run_id, sessions, {os.getpid()}, _group(run_id, table), known_until, counts):
+    for row in procfs.run_members(
+        run_id, sessions, {os.getpid()}, _group(run_id, table), known_until, counts
+    ):
         name = keepers.get(row.pid) or procfs.environ(row.pid).get(ENV_COMPONENT, "")
         command = f"keeper of {name}" if row.pid in keepers else _command(row.pid)
         found.append(Leftover(row.pid, row.ticks, name, command, name in keepers.values()))
@@ -250,7 +270,11 @@ def is_at(root: Path, env: Mapping[str, str]) -> bool:
 def supervisor_alive(table: ProcessTable) -> bool:
     """Return True if the supervisor that wrote `table` still runs."""
     entry = table.supervisor
-    return entry is not None and entry.boot_id == procfs.boot_id() and procfs.lives(entry.pid, entry.ticks)
+    return (
+        entry is not None
+        and entry.boot_id == procfs.boot_id()
+        and procfs.lives(entry.pid, entry.ticks)
+    )
 
 
 def reap_leftovers(
@@ -302,6 +326,12 @@ def _group(run_id: str, table: ProcessTable | None) -> str:
 
 def _command(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        return (
+            Path(f"/proc/{pid}/cmdline")
+            .read_bytes()
+            .replace(b"\0", b" ")
+            .decode(errors="replace")
+            .strip()
+        )
     except OSError:
         return ""

@@ -39,7 +39,15 @@ from atropos_tui.supervisor.client import ControlClient
 from atropos_tui.ui import preferences
 from atropos_tui.ui.commands import CommandApp, Outcome, explained, palette
 from atropos_tui.ui.dialogs import ChooseCurvesDialog, ChooseRunsDialog, HelpDialog, TextDialog
-from atropos_tui.ui.feed import Control, Feed, LogArrived, NewestArrived, RecordsArrived, StatusArrived, SupervisorGone
+from atropos_tui.ui.feed import (
+    Control,
+    Feed,
+    LogArrived,
+    NewestArrived,
+    RecordsArrived,
+    StatusArrived,
+    SupervisorGone,
+)
 from atropos_tui.ui.terminal import Bell, edit, ground, run_app, save_screenshot
 from atropos_tui.ui.theme import LIGHT, THEME, first_theme, theme_colours
 from atropos_tui.ui.views import ENLARGED, VIEWS, arrange, compose_screen, view_spec, visible
@@ -73,23 +81,62 @@ class CockpitApp(CommandApp):
 
     CSS_PATH = "app.tcss"
     TITLE = "atropos-tui"
-    HORIZONTAL_BREAKPOINTS = [(0, "-tiny"), (40, "-narrow"), (110, "-wide"), (150, "-wider"), (180, "-widest")]  # noqa: RUF012
+    HORIZONTAL_BREAKPOINTS = [  # noqa: RUF012
+        (0, "-tiny"),
+        (40, "-narrow"),
+        (110, "-wide"),
+        (150, "-wider"),
+        (180, "-widest"),
+    ]
     VERTICAL_BREAKPOINTS = [(0, "-flat"), (12, "-short"), (30, "-normal"), (48, "-tall")]  # noqa: RUF012
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("r", "act('restart')", "Restart", tooltip="Restart the selected component and what must go with it"),
+        Binding(
+            "r",
+            "act('restart')",
+            "Restart",
+            tooltip="Restart the selected component and what must go with it",
+        ),
         Binding("s", "stop_or_start", "Stop/start", tooltip="Stop or start the selected component"),
         Binding("K", "act('kill')", "Kill", tooltip="Kill every process of the selected component"),
         Binding("R", "restart_all", "Restart all", show=False, tooltip="Restart the whole stack"),
         Binding("slash", "search", "Search", tooltip="Search the log, the rollouts or the events"),
-        Binding("f", "follow", "Follow", show=False, tooltip="Follow the end of the log, or stop following"),
-        Binding("a", "all_logs", "All logs", show=False, tooltip="All logs merged, or the selected component's"),
-        Binding("c", "compare", "Compare", show=False, tooltip="Compare with other runs, on the same axes"),
-        Binding("M", "choose_curves", "Curves", show=False, tooltip="Choose extra curves for Training"),
         Binding(
-            "left_square_bracket", "select(-1)", "Previous component", show=False, tooltip="Select the component above"
+            "f",
+            "follow",
+            "Follow",
+            show=False,
+            tooltip="Follow the end of the log, or stop following",
         ),
         Binding(
-            "right_square_bracket", "select(1)", "Next component", show=False, tooltip="Select the component below"
+            "a",
+            "all_logs",
+            "All logs",
+            show=False,
+            tooltip="All logs merged, or the selected component's",
+        ),
+        Binding(
+            "c",
+            "compare",
+            "Compare",
+            show=False,
+            tooltip="Compare with other runs, on the same axes",
+        ),
+        Binding(
+            "M", "choose_curves", "Curves", show=False, tooltip="Choose extra curves for Training"
+        ),
+        Binding(
+            "left_square_bracket",
+            "select(-1)",
+            "Previous component",
+            show=False,
+            tooltip="Select the component above",
+        ),
+        Binding(
+            "right_square_bracket",
+            "select(1)",
+            "Next component",
+            show=False,
+            tooltip="Select the component below",
         ),
         Binding(
             "w",
@@ -98,7 +145,9 @@ class CockpitApp(CommandApp):
             show=False,
             tooltip="Jump to the newest error in the selected component's log",
         ),
-        Binding("p", "picture", "Picture", show=False, tooltip="Save a picture of the screen as SVG"),
+        Binding(
+            "p", "picture", "Picture", show=False, tooltip="Save a picture of the screen as SVG"
+        ),
         Binding("t", "change_theme", "Theme", show=False, tooltip="Choose a theme"),
         Binding("d", "detach", "Detach", tooltip="Leave the screen; the run goes on"),
         Binding("q", "ask_quit", "Quit", tooltip="Detach or stop"),
@@ -187,8 +236,16 @@ class CockpitApp(CommandApp):
     # Messages of the feed.
 
     def on_status_arrived(self, message: StatusArrived) -> None:
-        news = self.status is None or bool(self.gone) or stable_fields(message.status) != stable_fields(self.status)
-        self.status, self.gone, self.is_over = message.status, "", message.status.phase is Phase.ENDED
+        news = (
+            self.status is None
+            or bool(self.gone)
+            or stable_fields(message.status) != stable_fields(self.status)
+        )
+        self.status, self.gone, self.is_over = (
+            message.status,
+            "",
+            message.status.phase is Phase.ENDED,
+        )
         self._after_status(news)
 
     def on_supervisor_gone(self, message: SupervisorGone) -> None:
@@ -224,7 +281,9 @@ class CockpitApp(CommandApp):
             self._tune_garbage_collector()
         # Gauges arrive every few seconds and change no curve, so they wait for the next draw of the
         # clocks.
-        only_clocks = bool(message.records) and all(isinstance(record, GaugesRecord) for record in message.records)
+        only_clocks = bool(message.records) and all(
+            isinstance(record, GaugesRecord) for record in message.records
+        )
         news = message.reset or not only_clocks
         self._dirty, self._fresh_records = self._dirty or news, self._fresh_records or news
         self._use_status_from_files()
@@ -278,7 +337,8 @@ class CockpitApp(CommandApp):
 
     def _is_steady(self) -> bool:
         return self.status is not None and all(
-            row.state in (State.HEALTHY, State.PENDING) or row.state.is_resting for row in self.status.components
+            row.state in (State.HEALTHY, State.PENDING) or row.state.is_resting
+            for row in self.status.components
         )
 
     @property
@@ -332,13 +392,20 @@ class CockpitApp(CommandApp):
         cursor."""
         if self.main:
             wanted = (Chart, StepPanel) if kind else Widget
-            self._show([widget for widget in visible(self.main) if isinstance(widget, wanted)], self.loaded)
+            self._show(
+                [widget for widget in visible(self.main) if isinstance(widget, wanted)], self.loaded
+            )
 
     def _choose_component(self) -> None:
         table = self.find(Components)
         # Until the user moves the cursor it follows what matters most: a failed component, a
         # starting one, the trainer.
-        if table and not (self.user_selects or table.is_users) and self.status and self.status.components:
+        if (
+            table
+            and not (self.user_selects or table.is_users)
+            and self.status
+            and self.status.components
+        ):
             rows = self.status.components
             for wanted in (State.FAILED, State.BACKOFF, State.STARTING):
                 if found := [row for row in rows if row.state is wanted]:
@@ -377,7 +444,9 @@ class CockpitApp(CommandApp):
             self.action_view("rollouts")
 
     def on_events_asked(self, message: Events.Asked) -> None:
-        self.run_worker(self._go_to_log(message.component, message.moment), group="jump", exclusive=True)
+        self.run_worker(
+            self._go_to_log(message.component, message.moment), group="jump", exclusive=True
+        )
 
     async def _go_to_log(self, component: str, time: float) -> None:
         table, log = self.find(Components), self.find(LogView)
@@ -417,14 +486,18 @@ class CockpitApp(CommandApp):
             if name == "rollouts":
                 main.query_one(Rollouts).point()
             self._focus(main, name)
-            main.refresh(layout=True)  # now: otherwise the old panels are painted once more before the layout
+            main.refresh(
+                layout=True
+            )  # now: otherwise the old panels are painted once more before the layout
             self._show([widget for widget in visible(main) if widget not in before], self.loaded)
             if name == "events" and (diagnosis := main.query_one(Notices).diagnosis):
                 main.query_one(Events).point(diagnosis)
 
     def _focus(self, main: Screen[object], name: str) -> None:
         kind = view_spec(name).focus
-        next((widget for widget in visible(main) if isinstance(widget, kind)), main.query_one(kind)).focus()
+        next(
+            (widget for widget in visible(main) if isinstance(widget, kind)), main.query_one(kind)
+        ).focus()
 
     def action_view_before(self) -> None:
         """Undo one filter, search or mark; if there is none, return to the view before."""
@@ -447,7 +520,9 @@ class CockpitApp(CommandApp):
     def action_all_logs(self) -> None:
         self._log_of_all = not self._log_of_all
         table = self.find(Components)
-        self._follow_logs("" if self._log_of_all or not (table and table.selected) else table.selected.name)
+        self._follow_logs(
+            "" if self._log_of_all or not (table and table.selected) else table.selected.name
+        )
 
     def action_search(self) -> None:
         if seen := self._searchable():
@@ -455,7 +530,11 @@ class CockpitApp(CommandApp):
 
     def _searchable(self) -> list[LogView | Rollouts | Events]:
         """Return the searchable panels on the screen, the focused one first."""
-        seen = [widget for widget in visible(self.main) if isinstance(widget, SEARCHED)] if self.main else []
+        seen = (
+            [widget for widget in visible(self.main) if isinstance(widget, SEARCHED)]
+            if self.main
+            else []
+        )
         return sorted(seen, key=lambda widget: widget is not self.focused)
 
     def action_filter_log(self) -> None:
@@ -482,7 +561,9 @@ class CockpitApp(CommandApp):
             path = save_screenshot(svg, self.info.name, Path())
         except OSError as error:
             self.refuse(
-                f"cannot save the picture: {error.strerror}", "start the screen in a writable directory", "picture"
+                f"cannot save the picture: {error.strerror}",
+                "start the screen in a writable directory",
+                "picture",
             )
         else:
             self.notify(f"saved {path.resolve()}", markup=False)
@@ -492,7 +573,12 @@ class CockpitApp(CommandApp):
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         panels_with_keys = [widget for kind in SEARCHED if (widget := self.find(kind))]
-        return palette(self, panels_with_keys, self.status.components if self.status and self.can_act else (), self.act)
+        return palette(
+            self,
+            panels_with_keys,
+            self.status.components if self.status and self.can_act else (),
+            self.act,
+        )
 
     # Charts.
 
@@ -529,7 +615,9 @@ class CockpitApp(CommandApp):
         if at == len(ends):
             self.notify(f"no record has the time of step {step}", timeout=3)
         elif what == "log":
-            trainer = next((part.name for part in self.info.components if part.role == "trainer"), "")
+            trainer = next(
+                (part.name for part in self.info.components if part.role == "trainer"), ""
+            )
             self.post_message(Events.Asked(trainer, ends.times[at]))
         else:
             self.action_view("events")
@@ -549,13 +637,19 @@ class CockpitApp(CommandApp):
     def _shrink(self, chart: Chart) -> None:
         self.action_view_before()
         # Only a chart in the full-screen view gives the focus back to the chart it came from.
-        if self._enlarged is not None and any(node.id == f"view-{ENLARGED}" for node in chart.ancestors):
+        if self._enlarged is not None and any(
+            node.id == f"view-{ENLARGED}" for node in chart.ancestors
+        ):
             self._enlarged.focus()
 
     async def draw_chosen(self) -> None:
         """Add charts of the chosen curves to the training view."""
         if self.main:
-            await self.main.query_one("#view-training").query_one(ChartGrid).set_extra(self.chosen.metrics)
+            await (
+                self.main.query_one("#view-training")
+                .query_one(ChartGrid)
+                .set_extra(self.chosen.metrics)
+            )
             self.draw_now()
 
     def action_choose_curves(self) -> None:
@@ -600,7 +694,10 @@ class CockpitApp(CommandApp):
 
 def stable_fields(status: RunStatus) -> object:
     """Return the parts of a status that do not change all the time."""
-    rows = [(row.name, row.state, row.pid, row.attempt, row.healthy, row.waiting_for) for row in status.components]
+    rows = [
+        (row.name, row.state, row.pid, row.attempt, row.healthy, row.waiting_for)
+        for row in status.components
+    ]
     return status.phase, status.exit_code, rows
 
 

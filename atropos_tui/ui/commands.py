@@ -101,7 +101,11 @@ class CommandApp(App[Outcome]):
                 return
             words = f"{record.action} {record.component or 'the stack'}: {record.status}"
             detail = f" · {one_line(record.detail)}" if record.detail else ""
-            self.notify(words + detail, severity="error" if record.status == "failed" else "information", markup=False)
+            self.notify(
+                words + detail,
+                severity="error" if record.status == "failed" else "information",
+                markup=False,
+            )
 
     # Acting.
 
@@ -128,7 +132,8 @@ class CommandApp(App[Outcome]):
             self.refuse("this screen is read-only", "attach without --read-only to send commands")
         elif self.is_over:
             self.refuse(
-                "this run has ended", "start another with `atropos-tui up`, or continue this one with `up --resume`"
+                "this run has ended",
+                "start another with `atropos-tui up`, or continue this one with `up --resume`",
             )
         elif not (self._is_asking or self._asks_to_leave):
             self.user_selects = self._is_asking = True
@@ -148,7 +153,9 @@ class CommandApp(App[Outcome]):
         is_resting = table and table.selected and table.selected.state.is_resting
         self.action_act("start" if is_resting else "stop")
 
-    async def _ask_and_send(self, action: Action, component: str | None, *, ask: bool = True) -> bool:
+    async def _ask_and_send(
+        self, action: Action, component: str | None, *, ask: bool = True
+    ) -> bool:
         """Show what the command will stop and start, then send it; return True if it was
         accepted."""
         try:
@@ -231,7 +238,9 @@ def palette(
     for row in rows:
         for action in _possible(row):
             yield SystemCommand(
-                f"{action.capitalize()} {row.name}", f"{row.name} is {row.state}", partial(act, action, row.name)
+                f"{action.capitalize()} {row.name}",
+                f"{row.name} is {row.state}",
+                partial(act, action, row.name),
             )
 
 
@@ -282,4 +291,6 @@ def explained(app: App[Any], widgets: Iterable[Widget]) -> dict[str, dict[str, s
             if binding.tooltip.partition(": ")[0] not in here:
                 explain(binding)
     away = " (focus it with tab or a click)"
-    return {name if name in here else f"{name}{away}": keys for name, keys in sections.items() if keys}
+    return {
+        name if name in here else f"{name}{away}": keys for name, keys in sections.items() if keys
+    }

@@ -49,7 +49,11 @@ class ConfirmDialog(_Dialog):
             box.border_title = f"{verb} {what}?"
             yield Static(radius_text(recipe), classes="dialog-text")
             with Horizontal(classes="dialog-buttons"):
-                yield Button(f"{verb}  y", variant="error" if recipe.action == "kill" else "primary", id="yes")
+                yield Button(
+                    f"{verb}  y",
+                    variant="error" if recipe.action == "kill" else "primary",
+                    id="yes",
+                )
                 yield Button("Cancel  esc", id="no")
 
     def on_mount(self) -> None:
@@ -122,7 +126,9 @@ class TextDialog(_Dialog):
 class HelpDialog(TextDialog):
     """Every key that works now, taken from the bindings."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("question_mark", "dismiss", "Close", show=False)]
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("question_mark", "dismiss", "Close", show=False)
+    ]
 
     def __init__(self, sections: Mapping[str, Mapping[str, str]]) -> None:
         width = max((len(key) for keys in sections.values() for key in keys), default=0)
@@ -148,7 +154,9 @@ class _ChooseDialog(_Dialog):
     HEADING: ClassVar[str]
     NOTHING: ClassVar[str]  # text of an empty list
 
-    def __init__(self, lines: Sequence[str], values: Sequence[object], chosen: Container[object], heads: str) -> None:
+    def __init__(
+        self, lines: Sequence[str], values: Sequence[object], chosen: Container[object], heads: str
+    ) -> None:
         """Args:
         values: value of each line.
         heads: heading above the lines."""
@@ -166,7 +174,8 @@ class _ChooseDialog(_Dialog):
                 yield Static(Text(" " * BOX + self._heads, no_wrap=True), classes="dialog-heads")
             # `Text`, because names of runs and curves must not be parsed as markup.
             options = [
-                Selection(Text(line, no_wrap=True), at, at in self._marked) for at, line in enumerate(self._lines)
+                Selection(Text(line, no_wrap=True), at, at in self._marked)
+                for at, line in enumerate(self._lines)
             ]
             yield SelectionList[int](*options)
 
@@ -187,7 +196,9 @@ class ChooseRunsDialog(_ChooseDialog):
     """Choice of runs to compare with. Returns their directories; None changes nothing."""
 
     HEADING = "Compare with"
-    NOTHING = "No other run with training records was found, neither beside this one nor among your own."
+    NOTHING = (
+        "No other run with training records was found, neither beside this one nor among your own."
+    )
 
     def __init__(self, runs: Sequence[RunRow], chosen: Container[Path], columns: int) -> None:
         heads, *lines = table(runs, time.time(), columns - AROUND - BOX)
@@ -212,7 +223,10 @@ def radius_text(recipe: Recipe) -> Text:
     if recipe.start:
         text.append("starts  ", "dim").append(" → ".join(recipe.start), "bold").append("\n")
     if recipe.action == "kill":
-        text.append("\nKill leaves no time to save or clean up. The restart policy decides what happens next.\n")
+        text.append(
+            "\nKill leaves no time to save or clean up. The restart policy decides what "
+            "happens next.\n"
+        )
     if recipe.note:
         text.append("\n" + recipe.note + "\n")
     text.rstrip()

@@ -39,7 +39,10 @@ def record(error: BaseException, where: str) -> None:
     # Without local variables: they hold the run's whole history, rollouts included.
     trace = "".join(traceback.format_exception(cause))
     _recorded[key] = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {where}\n{trace}"
-    versions = f"atropos-tui {__version__}, Textual {textual.__version__}, Python {platform.python_version()}"
+    versions = (
+        f"atropos-tui {__version__}, Textual {textual.__version__}, Python "
+        f"{platform.python_version()}"
+    )
     with contextlib.suppress(OSError):
         path().parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_private(path(), "\n".join([versions, *_recorded.values()]))
@@ -58,5 +61,7 @@ def forget() -> None:
 def crash_line(run: Path, *, command: str, is_over: bool) -> str:
     """Return the line to print after a crash of the screen; `command` reopens it."""
     again = f"atropos-tui {command} {shlex.quote(str(run))}"
-    what = f"the screen failed: {again}" if is_over else f"the screen failed, the run goes on: {again}"
+    what = (
+        f"the screen failed: {again}" if is_over else f"the screen failed, the run goes on: {again}"
+    )
     return one_line(f"{what} (traceback: {path()})")

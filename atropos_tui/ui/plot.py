@@ -157,12 +157,23 @@ LOW = 8
 
 
 def plot(
-    curves: Sequence[Curve], axes: Axes, ink: Ink, width: int, height: int, bands: Sequence[Band] = ()
+    curves: Sequence[Curve],
+    axes: Axes,
+    ink: Ink,
+    width: int,
+    height: int,
+    bands: Sequence[Band] = (),
 ) -> list[Line]:
     """Draw `curves`, the first on top, as `height` lines; blank lines if the space is too small."""
     # Steps beyond MOST_STEPS come from corrupt records and would compress the whole plot.
     ends = [step for curve in curves for step in curve.steps if abs(step) <= MOST_STEPS]
-    last = axes.first + 1 if axes.last is None and not ends else max(ends) if axes.last is None else axes.last
+    last = (
+        axes.first + 1
+        if axes.last is None and not ends
+        else max(ends)
+        if axes.last is None
+        else axes.last
+    )
     last = last if last - axes.first > SMALLEST else axes.first + 1
     curves = [_in_view(curve, axes.first, last) for curve in curves]
     # One line is the x axis; marks take another one if the plot is high enough.
@@ -185,11 +196,25 @@ def plot(
         if not curve.scatter:
             _draw(canvas, curve, scale, axes.first, last)
     _draw_points(canvas, [curve for curve in curves if curve.scatter], scale, axes.first, last)
-    _mark_lines(canvas, [curve for curve in curves if curve.mark and not curve.scatter], scale, axes.first, last)
+    _mark_lines(
+        canvas,
+        [curve for curve in curves if curve.mark and not curve.scatter],
+        scale,
+        axes.first,
+        last,
+    )
     below = _draw_cursor_and_marks(canvas, axes, last, ink, own_line=rows < height - 1)
     healthy, limits = _healthy_rows(scale, axes.healthy)
     lines = [
-        _row(canvas, row, labels.get(row), gutter, ink, is_limit=row in limits, is_healthy=row in healthy)
+        _row(
+            canvas,
+            row,
+            labels.get(row),
+            gutter,
+            ink,
+            is_limit=row in limits,
+            is_healthy=row in healthy,
+        )
         for row in range(rows)
     ]
     under = [[Segment(" " * (gutter + 2) + below, ink.mark)]] if below else []
@@ -201,7 +226,9 @@ def column_of(place: float, first: float, last: float, columns: int) -> int:
     return round((place - first) / (last - first) * (2 * columns - 1)) // 2
 
 
-def _draw_cursor_and_marks(canvas: _Canvas, axes: Axes, last: float, ink: Ink, *, own_line: bool) -> str:
+def _draw_cursor_and_marks(
+    canvas: _Canvas, axes: Axes, last: float, ink: Ink, *, own_line: bool
+) -> str:
     """Draw the cursor and the marks; return the line of marks, empty without `own_line`."""
     line = [" "] * canvas.width
     # In reverse, so that the most important mark wins a shared column.
@@ -220,7 +247,9 @@ def _draw_cursor_and_marks(canvas: _Canvas, axes: Axes, last: float, ink: Ink, *
 
 
 def _edges(bands: Sequence[Band], first: float, last: float) -> list[Curve]:
-    edges = [Curve(band.steps, values, band.style) for band in bands for values in (band.low, band.high)]
+    edges = [
+        Curve(band.steps, values, band.style) for band in bands for values in (band.low, band.high)
+    ]
     return [_in_view(edge, first, last) for edge in edges]
 
 
@@ -234,12 +263,17 @@ def _fill_band(canvas: _Canvas, band: Band, scale: _Scale, first: float, last: f
 
 def _in_view(curve: Curve, first: float, last: float) -> Curve:
     # `on_scale` turns values beyond any scale into infinities.
-    points = [(step, on_scale(value)) for step, value in zip(curve.steps, curve.values, strict=True)
-              if first <= step <= last]  # fmt: skip
+    points = [
+        (step, on_scale(value))
+        for step, value in zip(curve.steps, curve.values, strict=True)
+        if first <= step <= last
+    ]
     return replace(curve, steps=[step for step, _ in points], values=[value for _, value in points])
 
 
-def _healthy_rows(scale: _Scale, healthy: tuple[float | None, float | None] | None) -> tuple[range, set[int]]:
+def _healthy_rows(
+    scale: _Scale, healthy: tuple[float | None, float | None] | None
+) -> tuple[range, set[int]]:
     if healthy is None:
         return range(0), set()
     low, high = healthy
@@ -247,7 +281,9 @@ def _healthy_rows(scale: _Scale, healthy: tuple[float | None, float | None] | No
         return range(0), set()
     top = 0 if high is None else scale.y(high) // 4
     bottom = (scale.rows - 1 if low is None else scale.y(low)) // 4
-    limits = {scale.y(end) // 4 for end in healthy if end is not None and scale.low < end < scale.high}
+    limits = {
+        scale.y(end) // 4 for end in healthy if end is not None and scale.low < end < scale.high
+    }
     return range(top, bottom + 1), limits
 
 
@@ -293,7 +329,9 @@ def nice_step(rough: float) -> float:
     """Return the smallest of 1, 2, 2.5, 5, 10 or 20 times a power of ten that is at least
     `rough`."""
     power = 10.0 ** math.floor(math.log10(rough))
-    return next(factor * power for factor in (1, 2, 2.5, 5, 10, 20) if factor * power >= rough * (1 - 1e-9))
+    return next(
+        factor * power for factor in (1, 2, 2.5, 5, 10, 20) if factor * power >= rough * (1 - 1e-9)
+    )
 
 
 def tick_label(value: float, log: bool, ticks: Sequence[float]) -> str:
@@ -352,7 +390,9 @@ def _draw(canvas: _Canvas, curve: Curve, scale: _Scale, first: float, last: floa
         before = here
 
 
-def _draw_points(canvas: _Canvas, curves: Sequence[Curve], scale: _Scale, first: float, last: float) -> None:
+def _draw_points(
+    canvas: _Canvas, curves: Sequence[Curve], scale: _Scale, first: float, last: float
+) -> None:
     """Draw the newest point of scatters, and earlier ones at least `POINT_COLUMNS` before the
     next."""
     points = [
@@ -376,7 +416,9 @@ def _draw_points(canvas: _Canvas, curves: Sequence[Curve], scale: _Scale, first:
             canvas.mark(2 * column, y, glyph, curve.style)
 
 
-def _mark_lines(canvas: _Canvas, curves: Sequence[Curve], scale: _Scale, first: float, last: float) -> None:
+def _mark_lines(
+    canvas: _Canvas, curves: Sequence[Curve], scale: _Scale, first: float, last: float
+) -> None:
     """Draw the mark of each line on it: at its end, and in columns that no other line uses."""
     for at, curve in enumerate(curves):
         points = {
@@ -392,7 +434,14 @@ def _mark_lines(canvas: _Canvas, curves: Sequence[Curve], scale: _Scale, first: 
 
 
 def _row(
-    canvas: _Canvas, row: int, label: str | None, gutter: int, ink: Ink, *, is_limit: bool, is_healthy: bool
+    canvas: _Canvas,
+    row: int,
+    label: str | None,
+    gutter: int,
+    ink: Ink,
+    *,
+    is_limit: bool,
+    is_healthy: bool,
 ) -> Line:
     under = ink.healthy if is_healthy else Style()
     line = [Segment(f"{label or '':>{gutter}} {'┤' if label else '│'}", ink.axis)]
@@ -418,7 +467,9 @@ def _cell(canvas: _Canvas, cell: int, ink: Ink) -> tuple[str, Style] | None:
         glyph, style = canvas.marks[cell]
         return glyph, ink.bad if glyph == "×" else style
     if cell in canvas.dots:
-        return chr(0x2800 + canvas.dots[cell]), canvas.styles[cell]  # U+2800 is the empty Braille cell
+        return chr(0x2800 + canvas.dots[cell]), canvas.styles[
+            cell
+        ]  # U+2800 is the empty Braille cell
     return canvas.under.get(cell)
 
 
@@ -428,10 +479,14 @@ def _x_axis(first: float, last: float, columns: int, gutter: int, style: Style) 
     cells = [" "] * (gutter + 2 + columns)
     step = nice_step((last - first) / max(1, columns // 8))
     while True:
-        ticks = [at * step for at in range(math.ceil(first / step), math.floor(last / step + 1e-9) + 1)]
+        ticks = [
+            at * step for at in range(math.ceil(first / step), math.floor(last / step + 1e-9) + 1)
+        ]
         texts = _label_columns(ticks, first, last, columns, gutter)
         # Widen the step until no two labels touch.
-        if len(ticks) < 2 or all(end + 1 < start for (_, end), (start, _) in pairwise(texts.values())):
+        if len(ticks) < 2 or all(
+            end + 1 < start for (_, end), (start, _) in pairwise(texts.values())
+        ):
             break
         step = nice_step(step * 1.5)
     for text, (start, end) in texts.items():
@@ -449,7 +504,12 @@ def _label_columns(
     for value in ticks:
         text = place_label(value, ticks[1] - ticks[0] if len(ticks) > 1 else 1)
         if len(text) < whole - gutter:
-            at = gutter + 2 + round((value - first) / (last - first) * (columns - 1)) - len(text) // 2
+            at = (
+                gutter
+                + 2
+                + round((value - first) / (last - first) * (columns - 1))
+                - len(text) // 2
+            )
             at = min(max(at, gutter + 1), whole - len(text))
             found[text] = at, at + len(text)
     return found
@@ -478,7 +538,9 @@ def textures(order: Sequence[str], *, colours: bool) -> TextureOf:
 def progress_bar(share: float, width: int, done: Style, left: Style) -> Text:
     """Return a line of `width` cells of which `share` (0 to 1) is done."""
     count = round(share * width)
-    return Text.assemble((_DONE * count, done), (_LEFT * (width - count), left), no_wrap=True, end="")
+    return Text.assemble(
+        (_DONE * count, done), (_LEFT * (width - count), left), no_wrap=True, end=""
+    )
 
 
 def split_bar(split: Split, texture: TextureOf, style: StyleOf, width: int) -> Text:
@@ -491,11 +553,15 @@ def split_bar(split: Split, texture: TextureOf, style: StyleOf, width: int) -> T
     return bar.append(FREE * (width - taken), style("free"))
 
 
-def legend(split: Split, texture: TextureOf, style: StyleOf, write: Callable[[float], str], width: int) -> list[Text]:
+def legend(
+    split: Split, texture: TextureOf, style: StyleOf, write: Callable[[float], str], width: int
+) -> list[Text]:
     """Return a legend such as `█ vllm 60 GB  ▓ trainer 12 GB`, in as many lines as it needs."""
     lines = [Text(no_wrap=True, end="")]
     for part in split.parts:
-        entry = Text.assemble((texture(part.label), style(part.label)), f" {part.label} {write(part.amount)}")
+        entry = Text.assemble(
+            (texture(part.label), style(part.label)), f" {part.label} {write(part.amount)}"
+        )
         if lines[-1].cell_len and lines[-1].cell_len + 2 + entry.cell_len > width:
             lines.append(Text(no_wrap=True, end=""))
         if lines[-1].cell_len:

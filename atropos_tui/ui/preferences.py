@@ -31,7 +31,9 @@ class Charts:
         return Lens(along=self.along, smoothing=self.smoothing, cuts_outliers=self.cuts_outliers)
 
     def through(self, lens: Lens) -> Charts:
-        return replace(self, smoothing=lens.smoothing, along=lens.along, cuts_outliers=lens.cuts_outliers)
+        return replace(
+            self, smoothing=lens.smoothing, along=lens.along, cuts_outliers=lens.cuts_outliers
+        )
 
 
 def path() -> Path:

@@ -60,7 +60,13 @@ class ReplayBar(Widget):
         clock, width = self._clock, self.content_size.width
         now = self._shown = clock.now()
         whole, quiet = clock.last - clock.first, ink(self.app, "dim")
-        word = "▮▮ paused" if clock.paused else "■ at its end" if clock.at_end else f"▶ {clock.speed:g}×"
+        word = (
+            "▮▮ paused"
+            if clock.paused
+            else "■ at its end"
+            if clock.at_end
+            else f"▶ {clock.speed:g}×"
+        )
         left = Text.assemble((" REPLAY ", ink(self.app, "replay")), f" {word}  ", no_wrap=True)
         left.append(time_of_day(now))
         left.append(f"  {duration(now - clock.first)} of {duration(whole)} ", quiet)
@@ -77,13 +83,61 @@ class ReplayBar(Widget):
 
 class ReplayApp(CockpitApp):
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("space", "pause", "Pause", priority=True, tooltip="Replay: pause, or go on; at the end, begin again"),
-        Binding("plus", "faster(1)", "Faster", priority=True, show=False, tooltip="Replay: twice as fast"),
-        Binding("minus", "faster(-1)", "Slower", priority=True, show=False, tooltip="Replay: half as fast"),
-        Binding("left", "seek(-1)", "Back", priority=True, show=False, tooltip="Replay: back by a fiftieth"),
-        Binding("right", "seek(1)", "Ahead", priority=True, show=False, tooltip="Replay: ahead by a fiftieth"),
-        Binding("shift+left", "event(-1)", "Back", priority=True, show=False, tooltip="Replay: back to an event"),
-        Binding("shift+right", "event(1)", "Ahead", priority=True, show=False, tooltip="Replay: ahead to an event"),
+        Binding(
+            "space",
+            "pause",
+            "Pause",
+            priority=True,
+            tooltip="Replay: pause, or go on; at the end, begin again",
+        ),
+        Binding(
+            "plus",
+            "faster(1)",
+            "Faster",
+            priority=True,
+            show=False,
+            tooltip="Replay: twice as fast",
+        ),
+        Binding(
+            "minus",
+            "faster(-1)",
+            "Slower",
+            priority=True,
+            show=False,
+            tooltip="Replay: half as fast",
+        ),
+        Binding(
+            "left",
+            "seek(-1)",
+            "Back",
+            priority=True,
+            show=False,
+            tooltip="Replay: back by a fiftieth",
+        ),
+        Binding(
+            "right",
+            "seek(1)",
+            "Ahead",
+            priority=True,
+            show=False,
+            tooltip="Replay: ahead by a fiftieth",
+        ),
+        Binding(
+            "shift+left",
+            "event(-1)",
+            "Back",
+            priority=True,
+            show=False,
+            tooltip="Replay: back to an event",
+        ),
+        Binding(
+            "shift+right",
+            "event(1)",
+            "Ahead",
+            priority=True,
+            show=False,
+            tooltip="Replay: ahead to an event",
+        ),
         Binding("d,q", "ask_quit", "Leave", tooltip="Leave the replay"),
         *(Binding(*keys, show=False, tooltip="Refused: this run has ended") for keys in REFUSED),
     ]
@@ -94,7 +148,9 @@ class ReplayApp(CockpitApp):
         self.replay = replay
         self._events = replay.recording.events()
         # Replaces the feed of the base class, which reads the files as they are now.
-        self.feed = Feed(run.root, replay.control, self.post_message, feed=replay.feed, logs=replay.logs)
+        self.feed = Feed(
+            run.root, replay.control, self.post_message, feed=replay.feed, logs=replay.logs
+        )
         self.rings = Bell(run, muted=True)  # events of a recording are old
         self._shown = 0.0
 

@@ -69,7 +69,9 @@ def run_app(app: CommandApp) -> Outcome:
         # Textual's driver handles neither signal.
         for number in (signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, leave)
-        threading.Thread(target=_watch_terminal, args=(leave,), name="terminal", daemon=True).start()
+        threading.Thread(
+            target=_watch_terminal, args=(leave,), name="terminal", daemon=True
+        ).start()
         try:
             return await app.run_async()
         finally:
@@ -86,7 +88,9 @@ def _watch_terminal(gone: Callable[[], None]) -> None:
         return
     watched = select.poll()
     watched.register(sys.__stdin__.fileno(), 0)  # no flags: POLLHUP and POLLERR are always reported
-    while not any(event & (select.POLLHUP | select.POLLERR | select.POLLNVAL) for _, event in watched.poll()):
+    while not any(
+        event & (select.POLLHUP | select.POLLERR | select.POLLNVAL) for _, event in watched.poll()
+    ):
         pass
     gone()
 
@@ -160,7 +164,9 @@ def _answer(terminal: int, timeout_s: float) -> bytes:
 
 def ground_of(answer: bytes) -> Ground | None:
     """Parse an answer to OSC 11: `rgb:` and three numbers of one to four hexadecimal digits."""
-    found = re.search(rb"\]11;rgba?:([0-9a-fA-F]{1,4})/([0-9a-fA-F]{1,4})/([0-9a-fA-F]{1,4})", answer)
+    found = re.search(
+        rb"\]11;rgba?:([0-9a-fA-F]{1,4})/([0-9a-fA-F]{1,4})/([0-9a-fA-F]{1,4})", answer
+    )
     if found is None:
         return None
     red, green, blue = (int(part, 16) / (16 ** len(part) - 1) for part in found.groups())
@@ -184,7 +190,8 @@ class Bell:
         # A screen that attaches late, or reads a file again, must not ring for old records.
         news = [record for record in records if record.time > now - NEWS_S]
         return any(
-            self._wants(event) and any(is_event(record, event) for record in news) for event in ("mismatch", "alert")
+            self._wants(event) and any(is_event(record, event) for record in news)
+            for event in ("mismatch", "alert")
         )
 
     def at_status(self, status: RunStatus | None) -> bool:

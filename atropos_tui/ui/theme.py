@@ -17,7 +17,15 @@ from atropos_tui.monitor.format import TONES, glyph_and_word
 
 
 def _named(
-    theme: Theme, *, quiet: str, line: str, cursor: str, on_cursor: str, cursor_away: str, footer: str, hover: str
+    theme: Theme,
+    *,
+    quiet: str,
+    line: str,
+    cursor: str,
+    on_cursor: str,
+    cursor_away: str,
+    footer: str,
+    hover: str,
 ) -> Theme:
     """Add the colours that Textual and this screen read from a theme's variables.
 
@@ -50,22 +58,51 @@ def _named(
 
 THEME = _named(
     Theme(
-        name="atropos", dark=True, primary="#7aa7d9", secondary="#7f8b9b", accent="#c9a3e0", success="#84c9a0",
-        warning="#e3b96f", error="#e98089", foreground="#ccd4de", background="#10141a", surface="#141920",
-        panel="#1c232c", variables={"text-warning": "#e3b96f"},
+        name="atropos",
+        dark=True,
+        primary="#7aa7d9",
+        secondary="#7f8b9b",
+        accent="#c9a3e0",
+        success="#84c9a0",
+        warning="#e3b96f",
+        error="#e98089",
+        foreground="#ccd4de",
+        background="#10141a",
+        surface="#141920",
+        panel="#1c232c",
+        variables={"text-warning": "#e3b96f"},
     ),
-    quiet="#7f8b9b", line="#2b3541", cursor="#26384c", on_cursor="#eef3f8", cursor_away="#1e2935", footer="#8a96a5",
+    quiet="#7f8b9b",
+    line="#2b3541",
+    cursor="#26384c",
+    on_cursor="#eef3f8",
+    cursor_away="#1e2935",
+    footer="#8a96a5",
     hover="#3b4857",
-)  # fmt: skip
+)
 LIGHT = _named(
     Theme(
-        name="atropos-light", dark=False, primary="#1f66a8", secondary="#5b6775", accent="#7d4fa3", success="#1d7443",
-        warning="#855500", error="#b3261e", foreground="#1f2933", background="#f8f9fb", surface="#eef1f5",
+        name="atropos-light",
+        dark=False,
+        primary="#1f66a8",
+        secondary="#5b6775",
+        accent="#7d4fa3",
+        success="#1d7443",
+        warning="#855500",
+        error="#b3261e",
+        foreground="#1f2933",
+        background="#f8f9fb",
+        surface="#eef1f5",
         panel="#e2e7ee",
     ),
-    quiet="#56616e", line="#c3ccd6", cursor="#cfe0f2", on_cursor="#10202f", cursor_away="#e2e9f1", footer="#56616e",
+    quiet="#56616e",
+    line="#c3ccd6",
+    cursor="#cfe0f2",
+    on_cursor="#10202f",
+    cursor_away="#e2e9f1",
+    footer="#56616e",
     hover="#a5b2c0",
-)  # fmt: skip
+)
 
 
 def theme_colours(theme: Theme) -> dict[str, str]:
@@ -74,21 +111,34 @@ def theme_colours(theme: Theme) -> dict[str, str]:
     if theme.ansi:  # the terminal's 16 colours cannot be mixed
         lines = dict.fromkeys(("track", "grid", "frame"), "ansi_bright_black")
         text = dict.fromkeys(("quiet", "healthy", "log"), "ansi_default")
-        return lines | text | {"found": "ansi_yellow", "log-name": "ansi_blue", "limit": "ansi_yellow"}
+        return (
+            lines | text | {"found": "ansi_yellow", "log-name": "ansi_blue", "limit": "ansi_yellow"}
+        )
     system = theme.to_color_system().generate()
     background = Color.parse(system["background"])
     # Share of the named colour over the background. quiet: labels; track: empty part of a bar;
     # healthy: background of a curve's good range; found: background of a match; log and log-name:
     # text and component name of a log line; limit: end of a healthy range.
     mixed = {
-        "quiet": ("foreground", 0.75), "track": ("foreground", 0.25), "grid": ("foreground", 0.2),
-        "frame": ("foreground", 0.25), "log": ("foreground", 0.85), "healthy": ("success", 0.08),
-        "found": ("warning", 0.4), "limit": ("warning", 0.6), "log-name": ("primary", 0.7),
-    }  # fmt: skip
-    return {name: background.blend(Color.parse(system[colour]), share).hex for name, (colour, share) in mixed.items()}
+        "quiet": ("foreground", 0.75),
+        "track": ("foreground", 0.25),
+        "grid": ("foreground", 0.2),
+        "frame": ("foreground", 0.25),
+        "log": ("foreground", 0.85),
+        "healthy": ("success", 0.08),
+        "found": ("warning", 0.4),
+        "limit": ("warning", 0.6),
+        "log-name": ("primary", 0.7),
+    }
+    return {
+        name: background.blend(Color.parse(system[colour]), share).hex
+        for name, (colour, share) in mixed.items()
+    }
 
 
-def first_theme(wished: str, known: Collection[str], ground: Literal["dark", "light"] | None) -> str:
+def first_theme(
+    wished: str, known: Collection[str], ground: Literal["dark", "light"] | None
+) -> str:
     """Return the user's theme if it exists, otherwise the default for the terminal's background."""
     return wished if wished in known else LIGHT.name if ground == "light" else THEME.name
 
@@ -96,16 +146,39 @@ def first_theme(wished: str, known: Collection[str], ground: Literal["dark", "li
 # Styles that panels draw with, as one table: CSS component classes would be matched against every
 # node of each panel.
 INKS = {
-    "good": "$success", "busy": "$primary", "warn": "$warning", "bad": "bold $error", "dim": "$quiet",
-    "text-good": "$text-success", "text-busy": "$text-primary", "text-warn": "$text-warning",
-    "text-bad": "$text-error", "text-dim": "$quiet",
-    "primary": "$primary", "accent": "$accent", "success": "$success", "warning": "$warning", "error": "$error",
-    "secondary": "$foreground", "title": "bold $foreground", "here": "bold $background on $primary",
-    "replay": "bold $background on $accent", "track": "$track", "grid": "$grid", "frame": "$frame",
-    "limit": "$limit", "healthy": "on $healthy", "lit": "on $block-cursor-background",
-    "found": "bold underline on $found", "gone": "strike $error", "new": "underline $success",
-    "plain": "$log", "poll": "$log", "note": "italic $quiet", "name of a log": "$log-name",
-}  # fmt: skip
+    "good": "$success",
+    "busy": "$primary",
+    "warn": "$warning",
+    "bad": "bold $error",
+    "dim": "$quiet",
+    "text-good": "$text-success",
+    "text-busy": "$text-primary",
+    "text-warn": "$text-warning",
+    "text-bad": "$text-error",
+    "text-dim": "$quiet",
+    "primary": "$primary",
+    "accent": "$accent",
+    "success": "$success",
+    "warning": "$warning",
+    "error": "$error",
+    "secondary": "$foreground",
+    "title": "bold $foreground",
+    "here": "bold $background on $primary",
+    "replay": "bold $background on $accent",
+    "track": "$track",
+    "grid": "$grid",
+    "frame": "$frame",
+    "limit": "$limit",
+    "healthy": "on $healthy",
+    "lit": "on $block-cursor-background",
+    "found": "bold underline on $found",
+    "gone": "strike $error",
+    "new": "underline $success",
+    "plain": "$log",
+    "poll": "$log",
+    "note": "italic $quiet",
+    "name of a log": "$log-name",
+}
 
 # Parsed `INKS` by name of the theme.
 _made: dict[str, dict[str, Style]] = {}

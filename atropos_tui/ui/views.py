@@ -40,9 +40,21 @@ class ViewSpec(NamedTuple):
 
 
 TRAINING = (
-    "reward", "useful", "loss", "entropy", "length", "truncated", "ratio", "clip", "grad", "lag", "lr", "time",
-    "tokens", "queue",
-)  # fmt: skip
+    "reward",
+    "useful",
+    "loss",
+    "entropy",
+    "length",
+    "truncated",
+    "ratio",
+    "clip",
+    "grad",
+    "lag",
+    "lr",
+    "time",
+    "tokens",
+    "queue",
+)
 ALIGNMENT = ("diff", "diff-max", "logprobs", "kl")
 
 VIEWS = {
@@ -54,8 +66,12 @@ VIEWS = {
         panels=lambda: [ChartGrid(*TRAINING, columns="three")],
         short="Train",
     ),
-    "logs": ViewSpec("Logs", "The log of the selected component, or of all", LogView, bottom=(LogView,)),
-    "rollouts": ViewSpec("Rollouts", "The newest rollouts by group", Rollouts, bottom=(Rollouts, RolloutDetail)),
+    "logs": ViewSpec(
+        "Logs", "The log of the selected component, or of all", LogView, bottom=(LogView,)
+    ),
+    "rollouts": ViewSpec(
+        "Rollouts", "The newest rollouts by group", Rollouts, bottom=(Rollouts, RolloutDetail)
+    ),
     "benchmark": ViewSpec(
         "Benchmark",
         "Where the time goes; the summary, beside other runs",
@@ -63,7 +79,9 @@ VIEWS = {
         short="Bench",
     ),
     "machine": ViewSpec(
-        "Machine", "GPUs, or the host's memory and CPU; the nodes", panels=lambda: [Nodes(), MachinePanel()]
+        "Machine",
+        "GPUs, or the host's memory and CPU; the nodes",
+        panels=lambda: [Nodes(), MachinePanel()],
     ),
     "alignment": ViewSpec(
         "Alignment",
@@ -73,14 +91,22 @@ VIEWS = {
     ),
     "events": ViewSpec("Events", "Transitions, diagnoses, commands", Events, bottom=(Events,)),
     "component": ViewSpec(
-        "Component", "Everything known about the selected component", panels=lambda: [Details()], short="Comp"
+        "Component",
+        "Everything known about the selected component",
+        panels=lambda: [Details()],
+        short="Comp",
     ),
 }
 """Views by name, in the order of the number keys. To add a panel, write its file and add a row
 here."""
 ENLARGED = "enlarged"
 NUMBERLESS = {
-    ENLARGED: ViewSpec("Chart", "One chart on the whole screen", Chart, panels=lambda: [Chart("reward"), StepPanel()])
+    ENLARGED: ViewSpec(
+        "Chart",
+        "One chart on the whole screen",
+        Chart,
+        panels=lambda: [Chart("reward"), StepPanel()],
+    )
 }
 """Views without a number key."""
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import psutil
 
 HOSTS = {"n1": "127.0.0.11", "n2": "127.0.0.12", "n3": "127.0.0.13"}
-"""Three nodes on one host: what binds to one of these addresses is not reached at another, nor at 127.0.0.1."""
+"""Three nodes on one host: what binds to one of these addresses is not reached at another, nor at
+127.0.0.1."""
 
 
 class Missing(RuntimeError):
@@ -67,7 +68,12 @@ class Daemons:
         """Begin `command`; its output goes to NAME.out."""
         with (self.folder / f"{name}.out").open("ab") as out:
             self.running[name] = subprocess.Popen(
-                command, env=self.env, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+                command,
+                env=self.env,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
             )
 
     def pid(self, name: str) -> int:
@@ -95,12 +101,14 @@ class Daemons:
     def said(self) -> str:
         """The end of what each has said, for an error."""
         return "\n".join(
-            f"{file.name}: {file.read_text(errors='replace')[-800:]}" for file in self.folder.glob("*.out")
+            f"{file.name}: {file.read_text(errors='replace')[-800:]}"
+            for file in self.folder.glob("*.out")
         )
 
 
 def named(word: str) -> list[psutil.Process]:
-    """Processes with `word` somewhere in their command line or environment: what a cluster or a run has left."""
+    """Processes with `word` somewhere in their command line or environment: what a cluster or a run
+    has left."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):

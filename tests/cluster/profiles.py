@@ -1,4 +1,5 @@
-"""Profiles of the cluster tests: stand-ins on three nodes, which are up in a second, and the real demo."""
+"""Profiles of the cluster tests: stand-ins on three nodes, which are up in a second, and the real
+demo."""
 
 from __future__ import annotations
 
@@ -17,10 +18,17 @@ name = "second"
 name = "third"
 """
 MODEL = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 500, "hidden_size": 64,
-    "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 16, "max_position_embeddings": 512,
-}  # fmt: skip
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 500,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+}
 """What is looked at before a start; stand-ins load no weights."""
 LIGHT = """
 extends = "demo"
@@ -59,7 +67,9 @@ def light(folder: Path, cluster: str, steps: int = 100_000) -> Path:
     (model / "config.json").write_text(json.dumps(MODEL))
     file = folder / "light.toml"
     ports = {"api": free_port(), "engine": free_port()}
-    file.write_text(LIGHT.format(cluster=cluster, model=model, stand_ins=STAND_INS, steps=steps, **ports))
+    file.write_text(
+        LIGHT.format(cluster=cluster, model=model, stand_ins=STAND_INS, steps=steps, **ports)
+    )
     return file
 
 
@@ -80,8 +90,10 @@ def ray_tables(address: str) -> str:
 
 def hosts() -> list[str]:
     """Three [[node]]s that are named in the profile."""
-    return [f'[[node]]\nname = "{name}"\nhosts = ["{host}"]\naddresses = ["{HOSTS[host]}"]\n'
-             for name, host in zip(("first", "second", "third"), HOSTS, strict=True)]  # fmt: skip
+    return [
+        f'[[node]]\nname = "{name}"\nhosts = ["{host}"]\naddresses = ["{HOSTS[host]}"]\n'
+        for name, host in zip(("first", "second", "third"), HOSTS, strict=True)
+    ]
 
 
 DEMO = """
@@ -118,5 +130,8 @@ def demo_nodes(launcher: str, *more: str) -> str:
     if launcher != "slurm":
         n1, *others = HOSTS
         first += f'hosts = ["{n1}"]\naddresses = ["{HOSTS[n1]}"]\n'
-        train += f"hosts = {json.dumps(others)}\naddresses = {json.dumps([HOSTS[each] for each in others])}\n"
+        train += (
+            f"hosts = {json.dumps(others)}\naddresses = "
+            f"{json.dumps([HOSTS[each] for each in others])}\n"
+        )
     return "\n".join(["[cluster]", f'launcher = "{launcher}"', *more, first, train])

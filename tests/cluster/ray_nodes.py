@@ -1,6 +1,8 @@
-"""A Ray cluster of three nodes on this host: `with RayNodes() as ray:`, then `address` for `ray.init`.
+"""A Ray cluster of three nodes on this host: `with RayNodes() as ray:`, then `address` for
+`ray.init`.
 
-Each is a raylet of its own at an address of its own, by Ray's own `cluster_utils`; nothing runs after it.
+Each is a raylet of its own at an address of its own, by Ray's own `cluster_utils`; nothing runs
+after it.
 """
 
 from __future__ import annotations
@@ -14,7 +16,12 @@ from typing import Any
 
 from tests.cluster.processes import HOSTS, free_port, listens, wait_until
 
-PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
+PORTS = (
+    "metrics_agent_port",
+    "metrics_export_port",
+    "dashboard_agent_listen_port",
+    "runtime_env_agent_port",
+)
 PATIENCE = {
     "RAY_raylet_start_wait_time_s": "240",
     "RAY_worker_register_timeout_seconds": "240",
@@ -27,10 +34,11 @@ PATIENCE = {
     "RAY_enable_worker_prestart": "0",
     "RAY_prestart_worker_first_driver": "0",
 }
-"""Ray's own settings: on a busy machine each of its many processes may take a minute to be up, and no worker is started
-that nobody needs."""
+"""Ray's own settings: on a busy machine each of its many processes may take a minute to be up, and
+no worker is started that nobody needs."""
 RAYLET = '#!/bin/sh\nexec "{program}" "$@" --dashboard_agent_listen_port="$DASHBOARD_AGENT_PORT"\n'
-"""Ray does not hand this port on to its raylet, which then ends itself if the agent has not told it within 15 s."""
+"""Ray does not hand this port on to its raylet, which then ends itself if the agent has not told it
+within 15 s."""
 
 
 class RayNodes:
@@ -58,7 +66,12 @@ class RayNodes:
         for name, address in HOSTS.items():
             ports = {port: free_port(address) for port in PORTS}
             os.environ["DASHBOARD_AGENT_PORT"] = str(ports["dashboard_agent_listen_port"])
-            options = {"node_name": name, "node_ip_address": address, "num_cpus": 1, "object_store_memory": 100 << 20}
+            options = {
+                "node_name": name,
+                "node_ip_address": address,
+                "num_cpus": 1,
+                "object_store_memory": 100 << 20,
+            }
             self.nodes[name] = self.cluster.add_node(**options, **ports, include_dashboard=False)
         self.cluster.wait_for_nodes()
         for node in self.nodes.values():  # a worker is only started when this one is up
@@ -67,6 +80,9 @@ class RayNodes:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.cluster.shutdown()

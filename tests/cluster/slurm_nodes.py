@@ -1,7 +1,9 @@
-"""A SLURM cluster of three nodes on this host: `with SlurmNodes(folder) as slurm:`, then commands with `slurm.env`.
+"""A SLURM cluster of three nodes on this host: `with SlurmNodes(folder) as slurm:`, then commands
+with `slurm.env`.
 
-One slurmctld, a slurmd per node with an address, a port and a spool folder of its own, and a private munged. Nothing of
-the system's own SLURM is read or written. Each node says that it has 8 CPUs and 2 GPUs: jobs are placed here, not fast.
+One slurmctld, a slurmd per node with an address, a port and a spool folder of its own, and a
+private munged. Nothing of the system's own SLURM is read or written. Each node says that it has 8
+CPUs and 2 GPUs: jobs are placed here, not fast.
 """
 
 from __future__ import annotations
@@ -70,13 +72,21 @@ class SlurmNodes:
         socket = f"--socket={self.folder}/munge.sock"
         try:
             self.daemons.start(
-                "munged", munged, "--foreground", "--force", socket, f"--key-file={self.folder}/munge.key", *within
+                "munged",
+                munged,
+                "--foreground",
+                "--force",
+                socket,
+                f"--key-file={self.folder}/munge.key",
+                *within,
             )
             wait_until((self.folder / "munge.sock").exists, "munged's socket")
             self.daemons.start("slurmctld", slurmctld, "-D", "-f", str(self.conf))
             for node in HOSTS:
                 self.daemons.start(f"slurmd-{node}", slurmd, "-D", "-N", node, "-f", str(self.conf))
-            wait_until(lambda: self.states() == dict.fromkeys(HOSTS, "idle"), "three idle nodes", 30)
+            wait_until(
+                lambda: self.states() == dict.fromkeys(HOSTS, "idle"), "three idle nodes", 30
+            )
         except BaseException as error:
             error.add_note(self.daemons.said())
             self._stop()
@@ -84,7 +94,10 @@ class SlurmNodes:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._stop()
 
@@ -93,7 +106,8 @@ class SlurmNodes:
             (self.folder / f"spool-{node}").mkdir(parents=True)
         (self.folder / "state").mkdir()
         nodes = [
-            f"NodeName={node} NodeHostname={os.uname().nodename} NodeAddr={address} Port={free_port(address)}"
+            f"NodeName={node} NodeHostname={os.uname().nodename} NodeAddr={address} "
+            f"Port={free_port(address)}"
             " CPUs=8 RealMemory=1000000 Gres=gpu:2 State=UNKNOWN"
             for node, address in HOSTS.items()
         ]
@@ -107,7 +121,11 @@ class SlurmNodes:
             )
         )
         # Any two character devices will do: they are counted and never opened.
-        gpus = [f"NodeName={node} Name=gpu File=/dev/{device}\n" for node in HOSTS for device in ("null", "zero")]
+        gpus = [
+            f"NodeName={node} Name=gpu File=/dev/{device}\n"
+            for node in HOSTS
+            for device in ("null", "zero")
+        ]
         (self.folder / "gres.conf").write_text("".join(gpus))
         key = self.folder / "munge.key"
         key.touch(mode=0o600)
@@ -115,9 +133,13 @@ class SlurmNodes:
 
     def run(self, *command: str, check: bool = True) -> str:
         """What a command of SLURM prints."""
-        done = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            command, env=self.env, capture_output=True, text=True, timeout=60, check=False
+        )
         if check and done.returncode != 0:
-            raise RuntimeError(f"{' '.join(command)}: {done.returncode}\n{done.stdout}{done.stderr}")
+            raise RuntimeError(
+                f"{' '.join(command)}: {done.returncode}\n{done.stdout}{done.stderr}"
+            )
         return done.stdout
 
     def states(self) -> dict[str, str]:
@@ -138,12 +160,16 @@ class SlurmNodes:
     def restart(self, node: str) -> None:
         """Bring back a slurmd that was killed."""
         name = f"slurmd-{node}"
-        self.daemons.start(name, program("slurmd", "slurm-wlm"), "-D", "-N", node, "-f", str(self.conf))
+        self.daemons.start(
+            name, program("slurmd", "slurm-wlm"), "-D", "-N", node, "-f", str(self.conf)
+        )
         wait_until(lambda: self.states()[node] == "idle", f"{node} idle again", 30)
 
     def _stop(self) -> None:
         if "slurmctld" in self.daemons.running:
-            subprocess.run(["scancel", "--quiet", "--full", "-u", str(os.getuid())], env=self.env, check=False)
+            subprocess.run(
+                ["scancel", "--quiet", "--full", "-u", str(os.getuid())], env=self.env, check=False
+            )
             with_jobs = lambda: bool(self.run("squeue", "-h", check=False).strip())  # noqa: E731
             try:
                 wait_until(lambda: not with_jobs(), "the end of all jobs", 15)

@@ -1,4 +1,5 @@
-"""Runs of the cluster tests: the command line as a user gives it, and what is left on the nodes afterwards."""
+"""Runs of the cluster tests: the command line as a user gives it, and what is left on the nodes
+afterwards."""
 
 from __future__ import annotations
 
@@ -31,17 +32,29 @@ class User:
     def gives(
         self, *words: str, timeout_s: float = 60, before: tuple[str, ...] = ()
     ) -> subprocess.CompletedProcess[str]:
-        """The end of `atropos-tui WORDS`; `before` is a command that it is given to, such as salloc."""
+        """The end of `atropos-tui WORDS`; `before` is a command that it is given to, such as
+        salloc."""
         return subprocess.run(
-            [*before, *ATROPOS, *words], cwd=self.folder, env=self.env, capture_output=True, text=True,
-            stdin=subprocess.DEVNULL, timeout=timeout_s, check=False,
-        )  # fmt: skip
+            [*before, *ATROPOS, *words],
+            cwd=self.folder,
+            env=self.env,
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            timeout=timeout_s,
+            check=False,
+        )
 
     def begins(self, *words: str) -> subprocess.Popen[bytes]:
         """`atropos-tui WORDS`, which goes on; what it prints lands in `said.txt`."""
         with (self.folder / "said.txt").open("ab") as out:
             return subprocess.Popen(
-                [*ATROPOS, *words], cwd=self.folder, env=self.env, stdin=subprocess.DEVNULL, stdout=out, stderr=out
+                [*ATROPOS, *words],
+                cwd=self.folder,
+                env=self.env,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
             )
 
 
@@ -57,10 +70,16 @@ class Observed:
 
     def records(self) -> list[Record]:
         file = self.dir.supervisor_jsonl
-        return [parse_line(line) for line in file.read_bytes().splitlines()] if file.exists() else []
+        return (
+            [parse_line(line) for line in file.read_bytes().splitlines()] if file.exists() else []
+        )
 
     def state(self, component: str) -> str:
-        found = [each.new for each in self.records() if isinstance(each, StateRecord) and each.component == component]
+        found = [
+            each.new
+            for each in self.records()
+            if isinstance(each, StateRecord) and each.component == component
+        ]
         return found[-1] if found else ""
 
     def until(self, component: str, state: str, timeout_s: float = 40) -> None:
@@ -69,13 +88,19 @@ class Observed:
     def until_said(self, words: str, timeout_s: float = 20) -> float:
         """Seconds until a record, of a state or of a diagnosis, holds `words`."""
         began = time.monotonic()
-        wait_until(lambda: any(words in text for text in self.said()), f"a word of {words!r}", timeout_s)
+        wait_until(
+            lambda: any(words in text for text in self.said()), f"a word of {words!r}", timeout_s
+        )
         return time.monotonic() - began
 
     def said(self) -> list[str]:
         rows = self.records()
         states = [row.reason for row in rows if isinstance(row, StateRecord)]
-        return states + [f"{row.title}; {row.evidence}; {row.fix}" for row in rows if isinstance(row, DiagnosisRecord)]
+        return states + [
+            f"{row.title}; {row.evidence}; {row.fix}"
+            for row in rows
+            if isinstance(row, DiagnosisRecord)
+        ]
 
     def result(self) -> dict[str, object]:
         return json.loads(self.dir.result_json.read_text())
@@ -90,7 +115,11 @@ class Observed:
 
     def main(self, component: str) -> psutil.Process:
         """The component's process: the nodes are this host."""
-        rows = [row for row in self.records() if isinstance(row, StateRecord) and row.component == component]
+        rows = [
+            row
+            for row in self.records()
+            if isinstance(row, StateRecord) and row.component == component
+        ]
         return psutil.Process(next(row.pid for row in reversed(rows) if row.pid))
 
     def supervisor(self) -> psutil.Process:
@@ -98,12 +127,18 @@ class Observed:
         table = json.loads(self.dir.journal_json.read_text())
         return psutil.Process(table["supervisor"]["pid"])
 
-    def until_nothing_is_left(self, slurm: SlurmNodes | None = None, timeout_s: float = 30) -> float:
+    def until_nothing_is_left(
+        self, slurm: SlurmNodes | None = None, timeout_s: float = 30
+    ) -> float:
         """Seconds until no process is left and, with SLURM, all nodes are idle again."""
         began = time.monotonic()
         wait_until(lambda: not self.processes(), "the end of all processes", timeout_s)
         if slurm is not None:
-            wait_until(lambda: not slurm.jobs() and set(slurm.states().values()) == {"idle"}, "idle nodes", timeout_s)
+            wait_until(
+                lambda: not slurm.jobs() and set(slurm.states().values()) == {"idle"},
+                "idle nodes",
+                timeout_s,
+            )
         return time.monotonic() - began
 
 

@@ -20,4 +20,6 @@ class Table:
         """As Markdown, to the file that the environment names."""
         if name := os.environ.get("ATROPOS_CLUSTER_TABLE"):
             lines = ["| what happens | what is said or done | s |", "|---|---|---|"]
-            Path(name).write_text("\n".join([*lines, *(f"| {' | '.join(row)} |" for row in self.rows)]) + "\n")
+            Path(name).write_text(
+                "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in self.rows)]) + "\n"
+            )

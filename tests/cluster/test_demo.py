@@ -1,4 +1,5 @@
-"""The shipped demo over three nodes, by each launcher: real run-api, environment and vLLM, two ranks on two nodes."""
+"""The shipped demo over three nodes, by each launcher: real run-api, environment and vLLM, two
+ranks on two nodes."""
 
 from __future__ import annotations
 
@@ -19,14 +20,19 @@ STEPS = 20
 
 
 def learns(user: User, profile: Path) -> Observed:
-    """Run the profile to its end: all steps, one after another, a better reward, and nothing left."""
+    """Run the profile to its end: all steps, one after another, a better reward, and nothing
+    left."""
     done = user.gives("up", str(profile), "--headless", "--run-dir", "run", timeout_s=500)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     seen = Observed(user.folder / "run")
     rows = [json.loads(line) for line in seen.dir.telemetry_jsonl.read_text().splitlines()]
-    rewards = {row["step"]: row["reward_mean"] for row in rows if row["kind"] == "step" and not row["rank"]}
+    rewards = {
+        row["step"]: row["reward_mean"] for row in rows if row["kind"] == "step" and not row["rank"]
+    }
     assert sorted(rewards) == list(range(1, STEPS + 1))
-    assert mean([rewards[step] for step in range(STEPS - 4, STEPS + 1)]) > mean([rewards[step] for step in range(1, 6)])
+    assert mean([rewards[step] for step in range(STEPS - 4, STEPS + 1)]) > mean(
+        [rewards[step] for step in range(1, 6)]
+    )
     seen.until_nothing_is_left()
     return seen
 

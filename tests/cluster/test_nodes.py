@@ -1,4 +1,5 @@
-"""The test clusters themselves: three nodes each, at addresses of their own, and nothing left after them."""
+"""The test clusters themselves: three nodes each, at addresses of their own, and nothing left after
+them."""
 
 from __future__ import annotations
 
@@ -18,8 +19,12 @@ pytestmark = pytest.mark.cluster
 def test_steps_of_one_job_overlap_on_three_nodes(slurm: SlurmNodes) -> None:
     """And a step has the GPUs that it was given alone."""
     script = slurm.folder / "job.sh"
-    inner = "; ".join(f"srun --overlap -N1 -n1 -w {node} sh -c 'echo $SLURMD_NODENAME'" for node in HOSTS)
-    script.write_text(f"#!/bin/sh\n{inner}; srun --overlap -N1 -n1 -w n2 --gpus-per-node=1 env | grep CUDA\n")
+    inner = "; ".join(
+        f"srun --overlap -N1 -n1 -w {node} sh -c 'echo $SLURMD_NODENAME'" for node in HOSTS
+    )
+    script.write_text(
+        f"#!/bin/sh\n{inner}; srun --overlap -N1 -n1 -w n2 --gpus-per-node=1 env | grep CUDA\n"
+    )
     out = slurm.folder / "job.out"
     slurm.run("sbatch", "--wait", "-N3", "--gpus-per-node=2", "-o", str(out), str(script))
     assert out.read_text().split() == [*HOSTS, "CUDA_VISIBLE_DEVICES=0"]
@@ -32,7 +37,9 @@ def test_each_host_answers_at_its_address_by_its_own_key(ssh: SshNodes) -> None:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
         assert done.stdout.split()[2] == address
     ssh.know("n2", "host_n3")
-    done = subprocess.run(["ssh", "-F", str(ssh.config), "n2", "true"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["ssh", "-F", str(ssh.config), "n2", "true"], capture_output=True, text=True, check=False
+    )
     ssh.know("n2")
     assert done.returncode == 255 and "IDENTIFICATION HAS CHANGED" in done.stderr
 

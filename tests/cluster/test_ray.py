@@ -15,12 +15,21 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 
 def test_the_bridge_carries_bytes_both_ways_and_the_end(ray: RayNodes) -> None:
-    bridge = [sys.executable, "-P", "-m", "atropos_tui.supervisor.launchers.ray_bridge", "--address", ray.address]
+    bridge = [
+        sys.executable,
+        "-P",
+        "-m",
+        "atropos_tui.supervisor.launchers.ray_bridge",
+        "--address",
+        ray.address,
+    ]
     sent = b"a line\n" * 100_000
     command = [*bridge, "n2", "sh", "-c", "cat; echo bad >&2; exit 3"]
     done = subprocess.run(command, input=sent, capture_output=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (3, sent, b"bad\n")
-    done = subprocess.run([*bridge, "n9", "true"], capture_output=True, stdin=subprocess.DEVNULL, check=False)
+    done = subprocess.run(
+        [*bridge, "n9", "true"], capture_output=True, stdin=subprocess.DEVNULL, check=False
+    )
     assert done.returncode == 255 and b"no living node n9: it has n1, n2, n3" in done.stderr
 
 

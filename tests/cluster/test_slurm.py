@@ -1,4 +1,5 @@
-"""SLURM: a run is submitted, watched from the login node, ends with its job; and what goes wrong, with the seconds."""
+"""SLURM: a run is submitted, watched from the login node, ends with its job; and what goes wrong,
+with the seconds."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def job(run: Observed) -> str:
     return run.dir.slurm_job.read_text().strip()
 
 
-def test_a_run_is_handed_in_and_its_end_is_the_end_of_the_job(slurm: SlurmNodes, user: User) -> None:
+def test_a_run_is_handed_in_and_its_end_is_the_end_of_the_job(
+    slurm: SlurmNodes, user: User
+) -> None:
     profile = light(user.folder, slurm_tables(), steps=5)
     script = user.gives("up", str(profile), "--dry-run").stdout
     assert "#SBATCH --nodes=3" in script and "--signal=B:USR1@150" in script and not slurm.jobs()
@@ -55,7 +58,9 @@ def test_a_run_is_handed_in_and_its_end_is_the_end_of_the_job(slurm: SlurmNodes,
     seen.until_nothing_is_left(slurm)
 
 
-def test_a_run_in_a_folder_whose_name_a_batch_script_could_misread(slurm: SlurmNodes, user: User) -> None:
+def test_a_run_in_a_folder_whose_name_a_batch_script_could_misread(
+    slurm: SlurmNodes, user: User
+) -> None:
     profile = light(user.folder, slurm_tables(), steps=2)
     root = 'it\'s "mine" $(id) #100%j'
     done = user.gives("up", str(profile), "--headless", "--run-dir", root)
@@ -68,7 +73,9 @@ def test_a_bad_end_of_the_run_is_that_of_the_job(slurm: SlurmNodes, user: User) 
     bad = 'prepare.0.command=["false"]'
     done = user.gives("up", str(profile), "--headless", "--run-dir", "run", "--set", bad)
     assert done.returncode == 3, done.stdout + done.stderr
-    assert f"ExitCode={done.returncode}:0" in slurm.run("scontrol", "show", "job", job(Observed(user.folder / "run")))
+    assert f"ExitCode={done.returncode}:0" in slurm.run(
+        "scontrol", "show", "job", job(Observed(user.folder / "run"))
+    )
 
 
 def test_the_login_node_watches_and_commands(slurm: SlurmNodes, user: User, run: Observed) -> None:
@@ -76,21 +83,35 @@ def test_the_login_node_watches_and_commands(slurm: SlurmNodes, user: User, run:
     assert "step" in user.gives("logs", "trainer", "--run-dir", "run", "-n", "3").stdout
     done = user.gives("restart", "arithmetic", "run", "--yes")
     assert done.returncode == 0 and "done" in done.stdout, done.stderr
-    row = next(row for row in json.loads(user.gives("runs", "--json").stdout) if row["run"] == run.id)
+    row = next(
+        row for row in json.loads(user.gives("runs", "--json").stdout) if row["run"] == run.id
+    )
     assert (row["state"], row["reason"]) == ("live", "")
     page = user.gives("report", "run", "-o", "page.html")
-    assert page.returncode == 0 and "its supervisor is gone" not in (user.folder / "page.html").read_text()
+    assert (
+        page.returncode == 0
+        and "its supervisor is gone" not in (user.folder / "page.html").read_text()
+    )
     assert user.gives("bundle", "run", "-o", "b.tar.gz").returncode == 0
     with tarfile.open(user.folder / "b.tar.gz") as packed:
-        status = json.load(packed.extractfile(next(name for name in packed.getnames() if "status.json" in name)))
-    assert status["phase"] == "running" and {part["state"] for part in status["components"]} == {"healthy", "completed"}
-    assert "srun" not in user.gives("logs", "vllm", "--run-dir", "run").stdout, "a log is the component's own"
+        status = json.load(
+            packed.extractfile(next(name for name in packed.getnames() if "status.json" in name))
+        )
+    assert status["phase"] == "running" and {part["state"] for part in status["components"]} == {
+        "healthy",
+        "completed",
+    }
+    assert "srun" not in user.gives("logs", "vllm", "--run-dir", "run").stdout, (
+        "a log is the component's own"
+    )
     assert user.gives("down", "run").returncode == 0
     run.until_nothing_is_left(slurm)
     assert run.result()["exit_code"] == 130
 
 
-def test_a_run_that_waits_says_so_and_is_taken_back(slurm: SlurmNodes, user: User, run: Observed) -> None:
+def test_a_run_that_waits_says_so_and_is_taken_back(
+    slurm: SlurmNodes, user: User, run: Observed
+) -> None:
     profile = light(user.folder, slurm_tables())
     assert user.gives("up", str(profile), "--detach", "--run-dir", "second").returncode == 0
     said = user.gives("ps", "second")
@@ -104,18 +125,26 @@ def test_a_run_that_waits_says_so_and_is_taken_back(slurm: SlurmNodes, user: Use
     assert list(slurm.jobs()) == [job(run)]
 
 
-def test_nodes_of_different_partitions_are_one_heterogeneous_job(slurm: SlurmNodes, user: User) -> None:
-    nodes = '[[node]]\nname = "first"\npartition = "cpu"\n[[node]]\nname = "second"\ncount = 2\npartition = "gpu"\n'
+def test_nodes_of_different_partitions_are_one_heterogeneous_job(
+    slurm: SlurmNodes, user: User
+) -> None:
+    nodes = (
+        '[[node]]\nname = "first"\npartition = "cpu"\n[[node]]\nname = "second"\ncount = '
+        '2\npartition = "gpu"\n'
+    )
     profile = light(user.folder, slurm_tables(nodes=nodes), steps=5)
     done = user.gives("up", str(profile), "--headless", "--run-dir", "run", timeout_s=90)
-    assert done.returncode == 0 and "#SBATCH hetjob" in (user.folder / "run" / "slurm.sh").read_text(), done.stdout
+    assert (
+        done.returncode == 0 and "#SBATCH hetjob" in (user.folder / "run" / "slurm.sh").read_text()
+    ), done.stdout
     Observed(user.folder / "run").until_nothing_is_left(slurm)
 
 
 def test_before_the_time_limit_it_saves_is_queued_again_and_goes_on(
     slurm: SlurmNodes, run: Observed, table: Table
 ) -> None:
-    """The signal that SLURM sends before the limit is sent by hand: a limit is at least a minute."""
+    """The signal that SLURM sends before the limit is sent by hand: a limit is at least a
+    minute."""
     wait_until(lambda: len(run.steps()) > 3, "some steps")
     slurm.run("scancel", "--batch", "--signal=USR1", job(run))
     wait_until(lambda: slurm.jobs().get(job(run)) == "PENDING", "the queue again", 30)
@@ -126,7 +155,9 @@ def test_before_the_time_limit_it_saves_is_queued_again_and_goes_on(
     wait_until(lambda: run.steps()[-1] > kept, "steps of the next turn", 60)
     assert run.steps() == list(range(1, run.steps()[-1] + 1)), "no step is lost or repeated"
     assert "Restarts=1" in slurm.run("scontrol", "show", "job", job(run))
-    table.row("time limit", "saves, queued again, goes on at the next step", time.monotonic() - began)
+    table.row(
+        "time limit", "saves, queued again, goes on at the next step", time.monotonic() - began
+    )
 
 
 def test_scancel(slurm: SlurmNodes, run: Observed, table: Table) -> None:
@@ -155,7 +186,11 @@ def test_no_sbatch(user: User, tmp_path: Path) -> None:
     profile = light(user.folder, slurm_tables())
     user.env["PATH"] = str(tmp_path)
     done = user.gives("up", str(profile), "--detach", "--run-dir", "run")
-    assert done.returncode == 2 and "sbatch is not installed" in done.stderr and not (user.folder / "run").exists()
+    assert (
+        done.returncode == 2
+        and "sbatch is not installed" in done.stderr
+        and not (user.folder / "run").exists()
+    )
 
 
 def test_a_partition_that_there_is_not(user: User) -> None:
@@ -198,7 +233,8 @@ def test_a_killed_node_agent(run: Observed, table: Table) -> None:
 
 
 def test_a_killed_slurmd(slurm: SlurmNodes, run: Observed, table: Table) -> None:
-    """What runs there goes on; when SLURM takes the node for down, the job is queued again, and waits for it."""
+    """What runs there goes on; when SLURM takes the node for down, the job is queued again, and
+    waits for it."""
     steps = len(run.steps())
     slurm.daemons.kill("slurmd-n2")
     try:

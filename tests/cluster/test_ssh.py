@@ -1,4 +1,5 @@
-"""ssh: a run over three hosts ends as on one; and what goes wrong is named within 10 s, with the way out."""
+"""ssh: a run over three hosts ends as on one; and what goes wrong is named within 10 s, with the
+way out."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
 @pytest.fixture
 def run(ssh: SshNodes, user: User) -> Iterator[Observed]:
     """A run of stand-ins whose components are all up."""
-    started = user.begins("up", str(light(user.folder, ssh_tables(ssh.config))), "--headless", "--run-dir", "run")
+    started = user.begins(
+        "up", str(light(user.folder, ssh_tables(ssh.config))), "--headless", "--run-dir", "run"
+    )
     seen = Observed(user.folder / "run")
     try:
         seen.until("trainer", "healthy")
@@ -74,9 +77,16 @@ def test_a_host_that_cannot_be_reached_is_named_before_anything_starts(
     finally:
         ssh.wake("n2") if fault == "silence" else ssh.know("n2")
     seconds = time.monotonic() - began
-    assert done.returncode == 2 and words in done.stderr.lower() and "fix:" in done.stderr, done.stderr
+    assert done.returncode == 2 and words in done.stderr.lower() and "fix:" in done.stderr, (
+        done.stderr
+    )
     assert not (user.folder / "run").exists(), "nothing has begun"
     said = next(line for line in done.stderr.splitlines() if "n2" in line).strip()
-    table.row({"silence": "a host takes connections and says nothing", "host key": "its key has changed"}[fault],
-              said, seconds)  # fmt: skip
+    table.row(
+        {"silence": "a host takes connections and says nothing", "host key": "its key has changed"}[
+            fault
+        ],
+        said,
+        seconds,
+    )
     assert seconds < 25

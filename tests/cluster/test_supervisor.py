@@ -1,4 +1,5 @@
-"""The supervisor's own tests, with components on another node: by srun in an allocation, and by ssh."""
+"""The supervisor's own tests, with components on another node: by srun in an allocation, and by
+ssh."""
 
 from __future__ import annotations
 
@@ -20,14 +21,33 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[2]
 
 
-def passes_below(prefix: list[str], env: Mapping[str, str] | None = None, before: tuple[str, ...] = ()) -> None:
+def passes_below(
+    prefix: list[str], env: Mapping[str, str] | None = None, before: tuple[str, ...] = ()
+) -> None:
     """Run the tests that are for every launcher below `prefix`."""
-    tests = [sys.executable, "-m", "pytest", "tests/supervisor", "-n0", "-p", "no:cacheprovider", "-k", "remote"]
+    tests = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "tests/supervisor",
+        "-n0",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        "remote",
+    ]
     done = subprocess.run(
         [*before, *tests, f"--launcher-prefix={shlex.join(prefix)}"],
-        cwd=ROOT, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0 and " passed" in done.stdout.splitlines()[-1], done.stdout[-6000:] + done.stderr[-2000:]
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+    assert done.returncode == 0 and " passed" in done.stdout.splitlines()[-1], (
+        done.stdout[-6000:] + done.stderr[-2000:]
+    )
 
 
 def test_below_srun(slurm: SlurmNodes) -> None:

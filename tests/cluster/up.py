@@ -1,4 +1,5 @@
-"""Test clusters by hand: `python -m tests.cluster.up [slurm] [ssh]` stays up and says how to use them; ^C ends them."""
+"""Test clusters by hand: `python -m tests.cluster.up [slurm] [ssh]` stays up and says how to use
+them; ^C ends them."""
 
 from __future__ import annotations
 
@@ -21,7 +22,10 @@ def main() -> int:
     kinds = parser.parse_args().kinds or ["slurm", "ssh"]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(0))
-    with tempfile.TemporaryDirectory(prefix="atropos-cluster-") as folder, contextlib.ExitStack() as nodes:
+    with (
+        tempfile.TemporaryDirectory(prefix="atropos-cluster-") as folder,
+        contextlib.ExitStack() as nodes,
+    ):
         if "slurm" in kinds:
             (place := Path(folder) / "slurm").mkdir()
             slurm = nodes.enter_context(SlurmNodes(place))

@@ -11,7 +11,9 @@ from atropos_envs.engine_client import EngineClient, Generation
 
 
 class Client(EngineClient):
-    async def generate(self, prompt_ids: Sequence[int], *, wait: bool = True, **sampling: Any) -> Generation:
+    async def generate(
+        self, prompt_ids: Sequence[int], *, wait: bool = True, **sampling: Any
+    ) -> Generation:
         return await super().generate(prompt_ids, wait=wait, top_p=0.9, **sampling)
 
 

@@ -1,4 +1,5 @@
-"""The cockpit as its user has it: the real demo under `atropos-tui up` in a terminal, driven by keys alone."""
+"""The cockpit as its user has it: the real demo under `atropos-tui up` in a terminal, driven by
+keys alone."""
 
 from __future__ import annotations
 
@@ -23,7 +24,15 @@ def open_cockpit(root: Path, steps: int) -> Cockpit:
     """The demo of so many steps, which has just begun to start."""
     api, engine = free_ports(2)
     sets = {"api.port": api, "vllm.port": engine, "trainer.training_steps": steps}
-    command = [sys.executable, "-m", "atropos_tui", "up", "profiles/demo.toml", "--run-dir", str(root)]
+    command = [
+        sys.executable,
+        "-m",
+        "atropos_tui",
+        "up",
+        "profiles/demo.toml",
+        "--run-dir",
+        str(root),
+    ]
     command += [part for key, value in sets.items() for part in ("--set", f"{key}={value}")]
     files = LiveStack(root)
     return Cockpit(Terminal(command, columns=160, rows=45), files, steps)
@@ -68,16 +77,23 @@ class Cockpit:
         return int(found[1])
 
     def kill_vllm(self) -> int:
-        """With SIGKILL: within `SEEN_S` the screen shows it and why, and what the run's files say; it goes on from
-        the very step."""
+        """With SIGKILL: within `SEEN_S` the screen shows it and why, and what the run's files say;
+        it goes on from the very step."""
         attempt = self.files.states("trainer")[-1].attempt
         vllm, killed = self.pid("vllm"), time.time()
         os.kill(vllm, signal.SIGKILL)
         seen = self.terminal.shows(
-            lambda _: "● healthy" not in self.row("vllm") and "killed by SIGKILL" in self.row("vllm"), 10
+            lambda _: (
+                "● healthy" not in self.row("vllm") and "killed by SIGKILL" in self.row("vllm")
+            ),
+            10,
         )
-        assert seen - killed < SEEN_S, f"state and diagnosis were on the screen after {seen - killed:.2f} s"
-        self.terminal.shows(lambda text: re.search(r"[▲✖↻] .*vllm|vllm: ", "".join(text.splitlines()[:2])))
+        assert seen - killed < SEEN_S, (
+            f"state and diagnosis were on the screen after {seen - killed:.2f} s"
+        )
+        self.terminal.shows(
+            lambda text: re.search(r"[▲✖↻] .*vllm|vllm: ", "".join(text.splitlines()[:2]))
+        )
         self.shows_what_the_file_says()
         step = self.files.telemetry("step")[-1].step
         self.until_step(step + 2)
@@ -86,24 +102,38 @@ class Cockpit:
         return int(step)
 
     def curves_follow(self) -> None:
-        """Three times, of five at most: the newest point of the reward curve is of a step that came a moment ago."""
+        """Three times, of five at most: the newest point of the reward curve is of a step that came
+        a moment ago."""
         since, late = time.time(), list[float]()
         while sum(each < SEEN_S for each in late) < 3:
             assert len(late) < 5, f"rewards were drawn {late} s late"
             before = _reward(self.terminal.cells.text)
-            seen = self.terminal.shows(lambda text, before=before: _reward(text) not in ("", before))  # type: ignore[misc]
+            seen = self.terminal.shows(
+                lambda text, before=before: _reward(text) not in ("", before)
+            )  # type: ignore[misc]
             shown = _reward(self.terminal.cells.text)
             steps = self.files.telemetry("step")
-            times = [s.time for s in steps if f"{s.reward_mean:.3f}" == shown and since - 10 < s.time <= seen]
+            times = [
+                s.time
+                for s in steps
+                if f"{s.reward_mean:.3f}" == shown and since - 10 < s.time <= seen
+            ]
             assert times, f"no step of the last seconds has the reward {shown}"
             late.append(round(seen - max(times), 2))
             since = seen
 
     def shows_what_the_file_says(self) -> None:
-        """Without vLLM no step comes: two seconds after the last one, screen and newest records rest, and are equal."""
-        self.files.until(lambda: time.time() - self.files.telemetry("step")[-1].time > 0.7, 20, "an end of steps")
+        """Without vLLM no step comes: two seconds after the last one, screen and newest records
+        rest, and are equal."""
+        self.files.until(
+            lambda: time.time() - self.files.telemetry("step")[-1].time > 0.7, 20, "an end of steps"
+        )
         step, aligned = self.files.telemetry("step")[-1], self.files.telemetry("alignment")
-        probed = [record.probe_diff_abs_mean for record in aligned if record.probe_diff_abs_mean is not None]
+        probed = [
+            record.probe_diff_abs_mean
+            for record in aligned
+            if record.probe_diff_abs_mean is not None
+        ]
         for words in (
             f"step {step.step}/{self.steps} ",
             f"mean {step.reward_mean:.3f}",
@@ -113,13 +143,20 @@ class Cockpit:
             self.terminal.shows(lambda text, words=words: words in text, 1.5)  # type: ignore[misc]
 
     def nothing_was_lost(self, attempts: int) -> None:
-        """Each attempt of the trainer went on from the weights of the one before, and no rollout is of base weights."""
+        """Each attempt of the trainer went on from the weights of the one before, and no rollout is
+        of base weights."""
         steps = self.files.telemetry("step")
-        assert {step.attempt for step in steps} == set(range(1, attempts + 1)), "vLLM and trainer began anew together"
+        assert {step.attempt for step in steps} == set(range(1, attempts + 1)), (
+            "vLLM and trainer began anew together"
+        )
         numbers = list(range(1, len(steps) + 1))
         assert [step.step for step in steps] == numbers, "no step is lost, none is repeated"
-        assert [step.weight_version for step in steps] == numbers, "no version is lost, none is used twice"
-        assert all(0 <= step.policy_lag_max <= 2 for step in steps if step.policy_lag_max is not None), "the policy lag"
+        assert [step.weight_version for step in steps] == numbers, (
+            "no version is lost, none is used twice"
+        )
+        assert all(
+            0 <= step.policy_lag_max <= 2 for step in steps if step.policy_lag_max is not None
+        ), "the policy lag"
         assert {record.verdict for record in self.files.telemetry("alignment")} == {"ok"}
 
 

@@ -16,7 +16,8 @@ from tests.e2e.live_stack import LiveStack, prepare_demo
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep the prepared model, one for all test processes, and the registry of runs out of the user's own folders."""
+    """Keep the prepared model, one for all test processes, and the registry of runs out of the
+    user's own folders."""
     patch = pytest.MonkeyPatch()
     base = tmp_path_factory.getbasetemp()
     cache = (base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / "cache"
@@ -42,7 +43,9 @@ def stack(tmp_path: Path) -> Iterator[Any]:
     def start(*extra: str, profile: str = "demo", **sets: Any) -> LiveStack:
         prepare_demo()
         dotted = {key.replace("__", "."): value for key, value in sets.items()}
-        started.append(LiveStack(tmp_path / f"run{len(started)}", profile, dotted, list(extra)).up())
+        started.append(
+            LiveStack(tmp_path / f"run{len(started)}", profile, dotted, list(extra)).up()
+        )
         return started[-1]
 
     yield start

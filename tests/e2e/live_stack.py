@@ -1,4 +1,5 @@
-"""Driving the real stack from tests: start it, watch its files, and look for what it left behind."""
+"""Driving the real stack from tests: start it, watch its files, and look for what it left
+behind."""
 
 from __future__ import annotations
 
@@ -73,14 +74,18 @@ def processes_of(run_id: str) -> list[str]:
             continue
         try:
             if marker in (entry / "environ").read_bytes().split(b"\0"):
-                found.append(f"{entry.name} {(entry / 'cmdline').read_bytes().replace(bytes(1), b' ').decode()}")
+                found.append(
+                    f"{entry.name} "
+                    f"{(entry / 'cmdline').read_bytes().replace(bytes(1), b' ').decode()}"
+                )
         except OSError:
             continue
     return found
 
 
 def shared_files_in_use() -> set[str]:
-    """Names in /dev/shm that a live process maps or holds open: another test's, since none of the run's is left."""
+    """Names in /dev/shm that a live process maps or holds open: another test's, since none of the
+    run's is left."""
     found: set[str] = set()
     for process in Path("/proc").iterdir():
         texts = []
@@ -104,7 +109,9 @@ class LiveStack:
     extra: list[str] = field(default_factory=list)
     process: subprocess.Popen[bytes] | None = None
     started: float = 0.0
-    shared_before: set[str] = field(default_factory=lambda: {path.name for path in Path("/dev/shm").iterdir()})
+    shared_before: set[str] = field(
+        default_factory=lambda: {path.name for path in Path("/dev/shm").iterdir()}
+    )
 
     @property
     def run(self) -> RunDir:
@@ -126,7 +133,9 @@ class LiveStack:
 
     def _start(self, *arguments: str) -> LiveStack:
         self.started = time.time()
-        with self.output.open("wb") as output:  # a pipe that nobody reads would be full after some hundred steps
+        with self.output.open(
+            "wb"
+        ) as output:  # a pipe that nobody reads would be full after some hundred steps
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "atropos_tui", "up", *arguments, "--headless"],
                 stdin=subprocess.DEVNULL,
@@ -149,7 +158,12 @@ class LiveStack:
     def cli(self, *args: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "atropos_tui", *args, "--run-dir", str(self.root)]
         return subprocess.run(
-            command, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL, check=False
+            command,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            stdin=subprocess.DEVNULL,
+            check=False,
         )
 
     def close(self) -> None:
@@ -168,10 +182,17 @@ class LiveStack:
 
     def states(self, component: str | None = None) -> list[StateRecord]:
         records = read_records(self.run.supervisor_jsonl)
-        return [r for r in records if isinstance(r, StateRecord) and component in (None, r.component)]
+        return [
+            r for r in records if isinstance(r, StateRecord) and component in (None, r.component)
+        ]
 
     def evals(self) -> list[EvalRecord]:
-        return [r for path in self.root.glob("eval.*.jsonl") for r in read_records(path) if isinstance(r, EvalRecord)]
+        return [
+            r
+            for path in self.root.glob("eval.*.jsonl")
+            for r in read_records(path)
+            if isinstance(r, EvalRecord)
+        ]
 
     def steps(self) -> list[Any]:
         """Step records as a reader sees them: a later attempt replaces what it repeats."""
@@ -182,18 +203,23 @@ class LiveStack:
         return kept
 
     def until(self, condition: Callable[[], Any], timeout: float, what: str) -> Any:
-        """Poll until `condition` gives something true; a stack that ends meanwhile fails at once."""
+        """Poll until `condition` gives something true; a stack that ends meanwhile fails at
+        once."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             if found := condition():
                 return found
             if self.process is not None and self.process.poll() is not None:
-                raise AssertionError(f"the stack ended before: {what}\n{self.output.read_text()[-4000:]}")
+                raise AssertionError(
+                    f"the stack ended before: {what}\n{self.output.read_text()[-4000:]}"
+                )
             time.sleep(0.05)
         raise AssertionError(f"timeout after {timeout} s: {what}")
 
     def until_step(self, step: int, timeout: float = 120) -> None:
-        self.until(lambda: any(r.step >= step for r in self.telemetry("step")), timeout, f"step {step}")
+        self.until(
+            lambda: any(r.step >= step for r in self.telemetry("step")), timeout, f"step {step}"
+        )
 
     def pid_of(self, component: str) -> int:
         status = json.loads(self.cli("ps", "--json").stdout)
@@ -205,8 +231,13 @@ class LiveStack:
         while (left := processes_of(self.run_id)) and time.monotonic() < deadline:
             time.sleep(0.1)
         assert not left, "processes left behind:\n" + "\n".join(left)
-        # A semaphore that vLLM closed before it was killed (32 bytes) cannot be told from another program's.
-        now = {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith(("sem.mp-", SHARED_NAME))}
+        # A semaphore that vLLM closed before it was killed (32 bytes) cannot be told from another
+        # program's.
+        now = {
+            path.name
+            for path in Path("/dev/shm").iterdir()
+            if not path.name.startswith(("sem.mp-", SHARED_NAME))
+        }
         shared = sorted(now - self.shared_before - shared_files_in_use())
         assert not shared, f"left in /dev/shm: {shared}"
         assert not self.run.control_sock.exists()

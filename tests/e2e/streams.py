@@ -5,8 +5,8 @@
         ...                        # publish, restart, kill
     load.assert_whole()            # no request failed, none was cut off
 
-Threads stream `/v1/completions` token by token. A few more ask `/generate`, as rollouts do: the server records weight
-versions there, so `versions` is about those.
+Threads stream `/v1/completions` token by token. A few more ask `/generate`, as rollouts do: the
+server records weight versions there, so `versions` is about those.
 """
 
 from __future__ import annotations
@@ -63,8 +63,9 @@ class Streams:
         with_token: bool = False,
         patient: bool = False,
     ) -> None:
-        """`count` threads stream, `recorded` more ask `/generate`. `prompt`: token ids, for all the same, so that they
-        share a prefix. `with_token`: go past a hold. `patient`: a server that is away is no error."""
+        """`count` threads stream, `recorded` more ask `/generate`. `prompt`: token ids, for all the
+        same, so that they share a prefix. `with_token`: go past a hold. `patient`: a server that is
+        away is no error."""
         self.url, self.token = url.rstrip("/"), token
         self.completions: list[Streamed] = []
         self.errors: list[str] = []
@@ -89,7 +90,9 @@ class Streams:
         deadline = time.monotonic() + patience_s * self._patient
         while True:
             try:
-                answer = httpx.get(f"{self.url}/v1/models", timeout=30, verify=certificates(self.url))
+                answer = httpx.get(
+                    f"{self.url}/v1/models", timeout=30, verify=certificates(self.url)
+                )
                 return str(answer.json()["data"][0]["id"])
             except (httpx.HTTPError, ValueError, KeyError):
                 if time.monotonic() > deadline:
@@ -110,13 +113,18 @@ class Streams:
         goal, deadline = len(self.completions) + more, time.monotonic() + timeout
         while len(self.completions) < goal:
             if time.monotonic() > deadline:
-                raise AssertionError(f"{more} completions asked for, {goal - len(self.completions)} missing after "
-                                     f"{timeout:.0f} s; errors: {self.errors[:3]}")  # fmt: skip
+                raise AssertionError(
+                    f"{more} completions asked for, {goal - len(self.completions)} missing after "
+                    f"{timeout:.0f} s; errors: {self.errors[:3]}"
+                )
             time.sleep(0.01)
 
     def versions(self, since: float = 0.0) -> list[tuple[Streamed, tuple[int, int] | None]]:
-        """Recorded completions sent at or after `since`, with the oldest and newest weight version of each."""
-        chosen = [each for each in list(self.completions) if not each.streamed and each.sent >= since]
+        """Recorded completions sent at or after `since`, with the oldest and newest weight version
+        of each."""
+        chosen = [
+            each for each in list(self.completions) if not each.streamed and each.sent >= since
+        ]
         engine = ServerClient(self.url, self.token)
         try:
             return list(zip(chosen, engine.versions([each.digest for each in chosen]), strict=True))
@@ -127,20 +135,31 @@ class Streams:
         """No request failed, and every completion has all its tokens."""
         assert not self.errors, f"{len(self.errors)} of the streams failed: {self.errors[:3]}"
         assert self.completions, "no completion ended"
-        short = [len(each.token_ids) for each in self.completions if len(each.token_ids) != self._max_tokens]
+        short = [
+            len(each.token_ids)
+            for each in self.completions
+            if len(each.token_ids) != self._max_tokens
+        ]
         assert not short, f"completions cut off after {short[:5]} of {self._max_tokens} tokens"
 
     def _run(self, number: int, streamed: bool) -> None:
         headers = {TOKEN_HEADER: self.token} if self._with_token else {}
         verify = certificates(self.url)
         with httpx.Client(
-            base_url=self.url, headers=headers, timeout=120, limits=LIMITS, trust_env=False, verify=verify
+            base_url=self.url,
+            headers=headers,
+            timeout=120,
+            limits=LIMITS,
+            trust_env=False,
+            verify=verify,
         ) as http:
             turn = 0
             while not self._stop.is_set():
                 turn += 1
                 try:
-                    done = (self._stream if streamed else self._generate)(http, seed=number * 100_003 + turn)
+                    done = (self._stream if streamed else self._generate)(
+                        http, seed=number * 100_003 + turn
+                    )
                 except (httpx.HTTPError, ValueError, KeyError, AssertionError) as error:
                     if not self._patient:
                         with self._lock:
@@ -152,9 +171,16 @@ class Streams:
 
     def _stream(self, http: httpx.Client, seed: int) -> Streamed:
         body: dict[str, Any] = {
-            "model": self._model, "prompt": self._prompt, "max_tokens": self._max_tokens, "stream": True, "seed": seed,
-            "logprobs": 0, "temperature": 1.0, "ignore_eos": True, "return_token_ids": True,
-        }  # fmt: skip
+            "model": self._model,
+            "prompt": self._prompt,
+            "max_tokens": self._max_tokens,
+            "stream": True,
+            "seed": seed,
+            "logprobs": 0,
+            "temperature": 1.0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
         done = Streamed(self._prompt, sent=time.monotonic())
         finished = False
         with http.stream("POST", "/v1/completions", json=body) as answer:
@@ -178,9 +204,12 @@ class Streams:
 
     def _generate(self, http: httpx.Client, seed: int) -> Streamed:
         body = {
-            "prompt": {"prompt_token_ids": self._prompt}, "max_tokens": self._max_tokens, "seed": seed,
-            "temperature": 1.0, "ignore_eos": True,
-        }  # fmt: skip
+            "prompt": {"prompt_token_ids": self._prompt},
+            "max_tokens": self._max_tokens,
+            "seed": seed,
+            "temperature": 1.0,
+            "ignore_eos": True,
+        }
         done = Streamed(self._prompt, streamed=False, sent=time.monotonic())
         answer = http.post("/generate", json=body)
         if answer.status_code != 200:

@@ -1,7 +1,9 @@
-"""Models whose tensors lie on the server in ways of their own: single copy finds them by what vLLM's loader was seen to
-do, a broadcast and a load in place by the checkpoint's names, on real vLLM.
+"""Models whose tensors lie on the server in ways of their own: single copy finds them by what
+vLLM's loader was seen to do, a broadcast and a load in place by the checkpoint's names, on real
+vLLM.
 
-python -m pytest -m e2e tests/e2e/test_any_model.py        # experts; -m "e2e and slow" for the others
+python -m pytest -m e2e tests/e2e/test_any_model.py        # experts; -m "e2e and slow" for the
+others
 """
 
 from __future__ import annotations
@@ -52,7 +54,11 @@ def serving(tmp_path: Path) -> Iterator[Any]:
 
     def serve(name: str, **env: str) -> Server:
         model = make_model(name, tmp_path / "model")
-        made.append(start_server(tmp_path, model, ATROPOS_TOKEN=TOKEN, **{"ATROPOS_HOLD_GENERATION": "1", **env}))
+        made.append(
+            start_server(
+                tmp_path, model, ATROPOS_TOKEN=TOKEN, **{"ATROPOS_HOLD_GENERATION": "1", **env}
+            )
+        )
         return made[-1]
 
     yield serve
@@ -65,7 +71,9 @@ def serving(tmp_path: Path) -> Iterator[Any]:
 @torch.no_grad()
 def change(model: torch.nn.Module) -> None:
     for parameter in model.parameters():
-        parameter.mul_(0.85 + torch.rand_like(parameter) * 0.3)  # as large as before, or rounding shows
+        parameter.mul_(
+            0.85 + torch.rand_like(parameter) * 0.3
+        )  # as large as before, or rounding shows
 
 
 def answer_of(server: Server) -> dict[str, Any]:
@@ -73,7 +81,8 @@ def answer_of(server: Server) -> dict[str, Any]:
 
 
 class Plain:
-    """The policy's present weights in a model of transformers' own, which knows nothing of packed rows or views."""
+    """The policy's present weights in a model of transformers' own, which knows nothing of packed
+    rows or views."""
 
     def __init__(self, server: Server, policy: torch.nn.Module) -> None:
         from transformers import AutoModelForCausalLM

@@ -1,6 +1,8 @@
-"""Mode `broadcast` on real vLLM, over gloo on the CPU: equality under load, dead peers both ways, several engines.
+"""Mode `broadcast` on real vLLM, over gloo on the CPU: equality under load, dead peers both ways,
+several engines.
 
-python -m pytest -m e2e tests/e2e/test_broadcast.py            # one architecture; -m "e2e and slow" for the others
+python -m pytest -m e2e tests/e2e/test_broadcast.py            # one architecture; -m "e2e and slow"
+for the others
 """
 
 from __future__ import annotations
@@ -23,7 +25,13 @@ from tests.e2e.live_stack import LiveStack, free_ports
 from tests.e2e.small_models import ARCHITECTURES, TINY, another_model, make_model
 from tests.e2e.test_demo import assert_aligned, assert_learned
 from tests.e2e.test_lora import EXACT, ask
-from tests.e2e.test_none import TENSOR_PARALLEL, TWO_RANKS, UPDATES, Whole, twenty_steps_under_streams
+from tests.e2e.test_none import (
+    TENSOR_PARALLEL,
+    TWO_RANKS,
+    UPDATES,
+    Whole,
+    twenty_steps_under_streams,
+)
 from tests.e2e.vllm_server_live import TOKEN, Server, end_of, start_server
 from tests.nursery import SERVER, forked
 from trainer_core.config import TrainingConfig
@@ -37,15 +45,22 @@ Start_ = Callable[..., LiveStack]
 SLOW = (*ARCHITECTURES, TENSOR_PARALLEL)
 
 
-@pytest.fixture(scope="module", params=[TINY, *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW)])
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+@pytest.fixture(
+    scope="module", params=[TINY, *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW)]
+)
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("broadcast")
     two = request.param == TENSOR_PARALLEL
     made = start_server(
-        folder, make_model(TINY if two else request.param, folder / "model"),
-        flags=("--tensor-parallel-size", "2") if two else (), ATROPOS_TOKEN=TOKEN, **UPDATES,
+        folder,
+        make_model(TINY if two else request.param, folder / "model"),
+        flags=("--tensor-parallel-size", "2") if two else (),
+        ATROPOS_TOKEN=TOKEN,
+        **UPDATES,
         **(TWO_RANKS if two else {}),
-    )  # fmt: skip
+    )
     yield made
     end_of(made.process)
 
@@ -60,11 +75,18 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def config(model: Path, url: str, **fields: Any) -> TrainingConfig:
     return TrainingConfig.model_validate(
         {
-            "model_name": str(model), "weight_bridge_mode": "shared_vllm", "use_shared_memory": True,
-            "dtype": "float32", "device": "cpu", "optimizer": "adamw", "lr": 1e-3, "engine_timeout": 120,
-            "vllm_urls": [url], **fields,
+            "model_name": str(model),
+            "weight_bridge_mode": "shared_vllm",
+            "use_shared_memory": True,
+            "dtype": "float32",
+            "device": "cpu",
+            "optimizer": "adamw",
+            "lr": 1e-3,
+            "engine_timeout": 120,
+            "vllm_urls": [url],
+            **fields,
         }
-    )  # fmt: skip
+    )
 
 
 def trainer_of(server: Server, start: Start | None = None) -> Whole:
@@ -92,9 +114,12 @@ def stuck_trainer(arguments: list[str]) -> None:
 
 
 def test_a_trainer_killed_in_the_middle(server: Server, tmp_path: Path) -> None:
-    """The server says so within seconds and serves nobody, until a new trainer gives it whole weights."""
+    """The server says so within seconds and serves nobody, until a new trainer gives it whole
+    weights."""
     log = tmp_path / "trainer.log"
-    trainer = forked(SERVER, "tests.e2e.test_broadcast:stuck_trainer", [str(server.model), server.url], log)
+    trainer = forked(
+        SERVER, "tests.e2e.test_broadcast:stuck_trainer", [str(server.model), server.url], log
+    )
     while "receiving\n" not in log.read_text():
         assert trainer.poll() is None, log.read_text()
         time.sleep(0.01)
@@ -134,7 +159,10 @@ def test_a_server_that_takes_no_broadcast_of_this_model(server: Server, tmp_path
 def test_four_processes_and_a_killed_server(stack: Start_, overlap: str) -> None:
     """vLLM alone comes back; the same trainer gives it the present weights and goes on."""
     run = stack(
-        mode="broadcast", trainer__training_steps=30, trainer__checkpoint_interval=0, trainer__overlap_publish=overlap
+        mode="broadcast",
+        trainer__training_steps=30,
+        trainer__checkpoint_interval=0,
+        trainer__overlap_publish=overlap,
     )
     run.until_step(6, timeout=300)
     os.kill(run.pid_of("vllm"), signal.SIGKILL)
@@ -145,9 +173,13 @@ def test_four_processes_and_a_killed_server(stack: Start_, overlap: str) -> None
     assert {step.attempt for step in steps} == {1}, "the trainer stayed"
     assert {record.attempt for record in run.states("vllm") if record.new == "healthy"} == {1, 2}
     alignments = run.telemetry("alignment")
-    assert {record.verdict for record in alignments} == {"ok"} and any(each.probe_tokens for each in alignments)
+    assert {record.verdict for record in alignments} == {"ok"} and any(
+        each.probe_tokens for each in alignments
+    )
     syncs = [record for record in run.telemetry("sync") if record.moved]
-    assert [each.weight_version for each in syncs] == list(range(1, 31)), "each once, also the one of the killed server"
+    assert [each.weight_version for each in syncs] == list(range(1, 31)), (
+        "each once, also the one of the killed server"
+    )
     assert {record.mode for record in syncs} == {"broadcast"}
     assert "BENCHMARK SUMMARY (broadcast)" in output
     run.assert_nothing_left()
@@ -191,10 +223,16 @@ def test_two_engines_with_an_environment_each(stack: Start_, tmp_path: Path) -> 
     left, right = free_ports(2)
     profile = tmp_path / "two.toml"
     profile.write_text(TWO_ENGINES.format(left=left, right=right))
-    run = stack(profile=str(profile), vllm__port=left, trainer__training_steps=16, trainer__checkpoint_interval=0)
+    run = stack(
+        profile=str(profile),
+        vllm__port=left,
+        trainer__training_steps=16,
+        trainer__checkpoint_interval=0,
+    )
     run.until_step(4, timeout=200)
     versions = [
-        httpx.get(f"http://127.0.0.1:{port}/health_generate").json()["weight_version"] for port in (left, right)
+        httpx.get(f"http://127.0.0.1:{port}/health_generate").json()["weight_version"]
+        for port in (left, right)
     ]
     assert min(versions) >= 3 and abs(versions[0] - versions[1]) <= 1, versions
     code, output = run.wait(timeout=300)
@@ -202,7 +240,9 @@ def test_two_engines_with_an_environment_each(stack: Start_, tmp_path: Path) -> 
     seen: dict[str, list[Any]] = {"first": [], "second": []}
     for record in run.telemetry("rollout"):
         seen[record.env].append(record)
-    assert min(len(records) for records in seen.values()) >= 8, "the trainer got both environments' rollouts"
+    assert min(len(records) for records in seen.values()) >= 8, (
+        "the trainer got both environments' rollouts"
+    )
     lags = [step.policy_lag_max for step in run.steps()]
     assert None not in lags, "rollouts of both engines have a known version"
     assert {record.verdict for record in run.telemetry("alignment")} == {"ok"}

@@ -2,8 +2,8 @@
 
 python -m pytest -m "e2e and slow" tests/e2e/test_cockpit.py
 
-CI drives a real supervisor over small children by the same keys (`tests/ui/test_cockpit_real.py`), and watches the
-demo on a terminal while its server is killed (`test_demo.py`).
+CI drives a real supervisor over small children by the same keys (`tests/ui/test_cockpit_real.py`),
+and watches the demo on a terminal while its server is killed (`test_demo.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ def test_the_stack_is_watched_and_driven_from_the_screen(cockpit: Callable[[int]
     live.select("vllm")
     old = live.pid("vllm")
     live.press(b"r")
-    terminal.shows(lambda text: "Restart vllm?" in text and "trainer → vllm" in text and "vllm → trainer" in text)
+    terminal.shows(
+        lambda text: (
+            "Restart vllm?" in text and "trainer → vllm" in text and "vllm → trainer" in text
+        )
+    )
     live.press(b"\r")
     terminal.shows(lambda text: "restart vllm: done" in text, 240)
     done = max(step.step for step in files.telemetry("step") if step.attempt == 1)

@@ -1,4 +1,5 @@
-"""The demo profile, for real: it learns, the sides agree, the gates hold, the screen follows, and nothing is left.
+"""The demo profile, for real: it learns, the sides agree, the gates hold, the screen follows, and
+nothing is left.
 
 python -m pytest -m e2e tests/e2e/test_demo.py
 """
@@ -21,15 +22,19 @@ STEPS = 60
 
 
 def assert_learned(stack: LiveStack, rise: float = 0.3) -> None:
-    """Sampled reward and greedy held-out accuracy both rose by so much; over the whole demo, to what it promises."""
+    """Sampled reward and greedy held-out accuracy both rose by so much; over the whole demo, to
+    what it promises."""
     rewards = [step.reward_mean for step in stack.steps()]
     first, last = mean(rewards[:5]), mean(rewards[-5:])
-    # benchmarks/demo.py holds several seeds to 0.88; one run of 5 x 128 samples has a standard error of 0.012.
+    # benchmarks/demo.py holds several seeds to 0.88; one run of 5 x 128 samples has a standard
+    # error of 0.012.
     assert last >= 0.86 or len(rewards) < STEPS, f"reward of the last 5 steps: {last:.3f}"
     assert last >= first + rise, f"reward {first:.3f} -> {last:.3f}"
     held_out = [record.accuracy for record in stack.evals() if record.split == "held_out"]
     assert len(held_out) >= 2, "no held-out accuracy was measured"
-    assert held_out[-1] >= held_out[0] + rise, f"held-out accuracy {held_out[0]:.2f} -> {held_out[-1]:.2f}"
+    assert held_out[-1] >= held_out[0] + rise, (
+        f"held-out accuracy {held_out[0]:.2f} -> {held_out[-1]:.2f}"
+    )
 
 
 def assert_aligned(stack: LiveStack, *killed_at: int) -> None:
@@ -41,8 +46,14 @@ def assert_aligned(stack: LiveStack, *killed_at: int) -> None:
     worst = max(record.probe_diff_abs_mean for record in probed)
     assert worst < 1e-5, f"probe |diff| mean up to {worst:.2e}"
     assert min(record.probe_tokens for record in probed) >= 8
-    assert min(record.probe_cached_tokens for record in probed) >= 32, "the prefix cache was put to test"
-    assert not [(record.step, record.verdict, record.cause) for record in alignment if record.verdict != "ok"]
+    assert min(record.probe_cached_tokens for record in probed) >= 32, (
+        "the prefix cache was put to test"
+    )
+    assert not [
+        (record.step, record.verdict, record.cause)
+        for record in alignment
+        if record.verdict != "ok"
+    ]
 
 
 def assert_gates_held(stack: LiveStack) -> None:
@@ -53,12 +64,18 @@ def assert_gates_held(stack: LiveStack) -> None:
         assert when[name, "starting"] >= prepared
     for name in ("arithmetic", "trainer"):
         assert when[name, "starting"] >= when["api", "healthy"]
-    assert when["trainer", "starting"] < when["vllm", "healthy"], "the trainer imports while vLLM loads"
+    assert when["trainer", "starting"] < when["vllm", "healthy"], (
+        "the trainer imports while vLLM loads"
+    )
     assert stack.telemetry("step")[0].time > when["vllm", "healthy"]
 
 
-@pytest.mark.parametrize(("steps", "rise"), [(32, 0.25), pytest.param(STEPS, 0.3, marks=pytest.mark.slow)])
-def test_demo_learns_and_leaves_nothing(cockpit: Callable[[int], Cockpit], steps: int, rise: float) -> None:
+@pytest.mark.parametrize(
+    ("steps", "rise"), [(32, 0.25), pytest.param(STEPS, 0.3, marks=pytest.mark.slow)]
+)
+def test_demo_learns_and_leaves_nothing(
+    cockpit: Callable[[int], Cockpit], steps: int, rise: float
+) -> None:
     """On a terminal, from nothing, and through a SIGKILL of its server, which costs no step."""
     with preparing():
         live = cockpit(steps)
@@ -77,7 +94,9 @@ def test_demo_learns_and_leaves_nothing(cockpit: Callable[[int], Cockpit], steps
     assert_aligned(run, killed_at)
     assert_gates_held(run)
     # Whose weights made what came in the step at which the server was killed, nobody knows.
-    lags = [step.policy_lag_max for step in run.steps() if step.attempt == 1 and step.step != killed_at]
+    lags = [
+        step.policy_lag_max for step in run.steps() if step.attempt == 1 and step.step != killed_at
+    ]
     assert None not in lags and max(lags) <= 1, f"policy lag: {lags}"
     assert "BENCHMARK SUMMARY (shared_vllm)" in run.run.log("trainer", 2).read_text()
     assert (run.run.checkpoints / "final_model" / "config.json").is_file()
@@ -100,15 +119,24 @@ def test_without_learning_rate_it_does_not_learn(stack: Start) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["step_1", "final_model"])
-def test_checkpoints_are_models_for_vllm_and_transformers(stack: Start, tmp_path: Path, name: str) -> None:
+def test_checkpoints_are_models_for_vllm_and_transformers(
+    stack: Start, tmp_path: Path, name: str
+) -> None:
     from transformers import AutoModelForCausalLM
 
-    run = stack(trainer__training_steps=2, trainer__checkpoint_interval=1, trainer__lr=1e-3, trainer__warmup_steps=0)
+    run = stack(
+        trainer__training_steps=2,
+        trainer__checkpoint_interval=1,
+        trainer__lr=1e-3,
+        trainer__warmup_steps=0,
+    )
     assert run.wait(timeout=200)[0] == 0
     saved = run.run.checkpoints / name
     server = start_server(tmp_path, saved, VLLM_ENABLE_SHARED_WEIGHTS="0")
     try:
-        answer = server.generate(prompt={"prompt_token_ids": [1, 5, 11, 7, 12]}, max_tokens=16, n=4, ignore_eos=True)
+        answer = server.generate(
+            prompt={"prompt_token_ids": [1, 5, 11, 7, 12]}, max_tokens=16, n=4, ignore_eos=True
+        )
         gaps = [
             largest_gap(AutoModelForCausalLM.from_pretrained(folder), answer)
             for folder in (saved, run.run.checkpoints / "step_2")

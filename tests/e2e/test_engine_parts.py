@@ -1,4 +1,5 @@
-"""An engine over two machines on real vLLM: two parts with an address each, gloo between their workers.
+"""An engine over two machines on real vLLM: two parts with an address each, gloo between their
+workers.
 
 pytest -m "e2e and slow" tests/e2e/test_engine_parts.py
 """
@@ -20,7 +21,14 @@ from tests.e2e.test_broadcast import trainer_of as broadcasting
 from tests.e2e.test_lora import EXACT, ask
 from tests.e2e.test_none import TWO_RANKS, UPDATES
 from tests.e2e.test_none import trainer_of as loading
-from tests.e2e.vllm_server_live import TOKEN, Server, await_ready, begin_server, end_of, still_running
+from tests.e2e.vllm_server_live import (
+    TOKEN,
+    Server,
+    await_ready,
+    begin_server,
+    end_of,
+    still_running,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(420)]
 HOSTS = ("127.0.0.2", "127.0.0.3")
@@ -30,7 +38,16 @@ READY = "[vllm_server] ready after"
 def begin_parts(folder: Path, model: Path) -> list[Server]:
     with socket.create_server((HOSTS[0], 0)) as probe:
         port = probe.getsockname()[1]
-    words = ("--tensor-parallel-size", "2", "--nnodes", "2", "--master-addr", HOSTS[0], "--master-port", str(port))
+    words = (
+        "--tensor-parallel-size",
+        "2",
+        "--nnodes",
+        "2",
+        "--master-addr",
+        HOSTS[0],
+        "--master-port",
+        str(port),
+    )
     begun = []
     for rank, address in enumerate(HOSTS):
         part = folder / f"part{rank}"
@@ -89,7 +106,8 @@ def test_a_folder_is_loaded_by_the_workers_of_both(parts: list[Server]) -> None:
 
 
 def test_a_worker_that_dies_ends_its_part(parts: list[Server]) -> None:
-    """The supervisor then ends the other one: by TERM the first leaves, whatever its workers wait for."""
+    """The supervisor then ends the other one: by TERM the first leaves, whatever its workers wait
+    for."""
     head, other = parts
     inside = psutil.Process(other.process.pid).children(recursive=True)
     worker = max(inside, key=lambda process: process.memory_info().rss)
@@ -111,7 +129,11 @@ def test_parts_that_are_told_to_end_leave_nothing(tmp_path: Path) -> None:
     try:
         head, other = begun
         await_ready(head)
-        everyone = [child for part in begun for child in psutil.Process(part.process.pid).children(recursive=True)]
+        everyone = [
+            child
+            for part in begun
+            for child in psutil.Process(part.process.pid).children(recursive=True)
+        ]
         for part in (other, head):
             part.process.send_signal(signal.SIGTERM)
         assert ended(other) == 0, other.log.read_text()[-3000:]

@@ -61,18 +61,29 @@ def test_they_train_and_what_is_left_out_is_named(tmp_path: Path) -> None:
         assert [step.step for step in run.steps()] == list(range(1, STEPS + 1))
         counts = {name: _last_counts(run, name) for name in NAMES}
         assert all(each.sent > 0 for each in counts.values()), counts
-        assert any(reason.startswith("KeyError") for reason in counts["careless"].failures), counts["careless"]
+        assert any(reason.startswith("KeyError") for reason in counts["careless"].failures), counts[
+            "careless"
+        ]
         assert "group_size" in counts["careless"].left_out
         log = "".join(path.read_text() for path in (run.run.logs / "trainer").glob("*.log"))
         assert "missing_logprobs = recompute" in log
         assert counts["careless"].left_out["not_finite"] > 0
-        assert "lost in run-api" not in log, "one such score would cost a whole batch, everybody's groups"
+        assert "lost in run-api" not in log, (
+            "one such score would cost a whole batch, everybody's groups"
+        )
         assert counts["bare"].adjusted["top_p"] > 0 and counts["two"].adjusted["top_k"] > 0
         own = (run.run.logs / "bare").glob("*.log")
-        assert not any("HTTP Request" in path.read_text() or "same in a group" in path.read_text() for path in own)
-        found = {r.rule for r in read_records(run.run.supervisor_jsonl) if isinstance(r, DiagnosisRecord)}
+        assert not any(
+            "HTTP Request" in path.read_text() or "same in a group" in path.read_text()
+            for path in own
+        )
+        found = {
+            r.rule for r in read_records(run.run.supervisor_jsonl) if isinstance(r, DiagnosisRecord)
+        }
         assert {"sampling_adjusted", "logprobs_recomputed"} <= found, found
-        accuracies = [r for r in read_records(run.root / "eval.bare.jsonl") if isinstance(r, EvalRecord)]
+        accuracies = [
+            r for r in read_records(run.root / "eval.bare.jsonl") if isinstance(r, EvalRecord)
+        ]
         assert {record.split for record in accuracies} == {"percent_correct"}
         verdicts = [record.verdict for record in run.telemetry("alignment")]
         assert verdicts.count("ok") >= STEPS - 1, verdicts
@@ -83,7 +94,8 @@ def test_they_train_and_what_is_left_out_is_named(tmp_path: Path) -> None:
 
 
 def _shows_what_they_sent(run: LiveStack, log: str) -> None:
-    """Groups of one train, a teacher and references count, pictures are refused, what nobody reads is named once."""
+    """Groups of one train, a teacher and references count, pictures are refused, what nobody reads
+    is named once."""
     steps = run.steps()
     groups = sum((Counter(step.groups_by_env) for step in steps), Counter[str]())
     flat = sum((Counter(step.flat_groups_by_env) for step in steps), Counter[str]())
@@ -98,13 +110,17 @@ def _shows_what_they_sent(run: LiveStack, log: str) -> None:
     assert sources["engine"] > 0, "of bare, whose text the engine made"
     assert sources["environment"] > 0
     unused = sum((Counter(step.unused_fields) for step in steps), Counter[str]())
-    assert {"overrides.color", "group_overrides.note", "messages", "scores"} <= unused.keys(), unused
+    assert {"overrides.color", "group_overrides.note", "messages", "scores"} <= unused.keys(), (
+        unused
+    )
     for name in ("overrides.color", "group_overrides.note", "messages"):
         assert log.count(f"an environment sends {name}, which is not used") == 1
 
 
 def _last_counts(run: LiveStack, name: str) -> EnvCountsRecord:
-    records = [r for r in read_records(run.root / f"eval.{name}.jsonl") if isinstance(r, EnvCountsRecord)]
+    records = [
+        r for r in read_records(run.root / f"eval.{name}.jsonl") if isinstance(r, EnvCountsRecord)
+    ]
     assert records, f"{name} told nothing: {json.dumps([str(p) for p in run.root.iterdir()])}"
     return records[-1]
 
@@ -136,13 +152,19 @@ def test_who_holds_the_run_up_is_said_with_numbers(tmp_path: Path) -> None:
     run = LiveStack(tmp_path / "run", profile=str(profile)).up()
 
     def found() -> dict[tuple[str | None, str], DiagnosisRecord]:
-        records = [r for r in read_records(run.run.supervisor_jsonl) if isinstance(r, DiagnosisRecord)]
+        records = [
+            r for r in read_records(run.run.supervisor_jsonl) if isinstance(r, DiagnosisRecord)
+        ]
         return {(record.component, record.rule): record for record in records}
 
     wanted = {("slow", "environment_bound"), ("flat", "groups_all_flat")}
     try:
         run.until(lambda: wanted <= set(found()), 240, "both diagnoses")
-        stages = {r.stage: r.time for r in read_records(run.run.supervisor_jsonl) if isinstance(r, StageRecord)}
+        stages = {
+            r.stage: r.time
+            for r in read_records(run.run.supervisor_jsonl)
+            if isinstance(r, StageRecord)
+        }
         for key in wanted:
             assert found()[key].time - stages["attached"] < PATIENCE_S
         assert set(found()) == wanted
@@ -154,7 +176,11 @@ def test_who_holds_the_run_up_is_said_with_numbers(tmp_path: Path) -> None:
         waited, idle = (int(share) for share in re.findall(r"(\d+)% ", evidence)[:2])
         assert waited > 90 and idle > 40, evidence
         timing = run.until(lambda: run.telemetry("timing"), 60, "a step")[0]
-        assert 0.4 < timing.engine_idle_fraction <= 1 and timing.data_wait_s > 0.5 * timing.step_s, timing
-        assert re.search(r"from slow came \d+ groups in \d+ s \(\d\.\d\d/s, 0% of them flat\)", evidence), evidence
+        assert (
+            0.4 < timing.engine_idle_fraction <= 1 and timing.data_wait_s > 0.5 * timing.step_s
+        ), timing
+        assert re.search(
+            r"from slow came \d+ groups in \d+ s \(\d\.\d\d/s, 0% of them flat\)", evidence
+        ), evidence
     finally:
         run.close()

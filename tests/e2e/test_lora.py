@@ -1,6 +1,8 @@
-"""Adapters on real vLLM: swapped under load, restarted with, equal to the trainer's own numbers all the way.
+"""Adapters on real vLLM: swapped under load, restarted with, equal to the trainer's own numbers all
+the way.
 
-python -m pytest -m e2e tests/e2e/test_lora.py            # one architecture; -m "e2e and slow" for the others
+python -m pytest -m e2e tests/e2e/test_lora.py            # one architecture; -m "e2e and slow" for
+the others
 """
 
 from __future__ import annotations
@@ -55,22 +57,35 @@ PROMPT = [2 + i * 7 % 12 for i in range(75)]
 LORA = ("--enable-lora", "--max-lora-rank", "16", "--max-loras", "2")
 
 
-@pytest.fixture(scope="module", params=[TINY, *(pytest.param(x, marks=pytest.mark.slow) for x in ARCHITECTURES)])
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+@pytest.fixture(
+    scope="module", params=[TINY, *(pytest.param(x, marks=pytest.mark.slow) for x in ARCHITECTURES)]
+)
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("lora")
     made = start_server(
-        folder, make_model(request.param, folder / "model"), flags=LORA,
-        VLLM_ENABLE_SHARED_WEIGHTS="0", ATROPOS_TOKEN=TOKEN, ATROPOS_HOLD_GENERATION="1",
-    )  # fmt: skip
+        folder,
+        make_model(request.param, folder / "model"),
+        flags=LORA,
+        VLLM_ENABLE_SHARED_WEIGHTS="0",
+        ATROPOS_TOKEN=TOKEN,
+        ATROPOS_HOLD_GENERATION="1",
+    )
     yield made
     end_of(made.process)
 
 
 class Trainer:
-    """What the loop does, on made-up rollouts: a strategy, an optimizer, and copies of every version's adapter."""
+    """What the loop does, on made-up rollouts: a strategy, an optimizer, and copies of every
+    version's adapter."""
 
     def __init__(
-        self, kind: type[Any], config: TrainingConfig, start: Start | None = None, device: torch.device = CPU
+        self,
+        kind: type[Any],
+        config: TrainingConfig,
+        start: Start | None = None,
+        device: torch.device = CPU,
     ) -> None:
         torch.manual_seed(3)
         self.config = config
@@ -103,22 +118,35 @@ class Trainer:
         try:
             for name, parameter in adapter_parameters(self.model).items():
                 parameter.copy_(self.kept[version][name])
-            ours = completions_logprobs(self.model, [(done.prompt, done.token_ids) for done in several])
+            ours = completions_logprobs(
+                self.model, [(done.prompt, done.token_ids) for done in several]
+            )
         finally:
             for name, parameter in adapter_parameters(self.model).items():
                 parameter.copy_(present[name])
         pairs = zip(ours, several, strict=True)
-        return [max(abs(a - b) for a, b in zip(own, done.logprobs, strict=True)) for own, done in pairs]
+        return [
+            max(abs(a - b) for a, b in zip(own, done.logprobs, strict=True)) for own, done in pairs
+        ]
 
 
 def config(model: Path, tmp_path: Path, url: str = "", **fields: Any) -> TrainingConfig:
     return TrainingConfig.model_validate(
         {
-            "model_name": str(model), "weight_bridge_mode": "lora_only", "dtype": "float32", "device": "cpu",
-            "optimizer": "adamw", "lr": 5e-3, "lora_r": 16, "lora_target_modules": ["all-linear"],
-            "save_path": str(tmp_path / "out"), "engine_timeout": 180, "vllm_urls": [url] if url else None, **fields,
+            "model_name": str(model),
+            "weight_bridge_mode": "lora_only",
+            "dtype": "float32",
+            "device": "cpu",
+            "optimizer": "adamw",
+            "lr": 5e-3,
+            "lora_r": 16,
+            "lora_target_modules": ["all-linear"],
+            "save_path": str(tmp_path / "out"),
+            "engine_timeout": 180,
+            "vllm_urls": [url] if url else None,
+            **fields,
         }
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -147,7 +175,8 @@ def ask(server_url: str, token: str = TOKEN, tokens: int = 24) -> Streamed:
 
 @pytest.mark.slow
 def test_swaps_under_load(server: Server, tmp_path: Path, alone: None) -> None:
-    """20 optimizer steps under 16 streams: nothing is cut off, and each completion is its own version's to 1e-4."""
+    """20 optimizer steps under 16 streams: nothing is cut off, and each completion is its own
+    version's to 1e-4."""
     assert server.get("/bridge/info").json()["held"], "before the first adapter nobody is served"
     trainer = Trainer(LoraSwap, config(server.model, tmp_path, server.url))
     assert trainer.gap(ask(server.url), 0) < EXACT
@@ -162,18 +191,23 @@ def test_swaps_under_load(server: Server, tmp_path: Path, alone: None) -> None:
     load.assert_whole()
 
     final = ask(server.url)
-    assert trainer.gap(final, STEPS) < EXACT < trainer.gap(final, 0), "the adapter moved, and the server with it"
+    assert trainer.gap(final, STEPS) < EXACT < trainer.gap(final, 0), (
+        "the adapter moved, and the server with it"
+    )
     spans: dict[Any, list[Streamed]] = {}
     for done, span in load.versions():
         spans.setdefault(span, []).append(done)
     assert len(spans) > 3, "completions of several versions were recorded"
     for span, several in spans.items():
-        assert span is not None and span[0] == span[1], "a completion ends on the adapter that it began with"
+        assert span is not None and span[0] == span[1], (
+            "a completion ends on the adapter that it began with"
+        )
         assert max(trainer.gaps(several, span[0])) < EXACT
     streamed = [each for each in load.completions if each.streamed]
     newest = [each for each in streamed if each.sent > published]
     assert newest and max(trainer.gaps(newest[:20], STEPS)) < EXACT
-    # Which adapter a stream of vLLM's own route began with is not recorded: it must be one of all, start to end.
+    # Which adapter a stream of vLLM's own route began with is not recorded: it must be one of all,
+    # start to end.
     some = streamed[:: max(1, len(streamed) // 20)]
     by_version = [trainer.gaps(some, version) for version in trainer.kept]
     assert max(min(gaps) for gaps in zip(*by_version, strict=True)) < EXACT
@@ -181,10 +215,17 @@ def test_swaps_under_load(server: Server, tmp_path: Path, alone: None) -> None:
     status = server.get("/lora/status").json()
     assert (status["weight_version"], status["retiring"]) == (STEPS, 0)
     served = {card["id"] for card in server.get("/v1/models").json()["data"]}
-    assert {name for name in served if name.startswith("atropos-v")} == {status["name"]}, "older ones are unloaded"
-    assert len(list((tmp_path / "out" / "adapters").iterdir())) <= KEPT + 1, "and removed from the disk"
+    assert {name for name in served if name.startswith("atropos-v")} == {status["name"]}, (
+        "older ones are unloaded"
+    )
+    assert len(list((tmp_path / "out" / "adapters").iterdir())) <= KEPT + 1, (
+        "and removed from the disk"
+    )
     swaps = [report.phases["swap"] for report in reports]
-    print(f"\nswap under 16 streams: median {median(swaps) * 1000:.0f} ms, longest {max(swaps) * 1000:.0f} ms")
+    print(
+        f"\nswap under 16 streams: median {median(swaps) * 1000:.0f} ms, longest "
+        f"{max(swaps) * 1000:.0f} ms"
+    )
     trainer.sync.close()
 
 
@@ -227,8 +268,12 @@ def test_the_base_model_is_untouched(server: Server, alone: None) -> None:
 @pytest.fixture
 def sharing(tmp_path: Path) -> Iterator[Server]:
     """One that exports its weights: 36 MB, so that a second copy would show."""
-    model = make_model("qwen2", tmp_path / "model", hidden_size=512, intermediate_size=1408, num_hidden_layers=3)
-    made = start_server(tmp_path, model, flags=LORA, ATROPOS_TOKEN=TOKEN, ATROPOS_HOLD_GENERATION="1")
+    model = make_model(
+        "qwen2", tmp_path / "model", hidden_size=512, intermediate_size=1408, num_hidden_layers=3
+    )
+    made = start_server(
+        tmp_path, model, flags=LORA, ATROPOS_TOKEN=TOKEN, ATROPOS_HOLD_GENERATION="1"
+    )
     yield made
     end_of(made.process)
     Path(made.manifest().ranks[0].shm_path or "none").unlink(missing_ok=True)
@@ -242,14 +287,17 @@ def own_bytes() -> int:
 
 
 def test_adapters_over_the_one_copy(sharing: Server, tmp_path: Path, alone: None) -> None:
-    """The trainer computes with the server's base model and never writes to it: no second copy, the same numbers. Of an
-    rsLoRA adapter, which is trained on then."""
+    """The trainer computes with the server's base model and never writes to it: no second copy, the
+    same numbers. Of an rsLoRA adapter, which is trained on then."""
     shard = sharing.manifest().ranks[0]
     before = hashlib.sha256(Path(shard.shm_path or "").read_bytes()).digest()
     fields = {
-        "weight_bridge_mode": "lora_only", "vllm_port": int(sharing.url.rpartition(":")[2]), "lora_r": 16,
-        "lora_use_rslora": True, "vllm_config_path": str(sharing.bridge_dir / MANIFEST_NAME),
-    }  # fmt: skip
+        "weight_bridge_mode": "lora_only",
+        "vllm_port": int(sharing.url.rpartition(":")[2]),
+        "lora_r": 16,
+        "lora_use_rslora": True,
+        "vllm_config_path": str(sharing.bridge_dir / MANIFEST_NAME),
+    }
     grown = {}
     for single_copy in (True, False):
         free = own_bytes()
@@ -260,39 +308,64 @@ def test_adapters_over_the_one_copy(sharing: Server, tmp_path: Path, alone: None
     print(f"\nmemory of its own, in copies of {shard.shm_bytes / 1e6:.0f} MB: {grown}")
     assert grown[True] < 0.5 and grown[False] > 0.8
 
-    records = gate.train_on(sharing, tmp_path, training_steps=3, lr=5e-3, single_copy=True, **fields)
+    records = gate.train_on(
+        sharing, tmp_path, training_steps=3, lr=5e-3, single_copy=True, **fields
+    )
     assert [record.verdict for record in gate.alignments(records)] == ["ok"] * 3
     assert max(record.probe_diff_abs_mean for record in gate.alignments(records)) < EXACT
     assert hashlib.sha256(Path(shard.shm_path or "").read_bytes()).digest() == before
     final = tmp_path / "out" / "final_model"
     assert (
-        max(tensor.abs().max() for name, tensor in load_file(final / ADAPTER_WEIGHTS).items() if "lora_B" in name) > 0
+        max(
+            tensor.abs().max()
+            for name, tensor in load_file(final / ADAPTER_WEIGHTS).items()
+            if "lora_B" in name
+        )
+        > 0
     )
-    again = Trainer(LoraSwap, gate.config(sharing, tmp_path, single_copy=True, lora_adapter_path=str(final), **fields))
+    again = Trainer(
+        LoraSwap,
+        gate.config(sharing, tmp_path, single_copy=True, lora_adapter_path=str(final), **fields),
+    )
     done = ask(sharing.url)
     base = sequence_logprobs(load_model(sharing.model, torch.float32, CPU), PROMPT, done.token_ids)
-    assert again.gap(done, 0) < EXACT < max(abs(a - b) for a, b in zip(base, done.logprobs, strict=True))
+    assert (
+        again.gap(done, 0)
+        < EXACT
+        < max(abs(a - b) for a, b in zip(base, done.logprobs, strict=True))
+    )
     again.sync.close()
 
 
 def own_servers() -> set[psutil.Process]:
     """vLLM servers that this process has started, those of fixtures among them."""
-    living = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    living = [
+        child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE
+    ]
     return {child for child in living if "vllm_server" in " ".join(child.cmdline())}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fork", ["1", "0"])
-def test_restarts_as_an_own_child(tmp_path: Path, alone: None, monkeypatch: pytest.MonkeyPatch, fork: str) -> None:
-    """Alone the trainer starts the server, restarts it when due, starts a dead one again, and takes it along."""
+def test_restarts_as_an_own_child(
+    tmp_path: Path, alone: None, monkeypatch: pytest.MonkeyPatch, fork: str
+) -> None:
+    """Alone the trainer starts the server, restarts it when due, starts a dead one again, and takes
+    it along."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("ATROPOS_FORK_ENGINE", fork)
     monkeypatch.delenv(ENV_TOKEN)
     (port,) = free_ports(1)
     settings = config(
-        make_tiny_model(tmp_path / "model"), tmp_path, weight_bridge_mode="lora_restart", vllm_port=port,
-        vllm_restart_interval=2, max_model_len=256, gpu_memory_utilization=0.05, log_dir=str(tmp_path / "logs"),
-    )  # fmt: skip
+        make_tiny_model(tmp_path / "model"),
+        tmp_path,
+        weight_bridge_mode="lora_restart",
+        vllm_port=port,
+        vllm_restart_interval=2,
+        max_model_len=256,
+        gpu_memory_utilization=0.05,
+        log_dir=str(tmp_path / "logs"),
+    )
     others = own_servers()
     trainer = Trainer(LoraRestart, settings)
     try:
@@ -315,7 +388,9 @@ def test_restarts_as_an_own_child(tmp_path: Path, alone: None, monkeypatch: pyte
         said, deadline = IMPORTED if fork == "1" else ENGINE_IMPORTED, time.monotonic() + 120
         while lifecycle.log.read_text().count(said) < 2 and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert bool(successor.children()) == (fork == "0"), "an engine that cannot be forked waits as well"
+        assert bool(successor.children()) == (fork == "0"), (
+            "an engine that cannot be forked waits as well"
+        )
         assert engine.info().instance_id == second.instance_id, "it waits, and no more"
         child = psutil.Process(lifecycle._process.pid)
         child.send_signal(signal.SIGKILL)
@@ -328,7 +403,10 @@ def test_restarts_as_an_own_child(tmp_path: Path, alone: None, monkeypatch: pyte
         print(f"with the next server's imports done: {time.monotonic() - began:.1f} s")
         assert lifecycle._process.pid == successor.pid
         again = engine.info()
-        assert again.instance_id != second.instance_id and (again.weight_version, again.held) == (3, False)
+        assert again.instance_id != second.instance_id and (again.weight_version, again.held) == (
+            3,
+            False,
+        )
         assert trainer.gap(ask(url, None), 3) < EXACT  # type: ignore[arg-type]
     finally:
         trainer.sync.close()
@@ -337,17 +415,27 @@ def test_restarts_as_an_own_child(tmp_path: Path, alone: None, monkeypatch: pyte
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [TINY, *ARCHITECTURES])
-def test_twenty_steps_and_a_restart(name: str, tmp_path: Path, alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_twenty_steps_and_a_restart(
+    name: str, tmp_path: Path, alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every architecture, under streams: base weights before, the adapter of step 20 after."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     (port,) = free_ports(1)
     settings = config(
-        make_model(name, tmp_path / "model"), tmp_path, weight_bridge_mode="lora_restart", vllm_port=port,
-        vllm_restart_interval=STEPS, max_model_len=256, gpu_memory_utilization=0.2, log_dir=str(tmp_path / "logs"),
-    )  # fmt: skip
+        make_model(name, tmp_path / "model"),
+        tmp_path,
+        weight_bridge_mode="lora_restart",
+        vllm_port=port,
+        vllm_restart_interval=STEPS,
+        max_model_len=256,
+        gpu_memory_utilization=0.2,
+        log_dir=str(tmp_path / "logs"),
+    )
     trainer = Trainer(LoraRestart, settings)
     try:
-        with Streams(trainer.sync.engines[0].base_url, prompt=PROMPT, max_tokens=24, patient=True) as load:
+        with Streams(
+            trainer.sync.engines[0].base_url, prompt=PROMPT, max_tokens=24, patient=True
+        ) as load:
             load.until(20)
             for _ in range(STEPS - 1):
                 assert list(trainer.step().phases) == ["write"]
@@ -357,17 +445,22 @@ def test_twenty_steps_and_a_restart(name: str, tmp_path: Path, alone: None, monk
             load.until(20)
         new = [done for done in load.completions if done.sent > back]
         assert max(trainer.gaps(old[:20], 0)) < EXACT and max(trainer.gaps(new[:20], STEPS)) < EXACT
-        assert trainer.gap(new[0], 0) > EXACT, "training must have changed the answers, or this test sees nothing"
+        assert trainer.gap(new[0], 0) > EXACT, (
+            "training must have changed the answers, or this test sees nothing"
+        )
     finally:
         trainer.sync.close()
 
 
 def assert_trained(run: LiveStack, steps: int) -> None:
-    """Every step was trained once, by one trainer; the sides agreed; what was saved is an adapter."""
+    """Every step was trained once, by one trainer; the sides agreed; what was saved is an
+    adapter."""
     assert [step.step for step in run.steps()] == list(range(1, steps + 1))
     assert {step.attempt for step in run.steps()} == {1}, "the trainer outlives its engines"
     alignment = run.telemetry("alignment")
-    probed = [record.probe_diff_abs_mean for record in alignment if record.probe_diff_abs_mean is not None]
+    probed = [
+        record.probe_diff_abs_mean for record in alignment if record.probe_diff_abs_mean is not None
+    ]
     assert probed and max(probed) < 1e-5 and {record.verdict for record in alignment} == {"ok"}
     final = run.run.checkpoints / "final_model"
     assert (final / "adapter_config.json").is_file() and not (final / "model.safetensors").exists()
@@ -377,9 +470,13 @@ def assert_trained(run: LiveStack, steps: int) -> None:
 @pytest.mark.parametrize("single_copy", ["false", "true"], ids=["two copies", "one copy"])
 @pytest.mark.parametrize("how", ["kill", "restart"])
 def test_lora_only_survives_its_engine(stack: Start_, how: str, single_copy: str) -> None:
-    """The whole stack; vLLM goes in the middle: its successor holds until it has the adapter, and no step is lost. Over
-    one copy the trainer goes on with the successor's base model."""
-    settings = {"training_steps": STEPS_LIVE, "checkpoint_interval": STEPS_LIVE // 2, "single_copy": single_copy}
+    """The whole stack; vLLM goes in the middle: its successor holds until it has the adapter, and
+    no step is lost. Over one copy the trainer goes on with the successor's base model."""
+    settings = {
+        "training_steps": STEPS_LIVE,
+        "checkpoint_interval": STEPS_LIVE // 2,
+        "single_copy": single_copy,
+    }
     run = stack(mode="lora_only", **{f"trainer__{name}": value for name, value in settings.items()})
     run.until_step(3, 180)
     assert run.cli(how, "vllm", "--yes").returncode == 0
@@ -389,7 +486,9 @@ def test_lora_only_survives_its_engine(stack: Start_, how: str, single_copy: str
     lags = [step.policy_lag_max for step in run.steps()]
     assert all(lag is None or lag <= 2 for lag in lags), f"no rollout is of base weights: {lags}"
     assert len([r for r in run.states("vllm") if r.new == "healthy"]) == 2
-    assert (run.run.checkpoints / f"adapter_step_{STEPS_LIVE // 2}" / "trainer_state.json").is_file()
+    assert (
+        run.run.checkpoints / f"adapter_step_{STEPS_LIVE // 2}" / "trainer_state.json"
+    ).is_file()
     assert "BENCHMARK SUMMARY (lora_only)" in output
     run.assert_nothing_left()
 
@@ -403,7 +502,9 @@ def test_lora_restart_through_the_supervisor(stack: Start_) -> None:
     syncs = {record.step: record.phases for record in run.telemetry("sync")}
     assert list(syncs[3]) == ["write", "save", "restart", "load"] and list(syncs[2]) == ["write"]
     lags = [step.policy_lag_max for step in run.steps()]
-    assert lags[0] == 0 and max(lags) <= 3, f"the engine answers with the adapter of its last restart: {lags}"
+    assert lags[0] == 0 and max(lags) <= 3, (
+        f"the engine answers with the adapter of its last restart: {lags}"
+    )
     assert "asked for by the trainer" in " ".join(r.reason or "" for r in run.states("vllm"))
     (bench,) = run.telemetry("benchmark")
     assert (bench.mode, bench.steps, bench.syncs) == ("lora_restart", 4, 1)

@@ -1,6 +1,8 @@
-"""Mode `none` on real vLLM: whole models loaded in place under load, refused, broken off, or begun with at a restart.
+"""Mode `none` on real vLLM: whole models loaded in place under load, refused, broken off, or begun
+with at a restart.
 
-python -m pytest -m e2e tests/e2e/test_none.py            # one architecture; -m "e2e and slow" for the others
+python -m pytest -m e2e tests/e2e/test_none.py            # one architecture; -m "e2e and slow" for
+the others
 """
 
 from __future__ import annotations
@@ -35,8 +37,10 @@ Start_ = Callable[..., LiveStack]
 
 TENSOR_PARALLEL = "tiny qwen3 on two ranks"
 UPDATES = {
-    "VLLM_ENABLE_SHARED_WEIGHTS": "0", "ATROPOS_WEIGHT_UPDATES": "1", "ATROPOS_HOLD_GENERATION": "1",
-}  # fmt: skip
+    "VLLM_ENABLE_SHARED_WEIGHTS": "0",
+    "ATROPOS_WEIGHT_UPDATES": "1",
+    "ATROPOS_HOLD_GENERATION": "1",
+}
 TWO_RANKS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 """vLLM binds each rank to a NUMA node of its own: there may be one only."""
 
@@ -48,15 +52,21 @@ TWO_RANKS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         *(pytest.param(each, marks=pytest.mark.slow) for each in (*ARCHITECTURES, TENSOR_PARALLEL)),
     ],
 )
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
     """A server that may read below its own folder alone."""
     folder = tmp_path_factory.mktemp("none")
     two = request.param == TENSOR_PARALLEL
     made = start_server(
-        folder, make_model(TINY if two else request.param, folder / "model"),
-        flags=("--tensor-parallel-size", "2") if two else (), ATROPOS_TOKEN=TOKEN, ATROPOS_RUN_DIR=str(folder),
-        **UPDATES, **(TWO_RANKS if two else {}),
-    )  # fmt: skip
+        folder,
+        make_model(TINY if two else request.param, folder / "model"),
+        flags=("--tensor-parallel-size", "2") if two else (),
+        ATROPOS_TOKEN=TOKEN,
+        ATROPOS_RUN_DIR=str(folder),
+        **UPDATES,
+        **(TWO_RANKS if two else {}),
+    )
     yield made
     end_of(made.process)
 
@@ -92,11 +102,15 @@ class Whole(Trainer):
         present = self.copy()
         try:
             self._put(self.kept[version])
-            ours = completions_logprobs(self.model, [(done.prompt, done.token_ids) for done in completions])
+            ours = completions_logprobs(
+                self.model, [(done.prompt, done.token_ids) for done in completions]
+            )
         finally:
             self._put(present)
         theirs = [done.logprobs for done in completions]
-        return max(abs(x - y) for a, b in zip(ours, theirs, strict=True) for x, y in zip(a, b, strict=True))
+        return max(
+            abs(x - y) for a, b in zip(ours, theirs, strict=True) for x, y in zip(a, b, strict=True)
+        )
 
     def _put(self, tensors: dict[str, torch.Tensor]) -> None:
         for name, parameter in self.model.named_parameters():
@@ -106,11 +120,19 @@ class Whole(Trainer):
 def config(model: Path, folder: Path, url: str = "", **fields: Any) -> TrainingConfig:
     return TrainingConfig.model_validate(
         {
-            "model_name": str(model), "weight_bridge_mode": "none", "dtype": "float32", "device": "cpu",
-            "optimizer": "adamw", "lr": 1e-3, "vllm_restart_interval": 1, "save_path": str(folder / "out"),
-            "engine_timeout": 180, "vllm_urls": [url] if url else None, **fields,
+            "model_name": str(model),
+            "weight_bridge_mode": "none",
+            "dtype": "float32",
+            "device": "cpu",
+            "optimizer": "adamw",
+            "lr": 1e-3,
+            "vllm_restart_interval": 1,
+            "save_path": str(folder / "out"),
+            "engine_timeout": 180,
+            "vllm_urls": [url] if url else None,
+            **fields,
         }
-    )  # fmt: skip
+    )
 
 
 def trainer_of(server: Server, **fields: Any) -> Whole:
@@ -135,7 +157,9 @@ def twenty_steps_under_streams(server: Server, trainer: Whole) -> None:
     load.assert_whole()
 
     final = ask(server.url)
-    assert trainer.gap(final, STEPS) < EXACT < trainer.gap(final, 0), "the weights moved, and the server with them"
+    assert trainer.gap(final, STEPS) < EXACT < trainer.gap(final, 0), (
+        "the weights moved, and the server with them"
+    )
     recorded = load.versions()
     assert len({span for _, span in recorded}) > 3, "completions of several versions were recorded"
     assert None not in [span for _, span in recorded]
@@ -148,7 +172,10 @@ def twenty_steps_under_streams(server: Server, trainer: Whole) -> None:
 
     for phase in reports[0].phases:
         each = [report.phases[phase] * 1000 for report in reports]
-        print(f"\n{phase}: median {sorted(each)[STEPS // 2]:.1f} ms, longest {max(each):.1f} ms", end="")
+        print(
+            f"\n{phase}: median {sorted(each)[STEPS // 2]:.1f} ms, longest {max(each):.1f} ms",
+            end="",
+        )
 
 
 def test_loads_under_streams(server: Server, alone: None) -> None:
@@ -160,7 +187,9 @@ def test_loads_under_streams(server: Server, alone: None) -> None:
     trainer.sync.close()
 
 
-def test_weights_of_another_model_and_half_written_ones(server: Server, tmp_path: Path, alone: None) -> None:
+def test_weights_of_another_model_and_half_written_ones(
+    server: Server, tmp_path: Path, alone: None
+) -> None:
     """Refused before anything is touched: those before go on serving, and nobody is interrupted."""
     trainer = trainer_of(server)
     trainer.step()
@@ -174,7 +203,11 @@ def test_weights_of_another_model_and_half_written_ones(server: Server, tmp_path
     engine = client(server)
     with Streams(server.url, TOKEN, prompt=PROMPT, max_tokens=24) as load:
         load.until(8)
-        cases = {other: "weights of another model", torn: "not a whole safetensors file", outside: "lies outside"}
+        cases = {
+            other: "weights of another model",
+            torn: "not a whole safetensors file",
+            outside: "lies outside",
+        }
         for path, says in cases.items():
             with pytest.raises(EngineError, match=says):
                 engine.load_weights(LoadWeightsRequest(path=str(path), weight_version=9))
@@ -186,7 +219,9 @@ def test_weights_of_another_model_and_half_written_ones(server: Server, tmp_path
     trainer.sync.close()
 
 
-def test_a_load_that_breaks_off_serves_nobody_until_one_is_whole(server: Server, alone: None) -> None:
+def test_a_load_that_breaks_off_serves_nobody_until_one_is_whole(
+    server: Server, alone: None
+) -> None:
     trainer = trainer_of(server)
     trainer.step()
     folder = trainer.sync._present()
@@ -211,14 +246,21 @@ def test_a_load_that_breaks_off_serves_nobody_until_one_is_whole(server: Server,
 def test_alone_the_trainer_owns_its_server(
     tmp_path: Path, alone: None, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """It starts it, loads into it or restarts it, and brings a dead one back with the weights of now."""
+    """It starts it, loads into it or restarts it, and brings a dead one back with the weights of
+    now."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.delenv(ENV_TOKEN)
     (port,) = free_ports(1)
     settings = config(
-        make_tiny_model(tmp_path / "model"), tmp_path, vllm_port=port, vllm_restart_interval=2, engine_reload=how,
-        max_model_len=256, gpu_memory_utilization=0.05, log_dir=str(tmp_path / "logs"),
-    )  # fmt: skip
+        make_tiny_model(tmp_path / "model"),
+        tmp_path,
+        vllm_port=port,
+        vllm_restart_interval=2,
+        engine_reload=how,
+        max_model_len=256,
+        gpu_memory_utilization=0.05,
+        log_dir=str(tmp_path / "logs"),
+    )
     others = own_servers()
     trainer = Whole(Reload, settings)
     try:
@@ -253,7 +295,8 @@ def test_alone_the_trainer_owns_its_server(
 
 @pytest.mark.slow
 def test_a_server_killed_while_it_loads(tmp_path: Path, alone: None) -> None:
-    """The trainer waits for the next one and gives it the weights; it was stopped with the request in hand."""
+    """The trainer waits for the next one and gives it the weights; it was stopped with the request
+    in hand."""
     model = make_tiny_model(tmp_path / "model")
     made = start_server(tmp_path, model, ATROPOS_TOKEN=TOKEN, **UPDATES)
     trainer = trainer_of(made)
@@ -279,11 +322,14 @@ def test_a_server_killed_while_it_loads(tmp_path: Path, alone: None) -> None:
 
 
 def assert_trained(run: LiveStack, steps: int) -> None:
-    """Every step was trained once, by one trainer; the sides agreed where they hold the same weights."""
+    """Every step was trained once, by one trainer; the sides agreed where they hold the same
+    weights."""
     assert [step.step for step in run.steps()] == list(range(1, steps + 1))
     assert {step.attempt for step in run.steps()} == {1}, "the trainer outlives its engines"
     alignment = run.telemetry("alignment")
-    probed = [record.probe_diff_abs_mean for record in alignment if record.probe_diff_abs_mean is not None]
+    probed = [
+        record.probe_diff_abs_mean for record in alignment if record.probe_diff_abs_mean is not None
+    ]
     assert len(probed) > 1
     assert max(probed) < 1e-5
     assert {record.verdict for record in alignment} == {"ok"}
@@ -291,7 +337,8 @@ def assert_trained(run: LiveStack, steps: int) -> None:
 
 @pytest.mark.slow
 def test_the_whole_stack_survives_its_engine(stack: Start_) -> None:
-    """vLLM is killed in the middle: its successor holds until it has the weights; no step is lost."""
+    """vLLM is killed in the middle: its successor holds until it has the weights; no step is
+    lost."""
     run = stack(mode="none", trainer__training_steps=STEPS_LIVE, trainer__vllm_restart_interval=2)
     run.until_step(3, 180)
     assert run.cli("kill", "vllm", "--yes").returncode == 0
@@ -312,7 +359,10 @@ def test_the_whole_stack_survives_its_engine(stack: Start_) -> None:
 @pytest.mark.slow
 def test_restarts_through_the_supervisor(stack: Start_) -> None:
     run = stack(
-        mode="none", trainer__training_steps=4, trainer__vllm_restart_interval=2, trainer__engine_reload="restart"
+        mode="none",
+        trainer__training_steps=4,
+        trainer__vllm_restart_interval=2,
+        trainer__engine_reload="restart",
     )
     code, output = run.wait(timeout=400)
     assert code == 0, output[-4000:]

@@ -1,5 +1,5 @@
-"""A run of two real ranks over real vLLM, one of which is killed: it is named at once, the run ends with it, and the
-next attempt goes on after the last checkpoint."""
+"""A run of two real ranks over real vLLM, one of which is killed: it is named at once, the run ends
+with it, and the next attempt goes on after the last checkpoint."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ CAUSE = "rank {} of trainer was killed by SIGKILL"
 
 def ranks_of(run: LiveStack) -> dict[int, psutil.Process]:
     """The ranks by their number, children of the trainer's launcher."""
-    return {int(each.environ()["RANK"]): each for each in psutil.Process(run.pid_of("trainer")).children()}
+    return {
+        int(each.environ()["RANK"]): each
+        for each in psutil.Process(run.pid_of("trainer")).children()
+    }
 
 
 def causes(run: LiveStack) -> list[str]:
@@ -36,9 +39,12 @@ def test_a_killed_rank_ends_the_run_by_name_and_the_next_attempt_goes_on(
     stack: Callable[..., LiveStack], victim: int
 ) -> None:
     run = stack(
-        mode="broadcast", trainer__processes=2, trainer__training_steps=STEPS, trainer__checkpoint_interval=EVERY,
+        mode="broadcast",
+        trainer__processes=2,
+        trainer__training_steps=STEPS,
+        trainer__checkpoint_interval=EVERY,
         trainer__restart__policy="never",
-    )  # fmt: skip
+    )
     run.until_step(EVERY + 2, timeout=240)
     ranks = ranks_of(run)
     assert sorted(ranks) == [0, 1]
@@ -50,16 +56,22 @@ def test_a_killed_rank_ends_the_run_by_name_and_the_next_attempt_goes_on(
     assert code == 3, output[-4000:]
     ended: dict[str, Any] = json.loads(run.run.result_json.read_text())
     assert CAUSE.format(victim) in ended["reason"], ended
-    assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks.values())
+    assert not any(
+        rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks.values()
+    )
     run.assert_nothing_left()
 
-    saved = max(int(path.name.removeprefix("step_")) for path in run.root.rglob("step_*") if path.is_dir())
+    saved = max(
+        int(path.name.removeprefix("step_")) for path in run.root.rglob("step_*") if path.is_dir()
+    )
     done = max(step.step for step in run.steps())
     assert EVERY <= saved <= done
     run.resume()
     code, output = run.wait(timeout=240)
     assert code == 0, output[-4000:]
     later = [step.step for step in run.telemetry("step") if step.attempt > 1]
-    assert later == list(range(saved + 1, STEPS + 1)), "from the step after the last checkpoint on, each once"
+    assert later == list(range(saved + 1, STEPS + 1)), (
+        "from the step after the last checkpoint on, each once"
+    )
     assert {record.verdict for record in run.telemetry("alignment")} == {"ok"}
     run.assert_nothing_left()

@@ -1,6 +1,6 @@
-"""Restarts and kills of the engine under load, with the real stack: the trainer stays and no step is lost, in every
-mode but single copy, where the trainer goes along and no step is lost either. `benchmarks/restarts.py` does it more
-often, and counts the seconds."""
+"""Restarts and kills of the engine under load, with the real stack: the trainer stays and no step
+is lost, in every mode but single copy, where the trainer goes along and no step is lost either.
+`benchmarks/restarts.py` does it more often, and counts the seconds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ def check(mode: str, events: list[str], folder: Path, times: int, workers: int =
         touches_engine = "vllm" in row.event or row.event.startswith("SIGKILL")
         along = times if mode == "shared_vllm" and touches_engine else 0
         assert (found["lost"], found["attempts"]) == (0, along), found
-        assert not touches_engine or all(each.engine_attempts for each in row.outcomes), "nothing happened"
+        assert not touches_engine or all(each.engine_attempts for each in row.outcomes), (
+            "nothing happened"
+        )
 
 
 def test_a_restart_by_hand_leaves_the_trainer_as_it_is(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Routing recorded by real vLLM and replayed in the trainer: it is what routers chose, and a run finds all of it.
+"""Routing recorded by real vLLM and replayed in the trainer: it is what routers chose, and a run
+finds all of it.
 
 python -m pytest -m e2e tests/e2e/test_routing.py
 """
@@ -41,7 +42,9 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("routing")
-    made = start_server(folder, make_model("qwen3-moe", folder / "model"), flags=RECORDS, ATROPOS_TOKEN=TOKEN)
+    made = start_server(
+        folder, make_model("qwen3-moe", folder / "model"), flags=RECORDS, ATROPOS_TOKEN=TOKEN
+    )
     yield made
     made.process.terminate()  # so that it removes its shared file
     made.process.wait(20)
@@ -49,8 +52,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 class Turns(Live):
-    """Each sequence has two turns with something in between; the second is read as a stream of deltas, which brings no
-    logprobs."""
+    """Each sequence has two turns with something in between; the second is read as a stream of
+    deltas, which brings no logprobs."""
 
     def _group(self, prompt: list[int]) -> dict[str, Any]:
         group = super()._group(prompt)
@@ -64,11 +67,18 @@ class Turns(Live):
 
     def _streamed(self, prompt: list[int]) -> list[int]:
         body = {
-            "model": str(self.server.model), "prompt": prompt, "max_tokens": 6, "temperature": 1.0, "ignore_eos": True,
-            "stream": True, "return_token_ids": True,
-        }  # fmt: skip
+            "model": str(self.server.model),
+            "prompt": prompt,
+            "max_tokens": 6,
+            "temperature": 1.0,
+            "ignore_eos": True,
+            "stream": True,
+            "return_token_ids": True,
+        }
         ids: list[int] = []
-        with httpx.stream("POST", self.server.url + "/v1/completions", json=body, timeout=60) as answer:
+        with httpx.stream(
+            "POST", self.server.url + "/v1/completions", json=body, timeout=60
+        ) as answer:
             for line in answer.iter_lines():
                 if line.startswith("data: {"):
                     choices = json.loads(line.removeprefix("data: "))["choices"]
@@ -85,7 +95,9 @@ def test_what_is_recorded_is_what_routers_chose(server: Server) -> None:
     assert client.info().records_routing
     asker, cached = RoutingAsker([client.routing], shape), 0
     for prompt in (PROMPTS[0], PROMPTS[0], PROMPTS[1][:3]):
-        answer = server.generate(prompt=prompt, n=3, max_tokens=20, ignore_eos=True, temperature=1.0)
+        answer = server.generate(
+            prompt=prompt, n=3, max_tokens=20, ignore_eos=True, temperature=1.0
+        )
         cached += sum(count or 0 for count in answer["cached_tokens"])
         for ids in answer["token_ids"]:
             experts = asker.of_answer(prompt, ids)
@@ -121,4 +133,9 @@ def test_a_server_that_records_nothing_is_refused(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_dense_model_is_refused_by_the_server(tmp_path: Path) -> None:
     with pytest.raises(pytest.fail.Exception, match="--enable-return-routed-experts with --model"):
-        start_server(tmp_path, make_model("tiny qwen3", tmp_path / "model"), flags=RECORDS, ATROPOS_TOKEN=TOKEN)
+        start_server(
+            tmp_path,
+            make_model("tiny qwen3", tmp_path / "model"),
+            flags=RECORDS,
+            ATROPOS_TOKEN=TOKEN,
+        )

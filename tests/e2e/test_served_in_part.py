@@ -1,4 +1,5 @@
-"""A model of which vLLM serves a part: its Qwen3 has no place for biases on the output projections, and says nothing.
+"""A model of which vLLM serves a part: its Qwen3 has no place for biases on the output projections,
+and says nothing.
 
 python -m pytest -m e2e tests/e2e/test_served_in_part.py
 """
@@ -27,7 +28,9 @@ SAYS = "has no place for 3 of the tensors, such as model.layers.0.self_attn.o_pr
 
 
 def start(folder: Path) -> Server:
-    return start_server(folder, folder / "model", ATROPOS_TOKEN=TOKEN, ATROPOS_RUN_DIR=str(folder), **UPDATES)
+    return start_server(
+        folder, folder / "model", ATROPOS_TOKEN=TOKEN, ATROPOS_RUN_DIR=str(folder), **UPDATES
+    )
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +72,9 @@ def test_its_log_says_so_and_no_mode_trains_it(server: Server) -> None:
 
 def test_a_restart_with_a_trainer_s_weights_is_refused(server: Server) -> None:
     engine = ServerClient(server.url, TOKEN)
-    engine.load_weights(LoadWeightsRequest(path=str(server.model), weight_version=1, at_restart=True))
+    engine.load_weights(
+        LoadWeightsRequest(path=str(server.model), weight_version=1, at_restart=True)
+    )
     engine.close()
     end_of(server.process)
     with pytest.raises(pytest.fail.Exception, match="no server after"):

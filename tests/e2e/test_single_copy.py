@@ -1,7 +1,9 @@
-"""Single copy on real vLLM under 16 streams: exact before and after training, for every architecture; what a publish
-does to completions in flight; sampling that would leak; and planted faults, each named by the gate.
+"""Single copy on real vLLM under 16 streams: exact before and after training, for every
+architecture; what a publish does to completions in flight; sampling that would leak; and planted
+faults, each named by the gate.
 
-pytest -m e2e tests/e2e/test_single_copy.py        # one server; with `-m "e2e and slow"` the other architectures
+pytest -m e2e tests/e2e/test_single_copy.py        # one server; with `-m "e2e and slow"` the other
+architectures
 """
 
 from __future__ import annotations
@@ -46,10 +48,14 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _serve(folder: Path, name: str, **options: Any) -> Iterator[Server]:
     model = make_model(name, folder / "model", generation=LEAKING)
-    running = start_server(folder, model, ATROPOS_TOKEN=TOKEN, ATROPOS_HOLD_GENERATION="1", **options)
+    running = start_server(
+        folder, model, ATROPOS_TOKEN=TOKEN, ATROPOS_HOLD_GENERATION="1", **options
+    )
     yield running
     end_of(running.process)
-    (Path("/dev/shm") / Path(running.manifest().ranks[0].shm_path or "none").name).unlink(missing_ok=True)
+    (Path("/dev/shm") / Path(running.manifest().ranks[0].shm_path or "none").name).unlink(
+        missing_ok=True
+    )
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +70,8 @@ def _reference(path: Path) -> Any:
 
 
 def _assert_equal_before_and_after(server: Server, folder: Path) -> None:
-    """Against plain transformers: 1e-4 at the base weights and after 20 optimizer steps, under load all the time."""
+    """Against plain transformers: 1e-4 at the base weights and after 20 optimizer steps, under load
+    all the time."""
     body = {"prompt": PROMPTS[0], "n": 4, "max_tokens": 24, "ignore_eos": True}
     base = _reference(server.model)
     answer = server.post("/generate", body).json()
@@ -80,14 +87,19 @@ def _assert_equal_before_and_after(server: Server, folder: Path) -> None:
     moved = largest_gap(base, fresh)
     streamed = [done for done in load.completions if done.sent > after_publish]
     under_load = max(done.gap(trained) for done in streamed)
-    print(f"\nbefore {before:.1e}, after 20 steps {after:.1e}, streams {under_load:.1e}; moved by {moved:.2f}")
+    print(
+        f"\nbefore {before:.1e}, after 20 steps {after:.1e}, streams {under_load:.1e}; moved "
+        f"by {moved:.2f}"
+    )
     load.assert_whole()
     assert max(before, after, under_load) < 1e-4
     assert moved > 0.1, "training must have changed the answers, or this test sees nothing"
     verdicts = [record.verdict for record in alignments(records)]
     assert verdicts == ["ok"] * 20
     assert all(record.probe_diff_abs_max < 1e-4 for record in alignments(records))
-    assert all(record.probe_cached_tokens for record in alignments(records)), "the cached prefix was probed"
+    assert all(record.probe_cached_tokens for record in alignments(records)), (
+        "the cached prefix was probed"
+    )
     steps = [record for record in records if isinstance(record, StepRecord)]
     assert [step.policy_lag_max for step in steps] == [0.0] * 20
 
@@ -106,12 +118,23 @@ def test_every_other_architecture(name: str, tmp_path: Path) -> None:
 
 
 def test_the_model_s_own_sampling_defaults_do_not_leak(server: Server) -> None:
-    assert "generation_config.json asks for top_p=0.8, top_k=2: not applied" in server.log.read_text()
+    assert (
+        "generation_config.json asks for top_p=0.8, top_k=2: not applied" in server.log.read_text()
+    )
     server.publish(1)
-    body = {"model": str(server.model), "prompt": PROMPTS[0], "max_tokens": 60, "n": 2, "ignore_eos": True, "seed": 3}
+    body = {
+        "model": str(server.model),
+        "prompt": PROMPTS[0],
+        "max_tokens": 60,
+        "n": 2,
+        "ignore_eos": True,
+        "seed": 3,
+    }
     body |= {"return_token_ids": True, "logprobs": 0}
     plain = server.post("/v1/completions", body, token=False)
-    named = server.post("/v1/completions", {**body, "temperature": 1.0, "top_p": 1.0, "top_k": -1}, token=False)
+    named = server.post(
+        "/v1/completions", {**body, "temperature": 1.0, "top_p": 1.0, "top_k": -1}, token=False
+    )
     chosen = [choice["token_ids"] for choice in plain.json()["choices"]]
     assert chosen == [choice["token_ids"] for choice in named.json()["choices"]]
     adjusted = server.post("/v1/completions", {**body, "top_p": 0.8}, token=False)
@@ -141,10 +164,15 @@ def _digests(answer: dict[str, Any]) -> list[str]:
     ("in_flight", "versions"),
     [
         ("keep", [20, 21]),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("wait", [20, 20]), ("recompute", [21, 21]))),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (("wait", [20, 20]), ("recompute", [21, 21]))
+        ),
     ],
 )
-def test_a_publish_and_completions_in_flight(server: Server, in_flight: InFlight, versions: list[int]) -> None:
+def test_a_publish_and_completions_in_flight(
+    server: Server, in_flight: InFlight, versions: list[int]
+) -> None:
     engine = ServerClient(server.url, TOKEN)
     for _ in range(8):
         server.publish(20)
@@ -153,22 +181,29 @@ def test_a_publish_and_completions_in_flight(server: Server, in_flight: InFlight
     else:
         pytest.fail("at no attempt were all completions in flight when generation was paused")
     engine.close()
-    assert {len(tokens) for tokens in answer["token_ids"]} == {240} and set(answer["finish_reasons"]) == {"length"}
+    assert {len(tokens) for tokens in answer["token_ids"]} == {240} and set(
+        answer["finish_reasons"]
+    ) == {"length"}
     assert answer["weight_versions"] == [versions] * AT_ONCE
 
 
 AT_ONCE = 96
 
 
-async def _across(server: Server, engine: ServerClient, in_flight: InFlight) -> dict[str, Any] | None:
-    """Publish 21 while completions run; their answer, or null when they had ended before generation was paused."""
+async def _across(
+    server: Server, engine: ServerClient, in_flight: InFlight
+) -> dict[str, Any] | None:
+    """Publish 21 while completions run; their answer, or null when they had ended before generation
+    was paused."""
     async with httpx.AsyncClient(timeout=60) as http:
         body = {"prompt": PROMPTS[0][:6], "n": AT_ONCE, "max_tokens": 240, "ignore_eos": True}
         running = asyncio.create_task(http.post(server.url + "/generate", json=body))
         while await asyncio.to_thread(_running, server) < AT_ONCE:
             if running.done():  # before it was seen that all of them run
                 return None
-        pausing = asyncio.create_task(asyncio.to_thread(engine.pause, dirty=True, in_flight=in_flight, wait_s=30.0))
+        pausing = asyncio.create_task(
+            asyncio.to_thread(engine.pause, dirty=True, in_flight=in_flight, wait_s=30.0)
+        )
         while not (await asyncio.to_thread(server.get, "/bridge/is_paused")).json()["paused"]:
             pass
         interrupted = await asyncio.to_thread(_running, server) == AT_ONCE and not running.done()
@@ -185,7 +220,11 @@ async def _across(server: Server, engine: ServerClient, in_flight: InFlight) -> 
 
 def _running(server: Server) -> float:
     lines = server.get("/metrics").text.splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("vllm:num_requests_running"))
+    return sum(
+        float(line.rpartition(" ")[2])
+        for line in lines
+        if line.startswith("vllm:num_requests_running")
+    )
 
 
 def test_waiting_has_an_end(server: Server) -> None:
@@ -231,7 +270,9 @@ def test_a_trainer_killed_while_it_writes(server: Server, tmp_path: Path) -> Non
     with Streams(server.url, TOKEN, with_token=True, patient=True) as load:
         load.until(16)
         log = tmp_path / "killed.log"
-        child = forked(SERVER, "tests.e2e.test_single_copy:killed_at_two", [server.url, *paths], log)
+        child = forked(
+            SERVER, "tests.e2e.test_single_copy:killed_at_two", [server.url, *paths], log
+        )
         assert child.wait(120) == -signal.SIGKILL, log.read_text()
         killed = time.monotonic()
         while server.get("/health", token=False).status_code != 503:
@@ -239,16 +280,23 @@ def test_a_trainer_killed_while_it_writes(server: Server, tmp_path: Path) -> Non
             time.sleep(0.1)
         assert "half-written" in server.get("/health", token=False).json()["error"]
         refused = server.post("/generate", {"prompt": PROMPTS[0]}, token=False)
-        assert refused.status_code == 503 and not [done for done in load.completions if done.sent > killed]
+        assert refused.status_code == 503 and not [
+            done for done in load.completions if done.sent > killed
+        ]
         found = alignments(train_on(server, tmp_path / "next", training_steps=2))
         load.until(16)
     assert [record.verdict for record in found] == ["ok", "ok"]
     assert server.get("/health", token=False).status_code == 200
 
 
-def test_one_unmapped_tensor_is_stale_weights(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same to see from outside: a graph of the server that computes with a copy of one tensor."""
-    train_on_copies(monkeypatch, lambda name: name == "model.layers.1.mlp.gate_up_proj.weight", server, tmp_path)
+def test_one_unmapped_tensor_is_stale_weights(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same to see from outside: a graph of the server that computes with a copy of one
+    tensor."""
+    train_on_copies(
+        monkeypatch, lambda name: name == "model.layers.1.mlp.gate_up_proj.weight", server, tmp_path
+    )
     # The first difference is to count: a policy that becomes sure of itself shows none any more.
     found = stopped_for("stale weights", server, tmp_path, alignment_mismatch=0.02)
     assert "only in part" in found.cause and found.probe_diff_abs_mean > 0.02
@@ -275,11 +323,14 @@ def test_shifted_logprobs_are_named(server: Server, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_filtered_sampling_is_named(server: Server, tmp_path: Path) -> None:
     """Past the refusal, as a foreign server would do it."""
-    stopped_for("sampling", server, tmp_path, Live(server, top_k=2, for_training=False, temperature=1.0))
+    stopped_for(
+        "sampling", server, tmp_path, Live(server, top_k=2, for_training=False, temperature=1.0)
+    )
 
 
 def _dies_in_publish(server: Server, version: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server and its engine are killed when the update of `version` is written, before they are told."""
+    """The server and its engine are killed when the update of `version` is written, before they are
+    told."""
     publish, family = shared_vllm.SingleCopy.publish, psutil.Process(server.process.pid)
 
     def killing(self: Any, now: int, write: Any) -> Any:
@@ -294,10 +345,13 @@ def _dies_in_publish(server: Server, version: int, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_server_killed_in_the_middle_of_a_publish(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    server: Server,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The update is complete in the memory that outlives the server, and it is saved. The end of the shared server:
-    no test below this one may ask for it."""
+    """The update is complete in the memory that outlives the server, and it is saved. The end of
+    the shared server: no test below this one may ask for it."""
     _dies_in_publish(server, 3, monkeypatch)
     with Streams(server.url, TOKEN, with_token=True, patient=True) as load:
         load.until(16)
@@ -320,19 +374,25 @@ def test_a_stale_prefix_cache_is_named(tmp_path: Path) -> None:
 def test_graphs_that_are_unsafe_fall_back_to_eager_and_say_why(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A model, registered by a plug-in of vLLM's own, that computes with a copy of a norm unless it is run eager."""
+    """A model, registered by a plug-in of vLLM's own, that computes with a copy of a norm unless it
+    is run eager."""
     plugin = Path(__file__).parent / "planted_plugin"
-    # Neither eager nor compiled: the server turns Dynamo off on a CPU, where vLLM could not compile then.
+    # Neither eager nor compiled: the server turns Dynamo off on a CPU, where vLLM could not compile
+    # then.
     flags = ("--no-enforce-eager", "-cc.mode=none", "-cc.cudagraph_mode=none")
     python_path = os.pathsep.join([str(plugin), os.environ.get("PYTHONPATH", "")])
     for running in _serve(tmp_path, "qwen3", flags=flags, PYTHONPATH=python_path):
         log = running.log.read_text()
-        assert "model.norm.weight: this model computes from a copy of these weights with CUDA graphs" in log
+        assert (
+            "model.norm.weight: this model computes from a copy of these weights with CUDA graphs"
+            in log
+        )
         assert "starting again with --enforce-eager" in log
         assert running.manifest().server_pid == running.process.pid
         because = running.get("/bridge/info").json()["eager_because"]
         assert "model.norm.weight" in because and "a copy of these weights" in because
         _assert_equal_before_and_after(running, tmp_path)
-        assert f"[WARNING] the server decodes without CUDA graphs, slower than it could: {because}" in (
-            capsys.readouterr().out
+        assert (
+            f"[WARNING] the server decodes without CUDA graphs, slower than it could: {because}"
+            in (capsys.readouterr().out)
         )

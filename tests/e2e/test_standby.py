@@ -1,4 +1,5 @@
-"""A server that is prepared and waits: nothing of its predecessor's is touched, and its engine is as far as it.
+"""A server that is prepared and waits: nothing of its predecessor's is touched, and its engine is
+as far as it.
 
 python -m pytest -m "e2e and slow" tests/e2e/test_standby.py
 
@@ -45,7 +46,9 @@ def test_it_waits_with_its_engine_and_takes_over_when_told(waiting: Server) -> N
     with socket.create_server(("127.0.0.1", port)):
         pass  # its predecessor's port
     parts = psutil.Process(waiting.process.pid).children(recursive=True)
-    assert any("spawn_main" in " ".join(part.cmdline()) or "EngineCore" in part.name() for part in parts), parts
+    assert any(
+        "spawn_main" in " ".join(part.cmdline()) or "EngineCore" in part.name() for part in parts
+    ), parts
     assert waiting.process.stdin is not None
     waiting.process.stdin.write(b"go\n")
     waiting.process.stdin.close()
@@ -78,6 +81,9 @@ print("VLLM_ENGINE_READY_TIMEOUT_S" in os.environ)
 
 
 def test_its_patience_is_no_part_of_the_compile_cache_s_key() -> None:
-    """vLLM hashes its environment variables into that key: one more, and the next server compiles everything anew."""
-    done = subprocess.run([sys.executable, "-c", HIDDEN], capture_output=True, text=True, check=True)
+    """vLLM hashes its environment variables into that key: one more, and the next server compiles
+    everything anew."""
+    done = subprocess.run(
+        [sys.executable, "-c", HIDDEN], capture_output=True, text=True, check=True
+    )
     assert done.stdout.splitlines()[-2:] == ["1000000 77", "False"]

@@ -1,4 +1,5 @@
-"""Single copy over a tensor-parallel vLLM on a CPU: two workers, two ranks of the trainer, one copy of the weights.
+"""Single copy over a tensor-parallel vLLM on a CPU: two workers, two ranks of the trainer, one copy
+of the weights.
 
 pytest -m "e2e and slow" tests/e2e/test_tensor_parallel.py
 """
@@ -38,11 +39,18 @@ def train_a_rank(folder: Path, url: str, bridge_dir: str, model: str) -> int:
 
 
 @pytest.fixture(scope="module", params=["qwen3", "qwen2"])
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("parallel")
     model = make_model(request.param, folder / "model", vocab_size=VOCABULARY)
     running = start_server(
-        folder, model, flags=FLAGS, ATROPOS_TOKEN=TOKEN, ATROPOS_HOLD_GENERATION="1", VLLM_CPU_OMP_THREADS_BIND="nobind"
+        folder,
+        model,
+        flags=FLAGS,
+        ATROPOS_TOKEN=TOKEN,
+        ATROPOS_HOLD_GENERATION="1",
+        VLLM_CPU_OMP_THREADS_BIND="nobind",
     )
     files = [Path(shard.shm_path or "none") for shard in running.manifest().ranks.values()]
     yield running
@@ -51,8 +59,11 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         file.unlink(missing_ok=True)
 
 
-def test_exact_before_and_after_twenty_steps(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with one rank: the engine answers what transformers does with the base weights, then with the saved ones."""
+def test_exact_before_and_after_twenty_steps(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with one rank: the engine answers what transformers does with the base weights, then with
+    the saved ones."""
     from transformers import AutoModelForCausalLM
 
     monkeypatch.setenv("ATROPOS_TOKEN", TOKEN)
@@ -64,14 +75,25 @@ def test_exact_before_and_after_twenty_steps(server: Server, tmp_path: Path, mon
     base = AutoModelForCausalLM.from_pretrained(server.model, dtype=torch.float32).eval()
     before = largest_gap(base, server.post("/generate", body).json())
     ended = run_ranks(
-        "tests.e2e.test_tensor_parallel:train_a_rank", tmp_path, server.url, str(server.bridge_dir), str(server.model),
+        "tests.e2e.test_tensor_parallel:train_a_rank",
+        tmp_path,
+        server.url,
+        str(server.bridge_dir),
+        str(server.model),
         limit_s=400.0,
-    )  # fmt: skip
+    )
     assert [rank.code for rank in ended] == [0, 0], "\n".join(rank.output[-3000:] for rank in ended)
-    assert "✓ Sharing proved" in ended[0].output and "no weight memory of its own" in ended[0].output
-    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "final_model", dtype=torch.float32).eval()
+    assert (
+        "✓ Sharing proved" in ended[0].output and "no weight memory of its own" in ended[0].output
+    )
+    trained = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out" / "final_model", dtype=torch.float32
+    ).eval()
     fresh, cached = server.generate(**body), server.generate(**body)
-    after, moved = max(largest_gap(trained, fresh), largest_gap(trained, cached)), largest_gap(base, fresh)
+    after, moved = (
+        max(largest_gap(trained, fresh), largest_gap(trained, cached)),
+        largest_gap(base, fresh),
+    )
     print(f"\nbefore {before:.1e}, after 20 steps {after:.1e}; moved by {moved:.2f}")
     assert max(before, after) < 1e-4 and moved > 0.1
     found = records(tmp_path)
@@ -79,4 +101,6 @@ def test_exact_before_and_after_twenty_steps(server: Server, tmp_path: Path, mon
     assert all(record.probe_diff_abs_max < 1e-4 for record in alignments(found))
     steps = [record for record in found if isinstance(record, StepRecord)]
     assert [step.policy_lag_max for step in steps] == [0.0] * 20
-    assert (steps[-1].entropy_mean or 0.0) > 0.5, "a policy that is sure of itself would agree with anyone"
+    assert (steps[-1].entropy_mean or 0.0) > 0.5, (
+        "a policy that is sure of itself would agree with anyone"
+    )

@@ -1,4 +1,5 @@
-"""The inference server with real vLLM on the CPU: contract, single copy, weight versions, door, and its end.
+"""The inference server with real vLLM on the CPU: contract, single copy, weight versions, door, and
+its end.
 
 pytest -m e2e tests/e2e/test_vllm_server.py        # three servers, one after the other
 """
@@ -67,7 +68,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Server]:
     in_parts = ("--max-num-batched-tokens", str(PREFILLED_AT_ONCE), "--max-num-seqs", "64")
-    running = start_server(tmp_path_factory.mktemp("server"), model, flags=in_parts, ATROPOS_TOKEN=TOKEN)
+    running = start_server(
+        tmp_path_factory.mktemp("server"), model, flags=in_parts, ATROPOS_TOKEN=TOKEN
+    )
     print(f"\nstart to /health_generate: {running.started_s:.1f} s")
     yield running
     end_of(running.process)
@@ -83,10 +86,13 @@ def reference(model: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
 
 
-async def test_atroposlib_s_own_client_gets_tokens_and_true_logprobs(server: Server, reference: Any) -> None:
+async def test_atroposlib_s_own_client_gets_tokens_and_true_logprobs(
+    server: Server, reference: Any
+) -> None:
     atropos = client(server)
     prompt, tokens, logprobs, reasons = await asyncio.wait_for(
-        atropos.tokens_and_logprobs_completion(prompt="1+2=", n=6, max_tokens=8, temperature=1.0), timeout=60
+        atropos.tokens_and_logprobs_completion(prompt="1+2=", n=6, max_tokens=8, temperature=1.0),
+        timeout=60,
     )
     atropos.check_task.cancel()
     assert prompt == PROMPT
@@ -99,11 +105,17 @@ async def test_atroposlib_s_own_client_gets_tokens_and_true_logprobs(server: Ser
 
 
 def test_a_probe_of_prompts_that_are_prefilled_in_parts(server: Server, reference: Any) -> None:
-    """The engine lives on, and its answers are those of the same weights: the sampled ones and the anchor."""
+    """The engine lives on, and its answers are those of the same weights: the sampled ones and the
+    anchor."""
     prompts = [[2 + i * (7 + n) % 12 for i in range(PREFILLED_AT_ONCE + 60)] for n in range(2)]
-    rollouts = [SimpleNamespace(tokens=torch.tensor(prompt), prompt_length=len(prompt)) for prompt in prompts]
+    rollouts = [
+        SimpleNamespace(tokens=torch.tensor(prompt), prompt_length=len(prompt))
+        for prompt in prompts
+    ]
     asker = ServerClient(server.url, TOKEN)
-    prober = LogprobProbe([asker], TrainingConfig(model_name="m", probe_prompts=2, max_model_len=256))
+    prober = LogprobProbe(
+        [asker], TrainingConfig(model_name="m", probe_prompts=2, max_model_len=256)
+    )
     prober.learn(SimpleNamespace(rollouts=rollouts))  # type: ignore[arg-type]
     for step in (1, 2):
         prober.start(step, asker.info().weight_version)  # type: ignore[arg-type]
@@ -118,7 +130,9 @@ async def test_atroposlib_s_client_scores_a_prompt(server: Server, reference: An
     result = await client(server)._get_logprobs_wrapper(input_ids=LONG_PROMPT, top_k=2)
     scored = [
         dict(zip(ids, values, strict=True))
-        for ids, values in zip(result["prompt_topk_token_ids"], result["prompt_topk_logprobs"], strict=True)
+        for ids, values in zip(
+            result["prompt_topk_token_ids"], result["prompt_topk_logprobs"], strict=True
+        )
     ]
     assert scored[0] == {}
     expected = reference_logprobs(reference, LONG_PROMPT[:1], LONG_PROMPT[1:])
@@ -134,10 +148,19 @@ def test_a_bare_request_returns_logprobs_and_the_text(server: Server) -> None:
     assert server.generate(prompt={"prompt_token_ids": PROMPT}, max_tokens=3)["prompt"] == "1+2="
 
 
-def test_logprobs_that_nobody_asked_for_are_known_afterwards(server: Server, reference: Any) -> None:
-    """What vLLM's own routes answered without: asked for later, they are those of the same tokens, by transformers."""
+def test_logprobs_that_nobody_asked_for_are_known_afterwards(
+    server: Server, reference: Any
+) -> None:
+    """What vLLM's own routes answered without: asked for later, they are those of the same tokens,
+    by transformers."""
     asker = ServerClient(server.url, TOKEN)
-    request = {"model": str(server.model), "prompt": PROMPT, "n": 4, "max_tokens": 6, "return_token_ids": True}
+    request = {
+        "model": str(server.model),
+        "prompt": PROMPT,
+        "n": 4,
+        "max_tokens": 6,
+        "return_token_ids": True,
+    }
     answer = server.post("/v1/completions", {**request, "temperature": 0.7}, token=False).json()
     completions = [choice["token_ids"] for choice in answer["choices"]]
     assert all(choice["logprobs"] is None for choice in answer["choices"])
@@ -148,10 +171,16 @@ def test_logprobs_that_nobody_asked_for_are_known_afterwards(server: Server, ref
         assert max(abs(a - b) for a, b in zip(known.logprobs, expected, strict=True)) < 1e-4
     cut = asker.logprobs([prompt_digest(PROMPT)], [completions[0][:2]])[0]
     assert cut is not None and cut.logprobs == found[0].logprobs[:2]  # type: ignore[union-attr]
-    narrow = server.post("/v1/completions", {**request, "prompt": [9, 9, 9], "top_p": 0.5}, token=False).json()
+    narrow = server.post(
+        "/v1/completions", {**request, "prompt": [9, 9, 9], "top_p": 0.5}, token=False
+    ).json()
     ids = narrow["choices"][0]["token_ids"]
-    assert asker.logprobs([prompt_digest([9, 9, 9])], [ids]) == [None], "their logprobs would be of a part"
-    assert server.post("/bridge/logprobs", {"prompts": [], "completions": []}, token=False).status_code in (401, 403)
+    assert asker.logprobs([prompt_digest([9, 9, 9])], [ids]) == [None], (
+        "their logprobs would be of a part"
+    )
+    assert server.post(
+        "/bridge/logprobs", {"prompts": [], "completions": []}, token=False
+    ).status_code in (401, 403)
 
 
 def test_temperature_is_in_the_logprobs(server: Server, reference: Any) -> None:
@@ -163,7 +192,10 @@ def test_temperature_is_in_the_logprobs(server: Server, reference: Any) -> None:
     with torch.no_grad():
         logits = reference(torch.tensor([PROMPT + tokens])).logits[0, len(PROMPT) - 1 : -1]
         expected = (logits / 0.5).log_softmax(-1)[range(5), tokens].tolist()
-    mine = [position[0][str(token)] for token, position in zip(tokens, answer["logprobs"][0], strict=True)]
+    mine = [
+        position[0][str(token)]
+        for token, position in zip(tokens, answer["logprobs"][0], strict=True)
+    ]
     assert max(abs(a - b) for a, b in zip(mine, expected, strict=True)) < 1e-4
 
 
@@ -190,7 +222,9 @@ def test_a_seed_repeats_and_n_completions_differ(server: Server) -> None:
         ({}, "prompt"),
     ],
 )
-def test_bad_input_is_a_400_with_its_reason(server: Server, body: dict[str, Any], says: str) -> None:
+def test_bad_input_is_a_400_with_its_reason(
+    server: Server, body: dict[str, Any], says: str
+) -> None:
     answer = server.post("/generate", body, token=False)
     assert answer.status_code == 400, answer.text
     assert says in answer.json()["error"]
@@ -206,9 +240,10 @@ def test_the_manifest_names_every_parameter_once(server: Server, reference: Any)
     assert psutil.Process(manifest.server_pid).create_time() == manifest.server_create_time
     assert manifest.architecture == "Qwen3ForCausalLM"
     assert shard.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
-    assert {"model.layers.0.self_attn.qkv_proj.weight", "model.layers.3.mlp.gate_up_proj.weight"} <= set(
-        shard.param_mappings
-    )
+    assert {
+        "model.layers.0.self_attn.qkv_proj.weight",
+        "model.layers.3.mlp.gate_up_proj.weight",
+    } <= set(shard.param_mappings)
     assert server.get("/bridge/info").json()["exported"] == len(shard.param_mappings)
     assert f"Exported {len(shard.param_mappings)} params" in server.log.read_text()
     assert shard.shm_path is not None
@@ -242,7 +277,9 @@ def test_a_write_from_another_process_changes_the_answers_cached_prefix_included
 
     server.publish(1, write)
     after = server.generate(**body)
-    assert largest_gap(reference, after) > 1e-2, "the unchanged reference must be off now, or this test sees nothing"
+    assert largest_gap(reference, after) > 1e-2, (
+        "the unchanged reference must be off now, or this test sees nothing"
+    )
     reference = copy.deepcopy(reference)  # other tests have it as well
     with torch.no_grad():
         layer = reference.model.layers[0].mlp
@@ -250,7 +287,10 @@ def test_a_write_from_another_process_changes_the_answers_cached_prefix_included
         layer.up_proj.weight.add_(noise[rows:])
         reference.model.embed_tokens.weight.add_(tilt)
     assert largest_gap(reference, after) < 1e-4
-    assert largest_gap(reference, server.generate(prompt=PROMPT, n=4, max_tokens=8, ignore_eos=True)) < 1e-4
+    assert (
+        largest_gap(reference, server.generate(prompt=PROMPT, n=4, max_tokens=8, ignore_eos=True))
+        < 1e-4
+    )
 
 
 def test_each_completion_knows_its_versions_even_across_a_publish(server: Server) -> None:
@@ -265,12 +305,16 @@ def test_each_completion_knows_its_versions_even_across_a_publish(server: Server
                 running = asyncio.create_task(http.post(server.url + "/generate", json=body))
                 while not running.done() and not await asyncio.to_thread(requests_running, server):
                     await asyncio.sleep(0.02)
-                assert (await asyncio.to_thread(server.post, "/bridge/pause", {"lease_s": 30})).status_code == 200
+                assert (
+                    await asyncio.to_thread(server.post, "/bridge/pause", {"lease_s": 30})
+                ).status_code == 200
                 await asyncio.sleep(0.3)  # what was done before the pause arrives
                 frozen = not running.done()
                 await asyncio.sleep(0.3)
                 assert running.done() != frozen, "frozen requests must not finish"
-                await asyncio.to_thread(server.post, "/bridge/resume", {"weight_version": 6 if frozen else 5})
+                await asyncio.to_thread(
+                    server.post, "/bridge/resume", {"weight_version": 6 if frozen else 5}
+                )
                 answer = await running
                 assert answer.status_code == 200, answer.text
                 if frozen:
@@ -302,7 +346,11 @@ def test_a_client_that_leaves_cancels_its_request(server: Server) -> None:
 
 def requests_running(server: Server) -> float:
     lines = server.get("/metrics").text.splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("vllm:num_requests_running"))
+    return sum(
+        float(line.rpartition(" ")[2])
+        for line in lines
+        if line.startswith("vllm:num_requests_running")
+    )
 
 
 def test_the_door(server: Server) -> None:
@@ -345,7 +393,8 @@ def test_leases(server: Server) -> None:
 
 
 def test_an_idle_connection_is_left_to_the_client_to_close(server: Server) -> None:
-    """An environment may think for longer than uvicorn's five seconds, and send on the connection that it has."""
+    """An environment may think for longer than uvicorn's five seconds, and send on the connection
+    that it has."""
     with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as connection:
         ask = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
         connection.sendall(ask)
@@ -356,7 +405,8 @@ def test_an_idle_connection_is_left_to_the_client_to_close(server: Server) -> No
 
 
 def test_keep_alive_calls_do_not_wait_for_nagle(server: Server) -> None:
-    """With Nagle's algorithm on, every single call takes over 40 ms; the fastest of many is deaf to a busy machine."""
+    """With Nagle's algorithm on, every single call takes over 40 ms; the fastest of many is deaf to
+    a busy machine."""
     body = {"prompt": PROMPT, "max_tokens": 1}
     calls = []
     with httpx.Client() as http:
@@ -364,18 +414,28 @@ def test_keep_alive_calls_do_not_wait_for_nagle(server: Server) -> None:
             begun = time.monotonic()
             http.post(server.url + "/generate", json=body)
             calls.append(time.monotonic() - begun)
-    print(f"\n/generate of one token: fastest {min(calls) * 1000:.1f} ms, median {sorted(calls)[10] * 1000:.1f} ms")
+    print(
+        f"\n/generate of one token: fastest {min(calls) * 1000:.1f} ms, median "
+        f"{sorted(calls)[10] * 1000:.1f} ms"
+    )
     assert min(calls) < 0.03
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["EngineCore", "Worker_TP1"])
-def test_a_server_whose_engine_was_killed_ends_as_one_that_crashed(tmp_path: Path, model: Path, part: str) -> None:
-    """A worker takes its engine along, whose process still runs when the server sees it; nobody has to ask anything."""
+def test_a_server_whose_engine_was_killed_ends_as_one_that_crashed(
+    tmp_path: Path, model: Path, part: str
+) -> None:
+    """A worker takes its engine along, whose process still runs when the server sees it; nobody has
+    to ask anything."""
     server = start_server(
-        tmp_path, model, flags=("--tensor-parallel-size", "2"), ATROPOS_TOKEN=TOKEN, VLLM_ENABLE_SHARED_WEIGHTS="0",
+        tmp_path,
+        model,
+        flags=("--tensor-parallel-size", "2"),
+        ATROPOS_TOKEN=TOKEN,
+        VLLM_ENABLE_SHARED_WEIGHTS="0",
         VLLM_CPU_OMP_THREADS_BIND="nobind",
-    )  # fmt: skip
+    )
     try:
         family = psutil.Process(server.process.pid).children(recursive=True)
         (killed,) = (process for process in family if part in " ".join(process.cmdline()))
@@ -383,7 +443,9 @@ def test_a_server_whose_engine_was_killed_ends_as_one_that_crashed(tmp_path: Pat
         killed.kill()
         assert server.process.wait(60) == 1, server.log.read_text()[-3000:]
         print(f"\nSIGKILL of {part} to exit: {time.monotonic() - begun:.1f} s")
-        assert "[vllm_server] the engine died; its own log lines are above" in server.log.read_text()
+        assert (
+            "[vllm_server] the engine died; its own log lines are above" in server.log.read_text()
+        )
     finally:
         end_of(server.process)
 
@@ -391,7 +453,8 @@ def test_a_server_whose_engine_was_killed_ends_as_one_that_crashed(tmp_path: Pat
 @pytest.mark.slow
 @needs_another_user
 def test_its_port_is_nobody_else_s_before_and_after_it(tmp_path: Path, model: Path) -> None:
-    """As under a supervisor: another user tries for the port while it loads, serves, is killed and comes again."""
+    """As under a supervisor: another user tries for the port while it loads, serves, is killed and
+    comes again."""
     port = free_port()
     held = {ENV_HELD_PORT: str(port), "ATROPOS_TOKEN": TOKEN}
     with (
@@ -414,28 +477,52 @@ def test_its_port_is_nobody_else_s_before_and_after_it(tmp_path: Path, model: Pa
 
 
 def test_sigterm_ends_it_cleanly_and_leaves_nothing(tmp_path: Path, model: Path) -> None:
-    """What was refused, by us or by vLLM on any generating route, is in the log: each reason at once, the rest when the
-    server ends. vLLM itself leaves its sockets and the file of its group."""
+    """What was refused, by us or by vLLM on any generating route, is in the log: each reason at
+    once, the rest when the server ends. vLLM itself leaves its sockets and the file of its
+    group."""
     temporary = Path(tempfile.mkdtemp(prefix="s-"))
-    server = start_server(tmp_path, model, ATROPOS_TOKEN=TOKEN, ATROPOS_SAMPLING="refuse", TMPDIR=str(temporary))
+    server = start_server(
+        tmp_path, model, ATROPOS_TOKEN=TOKEN, ATROPOS_SAMPLING="refuse", TMPDIR=str(temporary)
+    )
     assert len(list(temporary.rglob("*"))) > 2, "what vLLM makes there"
     shm = Path(server.manifest().ranks[0].shm_path or "")
     assert shm.exists()
     chat = {"model": "another", "messages": [{"role": "user", "content": "1+2="}]}
     asked = [
         ("/generate", {"prompt": PROMPT, "top_p": 0.9}, "/generate (400): top_p=0.9: changes"),
-        ("/generate", {"prompt": LONG_PROMPT * 4}, "/generate (400): This model's maximum context length"),
-        ("/v1/completions", {"model": str(model), "prompt": "1", "logprobs": 0, "min_p": 0.1}, "min_p=0.1: changes"),
-        ("/v1/completions", {"model": str(model), "prompt": "1", "max_tokens": 10**6}, "/v1/completions (400): "),
-        ("/v1/chat/completions", chat, "/v1/chat/completions (404): The model `another` does not exist."),
+        (
+            "/generate",
+            {"prompt": LONG_PROMPT * 4},
+            "/generate (400): This model's maximum context length",
+        ),
+        (
+            "/v1/completions",
+            {"model": str(model), "prompt": "1", "logprobs": 0, "min_p": 0.1},
+            "min_p=0.1: changes",
+        ),
+        (
+            "/v1/completions",
+            {"model": str(model), "prompt": "1", "max_tokens": 10**6},
+            "/v1/completions (400): ",
+        ),
+        (
+            "/v1/chat/completions",
+            chat,
+            "/v1/chat/completions (404): The model `another` does not exist.",
+        ),
     ]
     for path, body, _ in asked:
         for _ in range(3):
             assert server.post(path, body, token=False).status_code in (400, 404)
     server.generate(prompt=PROMPT)
-    said = [line for line in server.log.read_text().splitlines() if "[vllm_server] refused " in line]
+    said = [
+        line for line in server.log.read_text().splitlines() if "[vllm_server] refused " in line
+    ]
     for _, _, words in asked:
-        assert [line for line in said if words in line and "refused 1 request " in line], (words, said)
+        assert [line for line in said if words in line and "refused 1 request " in line], (
+            words,
+            said,
+        )
     family = psutil.Process(server.process.pid).children(recursive=True)
     begun = time.monotonic()
     server.process.send_signal(signal.SIGTERM)
@@ -446,7 +533,9 @@ def test_sigterm_ends_it_cleanly_and_leaves_nothing(tmp_path: Path, model: Path)
     assert text.index("refused 3 requests to ") < text.index("[vllm_server] stopped")
     assert not shm.exists()
     assert not (server.bridge_dir / "vllm_bridge_config.json").exists()
-    psutil.wait_procs(family, timeout=2)  # the kernel kills them with their parent, an instant later
+    psutil.wait_procs(
+        family, timeout=2
+    )  # the kernel kills them with their parent, an instant later
     assert not still_running(family)
     assert not any(temporary.iterdir())
 
@@ -455,12 +544,16 @@ def test_sigterm_ends_it_cleanly_and_leaves_nothing(tmp_path: Path, model: Path)
 def test_sampling_as_asked_has_the_logprobs_of_the_whole_distribution(
     tmp_path: Path, model: Path, reference: Any
 ) -> None:
-    """At each request's own temperature, in one batch with others; greedy ones have the model's own."""
+    """At each request's own temperature, in one batch with others; greedy ones have the model's
+    own."""
     server = start_server(tmp_path, model, ATROPOS_TOKEN=TOKEN, ATROPOS_SAMPLING="as_asked")
     asked = [
-        {"temperature": 0.7, "top_k": 3}, {"temperature": 1.0, "top_p": 0.5}, {"temperature": 1.6, "min_p": 0.1},
-        {"temperature": 0.0}, {"temperature": 1.3},
-    ]  # fmt: skip
+        {"temperature": 0.7, "top_k": 3},
+        {"temperature": 1.0, "top_p": 0.5},
+        {"temperature": 1.6, "min_p": 0.1},
+        {"temperature": 0.0},
+        {"temperature": 1.3},
+    ]
     with ThreadPoolExecutor(len(asked)) as threads:
         begin = partial(server.generate, prompt=PROMPT, max_tokens=24, ignore_eos=True)
         answers = list(threads.map(lambda one: begin(**one), asked))
@@ -472,10 +565,13 @@ def test_sampling_as_asked_has_the_logprobs_of_the_whole_distribution(
     end_of(server.process)
 
 
-@pytest.mark.parametrize(("several", "children"), [("0", 1), pytest.param("1", 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("several", "children"), [("0", 1), pytest.param("1", 2, marks=pytest.mark.slow)]
+)
 def test_hold_then_sigkill(tmp_path: Path, model: Path, several: str, children: int) -> None:
-    """A restarted server answers no rollout before it is told its version; killed hard, it takes its children along:
-    its engine, and where vLLM starts them apart, the engine's worker and a resource tracker."""
+    """A restarted server answers no rollout before it is told its version; killed hard, it takes
+    its children along: its engine, and where vLLM starts them apart, the engine's worker and a
+    resource tracker."""
     server = start_server(
         tmp_path,
         model,
@@ -514,7 +610,10 @@ def test_hold_then_sigkill(tmp_path: Path, model: Path, several: str, children: 
         server.process.wait(5)
         while (alive := still_running(family)) and time.monotonic() - begun < 2:
             time.sleep(0.01)
-        print(f"\nSIGKILL to the last child's end: {time.monotonic() - begun:.2f} s, {len(family)} children")
+        print(
+            f"\nSIGKILL to the last child's end: {time.monotonic() - begun:.2f} s, "
+            f"{len(family)} children"
+        )
         assert not alive
     finally:
         end_of(server.process)

@@ -1,7 +1,8 @@
 """Start the real inference server for tests, talk to it, and compare it with transformers.
 
-On a CPU it is forked from a process that has imported vLLM already, one for all servers of a test process: most of what
-a start costs is that import. What a command line starts is `begin_server(..., plain=True)`, and every test of a stack.
+On a CPU it is forked from a process that has imported vLLM already, one for all servers of a test
+process: most of what a start costs is that import. What a command line starts is `begin_server(...,
+plain=True)`, and every test of a stack.
 """
 
 from __future__ import annotations
@@ -48,13 +49,23 @@ class Server:
     token: str = TOKEN
     started_s: float = 0.0
 
-    def post(self, path: str, body: Any = None, *, token: bool = True, timeout: float = 60) -> httpx.Response:
+    def post(
+        self, path: str, body: Any = None, *, token: bool = True, timeout: float = 60
+    ) -> httpx.Response:
         headers = {TOKEN_HEADER: self.token} if token else {}
-        return httpx.post(self.url + path, json=body, headers=headers, timeout=timeout, verify=certificates(self.url))
+        return httpx.post(
+            self.url + path,
+            json=body,
+            headers=headers,
+            timeout=timeout,
+            verify=certificates(self.url),
+        )
 
     def get(self, path: str, *, token: bool = True) -> httpx.Response:
         headers = {TOKEN_HEADER: self.token} if token else {}
-        return httpx.get(self.url + path, headers=headers, timeout=30, verify=certificates(self.url))
+        return httpx.get(
+            self.url + path, headers=headers, timeout=30, verify=certificates(self.url)
+        )
 
     def generate(self, **body: Any) -> dict[str, Any]:
         answer = self.post("/generate", body, token=False)
@@ -74,31 +85,60 @@ class Server:
         return read_manifest(self.bridge_dir / "vllm_bridge_config.json")
 
 
-def start_server(folder: Path, model: Path, *, flags: Sequence[str] = (), port: int = 0, **env: str) -> Server:
+def start_server(
+    folder: Path, model: Path, *, flags: Sequence[str] = (), port: int = 0, **env: str
+) -> Server:
     """One that is ready, on `port` or on any free one."""
     return await_ready(begin_server(folder, model, flags=flags, port=port, **env))
 
 
 def begin_server(
-    folder: Path, model: Path, *, flags: Sequence[str] = (), port: int = 0, plain: bool = False, **env: str
+    folder: Path,
+    model: Path,
+    *,
+    flags: Sequence[str] = (),
+    port: int = 0,
+    plain: bool = False,
+    **env: str,
 ) -> Server:
-    """One that has just begun to start; a `plain` one as from a command line, with a pipe to its stdin."""
+    """One that has just begun to start; a `plain` one as from a command line, with a pipe to its
+    stdin."""
     if ENV_HELD_PORT not in env:
         with socket.create_server(("127.0.0.1", port)) as probe:
             port = probe.getsockname()[1]
     bridge_dir, log = folder / "bridge", folder / "server.log"
     argv = [
-        "--model", str(model), "--port", str(port), "--dtype", "float32", "--enforce-eager",
-        "--kv-cache-memory-bytes", "67108864", "--max-model-len", "256", "--block-size", "32", *flags,
-    ]  # fmt: skip
+        "--model",
+        str(model),
+        "--port",
+        str(port),
+        "--dtype",
+        "float32",
+        "--enforce-eager",
+        "--kv-cache-memory-bytes",
+        "67108864",
+        "--max-model-len",
+        "256",
+        "--block-size",
+        "32",
+        *flags,
+    ]
     settings = {
-        **os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "LOGDIR": str(bridge_dir),
-        "VLLM_ENABLE_SHARED_WEIGHTS": "1", ENV_SHM_NAME: SHARED_NAME + secrets.token_hex(8), **env,
-    }  # fmt: skip
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "LOGDIR": str(bridge_dir),
+        "VLLM_ENABLE_SHARED_WEIGHTS": "1",
+        ENV_SHM_NAME: SHARED_NAME + secrets.token_hex(8),
+        **env,
+    }
     log.write_bytes(b"")
     process: subprocess.Popen[bytes] | ForkedProcess
     if plain or Path("/dev/nvidiactl").exists():
-        command, pipe = [sys.executable, "-m", "vllm_server", *argv], subprocess.PIPE if plain else None
+        command, pipe = (
+            [sys.executable, "-m", "vllm_server", *argv],
+            subprocess.PIPE if plain else None,
+        )
         with log.open("wb") as out:
             process = subprocess.Popen(
                 command, env=settings, stdin=pipe, stdout=out, stderr=out, start_new_session=True
@@ -121,7 +161,9 @@ def await_ready(server: Server) -> Server:
     finally:  # a test's own time limit strikes here too
         if not server.started_s:
             end_of(server.process)
-    pytest.fail(f"no server after {time.monotonic() - begun:.0f} s:\n" + server.log.read_text()[-4000:])
+    pytest.fail(
+        f"no server after {time.monotonic() - begun:.0f} s:\n" + server.log.read_text()[-4000:]
+    )
 
 
 def end_of(process: subprocess.Popen[bytes] | ForkedProcess) -> None:
@@ -141,7 +183,9 @@ def still_running(processes: list[psutil.Process]) -> list[psutil.Process]:
     return alive
 
 
-def reference_logprobs(reference: Any, prompt: list[int], tokens: list[int], temperature: float = 1.0) -> list[float]:
+def reference_logprobs(
+    reference: Any, prompt: list[int], tokens: list[int], temperature: float = 1.0
+) -> list[float]:
     import torch
 
     with torch.no_grad():
@@ -188,7 +232,11 @@ def client(server: Server) -> Any:
 
     return VLLMServer(
         APIServerConfig(
-            model_name=str(server.model), base_url=server.url + "/v1", api_key="x", server_type="vllm", timeout=60
+            model_name=str(server.model),
+            base_url=server.url + "/v1",
+            api_key="x",
+            server_type="vllm",
+            timeout=60,
         )
     )
 

@@ -1,4 +1,5 @@
-"""A random model of Qwen3-1.7B's shape, 3.4 GB in bfloat16: moving weights costs the same trained or not."""
+"""A random model of Qwen3-1.7B's shape, 3.4 GB in bfloat16: moving weights costs the same trained
+or not."""
 
 from __future__ import annotations
 
@@ -15,10 +16,20 @@ def make_qwen3_1_7b(folder: Path) -> Path:
     if (folder / "config.json").is_file():
         return folder
     config = Qwen3Config(
-        vocab_size=151_936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=28, num_attention_heads=16,
-        num_key_value_heads=8, head_dim=128, max_position_embeddings=4096, tie_word_embeddings=True,
-        bos_token_id=None, eos_token_id=1, pad_token_id=0, architectures=["Qwen3ForCausalLM"],
-    )  # fmt: skip
+        vocab_size=151_936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+        architectures=["Qwen3ForCausalLM"],
+    )
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

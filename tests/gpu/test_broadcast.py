@@ -1,6 +1,8 @@
-"""Mode `broadcast` over NCCL: trainer on GPU 0, servers on the others, CUDA graphs and prefix cache on.
+"""Mode `broadcast` over NCCL: trainer on GPU 0, servers on the others, CUDA graphs and prefix cache
+on.
 
-python -m pytest -m gpu tests/gpu/test_broadcast.py -s        # two GPUs: about six minutes; four: tensor parallel too
+python -m pytest -m gpu tests/gpu/test_broadcast.py -s        # two GPUs: about six minutes; four:
+tensor parallel too
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ def serve(folder: Path, model: Path, gpus: str) -> Server:
     folder.mkdir(parents=True, exist_ok=True)
     ranks = len(gpus.split(","))
     flags = (*FLAGS, "--tensor-parallel-size", str(ranks))
-    return start_server(folder, model, flags=flags, ATROPOS_TOKEN=TOKEN, CUDA_VISIBLE_DEVICES=gpus, **UPDATES)
+    return start_server(
+        folder, model, flags=flags, ATROPOS_TOKEN=TOKEN, CUDA_VISIBLE_DEVICES=gpus, **UPDATES
+    )
 
 
 @pytest.mark.parametrize(
@@ -68,12 +72,18 @@ def test_broadcasts_under_streams(layout: tuple[str, ...], tmp_path: Path) -> No
     model = make_tiny_model(tmp_path / "model", dtype="bfloat16")
     servers = [serve(tmp_path / gpus, model, gpus) for gpus in layout]
     settings = config(
-        model, "", vllm_urls=[each.url for each in servers], dtype="bfloat16", device="cuda:0", lr=2e-4
-    )  # fmt: skip
+        model,
+        "",
+        vllm_urls=[each.url for each in servers],
+        dtype="bfloat16",
+        device="cuda:0",
+        lr=2e-4,
+    )
     trainer = Whole(Broadcast, settings, device=torch.device("cuda:0"))  # type: ignore[arg-type]
     loads = [Streams(each.url, TOKEN, prompt=PROMPT, max_tokens=24) for each in servers]
-    # A run of two servers on four GPUs was silent here for two minutes: every wait below has a limit of its own, so the
-    # last line, or the threads' places after two minutes, tell which part it was.
+    # A run of two servers on four GPUs was silent here for two minutes: every wait below has a
+    # limit of its own, so the last line, or the threads' places after two minutes, tell which part
+    # it was.
     faulthandler.dump_traceback_later(120, repeat=True)
     try:
         for server, load in zip(servers, loads, strict=True):
@@ -135,10 +145,13 @@ def test_3_4_gb_arrive_quickly(tmp_path: Path) -> None:
 
 
 def test_a_server_whose_engine_hangs_is_named(tmp_path: Path) -> None:
-    """It answers HTTP, and its workers come neither to the meeting nor to NCCL: the trainer says which, and ends."""
+    """It answers HTTP, and its workers come neither to the meeting nor to NCCL: the trainer says
+    which, and ends."""
     model = make_tiny_model(tmp_path / "model", dtype="bfloat16")
     server = serve(tmp_path / "server", model, "1")
-    settings = config(model, server.url, dtype="bfloat16", device="cuda:0", broadcast_timeout=5, engine_timeout=5)
+    settings = config(
+        model, server.url, dtype="bfloat16", device="cuda:0", broadcast_timeout=5, engine_timeout=5
+    )
     try:
         for process in psutil.Process(server.process.pid).children(recursive=True):
             process.suspend()
@@ -152,20 +165,29 @@ def test_a_server_whose_engine_hangs_is_named(tmp_path: Path) -> None:
 
 
 def test_four_processes_and_a_killed_server(stack: Start_) -> None:
-    """The trainer's broadcast to a server that dies is aborted; the new server gets the present weights."""
+    """The trainer's broadcast to a server that dies is aborted; the new server gets the present
+    weights."""
     run = stack(
-        profile="arithmetic-gpu", mode="broadcast", vllm__gpus="[1]", trainer__gpus="[0]", trainer__training_steps=60,
+        profile="arithmetic-gpu",
+        mode="broadcast",
+        vllm__gpus="[1]",
+        trainer__gpus="[0]",
+        trainer__training_steps=60,
         trainer__checkpoint_interval=0,
-    )  # fmt: skip
+    )
     run.until_step(10, timeout=400)
     os.kill(run.pid_of("vllm"), signal.SIGKILL)
     code, output = run.wait(timeout=500)
     assert code == 0, output[-6000:]
     steps = run.telemetry("step")
-    assert [step.step for step in steps] == list(range(1, 61)) and {step.attempt for step in steps} == {1}
+    assert [step.step for step in steps] == list(range(1, 61)) and {
+        step.attempt for step in steps
+    } == {1}
     assert {record.attempt for record in run.states("vllm") if record.new == "healthy"} == {1, 2}
     alignment = run.telemetry("alignment")
-    probes = [record.probe_diff_abs_mean for record in alignment if record.probe_diff_abs_mean is not None]
+    probes = [
+        record.probe_diff_abs_mean for record in alignment if record.probe_diff_abs_mean is not None
+    ]
     assert mean(probes) < BF16 and {record.verdict for record in alignment} == {"ok"}
     (bench,) = run.telemetry("benchmark")
     print(f"\n{bench.model_dump()}")

@@ -1,4 +1,5 @@
-"""Stopped means that GPU memory is back: real allocations, a fork that keeps the device open, a second CUDA process.
+"""Stopped means that GPU memory is back: real allocations, a fork that keeps the device open, a
+second CUDA process.
 
 python -m pytest -m gpu tests/gpu/test_gpu_memory.py -s
 """
@@ -17,7 +18,14 @@ import pytest
 
 from atropos_common.control import CommandRequest, ComponentStatus, State
 from atropos_common.records import DiagnosisRecord, Record, StateRecord
-from atropos_tui.profile.spec import ComponentSpec, LogCheck, Probe, Probes, RestartPolicy, StackSpec
+from atropos_tui.profile.spec import (
+    ComponentSpec,
+    LogCheck,
+    Probe,
+    Probes,
+    RestartPolicy,
+    StackSpec,
+)
 from atropos_tui.supervisor.client import ControlClient
 from atropos_tui.supervisor.runner import run_stack
 
@@ -26,7 +34,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(110)]
 GIB = 1024**3
 FIRST, SECOND = 4 * GIB, 2 * GIB
 SLACK = GIB // 2
-ALLOCATE = "import torch; held = torch.full(({size},), 1, dtype=torch.uint8, device='cuda'); torch.cuda.synchronize()"
+ALLOCATE = (
+    "import torch; held = torch.full(({size},), 1, dtype=torch.uint8, device='cuda'); "
+    "torch.cuda.synchronize()"
+)
 CHILD = f"""
 import os, subprocess, sys, time
 {ALLOCATE.format(size=FIRST)}
@@ -50,7 +61,8 @@ def used() -> int:
 
 
 class Watched:
-    """A stack of one component that holds 6 GiB, and the memory in use at each of its transitions."""
+    """A stack of one component that holds 6 GiB, and the memory in use at each of its
+    transitions."""
 
     def __init__(self, folder: Path) -> None:
         holder = ComponentSpec(
@@ -63,7 +75,11 @@ class Watched:
         )
         self.folder = folder
         self.stack = StackSpec(
-            run_id=f"gpu-{os.getpid()}", name="gpu", mode="none", run_dir=str(folder), components=[holder]
+            run_id=f"gpu-{os.getpid()}",
+            name="gpu",
+            mode="none",
+            run_dir=str(folder),
+            components=[holder],
         )
         self.seen: list[tuple[StateRecord, int]] = []
         self.diagnoses: list[DiagnosisRecord] = []
@@ -117,7 +133,8 @@ async def test_killed_and_stopped_give_their_memory_back_first(tmp_path: Path) -
         stopped, left_after = await run.until(State.STOPPED, 2)
         assert left_after - before < SLACK
         print(
-            f"\n{status.gpus[0].name}: gpu_bytes {shown}; kill to memory back {crashed.time - killed:.2f} s, "
+            f"\n{status.gpus[0].name}: gpu_bytes {shown}; kill to memory back "
+            f"{crashed.time - killed:.2f} s, "
             f"stop to memory back {stopped.time - asked:.2f} s; "
             f"left {(left - before) / GIB:.2f} and {(left_after - before) / GIB:.2f} GiB"
         )

@@ -1,5 +1,5 @@
-"""Kernels on the device: which heads are left to FlashAttention 4, that a model trains by it as by FlashAttention 2,
-and in which type the head's gradient is summed."""
+"""Kernels on the device: which heads are left to FlashAttention 4, that a model trains by it as by
+FlashAttention 2, and in which type the head's gradient is summed."""
 
 from __future__ import annotations
 
@@ -20,10 +20,17 @@ GPU = torch.device("cuda")
 
 
 @flash4_installed
-@pytest.mark.parametrize("shape", [
-    (16, 8, 128, 128, None), (32, 8, 64, 64, None), (16, 8, 128, 128, 128), (8, 4, 256, 256, None),
-    (16, 16, 192, 128, None), (8, 2, 96, 96, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (16, 8, 128, 128, None),
+        (32, 8, 64, 64, None),
+        (16, 8, 128, 128, 128),
+        (8, 4, 256, 256, None),
+        (16, 16, 192, 128, None),
+        (8, 2, 96, 96, None),
+    ],
+)
 def test_common_heads_are_right(shape: tuple[int, int, int, int, int | None]) -> None:
     assert wrong_kernels(GPU, torch.bfloat16, *shape) == ""
 
@@ -32,11 +39,18 @@ def test_common_heads_are_right(shape: tuple[int, int, int, int, int | None]) ->
 def test_a_model_trains_alike_by_either() -> None:
     torch.manual_seed(0)
     shape = Qwen3Config(
-        hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
-        head_dim=128, vocab_size=512,
-    )  # fmt: skip
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=128,
+        vocab_size=512,
+    )
     with GPU:
-        model = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16, attn_implementation=register()).eval()
+        model = AutoModelForCausalLM.from_config(
+            shape, dtype=torch.bfloat16, attn_implementation=register()
+        ).eval()
     (row, *_) = pack(rollouts_of(40, longest=120), 16_384)
 
     def gradients() -> torch.Tensor:
@@ -60,7 +74,9 @@ def test_the_head_sums_its_gradient_in_float32() -> None:
     total = torch.zeros(3000, 256, device=GPU)
     exact = total.double()
     for _ in range(40):
-        to_logits, hidden = (torch.randn(64, width, device=GPU, dtype=torch.bfloat16) for width in total.shape)
+        to_logits, hidden = (
+            torch.randn(64, width, device=GPU, dtype=torch.bfloat16) for width in total.shape
+        )
         _add_product(total, to_logits, hidden)
         exact += to_logits.double().T @ hidden.double()
     assert float((total - exact).norm() / exact.norm()) < 1e-6

@@ -1,4 +1,5 @@
-"""What lies in the host's memory on a real GPU: the same step bit for bit, less of the device, copies beside the step.
+"""What lies in the host's memory on a real GPU: the same step bit for bit, less of the device,
+copies beside the step.
 
 python -m pytest -m gpu tests/gpu/test_offload.py -s        # half a minute
 """
@@ -26,11 +27,18 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 GPU = torch.device("cuda")
 
 
-def _steps(steps: int, side: int = 1024, count: int = 96, **fields: Any) -> tuple[torch.Tensor, int, float]:
-    """Weights after so many steps, the most bytes that a step took beyond weights and gradients, and its seconds."""
+def _steps(
+    steps: int, side: int = 1024, count: int = 96, **fields: Any
+) -> tuple[torch.Tensor, int, float]:
+    """Weights after so many steps, the most bytes that a step took beyond weights and gradients,
+    and its seconds."""
     torch.manual_seed(0)
-    model = torch.nn.ParameterList(torch.randn(side, side, device=GPU).mul_(0.02).bfloat16() for _ in range(count))
-    config = TrainingConfig.model_validate({"model_name": "m", "lr": 1e-3, "max_grad_norm": 0.5, **fields})
+    model = torch.nn.ParameterList(
+        torch.randn(side, side, device=GPU).mul_(0.02).bfloat16() for _ in range(count)
+    )
+    config = TrainingConfig.model_validate(
+        {"model_name": "m", "lr": 1e-3, "max_grad_norm": 0.5, **fields}
+    )
     stepper = Stepper(model, config)
     generator = torch.Generator(GPU).manual_seed(1)
     most, lasted = 0, 0.0
@@ -66,7 +74,10 @@ def test_the_step_is_the_same_and_takes_less(
     away, most_away, lasted = _steps(4, **fields, optimizer_offload=True)
     assert torch.equal(here, away)
     per = most_here / here.numel(), most_away / here.numel()
-    print(f"\n{optimizer} {masters} {gradients}: {per[0]:.2f} and {per[1]:.2f} bytes a parameter, {lasted:.3f} s")
+    print(
+        f"\n{optimizer} {masters} {gradients}: {per[0]:.2f} and {per[1]:.2f} bytes a "
+        f"parameter, {lasted:.3f} s"
+    )
     if (optimizer, masters) != ("adafactor", "stochastic"):
         assert most_away < most_here
 
@@ -85,11 +96,19 @@ def test_rounding_is_the_same_as_on_a_cpu() -> None:
 def _gradient(offload: bool) -> tuple[torch.Tensor, int]:
     torch.manual_seed(0)
     shape = Qwen3Config(
-        hidden_size=1024, intermediate_size=2048, num_hidden_layers=16, num_attention_heads=8, num_key_value_heads=4,
-        head_dim=128, vocab_size=512, tie_word_embeddings=True,
-    )  # fmt: skip
+        hidden_size=1024,
+        intermediate_size=2048,
+        num_hidden_layers=16,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=128,
+        vocab_size=512,
+        tie_word_embeddings=True,
+    )
     with GPU:
-        model = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16, attn_implementation=register()).eval()
+        model = AutoModelForCausalLM.from_config(
+            shape, dtype=torch.bfloat16, attn_implementation=register()
+        ).eval()
     config = TrainingConfig(model_name="m", optimizer="adafactor", max_grad_norm=0)
     use_checkpointing(model, "on", tokens=1, optimizer="adafactor", device=GPU, offload=offload)
     stepper = Stepper(model, config)
@@ -102,7 +121,10 @@ def _gradient(offload: bool) -> tuple[torch.Tensor, int]:
 
 def test_checkpointed_activations_come_back_the_same() -> None:
     (here, most_here), (away, most_away) = _gradient(False), _gradient(True)
-    print(f"\npeak {most_here / 2**20:.0f} MiB on the device, {most_away / 2**20:.0f} with hidden states in the host")
+    print(
+        f"\npeak {most_here / 2**20:.0f} MiB on the device, {most_away / 2**20:.0f} with "
+        f"hidden states in the host"
+    )
     spread = (here - away).abs().max() / here.abs().max()
     assert spread < 1e-2, "attention's backward pass adds up in any order"
     assert most_away < most_here

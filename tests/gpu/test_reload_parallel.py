@@ -1,4 +1,5 @@
-"""Mode `none` with tensor parallel 2 on two GPUs: a whole model loaded in place, split by vLLM, CUDA graphs on.
+"""Mode `none` with tensor parallel 2 on two GPUs: a whole model loaded in place, split by vLLM,
+CUDA graphs on.
 
 python -m pytest -m gpu tests/gpu/test_reload_parallel.py -s        # two GPUs, about two minutes
 """
@@ -45,9 +46,16 @@ def test_two_ranks_load_under_streams(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(vllm_server_live, "START_S", 400.0)
     model = make_tiny_model(tmp_path / "model", dtype="bfloat16")
     flags = (
-        "--tensor-parallel-size", "2", "--no-enforce-eager", "--dtype", "bfloat16", "--kv-cache-memory-bytes",
-        str(1 << 30), "--gpu-memory-utilization", "0.2",
-    )  # fmt: skip
+        "--tensor-parallel-size",
+        "2",
+        "--no-enforce-eager",
+        "--dtype",
+        "bfloat16",
+        "--kv-cache-memory-bytes",
+        str(1 << 30),
+        "--gpu-memory-utilization",
+        "0.2",
+    )
     server = start_server(tmp_path, model, flags=flags, ATROPOS_TOKEN=TOKEN, **UPDATES)
     settings = config(model, tmp_path, server.url, dtype="bfloat16", device="cuda:0", lr=2e-4)
     trainer = Whole(Reload, settings, device=torch.device("cuda:0"))
@@ -63,7 +71,10 @@ def test_two_ranks_load_under_streams(tmp_path: Path, monkeypatch: pytest.Monkey
         load.assert_whole()
         newest = [each for each in load.completions if each.sent > published]
         oldest = load.completions[:16]
-        print(f"\nmean |diff| {mean_gap(trainer, newest):.4f} now, {mean_gap(trainer, oldest):.4f} to the base model's")
+        print(
+            f"\nmean |diff| {mean_gap(trainer, newest):.4f} now, "
+            f"{mean_gap(trainer, oldest):.4f} to the base model's"
+        )
         print({name: f"{seconds * 1000:.1f} ms" for name, seconds in reports[-1].phases.items()})
         assert mean_gap(trainer, newest) < BF16 < mean_gap(trainer, oldest)
         assert "Graph capturing finished" in server.log.read_text(), "CUDA graphs were on"

@@ -1,4 +1,5 @@
-"""What a send waits for on a GPU. A single rank's group: what there is to see is the order of work on one card.
+"""What a send waits for on a GPU. A single rank's group: what there is to see is the order of work
+on one card.
 
 python -m pytest -m gpu tests/gpu/test_sending.py -s
 """
@@ -46,7 +47,9 @@ def until_sent(group: NcclGroup, what: Outgoing) -> float:
     return time.monotonic() - began
 
 
-def test_a_send_waits_for_the_weights_and_not_for_the_step_after_them(group: NcclGroup, what: Outgoing) -> None:
+def test_a_send_waits_for_the_weights_and_not_for_the_step_after_them(
+    group: NcclGroup, what: Outgoing
+) -> None:
     what.refresh()
     torch.cuda._sleep(CYCLES)
     computed = torch.cuda.current_stream().record_event()

@@ -1,10 +1,13 @@
-"""The server is killed in single copy over CUDA IPC: what the trainer saves, and that a new server goes on from there.
+"""The server is killed in single copy over CUDA IPC: what the trainer saves, and that a new server
+goes on from there.
 
-python -m pytest -m gpu tests/gpu/test_single_copy.py -s        # two server starts, about two minutes
+python -m pytest -m gpu tests/gpu/test_single_copy.py -s        # two server starts, about two
+minutes
 
-Killed while the trainer waits, the float32 copies are saved and nothing of the dead process's memory is read. Killed
-while it computes, CUDA promises nothing: the step is saved, or the trainer says that it is lost. The second run is a
-process of its own, since an error of CUDA would stay in this one.
+Killed while the trainer waits, the float32 copies are saved and nothing of the dead process's
+memory is read. Killed while it computes, CUDA promises nothing: the step is saved, or the trainer
+says that it is lost. The second run is a process of its own, since an error of CUDA would stay in
+this one.
 """
 
 from __future__ import annotations
@@ -40,7 +43,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(500)]
 
 
 class Killer(Sampled):
-    """Rollouts from the server, until it is killed before the batch after step `last`; keeps every batch.
+    """Rollouts from the server, until it is killed before the batch after step `last`; keeps every
+    batch.
 
     `computing`: that batch, made while the server lived, is handed out all the same.
     """
@@ -54,7 +58,10 @@ class Killer(Sampled):
         (self.kept / f"batch_{step}.json").write_text(json.dumps(batch))
         if step == self.last:
             server = psutil.Process(self.pid)
-            family = [server, *server.children(recursive=True)]  # the engine's process owns the memory
+            family = [
+                server,
+                *server.children(recursive=True),
+            ]  # the engine's process owns the memory
             os.kill(self.pid, signal.SIGKILL)
             deadline = time.monotonic() + 20
             while still_running(family) and time.monotonic() < deadline:
@@ -64,13 +71,24 @@ class Killer(Sampled):
         return batch
 
 
-def _train(base: Path, manifest: Path, out: Path, last: int, *, computing: bool, **fields: Any) -> None:
+def _train(
+    base: Path, manifest: Path, out: Path, last: int, *, computing: bool, **fields: Any
+) -> None:
     """Train up to step `last`, then the server dies."""
     config = TrainingConfig(
-        model_name=str(base), weight_bridge_mode="shared_vllm", vllm_config_path=str(manifest), optimizer="adamw",
-        lr=1e-3, training_steps=100, batch_size=4, gradient_accumulation_steps=4, checkpoint_interval=0,
-        max_model_len=256, save_path=str(out), **fields,
-    )  # fmt: skip
+        model_name=str(base),
+        weight_bridge_mode="shared_vllm",
+        vllm_config_path=str(manifest),
+        optimizer="adamw",
+        lr=1e-3,
+        training_steps=100,
+        batch_size=4,
+        gradient_accumulation_steps=4,
+        checkpoint_interval=0,
+        max_model_len=256,
+        save_path=str(out),
+        **fields,
+    )
     out.mkdir(exist_ok=True)
     server = read_manifest(manifest)
     api = Killer(server.base_url, server.server_pid, last, out, computing=computing)
@@ -91,7 +109,9 @@ def _gap(weights: Path, batch: Path) -> float:
     model = load_model(weights, torch.bfloat16, torch.device("cuda"))
     pairs, theirs = [], []
     for group in json.loads(batch.read_text()):
-        for tokens, mask, logprobs in zip(group["tokens"], group["masks"], group["inference_logprobs"], strict=True):
+        for tokens, mask, logprobs in zip(
+            group["tokens"], group["masks"], group["inference_logprobs"], strict=True
+        ):
             start = mask.count(-100)
             pairs.append((tokens[:start], tokens[start:]))
             theirs += logprobs[start:]
@@ -119,7 +139,10 @@ def test_what_is_left_when_the_server_is_killed(
         until_ready(first)
         _train(base, manifest, out, 3, computing=False)
         said = capsys.readouterr().out
-        assert "Sharing proved" in said and "No step is lost: the weights of step 3 outlived the server" in said, said
+        assert (
+            "Sharing proved" in said
+            and "No step is lost: the weights of step 3 outlived the server" in said
+        ), said
         assert _saved(out) == ["step_3"]
         torch.cuda.synchronize()  # this process's CUDA context is whole
     finally:
@@ -130,14 +153,19 @@ def test_what_is_left_when_the_server_is_killed(
     second = begin("shared_vllm", base, tmp_path)
     try:
         until_ready(second)
-        child = multiprocessing.get_context("spawn").Process(target=_resumed, args=(base, manifest, out, 5, log))
+        child = multiprocessing.get_context("spawn").Process(
+            target=_resumed, args=(base, manifest, out, 5, log)
+        )
         child.start()
         child.join(200)
         said = log.read_text()
         assert child.exitcode == 0, said
     finally:
         end_of(second.process)
-    print(f"\nsaved at the kill against what the server had said {written:.4f}, the base model {unlike:.4f}; {said}")
+    print(
+        f"\nsaved at the kill against what the server had said {written:.4f}, the base model "
+        f"{unlike:.4f}; {said}"
+    )
     assert "Resuming from" in said and "weight version 3" in said
     assert max(written, _gap(out / "step_3", out / "batch_3.json")) < 0.03 < unlike
     steps = [(record.step, record.weight_version) for record in _records(out, "step")]

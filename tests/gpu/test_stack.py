@@ -1,4 +1,5 @@
-"""The whole stack on one GPU, in each mode that needs no more, with CUDA graphs and prefix cache on.
+"""The whole stack on one GPU, in each mode that needs no more, with CUDA graphs and prefix cache
+on.
 
 python -m pytest -m gpu tests/gpu -s
 """
@@ -26,7 +27,9 @@ def test_single_copy_learns_on_the_gpu(stack: Start) -> None:
     # Where it begins is up to the machine's arithmetic in the warm start: seen were 0.33 and 0.42.
     assert mean(rewards[-5:]) >= max(0.7, mean(rewards[:5]) + 0.25), rewards
     alignment = run.telemetry("alignment")
-    probes = [record.probe_diff_abs_mean for record in alignment if record.probe_diff_abs_mean is not None]
+    probes = [
+        record.probe_diff_abs_mean for record in alignment if record.probe_diff_abs_mean is not None
+    ]
     assert len(probes) >= 55
     # bf16 on both sides, 60 in-place updates under CUDA graphs.
     assert mean(probes) < 0.03 and max(probes) < 0.1, probes
@@ -53,18 +56,26 @@ def test_the_other_modes_run_the_whole_stack(stack: Start, mode: str, interval: 
     print(f"\n{mode}: {bench.model_dump()}\n  {run.telemetry('sync')[-1].model_dump()}")
     assert bench.mode == mode and bench.steps == steps and bench.total_sync_s > 0
     alignment = run.telemetry("alignment")
-    probes = [record.probe_diff_abs_mean for record in alignment if record.probe_diff_abs_mean is not None]
+    probes = [
+        record.probe_diff_abs_mean for record in alignment if record.probe_diff_abs_mean is not None
+    ]
     assert probes and mean(probes) < 0.03 and max(probes) < 0.1, probes
-    # Between two loads the server answers with weights up to `interval` versions old, and the gate says that it does.
-    assert_no_fault([record for record in alignment if not (interval and record.cause.startswith("policy lag"))])
+    # Between two loads the server answers with weights up to `interval` versions old, and the gate
+    # says that it does.
+    assert_no_fault(
+        [record for record in alignment if not (interval and record.cause.startswith("policy lag"))]
+    )
     restarts = {record.attempt for record in run.states("vllm")}
-    assert len(restarts) == (1 + steps // interval if mode == "lora_restart" and interval else 1), restarts
+    assert len(restarts) == (1 + steps // interval if mode == "lora_restart" and interval else 1), (
+        restarts
+    )
     assert_graphs_on(run)
     run.assert_nothing_left()
 
 
 def assert_no_fault(alignment: list[AlignmentRecord]) -> None:
-    """The tiny model is sure of most tokens, and bf16 moves a rare one by a nat: once or twice, and called that."""
+    """The tiny model is sure of most tokens, and bf16 moves a rare one by a nat: once or twice, and
+    called that."""
     drifts = [record.cause for record in alignment if record.verdict != "ok"]
     assert len(drifts) <= 2 and all(cause.startswith(OUTLIER) for cause in drifts), drifts
 

@@ -1,9 +1,10 @@
-"""Every mode of one GPU under 16 concurrent streams, with CUDA graphs and prefix cache on: 20 steps stay aligned.
+"""Every mode of one GPU under 16 concurrent streams, with CUDA graphs and prefix cache on: 20 steps
+stay aligned.
 
 python -m pytest -m gpu tests/gpu/test_weight_sync.py -s
 
-The real server and the real training loop, but for run-api: rollouts are sampled from the server itself. All servers
-start at once; the one of `lora_restart` is the trainer's own child.
+The real server and the real training loop, but for run-api: rollouts are sampled from the server
+itself. All servers start at once; the one of `lora_restart` is the trainer's own child.
 """
 
 from __future__ import annotations
@@ -39,8 +40,12 @@ ENVIRONMENTS: dict[str, dict[str, str]] = {
     "lora_one_copy": {"VLLM_ENABLE_SHARED_WEIGHTS": "1"},
     "none": {"ATROPOS_WEIGHT_UPDATES": "1"},
 }
-FLAGS = {mode: ["--enable-lora", "--max-lora-rank", "16"] for mode in ("lora_only", "lora_one_copy")}
-SETTINGS: dict[str, dict[str, Any]] = {"lora_one_copy": {"weight_bridge_mode": "lora_only", "single_copy": True}}
+FLAGS = {
+    mode: ["--enable-lora", "--max-lora-rank", "16"] for mode in ("lora_only", "lora_one_copy")
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "lora_one_copy": {"weight_bridge_mode": "lora_only", "single_copy": True}
+}
 """Of the trainer, where the name of the mode does not say it all."""
 ENGINE_FLAGS = ["--kv-cache-memory-bytes", str(1 << 30), "--max-num-seqs", "64"]
 
@@ -48,7 +53,9 @@ ENGINE_FLAGS = ["--kv-cache-memory-bytes", str(1 << 30), "--max-num-seqs", "64"]
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With as many rows as vLLM 0.26 needs for adapters."""
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny", dtype="bfloat16", vocab_rows=128)
+    return make_tiny_model(
+        tmp_path_factory.mktemp("model") / "tiny", dtype="bfloat16", vocab_rows=128
+    )
 
 
 @pytest.fixture(scope="module")
@@ -66,16 +73,37 @@ def begin(mode: str, model: Path, folder: Path, *flags: str, **env: str) -> Serv
     (port,), bridge, log = free_ports(1), folder / "bridge", folder / "server.log"
     environment = {
         **{key: value for key, value in os.environ.items() if not key.startswith("ATROPOS_")},
-        "LOGDIR": str(bridge), "ATROPOS_TOKEN": TOKEN, "ATROPOS_HOLD_GENERATION": "1", "HF_HUB_OFFLINE": "1",
-        "VLLM_CACHE_ROOT": str(folder / "cache"), **ENVIRONMENTS[mode], **env,
-    }  # fmt: skip
+        "LOGDIR": str(bridge),
+        "ATROPOS_TOKEN": TOKEN,
+        "ATROPOS_HOLD_GENERATION": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CACHE_ROOT": str(folder / "cache"),
+        **ENVIRONMENTS[mode],
+        **env,
+    }
     command = [
-        sys.executable, "-m", "vllm_server", "--model", str(model), "--port", str(port), "--dtype", "bfloat16",
-        "--max-model-len", "256", "--gpu-memory-utilization", "0.1", *ENGINE_FLAGS, *FLAGS.get(mode, []), *flags,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "vllm_server",
+        "--model",
+        str(model),
+        "--port",
+        str(port),
+        "--dtype",
+        "bfloat16",
+        "--max-model-len",
+        "256",
+        "--gpu-memory-utilization",
+        "0.1",
+        *ENGINE_FLAGS,
+        *FLAGS.get(mode, []),
+        *flags,
+    ]
     folder.mkdir(exist_ok=True)
     with log.open("wb") as out:
-        process = subprocess.Popen(command, env=environment, stdout=out, stderr=out, start_new_session=True)
+        process = subprocess.Popen(
+            command, env=environment, stdout=out, stderr=out, start_new_session=True
+        )
     return Server(process, f"http://127.0.0.1:{port}", bridge, log, model, TOKEN)
 
 
@@ -105,15 +133,27 @@ class Loaded(Sampled):
         return super().next_batch(step, on_idle)
 
 
-def run(mode: str, base: Path, url: str, folder: Path, load: Streams, **settings: Any) -> dict[str, list[Any]]:
+def run(
+    mode: str, base: Path, url: str, folder: Path, load: Streams, **settings: Any
+) -> dict[str, list[Any]]:
     """Train `STEPS` steps; the records by kind."""
     settings = {"weight_bridge_mode": mode} | SETTINGS.get(mode, {}) | settings
     config = TrainingConfig(
-        model_name=str(base), vllm_port=int(url.rpartition(":")[2]), optimizer="adamw",
-        lr=2e-4, training_steps=STEPS, batch_size=4, gradient_accumulation_steps=4, checkpoint_interval=0,
-        save_path=str(folder / "out"), log_dir=str(folder / "logs"), gpu_memory_utilization=0.1, max_model_len=256,
-        lora_target_modules=["all-linear"] if mode.startswith("lora") else None, **settings,
-    )  # fmt: skip
+        model_name=str(base),
+        vllm_port=int(url.rpartition(":")[2]),
+        optimizer="adamw",
+        lr=2e-4,
+        training_steps=STEPS,
+        batch_size=4,
+        gradient_accumulation_steps=4,
+        checkpoint_interval=0,
+        save_path=str(folder / "out"),
+        log_dir=str(folder / "logs"),
+        gpu_memory_utilization=0.1,
+        max_model_len=256,
+        lora_target_modules=["all-linear"] if mode.startswith("lora") else None,
+        **settings,
+    )
     result = train(config, api=Loaded(url, load))  # type: ignore[arg-type]
     assert result.done and result.weight_version == STEPS
     found: dict[str, list[Any]] = {}
@@ -125,9 +165,13 @@ def run(mode: str, base: Path, url: str, folder: Path, load: Streams, **settings
 
 def check_aligned(mode: str, records: dict[str, list[Any]], at_least: int) -> None:
     """Same weights on both sides whenever they were compared, decoding and on cached prefixes."""
-    probes = [a.probe_diff_abs_mean for a in records["alignment"] if a.probe_diff_abs_mean is not None]
-    print(f"\n{mode}: {len(probes)} probes, mean {mean(probes):.4f}, largest {max(probes):.4f}; "
-          f"publish {mean(s.seconds for s in records['sync']):.3f} s {records['sync'][-1].phases}")  # fmt: skip
+    probes = [
+        a.probe_diff_abs_mean for a in records["alignment"] if a.probe_diff_abs_mean is not None
+    ]
+    print(
+        f"\n{mode}: {len(probes)} probes, mean {mean(probes):.4f}, largest {max(probes):.4f}; "
+        f"publish {mean(s.seconds for s in records['sync']):.3f} s {records['sync'][-1].phases}"
+    )
     assert len(probes) >= at_least
     assert mean(probes) < 0.03 and max(probes) < 0.1, probes
     verdicts = {a.step: a.verdict for a in records["alignment"]}
@@ -141,12 +185,18 @@ def check_aligned(mode: str, records: dict[str, list[Any]], at_least: int) -> No
 
 @pytest.mark.parametrize("mode", list(ENVIRONMENTS))
 def test_aligned_after_every_publish(
-    mode: str, base: Path, servers: dict[str, Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mode: str,
+    base: Path,
+    servers: dict[str, Server],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     server = servers[mode]
     until_ready(server)
     monkeypatch.setenv("ATROPOS_TOKEN", TOKEN)
-    monkeypatch.setenv("VLLM_BRIDGE_CONFIG_PATH", str(server.bridge_dir / "vllm_bridge_config.json"))
+    monkeypatch.setenv(
+        "VLLM_BRIDGE_CONFIG_PATH", str(server.bridge_dir / "vllm_bridge_config.json")
+    )
     load = Streams(server.url, TOKEN)
     every = 5 if mode == "none" else 1
     records = run(mode, base, server.url, tmp_path, load, vllm_restart_interval=every)
@@ -165,8 +215,11 @@ def test_aligned_after_every_publish(
     assert "Graph capturing finished" in server.log.read_text(), "CUDA graphs were on"
 
 
-def test_aligned_after_restarts(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`lora_restart` without a supervisor: the server is the trainer's own child, restarted twice."""
+def test_aligned_after_restarts(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`lora_restart` without a supervisor: the server is the trainer's own child, restarted
+    twice."""
     monkeypatch.setenv("ATROPOS_TOKEN", TOKEN)
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
     (port,) = free_ports(1)
@@ -175,6 +228,8 @@ def test_aligned_after_restarts(base: Path, tmp_path: Path, monkeypatch: pytest.
     records = run("lora_restart", base, url, tmp_path, load, vllm_restart_interval=STEPS // 2)
     load.__exit__()
     check_aligned("lora_restart", records, 1)
-    restarts = [record.phases["restart"] for record in records["sync"] if "restart" in record.phases]
+    restarts = [
+        record.phases["restart"] for record in records["sync"] if "restart" in record.phases
+    ]
     assert len(restarts) == 2, restarts
     assert max(step.policy_lag_max for step in records["step"]) <= STEPS // 2

@@ -1,4 +1,5 @@
-"""`launch`: a real stack of small, nasty children under a supervisor in the test's own event loop."""
+"""`launch`: a real stack of small, nasty children under a supervisor in the test's own event
+loop."""
 
 from __future__ import annotations
 
@@ -20,11 +21,15 @@ from atropos_tui.supervisor import tracker
 from tests.supervisor.harness import Running, check_history
 
 PLAIN = ["/bin/sh", "-c", 'echo a word before the line; exec "$@"', "--"]
-"""A prefix that brings a component nowhere, by the same means as srun and ssh; it prints, as a login shell may."""
+"""A prefix that brings a component nowhere, by the same means as srun and ssh; it prints, as a
+login shell may."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--launcher-prefix", help="run tests of `launchers` below this command (srun ..., ssh ...) only")
+    parser.addoption(
+        "--launcher-prefix",
+        help="run tests of `launchers` below this command (srun ..., ssh ...) only",
+    )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -38,7 +43,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def far(spec: ComponentSpec, prefix: list[str]) -> ComponentSpec:
     """The component, on a node that `prefix` leads to."""
-    place = Place(node="far", host="host-7", address="127.0.0.1", prefix=prefix, python=sys.executable)
+    place = Place(
+        node="far", host="host-7", address="127.0.0.1", prefix=prefix, python=sys.executable
+    )
     return spec.model_copy(update={"place": place})
 
 
@@ -50,12 +57,16 @@ def prefix(request: pytest.FixtureRequest) -> list[str]:
 
 @pytest.fixture
 def launch(tmp_path: Path, prefix: list[str], request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """`async with launch(part(...), ...) as running`: ended and checked at the end, whatever the test did."""
+    """`async with launch(part(...), ...) as running`: ended and checked at the end, whatever the
+    test did."""
     launcher = getattr(request, "param", "direct")
 
     @asynccontextmanager
     async def run(
-        *components: ComponentSpec, max_bytes: int = 64 * 1024 * 1024, survive: bool = False, **more: Any
+        *components: ComponentSpec,
+        max_bytes: int = 64 * 1024 * 1024,
+        survive: bool = False,
+        **more: Any,
     ) -> AsyncIterator[Running]:
         if launcher == "remote":
             components = tuple(far(spec, prefix) for spec in components)

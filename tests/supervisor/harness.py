@@ -52,7 +52,9 @@ def part(name: str, command: list[str] | None = None, **fields: Any) -> Componen
 
 def ready(*checks: Check, **fields: Any) -> Probes:
     """A quick readiness probe; by default the line that `SLEEP` prints."""
-    return Probes(readiness=Probe(checks=list(checks) or [LogCheck(pattern="up")], interval_s=0.02, **fields))
+    return Probes(
+        readiness=Probe(checks=list(checks) or [LogCheck(pattern="up")], interval_s=0.02, **fields)
+    )
 
 
 def alive(pid: int) -> bool:
@@ -73,7 +75,9 @@ async def pids_in(path: Path, timeout_s: float = 10.0) -> list[int]:
     raise AssertionError(f"{path} was not written")
 
 
-async def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0, every_s: float = 0.005) -> float:
+async def wait_until(
+    condition: Callable[[], bool], timeout_s: float = 10.0, every_s: float = 0.005
+) -> float:
     """Seconds until `condition` held, which is asked each `every_s`."""
     began = time.monotonic()
     while not condition():
@@ -83,8 +87,9 @@ async def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0, eve
 
 
 def check_records(run: RunDir, spoilt: int = 0, resumed: bool = False) -> None:
-    """Every step of the journal is allowed, sequences have no gap, up to a torn last line and `spoilt` lines that
-    somebody has overwritten. A run that was `resumed` begins anew under each supervisor."""
+    """Every step of the journal is allowed, sequences have no gap, up to a torn last line and
+    `spoilt` lines that somebody has overwritten. A run that was `resumed` begins anew under each
+    supervisor."""
     lines = run.supervisor_jsonl.read_bytes().splitlines(keepends=True)
     bad, seq = 0, -1
     last: dict[str | None, str] = {}
@@ -107,18 +112,22 @@ def check_records(run: RunDir, spoilt: int = 0, resumed: bool = False) -> None:
     assert bad <= spoilt, f"{bad} lines are no records"
 
 
-NOTE = re.compile(rb"\[atropos\] (\d+) bytes of output are missing here: the disk did not take them\n")
+NOTE = re.compile(
+    rb"\[atropos\] (\d+) bytes of output are missing here: the disk did not take them\n"
+)
 """What a log says of output that was lost."""
 
 
 def check_log(data: bytes, line: bytes, head: bytes = b"") -> int:
-    """What is there of a log of numbered lines such as `line`, after `head`, and what is said to be missing make the
-    whole; the bytes that are said to be missing."""
+    """What is there of a log of numbered lines such as `line`, after `head`, and what is said to be
+    missing make the whole; the bytes that are said to be missing."""
     lost = sum(int(found) for found in NOTE.findall(data))
     text = NOTE.sub(b"", data)
     last = int(text.splitlines()[-1].split()[-1])
     whole = len(head) + (last + 1) * len(line)
-    assert whole <= len(text) + lost <= whole + len(NOTE.findall(data)), "but for a line break before a note"
+    assert whole <= len(text) + lost <= whole + len(NOTE.findall(data)), (
+        "but for a line break before a note"
+    )
     return lost
 
 
@@ -132,14 +141,18 @@ class Running:
         self.client = ControlClient(self.run.root)
         self.task = asyncio.create_task(run_stack(stack, on_event=self.records.append))
 
-    async def until(self, component: str, state: State | str, attempt: int | None = None) -> StateRecord:
+    async def until(
+        self, component: str, state: State | str, attempt: int | None = None
+    ) -> StateRecord:
         """The first record of `component` entering `state`."""
         async with asyncio.timeout(20):
             while True:
                 for record in self.states(component):
                     if record.new == state and attempt in (None, record.attempt):
                         return record
-                assert not self.task.done() or self.task.result() is None, f"the run ended: {self.result()}"
+                assert not self.task.done() or self.task.result() is None, (
+                    f"the run ended: {self.result()}"
+                )
                 await asyncio.sleep(0.005)
 
     async def answers(self) -> ControlClient:
@@ -168,9 +181,12 @@ class Running:
 
 
 def check_history(running: Running) -> None:
-    """Whatever happened: the file holds what was published, sequences have no gap, each step follows from the last."""
+    """Whatever happened: the file holds what was published, sequences have no gap, each step
+    follows from the last."""
     on_disk = [parse_line(line) for line in running.run.supervisor_jsonl.read_text().splitlines()]
-    assert [record.to_line() for record in on_disk] == [record.to_line() for record in running.records]
+    assert [record.to_line() for record in on_disk] == [
+        record.to_line() for record in running.records
+    ]
     assert [record.seq for record in on_disk] == list(range(len(on_disk)))
     last: dict[str | None, str] = {}
     for row in running.states():

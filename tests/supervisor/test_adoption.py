@@ -1,4 +1,5 @@
-"""`survive = true`: SIGKILL of the supervisor keeps the components, and the next supervisor goes on with them."""
+"""`survive = true`: SIGKILL of the supervisor keeps the components, and the next supervisor goes on
+with them."""
 
 from __future__ import annotations
 
@@ -27,7 +28,10 @@ from atropos_tui.supervisor.supervisor import Supervisor
 from tests.supervisor.harness import QUICK, alive, part, python, ready, script, wait_until
 from tests.supervisor.test_death import Background, background, plant
 
-COUNT = "import time\nprint('up')\nn = 0\nwhile True:\n    print('line', n, flush=True)\n    n += 1\n    time.sleep({})"
+COUNT = (
+    "import time\nprint('up')\nn = 0\nwhile True:\n    print('line', n, flush=True)\n    n += "
+    "1\n    time.sleep({})"
+)
 WAITS = """
 import os, sys, time
 print("up", flush=True)
@@ -52,9 +56,12 @@ def kill(supervisor: Background) -> None:
 
 
 def successor(first: Background, *parts: ComponentSpec, **fields: Any) -> Background:
-    """The next supervisor of the same run; with other parts, if any are given. What it leaves is for the next one."""
+    """The next supervisor of the same run; with other parts, if any are given. What it leaves is
+    for the next one."""
     parts = parts or tuple(first.stack.components)
-    return Background(first.run.root, *parts, run_id=first.stack.run_id, **{"survive": True} | fields)
+    return Background(
+        first.run.root, *parts, run_id=first.stack.run_id, **{"survive": True} | fields
+    )
 
 
 @contextlib.contextmanager
@@ -67,9 +74,15 @@ def again(first: Background, *parts: ComponentSpec, **fields: Any) -> Iterator[B
         supervisor.clean()
 
 
-def same_processes(before: dict[str, ComponentStatus], after: dict[str, ComponentStatus], *names: str) -> None:
+def same_processes(
+    before: dict[str, ComponentStatus], after: dict[str, ComponentStatus], *names: str
+) -> None:
     for name in names or before:
-        assert (after[name].pid, after[name].attempt, after[name].restarts) == (before[name].pid, 1, 0)
+        assert (after[name].pid, after[name].attempt, after[name].restarts) == (
+            before[name].pid,
+            1,
+            0,
+        )
 
 
 def check_counted(supervisor: Background, name: str) -> int:
@@ -83,10 +96,17 @@ def check_counted(supervisor: Background, name: str) -> int:
 
 
 def steps(supervisor: Background, component: str) -> list[tuple[str, int, str]]:
-    """New state, attempt and reason of everything that happened to `component`, under whichever supervisor."""
-    records = list(RecordTail(supervisor.run.supervisor_jsonl).rest())  # not a line that is just being written
+    """New state, attempt and reason of everything that happened to `component`, under whichever
+    supervisor."""
+    records = list(
+        RecordTail(supervisor.run.supervisor_jsonl).rest()
+    )  # not a line that is just being written
     assert [record.seq for record in records] == list(range(len(records)))
-    rows = [record for record in records if isinstance(record, StateRecord) and record.component == component]
+    rows = [
+        record
+        for record in records
+        if isinstance(record, StateRecord) and record.component == component
+    ]
     return [(row.new, row.attempt, row.reason) for row in rows]
 
 
@@ -103,7 +123,11 @@ async def down(supervisor: Background) -> None:
 
 async def test_components_live_on_and_are_adopted(tmp_path: Path) -> None:
     manifest = tmp_path / "manifest"
-    parts = (counting("one"), counting("two", env={"X": "y"}, clears=[str(manifest)]), part("plain"))
+    parts = (
+        counting("one"),
+        counting("two", env={"X": "y"}, clears=[str(manifest)]),
+        part("plain"),
+    )
     with background(tmp_path / "run", *parts, survive=True) as first:
         before = await rows_of(first)
         manifest.touch()
@@ -111,7 +135,9 @@ async def test_components_live_on_and_are_adopted(tmp_path: Path) -> None:
         await wait_until(lambda: not os.path.lexists(first.run.control_sock))
         written = check_counted(first, "one")
         await asyncio.sleep(0.5)
-        assert check_counted(first, "one") > written + 50, "it prints, and its log grows, while nobody supervises"
+        assert check_counted(first, "one") > written + 50, (
+            "it prints, and its log grows, while nobody supervises"
+        )
         assert all(alive(row.pid or 0) for row in before.values())
         assert manifest.exists(), "it belongs to who lives"
         assert {one.component for one in first.left() if one.adoptable} == {"one", "two", "plain"}
@@ -130,8 +156,12 @@ async def test_components_live_on_and_are_adopted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("when", ["meanwhile", "adopted"])
-@pytest.mark.parametrize(("said", "code", "run_code"), [("0", 0, 0), ("3", 3, 3), ("KILL", -signal.SIGKILL, 3)])
-async def test_exit_codes_are_right(tmp_path: Path, when: str, said: str, code: int, run_code: int) -> None:
+@pytest.mark.parametrize(
+    ("said", "code", "run_code"), [("0", 0, 0), ("3", 3, 3), ("KILL", -signal.SIGKILL, 3)]
+)
+async def test_exit_codes_are_right(
+    tmp_path: Path, when: str, said: str, code: int, run_code: int
+) -> None:
     """Whether it ends while nobody supervises or under a supervisor that is not its parent."""
     go = tmp_path / "go"
     parts = (part("ends", python(WAITS, go, said), probes=ready(), ends_run=True), part("stays"))
@@ -149,10 +179,18 @@ async def test_exit_codes_are_right(tmp_path: Path, when: str, said: str, code: 
             result = RunResult.load(second.run.result_json)
             assert result is not None
             assert (result.exit_code, result.component) == (run_code, "ends")
-            last = [line for line in second.run.supervisor_jsonl.read_text().splitlines() if '"ends"' in line][-1]
+            last = [
+                line
+                for line in second.run.supervisor_jsonl.read_text().splitlines()
+                if '"ends"' in line
+            ][-1]
             record = parse_line(last)
             assert isinstance(record, StateRecord)
-            assert (record.new, record.exit_code, record.attempt) == ("failed" if run_code else "completed", code, 1)
+            assert (record.new, record.exit_code, record.attempt) == (
+                "failed" if run_code else "completed",
+                code,
+                1,
+            )
             assert second.left() == []
 
 
@@ -171,15 +209,25 @@ async def test_who_died_meanwhile_takes_along_what_its_recipe_says(tmp_path: Pat
             await wait_until(lambda: len(steps(second, "trainer")) >= 9)
             after = await rows_of(second)
             same_processes(before, after, "env")
-            assert [(after[name].attempt, after[name].restarts) for name in ("engine", "trainer")] == [(2, 1), (2, 0)]
+            assert [
+                (after[name].attempt, after[name].restarts) for name in ("engine", "trainer")
+            ] == [(2, 1), (2, 0)]
             assert not alive(before["trainer"].pid or 0)
-            assert "SIGKILL" in next(reason for new, _, reason in steps(second, "engine") if new == "backoff")
+            assert "SIGKILL" in next(
+                reason for new, _, reason in steps(second, "engine") if new == "backoff"
+            )
             await down(second)
 
 
 async def test_a_changed_plan_restarts_what_it_changes(tmp_path: Path) -> None:
-    """Of three, one gets another command, one another environment; a part that the plan no longer has is ended."""
-    parts = [counting("command"), counting("env", env={"GPU": "0"}), counting("same", env={"A": "b"}), part("gone")]
+    """Of three, one gets another command, one another environment; a part that the plan no longer
+    has is ended."""
+    parts = [
+        counting("command"),
+        counting("env", env={"GPU": "0"}),
+        counting("same", env={"A": "b"}),
+        part("gone"),
+    ]
     with background(tmp_path / "run", *parts, survive=True) as first:
         before = await rows_of(first)
         kill(first)
@@ -198,7 +246,10 @@ async def test_a_changed_plan_restarts_what_it_changes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("exported", [False, True])
 async def test_token_and_socket_stay(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, exported: bool
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    exported: bool,
 ) -> None:
     """Whatever the next supervisor's environment says: the components hold the old ones."""
     old, new = (tmp_path_factory.mktemp("r") for _ in range(2))  # a socket's path must be short
@@ -227,12 +278,15 @@ async def test_token_and_socket_stay(
             assert (given[ENV_TOKEN], given[ENV_CONTROL_SOCKET]) == (held[ENV_TOKEN], address)
         files = [path for path in first.run.root.rglob("*") if path.is_file()]
         assert files
-        assert not any(held[ENV_TOKEN].encode() in path.read_bytes() for path in files), "no file holds the token"
+        assert not any(held[ENV_TOKEN].encode() in path.read_bytes() for path in files), (
+            "no file holds the token"
+        )
 
 
 @pytest.mark.parametrize("end", ["down", "term", "failed", "killed while ending"])
 async def test_a_run_that_ends_leaves_nothing(tmp_path: Path, end: str) -> None:
-    """To survive is for supervisors that are killed, not for runs that end; once they do, nobody survives."""
+    """To survive is for supervisors that are killed, not for runs that end; once they do, nobody
+    survives."""
     go = tmp_path / "go"
     parts = (
         part("deaf", script("stubborn", tmp_path / "pids"), stop={"grace_s": 1.0}),
@@ -241,7 +295,9 @@ async def test_a_run_that_ends_leaves_nothing(tmp_path: Path, end: str) -> None:
     )
     with background(tmp_path / "run", *parts, survive=True) as supervisor:
         client = await supervisor.ready()
-        await wait_until(lambda: len(supervisor.left()) >= 8)  # the detector must see them while they live
+        await wait_until(
+            lambda: len(supervisor.left()) >= 8
+        )  # the detector must see them while they live
         if end == "failed":
             go.touch()
         elif end == "term":
@@ -251,7 +307,9 @@ async def test_a_run_that_ends_leaves_nothing(tmp_path: Path, end: str) -> None:
         if end == "killed while ending":
             await asyncio.sleep(0.3)
             kill(supervisor)
-        assert await supervisor.end() == {"failed": 3, "killed while ending": -signal.SIGKILL}.get(end, 130)
+        assert await supervisor.end() == {"failed": 3, "killed while ending": -signal.SIGKILL}.get(
+            end, 130
+        )
         await wait_until(lambda: not supervisor.left(), 3)
 
 
@@ -294,7 +352,12 @@ async def test_after_a_reboot_there_is_nothing_to_adopt(tmp_path: Path) -> None:
             tracker.reap_leftovers(first.stack.run_id, table)
             row = procfs.read(stranger.pid)
             assert row is not None
-            changes = {"pid": row.pid, "pgid": row.pid, "ticks": row.ticks, "boot_id": "another boot"}
+            changes = {
+                "pid": row.pid,
+                "pgid": row.pid,
+                "ticks": row.ticks,
+                "boot_id": "another boot",
+            }
             entry = table.components["one"].model_copy(update=changes)
             table.model_copy(update={"components": {"one": entry}}).write(first.run.journal_json)
             with again(first) as second:
@@ -307,7 +370,9 @@ async def test_after_a_reboot_there_is_nothing_to_adopt(tmp_path: Path) -> None:
         stranger.wait()
 
 
-async def test_a_fault_of_the_supervisor_keeps_them_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_fault_of_the_supervisor_keeps_them_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with background(tmp_path / "run", counting("one"), survive=True) as first:
         before = await rows_of(first)
         kill(first)
@@ -335,9 +400,12 @@ def test_ports_of_the_run_itself_are_not_taken(free_port: int) -> None:
     """Who resumes a run finds its ports held by what it is going to adopt."""
     env = {"ATROPOS_RUN_ID": "ports-run", "PATH": os.environ["PATH"]}
     code = (
-        "import socket, sys, time; s = socket.create_server(('127.0.0.1', int(sys.argv[1]))); print(1); time.sleep(60)"
+        "import socket, sys, time; s = socket.create_server(('127.0.0.1', int(sys.argv[1]))); "
+        "print(1); time.sleep(60)"
     )
-    with subprocess.Popen([sys.executable, "-uc", code, str(free_port)], env=env, stdout=subprocess.PIPE) as server:
+    with subprocess.Popen(
+        [sys.executable, "-uc", code, str(free_port)], env=env, stdout=subprocess.PIPE
+    ) as server:
         assert server.stdout is not None
         server.stdout.readline()
         try:
@@ -349,8 +417,11 @@ def test_ports_of_the_run_itself_are_not_taken(free_port: int) -> None:
     assert ports.holder(free_port) is None
 
 
-async def test_what_cannot_be_compared_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A variable that the resuming shell does not have is a mistake to correct, no reason to end a week's run."""
+async def test_what_cannot_be_compared_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A variable that the resuming shell does not have is a mistake to correct, no reason to end a
+    week's run."""
     monkeypatch.setenv("SECRET_NAME", "value")
     one = counting("one", env={"KEY": "${SECRET_NAME}"})
     with background(tmp_path / "run", one, survive=True) as first:

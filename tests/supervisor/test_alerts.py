@@ -1,4 +1,5 @@
-"""`[[alert]]`: when each condition speaks, what a profile may ask for, and whom a live run tells."""
+"""`[[alert]]`: when each condition speaks, what a profile may ask for, and whom a live run
+tells."""
 
 from __future__ import annotations
 
@@ -10,7 +11,13 @@ from typing import Any
 
 import pytest
 
-from atropos_common.records import METRIC_KINDS, AlignmentRecord, DiagnosisRecord, EvalRecord, StepRecord
+from atropos_common.records import (
+    METRIC_KINDS,
+    AlignmentRecord,
+    DiagnosisRecord,
+    EvalRecord,
+    StepRecord,
+)
 from atropos_common.run_dir import ENV_TOKEN
 from atropos_tui.diagnoses.metric_rules import alert_rules
 from atropos_tui.diagnoses.metric_watch import MetricWatch
@@ -26,9 +33,18 @@ PROFILE = {"name": "p", "model": "m", "env": {"module": "atropos_envs.arithmetic
 
 def record(step: int, **fields: Any) -> StepRecord:
     figures: dict[str, Any] = {
-        "loss": 0.0, "reward_mean": 0.5, "reward_std": 0.3, "lr": 1e-4, "grad_norm": 1, "ratio_mean": 1,
-        "clip_fraction": 0, "tokens": 384, "sequences": 128, "weight_version": step, "run_id": "r",
-    }  # fmt: skip
+        "loss": 0.0,
+        "reward_mean": 0.5,
+        "reward_std": 0.3,
+        "lr": 1e-4,
+        "grad_norm": 1,
+        "ratio_mean": 1,
+        "clip_fraction": 0,
+        "tokens": 384,
+        "sequences": 128,
+        "weight_version": step,
+        "run_id": "r",
+    }
     return StepRecord(time=1e9 + step, step=step, **figures | fields)
 
 
@@ -37,7 +53,10 @@ def told(alert: AlertSpec, values: Sequence[float | None]) -> list[tuple[int, st
     watch = MetricWatch(0.0, alert_rules([alert]))
     found = []
     for step, value in enumerate(values, 1):
-        found += [(step, said.title, said.evidence) for said in watch.feed(record(step, **{alert.metric: value}))]
+        found += [
+            (step, said.title, said.evidence)
+            for said in watch.feed(record(step, **{alert.metric: value}))
+        ]
     return found
 
 
@@ -74,22 +93,36 @@ def test_a_z_score_is_against_the_steps_before() -> None:
 def test_a_held_out_accuracy_is_watched_by_split_and_by_environment() -> None:
     def evals(metric: str) -> list[tuple[str, str]]:
         watch = MetricWatch(0.0, alert_rules([AlertSpec(metric=metric, below=0.5, for_steps=2)]))
-        accuracies = {("sums", "held_out"): 0.4, ("sums", "carries"): 0.3, ("words", "held_out"): 0.2}
+        accuracies = {
+            ("sums", "held_out"): 0.4,
+            ("sums", "carries"): 0.3,
+            ("words", "held_out"): 0.2,
+        }
         records = [
-            EvalRecord(time=1e9 + version, env=env, split=split, accuracy=accuracy, weight_version=version)
-            for version in (10, 20, 30) for (env, split), accuracy in accuracies.items()
-        ]  # fmt: skip
+            EvalRecord(
+                time=1e9 + version, env=env, split=split, accuracy=accuracy, weight_version=version
+            )
+            for version in (10, 20, 30)
+            for (env, split), accuracy in accuracies.items()
+        ]
         return [(said.title, said.evidence) for record in records for said in watch.feed(record)]
 
     title = "alert: eval/held_out is below 0.5"
-    assert evals("eval/held_out") == [(title, "0.4, 0.4 at steps 10-20"), (title, "0.2, 0.2 at steps 10-20")]
+    assert evals("eval/held_out") == [
+        (title, "0.4, 0.4 at steps 10-20"),
+        (title, "0.2, 0.2 at steps 10-20"),
+    ]
     assert [evidence for _, evidence in evals("eval/sums/held_out")] == ["0.4, 0.4 at steps 10-20"]
     assert evals("eval/sums") == []
 
 
 def test_every_number_of_a_step_can_be_watched_and_nothing_else() -> None:
-    assert {"entropy_mean", "step_s", "probe_diff_abs_max", "rss_bytes", "tokens"} <= set(METRIC_KINDS)
-    assert not {"left_out", "objective", "verdict", "step", "time", "attempt", "cause"} & set(METRIC_KINDS)
+    assert {"entropy_mean", "step_s", "probe_diff_abs_max", "rss_bytes", "tokens"} <= set(
+        METRIC_KINDS
+    )
+    assert not {"left_out", "objective", "verdict", "step", "time", "attempt", "cause"} & set(
+        METRIC_KINDS
+    )
     assert METRIC_KINDS["tokens"] is StepRecord and METRIC_KINDS["train_mean"] is AlignmentRecord
 
 
@@ -104,10 +137,14 @@ def test_every_number_of_a_step_can_be_watched_and_nothing_else() -> None:
         ({"metric": "entropy_mean", "z": -1.0}, "alert[0].z"),
     ],
 )
-def test_a_mistake_in_an_alert_is_refused_with_the_way_out(alert: dict[str, Any], words: str) -> None:
+def test_a_mistake_in_an_alert_is_refused_with_the_way_out(
+    alert: dict[str, Any], words: str
+) -> None:
     with pytest.raises(UserError) as refused:
         parse_profile({**PROFILE, "alert": [alert]}, "p.toml")
-    said = " ".join(f"{problem.key} {problem.reason} {problem.fix}" for problem in refused.value.problems)
+    said = " ".join(
+        f"{problem.key} {problem.reason} {problem.fix}" for problem in refused.value.problems
+    )
     assert words in said and len(refused.value.problems) == 1, said
 
 
@@ -115,10 +152,14 @@ def test_a_profile_s_alerts_reach_the_supervisor(tmp_path: Path) -> None:
     parse_profile({**PROFILE, "alert": {"metric": "eval/held_out", "below": 0.3}}, "p.toml")
     profile = parse_profile({**PROFILE, "alert": {"metric": "loss", "above": 3.0}}, "p.toml")
     stack = build_stack(profile, tmp_path, run_id="r")
-    assert [(alert.metric, alert.above, alert.for_steps) for alert in stack.alerts] == [("loss", 3.0, 1)]
+    assert [(alert.metric, alert.above, alert.for_steps) for alert in stack.alerts] == [
+        ("loss", 3.0, 1)
+    ]
 
 
-async def test_a_live_run_runs_the_command_with_what_the_alert_found(launch: Any, tmp_path: Path) -> None:
+async def test_a_live_run_runs_the_command_with_what_the_alert_found(
+    launch: Any, tmp_path: Path
+) -> None:
     out = tmp_path / "told.json"
     writer = f"import sys; open({str(out)!r}, 'w').write(sys.stdin.read())"
     notify = NotifyPolicy(command=python(writer), on=("alert",))
@@ -135,13 +176,17 @@ async def test_a_live_run_runs_the_command_with_what_the_alert_found(launch: Any
         assert [(each.rule, each.component) for each in found] == [("alert", "trainer")]
 
 
-async def test_a_command_gets_no_token_and_says_why_it_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_command_gets_no_token_and_says_why_it_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(ENV_TOKEN, "secret")
     show = f"import os, sys; open({str(tmp_path / 'env')!r}, 'w').write(repr(dict(os.environ)))"
     await run_command(python(show), {})
     assert ENV_TOKEN not in (tmp_path / "env").read_text()
     with pytest.raises(DeliveryError, match="ended with code 3: no such channel"):
-        await run_command(python("import sys; print('no such channel', file=sys.stderr); sys.exit(3)"), {})
+        await run_command(
+            python("import sys; print('no such channel', file=sys.stderr); sys.exit(3)"), {}
+        )
     with pytest.raises(DeliveryError, match="cannot be started"):
         await run_command(["/nowhere/at-all"], {})
     monkeypatch.setattr("atropos_tui.supervisor.notify.COMMAND_S", 0.3)

@@ -1,6 +1,8 @@
-"""cgroup v2 where it is delegated: what cleans its environment, double-forks and starts a session is still caught.
+"""cgroup v2 where it is delegated: what cleans its environment, double-forks and starts a session
+is still caught.
 
-Where it is not, for real (a private mount namespace hides it, or shows it read-only), all goes on as without.
+Where it is not, for real (a private mount namespace hides it, or shows it read-only), all goes on
+as without.
 """
 
 from __future__ import annotations
@@ -35,7 +37,10 @@ if os.fork() == 0:
     os._exit(0)
 time.sleep(600)
 """
-FLEES = "import os, time\nwhile True:\n    if os.fork(): os._exit(0)\n    os.setsid()\n    time.sleep(0.0005)"
+FLEES = (
+    "import os, time\nwhile True:\n    if os.fork(): os._exit(0)\n    os.setsid()\n    "
+    "time.sleep(0.0005)"
+)
 
 
 def group_of(supervisor: Background) -> Path:
@@ -47,22 +52,37 @@ def group_of(supervisor: Background) -> Path:
 
 @pytest.fixture
 def hidden(tmp_path: Path, request: pytest.FixtureRequest) -> str:
-    """A Python whose programs see no cgroup v2 ("gone"), or one that they cannot write to ("read-only")."""
+    """A Python whose programs see no cgroup v2 ("gone"), or one that they cannot write to
+    ("read-only")."""
     mount = next((line.split()[4] for line in _mounts() if " - cgroup2 " in line), "")
-    act = {"gone": f"umount {mount}", "read-only": f"mount -o remount,ro,bind {mount}"}[request.param]
+    act = {"gone": f"umount {mount}", "read-only": f"mount -o remount,ro,bind {mount}"}[
+        request.param
+    ]
     unshare = ["unshare", "--mount", "sh", "-c", f'{act} && exec "$@"', "sh"]
-    if not mount or shutil.which("unshare") is None or subprocess.run([*unshare, "true"], check=False).returncode:
+    if (
+        not mount
+        or shutil.which("unshare") is None
+        or subprocess.run([*unshare, "true"], check=False).returncode
+    ):
         pytest.skip("this machine does not allow a mount namespace")
     wrapper = tmp_path / "python"
-    wrapper.write_text(f"""#!/bin/sh\nexec unshare --mount sh -c '{act} && exec "$@"' sh {sys.executable} "$@"\n""")
+    wrapper.write_text(
+        f"""#!/bin/sh\nexec unshare --mount sh -c '{act} && exec "$@"' sh {sys.executable} "$@"\n"""
+    )
     wrapper.chmod(0o755)
     said = subprocess.run(
-        [str(wrapper), "-c", "from atropos_tui.supervisor import procfs; print(procfs.describe_groups())"],
+        [
+            str(wrapper),
+            "-c",
+            "from atropos_tui.supervisor import procfs; print(procfs.describe_groups())",
+        ],
         capture_output=True,
         text=True,
         check=True,
     )
-    assert {"gone": "no cgroup v2", "read-only": "Read-only file system"}[request.param] in said.stdout
+    assert {"gone": "no cgroup v2", "read-only": "Read-only file system"}[
+        request.param
+    ] in said.stdout
     return str(wrapper)
 
 
@@ -76,7 +96,8 @@ def escaping(folder: Path, dress: str = "clean") -> Any:
 
 @needs_delegation
 async def test_a_stop_catches_who_left_everything_else_behind(tmp_path: Path, launch: Any) -> None:
-    """Between two looks at the process table: clean environment, a session of its own, no parent."""
+    """Between two looks at the process table: clean environment, a session of its own, no
+    parent."""
     async with launch(escaping(tmp_path), part("other")) as running:
         leader, daemon = await pids_in(tmp_path / "clean")
         client = await running.answers()
@@ -90,7 +111,10 @@ async def test_a_stop_catches_who_left_everything_else_behind(tmp_path: Path, la
         await running.until("escapes", State.STARTING, 2)
         table = ProcessTable.load(running.run.journal_json)
         assert table is not None
-        assert sorted(path.name for path in Path(table.group).iterdir() if path.is_dir()) == ["escapes.2", "other.1"]
+        assert sorted(path.name for path in Path(table.group).iterdir() if path.is_dir()) == [
+            "escapes.2",
+            "other.1",
+        ]
         await client.command(CommandRequest(action="down"))
         await running.end()
         assert not Path(table.group).exists()
@@ -99,7 +123,10 @@ async def test_a_stop_catches_who_left_everything_else_behind(tmp_path: Path, la
 @needs_delegation
 @pytest.mark.parametrize("end", ["down", "crash", "supervisor", "supervisor and guard"])
 async def test_nobody_and_no_empty_group_stays(tmp_path: Path, end: str) -> None:
-    parts = [escaping(tmp_path), part("flees", python(HOPS, FLEES), probes=ready(), stop={"grace_s": 0.1})]
+    parts = [
+        escaping(tmp_path),
+        part("flees", python(HOPS, FLEES), probes=ready(), stop={"grace_s": 0.1}),
+    ]
     if end == "crash":
         parts.append(part("ends", python("import time; time.sleep(1); raise SystemExit(3)")))
     with background(tmp_path / "run", *parts) as supervisor:
@@ -120,7 +147,9 @@ async def test_nobody_and_no_empty_group_stays(tmp_path: Path, end: str) -> None
         if end == "supervisor and guard":
             assert alive(daemon), "nobody was left to end it"
             assert {one.pid for one in supervisor.left()} >= {daemon}
-            with background(tmp_path / "run", part("one"), run_id=supervisor.stack.run_id) as second:
+            with background(
+                tmp_path / "run", part("one"), run_id=supervisor.stack.run_id
+            ) as second:
                 await second.ready()
                 assert not alive(daemon), "the next supervisor ends it before it starts anything"
                 second.process.terminate()
@@ -130,10 +159,13 @@ async def test_nobody_and_no_empty_group_stays(tmp_path: Path, end: str) -> None
 
 @needs_delegation
 async def test_what_was_forked_since_the_look_dies_with_the_group(tmp_path: Path) -> None:
-    """The look at the process table shows the leader alone, as if the daemon had been forked a moment later."""
+    """The look at the process table shows the leader alone, as if the daemon had been forked a
+    moment later."""
     run_group = procfs.run_group(f"test-{os.getpid()}")
     group = procfs.part_group(run_group, "escapes", 1)
-    child, pipe = spawn(script("escapes", tmp_path / "pids", 600, "clean"), dict(os.environ), None, group=group)
+    child, pipe = spawn(
+        script("escapes", tmp_path / "pids", 600, "clean"), dict(os.environ), None, group=group
+    )
     try:
         leader, daemon = await pids_in(tmp_path / "pids")
         assert procfs.group_pids(run_group) == {leader, daemon}, "of the groups below, too"

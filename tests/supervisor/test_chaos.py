@@ -1,4 +1,5 @@
-"""Seeded disorder: processes die and commands arrive at random moments, then someone dies for good; nothing is left."""
+"""Seeded disorder: processes die and commands arrive at random moments, then someone dies for good;
+nothing is left."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ ENDS = ("kill-supervisor", "term-supervisor", "down", "impatient")
 async def disturb(supervisor: Background, client: ControlClient, dice: random.Random) -> None:
     """One random act: a command, or SIGKILL to any process of the run."""
     if dice.random() < 0.5:
-        request = CommandRequest(action=dice.choice(ACTIONS), component=dice.choice(supervisor.stack.components).name)
+        request = CommandRequest(
+            action=dice.choice(ACTIONS), component=dice.choice(supervisor.stack.components).name
+        )
         with contextlib.suppress(Refused):
             await client.command(request)
     elif victims := supervisor.left():
@@ -40,8 +43,18 @@ async def chaos(tmp_path: Path, seed: int, acts: int) -> None:
     always = RestartPolicy(policy="always", backoff_s=0.01, max_backoff_s=0.05, max_restarts=1000)
     parts = (
         part("api", restart=always, restart_with=["env"], probes=ready()),
-        part("env", script("escapes", tmp_path / "env", 600, "marked"), restart=always, depends_on={"api": "healthy"}),
-        part("engine", script("stubborn", tmp_path / "engine"), restart=always, restart_with=["trainer"]),
+        part(
+            "env",
+            script("escapes", tmp_path / "env", 600, "marked"),
+            restart=always,
+            depends_on={"api": "healthy"},
+        ),
+        part(
+            "engine",
+            script("stubborn", tmp_path / "engine"),
+            restart=always,
+            restart_with=["trainer"],
+        ),
         part(
             "trainer",
             python("import os,time; os.fork(); time.sleep(600)"),
@@ -76,7 +89,9 @@ async def chaos(tmp_path: Path, seed: int, acts: int) -> None:
         check_records(supervisor.run)
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))]
+)
 async def test_disorder(tmp_path: Path, seed: int) -> None:
     await chaos(tmp_path, seed, acts=15)
 

@@ -1,4 +1,5 @@
-"""The control client against sockets that misbehave, and what the supervisor never tells a stranger."""
+"""The control client against sockets that misbehave, and what the supervisor never tells a
+stranger."""
 
 from __future__ import annotations
 
@@ -13,7 +14,13 @@ from typing import Any
 import pytest
 
 from atropos_common.control import CommandRequest, Role, State
-from atropos_common.records import CommandRecord, ComponentRecord, DiagnosisRecord, ProbeRecord, StateRecord
+from atropos_common.records import (
+    CommandRecord,
+    ComponentRecord,
+    DiagnosisRecord,
+    ProbeRecord,
+    StateRecord,
+)
 from atropos_common.run_dir import RunDir
 from atropos_tui.errors import Exit, UserError
 from atropos_tui.profile.spec import HttpCheck, Probe, Probes
@@ -62,7 +69,9 @@ async def test_who_listens_but_does_not_answer_is_there(
         requests.clear()
         with pytest.raises(NotAnswering):
             await client.command(CommandRequest(action="down"))
-        assert [line.split()[0] for line in requests].count(b"POST") == 1, "a command must not be given twice"
+        assert [line.split()[0] for line in requests].count(b"POST") == 1, (
+            "a command must not be given twice"
+        )
 
 
 async def test_a_slow_answer_is_waited_for(launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +103,9 @@ async def test_every_record_of_a_component_says_role_and_node(launch: Any) -> No
         found = [record for record in running.records if isinstance(record, ComponentRecord)]
         assert {type(record) for record in found} >= {StateRecord, ProbeRecord, DiagnosisRecord}
         roles = {"one": "engine", "two": "env", None: None}
-        assert all((row.role, row.node) == (roles[row.component], os.uname().nodename) for row in found), found
+        assert all(
+            (row.role, row.node) == (roles[row.component], os.uname().nodename) for row in found
+        ), found
 
 
 async def test_a_command_says_role_and_node(launch: Any) -> None:
@@ -119,7 +130,9 @@ async def test_probes_give_no_secret_to_who_holds_the_port(launch: Any) -> None:
         port = server.sockets[0].getsockname()[1]
         check = HttpCheck(url=f"http://127.0.0.1:{port}/health")
         one = part(
-            "one", probes=Probes(readiness=Probe(checks=[check], interval_s=0.02)), env={"ATROPOS_TOKEN": "hush"}
+            "one",
+            probes=Probes(readiness=Probe(checks=[check], interval_s=0.02)),
+            env={"ATROPOS_TOKEN": "hush"},
         )
         async with launch(one) as running:
             await running.until("one", State.HEALTHY)
@@ -137,5 +150,9 @@ async def test_a_stray_that_cannot_be_killed_does_not_keep_the_result(
     async with launch(part("brief", python("pass"))) as running:
         assert await running.end(10) == 0
         assert running.result().exit_code == 0
-        (found,) = [each for each in running.records if isinstance(each, DiagnosisRecord) and not each.over]
-        assert found.title == "a process cannot be killed" and f"pid {os.getpid()}" in found.evidence
+        (found,) = [
+            each for each in running.records if isinstance(each, DiagnosisRecord) and not each.over
+        ]
+        assert (
+            found.title == "a process cannot be killed" and f"pid {os.getpid()}" in found.evidence
+        )

@@ -23,15 +23,22 @@ from tests.supervisor.harness import part, python, ready, script
 
 
 async def test_status_measures_the_whole_set(launch: Any, tmp_path: Path) -> None:
-    burner = "import os,time\nprint('up',flush=True)\nif os.fork(): time.sleep(600)\nwhile True: pass"
+    burner = (
+        "import os,time\nprint('up',flush=True)\nif os.fork(): time.sleep(600)\nwhile True: pass"
+    )
     async with launch(
-        part("burner", python(burner), probes=ready(), port=4), part("waits", depends_on={"burner": "completed"})
+        part("burner", python(burner), probes=ready(), port=4),
+        part("waits", depends_on={"burner": "completed"}),
     ) as running:
         await running.until("burner", State.HEALTHY)
         client = running.client
         first = await client.status()
         assert isinstance(first, RunStatus)
-        assert (first.phase, first.exit_code, first.supervisor_pid) == (Phase.STARTING, None, os.getpid())
+        assert (first.phase, first.exit_code, first.supervisor_pid) == (
+            Phase.STARTING,
+            None,
+            os.getpid(),
+        )
         row, waits = first.components
         assert len(row.pids) == 2
         assert row.pid in row.pids
@@ -49,9 +56,14 @@ async def test_status_measures_the_whole_set(launch: Any, tmp_path: Path) -> Non
 
 
 async def test_snapshot_and_live_without_gap_or_duplicate(launch: Any) -> None:
-    """Ten subscribers join at different moments of a busy run; each sees exactly what the file holds."""
+    """Ten subscribers join at different moments of a busy run; each sees exactly what the file
+    holds."""
     busy = [
-        part(f"b{number}", python("pass"), depends_on={f"b{number - 1}": "completed"} if number else {})
+        part(
+            f"b{number}",
+            python("pass"),
+            depends_on={f"b{number - 1}": "completed"} if number else {},
+        )
         for number in range(15)
     ]
     gate = part("last", python("pass"), ends_run=True, depends_on={"b14": "completed"})
@@ -63,7 +75,9 @@ async def test_snapshot_and_live_without_gap_or_duplicate(launch: Any) -> None:
             stream = client.events()
             snapshot = await anext(stream)
             assert isinstance(snapshot, Snapshot)
-            return snapshot.status.seq, [item.seq async for item in stream if isinstance(item, Record)]
+            return snapshot.status.seq, [
+                item.seq async for item in stream if isinstance(item, Record)
+            ]
 
     async with launch(*busy, gate) as running:
         await running.answers()
@@ -87,7 +101,9 @@ async def test_events_after_a_known_record_brings_the_missed_ones(launch: Any) -
         snapshot = await anext(stream)
         assert isinstance(snapshot, Snapshot)
         missed = [await anext(stream) for _ in range(snapshot.status.seq - 1)]
-        assert [item.seq for item in missed if isinstance(item, Record)] == list(range(2, snapshot.status.seq + 1))
+        assert [item.seq for item in missed if isinstance(item, Record)] == list(
+            range(2, snapshot.status.seq + 1)
+        )
         await client.command(CommandRequest(action="stop", component="one"))
         following = await anext(stream)
         assert isinstance(following, CommandRecord)
@@ -105,9 +121,24 @@ async def test_events_after_a_known_record_brings_the_missed_ones(launch: Any) -
             404,
         ),
         (CommandRequest(action="stop"), "stop needs a component", "one of", 422),
-        (CommandRequest(action="start", component="up"), "up is healthy already", "use: restart up", 409),
-        (CommandRequest(action="stop", component="down-by-hand"), "is stopped already", "nothing to do", 409),
-        (CommandRequest(action="kill", component="down-by-hand"), "has no process", "use: stop", 409),
+        (
+            CommandRequest(action="start", component="up"),
+            "up is healthy already",
+            "use: restart up",
+            409,
+        ),
+        (
+            CommandRequest(action="stop", component="down-by-hand"),
+            "is stopped already",
+            "nothing to do",
+            409,
+        ),
+        (
+            CommandRequest(action="kill", component="down-by-hand"),
+            "has no process",
+            "use: stop",
+            409,
+        ),
     ],
 )
 async def test_refusals_say_why_and_what_instead(
@@ -123,12 +154,16 @@ async def test_refusals_say_why_and_what_instead(
         assert error in caught.value.error
         assert fix in caught.value.fix
         assert caught.value.status == status
-        refused = [r for r in running.records if isinstance(r, CommandRecord) and r.status == "refused"]
+        refused = [
+            r for r in running.records if isinstance(r, CommandRecord) and r.status == "refused"
+        ]
         assert len(refused) == 1
 
 
 @pytest.mark.launchers("direct")
-async def test_a_restart_within_a_restart_is_refused_but_stop_wins(launch: Any, tmp_path: Path) -> None:
+async def test_a_restart_within_a_restart_is_refused_but_stop_wins(
+    launch: Any, tmp_path: Path
+) -> None:
     slow = part("slow", script("stubborn", tmp_path / "pids"), stop={"grace_s": 0.5})
     async with launch(slow) as running:
         client = await running.answers()
@@ -159,16 +194,27 @@ async def test_recipe_changes_nothing(launch: Any) -> None:
 
 
 async def test_wait(launch: Any) -> None:
-    slow = part("slow", python("import time; time.sleep(.4); print('up',flush=True); time.sleep(600)"), probes=ready())
-    last = part("last", python("import time; time.sleep(.3)"), depends_on={"slow": "healthy"}, ends_run=True)
+    slow = part(
+        "slow",
+        python("import time; time.sleep(.4); print('up',flush=True); time.sleep(600)"),
+        probes=ready(),
+    )
+    last = part(
+        "last", python("import time; time.sleep(.3)"), depends_on={"slow": "healthy"}, ends_run=True
+    )
     async with launch(slow, last) as running:
         client = await running.answers()
         late = await client.wait("ready", timeout=0.05)
-        assert (late.outcome, "last is pending, waiting for slow" in late.detail) == ("timeout", True)
+        assert (late.outcome, "last is pending, waiting for slow" in late.detail) == (
+            "timeout",
+            True,
+        )
         with pytest.raises(Refused, match="nothing called"):
             await client.wait("nonsense")
         with pytest.raises(Refused, match="timeout must be a number"):
-            await asyncio.wait_for(client._request("GET", "/wait", params={"for": "done", "timeout": "nan"}), 5)
+            await asyncio.wait_for(
+                client._request("GET", "/wait", params={"for": "done", "timeout": "nan"}), 5
+            )
         assert (await client.wait("slow", timeout=10)).outcome == "reached"
         assert (await client.wait("ready", timeout=10)).outcome == "reached"
         assert (await client.status()).phase is Phase.RUNNING
@@ -178,10 +224,14 @@ async def test_wait(launch: Any) -> None:
 
 
 async def test_wait_becomes_impossible(launch: Any) -> None:
-    breaks = part("breaks", python("import time; time.sleep(.3); raise SystemExit(1)"), probes=ready())
+    breaks = part(
+        "breaks", python("import time; time.sleep(.3); raise SystemExit(1)"), probes=ready()
+    )
     async with launch(breaks) as running:
         client = await running.answers()
-        found = await asyncio.gather(client.wait("breaks"), client.wait("ready"), client.wait("done"))
+        found = await asyncio.gather(
+            client.wait("breaks"), client.wait("ready"), client.wait("done")
+        )
         assert [one.outcome for one in found] == ["impossible"] * 3
         assert "breaks failed: exit code 1" in found[0].detail
         assert await running.end() == 3
@@ -227,13 +277,17 @@ async def test_a_name_of_megabytes_is_not_journaled_and_a_larger_body_not_read(l
         transport = httpx.AsyncHTTPTransport(uds=str(running.run.control_sock.resolve()))
         async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:
             for size, status in ((300, 422), (900_000, 422), (3_000_000, 413)):
-                answer = await http.post("/commands", json={"action": "stop", "component": "x" * size})
+                answer = await http.post(
+                    "/commands", json={"action": "stop", "component": "x" * size}
+                )
                 assert answer.status_code == status, answer.text
                 assert len(answer.content) < 1000
         assert running.run.supervisor_jsonl.stat().st_size < 100_000
 
 
-async def test_the_socket_is_private_and_short_however_long_the_run_directory(launch: Any, tmp_path: Path) -> None:
+async def test_the_socket_is_private_and_short_however_long_the_run_directory(
+    launch: Any, tmp_path: Path
+) -> None:
     async with launch(part("one")) as running:
         await running.answers()
         target = running.run.control_sock.readlink()
@@ -252,7 +306,9 @@ async def test_two_supervisors_do_not_share_a_run_directory(launch: Any) -> None
 
 
 @pytest.mark.launchers("direct")
-async def test_secrets_go_only_where_they_are_needed(launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_secrets_go_only_where_they_are_needed(
+    launch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     secrets = ["HF_TOKEN", "JUDGE_API_KEY", "WANDB_API_KEY"]
     for name in secrets:
         monkeypatch.setenv(name, "hush-hush")
@@ -267,7 +323,9 @@ async def test_secrets_go_only_where_they_are_needed(launch: Any, monkeypatch: p
         got = {}
         for role in roles:
             await running.until(role.value, State.HEALTHY)
-            got[role] = [line.split() for line in await running.client.logs(role.value, 50) if line != "up"][-1]
+            got[role] = [
+                line.split() for line in await running.client.logs(role.value, 50) if line != "up"
+            ][-1]
     assert got == {
         Role.API: ["ATROPOS_TOKEN", "JUDGE_API_KEY"],  # the one that its profile names
         Role.ENGINE: ["ATROPOS_TOKEN", "HF_TOKEN"],
@@ -276,7 +334,9 @@ async def test_secrets_go_only_where_they_are_needed(launch: Any, monkeypatch: p
     }
 
 
-async def test_logs_and_environment_of_a_component(launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_logs_and_environment_of_a_component(
+    launch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FROM_OUTSIDE", "seen")
     code = (
         "import os,time\n"
@@ -284,9 +344,13 @@ async def test_logs_and_environment_of_a_component(launch: Any, monkeypatch: pyt
         "    if 'ATROPOS' in k or k in ('MINE','PYTHONUNBUFFERED'): print(k, os.environ[k])\n"
         "print('up',flush=True); time.sleep(600)"
     )
-    async with launch(part("one", python(code), env={"MINE": "<${FROM_OUTSIDE}>"}, probes=ready())) as running:
+    async with launch(
+        part("one", python(code), env={"MINE": "<${FROM_OUTSIDE}>"}, probes=ready())
+    ) as running:
         await running.until("one", State.HEALTHY)
-        found = dict(line.split(" ", 1) for line in await running.client.logs("one", 50) if " " in line)
+        found = dict(
+            line.split(" ", 1) for line in await running.client.logs("one", 50) if " " in line
+        )
         assert found == {
             "ATROPOS_ATTEMPT": "1",
             "ATROPOS_COMPONENT": "one",
@@ -341,7 +405,11 @@ def test_events_file_is_strict_json(tmp_path: Path) -> None:
     from atropos_tui.supervisor.store import Journal
 
     journal = Journal(tmp_path / "supervisor.jsonl", "run")
-    journal.append(ProbeRecord(probe="startup", ok=True, latency_s=float("nan"), detail="\x1b]52;c;x\x07\n\u2028"))
+    journal.append(
+        ProbeRecord(
+            probe="startup", ok=True, latency_s=float("nan"), detail="\x1b]52;c;x\x07\n\u2028"
+        )
+    )
     journal.close()
     (line,) = (tmp_path / "supervisor.jsonl").read_text().split("\n")[:-1]
     assert "NaN" in line

@@ -1,4 +1,5 @@
-"""Whoever dies: SIGKILL of the supervisor, signals, a crashed supervisor's leftovers, a killed guard."""
+"""Whoever dies: SIGKILL of the supervisor, signals, a crashed supervisor's leftovers, a killed
+guard."""
 
 from __future__ import annotations
 
@@ -33,10 +34,16 @@ from tests.supervisor.harness import alive, part, pids_in, python, script, wait_
 
 
 class Background:
-    """A supervisor in a process of its own, as `up --detach` starts it; forked, unless an interpreter is named."""
+    """A supervisor in a process of its own, as `up --detach` starts it; forked, unless an
+    interpreter is named."""
 
     def __init__(
-        self, run_dir: Path, *components: ComponentSpec, run_id: str = "", python: str = "", **fields: Any
+        self,
+        run_dir: Path,
+        *components: ComponentSpec,
+        run_id: str = "",
+        python: str = "",
+        **fields: Any,
     ) -> None:
         self.run = RunDir(run_dir)
         self.stack = StackSpec(
@@ -53,7 +60,9 @@ class Background:
         if python:
             command = [python, "-m", "atropos_tui.supervisor"]
             with self.said.open("wb") as said:
-                self.process: Any = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=said, stderr=said)
+                self.process: Any = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=said, stderr=said
+                )
             self.process.stdin.write(stack.encode())
             self.process.stdin.close()
         else:
@@ -105,7 +114,8 @@ def background(run_dir: Path, *components: ComponentSpec, **fields: Any) -> Any:
 
 
 async def test_sigkill_of_the_supervisor_leaves_nothing(tmp_path: Path) -> None:
-    """Direct children, their children in the group, and daemons in sessions of their own; nothing by luck of timing."""
+    """Direct children, their children in the group, and daemons in sessions of their own; nothing
+    by luck of timing."""
     files = [tmp_path / name for name in ("deaf", "marked", "stays")]
     shared = tmp_path / "weights in memory"
     note = f"open({str(tmp_path / 'folder')!r}, 'w').write(tempfile.mkdtemp())"
@@ -135,13 +145,22 @@ async def test_sigkill_of_the_supervisor_leaves_nothing(tmp_path: Path) -> None:
 
 
 async def test_the_detector_sees_a_planted_orphan(tmp_path: Path) -> None:
-    """A stranger with the run's marker, in a session of its own: found, named, ended; one without is not touched."""
-    env = {"ATROPOS_RUN_ID": "planted-run", "ATROPOS_COMPONENT": "ghost", "PATH": os.environ["PATH"]}
+    """A stranger with the run's marker, in a session of its own: found, named, ended; one without
+    is not touched."""
+    env = {
+        "ATROPOS_RUN_ID": "planted-run",
+        "ATROPOS_COMPONENT": "ghost",
+        "PATH": os.environ["PATH"],
+    }
     orphan = plant(env)
     stranger = plant(env | {"ATROPOS_RUN_ID": "planted-run-2"})
     try:
-        await wait_until(lambda: procfs.environ(orphan.pid) != {} and procfs.environ(stranger.pid) != {})
-        assert [(one.pid, one.component) for one in tracker.find_leftovers("planted-run")] == [(orphan.pid, "ghost")]
+        await wait_until(
+            lambda: procfs.environ(orphan.pid) != {} and procfs.environ(stranger.pid) != {}
+        )
+        assert [(one.pid, one.component) for one in tracker.find_leftovers("planted-run")] == [
+            (orphan.pid, "ghost")
+        ]
         assert [one.pid for one in tracker.reap_leftovers("planted-run")] == [orphan.pid]
         assert orphan.wait(5) == -signal.SIGKILL
         assert tracker.find_leftovers("planted-run") == []
@@ -152,8 +171,11 @@ async def test_the_detector_sees_a_planted_orphan(tmp_path: Path) -> None:
             process.wait()
 
 
-async def test_what_a_crashed_supervisor_left_goes_before_the_next_start(tmp_path: Path, launch: Any) -> None:
-    """The journal of the run directory names the earlier run's sessions; without it the marker finds them."""
+async def test_what_a_crashed_supervisor_left_goes_before_the_next_start(
+    tmp_path: Path, launch: Any
+) -> None:
+    """The journal of the run directory names the earlier run's sessions; without it the marker
+    finds them."""
     env = {"ATROPOS_RUN_ID": "earlier-run", "PATH": os.environ["PATH"]}
     orphan = plant(env)
     run = RunDir(tmp_path / "run")
@@ -175,7 +197,13 @@ def test_leftovers_ignore_a_reused_pid_and_another_boot(tmp_path: Path) -> None:
         row = procfs.read(bystander.pid)
         assert row
         for ticks, boot in ((row.ticks - 1, procfs.boot_id()), (row.ticks, "another boot")):
-            entry = {"pid": row.pid, "create_time": 0.0, "ticks": ticks, "pgid": row.pid, "boot_id": boot}
+            entry = {
+                "pid": row.pid,
+                "create_time": 0.0,
+                "ticks": ticks,
+                "pgid": row.pid,
+                "boot_id": boot,
+            }
             table = ProcessTable.model_validate({"run_id": "old", "components": {"x": entry}})
             assert tracker.find_leftovers("old", table) == []
         entry |= {"ticks": row.ticks, "boot_id": procfs.boot_id()}
@@ -188,18 +216,32 @@ def test_leftovers_ignore_a_reused_pid_and_another_boot(tmp_path: Path) -> None:
         bystander.wait()
 
 
-def test_a_session_without_its_leader_is_ours_only_as_long_as_the_journal_is_fresh(tmp_path: Path) -> None:
-    """The number of a dead session comes back: a daemon of this user's had it when `clean` ended it."""
-    code = "import os,sys,time\nif os.fork(): os._exit(0)\nprint(os.getpid(), flush=True); time.sleep(600)"
+def test_a_session_without_its_leader_is_ours_only_as_long_as_the_journal_is_fresh(
+    tmp_path: Path,
+) -> None:
+    """The number of a dead session comes back: a daemon of this user's had it when `clean` ended
+    it."""
+    code = (
+        "import os,sys,time\nif os.fork(): os._exit(0)\nprint(os.getpid(), flush=True); "
+        "time.sleep(600)"
+    )
     leader = subprocess.Popen(python(code), stdout=subprocess.PIPE, start_new_session=True)
     assert leader.stdout
     daemon = int(leader.stdout.readline())
     leader.wait()
     path = tmp_path / "journal.json"
-    entry = {"pid": leader.pid, "create_time": 0.0, "ticks": 123, "pgid": leader.pid, "boot_id": procfs.boot_id()}
+    entry = {
+        "pid": leader.pid,
+        "create_time": 0.0,
+        "ticks": 123,
+        "pgid": leader.pid,
+        "boot_id": procfs.boot_id(),
+    }
     try:
         ProcessTable.model_validate({"run_id": "old", "components": {"x": entry}}).write(path)
-        assert [one.pid for one in tracker.find_leftovers("old", ProcessTable.load(path))] == [daemon]
+        assert [one.pid for one in tracker.find_leftovers("old", ProcessTable.load(path))] == [
+            daemon
+        ]
         then = time.time() - 60
         os.utime(path, (then, then))
         assert tracker.find_leftovers("old", ProcessTable.load(path)) == []
@@ -242,7 +284,8 @@ async def test_the_second_signal_kills(tmp_path: Path) -> None:
 
 
 async def test_the_next_supervisor_waits_for_the_guard_of_the_last(tmp_path: Path) -> None:
-    """Both have the same run id: a guard that still sweeps would end what the next supervisor has just started."""
+    """Both have the same run id: a guard that still sweeps would end what the next supervisor has
+    just started."""
     with background(tmp_path / "run", part("one")) as first:
         await first.ready()
         guard = guard_of(first.process.pid)
@@ -261,7 +304,9 @@ async def test_the_next_supervisor_waits_for_the_guard_of_the_last(tmp_path: Pat
 
 
 async def test_a_killed_guard_is_replaced(tmp_path: Path) -> None:
-    with background(tmp_path / "run", part("one", script("escapes", tmp_path / "pids", 600, "marked"))) as supervisor:
+    with background(
+        tmp_path / "run", part("one", script("escapes", tmp_path / "pids", 600, "marked"))
+    ) as supervisor:
         await supervisor.ready()
         pids = await pids_in(tmp_path / "pids")
         first = guard_of(supervisor.process.pid)
@@ -273,7 +318,8 @@ async def test_a_killed_guard_is_replaced(tmp_path: Path) -> None:
 
 
 async def test_the_guard_removes_what_the_dead_left_in_shared_memory(tmp_path: Path) -> None:
-    """As semaphores and tensors of libraries are left; a file that a stranger still has mapped stays."""
+    """As semaphores and tensors of libraries are left; a file that a stranger still has mapped
+    stays."""
     maps = (
         "import mmap, os, sys, time\n"
         "f = open(sys.argv[1], 'wb+'); f.truncate(4096); m = mmap.mmap(f.fileno(), 4096)\n"
@@ -283,15 +329,28 @@ async def test_the_guard_removes_what_the_dead_left_in_shared_memory(tmp_path: P
     stranger = subprocess.Popen(  # noqa: ASYNC220
         [sys.executable, "-I", "-S", "-c", maps, str(kept), str(tmp_path / "kept")]
     )
-    both = f"kept = open({str(kept)!r}, 'rb'); k = mmap.mmap(kept.fileno(), 4096, prot=mmap.PROT_READ)\n"
+    both = (
+        f"kept = open({str(kept)!r}, 'rb'); k = mmap.mmap(kept.fileno(), 4096, "
+        f"prot=mmap.PROT_READ)\n"
+    )
     first, _, rest = maps.partition("f = ")
-    command = [sys.executable, "-I", "-S", "-c", f"{first}{both}f = {rest}", str(left), str(tmp_path / "left")]
+    command = [
+        sys.executable,
+        "-I",
+        "-S",
+        "-c",
+        f"{first}{both}f = {rest}",
+        str(left),
+        str(tmp_path / "left"),
+    ]
     try:
         await wait_until((tmp_path / "kept").exists)
         with background(tmp_path / "run", part("one", command)) as supervisor:
             await supervisor.ready()
             await wait_until((tmp_path / "left").exists)
-            await asyncio.sleep(2 * SWEEP_S + 1)  # the supervisor has looked since, and told its guard
+            await asyncio.sleep(
+                2 * SWEEP_S + 1
+            )  # the supervisor has looked since, and told its guard
             supervisor.process.kill()
             await wait_until(lambda: not left.exists(), 20)
             assert kept.exists()
@@ -315,13 +374,17 @@ def test_bad_input_on_stdin_is_exit_2_without_a_traceback(tmp_path: Path) -> Non
     given, said = tmp_path / "given", tmp_path / "said"
     for text in (b"", b"{}", b"\xff\x00", b'{"run_id": 1}'):
         given.write_bytes(text)
-        done = nursery.forked(nursery.SUPERVISOR, "tests.nursery:be_supervisor", [], said, stdin=given)
+        done = nursery.forked(
+            nursery.SUPERVISOR, "tests.nursery:be_supervisor", [], said, stdin=given
+        )
         assert done.wait(20) == 2
         assert b"atropos_tui.supervisor: " in said.read_bytes()
         assert b"Traceback" not in said.read_bytes()
 
 
-async def test_a_component_that_goes_while_its_processes_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_component_that_goes_while_its_processes_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What is left of it is taken away in the event loop, while a thread still looks."""
     members = tracker.Tracker("a-run")
     members.add("api", os.getpid())
@@ -343,14 +406,21 @@ async def test_of_two_that_begin_at_once_one_is_told(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     run.create()
     stack = StackSpec(
-        run_id=f"two-{time.monotonic_ns()}", name="t", mode="none", run_dir=str(run.root),
+        run_id=f"two-{time.monotonic_ns()}",
+        name="t",
+        mode="none",
+        run_dir=str(run.root),
         components=[part("a")],
-    )  # fmt: skip
+    )
     begun = [asyncio.to_thread(up.spawn_supervisor, run, stack) for _ in range(2)]
-    told = [each for each in await asyncio.gather(*begun, return_exceptions=True) if each is not None]
+    told = [
+        each for each in await asyncio.gather(*begun, return_exceptions=True) if each is not None
+    ]
     try:
         assert len(told) == 1 and isinstance(told[0], UserError), told
-        assert any("another supervisor runs here" in problem.reason for problem in told[0].problems), told[0].problems
+        assert any(
+            "another supervisor runs here" in problem.reason for problem in told[0].problems
+        ), told[0].problems
         assert (await ControlClient(run.root).wait("ready", timeout=60)).outcome == "reached"
     finally:
         await control.bring_down(run.root, 10)

@@ -1,4 +1,5 @@
-"""Every troubleshooting entry and health number of the guides has a rule, every rule a test and an entry in docs."""
+"""Every troubleshooting entry and health number of the guides has a rule, every rule a test and an
+entry in docs."""
 
 from __future__ import annotations
 
@@ -24,15 +25,27 @@ GUIDES = {
     "accuracy collapse": ("accuracy_collapse", "test_evaluations_are_judged"),
     "repetition": ("repetition", "test_one_number_that_is_wrong_is_told_once"),
     # Troubleshooting
-    "API not reachable": ("api_unreachable", "test_a_captured_log_is_explained_live_and_at_the_exit"),
-    "vLLM not running": ("engine_unreachable", "test_a_captured_log_is_explained_live_and_at_the_exit"),
+    "API not reachable": (
+        "api_unreachable",
+        "test_a_captured_log_is_explained_live_and_at_the_exit",
+    ),
+    "vLLM not running": (
+        "engine_unreachable",
+        "test_a_captured_log_is_explained_live_and_at_the_exit",
+    ),
     "without `--enable-lora`": ("lora_not_enabled", "test_lines_of_the_sources"),
-    "manifest not found": ("manifest_missing", "test_a_captured_log_is_explained_live_and_at_the_exit"),
+    "manifest not found": (
+        "manifest_missing",
+        "test_a_captured_log_is_explained_live_and_at_the_exit",
+    ),
     "manifest empty": ("manifest_empty", "test_a_captured_log_is_explained_live_and_at_the_exit"),
     "alignment MISMATCH": ("alignment_mismatch", "test_one_number_that_is_wrong_is_told_once"),
     "ref_logprobs positive": ("logprobs_positive", "test_what_a_running_program_says"),
     "404 on `/generate`": ("generate_404", "test_a_captured_log_is_explained_live_and_at_the_exit"),
-    "wrong server_type, no logprobs": ("no_logprobs", "test_a_captured_log_is_explained_live_and_at_the_exit"),
+    "wrong server_type, no logprobs": (
+        "no_logprobs",
+        "test_a_captured_log_is_explained_live_and_at_the_exit",
+    ),
     "Triton on Blackwell": ("triton_blackwell", "test_lines_of_the_sources"),
     "port in use": ("port_in_use", "test_the_holder_of_the_port_is_named"),
     "no batches, trainer hangs": ("no_batches", "test_the_cause_that_fits_is_named"),
@@ -42,16 +55,34 @@ GUIDES = {
         "test_a_captured_log_is_explained_live_and_at_the_exit",
     ),
     "OOM with the five ways out": ("out_of_memory", "test_the_five_ways_out_of_memory_by_role"),
-    "daemonic processes": ("daemonic_processes", "test_a_captured_log_is_explained_live_and_at_the_exit"),
+    "daemonic processes": (
+        "daemonic_processes",
+        "test_a_captured_log_is_explained_live_and_at_the_exit",
+    ),
     "stuck at Gloo": ("gloo_stuck", "test_a_captured_log_is_explained_live_and_at_the_exit"),
     "NCCL not connected": ("nccl_failed", "test_a_captured_log_is_explained_live_and_at_the_exit"),
     "slow or no progress": ("slow_progress", "test_one_number_that_is_wrong_is_told_once"),
-    "vLLM health time-out": ("health_timeout", "test_a_captured_log_is_explained_live_and_at_the_exit"),
+    "vLLM health time-out": (
+        "health_timeout",
+        "test_a_captured_log_is_explained_live_and_at_the_exit",
+    ),
     "worker time-outs at 600 s": ("worker_timeout", "test_lines_of_the_sources"),
-    "lost gradients with layer filters": ("lost_gradients", "test_a_captured_log_is_explained_live_and_at_the_exit"),
-    "W&B fields None": ("registration_refused", "test_a_captured_log_is_explained_live_and_at_the_exit"),
-    "`use_cache` with gradient checkpointing": ("use_cache_with_checkpointing", "test_what_a_running_program_says"),
-    "run-api restarted by its file watcher": ("api_reloaded", "test_a_captured_log_is_explained_live_and_at_the_exit"),
+    "lost gradients with layer filters": (
+        "lost_gradients",
+        "test_a_captured_log_is_explained_live_and_at_the_exit",
+    ),
+    "W&B fields None": (
+        "registration_refused",
+        "test_a_captured_log_is_explained_live_and_at_the_exit",
+    ),
+    "`use_cache` with gradient checkpointing": (
+        "use_cache_with_checkpointing",
+        "test_what_a_running_program_says",
+    ),
+    "run-api restarted by its file watcher": (
+        "api_reloaded",
+        "test_a_captured_log_is_explained_live_and_at_the_exit",
+    ),
 }
 """Item of the guides' checklist -> the rule, and the test that shows it."""
 
@@ -64,7 +95,9 @@ SHOWN_BY_TITLE = {
 @cache
 def texts() -> dict[str, str]:
     found = [path for path in HERE.glob("test_*.py") if path != Path(__file__)]
-    return {path.name: path.read_text() for path in (*found, HERE.parent / "unit/test_envs_runner.py")}
+    return {
+        path.name: path.read_text() for path in (*found, HERE.parent / "unit/test_envs_runner.py")
+    }
 
 
 @cache
@@ -88,7 +121,11 @@ def test_every_item_of_the_guides_has_a_rule_and_a_test(item: str) -> None:
 @pytest.mark.parametrize("rule", sorted(NAMES))
 def test_every_rule_is_named_in_a_test(rule: str) -> None:
     file, title = SHOWN_BY_TITLE.get(rule, ("", ""))
-    named = [name for name, text in texts().items() if f'"{rule}"' in text or (name == file and title in text)]
+    named = [
+        name
+        for name, text in texts().items()
+        if f'"{rule}"' in text or (name == file and title in text)
+    ]
     assert named, f"no test expects the rule {rule}"
 
 

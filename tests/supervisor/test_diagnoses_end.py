@@ -40,7 +40,13 @@ from tests.supervisor.test_diagnoses_numbers import CASES, EVALS, RUN
 from tests.supervisor.test_diagnoses_waiting import STILL
 
 BEGAN = 1e9
-NAMES = {Role.API: "api", Role.ENV: "env", Role.ENGINE: "vllm", Role.TRAINER: "trainer", Role.OTHER: "other"}
+NAMES = {
+    Role.API: "api",
+    Role.ENV: "env",
+    Role.ENGINE: "vllm",
+    Role.TRAINER: "trainer",
+    Role.OTHER: "other",
+}
 
 
 class Run:
@@ -48,7 +54,9 @@ class Run:
 
     def __init__(self) -> None:
         self.state = RunState()
-        self.info = RunInfo(components=[PlannedComponent(name, role) for role, name in NAMES.items()])
+        self.info = RunInfo(
+            components=[PlannedComponent(name, role) for role, name in NAMES.items()]
+        )
         self.seq = 0
         self.written: list[dict[str, Any]] = []
         self.ledger = Ledger(self.write)
@@ -71,9 +79,14 @@ class Run:
 
     def status(self, **end: Any) -> RunStatus:
         return RunStatus(
-            run_id="r", name="r", mode="none", run_dir="/r", started_at=BEGAN,
-            components=component_rows(self.info, self.state), **{"phase": Phase.RUNNING} | end,
-        )  # fmt: skip
+            run_id="r",
+            name="r",
+            mode="none",
+            run_dir="/r",
+            started_at=BEGAN,
+            components=component_rows(self.info, self.state),
+            **{"phase": Phase.RUNNING} | end,
+        )
 
     def shown(self, rule: str, **end: Any) -> dict[str, bool]:
         """Where the run's readers show a diagnosis of `rule` as open."""
@@ -87,9 +100,13 @@ class Run:
             "sentence": sentence.diagnosis is not None and sentence.diagnosis.rule == rule,
             "ps": any(title in table for title in titles),
             "why": not ended and any(f"diagnosis: {title}" in told for title in titles),
-            "why --json": any(each.rule == rule and not each.over for each in _diagnoses(self.state, status)),
+            "why --json": any(
+                each.rule == rule and not each.over for each in _diagnoses(self.state, status)
+            ),
             "report": any(
-                reported(each, self.state, status)["open"] for each in self.state.diagnoses if each.rule == rule
+                reported(each, self.state, status)["open"]
+                for each in self.state.diagnoses
+                if each.rule == rule
             ),
             "screen": any(each.rule == rule for each in open_diagnoses(self.state, status)),
         }
@@ -113,7 +130,9 @@ def test_every_rule_has_a_severity_and_an_end() -> None:
     for rule in RULES:
         assert rule.severity in SEVERITIES and isinstance(rule.ends, Ends), rule.name
         same = [other for other in RULES if other.name == rule.name]
-        assert len({(each.severity, each.event) for each in same}) == 1, f"{rule.name}: readers know it by name"
+        assert len({(each.severity, each.event) for each in same}) == 1, (
+            f"{rule.name}: readers know it by name"
+        )
         assert len({each.layer for each in same}) == 1, rule.name
 
 
@@ -139,7 +158,10 @@ def test_what_a_log_tells_is_over(rule: LogRule, way: str) -> None:
 
     def look(now: float, work: Work = idle, text: bytes = b"") -> bool:
         looks.feed(text)
-        run.tell(name, [found for found in looks.scan(looks.take(), now, (), work) if found.rule == rule.name])
+        run.tell(
+            name,
+            [found for found in looks.scan(looks.take(), now, (), work) if found.rule == rule.name],
+        )
         return bool(run.shown(rule.name)["why --json"])
 
     look(0.0, text=text)
@@ -150,7 +172,13 @@ def test_what_a_log_tells_is_over(rule: LogRule, way: str) -> None:
         ends = [end for pattern in rule.patterns for end in pattern.ends]
         look(began + 30, text=b"".join(b"INFO " + end + b"\n" for end in ends))
         later = began + QUIET_S
-        look(later, Work(healthy=True, steps=tuple(later - 3 + at for at in range(NORMAL)) if counted else None))
+        look(
+            later,
+            Work(
+                healthy=True,
+                steps=tuple(later - 3 + at for at in range(NORMAL)) if counted else None,
+            ),
+        )
     else:
         run.tell(name, looks.close(250.0))
         run.move(name, State.BACKOFF, 1)
@@ -166,7 +194,9 @@ def test_what_a_log_tells_is_over(rule: LogRule, way: str) -> None:
 def well(record: Record, at: int) -> Record:
     """`record` as one of a later step, when all is well."""
     moved: dict[str, Any] = {"time": 2e9 + at}
-    return record.model_copy(update=moved | ({"step": 1000 + at} if hasattr(record, "step") else {}))
+    return record.model_copy(
+        update=moved | ({"step": 1000 + at} if hasattr(record, "step") else {})
+    )
 
 
 def good_records(rule: MetricRule) -> Iterator[Record]:
@@ -177,10 +207,14 @@ def good_records(rule: MetricRule) -> Iterator[Record]:
         yield well(clean[-1 - at % min(20, len(clean))], at)
 
 
-@pytest.mark.parametrize(("name", "records"), [case[:2] for case in CASES], ids=[case[0] for case in CASES])
+@pytest.mark.parametrize(
+    ("name", "records"), [case[:2] for case in CASES], ids=[case[0] for case in CASES]
+)
 def test_what_numbers_tell_is_over_when_they_are_back(name: str, records: list[Record]) -> None:
     run, watch = Run(), MetricWatch(0.0)
-    first = next(at for at, record in enumerate(records) if any(not f.over for f in feed(run, watch, record)))
+    first = next(
+        at for at, record in enumerate(records) if any(not f.over for f in feed(run, watch, record))
+    )
     assert first is not None
     rules = [rule for rule in METRIC_RULES if rule.name == name]
     check_open(run, rules[0])
@@ -224,7 +258,9 @@ STANDS = replace(STILL, parts=PARTS)
 TRAINS = replace(STANDS, now=STANDS.now + 10, step=8, step_at=STANDS.now + 9)
 REFUSED = next(rule for rule in STALL_RULES if rule.name == "rollouts_refused")
 FULL = replace(STANDS, now=BEGAN + 10, free_bytes=10**7, disk_bytes=10**11)
-LEFT = tuple(replace(each, state=State.COMPLETED) if each.role is Role.ENV else each for each in PARTS)
+LEFT = tuple(
+    replace(each, state=State.COMPLETED) if each.role is Role.ENV else each for each in PARTS
+)
 LOADING = replace(PARTS[2], state=State.STARTING, gated=True, start_timeout_s=2000.0)
 STALLS = {
     "no_batches": (replace(STANDS, api=ApiView(problem="refused")), TRAINS),
@@ -244,12 +280,16 @@ FLOWS = {
     "rollouts_malformed": (flow(9, malformed=Counter({"malformed masks": 8})), flow(9)),
     "evaluations_fail": (flow(9, evaluation_failures=Counter({"KeyError": 2})), flow(9)),
     "rollouts_fail": (flow(1, 0, 20), flow(3, 0, 2)),
-    "environment_silent": (flow(could_ask_s=21.0, watches_engine=True), flow(could_ask_s=31.0, asked_s=2.0)),
+    "environment_silent": (
+        flow(could_ask_s=21.0, watches_engine=True),
+        flow(could_ask_s=31.0, asked_s=2.0),
+    ),
     "environment_bound": (flow(6, 4, **WAITS), flow(6, 4, **WAITS | {"idle": 0.1})),
 }
 for name, (bad, good) in FLOWS.items():
     STALLS[name] = tuple(
-        replace(TRAINS, flows={"env": each}, explained=explain({"env": each}, ())) for each in (bad, good)
+        replace(TRAINS, flows={"env": each}, explained=explain({"env": each}, ()))
+        for each in (bad, good)
     )
 
 
@@ -258,7 +298,9 @@ def test_what_is_found_in_the_run_is_over_when_it_shows_the_opposite(
     rule: StallRule | FlowRule, tmp_path: Path
 ) -> None:
     run = Run()
-    watcher = Watcher(StackSpec(run_id="r", name="n", mode="none", run_dir=str(tmp_path), components=[]), {})
+    watcher = Watcher(
+        StackSpec(run_id="r", name="n", mode="none", run_dir=str(tmp_path), components=[]), {}
+    )
 
     def look(scene: RunSnapshot, clock: float) -> None:
         found = rule.look(scene)
@@ -290,7 +332,9 @@ def test_what_is_found_in_the_run_is_over_when_it_shows_the_opposite(
 OTHERS = [*EXIT_RULES, *OWN_RULES, NODE_LOST]
 
 
-@pytest.mark.parametrize("rule", [rule for rule in OTHERS if rule.ends is Ends.ATTEMPT], ids=lambda rule: rule.name)
+@pytest.mark.parametrize(
+    "rule", [rule for rule in OTHERS if rule.ends is Ends.ATTEMPT], ids=lambda rule: rule.name
+)
 @pytest.mark.parametrize("new", [State.HEALTHY, State.COMPLETED])
 def test_what_ended_an_attempt_is_over_with_a_good_one(rule: Rule, new: State) -> None:
     run = Run()
@@ -303,7 +347,9 @@ def test_what_ended_an_attempt_is_over_with_a_good_one(rule: Rule, new: State) -
     check_over(run, rule)
 
 
-@pytest.mark.parametrize("rule", [rule for rule in OTHERS if rule.ends is Ends.RUN], ids=lambda rule: rule.name)
+@pytest.mark.parametrize(
+    "rule", [rule for rule in OTHERS if rule.ends is Ends.RUN], ids=lambda rule: rule.name
+)
 def test_what_is_about_the_run_is_over_with_it(rule: Rule) -> None:
     run = Run()
     run.ledger.add(None, rule.diagnosis("its evidence", "the way out"))
@@ -314,7 +360,9 @@ def test_what_is_about_the_run_is_over_with_it(rule: Rule) -> None:
 
 def test_every_other_rule_is_ended_by_who_found_it() -> None:
     """The watcher says when it works again (`test_watching.py`)."""
-    assert [rule.name for rule in OTHERS if rule.ends not in (Ends.ATTEMPT, Ends.RUN)] == ["watcher_fault"]
+    assert [rule.name for rule in OTHERS if rule.ends not in (Ends.ATTEMPT, Ends.RUN)] == [
+        "watcher_fault"
+    ]
     tested = [*LOG_RULES, *METRIC_RULES, ALERT, *STALL_RULES, *FLOW_RULES, *OTHERS]
     assert {id(rule) for rule in RULES} == {id(rule) for rule in tested}, (
         "a rule of a new kind needs a test of its end here"
@@ -322,7 +370,9 @@ def test_every_other_rule_is_ended_by_who_found_it() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.name}-{type(rule).__name__}")
-def test_a_run_that_ended_well_has_no_open_diagnosis_and_one_that_failed_keeps_its_own(rule: Rule) -> None:
+def test_a_run_that_ended_well_has_no_open_diagnosis_and_one_that_failed_keeps_its_own(
+    rule: Rule,
+) -> None:
     run = Run()
     run.tell("trainer", [rule.diagnosis("its evidence", "the way out")])
     check_over(run, rule, phase=Phase.ENDED, exit_code=0)
@@ -338,7 +388,13 @@ def test_a_new_supervisor_ends_what_an_earlier_one_left_open() -> None:
     run.ledger.add(None, NO_METRICS.diagnosis("e", "f"))
     run.tell("trainer", [RULES[1].diagnosis("e", "f").ended("it works")])
     later = Ledger(run.write)
-    later.restore([DiagnosisRecord.model_validate(each) for each in run.written if each["kind"] == "diagnosis"])
+    later.restore(
+        [
+            DiagnosisRecord.model_validate(each)
+            for each in run.written
+            if each["kind"] == "diagnosis"
+        ]
+    )
     assert [found.rule for found in open_diagnoses(run.state, run.status())] == [RULES[0].name]
     run.ledger = later
     run.move("trainer", State.HEALTHY, 2)

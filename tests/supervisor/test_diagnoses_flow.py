@@ -1,4 +1,5 @@
-"""Rules about what environments make: by the numbers of a scene, and measured from what the watcher is fed with."""
+"""Rules about what environments make: by the numbers of a scene, and measured from what the watcher
+is fed with."""
 
 from __future__ import annotations
 
@@ -30,12 +31,21 @@ BEGAN = 1e9
 def flow(sent: int = 0, flat: int = 0, failures: int = 0, **fields: Any) -> Flow:
     out = Counter({FLAT: flat} if flat else {}) + fields.pop("out", Counter())
     return Flow(
-        sent=sent, left_out=out, failures=Counter({"KeyError: 'answer'": failures} if failures else {}),
+        sent=sent,
+        left_out=out,
+        failures=Counter({"KeyError: 'answer'": failures} if failures else {}),
         **{"counted_s": 20.0} | fields,
-    )  # fmt: skip
+    )
 
 
-WAITS = {"seconds": 12.0, "waiting": 0.9, "idle": 0.8, "running": 2.5, "slots": 128.0, "tokens_per_s": 300.0}
+WAITS = {
+    "seconds": 12.0,
+    "waiting": 0.9,
+    "idle": 0.8,
+    "running": 2.5,
+    "slots": 128.0,
+    "tokens_per_s": 300.0,
+}
 SHORT = Counter({GROUP_SIZE: 9})
 
 
@@ -44,12 +54,29 @@ SHORT = Counter({GROUP_SIZE: 9})
     [
         ("groups_all_flat", flow(1, 19), "19 of the newest 20 groups have one score"),
         ("groups_all_flat", flow(0, 8, **WAITS), "8 of the newest 8"),
-        ("groups_left_out", flow(0, 1, out=SHORT), "9 times another number of completions than group_size"),
-        ("groups_left_out", flow(400, out=Counter({NONE: 9}), streak=Counter({NONE: 9})), "9 of the newest 9: 9 times"),
-        ("groups_left_out", flow(out=Counter({NONE: 8})), "8 times the environment returned None in its place"),
+        (
+            "groups_left_out",
+            flow(0, 1, out=SHORT),
+            "9 times another number of completions than group_size",
+        ),
+        (
+            "groups_left_out",
+            flow(400, out=Counter({NONE: 9}), streak=Counter({NONE: 9})),
+            "9 of the newest 9: 9 times",
+        ),
+        (
+            "groups_left_out",
+            flow(out=Counter({NONE: 8})),
+            "8 times the environment returned None in its place",
+        ),
         (
             "groups_refused",
-            flow(9, 0, out=Counter({REFUSED: 1}), examples={REFUSED: "422: advantages.0: Input should be a list"}),
+            flow(
+                9,
+                0,
+                out=Counter({REFUSED: 1}),
+                examples={REFUSED: "422: advantages.0: Input should be a list"},
+            ),
             "1 times run-api refused it (422: advantages.0: Input should be a list)",
         ),
         (
@@ -64,8 +91,13 @@ SHORT = Counter({GROUP_SIZE: 9})
         ),
         (
             "rollouts_malformed",
-            flow(9, malformed=Counter({"malformed masks": 8}), malformed_example="group 0 of the batch"),
-            "left out 8 sequences of the newest steps: 8 times malformed masks; group 0 of the batch",
+            flow(
+                9,
+                malformed=Counter({"malformed masks": 8}),
+                malformed_example="group 0 of the batch",
+            ),
+            "left out 8 sequences of the newest steps: 8 times malformed masks; group 0 of "
+            "the batch",
         ),
         ("rollouts_fail", flow(1, 0, 20), "20 times KeyError: 'answer'"),
         (
@@ -73,7 +105,11 @@ SHORT = Counter({GROUP_SIZE: 9})
             flow(could_ask_s=21.0, watches_engine=True),
             "and vllm is ready for 21 s",
         ),
-        ("environment_bound", flow(6, 4, **WAITS), "waited 90% of the time and vllm had no request 80% of it"),
+        (
+            "environment_bound",
+            flow(6, 4, **WAITS),
+            "waited 90% of the time and vllm had no request 80% of it",
+        ),
         ("environment_bound", flow(6, 4, **WAITS), "10 groups in 20 s (0.50/s, 40% of them flat)"),
         ("environment_bound", flow(6, 4, **WAITS), "with 2.5 of 128 possible sequences"),
         ("environment_bound", flow(6, 4, **WAITS), "it could make 2.50/s"),
@@ -82,11 +118,15 @@ SHORT = Counter({GROUP_SIZE: 9})
         ("environment_bound", flow(**WAITS, counts=False), "came an unknown number of groups"),
     ],
 )
-def test_what_holds_an_environment_up_is_told_with_its_numbers(rule: str, scene: Flow, evidence: str) -> None:
+def test_what_holds_an_environment_up_is_told_with_its_numbers(
+    rule: str, scene: Flow, evidence: str
+) -> None:
     found = explain({"rg": scene}, ())
     assert found["rg"].rule == rule and "rg" in found["rg"].title
     assert evidence in found["rg"].evidence, found["rg"].evidence
-    assert not any(letter.isdigit() for letter in found["rg"].title), "another title is another cause, told again"
+    assert not any(letter.isdigit() for letter in found["rg"].title), (
+        "another title is another cause, told again"
+    )
     assert explain({"rg": scene}, ("rg",)) == {}, "its refused requests explain it"
 
 
@@ -124,36 +164,67 @@ def test_who_is_explained_makes_no_slow_rollouts() -> None:
     parts = tuple(part(role, BEGAN) for role in (Role.API, Role.ENV, Role.ENGINE, Role.TRAINER))
     still = RunSnapshot(BEGAN + 400, parts, step=7, step_at=BEGAN + 100)
     assert no_batches(still) is not None
-    assert no_batches(RunSnapshot(**vars(still) | {"explained": explain({"env": flow(0, 9)}, ())})) is None
+    assert (
+        no_batches(RunSnapshot(**vars(still) | {"explained": explain({"env": flow(0, 9)}, ())}))
+        is None
+    )
 
 
 def part(role: Role, since: float, attempt: int = 1) -> Part:
     names = {Role.ENGINE: "vllm"}
-    return Part(names.get(role, role.value), role, State.HEALTHY, since, started_at=since - 2, attempt=attempt)
+    return Part(
+        names.get(role, role.value),
+        role,
+        State.HEALTHY,
+        since,
+        started_at=since - 2,
+        attempt=attempt,
+    )
 
 
 def component(role: Role, name: str = "", **fields: Any) -> ComponentSpec:
-    return ComponentSpec(name=name or role.value, role=role, command=["x", "--env.max_num_workers", "8"], **fields)
+    return ComponentSpec(
+        name=name or role.value, role=role, command=["x", "--env.max_num_workers", "8"], **fields
+    )
 
 
 STACK = StackSpec(
-    run_id="r", name="r", mode="none", run_dir="/nowhere",
+    run_id="r",
+    name="r",
+    mode="none",
+    run_dir="/nowhere",
     components=[
-        component(Role.API, port=1), component(Role.ENGINE, "vllm", port=2), component(Role.ENV),
+        component(Role.API, port=1),
+        component(Role.ENGINE, "vllm", port=2),
+        component(Role.ENV),
         component(Role.TRAINER),
     ],
-)  # fmt: skip
+)
 PARTS = [part(role, BEGAN) for role in (Role.API, Role.ENGINE, Role.ENV, Role.TRAINER)]
 STEP = StepRecord(
-    time=BEGAN, attempt=1, step=1, loss=0.0, reward_mean=0.0, reward_std=0.0, lr=0.0, grad_norm=0.0, ratio_mean=1.0,
-    clip_fraction=0.0, tokens=1, sequences=1, weight_version=1,
-)  # fmt: skip
+    time=BEGAN,
+    attempt=1,
+    step=1,
+    loss=0.0,
+    reward_mean=0.0,
+    reward_std=0.0,
+    lr=0.0,
+    grad_norm=0.0,
+    ratio_mean=1.0,
+    clip_fraction=0.0,
+    tokens=1,
+    sequences=1,
+    weight_version=1,
+)
 STEPPED = {"train_s": 1.0, "sync_s": 0.0, "checkpoint_s": 0.0, "tokens_per_s": 1.0, "attempt": 1}
 
 
-def page(idle_s: float, requests: int, running: float, tokens: float, capacity: float | None = None) -> str:
+def page(
+    idle_s: float, requests: int, running: float, tokens: float, capacity: float | None = None
+) -> str:
     return ("" if capacity is None else f"{METRIC_CAPACITY} {capacity}\n") + (
-        f"# TYPE {METRIC_IDLE_S} counter\n{METRIC_IDLE_S} {idle_s}\n{METRIC_REQUESTS} {requests}\n{METRIC_SLOTS} 16.0\n"
+        f"# TYPE {METRIC_IDLE_S} counter\n{METRIC_IDLE_S} {idle_s}\n{METRIC_REQUESTS} "
+        f"{requests}\n{METRIC_SLOTS} 16.0\n"
         f'vllm:num_requests_running{{engine="0",model_name="m"}} {running}\n'
         f'vllm:generation_tokens_total{{engine="0"}} {tokens}\nvllm:other{{engine="0"}} nonsense\n'
     )
@@ -164,7 +235,8 @@ def test_a_page_of_another_server_is_no_look() -> None:
 
 
 def test_a_page_without_an_end_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program of the user's on the engine's port: it says a line now and then, and never that it is done."""
+    """A program of the user's on the engine's port: it says a line now and then, and never that it
+    is done."""
     monkeypatch.setattr(questions, "PATIENCE_S", 0.2)
     over = threading.Event()
 
@@ -181,7 +253,9 @@ def test_a_page_without_an_end_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) 
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Endless)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    stack = STACK.model_copy(update={"components": [component(Role.ENGINE, "vllm", port=server.server_address[1])]})
+    stack = STACK.model_copy(
+        update={"components": [component(Role.ENGINE, "vllm", port=server.server_address[1])]}
+    )
     look = threading.Thread(target=FlowWatch(stack).ask, args=(PARTS, BEGAN), daemon=True)
     look.start()
     look.join(10)
@@ -192,7 +266,8 @@ def test_a_page_without_an_end_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) 
 
 
 def played(*, requests: int = 3, capacity: float | None = None) -> tuple[FlowWatch, float]:
-    """Twenty seconds: of each two the engine has a request for half a second; steps of 4 s wait for 3; no ninth."""
+    """Twenty seconds: of each two the engine has a request for half a second; steps of 4 s wait for
+    3; no ninth."""
     watch, env = FlowWatch(STACK), PARTS[2]
     watch.registered(env, BEGAN)
     for second in range(21):
@@ -201,10 +276,14 @@ def played(*, requests: int = 3, capacity: float | None = None) -> tuple[FlowWat
         watch.ask(
             PARTS,
             now,
-            lambda _, at=second, seen=seen: page(at * 0.75, seen + at * bool(seen), 1.0, at * 30.0, capacity),
+            lambda _, at=second, seen=seen: page(
+                at * 0.75, seen + at * bool(seen), 1.0, at * 30.0, capacity
+            ),
         )
         if second % 4 == 0 and 0 < second <= 16:
-            watch.step(TimingRecord(time=now, step=second // 4, step_s=4.0, data_wait_s=3.0, **STEPPED))
+            watch.step(
+                TimingRecord(time=now, step=second // 4, step_s=4.0, data_wait_s=3.0, **STEPPED)
+            )
         if second % 5 == 0 and second:
             watch.count(EnvCountsRecord(time=now, env="env", sent=second, left_out={FLAT: second}))
     return watch, now
@@ -215,7 +294,8 @@ def test_waiting_and_idleness_are_measured_over_the_newest_seconds() -> None:
     found = watch.view(PARTS, now)["env"]
     assert (found.sent, found.flat, found.workers, found.slots) == (20, 20, "8", 16.0)
     assert found.idle == pytest.approx(0.75) and found.tokens_per_s == pytest.approx(30.0)
-    # From 8 to 20: 8-11 and 12-15 of the steps; 16-19 after the last one, whose successor would train for one second.
+    # From 8 to 20: 8-11 and 12-15 of the steps; 16-19 after the last one, whose successor would
+    # train for one second.
     assert found.waiting == pytest.approx(9 / 12)
     assert explain({"env": found}, ())["env"].rule == "environment_bound"
     assert watch.view(PARTS, BEGAN + 7)["env"].seconds is None, "too early to say"
@@ -229,15 +309,29 @@ def test_capacity_used_and_what_bounds_an_environment_are_measured() -> None:
     for at, workers in ((now - 60, 48.0), (now - 8, 4.0), (now - 2, 6.0)):
         watch.count(
             EnvCountsRecord(
-                time=at, env="env", sent=20, left_out={FLAT: 20}, workers=workers, max_workers=48, queue_slots=16,
-                free_slots=0.5, waiting_for_slot=0.0, in_engine=12.0, group_size=8,
+                time=at,
+                env="env",
+                sent=20,
+                left_out={FLAT: 20},
+                workers=workers,
+                max_workers=48,
+                queue_slots=16,
+                free_slots=0.5,
+                waiting_for_slot=0.0,
+                in_engine=12.0,
+                group_size=8,
             )
-        )  # fmt: skip
+        )
     found = watch.view(PARTS, now)["env"].bounds
     assert found == {
-        "busy_workers": 5.0, "free_slots": 0.5, "waiting_for_slot": 0.0, "in_engine": 12.0, "max_workers": 48,
-        "queue_slots": 16, "group_size": 8,
-    }  # fmt: skip
+        "busy_workers": 5.0,
+        "free_slots": 0.5,
+        "waiting_for_slot": 0.0,
+        "in_engine": 12.0,
+        "max_workers": 48,
+        "queue_slots": 16,
+        "group_size": 8,
+    }
 
 
 def test_a_trainer_that_waits_for_room_on_a_disk_waits_for_no_environment() -> None:
@@ -256,7 +350,9 @@ def test_of_several_engines_what_they_do_together() -> None:
             "components": [
                 component(Role.ENGINE, "a", port=2),
                 component(Role.ENGINE, "b", port=3),
-                component(Role.ENV, env={ENV_ENGINE_URLS: "http://127.0.0.1:2/v1 http://127.0.0.1:3/v1"}),
+                component(
+                    Role.ENV, env={ENV_ENGINE_URLS: "http://127.0.0.1:2/v1 http://127.0.0.1:3/v1"}
+                ),
                 component(Role.TRAINER),
             ]
         }
@@ -266,9 +362,12 @@ def test_of_several_engines_what_they_do_together() -> None:
     watch.registered(env, BEGAN)
     for second in range(21):
         watch.ask(
-            parts, BEGAN + second,
-            lambda url, at=second: page(0.0, at, 2.0, at * 30.0) if ":3/" in url else page(at * 0.5, 0, 1.0, 0.0),
-        )  # fmt: skip
+            parts,
+            BEGAN + second,
+            lambda url, at=second: (
+                page(0.0, at, 2.0, at * 30.0) if ":3/" in url else page(at * 0.5, 0, 1.0, 0.0)
+            ),
+        )
     found = watch.view(parts, BEGAN + 20)["env"]
     assert found.engine == "a and b" and found.slots == 32.0 and found.running == 3.0
     assert found.idle == pytest.approx(0.25) and found.tokens_per_s == pytest.approx(30.0)
@@ -282,8 +381,12 @@ def test_an_engine_that_nobody_asks_makes_a_silent_environment_and_no_bottleneck
         watch.ask(PARTS, BEGAN + second, lambda _, at=second: page(at, 7, 0.0, 0.0))
     found = watch.view(PARTS, BEGAN + 24)["env"]
     assert explain({"env": found}, ())["env"].rule == "environment_silent"
-    again = [part(Role.ENV, BEGAN + 20, attempt=2) if each.role is Role.ENV else each for each in PARTS]
-    assert explain(watch.view(again, BEGAN + 24), ()) == {}, "its next attempt is not registered yet"
+    again = [
+        part(Role.ENV, BEGAN + 20, attempt=2) if each.role is Role.ENV else each for each in PARTS
+    ]
+    assert explain(watch.view(again, BEGAN + 24), ()) == {}, (
+        "its next attempt is not registered yet"
+    )
 
 
 def test_malformed_rollouts_are_told_of_each_environment_that_sends_them() -> None:
@@ -316,7 +419,9 @@ def test_time_in_which_the_engine_was_not_ready_makes_no_environment_silent() ->
     def said(now: float) -> Any:
         parts = [
             replace(
-                each, state=State.HEALTHY if now >= ready else State.STARTING, since=ready if now >= ready else BEGAN
+                each,
+                state=State.HEALTHY if now >= ready else State.STARTING,
+                since=ready if now >= ready else BEGAN,
             )
             if each.role is Role.ENGINE
             else each
@@ -330,7 +435,8 @@ def test_time_in_which_the_engine_was_not_ready_makes_no_environment_silent() ->
 
 
 def test_a_clock_that_is_set_back_stops_no_look_and_makes_no_idleness() -> None:
-    """Half a minute back, an hour after the registration: the engine has been busy all the time but for a tenth."""
+    """Half a minute back, an hour after the registration: the engine has been busy all the time but
+    for a tenth."""
     watch, asked = FlowWatch(STACK), []
     watch.registered(PARTS[2], BEGAN)
     for second in range(3600, 3660):
@@ -359,9 +465,17 @@ def test_what_was_before_the_newest_whole_steps_fades_with_them() -> None:
         idle = min(second, 18) * 0.9
         watch.ask(PARTS, BEGAN + second, lambda _, at=second, idle=idle: page(idle, at, 1.0, 0.0))
         if second in (6, 12, 18):
-            watch.step(TimingRecord(time=BEGAN + second, step=second, step_s=6.0, data_wait_s=5.0, **STEPPED))
+            watch.step(
+                TimingRecord(
+                    time=BEGAN + second, step=second, step_s=6.0, data_wait_s=5.0, **STEPPED
+                )
+            )
         elif second > 18:
-            watch.step(TimingRecord(time=BEGAN + second, step=second, step_s=1.0, data_wait_s=0.1, **STEPPED))
+            watch.step(
+                TimingRecord(
+                    time=BEGAN + second, step=second, step_s=1.0, data_wait_s=0.1, **STEPPED
+                )
+            )
         if second == 18:
             before = watch.view(PARTS, BEGAN + second)["env"]
     assert explain({"env": before}, ())["env"].rule == "environment_bound"
@@ -372,13 +486,19 @@ def test_what_was_before_the_newest_whole_steps_fades_with_them() -> None:
 
 def test_a_trainer_that_has_done_its_last_step_waits_for_nothing() -> None:
     """It saves, and ends; the engine has nothing to do any more."""
-    trainer = STACK.components[-1].model_copy(update={"command": ["python", "--training-steps", "4"]})
+    trainer = STACK.components[-1].model_copy(
+        update={"command": ["python", "--training-steps", "4"]}
+    )
     watch = FlowWatch(STACK.model_copy(update={"components": [*STACK.components[:-1], trainer]}))
     watch.registered(PARTS[2], BEGAN)
     for second in range(31):
         watch.ask(PARTS, BEGAN + second, lambda _, at=second: page(max(0.0, at - 20), at, 1.0, 0.0))
         if 16 < second <= 20:
-            watch.step(TimingRecord(time=BEGAN + second, step=second - 16, step_s=1.0, data_wait_s=0.1, **STEPPED))
+            watch.step(
+                TimingRecord(
+                    time=BEGAN + second, step=second - 16, step_s=1.0, data_wait_s=0.1, **STEPPED
+                )
+            )
     found = watch.view(PARTS, BEGAN + 30)["env"]
     assert found.waiting < 0.1 and explain({"env": found}, ()) == {}
 

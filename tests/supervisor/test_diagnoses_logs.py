@@ -1,8 +1,9 @@
 """Log rules against what the real programs print: live in the scanner, and at an exit.
 
-`logs/*.log` is captured output of atroposlib 0.4.0 and its example_trainer, vLLM 0.32, torch 2.13 (on a GPU: 2.11),
-transformers, datasets, wandb and our own programs, with paths shortened. `logs/clean/` is a run that went well.
-Lines below are the words of the program's source, or of a public issue.
+`logs/*.log` is captured output of atroposlib 0.4.0 and its example_trainer, vLLM 0.32, torch 2.13
+(on a GPU: 2.11), transformers, datasets, wandb and our own programs, with paths shortened.
+`logs/clean/` is a run that went well. Lines below are the words of the program's source, or of a
+public issue.
 """
 
 from __future__ import annotations
@@ -30,7 +31,12 @@ CAPTURED = [
     ("forked_cuda", ENGINE, "forked_cuda", "you must use the 'spawn' start method"),
     ("daemonic", ENGINE, "daemonic_processes", "AssertionError"),
     ("flexible_argument_parser", ENGINE, "flexible_argument_parser", "cannot import name"),
-    ("peer_vllm_server", ENGINE, "flexible_argument_parser", "No module named 'vllm.entrypoints.launcher'"),
+    (
+        "peer_vllm_server",
+        ENGINE,
+        "flexible_argument_parser",
+        "No module named 'vllm.entrypoints.launcher'",
+    ),
     ("gpu_unusable", TRAINER, "gpu_unusable", "Torch not compiled with CUDA enabled"),
     ("shm_full", ENGINE, "shm_full", "cannot reserve"),
     ("disk_full", TRAINER, "disk_full", "[Errno 28] No space left on device"),
@@ -43,7 +49,12 @@ CAPTURED = [
     ("generate_404_server", ENGINE, "generate_404", '"POST /generate HTTP/1.1" 404 Not Found'),
     ("atroposlib_404", ENV, "generate_404", "404, message='Not Found'"),
     ("generate_404_server", API, "registration_refused", '"POST /register HTTP/1.1" 422'),
-    ("peer_manifest_missing", TRAINER, "manifest_missing", "Could not find vllm_bridge_config.json"),
+    (
+        "peer_manifest_missing",
+        TRAINER,
+        "manifest_missing",
+        "Could not find vllm_bridge_config.json",
+    ),
     ("our_manifest_missing", TRAINER, "manifest_missing", "no manifest. Start the server with"),
     ("peer_manifest_empty", TRAINER, "manifest_empty", "No IPC handles found"),
     ("our_env_tokenizer", ENV, "tokenizer_missing", "no tokenizer at '/models/none'"),
@@ -53,7 +64,12 @@ CAPTURED = [
     ("trainer_not_registered", TRAINER, "trainer_not_registered", "Call /register first"),
     ("peer_api_unreachable", TRAINER, "api_unreachable", "not reachable at http://127.0.0.1:18741"),
     ("peer_api_gone", TRAINER, "api_unreachable", "Max retries exceeded with url: /batch"),
-    ("our_api_unreachable", TRAINER, "api_unreachable", "not reachable at http://127.0.0.1:18741 for 3 s"),
+    (
+        "our_api_unreachable",
+        TRAINER,
+        "api_unreachable",
+        "not reachable at http://127.0.0.1:18741 for 3 s",
+    ),
     ("peer_vllm_not_running", TRAINER, "engine_unreachable", "on port 18742"),
     ("health_timeout", TRAINER, "health_timeout", "failed to start within 2s"),
     ("api_reload", API, "api_reloaded", "detected changes in"),
@@ -71,57 +87,92 @@ LIVE_ONLY = [
 ]
 
 PTXAS = (
-    "(VllmWorker rank=1 pid=336) subprocess.CalledProcessError: Command '['/opt/vllm_env/lib/python3.12/site-packages/"
-    "triton/backends/nvidia/bin/ptxas', '-lineinfo', '-v', '--gpu-name=sm_100', '/tmp/tmpat8x27d5.ptx', '-o', "
+    "(VllmWorker rank=1 pid=336) subprocess.CalledProcessError: Command "
+    "'['/opt/vllm_env/lib/python3.12/site-packages/"
+    "triton/backends/nvidia/bin/ptxas', '-lineinfo', '-v', '--gpu-name=sm_100', "
+    "'/tmp/tmpat8x27d5.ptx', '-o', "
     "'/tmp/tmpat8x27d5.ptx.o']' returned non-zero exit status 255."
 )
 FREE = (
-    "ValueError: Free memory on device cuda:0 (39.29/139.8 GiB) on startup is less than desired GPU memory utilization "
-    "(0.9, 125.82 GiB). Decrease GPU memory utilization or reduce GPU memory used by other processes."
+    "ValueError: Free memory on device cuda:0 (39.29/139.8 GiB) on startup is less than "
+    "desired GPU memory utilization "
+    "(0.9, 125.82 GiB). Decrease GPU memory utilization or reduce GPU memory used by other "
+    "processes."
 )
 BACKEND = (
-    "torch.distributed.DistBackendError: NCCL error in: ../torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:1333, "
+    "torch.distributed.DistBackendError: NCCL error in: "
+    "../torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:1333, "
     "unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.18.6"
 )
 BROKE = (
-    "Waiting for the inference server: the broadcast broke (phase receive): no word from http://127.0.0.1:9001; no "
+    "Waiting for the inference server: the broadcast broke (phase receive): no word from "
+    "http://127.0.0.1:9001; no "
     "data for 60 s"
 )
-CUT_OFF = "2026-11-21 13:23:44 WARNING atroposlib.envs.base: Worker 6f1c-77 has timed out after 600.0731 seconds"
-SHM = "ERROR: Unexpected bus error encountered in worker. This might be caused by insufficient shared memory (shm)."
+CUT_OFF = (
+    "2026-11-21 13:23:44 WARNING atroposlib.envs.base: Worker 6f1c-77 has timed out after "
+    "600.0731 seconds"
+)
+SHM = (
+    "ERROR: Unexpected bus error encountered in worker. This might be caused by insufficient "
+    "shared memory (shm)."
+)
 EAGER = (
-    "vllm_server: model.norm.weight: this model computes from a copy of these weights with CUDA graphs or compiled "
+    "vllm_server: model.norm.weight: this model computes from a copy of these weights with "
+    "CUDA graphs or compiled "
     "code: starting again with --enforce-eager"
 )
-TORCH_SHM = "RuntimeError: unable to write to file </torch_739_144252761_4>: No space left on device (28)"
+TORCH_SHM = (
+    "RuntimeError: unable to write to file </torch_739_144252761_4>: No space left on device (28)"
+)
 WORDS = [
-    (Role.ENV, "node_silent", "atropos: node infer-2 (n2) has said nothing for 7 s: srun: error: n2: no route"),
+    (
+        Role.ENV,
+        "node_silent",
+        "atropos: node infer-2 (n2) has said nothing for 7 s: srun: error: n2: no route",
+    ),
     (ENGINE, "ssh_host_key", "Host key verification failed."),
     (ENGINE, "ssh_denied", "me@10.0.0.2: Permission denied (publickey)."),
     (ENGINE, "ssh_unreachable", "ssh: connect to host 10.0.0.2 port 22: Connection refused"),
     (
         ENGINE,
         "srun_refused",
-        "srun: error: Unable to create step for job 5: Requested node configuration is not available",
+        "srun: error: Unable to create step for job 5: Requested node configuration is not "
+        "available",
     ),
     (ENGINE, "kubectl_refused", 'Error from server (NotFound): pods "infer-0" not found'),
     (
         ENGINE,
         "sampling_adjusted",
-        "WARNING 11-22 18:59:39 [vllm_server] adjusted 64 requests to /v1/completions: top_p=0.95, top_k=20 left out: "
-        'changes the distribution in a way that the trainer cannot follow. `sampling = "as_asked"` under [vllm] takes',
+        "WARNING 11-22 18:59:39 [vllm_server] adjusted 64 requests to /v1/completions: "
+        "top_p=0.95, top_k=20 left out: "
+        "changes the distribution in a way that the trainer cannot follow. `sampling = "
+        '"as_asked"` under [vllm] takes',
     ),
     (
         TRAINER,
         "logprobs_recomputed",
-        "[WARNING] 32 sequences came without inference_logprobs: the trainer uses its own (missing_logprobs = ...)",
+        "[WARNING] 32 sequences came without inference_logprobs: the trainer uses its own "
+        "(missing_logprobs = ...)",
     ),
     (ENGINE, "triton_blackwell", PTXAS),  # vllm-project/vllm#16336
-    (ENGINE, "triton_blackwell", "ptxas fatal   : Value 'sm_121a' is not defined for option 'gpu-name'"),  # vllm#29469
-    (ENGINE, "triton_blackwell", "triton.runtime.errors.PTXASError: PTXAS error: Internal Triton PTX codegen error"),
+    (
+        ENGINE,
+        "triton_blackwell",
+        "ptxas fatal   : Value 'sm_121a' is not defined for option 'gpu-name'",
+    ),  # vllm#29469
+    (
+        ENGINE,
+        "triton_blackwell",
+        "triton.runtime.errors.PTXASError: PTXAS error: Internal Triton PTX codegen error",
+    ),
     (ENGINE, "eager_fallback", EAGER),
     (ENGINE, "out_of_memory", FREE),
-    (ENGINE, "kv_cache_too_small", "ValueError: No available memory for the cache blocks. Try increasing"),
+    (
+        ENGINE,
+        "kv_cache_too_small",
+        "ValueError: No available memory for the cache blocks. Try increasing",
+    ),
     (
         ENGINE,
         "kv_cache_too_small",
@@ -129,50 +180,94 @@ WORDS = [
     ),
     (TRAINER, "broadcast_broke", BROKE),
     (TRAINER, "nccl_failed", BACKEND),  # hkproj/pytorch-transformer-distributed#1
-    (TRAINER, "checkpoint_damaged", "[WARNING] passed over: --resume /r/step_6: model.safetensors has 7 bytes, and 9"),
+    (
+        TRAINER,
+        "checkpoint_damaged",
+        "[WARNING] passed over: --resume /r/step_6: model.safetensors has 7 bytes, and 9",
+    ),
     (TRAINER, "shm_full", SHM),  # nianticlabs/simplerecon#3
     (TRAINER, "shm_full", TORCH_SHM),  # logicalclocks/hopsworks#1557
-    (ENGINE, "lora_not_enabled", "RuntimeError: LoRA is not enabled. Use --enable-lora to enable LoRA."),
-    (ENGINE, "lora_not_enabled", 'INFO:     127.0.0.1:4 - "POST /v1/load_lora_adapter HTTP/1.1" 404 Not Found'),
+    (
+        ENGINE,
+        "lora_not_enabled",
+        "RuntimeError: LoRA is not enabled. Use --enable-lora to enable LoRA.",
+    ),
+    (
+        ENGINE,
+        "lora_not_enabled",
+        'INFO:     127.0.0.1:4 - "POST /v1/load_lora_adapter HTTP/1.1" 404 Not Found',
+    ),
     (
         TRAINER,
         "served_in_part",
-        "error: http://[::1]/bridge/load: HTTP 409 vLLM's Qwen3ForCausalLM has no place for 3 of the tensors, such as "
+        "error: http://[::1]/bridge/load: HTTP 409 vLLM's Qwen3ForCausalLM has no place for "
+        "3 of the tensors, such as "
         "model.layers.0.self_attn.o_proj.bias, and would answer without them.",
     ),
-    (TRAINER, "manifest_stale", "error: /r/vllm_bridge_config.json: its server (pid 42) is gone; start vLLM again"),
-    (TRAINER, "manifest_empty", "[Setup] Single-copy mode not available (single_copy_enabled=False)"),
+    (
+        TRAINER,
+        "manifest_stale",
+        "error: /r/vllm_bridge_config.json: its server (pid 42) is gone; start vLLM again",
+    ),
+    (
+        TRAINER,
+        "manifest_empty",
+        "[Setup] Single-copy mode not available (single_copy_enabled=False)",
+    ),
     (
         ENGINE,
         "engine_dead",
         "(EngineCore pid=7) ERROR 11-21 12:48 [core.py:1512] EngineCore encountered a fatal error.",
     ),
-    (ENV, "registration_refused", "ERROR atropos_envs.base: run-api refused the registration (422: {'a': 1})"),
-    (ENV, "no_logprobs", "NotImplementedError: OpenAI endpoints do not support token IDs or logprobs required for "),
+    (
+        ENV,
+        "registration_refused",
+        "ERROR atropos_envs.base: run-api refused the registration (422: {'a': 1})",
+    ),
+    (
+        ENV,
+        "no_logprobs",
+        "NotImplementedError: OpenAI endpoints do not support token IDs or logprobs required for ",
+    ),
     (ENV, "engine_unreachable", "ERROR:root:Error in collect_trajectories: Connection error."),
-    (ENV, "tokenizer_missing", "OSError: Can't load tokenizer for 'x'. If you were trying to load it from 'https"),
+    (
+        ENV,
+        "tokenizer_missing",
+        "OSError: Can't load tokenizer for 'x'. If you were trying to load it from 'https",
+    ),
     (ENV, "worker_timeout", CUT_OFF),
-    (TRAINER, "alignment_mismatch", "LogProb Alignment: MISMATCH (stale weights: the server does not see the updates)"),
+    (
+        TRAINER,
+        "alignment_mismatch",
+        "LogProb Alignment: MISMATCH (stale weights: the server does not see the updates)",
+    ),
     (ENGINE, "non_finite", "RuntimeError: the model answers with NaN: its weights are broken"),
     (
         TRAINER,
         "rollouts_left_out",
-        "[WARNING] nothing to train on in the last 10 batches (3 s): 40 sequences left out: longer than --seq-len 64.",
+        "[WARNING] nothing to train on in the last 10 batches (3 s): 40 sequences left out: "
+        "longer than --seq-len 64.",
     ),
     (
         TRAINER,
         "other_trainer_registered",
-        "[WARNING] run-api at http://[::1]:8000 holds another trainer's registration and allows only one: x",
+        "[WARNING] run-api at http://[::1]:8000 holds another trainer's registration and "
+        "allows only one: x",
     ),
     (
         TRAINER,
         "trainer_not_registered",
-        "[WARNING] run-api at http://[::1]:8000 ignores the registration, because x: Trainer not registered",
+        "[WARNING] run-api at http://[::1]:8000 ignores the registration, because x: Trainer "
+        "not registered",
     ),
     (TRAINER, "health_timeout", "  ERROR: vLLM failed to start after 300s"),
     (TRAINER, "gpu_unusable", "error: --device cuda: torch sees no GPU here"),
     (API, "port_in_use", "OSError: [Errno 98] Address already in use"),
-    (TRAINER, "wandb_failed", "Warning: Weights & Biases failed (UsageError: x); training goes on without it"),
+    (
+        TRAINER,
+        "wandb_failed",
+        "Warning: Weights & Biases failed (UsageError: x); training goes on without it",
+    ),
 ]
 
 
@@ -189,8 +284,12 @@ def scan(role: Role, text: bytes) -> list[Diagnosis]:
     return said + looks.scan([], 200.0)
 
 
-@pytest.mark.parametrize(("log", "role", "rule", "words"), CAPTURED, ids=lambda value: str(value)[:30])
-def test_a_captured_log_is_explained_live_and_at_the_exit(log: str, role: Role, rule: str, words: str) -> None:
+@pytest.mark.parametrize(
+    ("log", "role", "rule", "words"), CAPTURED, ids=lambda value: str(value)[:30]
+)
+def test_a_captured_log_is_explained_live_and_at_the_exit(
+    log: str, role: Role, rule: str, words: str
+) -> None:
     text = (LOGS / f"{log}.log").read_bytes()
     live = next(found for found in scan(role, text) if found.rule == rule)
     lines = text.decode().splitlines()[-200:]
@@ -199,12 +298,18 @@ def test_a_captured_log_is_explained_live_and_at_the_exit(log: str, role: Role, 
     assert words in live.evidence or words in ended.evidence
     for found in (live, ended):
         assert found.title and "{" not in found.title + found.fix
-        assert re.search(r"\[\w+(?:\.\w+)?\]|atropos-tui|env\.|\w+ = |`|ulimit|stop |df -h", found.fix), found.fix
+        assert re.search(
+            r"\[\w+(?:\.\w+)?\]|atropos-tui|env\.|\w+ = |`|ulimit|stop |df -h", found.fix
+        ), found.fix
 
 
-@pytest.mark.parametrize(("log", "role", "rule", "words"), LIVE_ONLY, ids=lambda value: str(value)[:30])
+@pytest.mark.parametrize(
+    ("log", "role", "rule", "words"), LIVE_ONLY, ids=lambda value: str(value)[:30]
+)
 def test_what_a_running_program_says(log: str, role: Role, rule: str, words: str) -> None:
-    found = next(found for found in scan(role, (LOGS / f"{log}.log").read_bytes()) if found.rule == rule)
+    found = next(
+        found for found in scan(role, (LOGS / f"{log}.log").read_bytes()) if found.rule == rule
+    )
     assert words in found.evidence
 
 
@@ -220,10 +325,17 @@ def test_every_log_rule_has_a_line_here() -> None:
 
 @pytest.mark.parametrize(
     ("name", "role"),
-    [("api", API), ("arithmetic", ENV), ("vllm", ENGINE), ("trainer", TRAINER), ("warm-start", Role.PREPARE)],
+    [
+        ("api", API),
+        ("arithmetic", ENV),
+        ("vllm", ENGINE),
+        ("trainer", TRAINER),
+        ("warm-start", Role.PREPARE),
+    ],
 )
 def test_a_clean_run_says_nothing(name: str, role: Role) -> None:
-    """Its vLLM warns of too few files, its environment and trainer wait for the engine that is starting."""
+    """Its vLLM warns of too few files, its environment and trainer wait for the engine that is
+    starting."""
     looks = scanner(role)
     text = (LOGS / "clean" / f"{name}.log").read_bytes()
     said = []
@@ -238,14 +350,25 @@ INNOCENT = [
     (ENGINE, "INFO 11-21 [utils.py:1] Port 8000 is already in use, trying port 8001"),
     (
         ENGINE,
-        "INFO [gpu_worker.py:1013] Free memory on device (138.1/139.8 GiB) on startup. Desired GPU memory utilizati",
+        "INFO [gpu_worker.py:1013] Free memory on device (138.1/139.8 GiB) on startup. "
+        "Desired GPU memory utilizati",
     ),
     (ENGINE, 'INFO:     127.0.0.1:43674 - "POST /generate HTTP/1.1" 200 OK'),
-    (ENGINE, "W1121 12:48:56 torch/_library/triton.py:53] Triton not available, find_triton_kernels = []"),
-    (TRAINER, "run-api says: Trainer not registered. Call /register first. Registering again at step 7."),
+    (
+        ENGINE,
+        "W1121 12:48:56 torch/_library/triton.py:53] Triton not available, "
+        "find_triton_kernels = []",
+    ),
+    (
+        TRAINER,
+        "run-api says: Trainer not registered. Call /register first. Registering again at step 7.",
+    ),
     (TRAINER, "run-api has forgotten this trainer. Registering again at step 7."),
     (TRAINER, "[WARNING] 4 sequences left out: older than --max-policy-lag 2"),
-    (TRAINER, "LogProb Alignment: DRIFT (rollouts are far from the policy (policy lag of up to 6))"),
+    (
+        TRAINER,
+        "LogProb Alignment: DRIFT (rollouts are far from the policy (policy lag of up to 6))",
+    ),
     (ENV, "INFO atropos_envs.base: inference server at http://127.0.0.1:9001 answers after 36.8 s"),
     (API, 'INFO:     127.0.0.1:34712 - "POST /register HTTP/1.1" 200 OK'),
     (Role.OTHER, "WARNING:  WatchFiles detected changes in 'made.py'. Reloading..."),
@@ -269,7 +392,9 @@ def test_the_five_ways_out_of_memory_by_role() -> None:
 
 
 def test_a_line_in_many_pieces_in_colours_and_without_a_newline() -> None:
-    text = b"\x1b[31mERROR\x1b[0m \x1b[1mCannot re-initialize CUDA in forked subprocess.\x1b[0m To use"
+    text = (
+        b"\x1b[31mERROR\x1b[0m \x1b[1mCannot re-initialize CUDA in forked subprocess.\x1b[0m To use"
+    )
     looks = scanner(ENGINE)
     said = []
     for second, byte in enumerate(text):
@@ -311,7 +436,9 @@ def test_it_speaks_once_while_it_lasts_and_comes_to_its_end_later_each_time() ->
     assert [found.title for found in said] == [said[0].title] * 4, "an end names what it ends"
 
 
-@pytest.mark.parametrize("work", [Work(False, (95.0, 96.0, 97.0)), Work(True, (95.0, 96.0)), Work(True, ())])
+@pytest.mark.parametrize(
+    "work", [Work(False, (95.0, 96.0, 97.0)), Work(True, (95.0, 96.0)), Work(True, ())]
+)
 def test_what_does_not_work_again_keeps_its_diagnosis(work: Work) -> None:
     looks = scanner(ENV)
     looks.feed(CUT_OFF.encode() + b"\n")
@@ -388,7 +515,9 @@ def test_nothing_but_telling_lines_is_looked_at_in_part() -> None:
 
 def test_lines_are_counted_for_those_who_wait() -> None:
     looks = scanner(ENV)
-    looks.feed(b"WARNING Scores are the same in a group, skipping...\n" * 3 + CUT_OFF.encode() + b"\n")
+    looks.feed(
+        b"WARNING Scores are the same in a group, skipping...\n" * 3 + CUT_OFF.encode() + b"\n"
+    )
     looks.scan(looks.take(), 0.0)
     assert dict(looks.counts) | {} == {
         "dropped groups": 3,

@@ -1,4 +1,5 @@
-"""Number rules against the records of a real run (`logs/clean`, 60 steps of the demo), and with one thing wrong."""
+"""Number rules against the records of a real run (`logs/clean`, 60 steps of the demo), and with one
+thing wrong."""
 
 from __future__ import annotations
 
@@ -8,7 +9,14 @@ from typing import Any
 
 import pytest
 
-from atropos_common.records import ALIGNMENT_CAUSES, EvalRecord, Record, RolloutRecord, SyncRecord, parse_line
+from atropos_common.records import (
+    ALIGNMENT_CAUSES,
+    EvalRecord,
+    Record,
+    RolloutRecord,
+    SyncRecord,
+    parse_line,
+)
 from atropos_tui.diagnoses import Diagnosis
 from atropos_tui.diagnoses.metric_rules import METRIC_RULES, MetricRule
 from atropos_tui.diagnoses.metric_watch import MetricWatch
@@ -52,43 +60,99 @@ CASES: list[tuple[str, list[Record], str]] = [
                 mode="broadcast",
                 weight_version=number,
                 seconds=0.1,
-                left_out={"http://127.0.0.1:9002": "it has not answered for 5 s"} if number in (3, 4) else {},
+                left_out={"http://127.0.0.1:9002": "it has not answered for 5 s"}
+                if number in (3, 4)
+                else {},
             )
             for number in range(1, 7)
         ],
         "http://127.0.0.1:9002: it has not answered for 5 s",
     ),
-    ("ratio_out_of_range", changed("step", fixed(ratio_mean=1.31), 20, 30), "step 22: ratio_mean 1.31"),
-    ("ratio_out_of_range", changed("step", fixed(ratio_mean=0.62), 20, 30), "step 20: ratio_mean 0.62"),
-    ("clip_fraction_high", changed("step", fixed(clip_fraction=0.3), 20, 30), "clip_fraction 30.0%"),
+    (
+        "ratio_out_of_range",
+        changed("step", fixed(ratio_mean=1.31), 20, 30),
+        "step 22: ratio_mean 1.31",
+    ),
+    (
+        "ratio_out_of_range",
+        changed("step", fixed(ratio_mean=0.62), 20, 30),
+        "step 20: ratio_mean 0.62",
+    ),
+    (
+        "clip_fraction_high",
+        changed("step", fixed(clip_fraction=0.3), 20, 30),
+        "clip_fraction 30.0%",
+    ),
     ("loss_too_low", changed("step", fixed(loss=-12.5), 33, 33), "step 33: loss -12.5"),
     (
         "alignment_mismatch",
-        changed("alignment", fixed(verdict="mismatch", probe_diff_abs_mean=1.4, cause="stale weights: still"), 7, 7),
-        "step 7: verdict mismatch, mean |trainer - engine| 0.0262 (rollouts), mean |trainer - engine| 1.4 (probe at "
+        changed(
+            "alignment",
+            fixed(verdict="mismatch", probe_diff_abs_mean=1.4, cause="stale weights: still"),
+            7,
+            7,
+        ),
+        "step 7: verdict mismatch, mean |trainer - engine| 0.0262 (rollouts), mean |trainer "
+        "- engine| 1.4 (probe at "
         "the same weights), cause: stale weights: still",
     ),
     ("alignment_drift", changed("alignment", fixed(verdict="drift"), 7, 10), "verdict drift"),
-    ("alignment_drift", changed("alignment", fixed(logprob_diff_abs_mean=0.1), 7, 10), "0.1 (rollouts)"),
-    ("non_finite", changed("step", fixed(loss="NaN", grad_norm="Infinity"), 9, 9), "loss is nan, grad_norm is inf"),
-    ("non_finite", changed("alignment", fixed(kl_k3="NaN"), 9, 9), "step 9 (alignment): kl_k3 is nan"),
-    ("lost_gradients", changed("step", fixed(grad_norm=0.0), 1), "step 3: grad_norm 0 with reward_std 0.488"),
-    ("reward_constant", changed("step", fixed(reward_std=0.0, reward_mean=1.0), 30), "step 32: reward_mean 1"),
-    ("groups_all_flat", changed("step", fixed(flat_groups=15), 30), "step 30: 15 of 16 groups have equal scores"),
+    (
+        "alignment_drift",
+        changed("alignment", fixed(logprob_diff_abs_mean=0.1), 7, 10),
+        "0.1 (rollouts)",
+    ),
+    (
+        "non_finite",
+        changed("step", fixed(loss="NaN", grad_norm="Infinity"), 9, 9),
+        "loss is nan, grad_norm is inf",
+    ),
+    (
+        "non_finite",
+        changed("alignment", fixed(kl_k3="NaN"), 9, 9),
+        "step 9 (alignment): kl_k3 is nan",
+    ),
+    (
+        "lost_gradients",
+        changed("step", fixed(grad_norm=0.0), 1),
+        "step 3: grad_norm 0 with reward_std 0.488",
+    ),
+    (
+        "reward_constant",
+        changed("step", fixed(reward_std=0.0, reward_mean=1.0), 30),
+        "step 32: reward_mean 1",
+    ),
+    (
+        "groups_all_flat",
+        changed("step", fixed(flat_groups=15), 30),
+        "step 30: 15 of 16 groups have equal scores",
+    ),
     (
         "accuracy_collapse",
-        changed("step", lambda row: {"reward_mean": row["reward_mean"] * 0.1, "reward_std": 0.2}, 50),
+        changed(
+            "step", lambda row: {"reward_mean": row["reward_mean"] * 0.1, "reward_std": 0.2}, 50
+        ),
         "over steps",
     ),
     ("repetition", changed("rollout", fixed(completion=LOOP), 30), "again and again"),
     (
         "policy_lag_growing",
-        changed("step", lambda row: {"policy_lag_mean": row["step"] / 5, "policy_lag_max": row["step"]}),
+        changed(
+            "step", lambda row: {"policy_lag_mean": row["step"] / 5, "policy_lag_max": row["step"]}
+        ),
         "mean policy lag",
     ),
-    ("slow_progress", changed("timing", fixed(step_s=20.0, data_wait_s=18.0), 30), "waiting for data: 18.0 s"),
+    (
+        "slow_progress",
+        changed("timing", fixed(step_s=20.0, data_wait_s=18.0), 30),
+        "waiting for data: 18.0 s",
+    ),
     ("slow_progress", changed("timing", fixed(step_s=60.0, train_s=58.0), 30), "training: 58.0 s"),
-    ("slow_progress", changed("timing", fixed(step_s=60.0, data_wait_s=55.0)), "55.0 s of it waiting for data"),
+    (
+        "slow_progress",
+        changed("timing", fixed(step_s=60.0, data_wait_s=55.0)),
+        "55.0 s of it waiting for data",
+    ),
     (
         "accuracy_collapse",
         [*EVALS, *(e.model_copy(update={"accuracy": 0.07, "correct": 2}) for e in EVALS[-4:])],
@@ -98,9 +162,13 @@ CASES: list[tuple[str, list[Record], str]] = [
 
 
 @pytest.mark.parametrize(
-    ("rule", "records", "evidence"), CASES, ids=lambda value: value if isinstance(value, str) else ""
+    ("rule", "records", "evidence"),
+    CASES,
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_one_number_that_is_wrong_is_told_once(rule: str, records: list[Record], evidence: str) -> None:
+def test_one_number_that_is_wrong_is_told_once(
+    rule: str, records: list[Record], evidence: str
+) -> None:
     found = said(records)
     assert [one.rule for one in found] in ([rule], [rule, rule])  # accuracy of two splits
     assert evidence in found[0].evidence
@@ -128,15 +196,23 @@ def test_every_cause_of_a_mismatch_has_its_own_fix() -> None:
     for cause, words in FIXES.items():
         wrong = fixed(verdict="mismatch", cause=f"{cause}: what was seen")
         (found,) = said(changed("alignment", wrong, 7, 7))
-        assert found.rule == "alignment_mismatch" and words in found.fix.replace("{engine}", "vllm"), cause
+        assert found.rule == "alignment_mismatch" and words in found.fix.replace(
+            "{engine}", "vllm"
+        ), cause
         assert cause in found.evidence
 
 
 def test_one_rounded_token_at_a_time_is_no_drift() -> None:
-    for noise in ("outlier: one of 16 tokens differs by 2 nats", "rounding: both sides moved alike"):
+    for noise in (
+        "outlier: one of 16 tokens differs by 2 nats",
+        "rounding: both sides moved alike",
+    ):
         assert said(changed("alignment", fixed(verdict="drift", cause=noise), 7, 12)) == []
     assert [
-        found.rule for found in said(changed("alignment", fixed(verdict="drift", cause="policy lag: far"), 7, 12))
+        found.rule
+        for found in said(
+            changed("alignment", fixed(verdict="drift", cause="policy lag: far"), 7, 12)
+        )
     ] == ["alignment_drift"]
 
 
@@ -160,8 +236,20 @@ def test_a_clean_run_says_nothing() -> None:
         ("step", fixed(policy_lag_mean=6.0)),
         ("step", lambda row: {"policy_lag_mean": row["step"] / 25}),
         ("timing", fixed(step_s=120.0, data_wait_s=60.0, train_s=50.0)),
-        ("step", lambda row: {"reward_mean": 0.99 - row["step"] * 0.002, "reward_std": 0.1 + row["step"] * 0.004}),
-        ("rollout", fixed(completion="First 3 + 4 = 7, then 7 + 5 = 12, so the answer is 12. " + "x = 12\n" * 4)),
+        (
+            "step",
+            lambda row: {
+                "reward_mean": 0.99 - row["step"] * 0.002,
+                "reward_std": 0.1 + row["step"] * 0.004,
+            },
+        ),
+        (
+            "rollout",
+            fixed(
+                completion="First 3 + 4 = 7, then 7 + 5 = 12, so the answer is 12. "
+                + "x = 12\n" * 4
+            ),
+        ),
         ("rollout", fixed(completion="7" * 20)),
     ],
 )
@@ -170,7 +258,10 @@ def test_the_edges_are_healthy(kind: str, change: Change) -> None:
 
 
 def test_one_odd_step_is_noise() -> None:
-    for kind, change in (("step", fixed(ratio_mean=3.0, clip_fraction=0.9)), ("alignment", fixed(verdict="drift"))):
+    for kind, change in (
+        ("step", fixed(ratio_mean=3.0, clip_fraction=0.9)),
+        ("alignment", fixed(verdict="drift")),
+    ):
         assert said(changed(kind, change, 20, 21)) == []
     assert said(changed("timing", fixed(step_s=90.0, train_s=89.0), 40, 43)) == []
     assert said(changed("step", fixed(reward_mean=0.0), 20, 24)) == []
@@ -200,8 +291,13 @@ def test_a_clock_that_is_set_back_keeps_no_diagnosis_open() -> None:
 
 
 def test_a_later_attempt_begins_anew() -> None:
-    """The crash at step 30 goes back to step 21: what was between counts no more, and the same trouble speaks again."""
-    first = [record for record in changed("step", fixed(ratio_mean=2.0), 28) if getattr(record, "step", 99) <= 30]
+    """The crash at step 30 goes back to step 21: what was between counts no more, and the same
+    trouble speaks again."""
+    first = [
+        record
+        for record in changed("step", fixed(ratio_mean=2.0), 28)
+        if getattr(record, "step", 99) <= 30
+    ]
     second = [
         record.model_copy(update={"attempt": 2})
         for record in changed("step", fixed(ratio_mean=2.0), 21, 22)
@@ -209,7 +305,9 @@ def test_a_later_attempt_begins_anew() -> None:
     ]
     watch = MetricWatch(0.0)
     assert [found.evidence.count("step") for found in said(first, watch)] == [3]
-    assert said(second, watch) == [], "two bad steps of this attempt and one of the dropped ones are not three in a row"
+    assert said(second, watch) == [], (
+        "two bad steps of this attempt and one of the dropped ones are not three in a row"
+    )
     assert (watch.attempt, watch.step) == (2, 40)
     assert said(first, watch) == [], "late lines of an attempt that is over"
     third = [
@@ -229,13 +327,20 @@ def test_a_resumed_run_does_not_tell_of_long_ago() -> None:
 
 def test_only_rank_0_and_known_kinds_count() -> None:
     other = [
-        record.model_copy(update={"rank": 1}) for record in changed("step", fixed(loss=-11.0)) if record.kind == "step"
+        record.model_copy(update={"rank": 1})
+        for record in changed("step", fixed(loss=-11.0))
+        if record.kind == "step"
     ]
-    assert said([*other, Record(kind="new"), parse_line('{"kind": "state", "old": "a", "new": "b"}')]) == []
+    assert (
+        said([*other, Record(kind="new"), parse_line('{"kind": "state", "old": "a", "new": "b"}')])
+        == []
+    )
 
 
 def test_a_rule_may_be_over_records_of_any_kind() -> None:
-    rule = MetricRule("slow", "publishes are slow", "wait", (SyncRecord,), lambda syncs: f"{syncs[-1].seconds} s")
+    rule = MetricRule(
+        "slow", "publishes are slow", "wait", (SyncRecord,), lambda syncs: f"{syncs[-1].seconds} s"
+    )
     sync = SyncRecord(time=1e9, step=1, mode="broadcast", weight_version=1, seconds=9)
     assert [found.evidence for found in said([sync], MetricWatch(0.0, (rule,)))] == ["9.0 s"]
 
@@ -243,19 +348,26 @@ def test_a_rule_may_be_over_records_of_any_kind() -> None:
 def test_two_environments_are_judged_apart() -> None:
     def evaluation(env: str, accuracy: float, version: int) -> EvalRecord:
         return EvalRecord(
-            time=1e9 + version, env=env, accuracy=accuracy, correct=int(100 * accuracy), questions=100,
+            time=1e9 + version,
+            env=env,
+            accuracy=accuracy,
+            correct=int(100 * accuracy),
+            questions=100,
             weight_version=version,
-        )  # fmt: skip
+        )
 
     good = [evaluation("a", 0.9, version) for version in range(6)]
     weak = [evaluation("b", 0.1, version) for version in range(6)]
     mixed = [record for pair in zip(good, weak, strict=True) for record in pair]
     assert said(list(mixed)) == []
-    assert [found.rule for found in said([*mixed, evaluation("a", 0.1, 7), evaluation("a", 0.1, 8)])] == [
-        "accuracy_collapse"
-    ]
+    assert [
+        found.rule for found in said([*mixed, evaluation("a", 0.1, 7), evaluation("a", 0.1, 8)])
+    ] == ["accuracy_collapse"]
 
 
 def test_a_short_completion_is_no_repetition() -> None:
-    rollouts = [RolloutRecord(step=n, prompt="1+1=", completion="2", reward=1, advantage=0) for n in range(40)]
+    rollouts = [
+        RolloutRecord(step=n, prompt="1+1=", completion="2", reward=1, advantage=0)
+        for n in range(40)
+    ]
     assert said(list(rollouts)) == []

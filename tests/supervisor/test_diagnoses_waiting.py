@@ -47,27 +47,67 @@ def but(role: Role, state: State) -> tuple[Part, ...]:
 
 
 def test_an_environment_that_left_is_told_at_once_while_the_trainer_has_steps_to_do() -> None:
-    left = replace(part(Role.ENV, State.COMPLETED), since=BEGAN + 6, started_at=BEGAN, last_line="no data, see README")
-    alone = replace(STILL, now=BEGAN + 7, parts=(*but(Role.ENV, State.COMPLETED)[:1], left, *PARTS[2:]), last_step=9)
+    left = replace(
+        part(Role.ENV, State.COMPLETED),
+        since=BEGAN + 6,
+        started_at=BEGAN,
+        last_line="no data, see README",
+    )
+    alone = replace(
+        STILL,
+        now=BEGAN + 7,
+        parts=(*but(Role.ENV, State.COMPLETED)[:1], left, *PARTS[2:]),
+        last_step=9,
+    )
     found = ended_early(alone)[left.name]
     assert found is not None and found.rule == "environment_ended" and left.name in found.title
-    assert "exited with 0 after 6 s; its last line: no data, see README; no environment is left" in found.evidence
-    beside = ended_early(replace(alone, parts=(*alone.parts, replace(PARTS[1], name="other"))))[left.name]
+    assert (
+        "exited with 0 after 6 s; its last line: no data, see README; no environment is left"
+        in found.evidence
+    )
+    beside = ended_early(replace(alone, parts=(*alone.parts, replace(PARTS[1], name="other"))))[
+        left.name
+    ]
     assert beside is not None and "the run goes on with other" in beside.evidence
     assert not ended_early(replace(alone, step=9)), "the trainer has done its steps"
-    done = tuple(replace(each, state=State.COMPLETED) if each.role is Role.TRAINER else each for each in alone.parts)
+    done = tuple(
+        replace(each, state=State.COMPLETED) if each.role is Role.TRAINER else each
+        for each in alone.parts
+    )
     assert not ended_early(replace(alone, parts=done))
-    assert not ended_early(replace(alone, parts=but(Role.ENV, State.STOPPED))), "somebody stopped it"
+    assert not ended_early(replace(alone, parts=but(Role.ENV, State.STOPPED))), (
+        "somebody stopped it"
+    )
 
 
 CAUSES = [
-    (replace(STILL, api=ApiView(problem="http://127.0.0.1:8000: refused")), "run-api does not answer", "refused"),
+    (
+        replace(STILL, api=ApiView(problem="http://127.0.0.1:8000: refused")),
+        "run-api does not answer",
+        "refused",
+    ),
     (replace(STILL, api=ApiView(-1)), "no trainer is registered", "batch_size -1"),
-    (replace(STILL, api=ApiView(12, 5, 8)), "do not fit", "groups of 8 never add up to a batch of 12 (5 groups wait)"),
-    (replace(STILL, api=ApiView(32, 4, 8)), "the trainer hangs", "holds 4 groups of 8, a batch is 32"),
+    (
+        replace(STILL, api=ApiView(12, 5, 8)),
+        "do not fit",
+        "groups of 8 never add up to a batch of 12 (5 groups wait)",
+    ),
+    (
+        replace(STILL, api=ApiView(32, 4, 8)),
+        "the trainer hangs",
+        "holds 4 groups of 8, a batch is 32",
+    ),
     (replace(STILL, parts=but(Role.ENV, State.FAILED)), "no environment runs", "the-env is failed"),
-    (replace(STILL, parts=but(Role.ENGINE, State.UNHEALTHY)), "engine is not healthy", "the-engine is unhealthy"),
-    (replace(STILL, counts={"timed-out rollouts": 2}), "cancelled before they are done", "2 workers timed out"),
+    (
+        replace(STILL, parts=but(Role.ENGINE, State.UNHEALTHY)),
+        "engine is not healthy",
+        "the-engine is unhealthy",
+    ),
+    (
+        replace(STILL, counts={"timed-out rollouts": 2}),
+        "cancelled before they are done",
+        "2 workers timed out",
+    ),
     (replace(STILL, ghosts=1), "an environment that is gone", "1 more registrations"),
     (STILL, "rollouts are slow", "3 groups wait"),
     (replace(STILL, api=None), "rollouts are slow", "is unknown"),
@@ -79,7 +119,10 @@ def test_the_cause_that_fits_is_named(scene: RunSnapshot, title: str, evidence: 
     found = no_batches(scene)
     assert found is not None and found.rule == "no_batches"
     assert found.title.startswith("no batches: ") and title in found.title
-    assert found.evidence.startswith("no optimizer step for 300 s after step 7; ") and evidence in found.evidence
+    assert (
+        found.evidence.startswith("no optimizer step for 300 s after step 7; ")
+        and evidence in found.evidence
+    )
     assert "{" not in found.fix and found.fix
 
 
@@ -87,7 +130,9 @@ def test_the_cause_that_fits_is_named(scene: RunSnapshot, title: str, evidence: 
     "scene",
     [
         replace(STILL, now=BEGAN + 250),
-        replace(STILL, pace_s=31.0),  # steps of half a minute: five minutes are less than ten of them
+        replace(
+            STILL, pace_s=31.0
+        ),  # steps of half a minute: five minutes are less than ten of them
         replace(STILL, parts=but(Role.ENGINE, State.STARTING)),
         replace(STILL, parts=but(Role.API, State.BACKOFF)),
         replace(STILL, parts=but(Role.TRAINER, State.STARTING)),
@@ -119,7 +164,14 @@ def test_who_is_starting() -> None:
     ],
 )
 def test_a_slow_start(role: Role, timeout_s: float, after: float, slow: bool) -> None:
-    waiting = part(role, State.STARTING, start_timeout_s=timeout_s, gated=True, waiting_for="GET /x", last_line="42 %")
+    waiting = part(
+        role,
+        State.STARTING,
+        start_timeout_s=timeout_s,
+        gated=True,
+        waiting_for="GET /x",
+        last_line="42 %",
+    )
     found = slow_start(waiting, BEGAN + after)
     assert (found is not None) is slow
     if found:
@@ -134,7 +186,9 @@ def test_a_disk_that_fills_up() -> None:
     found = disk_low(replace(STILL, free_bytes=100_000_000, disk_bytes=10**12))
     assert found is not None and found.rule == "disk_low" and "100 MB" in found.evidence
     assert disk_low(replace(STILL, free_bytes=300_000_000, disk_bytes=10**12)) is None
-    assert disk_low(replace(STILL, free_bytes=40_000_000, disk_bytes=64_000_000)) is None, "a small one, half empty"
+    assert disk_low(replace(STILL, free_bytes=40_000_000, disk_bytes=64_000_000)) is None, (
+        "a small one, half empty"
+    )
     assert disk_low(STILL) is None
 
 
@@ -146,8 +200,9 @@ def run_api() -> Iterator[str]:
     port = free_port()
     process = subprocess.Popen(
         [sys.executable, "-m", "atropos_api", "--host", "127.0.0.1", "--port", str(port)],
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     url = f"http://127.0.0.1:{port}"
     try:
         give_up = time.monotonic() + 60
@@ -164,9 +219,15 @@ def test_a_real_run_api_is_asked(run_api: str) -> None:
     """From nobody registered to groups of 8 that never fill a batch of 12."""
     assert ask_api(run_api) == ApiView(-1, 0, 0, 0)
     registration = {
-        "wandb_group": "", "wandb_project": "", "batch_size": 12, "max_token_len": 64, "checkpoint_dir": "",
-        "save_checkpoint_interval": 1, "starting_step": 5, "num_steps": 10,
-    }  # fmt: skip
+        "wandb_group": "",
+        "wandb_project": "",
+        "batch_size": 12,
+        "max_token_len": 64,
+        "checkpoint_dir": "",
+        "save_checkpoint_interval": 1,
+        "starting_step": 5,
+        "num_steps": 10,
+    }
     group = {"tokens": [[1, 2]] * 8, "masks": [[-100, 2]] * 8, "scores": [1.0, 0.0] * 4}
     with httpx.Client(base_url=run_api, trust_env=False) as http:
         assert http.post("/register", json=registration).status_code == 200
@@ -179,10 +240,14 @@ def test_a_real_run_api_is_asked(run_api: str) -> None:
     found = no_batches(replace(STILL, api=view))
     assert found is not None and "groups of 8 never add up to a batch of 12" in found.evidence
     spoilt = json.dumps({**group, "scores": [float("nan"), 0.0] * 4})
-    with httpx.Client(base_url=run_api, trust_env=False, headers={"Content-Type": "application/json"}) as http:
+    with httpx.Client(
+        base_url=run_api, trust_env=False, headers={"Content-Type": "application/json"}
+    ) as http:
         assert http.post("/scored_data", content=spoilt).status_code == 200
         assert http.get("/latest_example").status_code == 500
-    assert ask_api(run_api) == ApiView(12, 4, 0, 5), "a group that run-api cannot send spoils no other answer"
+    assert ask_api(run_api) == ApiView(12, 4, 0, 5), (
+        "a group that run-api cannot send spoils no other answer"
+    )
 
 
 class Seen:
@@ -199,35 +264,55 @@ class Seen:
         self.reached.append((stage, attempt))
 
 
-def test_a_stall_is_seen_although_the_clock_was_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stall_is_seen_although_the_clock_was_set_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By an hour, a minute after the last step: not an hour later."""
     told: list[str] = []
-    monkeypatch.setattr(Seen, "diagnose", lambda _, found, attempt: told.append(found.title), raising=False)
+    monkeypatch.setattr(
+        Seen, "diagnose", lambda _, found, attempt: told.append(found.title), raising=False
+    )
     specs = [ComponentSpec(name=part.name, role=part.role, command=["x"]) for part in PARTS]
     stack = StackSpec(run_id="r", name="r", mode="none", run_dir=str(tmp_path), components=specs)
     watcher = Watcher(stack, {part.name: Seen(part) for part in PARTS})  # type: ignore[arg-type]
     for after, expected in ((60.0, 0), (61.0 - 3600, 0), (200.0 - 3600, 0), (300.0 - 3600, 1)):
-        monkeypatch.setattr("atropos_tui.diagnoses.watcher.time.time", lambda after=after: BEGAN + after)
+        monkeypatch.setattr(
+            "atropos_tui.diagnoses.watcher.time.time", lambda after=after: BEGAN + after
+        )
         asyncio.run(watcher.look())
-        assert len([title for title in told if title.startswith("no batches")]) == expected, (after, told)
+        assert len([title for title in told if title.startswith("no batches")]) == expected, (
+            after,
+            told,
+        )
 
 
-def test_an_environment_of_ones_own_is_registered_when_run_api_says_so(run_api: str, tmp_path: Path) -> None:
-    """A program started by `command` need not print what ours do; a registration of an earlier life is none."""
+def test_an_environment_of_ones_own_is_registered_when_run_api_says_so(
+    run_api: str, tmp_path: Path
+) -> None:
+    """A program started by `command` need not print what ours do; a registration of an earlier life
+    is none."""
     registration = {
-        "max_token_length": 8, "desired_name": "mine", "weight": 1.0, "group_size": 4, "min_batch_allocation": None,
-    }  # fmt: skip
+        "max_token_length": 8,
+        "desired_name": "mine",
+        "weight": 1.0,
+        "group_size": 4,
+        "min_batch_allocation": None,
+    }
     commands = {"api": ["x"], "own": ["x", "--name", "mine"], "other": ["x", "--name", "theirs"]}
     roles = {"api": Role.API, "own": Role.ENV, "other": Role.ENV}
     specs = [
-        ComponentSpec(name=name, role=roles[name], command=command, port=int(run_api.rpartition(":")[2]))
+        ComponentSpec(
+            name=name, role=roles[name], command=command, port=int(run_api.rpartition(":")[2])
+        )
         for name, command in commands.items()
     ]
     stack = StackSpec(run_id="r", name="r", mode="none", run_dir=str(tmp_path), components=specs)
 
     def looked(started_at: float) -> dict[str, list[tuple[str, int]]]:
         seen = {
-            name: Seen(Part(name, roles[name], State.HEALTHY, BEGAN, attempt=3, started_at=started_at))
+            name: Seen(
+                Part(name, roles[name], State.HEALTHY, BEGAN, attempt=3, started_at=started_at)
+            )
             for name in commands
         }
         asyncio.run(Watcher(stack, seen).look())  # type: ignore[arg-type]

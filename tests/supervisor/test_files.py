@@ -59,7 +59,9 @@ def test_one_writer(tmp_path: Path) -> None:
     Journal(tmp_path / "supervisor.jsonl", "run").close()
 
 
-def test_a_full_disk_delays_records_and_loses_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_delays_records_and_loses_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     journal = Journal(tmp_path / "supervisor.jsonl", "run")
     write = os.write
     room = 500
@@ -79,7 +81,9 @@ def test_a_full_disk_delays_records_and_loses_none(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(os, "write", write)
     journal.append(DiagnosisRecord(title="room again"))
     journal.close()
-    assert [parse_line(line).seq for line in journal.path.read_bytes().splitlines()] == list(range(21))
+    assert [parse_line(line).seq for line in journal.path.read_bytes().splitlines()] == list(
+        range(21)
+    )
 
 
 def test_the_process_table_survives_what_lies_there(tmp_path: Path) -> None:
@@ -132,7 +136,9 @@ def test_lines_longer_than_a_segment_and_tiny_limits(tmp_path: Path) -> None:
     assert log.dropped_bytes == 1005 - len(b"xxxxx" + b"\nend\n")
 
 
-def test_a_full_disk_counts_what_the_log_lost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_full_disk_counts_what_the_log_lost(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     log = LogFile(tmp_path / "1.log", 1000)
 
     def full(*_: Any) -> int:
@@ -193,7 +199,9 @@ def test_times_of_a_flood_cost_nothing_and_are_private(tmp_path: Path) -> None:
     assert index.stat().st_mode & 0o777 == 0o600
 
 
-def test_times_are_those_of_the_lines_end_over_a_rotation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_are_those_of_the_lines_end_over_a_rotation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = 1000.0
     monkeypatch.setattr(logs.time, "time", lambda: now)
     log = LogFile(tmp_path / "1.log", 120)
@@ -251,7 +259,9 @@ def test_a_log_that_somebody_removed_is_begun_again(tmp_path: Path) -> None:
     assert log.path.read_bytes().endswith(b"third\n")
 
 
-def test_a_disk_problem_is_told_once_a_minute_and_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_problem_is_told_once_a_minute_and_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def drain() -> list[str]:
         told: list[str] = []
         reading, writing = os.pipe()
@@ -267,7 +277,10 @@ def test_a_disk_problem_is_told_once_a_minute_and_at_the_end(tmp_path: Path, mon
 
     first, last = asyncio.run(drain())
     assert first == "no room; 6 bytes of output are lost so far"
-    assert last.startswith(f"{tmp_path}/1.log: the disk was full (") and "30 bytes of output are lost" in last
+    assert (
+        last.startswith(f"{tmp_path}/1.log: the disk was full (")
+        and "30 bytes of output are lost" in last
+    )
 
 
 async def test_a_line_that_was_begun_before_somebody_looks_for_it_is_seen(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""A disk without room, for real: the run goes on, says so, counts what is lost, and writes again when there is room."""
+"""A disk without room, for real: the run goes on, says so, counts what is lost, and writes again
+when there is room."""
 
 from __future__ import annotations
 
@@ -26,7 +27,10 @@ from atropos_tui.supervisor.logs import LogFile
 from tests.supervisor.harness import NOTE, check_log, part, python, ready, wait_until
 from tests.tmpfs import mounted
 
-TALK = "import time\nprint('up')\nfor n in range(10**6):\n print(f'line {n:06d}', flush=True)\n time.sleep(0.002)"
+TALK = (
+    "import time\nprint('up')\nfor n in range(10**6):\n print(f'line {n:06d}', flush=True)\n "
+    "time.sleep(0.002)"
+)
 
 
 @pytest.fixture
@@ -42,9 +46,15 @@ class Supervisor:
     def __init__(self, root: Path) -> None:
         parts = [part("talk", python(TALK), probes=ready()), part("stay", probes=ready())]
         self.stack = StackSpec(
-            run_id=f"test-{secrets.token_hex(6)}", name="test", mode="none", run_dir=str(root), components=parts
+            run_id=f"test-{secrets.token_hex(6)}",
+            name="test",
+            mode="none",
+            run_dir=str(root),
+            components=parts,
         )
-        self.process = subprocess.Popen([sys.executable, "-m", "atropos_tui.supervisor"], stdin=subprocess.PIPE)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "atropos_tui.supervisor"], stdin=subprocess.PIPE
+        )
         assert self.process.stdin is not None
         self.process.stdin.write(self.stack.model_dump_json().encode())
         self.process.stdin.close()
@@ -85,7 +95,9 @@ class FileSizes:
         self._process.rlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
 
     def free(self) -> None:
-        self._process.rlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        self._process.rlimit(
+            resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+        )
 
 
 @pytest.fixture(params=[Tmpfs, FileSizes])
@@ -110,7 +122,9 @@ async def restarted(client: ControlClient) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_the_run_goes_on_and_says_what_it_lost(supervisor: Supervisor, request: pytest.FixtureRequest) -> None:
+async def test_the_run_goes_on_and_says_what_it_lost(
+    supervisor: Supervisor, request: pytest.FixtureRequest
+) -> None:
     run, client = supervisor.run, supervisor.client
     await wait_until(run.control_sock.exists, 20)
     assert (await client.wait("ready", 20)).outcome == "reached"
@@ -122,7 +136,9 @@ async def test_the_run_goes_on_and_says_what_it_lost(supervisor: Supervisor, req
     await wait_until(lambda: bool(told(heard)))
     await restarted(client)
     restarts = 1
-    while f'"seq":{heard[-1].seq},'.encode() in run.supervisor_jsonl.read_bytes():  # its last block still has room
+    while (
+        f'"seq":{heard[-1].seq},'.encode() in run.supervisor_jsonl.read_bytes()
+    ):  # its last block still has room
         await restarted(client)
         restarts += 1
         assert restarts < 30, "the journal is written although the disk is full"
@@ -148,7 +164,11 @@ async def listen(client: ControlClient, heard: list[Record]) -> None:
 
 def told(records: list[Record]) -> list[DiagnosisRecord]:
     """What was said about the log of `talk`."""
-    diagnoses = [record for record in records if isinstance(record, DiagnosisRecord) and record.component == "talk"]
+    diagnoses = [
+        record
+        for record in records
+        if isinstance(record, DiagnosisRecord) and record.component == "talk"
+    ]
     return [record for record in diagnoses if record.title == "the log cannot be written"]
 
 
@@ -161,7 +181,11 @@ def check_journal(run: RunDir, restarts: int) -> None:
     assert re.search(r"[\d,.]+ MB of [\d,.]+ MB and [\d,]+ inodes are free there", first.evidence)
     for diagnosis in (first, at_the_end):
         assert re.search(r"; [\d,]+ bytes of output are lost", diagnosis.evidence)
-    stay = [record.new for record in records if isinstance(record, StateRecord) and record.component == "stay"]
+    stay = [
+        record.new
+        for record in records
+        if isinstance(record, StateRecord) and record.component == "stay"
+    ]
     assert stay.count("healthy") == 1 + restarts
 
 
@@ -191,7 +215,9 @@ def test_a_rotation_without_inodes_keeps_on_writing(tmpfs: Path) -> None:
             path.touch()
     lines = b"".join(b"line %06d\n" % number for number in range(100))
     assert log.write(lines) == ""
-    assert (tmpfs / "1.log").read_bytes() == b"first\n" + lines, "longer than its half, and nothing lost"
+    assert (tmpfs / "1.log").read_bytes() == b"first\n" + lines, (
+        "longer than its half, and nothing lost"
+    )
     for path in taken:
         path.unlink(missing_ok=True)
     log.write(b"last\n")

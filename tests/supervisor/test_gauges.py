@@ -17,14 +17,18 @@ from tests.supervisor.harness import part, python, wait_until
 BUSY = "while True: sum(range(1000))"
 
 
-async def test_a_live_stack_leaves_gauges_of_its_components(launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_live_stack_leaves_gauges_of_its_components(
+    launch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gauges, "EVERY_S", 0.3)
     async with launch(part("sleeps"), part("works", python(BUSY))) as running:
         tail, found = RecordTail(running.run.gauges_jsonl), list[Record]()
 
         def worked() -> bool:
             found.extend(tail.read())
-            used = [one.components["works"].cpu_percent for one in found if "works" in one.components]
+            used = [
+                one.components["works"].cpu_percent for one in found if "works" in one.components
+            ]
             return any((percent or 0) > 10 for percent in used)
 
         await wait_until(worked, 30)
@@ -38,8 +42,11 @@ async def test_a_live_stack_leaves_gauges_of_its_components(launch: Any, monkeyp
     assert last.disk_free_bytes
 
 
-async def test_no_descriptor_to_measure_with_is_no_fault(launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`psutil` and the look at /proc both fail for a while, as when another program has used up what there is."""
+async def test_no_descriptor_to_measure_with_is_no_fault(
+    launch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`psutil` and the look at /proc both fail for a while, as when another program has used up
+    what there is."""
     monkeypatch.setattr(gauges, "EVERY_S", 0.1)
     monkeypatch.setattr(supervisor, "SWEEP_S", 0.1)
     left = {"read": 3, "survey": 3}
@@ -60,8 +67,11 @@ async def test_no_descriptor_to_measure_with_is_no_fault(launch: Any, monkeypatc
         assert not running.run.fault_txt.exists()
 
 
-def test_memory_is_that_of_the_container_where_it_has_a_limit(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the kernel keeps of files is not in use; a group that is not the container's own root has no such files."""
+def test_memory_is_that_of_the_container_where_it_has_a_limit(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the kernel keeps of files is not in use; a group that is not the container's own root
+    has no such files."""
     monkeypatch.setattr(procfs, "CONTAINER", str(tmp_path))
     whole = procfs.MachineMeter().read()["memory_total"]
     (tmp_path / "memory.max").write_text("max\n")

@@ -1,4 +1,5 @@
-"""The GPU memory gate with real children and a driver that says what the test wants: late, never, others, host pids."""
+"""The GPU memory gate with real children and a driver that says what the test wants: late, never,
+others, host pids."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ HOST = 1_000_000
 
 
 class FakeDriver:
-    """A machine of cards whose memory belongs to live processes, and as long as `stuck`, to dead ones too."""
+    """A machine of cards whose memory belongs to live processes, and as long as `stuck`, to dead
+    ones too."""
 
     def __init__(self, cards: int = 1) -> None:
         self.base = 0.6
@@ -45,7 +47,9 @@ class FakeDriver:
         self.taken.append((pid, card, size))
 
     def _processes(self, card: int) -> dict[int, float]:
-        held = {pid: size for pid, on, size in self.taken if on == card and (self.stuck or alive(pid))}
+        held = {
+            pid: size for pid, on, size in self.taken if on == card and (self.stuck or alive(pid))
+        }
         shown = {pid + self.shift: size for pid, size in held.items()}
         return shown | (self.strangers if card == 0 else {})
 
@@ -96,7 +100,9 @@ def _impatient(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def engine(**fields: Any) -> Any:
-    return part("engine", role=Role.ENGINE, probes=ready(), gpus=[0], **({"restart": QUICK} | fields))
+    return part(
+        "engine", role=Role.ENGINE, probes=ready(), gpus=[0], **({"restart": QUICK} | fields)
+    )
 
 
 async def row(running: Running, name: str = "engine") -> ComponentStatus:
@@ -140,7 +146,10 @@ async def test_stopped_means_that_the_memory_is_back(launch: Any, driver: FakeDr
         async with asyncio.timeout(10):
             while "waiting for" not in (found := await row(running)).reason:
                 await asyncio.sleep(0.02)
-        assert (found.state, found.reason) == (State.STOPPING, "stop of engine by hand; waiting for 40.0 GiB on GPU 0")
+        assert (found.state, found.reason) == (
+            State.STOPPING,
+            "stop of engine by hand; waiting for 40.0 GiB on GPU 0",
+        )
         assert found.waiting_for == "40.0 GiB on GPU 0 to be given back"
         driver.stuck = False
         freed = time.time()
@@ -149,7 +158,9 @@ async def test_stopped_means_that_the_memory_is_back(launch: Any, driver: FakeDr
         assert not diagnoses(running)
 
 
-async def test_a_crash_is_restarted_only_when_the_memory_is_back(launch: Any, driver: FakeDriver) -> None:
+async def test_a_crash_is_restarted_only_when_the_memory_is_back(
+    launch: Any, driver: FakeDriver
+) -> None:
     async with launch(engine()) as running:
         pid = await started(running, driver)
         driver.stuck = True
@@ -161,7 +172,9 @@ async def test_a_crash_is_restarted_only_when_the_memory_is_back(launch: Any, dr
         driver.stuck = False
         freed = time.time()
         crash = await running.until("engine", State.BACKOFF)
-        assert crash.reason == "SIGKILL" and crash.retry_at is not None and crash.retry_at > crash.time
+        assert (
+            crash.reason == "SIGKILL" and crash.retry_at is not None and crash.retry_at > crash.time
+        )
         assert (await running.until("engine", State.STARTING, attempt=2)).time > freed
         assert (await row(running)).restarts == 1
 
@@ -230,7 +243,8 @@ async def test_a_stop_by_hand_ends_the_waiting_of_a_start(launch: Any, driver: F
 async def test_what_others_do_on_the_card_disturbs_nothing(
     launch: Any, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pids tell: a stranger who comes, grows and stays is never waited for, one who leaves hides nothing."""
+    """Pids tell: a stranger who comes, grows and stays is never waited for, one who leaves hides
+    nothing."""
     monkeypatch.setattr(gpu_memory, "OTHERS_S", 60.0)
     driver.strangers = {HOST: 10.0}
     async with launch(engine()) as running:
@@ -252,7 +266,8 @@ async def test_what_others_do_on_the_card_disturbs_nothing(
 
 
 async def test_inside_a_container_the_used_memory_decides(launch: Any, driver: FakeDriver) -> None:
-    """Listed are pids of the host; the stranger of before may grow by more than what is waited for."""
+    """Listed are pids of the host; the stranger of before may grow by more than what is waited
+    for."""
     driver.shift, driver.strangers = HOST, {7: 10.0}
     async with launch(engine()) as running:
         pid = await started(running, driver)
@@ -267,7 +282,9 @@ async def test_inside_a_container_the_used_memory_decides(launch: Any, driver: F
         assert not diagnoses(running)
 
 
-async def test_a_newcomer_seen_from_a_container_costs_a_moment_and_no_more(launch: Any, driver: FakeDriver) -> None:
+async def test_a_newcomer_seen_from_a_container_costs_a_moment_and_no_more(
+    launch: Any, driver: FakeDriver
+) -> None:
     driver.shift = HOST
     async with launch(engine()) as running:
         await started(running, driver)
@@ -278,7 +295,9 @@ async def test_a_newcomer_seen_from_a_container_costs_a_moment_and_no_more(launc
         assert not diagnoses(running)
 
 
-async def test_a_number_that_means_another_process_on_the_host_is_not_ours(launch: Any, driver: FakeDriver) -> None:
+async def test_a_number_that_means_another_process_on_the_host_is_not_ours(
+    launch: Any, driver: FakeDriver
+) -> None:
     async with launch(engine()) as running:
         pid = (await running.until("engine", State.HEALTHY)).pid
         assert pid
@@ -380,7 +399,9 @@ async def test_a_driver_that_hangs_holds_up_nobody(
         assert gap(running, "stopping", "stopped") < 2
         await running.client.command(CommandRequest(action="down"))
         assert await running.end() == 130
-    assert [thread.name for thread in threading.enumerate()].count("nvml") == 1, "one hangs, no other is sent after it"
+    assert [thread.name for thread in threading.enumerate()].count("nvml") == 1, (
+        "one hangs, no other is sent after it"
+    )
     free.set()
 
 

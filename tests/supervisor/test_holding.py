@@ -1,4 +1,5 @@
-"""A run holds the ports of its servers: no other user gets one while they are killed, restarted, or still load."""
+"""A run holds the ports of its servers: no other user gets one while they are killed, restarted, or
+still load."""
 
 from __future__ import annotations
 
@@ -29,12 +30,18 @@ def engine(port: int, **fields: Any) -> ComponentSpec:
     """A server on a port that is held for it."""
     health = ready(HttpCheck(url=f"http://127.0.0.1:{port}/"))
     command = script("held_server", port, 0.2)
-    return part("engine", command, port=port, port_held=True, probes=health, restart=OFTEN, **fields)
+    return part(
+        "engine", command, port=port, port_held=True, probes=health, restart=OFTEN, **fields
+    )
 
 
 @needs_another_user
-async def test_no_other_user_gets_the_port_of_an_engine_that_is_killed(launch: Any, free_port: int) -> None:
-    async with launch(part("first", python("import time; time.sleep(.3)")), engine(free_port)) as running:
+async def test_no_other_user_gets_the_port_of_an_engine_that_is_killed(
+    launch: Any, free_port: int
+) -> None:
+    async with launch(
+        part("first", python("import time; time.sleep(.3)")), engine(free_port)
+    ) as running:
         await running.answers()
         with stranger(lambda: squat(free_port, 6.0)) as waiting:
             attempt = 0
@@ -52,10 +59,20 @@ async def test_no_other_user_gets_the_port_of_an_engine_that_is_killed(launch: A
 
 @pytest.mark.slow
 @needs_another_user
-async def test_no_other_user_gets_the_port_of_run_api(launch: Any, free_port: int, tmp_path: Path) -> None:
-    """The very component of a plan; without its port held, the stranger has it after the first kill."""
-    data = {"name": "p", "model": "/models/m", "env": {"module": "json"}, "api": {"port": free_port}}
-    planned = build_stack(parse_profile(data, "p.toml"), tmp_path / "run", run_id="r").component("api")
+async def test_no_other_user_gets_the_port_of_run_api(
+    launch: Any, free_port: int, tmp_path: Path
+) -> None:
+    """The very component of a plan; without its port held, the stranger has it after the first
+    kill."""
+    data = {
+        "name": "p",
+        "model": "/models/m",
+        "env": {"module": "json"},
+        "api": {"port": free_port},
+    }
+    planned = build_stack(parse_profile(data, "p.toml"), tmp_path / "run", run_id="r").component(
+        "api"
+    )
     assert planned is not None
     api = planned.model_copy(update={"restart": OFTEN, "restart_with": []})
     async with launch(api) as running:
@@ -66,8 +83,12 @@ async def test_no_other_user_gets_the_port_of_run_api(launch: Any, free_port: in
         await running.until("api", State.HEALTHY, 2)
 
 
-async def test_a_port_is_held_before_the_first_start_and_while_it_rests(launch: Any, free_port: int) -> None:
-    gate = part("gate", python("import time; time.sleep(600)"), probes=ready())  # never healthy: it prints nothing
+async def test_a_port_is_held_before_the_first_start_and_while_it_rests(
+    launch: Any, free_port: int
+) -> None:
+    gate = part(
+        "gate", python("import time; time.sleep(600)"), probes=ready()
+    )  # never healthy: it prints nothing
     async with launch(gate, engine(free_port, depends_on={"gate": "healthy"})) as running:
         await running.until("gate", State.STARTING)
         assert not is_free(free_port)
@@ -80,8 +101,12 @@ async def test_restarts_by_hand_find_the_port_again(launch: Any, free_port: int)
     async with launch(engine(free_port)) as running:
         for attempt in (1, 2, 3):
             await running.until("engine", State.HEALTHY, attempt)
-            with socket.create_connection(("127.0.0.1", free_port)):  # its end lingers in the kernel
-                await (await running.answers()).command(CommandRequest(action="restart", component="engine"))
+            with socket.create_connection(
+                ("127.0.0.1", free_port)
+            ):  # its end lingers in the kernel
+                await (await running.answers()).command(
+                    CommandRequest(action="restart", component="engine")
+                )
                 await running.until("engine", State.STARTING, attempt + 1)
 
 
@@ -112,7 +137,9 @@ async def test_with_keepers_the_port_is_held_as_well(launch: Any, free_port: int
         await running.until("engine", State.HEALTHY, 2)
 
 
-async def test_the_next_supervisor_holds_it_from_the_first_end_on(tmp_path: Path, free_port: int) -> None:
+async def test_the_next_supervisor_holds_it_from_the_first_end_on(
+    tmp_path: Path, free_port: int
+) -> None:
     """What it adopts listens already, and shares its port with nobody."""
     with background(tmp_path / "run", engine(free_port), survive=True) as first:
         before = await rows_of(first)

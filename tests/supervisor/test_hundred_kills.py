@@ -1,8 +1,8 @@
-"""A hundred SIGKILLs, seeded: of supervisors, components and grandchildren, while a component is in each of the states.
-CI does every pair of state and victim once, `make test-all` four times.
+"""A hundred SIGKILLs, seeded: of supervisors, components and grandchildren, while a component is in
+each of the states. CI does every pair of state and victim once, `make test-all` four times.
 
-Nothing may be left, the states must be right, and so must the exit codes. The check for leftovers is shown to see: a
-planted orphan in a session of its own makes it fail.
+Nothing may be left, the states must be right, and so must the exit codes. The check for leftovers
+is shown to see: a planted orphan in a session of its own makes it fail.
 """
 
 from __future__ import annotations
@@ -48,30 +48,50 @@ class Case:
 
 
 def cases(rounds: int, seed: int) -> list[Case]:
-    """Every pair of state and victim, `rounds` times, in an order and with ends that the seed decides."""
+    """Every pair of state and victim, `rounds` times, in an order and with ends that the seed
+    decides."""
     dice = random.Random(seed)
-    found = [Case(state, victim, dice.choice(ENDS)) for state in State for victim in VICTIMS for _ in range(rounds)]
+    found = [
+        Case(state, victim, dice.choice(ENDS))
+        for state in State
+        for victim in VICTIMS
+        for _ in range(rounds)
+    ]
     dice.shuffle(found)
     return found
 
 
 def stack_for(state: State, folder: Path) -> tuple[ComponentSpec, ComponentSpec]:
-    """`x`, which can be caught in `state`, and `other`, which lives beside it; both have a child of their own."""
+    """`x`, which can be caught in `state`, and `other`, which lives beside it; both have a child of
+    their own."""
     other = part("other", python(PAIR), restart=QUICK, probes=ready(), stop=StopPolicy(grace_s=1.0))
     if state is State.FAILED:
         deaf = script("stubborn", folder / "other")
-        other = part("other", deaf, restart=QUICK, probes=ready(LogCheck(pattern="deaf")), stop=StopPolicy(grace_s=1.5))
+        other = part(
+            "other",
+            deaf,
+            restart=QUICK,
+            probes=ready(LogCheck(pattern="deaf")),
+            stop=StopPolicy(grace_s=1.5),
+        )
     pair = {"command": python(PAIR), "restart": QUICK}
     once = RestartPolicy(policy="always", backoff_s=60, max_backoff_s=60)
     fields = {
         State.PENDING: pair | {"depends_on": {"other": "completed"}},
         State.STARTING: pair | {"probes": ready(LogCheck(pattern="never"))},
         State.HEALTHY: pair | {"probes": ready()},
-        State.UNHEALTHY: pair | {"probes": ready(FileCheck(path=str(folder / "fit")), failure_threshold=1)},
-        State.STOPPING: {"command": script("stubborn", folder / "x"), "stop": StopPolicy(grace_s=1.0)},
+        State.UNHEALTHY: pair
+        | {"probes": ready(FileCheck(path=str(folder / "fit")), failure_threshold=1)},
+        State.STOPPING: {
+            "command": script("stubborn", folder / "x"),
+            "stop": StopPolicy(grace_s=1.0),
+        },
         State.STOPPED: pair,
         State.BACKOFF: {"command": python("raise SystemExit(1)"), "restart": once},
-        State.FAILED: {"command": python("raise SystemExit(9)"), "depends_on": {"other": "healthy"}},
+        State.FAILED: {
+            "command": python("raise SystemExit(9)"),
+            "depends_on": {"other": "healthy"},
+        },
         State.COMPLETED: {"command": python(""), "role": Role.PREPARE},
     }
     return other, part("x", **fields[state])
@@ -82,28 +102,38 @@ async def look(client: ControlClient) -> dict[str, ComponentStatus]:
 
 
 async def bring_to(state: State, client: ControlClient, folder: Path) -> dict[str, ComponentStatus]:
-    """Wait until `x` is in `state`, seeing to it where it does not go there by itself; the rows as they are then."""
+    """Wait until `x` is in `state`, seeing to it where it does not go there by itself; the rows as
+    they are then."""
     if state is State.UNHEALTHY:
         (folder / "fit").touch()
         await until(client, lambda rows: rows["x"].state is State.HEALTHY)
         (folder / "fit").unlink()
     if state in (State.STOPPING, State.STOPPED):
         await until(
-            client, lambda rows: rows["x"].state is State.HEALTHY and (folder / "x").exists() | (state == "stopped")
+            client,
+            lambda rows: (
+                rows["x"].state is State.HEALTHY and (folder / "x").exists() | (state == "stopped")
+            ),
         )
         await client.command(CommandRequest(action="stop", component="x"))
     settled = (State.HEALTHY,) if state is not State.FAILED else (State.STOPPING, State.HEALTHY)
-    return await until(client, lambda rows: rows["x"].state is state and rows["other"].state in settled)
+    return await until(
+        client, lambda rows: rows["x"].state is state and rows["other"].state in settled
+    )
 
 
-async def until(client: ControlClient, condition, timeout_s: float = 20.0) -> dict[str, ComponentStatus]:  # type: ignore[no-untyped-def]
+async def until(
+    client: ControlClient, condition, timeout_s: float = 20.0
+) -> dict[str, ComponentStatus]:  # type: ignore[no-untyped-def]
     rows: dict[str, ComponentStatus] = {}
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             while not condition(rows := await look(client)):
                 await asyncio.sleep(LOOK_S)
             return rows
-    raise AssertionError(f"it did not happen: {[(row.name, row.state, row.reason) for row in rows.values()]}")
+    raise AssertionError(
+        f"it did not happen: {[(row.name, row.state, row.reason) for row in rows.values()]}"
+    )
 
 
 def child_of(pid: int) -> int:
@@ -124,13 +154,17 @@ async def kill(case: Case, supervisor: Background, rows: dict[str, ComponentStat
     return name
 
 
-async def check_states(case: Case, client: ControlClient, name: str, before: dict[str, ComponentStatus]) -> None:
+async def check_states(
+    case: Case, client: ControlClient, name: str, before: dict[str, ComponentStatus]
+) -> None:
     """What the kill must have done, and what it must not have done."""
     if case.state is State.STOPPING:
         await until(client, lambda rows: rows["x"].state is State.STOPPED)
         return
     if case.victim == "leader":
-        rows = await until(client, lambda rows: rows[name].attempt == before[name].attempt + 1 and rows[name].pid)
+        rows = await until(
+            client, lambda rows: rows[name].attempt == before[name].attempt + 1 and rows[name].pid
+        )
         assert rows[name].restarts == before[name].restarts + 1
     else:
         await asyncio.sleep(0.1)
@@ -161,7 +195,8 @@ async def end(case: Case, supervisor: Background, client: ControlClient) -> int:
 
 
 async def nothing_left(supervisor: Background) -> None:
-    """No process of the run is there any more; the guard of a killed supervisor gets three seconds."""
+    """No process of the run is there any more; the guard of a killed supervisor gets three
+    seconds."""
     await wait_until(lambda: not supervisor.left(), 3, every_s=LOOK_S)
 
 
@@ -212,7 +247,8 @@ async def test_kills_in_every_state_leave_nothing(tmp_path: Path, rounds: int) -
 
 
 async def test_the_check_sees_a_planted_orphan(tmp_path: Path) -> None:
-    """The last check of every case fails when there is something to see; nobody else would, once the guard has left."""
+    """The last check of every case fails when there is something to see; nobody else would, once
+    the guard has left."""
     with background(tmp_path / "run", part("one")) as supervisor:
         await supervisor.ready()
         supervisor.process.terminate()

@@ -1,4 +1,5 @@
-"""Keepers: no byte is lost and no exit forgotten, whoever is killed when: supervisors, guards, keepers themselves."""
+"""Keepers: no byte is lost and no exit forgotten, whoever is killed when: supervisors, guards,
+keepers themselves."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ while True:
 
 async def test_a_flood_is_not_lost_whoever_is_killed_when(tmp_path: Path) -> None:
     """Supervisors die one after the other, some while they adopt; every line is there once."""
-    with background(tmp_path / "run", part("one", python(FLOOD), probes=ready()), survive=True) as first:
+    with background(
+        tmp_path / "run", part("one", python(FLOOD), probes=ready()), survive=True
+    ) as first:
         before = await rows_of(first)
         kill(first)
         for delay_s in (0.05, 0.2, 0.3, 0.35, 0.4, 0.45, 0.6):
@@ -67,9 +70,17 @@ async def test_a_flood_is_not_lost_whoever_is_killed_when(tmp_path: Path) -> Non
 
 
 async def test_lines_that_rotation_dropped_are_remembered(tmp_path: Path) -> None:
-    """The probe's line and the stage's are long gone from the log when the next supervisor comes."""
-    talk = part("talk", python(COUNT.format(0)), probes=ready(), stages=[Stage(name="first", pattern="^line 3$")])
-    with background(tmp_path / "run", talk, survive=True, logs=LogPolicy(max_bytes=20_000)) as first:
+    """The probe's line and the stage's are long gone from the log when the next supervisor
+    comes."""
+    talk = part(
+        "talk",
+        python(COUNT.format(0)),
+        probes=ready(),
+        stages=[Stage(name="first", pattern="^line 3$")],
+    )
+    with background(
+        tmp_path / "run", talk, survive=True, logs=LogPolicy(max_bytes=20_000)
+    ) as first:
         before = await rows_of(first)
         log = first.run.log("talk", 1)
         await wait_until(lambda: any("dropped" in line for line in last_lines(log, 10_000)))
@@ -101,7 +112,9 @@ async def test_the_guard_dies_with_the_supervisor(tmp_path: Path) -> None:
         second = successor(first)
         same_processes(before, await rows_of(second))
         kill(second)
-        await wait_until(lambda: {(one.component, one.adoptable) for one in first.left()} == {("one", True)})
+        await wait_until(
+            lambda: {(one.component, one.adoptable) for one in first.left()} == {("one", True)}
+        )
         assert before["one"].pid in {one.pid for one in first.left()}
         tracker.reap_leftovers(first.stack.run_id, ProcessTable.load(first.run.journal_json))
         assert first.left() == []
@@ -109,7 +122,9 @@ async def test_the_guard_dies_with_the_supervisor(tmp_path: Path) -> None:
 
 
 async def test_a_killed_keeper_is_a_crash_of_its_component(tmp_path: Path) -> None:
-    with background(tmp_path / "run", part("one", restart=QUICK), part("two"), survive=True) as first:
+    with background(
+        tmp_path / "run", part("one", restart=QUICK), part("two"), survive=True
+    ) as first:
         before = await rows_of(first)
         keeper = procfs.read(before["one"].pid or 0)
         assert keeper is not None
@@ -117,7 +132,9 @@ async def test_a_killed_keeper_is_a_crash_of_its_component(tmp_path: Path) -> No
         os.kill(keeper.ppid, signal.SIGKILL)
         await wait_until(lambda: ("starting", 2, "attempt 2") in steps(first, "one"))
         assert not alive(before["one"].pid or 0)
-        await wait_until(lambda: journaled(first, "one") == 2)  # the next one can only know what is written
+        await wait_until(
+            lambda: journaled(first, "one") == 2
+        )  # the next one can only know what is written
         kill(first)
         for one in first.left():
             if one.component == "one":
@@ -127,7 +144,9 @@ async def test_a_killed_keeper_is_a_crash_of_its_component(tmp_path: Path) -> No
             after = await rows_of(second)
             same_processes(before, after, "two")
             assert after["one"].restarts == 1
-            assert "adopted; it has no health check" not in [reason for _, _, reason in steps(second, "one")]
+            assert "adopted; it has no health check" not in [
+                reason for _, _, reason in steps(second, "one")
+            ]
             await down(second)
 
 
@@ -138,17 +157,28 @@ def journaled(supervisor: Background, name: str) -> int:
     return entry.attempt if entry else 0
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
+)
 async def test_disorder_under_one_supervisor_after_the_other(tmp_path: Path, seed: int) -> None:
-    """Commands and SIGKILLs, of keepers too; then of the supervisor, in whatever state all is; then the next one."""
+    """Commands and SIGKILLs, of keepers too; then of the supervisor, in whatever state all is; then
+    the next one."""
     dice = random.Random(seed)
     always = RestartPolicy(policy="always", backoff_s=0.01, max_backoff_s=0.05, max_restarts=1000)
     parts = (
-        part("engine", script("stubborn", tmp_path / "engine"), restart=always, restart_with=["trainer"]),
+        part(
+            "engine",
+            script("stubborn", tmp_path / "engine"),
+            restart=always,
+            restart_with=["trainer"],
+        ),
         part("trainer", restart=always, depends_on={"engine": "healthy"}, probes=ready()),
         part("env", script("escapes", tmp_path / "env", 600, "marked"), restart=always),
     )
-    with background(tmp_path / "run", *parts, survive=True) as first, contextlib.ExitStack() as at_the_end:
+    with (
+        background(tmp_path / "run", *parts, survive=True) as first,
+        contextlib.ExitStack() as at_the_end,
+    ):
         supervisor = first
         for _ in range(4):
             client = await supervisor.answers()
@@ -164,11 +194,16 @@ async def test_disorder_under_one_supervisor_after_the_other(tmp_path: Path, see
 
 
 async def test_the_last_words_are_in_the_log(tmp_path: Path) -> None:
-    """It prints more than any pipe holds, and is gone before that was read; then its keeper is gone, too."""
+    """It prints more than any pipe holds, and is gone before that was read; then its keeper is
+    gone, too."""
     code = "for i in range(300_000): print('line', i)\nprint('up')"
-    with background(tmp_path / "run", part("talks", python(code)), part("stays"), survive=True) as supervisor:
+    with background(
+        tmp_path / "run", part("talks", python(code)), part("stays"), survive=True
+    ) as supervisor:
         await supervisor.answers()
-        await wait_until(lambda: [new for new, _, _ in steps(supervisor, "talks")][-1:] == ["completed"], 30)
+        await wait_until(
+            lambda: [new for new, _, _ in steps(supervisor, "talks")][-1:] == ["completed"], 30
+        )
         lines = supervisor.run.log("talks", 1).read_text().splitlines()
         assert lines == [*(f"line {number}" for number in range(300_000)), "up"]
         assert {one.component for one in supervisor.left() if one.adoptable} == {"stays"}
@@ -183,18 +218,24 @@ async def test_killed_spares_are_replaced(tmp_path: Path) -> None:
         await rows_of(supervisor)
         client = await supervisor.ready()
         for attempt in (2, 3):
-            await wait_until(lambda: len([one for one in supervisor.left() if not one.component]) == 1)
+            await wait_until(
+                lambda: len([one for one in supervisor.left() if not one.component]) == 1
+            )
             (spare,) = (one for one in supervisor.left() if not one.component)
             os.kill(spare.pid, signal.SIGKILL)
             await client.command(CommandRequest(action="restart", component="one"))
             await wait_until(
-                lambda: ("healthy", attempt, "started; it has no health check") in steps(supervisor, "one")  # noqa: B023
+                lambda: (
+                    ("healthy", attempt, "started; it has no health check")  # noqa: B023
+                    in steps(supervisor, "one")
+                )
             )
         await down(supervisor)
 
 
 async def test_a_keeper_serves_the_last_who_greets_it(tmp_path: Path) -> None:
-    """One that says something else is turned away; a new supervisor takes the place of one that still hangs about."""
+    """One that says something else is turned away; a new supervisor takes the place of one that
+    still hangs about."""
     run = RunDir(tmp_path / "run")
     run.create()
     notes = {"token": "t", "socket": "s"}
@@ -206,10 +247,14 @@ async def test_a_keeper_serves_the_last_who_greets_it(tmp_path: Path) -> None:
             stranger.connect(f"\0{first.address}")
             socket.send_fds(stranger, [b"hello\n"], [stranger.fileno()])
             assert stranger.recv(64) == b"", "closed without a word"
-        printed = b"".join(payload for kind, payload in first.rest if kind == "output")  # came with the greeting
+        printed = b"".join(
+            payload for kind, payload in first.rest if kind == "output"
+        )  # came with the greeting
         while printed.count(b"\n") < 3:
             printed += first.line.receive(5)[1]
-        assert printed.startswith(b"['0', '1', '2', '3']\nup\nline 0\n"), "it inherits nothing (3 lists the folder)"
+        assert printed.startswith(b"['0', '1', '2', '3']\nup\nline 0\n"), (
+            "it inherits nothing (3 lists the folder)"
+        )
         second = keeper_launcher.attach(first.address)
         assert (second.pid, second.ticks, second.notes) == (first.pid, first.ticks, notes)
         with pytest.raises(ConnectionClosedError):  # the first is let go
@@ -239,7 +284,9 @@ def test_the_line_needs_no_socket(tmp_path: Path) -> None:
         "keeper.begin(Connection(*map(int, sys.argv[1:])), listener)"
     )
     command = [sys.executable, "-c", program, str(there[0]), str(ours[1])]
-    keeper = subprocess.Popen(command, pass_fds=(there[0], ours[1]), env={"ATROPOS_RUN_ID": "line-test"})
+    keeper = subprocess.Popen(
+        command, pass_fds=(there[0], ours[1]), env={"ATROPOS_RUN_ID": "line-test"}
+    )
     os.close(there[0])
     os.close(ours[1])
     line = Connection(ours[0], there[1])
@@ -261,5 +308,8 @@ def test_the_line_needs_no_socket(tmp_path: Path) -> None:
         tracker.reap_leftovers("line-test")
     assert [kind for kind, _ in frames if kind != "output"] == ["kept", "notes", "ready", "exit"]
     assert dict(frames)["exit"] == b"7"
-    assert b"".join(payload for kind, payload in frames if kind == "output") == b"x" * 2_000_000 + b"\n"
+    assert (
+        b"".join(payload for kind, payload in frames if kind == "output")
+        == b"x" * 2_000_000 + b"\n"
+    )
     assert (tmp_path / "1.log").read_bytes() == b"x" * 2_000_000 + b"\n"

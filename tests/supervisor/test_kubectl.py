@@ -1,4 +1,5 @@
-"""Components in pods, with a program in kubectl's place: it takes what kubectl takes, and runs the command here."""
+"""Components in pods, with a program in kubectl's place: it takes what kubectl takes, and runs the
+command here."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
     return place
 
 
-async def test_a_component_in_a_pod(launch: Callable[..., Any], kubectl: Callable[[str], Place]) -> None:
+async def test_a_component_in_a_pod(
+    launch: Callable[..., Any], kubectl: Callable[[str], Place]
+) -> None:
     job = part("one", python("import os; print('in', os.environ['ATROPOS_COMPONENT'])")).model_copy(
         update={"place": kubectl("infer-0")}
     )
@@ -56,7 +59,9 @@ async def test_a_component_in_a_pod(launch: Callable[..., Any], kubectl: Callabl
         assert (await running.client.status()).components[0].node == "infer"
 
 
-async def test_what_kubectl_says_is_explained(kubectl: Callable[[str], Place], tmp_path: Path) -> None:
+async def test_what_kubectl_says_is_explained(
+    kubectl: Callable[[str], Place], tmp_path: Path
+) -> None:
     node = Node(name="infer", host="infer-9", address="127.0.0.1")
     (check,) = await examine([Target(node, kubectl("infer-9"))], tmp_path, collectives=False)
     assert check.verdict == "fail" and "kubectl cannot run a command in the pod" in check.found

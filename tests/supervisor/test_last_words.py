@@ -1,4 +1,5 @@
-"""A run that ends on a full disk has an end, a guard that cannot live is reported, a socket always has a folder."""
+"""A run that ends on a full disk has an end, a guard that cannot live is reported, a socket always
+has a folder."""
 
 from __future__ import annotations
 
@@ -29,25 +30,37 @@ def full(*_: object, **__: object) -> None:
 
 
 @pytest.mark.parametrize("reason", ["trainer: exit code 7", "x" * 100_000])
-def test_a_result_has_its_room_from_the_start(reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_has_its_room_from_the_start(
+    reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = RunDir(tmp_path).result_json
     reserve(path)
     assert not path.exists()
     monkeypatch.setattr(store, "write_private", full)
-    RunResult(exit_code=3, reason=reason, component="trainer", last_lines=["y" * 5000] * 40).write(path)
+    RunResult(exit_code=3, reason=reason, component="trainer", last_lines=["y" * 5000] * 40).write(
+        path
+    )
     result = RunResult.load(path)
     assert result is not None and (result.exit_code, result.component) == (3, "trainer")
-    assert result.reason[:10] == reason[:10] and [file.name for file in tmp_path.iterdir()] == ["result.json"]
+    assert result.reason[:10] == reason[:10] and [file.name for file in tmp_path.iterdir()] == [
+        "result.json"
+    ]
 
 
 async def test_a_run_that_ends_on_a_full_disk_has_an_end(tmp_path: Path, launch: Any) -> None:
     """`ps` said that it had crashed, whatever its exit code, component and cause."""
     with mounted(tmp_path / "run", "size=400k"):
-        fails = part("trainer", python("import time; print('up', flush=True); time.sleep(1.5); raise SystemExit(7)"),
-                     probes=ready())  # fmt: skip
+        fails = part(
+            "trainer",
+            python("import time; print('up', flush=True); time.sleep(1.5); raise SystemExit(7)"),
+            probes=ready(),
+        )
         async with launch(fails) as running:
             await running.until("trainer", State.HEALTHY)
-            with pytest.raises(OSError, match="No space left"), (tmp_path / "run/fill").open("wb") as file:
+            with (
+                pytest.raises(OSError, match="No space left"),
+                (tmp_path / "run/fill").open("wb") as file,
+            ):
                 while True:
                     file.write(bytes(512))
                     file.flush()
@@ -62,15 +75,24 @@ async def test_a_run_that_ends_on_a_full_disk_has_an_end(tmp_path: Path, launch:
 
 @pytest.mark.parametrize(
     ("role", "new", "said"),
-    [(Role.ENGINE, "failed", "vllm had failed: exit code 3"), (Role.TRAINER, "completed", "the trainer had finished")],
+    [
+        (Role.ENGINE, "failed", "vllm had failed: exit code 3"),
+        (Role.TRAINER, "completed", "the trainer had finished"),
+    ],
 )
-def test_without_a_result_the_journal_tells_the_end(role: Role, new: str, said: str, tmp_path: Path) -> None:
+def test_without_a_result_the_journal_tells_the_end(
+    role: Role, new: str, said: str, tmp_path: Path
+) -> None:
     run = RunDir(tmp_path)
-    run.plan_json.write_text(json.dumps({"components": [{"name": "vllm", "role": role.value, "command": ["x"]}]}))
+    run.plan_json.write_text(
+        json.dumps({"components": [{"name": "vllm", "role": role.value, "command": ["x"]}]})
+    )
     run.run_json.write_text('{"run_id": "r-1", "name": "r", "started_at": 1}')
     journal = Journal(run.supervisor_jsonl, "r-1")
     for old, state in (("pending", "starting"), ("starting", new)):
-        journal.append(StateRecord(component="vllm", role=role.value, old=old, new=state, reason="exit code 3"))
+        journal.append(
+            StateRecord(component="vllm", role=role.value, old=old, new=state, reason="exit code 3")
+        )
     journal.close()
     info, state, _ = load_run(run.root)
     assert said in status_from_files(run, info, state).reason
@@ -111,7 +133,9 @@ async def test_a_stopped_guard_loses_no_note(tmp_path: Path) -> None:
     assert not kept.exists()
 
 
-async def test_the_diagnosis_of_a_guard_that_dies(launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_diagnosis_of_a_guard_that_dies(
+    launch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(guard, "AGAIN_S", 0.2)
     monkeypatch.setattr(guard, "MAX_DEATHS", 0)
     made: list[Guard] = []
@@ -124,8 +148,13 @@ async def test_the_diagnosis_of_a_guard_that_dies(launch: Any, monkeypatch: pyte
         async with asyncio.timeout(10):
             while len(found) < 2:
                 await asyncio.sleep(0.02)
-                found = [record for record in running.records if isinstance(record, DiagnosisRecord)]
-        assert [(record.rule, record.over) for record in found] == [("guard_dies", False), ("guard_dies", True)]
+                found = [
+                    record for record in running.records if isinstance(record, DiagnosisRecord)
+                ]
+        assert [(record.rule, record.over) for record in found] == [
+            ("guard_dies", False),
+            ("guard_dies", True),
+        ]
 
 
 def test_another_user_who_made_the_folder_of_sockets_does_not_keep_runs_from_beginning(
@@ -142,6 +171,9 @@ def test_another_user_who_made_the_folder_of_sockets_does_not_keep_runs_from_beg
     theirs.chmod(0o777)
     try:
         folder = client.socket_folder()
-        assert folder == Path(f"/tmp/at-{os.getpid()}/atropos-tui/sockets") and folder.stat().st_mode & 0o777 == 0o700
+        assert (
+            folder == Path(f"/tmp/at-{os.getpid()}/atropos-tui/sockets")
+            and folder.stat().st_mode & 0o777 == 0o700
+        )
     finally:
         shutil.rmtree(f"/tmp/at-{os.getpid()}")

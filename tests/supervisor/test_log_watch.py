@@ -1,4 +1,5 @@
-"""Log checks see lines as a person does: coloured, overwritten, unfinished, and behind a long progress bar."""
+"""Log checks see lines as a person does: coloured, overwritten, unfinished, and behind a long
+progress bar."""
 
 from __future__ import annotations
 
@@ -13,7 +14,10 @@ from atropos_tui.supervisor import log_watch
 from atropos_tui.supervisor.log_watch import LineWatch
 from tests.supervisor.harness import part, python, ready
 
-PRINTS = "import sys, time; print(end=sys.argv[1].encode().decode('unicode_escape'), flush=True); time.sleep(600)"
+PRINTS = (
+    "import sys, time; print(end=sys.argv[1].encode().decode('unicode_escape'), flush=True); "
+    "time.sleep(600)"
+)
 BAR = """
 import sys, time
 for i in range(1200):
@@ -33,10 +37,14 @@ time.sleep(600)
         (r"\033]8;;http://x\033\\ready\033]8;;\033\\\n", "^ready$"),
     ],
 )
-async def test_a_component_is_ready_by_the_line_that_a_person_sees(printed: str, pattern: str, launch: Any) -> None:
+async def test_a_component_is_ready_by_the_line_that_a_person_sees(
+    printed: str, pattern: str, launch: Any
+) -> None:
     """None of them became healthy; the run ended, and its diagnosis quoted the line."""
     probes = ready(LogCheck(pattern=pattern))
-    async with launch(part("x", python(PRINTS, printed), probes=probes, start_timeout_s=8)) as running:
+    async with launch(
+        part("x", python(PRINTS, printed), probes=probes, start_timeout_s=8)
+    ) as running:
         await running.until("x", State.HEALTHY)
 
 

@@ -1,4 +1,5 @@
-"""Children that do not want to go: stopped means that no process of the set is left, whatever they tried."""
+"""Children that do not want to go: stopped means that no process of the set is left, whatever they
+tried."""
 
 from __future__ import annotations
 
@@ -19,7 +20,12 @@ from tests.supervisor.harness import alive, part, pids_in, python, ready, script
 @pytest.mark.launchers("direct", "keeper", "remote")
 async def test_ignores_term_is_killed_after_the_grace(launch: Any, tmp_path: Path) -> None:
     pidfile = tmp_path / "pids"
-    deaf = part("deaf", script("stubborn", pidfile), stop=StopPolicy(grace_s=0.4), probes=ready(_says("deaf")))
+    deaf = part(
+        "deaf",
+        script("stubborn", pidfile),
+        stop=StopPolicy(grace_s=0.4),
+        probes=ready(_says("deaf")),
+    )
     async with launch(deaf) as running:
         await running.until("deaf", State.HEALTHY)
         pids = await pids_in(pidfile)
@@ -37,7 +43,9 @@ async def test_ignores_term_is_killed_after_the_grace(launch: Any, tmp_path: Pat
 
 
 @pytest.mark.launchers("direct", "keeper", "remote")
-async def test_what_a_dead_parent_leaves_is_ended_before_it_counts_as_gone(launch: Any, tmp_path: Path) -> None:
+async def test_what_a_dead_parent_leaves_is_ended_before_it_counts_as_gone(
+    launch: Any, tmp_path: Path
+) -> None:
     pidfile = tmp_path / "pids"
     async with launch(part("parent", script("forks_and_exits", pidfile, 7))) as running:
         assert await running.end() == 3
@@ -52,15 +60,20 @@ async def test_what_a_dead_parent_leaves_is_ended_before_it_counts_as_gone(launc
 async def test_a_held_pipe_does_not_hold_the_supervisor(launch: Any, tmp_path: Path) -> None:
     """The leader goes at once; a child of it keeps stdout open and would for ten minutes."""
     began = time.monotonic()
-    async with launch(part("parent", script("forks_and_exits", tmp_path / "pids", 0), ends_run=True)) as running:
+    async with launch(
+        part("parent", script("forks_and_exits", tmp_path / "pids", 0), ends_run=True)
+    ) as running:
         assert await running.end() == 0
     assert time.monotonic() - began < 5
 
 
 @pytest.mark.parametrize("environment", ["marked", "clean"])
 @pytest.mark.launchers("direct")
-async def test_double_fork_into_a_new_session(launch: Any, tmp_path: Path, environment: str) -> None:
-    """Found by the marker; without the marker, because it is an orphan that only we can have adopted."""
+async def test_double_fork_into_a_new_session(
+    launch: Any, tmp_path: Path, environment: str
+) -> None:
+    """Found by the marker; without the marker, because it is an orphan that only we can have
+    adopted."""
     pidfile = tmp_path / "pids"
     daemon = part("daemon", script("escapes", pidfile, 600, environment))
     async with launch(daemon) as running:
@@ -78,14 +91,17 @@ async def test_double_fork_into_a_new_session(launch: Any, tmp_path: Path, envir
 
 
 async def test_once_seen_as_a_member_always_a_member(launch: Any, tmp_path: Path) -> None:
-    """A grandchild that `ps` has listed cleans its environment, leaves the session, loses its parent, and is ended."""
+    """A grandchild that `ps` has listed cleans its environment, leaves the session, loses its
+    parent, and is ended."""
     pidfile, flag = tmp_path / "pids", tmp_path / "flag"
     async with launch(part("parent", script("slips_away", pidfile, flag))) as running:
         client = await running.answers()
         leader, middle, grandchild = await pids_in(pidfile)
         assert set((await client.status()).components[0].pids) == {leader, middle, grandchild}
         flag.touch()
-        await wait_until(lambda: (row := procfs.read(grandchild)) is not None and row.ppid == os.getpid())
+        await wait_until(
+            lambda: (row := procfs.read(grandchild)) is not None and row.ppid == os.getpid()
+        )
         assert not procfs.environ(grandchild)
         await client.command(CommandRequest(action="stop", component="parent"))
         await running.until("parent", State.STOPPED)
@@ -94,11 +110,17 @@ async def test_once_seen_as_a_member_always_a_member(launch: Any, tmp_path: Path
 
 @pytest.mark.launchers("direct")
 async def test_exits_while_starting(launch: Any) -> None:
-    async with launch(part("dies", python("raise SystemExit('no such thing')"), probes=ready())) as running:
+    async with launch(
+        part("dies", python("raise SystemExit('no such thing')"), probes=ready())
+    ) as running:
         assert await running.end() == 3
         assert running.path("dies") == ["starting", "failed"]
         result = running.result()
-        assert (result.exit_code, result.component, result.last_lines) == (3, "dies", ["no such thing"])
+        assert (result.exit_code, result.component, result.last_lines) == (
+            3,
+            "dies",
+            ["no such thing"],
+        )
 
 
 async def test_cannot_start(launch: Any) -> None:
@@ -112,7 +134,10 @@ async def test_cannot_start(launch: Any) -> None:
 async def test_missing_variable_and_missing_folder(launch: Any) -> None:
     async with launch(part("poor", env={"KEY": "${NOT_SET_ANYWHERE}"})) as running:
         assert await running.end() == 3
-        assert "environment variable NOT_SET_ANYWHERE is not set (used in poor: env.KEY)" in running.result().reason
+        assert (
+            "environment variable NOT_SET_ANYWHERE is not set (used in poor: env.KEY)"
+            in running.result().reason
+        )
     (running.run.root / "supervisor.jsonl").unlink()
     async with launch(part("lost", cwd="/no/such/folder")) as running:
         assert await running.end() == 3
@@ -128,7 +153,8 @@ async def test_reports_the_kernels_view_of_a_crash(launch: Any) -> None:
 
 
 async def test_crash_is_noticed_at_once(launch: Any) -> None:
-    """From SIGKILL to the journaled, published transition; several times, since another process may have the cores."""
+    """From SIGKILL to the journaled, published transition; several times, since another process may
+    have the cores."""
     often = RestartPolicy(policy="always", backoff_s=0.02, max_backoff_s=0.05, max_restarts=10)
     took = []
     async with launch(part("victim", restart=often)) as running:
@@ -137,7 +163,9 @@ async def test_crash_is_noticed_at_once(launch: Any) -> None:
             assert pid
             began = time.time()
             os.kill(pid, signal.SIGKILL)
-            took.append((await running.until("victim", State.BACKOFF, attempt=attempt)).time - began)
+            took.append(
+                (await running.until("victim", State.BACKOFF, attempt=attempt)).time - began
+            )
     assert min(took) < 0.1, took  # usually 5-15 ms
 
 

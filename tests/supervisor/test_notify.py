@@ -1,4 +1,5 @@
-"""`[notify]` over real sockets: what is posted, and that no server, however bad, holds up the run."""
+"""`[notify]` over real sockets: what is posted, and that no server, however bad, holds up the
+run."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ FAILS = python("import sys; print('boom <!channel>', flush=True); sys.exit(7)")
 
 
 class Receiver:
-    """A webhook on a real port: `answers` gives the status of each try, the last one for all further ones."""
+    """A webhook on a real port: `answers` gives the status of each try, the last one for all
+    further ones."""
 
     def __init__(self, *answers: int, delay_s: float = 0.0) -> None:
         self.bodies: list[dict[str, Any]] = []
@@ -84,7 +86,12 @@ def stack_of(tmp_path: Path, policy: NotifyPolicy, *components: ComponentSpec) -
     run_id = f"notify-{os.getpid()}-{time.monotonic_ns()}"
     run_dir = str(tmp_path / "run")
     return StackSpec(
-        run_id=run_id, name="weekly", mode="none", run_dir=run_dir, components=list(components), notify=policy
+        run_id=run_id,
+        name="weekly",
+        mode="none",
+        run_dir=run_dir,
+        components=list(components),
+        notify=policy,
     )
 
 
@@ -103,16 +110,32 @@ def undelivered(running: Running) -> list[DiagnosisRecord]:
     return [row for row in rows if "notif" in row.title]
 
 
-async def test_a_failure_is_posted_once_with_everything_a_reader_needs(tmp_path: Path, receiver: Any) -> None:
+async def test_a_failure_is_posted_once_with_everything_a_reader_needs(
+    tmp_path: Path, receiver: Any
+) -> None:
     hook = receiver()
-    stack = stack_of(tmp_path, NotifyPolicy(webhook=hook.url), part("trainer", FAILS), part("other"))
+    stack = stack_of(
+        tmp_path, NotifyPolicy(webhook=hook.url), part("trainer", FAILS), part("other")
+    )
     running, code, _ = await run_to_its_end(stack)
     assert code == 3 and undelivered(running) == []
     (body,) = hook.bodies
-    expected = {"run_id": stack.run_id, "name": "weekly", "event": "failed", "component": "trainer", "exit_code": 3}
+    expected = {
+        "run_id": stack.run_id,
+        "name": "weekly",
+        "event": "failed",
+        "component": "trainer",
+        "exit_code": 3,
+    }
     assert {key: body[key] for key in expected} == expected
-    assert body["run_dir"] == stack.run_dir and body["host"] and abs(body["time"] - time.time()) < 30
-    assert "exit code 7" in body["reason"] and "exit code 7" in body["text"] and "exit code 7" in body["content"]
+    assert (
+        body["run_dir"] == stack.run_dir and body["host"] and abs(body["time"] - time.time()) < 30
+    )
+    assert (
+        "exit code 7" in body["reason"]
+        and "exit code 7" in body["text"]
+        and "exit code 7" in body["content"]
+    )
     assert "<!channel>" not in body["text"], "a log line must not call everybody on Slack"
     assert body["allowed_mentions"] == {"parse": []}
 
@@ -120,7 +143,9 @@ async def test_a_failure_is_posted_once_with_everything_a_reader_needs(tmp_path:
 async def test_done_is_told_and_a_stop_by_hand_is_not(tmp_path: Path, receiver: Any) -> None:
     hook = receiver()
     quick = part("trainer", python("pass"), ends_run=True)
-    _, code, _ = await run_to_its_end(stack_of(tmp_path / "a", NotifyPolicy(webhook=hook.url), quick))
+    _, code, _ = await run_to_its_end(
+        stack_of(tmp_path / "a", NotifyPolicy(webhook=hook.url), quick)
+    )
     assert code == 0 and [body["event"] for body in hook.bodies] == ["done"]
     assert hook.bodies[0]["exit_code"] == 0
     only = NotifyPolicy(webhook=hook.url, on=("failed",))
@@ -134,26 +159,38 @@ async def test_done_is_told_and_a_stop_by_hand_is_not(tmp_path: Path, receiver: 
     assert len(hook.bodies) == 1
 
 
-async def test_a_server_that_recovers_gets_it_on_the_third_try(tmp_path: Path, receiver: Any) -> None:
+async def test_a_server_that_recovers_gets_it_on_the_third_try(
+    tmp_path: Path, receiver: Any
+) -> None:
     hook = receiver(500, 503, 200)
-    running, _, after = await run_to_its_end(stack_of(tmp_path, NotifyPolicy(webhook=hook.url), part("x", FAILS)))
+    running, _, after = await run_to_its_end(
+        stack_of(tmp_path, NotifyPolicy(webhook=hook.url), part("x", FAILS))
+    )
     assert len(hook.bodies) == 3 and undelivered(running) == []
     assert after < 5
 
 
 @pytest.mark.parametrize(("answer", "tries"), [(500, 3), (404, 1), (302, 1)])
-async def test_a_refusal_is_a_diagnosis(tmp_path: Path, receiver: Any, answer: int, tries: int) -> None:
+async def test_a_refusal_is_a_diagnosis(
+    tmp_path: Path, receiver: Any, answer: int, tries: int
+) -> None:
     """A redirect is not followed: it would carry the report to somewhere else."""
     hook = receiver(answer)
-    running, code, after = await run_to_its_end(stack_of(tmp_path, NotifyPolicy(webhook=hook.url), part("x", FAILS)))
+    running, code, after = await run_to_its_end(
+        stack_of(tmp_path, NotifyPolicy(webhook=hook.url), part("x", FAILS))
+    )
     (said,) = undelivered(running)
     assert code == 3 and str(answer) in said.evidence and said.fix
     assert len(hook.bodies) == tries and after < 5
 
 
-async def test_a_dead_server_costs_two_seconds_and_no_exit_code(tmp_path: Path, free_port: int) -> None:
+async def test_a_dead_server_costs_two_seconds_and_no_exit_code(
+    tmp_path: Path, free_port: int
+) -> None:
     url = f"http://127.0.0.1:{free_port}/{SECRET}"
-    running, code, after = await run_to_its_end(stack_of(tmp_path, NotifyPolicy(webhook=url), part("x", FAILS)))
+    running, code, after = await run_to_its_end(
+        stack_of(tmp_path, NotifyPolicy(webhook=url), part("x", FAILS))
+    )
     (said,) = undelivered(running)
     assert code == 3 and "ConnectError" in said.evidence and after < 4
 
@@ -174,14 +211,18 @@ async def test_a_server_that_never_answers_is_left_after_ten_seconds(
                     connection.sendall(b"H")
 
         threading.Thread(target=drip, daemon=True).start()
-        running, code, after = await run_to_its_end(stack_of(tmp_path, NotifyPolicy(webhook=url), part("x", FAILS)))
+        running, code, after = await run_to_its_end(
+            stack_of(tmp_path, NotifyPolicy(webhook=url), part("x", FAILS))
+        )
         over.set()
     (said,) = undelivered(running)
     assert code == 3 and "no answer within 1 s" in said.evidence
     assert 0.9 < after < 3
 
 
-async def test_an_answer_that_drips_is_given_up_at_every_try(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_answer_that_drips_is_given_up_at_every_try(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(notify, "TRY_S", 0.3)
     monkeypatch.setattr(notify, "PAUSES_S", (0.01, 0.01))
     tries = 0
@@ -207,7 +248,10 @@ async def test_the_run_is_not_held_up_while_it_is_told(tmp_path: Path, receiver:
     hook = receiver(delay_s=1.0)
     deaf = part(
         "deaf",
-        python("import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"),
+        python(
+            "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', "
+            "flush=True); time.sleep(60)"
+        ),
     )
     slow = deaf.model_copy(update={"stop": deaf.stop.model_copy(update={"grace_s": 1.5})})
     fails = python("import sys, time; time.sleep(0.5); sys.exit(7)")
@@ -226,14 +270,20 @@ async def test_the_address_is_written_nowhere(
     with caplog.at_level(logging.DEBUG):
         running, _, _ = await run_to_its_end(stack)
     assert hook.paths[0].endswith(SECRET), "it was resolved"
-    written = "".join(path.read_text(errors="replace") for path in running.run.root.rglob("*") if path.is_file())
+    written = "".join(
+        path.read_text(errors="replace") for path in running.run.root.rglob("*") if path.is_file()
+    )
     assert SECRET not in written + caplog.text and len(undelivered(running)) == 1
     plain = stack_of(tmp_path, NotifyPolicy(webhook=hook.url), part("x"))
     assert SECRET not in json.dumps(redacted(plain)) and "${MY_HOOK}" in json.dumps(redacted(stack))
 
 
-@pytest.mark.parametrize(("webhook", "evidence"), [("${NO_SUCH_HOOK}", "NO_SUCH_HOOK is not set"), ("ftp://x", "http")])
-async def test_an_address_that_cannot_be_used_is_said_at_the_start(tmp_path: Path, webhook: str, evidence: str) -> None:
+@pytest.mark.parametrize(
+    ("webhook", "evidence"), [("${NO_SUCH_HOOK}", "NO_SUCH_HOOK is not set"), ("ftp://x", "http")]
+)
+async def test_an_address_that_cannot_be_used_is_said_at_the_start(
+    tmp_path: Path, webhook: str, evidence: str
+) -> None:
     stack = stack_of(tmp_path, NotifyPolicy(webhook=webhook), part("x", FAILS))
     running, code, _ = await run_to_its_end(stack)
     first = running.records[0]
@@ -253,11 +303,15 @@ def mismatch() -> DiagnosisRecord:
     )
 
 
-async def test_a_mismatch_is_told_at_once_but_not_at_every_step(tmp_path: Path, receiver: Any) -> None:
+async def test_a_mismatch_is_told_at_once_but_not_at_every_step(
+    tmp_path: Path, receiver: Any
+) -> None:
     hook = receiver()
     stack = stack_of(tmp_path, NotifyPolicy(webhook=hook.url), part("trainer"))
     RunDir(tmp_path / "run").create()
-    with contextlib.closing(Journal(tmp_path / "run" / "supervisor.jsonl", stack.run_id)) as journal:
+    with contextlib.closing(
+        Journal(tmp_path / "run" / "supervisor.jsonl", stack.run_id)
+    ) as journal:
         store = Store(stack, journal)
         notifier = notify.Notifier(stack, store, lambda: None)
         await asyncio.sleep(0)
@@ -278,9 +332,17 @@ def test_the_screen_rings_for_what_it_sees_happen(tmp_path: Path) -> None:
     stack = stack_of(tmp_path, NotifyPolicy(bell=True), part("trainer"))
     run.plan_json.write_text(json.dumps(redacted(stack)))
     fresh, old = (mismatch().model_copy(update={"time": when}) for when in (1000.0, 900.0))
-    assert Bell(run).at_records([old, fresh], now=1001.0) and not Bell(run).at_records([old], now=1001.0)
+    assert Bell(run).at_records([old, fresh], now=1001.0) and not Bell(run).at_records(
+        [old], now=1001.0
+    )
     running = RunStatus(
-        run_id="r", name="n", mode="none", run_dir=str(tmp_path), phase=Phase.RUNNING, started_at=0.0, components=[]
+        run_id="r",
+        name="n",
+        mode="none",
+        run_dir=str(tmp_path),
+        phase=Phase.RUNNING,
+        started_at=0.0,
+        components=[],
     )
     ended = running.model_copy(update={"phase": Phase.ENDED, "exit_code": 3})
     by_hand = ended.model_copy(update={"exit_code": 130})
@@ -302,7 +364,9 @@ def test_without_a_screen_the_terminal_rings(tmp_path: Path, bell: bool, rings: 
     ours, theirs = pty.openpty()
     try:
         command = [sys.executable, "-m", "atropos_tui.supervisor"]
-        subprocess.run(command, input=stack.model_dump_json().encode(), stderr=theirs, timeout=60, check=False)
+        subprocess.run(
+            command, input=stack.model_dump_json().encode(), stderr=theirs, timeout=60, check=False
+        )
         os.write(theirs, b"|")
         said = b""
         while not said.endswith(b"|"):

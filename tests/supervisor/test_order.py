@@ -1,4 +1,5 @@
-"""Order and gates: who waits for whom, who starts side by side, what a gate that never opens does."""
+"""Order and gates: who waits for whom, who starts side by side, what a gate that never opens
+does."""
 
 from __future__ import annotations
 
@@ -11,7 +12,15 @@ from typing import Any
 import pytest
 
 from atropos_common.control import CommandRequest, Role, State
-from atropos_tui.profile.spec import FileCheck, HttpCheck, LogCheck, Probe, Probes, StackError, TcpCheck
+from atropos_tui.profile.spec import (
+    FileCheck,
+    HttpCheck,
+    LogCheck,
+    Probe,
+    Probes,
+    StackError,
+    TcpCheck,
+)
 from tests.supervisor.harness import Running, part, python, ready, script
 
 
@@ -25,7 +34,10 @@ async def test_conditions_order_starts_and_the_end_is_reversed(launch: Any) -> N
     base = part("base", probes=ready(), depends_on={"prepare": "completed"})
     near = part("near", depends_on={"base": "started"})
     last = part(
-        "last", python("import time; time.sleep(0.2)"), depends_on={"base": "healthy", "near": "started"}, ends_run=True
+        "last",
+        python("import time; time.sleep(0.2)"),
+        depends_on={"base": "healthy", "near": "started"},
+        ends_run=True,
     )
     async with launch(prepare, base, near, last) as running:
         assert await running.end() == 0
@@ -42,11 +54,15 @@ async def test_conditions_order_starts_and_the_end_is_reversed(launch: Any) -> N
 async def test_independent_parts_start_side_by_side(launch: Any) -> None:
     slow = "import time; time.sleep(0.4); print('up', flush=True); time.sleep(600)"
     parts = [part(f"p{number}", python(slow), probes=ready()) for number in range(4)]
-    last = part("last", python("pass"), depends_on={p.name: "healthy" for p in parts}, ends_run=True)
+    last = part(
+        "last", python("pass"), depends_on={p.name: "healthy" for p in parts}, ends_run=True
+    )
     async with launch(*parts, last) as running:
         began = time.monotonic()
         assert await running.end() == 0
-        assert time.monotonic() - began < 1.6 + 0.4  # one after the other would take 1.6 s to become healthy
+        assert (
+            time.monotonic() - began < 1.6 + 0.4
+        )  # one after the other would take 1.6 s to become healthy
         starts = [when(running, p.name, "starting") for p in parts]
         assert max(starts) < min(when(running, p.name, "healthy") for p in parts)
 
@@ -54,7 +70,12 @@ async def test_independent_parts_start_side_by_side(launch: Any) -> None:
 @pytest.mark.launchers("direct")
 async def test_a_step_whose_result_exists_is_skipped(launch: Any, tmp_path: Path) -> None:
     made = tmp_path / "model"
-    step = part("step", python("open(__import__('sys').argv[1],'w')", made), creates=str(made), role=Role.PREPARE)
+    step = part(
+        "step",
+        python("open(__import__('sys').argv[1],'w')", made),
+        creates=str(made),
+        role=Role.PREPARE,
+    )
     async with launch(step) as running:
         assert await running.end() == 0
         assert running.path("step") == ["starting", "completed"]
@@ -67,7 +88,10 @@ async def test_a_step_whose_result_exists_is_skipped(launch: Any, tmp_path: Path
 
 async def test_never_ready_times_out_with_exit_4(launch: Any) -> None:
     quiet = part(
-        "quiet", python("print('busy',flush=True); import time; time.sleep(600)"), probes=ready(), start_timeout_s=0.4
+        "quiet",
+        python("print('busy',flush=True); import time; time.sleep(600)"),
+        probes=ready(),
+        start_timeout_s=0.4,
     )
     after = part("after", depends_on={"quiet": "healthy"})
     async with launch(quiet, after) as running:
@@ -147,7 +171,11 @@ async def test_the_port_of_a_stranger_is_not_taken_for_ours(
 
 @pytest.mark.launchers("direct")
 async def test_dependents_wait_for_what_was_stopped_by_hand(launch: Any) -> None:
-    base = part("base", python("import time; time.sleep(0.3); print('up',flush=True); time.sleep(600)"), probes=ready())
+    base = part(
+        "base",
+        python("import time; time.sleep(0.3); print('up',flush=True); time.sleep(600)"),
+        probes=ready(),
+    )
     async with launch(base, part("after", depends_on={"base": "healthy"})) as running:
         client = await running.answers()
         await client.command(CommandRequest(action="stop", component="base"))
@@ -162,13 +190,18 @@ async def test_dependents_wait_for_what_was_stopped_by_hand(launch: Any) -> None
 @pytest.mark.parametrize(
     ("parts", "words"),
     [
-        ([part("a", depends_on={"b": "healthy"}), part("b", depends_on={"a": "started"})], "circular"),
+        (
+            [part("a", depends_on={"b": "healthy"}), part("b", depends_on={"a": "started"})],
+            "circular",
+        ),
         ([part("a"), part("a")], "two components"),
         ([part("a", depends_on={"zz": "healthy"})], "'zz'"),
         ([part("../a")], "letters"),
     ],
 )
-async def test_stacks_that_cannot_run_are_refused(launch: Any, parts: list[Any], words: str) -> None:
+async def test_stacks_that_cannot_run_are_refused(
+    launch: Any, parts: list[Any], words: str
+) -> None:
     async with launch(*parts) as running:
         with pytest.raises(StackError, match=words):
             await running.task

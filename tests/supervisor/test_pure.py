@@ -25,7 +25,9 @@ def test_every_state_has_its_row_and_can_be_left_and_reached() -> None:
             break
         reachable = more
     assert reachable == set(State)
-    only_by_command = {state for state, after in component.TRANSITIONS.items() if after == {State.PENDING}}
+    only_by_command = {
+        state for state, after in component.TRANSITIONS.items() if after == {State.PENDING}
+    }
     assert only_by_command == {state for state in State if state.is_resting}
     assert not any(state.has_process for state in only_by_command)
 
@@ -90,17 +92,22 @@ async def test_a_slow_subscriber_is_dropped_and_told_the_fast_one_loses_nothing(
 def test_the_supervisor_imports_no_screen_no_profile_and_no_trainer() -> None:
     code = (
         "import sys, atropos_tui.supervisor.runner, atropos_tui.supervisor.client\n"
-        "bad = [m for m in sys.modules if m.split('.')[0] in ('textual','torch','vllm','transformers')"
-        " or m in ('atropos_tui.profile.sections','atropos_tui.profile.plan','trainer_core.loop')]\n"
+        "bad = [m for m in sys.modules if m.split('.')[0] in "
+        "('textual','torch','vllm','transformers')"
+        " or m in "
+        "('atropos_tui.profile.sections','atropos_tui.profile.plan','trainer_core.loop')]\n"
         "print(bad)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
-MAPS = "import mmap; f = open(sys.argv[1], 'wb+'); f.truncate(4096); m = mmap.mmap(f.fileno(), 4096)"
+MAPS = (
+    "import mmap; f = open(sys.argv[1], 'wb+'); f.truncate(4096); m = mmap.mmap(f.fileno(), 4096)"
+)
 SEMAPHORE = (
-    "import _multiprocessing, os; s = _multiprocessing.SemLock(1, 1, 1, '/' + os.path.basename(sys.argv[1])[4:], False)"
+    "import _multiprocessing, os; s = _multiprocessing.SemLock(1, 1, 1, '/' + "
+    "os.path.basename(sys.argv[1])[4:], False)"
 )
 """As a library's: mapped before it has its name."""
 
@@ -109,7 +116,9 @@ SEMAPHORE = (
 def test_shared_memory_of_the_dead_is_removed_and_of_the_living_kept(make: str) -> None:
     code = f"import sys, time\n{make}\nprint('up', flush=True); time.sleep(600)"
     path = Path(f"/dev/shm/sem.atropos-test-{os.getpid()}")
-    child = subprocess.Popen([sys.executable, "-I", "-S", "-c", code, str(path)], stdout=subprocess.PIPE)
+    child = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", code, str(path)], stdout=subprocess.PIPE
+    )
     try:
         assert child.stdout is not None and child.stdout.readline() == b"up\n"
         assert procfs.mapped_by(child.pid) == {str(path)}

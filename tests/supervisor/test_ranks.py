@@ -1,4 +1,5 @@
-"""A trainer of two real ranks under the supervisor: what a stop and a killed rank look like from there."""
+"""A trainer of two real ranks under the supervisor: what a stop and a killed rank look like from
+there."""
 
 from __future__ import annotations
 
@@ -37,9 +38,15 @@ def trainer(base: Path, tmp_path: Path) -> Any:
     rollouts = write_lines(tmp_path / "rollouts.jsonl", lines)
     config = offline_config(base, tmp_path, rollouts=str(rollouts), training_steps=4000)
     return part(
-        "trainer", [*ranked(2), *config.to_args()], role=Role.TRAINER, env={"OMP_NUM_THREADS": "1"}, scratch=True,
-        probes=ready(LogCheck(pattern="^step 1/")), stop=StopPolicy(grace_s=60), start_timeout_s=120,
-    )  # fmt: skip
+        "trainer",
+        [*ranked(2), *config.to_args()],
+        role=Role.TRAINER,
+        env={"OMP_NUM_THREADS": "1"},
+        scratch=True,
+        probes=ready(LogCheck(pattern="^step 1/")),
+        stop=StopPolicy(grace_s=60),
+        start_timeout_s=120,
+    )
 
 
 async def training(running: Running) -> dict[int, psutil.Process]:
@@ -53,7 +60,9 @@ async def training(running: Running) -> dict[int, psutil.Process]:
 
 
 @pytest.mark.slow
-async def test_a_stop_saves_once_and_is_a_stop(launch: Callable[..., Any], trainer: Any, tmp_path: Path) -> None:
+async def test_a_stop_saves_once_and_is_a_stop(
+    launch: Callable[..., Any], trainer: Any, tmp_path: Path
+) -> None:
     async with launch(trainer) as running:
         await training(running)
         await (await running.answers()).command(CommandRequest(action="stop", component="trainer"))
@@ -65,17 +74,26 @@ async def test_a_stop_saves_once_and_is_a_stop(launch: Callable[..., Any], train
 
 
 @pytest.mark.slow
-async def test_a_killed_rank_is_named(launch: Callable[..., Any], trainer: Any, tmp_path: Path) -> None:
+async def test_a_killed_rank_is_named(
+    launch: Callable[..., Any], trainer: Any, tmp_path: Path
+) -> None:
     """And is what the run ends with; what the ranks did is in the stream."""
     async with launch(trainer) as running:
         ranks = await training(running)
         ranks[1].send_signal(signal.SIGKILL)
         async with asyncio.timeout(NAMED_S):
-            while not (said := [each for each in running.records if isinstance(each, DiagnosisRecord)]):
+            while not (
+                said := [each for each in running.records if isinstance(each, DiagnosisRecord)]
+            ):
                 await asyncio.sleep(0.05)
-        assert said[0].title == "rank 1 of trainer was killed by SIGKILL" and said[0].rule == "rank_killed"
+        assert (
+            said[0].title == "rank 1 of trainer was killed by SIGKILL"
+            and said[0].rule == "rank_killed"
+        )
         assert await running.end() == 3 and said[0].title in running.result().reason
         assert not ranks[0].is_running()
     records = map(json.loads, (running.run.telemetry_jsonl).read_text().splitlines())
     told = next(record for record in records if record["kind"] == "ranks")
-    assert [use["rank"] for use in told["ranks"]] == [0, 1] and min(use["tokens"] for use in told["ranks"]) > 0
+    assert [use["rank"] for use in told["ranks"]] == [0, 1] and min(
+        use["tokens"] for use in told["ranks"]
+    ) > 0

@@ -1,4 +1,5 @@
-"""What an engine refuses is told of the environments that ask for it: on lines, and through a real supervisor."""
+"""What an engine refuses is told of the environments that ask for it: on lines, and through a real
+supervisor."""
 
 from __future__ import annotations
 
@@ -15,13 +16,23 @@ from atropos_common.records import DiagnosisRecord
 from atropos_common.run_dir import ENV_ENGINE_URLS
 from atropos_tui.diagnoses import stall_rules, watcher
 from atropos_tui.diagnoses.model import Diagnosis
-from atropos_tui.diagnoses.stall_rules import LASTS_S, Part, RefusalWatch, RunSnapshot, asked_engines, no_batches
+from atropos_tui.diagnoses.stall_rules import (
+    LASTS_S,
+    Part,
+    RefusalWatch,
+    RunSnapshot,
+    asked_engines,
+    no_batches,
+)
 from atropos_tui.profile.spec import StackSpec
 from tests.supervisor.harness import NEVER, SLEEP, Running, part, python, ready, wait_until
 from vllm_server import refusals as server
 from vllm_server.refusals import WHY, instead
 
-TOP_P = f"top_p=0.95: {WHY}. {instead(['top_p=0.95'])}, or, for an answer that is not trained on, send x"
+TOP_P = (
+    f"top_p=0.95: {WHY}. {instead(['top_p=0.95'])}, or, for an answer that is not trained on, "
+    f"send x"
+)
 BIAS = f"logit_bias={{'5': 1}}: {WHY}. {instead(['logit_bias={}'])}, or ask for no logprobs"
 BEGAN = 1e9
 
@@ -36,7 +47,9 @@ def engine(name: str = "vllm", port: int = 9001) -> Any:
 
 
 def environment(name: str, port: int = 9001) -> Any:
-    return part(name, [*python(SLEEP), "--openai.base_url", f"http://127.0.0.1:{port}/v1"], role=Role.ENV)
+    return part(
+        name, [*python(SLEEP), "--openai.base_url", f"http://127.0.0.1:{port}/v1"], role=Role.ENV
+    )
 
 
 def running(name: str, role: Role) -> Part:
@@ -57,8 +70,13 @@ def judge(lines: list[str], *, later: float = 0.0) -> dict[str, Diagnosis]:
 
 def test_the_environment_the_reason_and_what_to_change() -> None:
     found = judge([line(1, 1), line(331, 332)])["rg"]
-    assert (found.rule, found.title) == ("rollouts_refused", "vllm refuses the requests of rg (400)")
-    assert found.evidence.startswith("refused 331 requests to /generate (400): top_p=0.95: changes the distribution")
+    assert (found.rule, found.title) == (
+        "rollouts_refused",
+        "vllm refuses the requests of rg (400)",
+    )
+    assert found.evidence.startswith(
+        "refused 331 requests to /generate (400): top_p=0.95: changes the distribution"
+    )
     assert found.evidence.endswith("[of 332 since 10:04:51]")
     assert "send top_p=1." in found.fix and "atropos-tui restart rg" in found.fix
 
@@ -68,10 +86,15 @@ def test_the_environment_the_reason_and_what_to_change() -> None:
     [
         ("The model `x` does not exist.", "openai.model_name"),
         ("model: 'x' is not served here; this server has ['y']", "openai.model_name"),
-        ("This model's maximum context length is 256 tokens. However, your prompt contains 300 input", "max_model_len"),
+        (
+            "This model's maximum context length is 256 tokens. However, your prompt "
+            "contains 300 input",
+            "max_model_len",
+        ),
         ("max_tokens=1000000 cannot be greater than max_model_len=256.", "max_model_len"),
         (
-            "As of transformers v4.44, default chat template is no longer allowed, so you must provide a chat template "
+            "As of transformers v4.44, default chat template is no longer allowed, so you "
+            "must provide a chat template "
             "if the tokenizer does not define one.",
             "the model has no chat template",
         ),
@@ -97,7 +120,8 @@ def test_the_way_out_by_the_words_of_the_reason(reason: str, fix: str) -> None:
     ],
 )
 def test_only_what_stops_the_rollouts(lines: list[str], later: float, stands: bool) -> None:
-    """Not an accident, not a few long prompts among many, not what is long over; several reasons add up."""
+    """Not an accident, not a few long prompts among many, not what is long over; several reasons
+    add up."""
     assert bool(judge(lines, later=later)) is stands
 
 
@@ -120,7 +144,9 @@ def test_an_environment_that_was_restarted_is_not_told_of_what_was_before() -> N
 
 
 def test_of_several_environments_those_that_hear_of_it_else_all() -> None:
-    looks, parts = watch(engine(), engine("judge", 9002), environment("a"), environment("b"), environment("c", 9002))
+    looks, parts = watch(
+        engine(), engine("judge", 9002), environment("a"), environment("b"), environment("c", 9002)
+    )
     looks.feed("vllm", 1, [line(50, 60)], BEGAN + 10)
     assert set(looks.judge(parts, BEGAN + 10)) == {"a", "b"}
     looks.note_refusals("b", 1, 1)
@@ -135,12 +161,19 @@ def test_whom_an_environment_asks() -> None:
     asked = asked_engines([engine(), engine("judge", 90010), environment("c", 90010), own])
     assert asked == {"c": ("judge",), "own": ("vllm",)}
     assert asked_engines([own]) == {}
-    told = part("told", python(SLEEP), role=Role.ENV, env={ENV_ENGINE_URLS: "http://h:9001/v1 http://h:90010/v1"})
+    told = part(
+        "told",
+        python(SLEEP),
+        role=Role.ENV,
+        env={ENV_ENGINE_URLS: "http://h:9001/v1 http://h:90010/v1"},
+    )
     assert asked_engines([engine(), engine("judge", 90010), told]) == {"told": ("vllm", "judge")}
 
 
 def test_no_batches_gives_way_but_not_to_what_is_more_certain() -> None:
-    parts = tuple(running(role.value, role) for role in (Role.API, Role.ENV, Role.ENGINE, Role.TRAINER))
+    parts = tuple(
+        running(role.value, role) for role in (Role.API, Role.ENV, Role.ENGINE, Role.TRAINER)
+    )
     still = RunSnapshot(BEGAN + 400, parts, refused={"env": stall_rules.REFUSED.diagnosis("", "")})
     assert no_batches(still) is None
     found = no_batches(replace(still, ghosts=1))
@@ -178,7 +211,9 @@ def diagnoses(run: Running) -> list[DiagnosisRecord]:
     return [each for each in run.records if isinstance(each, DiagnosisRecord) and not each.over]
 
 
-async def test_it_is_told_within_fifteen_seconds(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_it_is_told_within_fifteen_seconds(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At the supervisor's own pace. A stall is told soon here, so that it would be told instead."""
     assert watcher.LOOK_S == 1.0 and server.FIRST_GAP_S == 5.0
     monkeypatch.setattr(stall_rules, "STALL_S", 9.0)
@@ -195,7 +230,9 @@ async def test_it_is_told_within_fifteen_seconds(launch: Launch, monkeypatch: py
         assert diagnoses(run) == [found], "once, and not that rollouts are slow"
 
 
-async def test_a_few_refusals_among_many_answers_are_not_told(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_few_refusals_among_many_answers_are_not_told(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(watcher, "LOOK_S", 0.05)
     async with launch(*stack_of(3)) as run:
         await run.until("vllm", State.HEALTHY)

@@ -1,4 +1,5 @@
-"""Components on other nodes: what goes over the line, what is said when it breaks, and that nothing is left there.
+"""Components on other nodes: what goes over the line, what is said when it breaks, and that nothing
+is left there.
 
 The prefix leads nowhere here (`conftest.PLAIN`), or where `--launcher-prefix` says.
 """
@@ -26,12 +27,25 @@ from atropos_tui.supervisor.launchers.outbox import Beats, Outbox
 from atropos_tui.supervisor.launchers.remote_launcher import StartedThere, sweep_there
 from atropos_tui.supervisor.store import FarEntry, ProcessTable
 from tests.supervisor.conftest import far
-from tests.supervisor.harness import QUICK, Running, alive, part, pids_in, python, ready, script, wait_until
+from tests.supervisor.harness import (
+    QUICK,
+    Running,
+    alive,
+    part,
+    pids_in,
+    python,
+    ready,
+    script,
+    wait_until,
+)
 from tests.supervisor.test_death import background
 
 remote = pytest.mark.launchers("remote")
 LINES = 200_000
-FLOOD = f"for i in range({LINES}): print('line', i)\nprint('up', flush=True)\nimport time; time.sleep(600)"
+FLOOD = (
+    f"for i in range({LINES}): print('line', i)\nprint('up', flush=True)\nimport time; "
+    f"time.sleep(600)"
+)
 ASK = """
 import http.client, json, os, socket
 class Way(http.client.HTTPConnection):
@@ -82,7 +96,9 @@ async def test_a_flood_comes_whole_and_what_srun_says_too(launch: Callable[..., 
     async with launch(part("one", python(FLOOD), probes=ready())) as running:
         await running.until("one", State.HEALTHY)
         lines = running.run.log("one", 1).read_text().splitlines()
-        assert [line for line in lines if line.startswith("line")] == [f"line {i}" for i in range(LINES)]
+        assert [line for line in lines if line.startswith("line")] == [
+            f"line {i}" for i in range(LINES)
+        ]
         row = (await running.client.status()).components[0]
         assert (row.node, row.pid) == ("far", await there(running, "one"))
         assert running.states("one")[-1].node == "far"
@@ -99,7 +115,9 @@ async def test_it_asks_the_supervisor_through_the_line(launch: Callable[..., Any
 
 
 @remote
-async def test_a_stop_has_its_signal_and_its_grace_there(launch: Callable[..., Any], tmp_path: Path) -> None:
+async def test_a_stop_has_its_signal_and_its_grace_there(
+    launch: Callable[..., Any], tmp_path: Path
+) -> None:
     code = (
         "import signal, sys, time\n"
         "def saved(*_): print('saved', flush=True); sys.exit(3)\n"
@@ -126,14 +144,29 @@ async def test_nothing_secret_is_on_a_command_line_or_in_a_file(
     monkeypatch.setenv("WANDB_API_KEY", "not-for-an-engine")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
     monkeypatch.setenv("SLURM_STEP_ID", "41")
-    code = "import json, os; print(json.dumps(dict(os.environ)), flush=True)\n" + "import time; time.sleep(600)"
-    one = part("one", python(code), role="engine", env={"HF_TOKEN": "${SECRET}", "SHOWN": "yes"}, scratch=True)
+    code = (
+        "import json, os; print(json.dumps(dict(os.environ)), flush=True)\n"
+        + "import time; time.sleep(600)"
+    )
+    one = part(
+        "one",
+        python(code),
+        role="engine",
+        env={"HF_TOKEN": "${SECRET}", "SHOWN": "yes"},
+        scratch=True,
+    )
     async with launch(one, variables={"SECRET": "hush-hush"}) as running:
         await running.until("one", State.HEALTHY)
         log = running.run.log("one", 1)
         await wait_until(lambda: log.exists() and "SHOWN" in log.read_text())
-        env = json.loads(next(line for line in log.read_text().splitlines() if line.startswith("{")))
-        assert (env["HF_TOKEN"], env["SHOWN"], env["ATROPOS_COMPONENT"]) == ("hush-hush", "yes", "one")
+        env = json.loads(
+            next(line for line in log.read_text().splitlines() if line.startswith("{"))
+        )
+        assert (env["HF_TOKEN"], env["SHOWN"], env["ATROPOS_COMPONENT"]) == (
+            "hush-hush",
+            "yes",
+            "one",
+        )
         assert "WANDB_API_KEY" not in env, "not even by way of the prefix's own environment"
         assert Path(env["TMPDIR"]).name.startswith(procfs.SCRATCH)
         assert Path(env["ATROPOS_CONTROL_SOCKET"]).parent.stat().st_mode & 0o777 == 0o700
@@ -147,20 +180,40 @@ async def test_nothing_secret_is_on_a_command_line_or_in_a_file(
 
 
 def test_what_belongs_to_a_machine_stays_there() -> None:
-    """PATH, HOME, the GPUs and the step of the far node win over the supervisor's, but not over the plan's."""
+    """PATH, HOME, the GPUs and the step of the far node win over the supervisor's, but not over the
+    plan's."""
     from atropos_tui.supervisor.launchers.node_agent import environment
 
-    here = {"PATH": "/far/bin:/usr/bin", "HOME": "/far", "CUDA_VISIBLE_DEVICES": "1", "SLURM_STEP_ID": "7"}
+    here = {
+        "PATH": "/far/bin:/usr/bin",
+        "HOME": "/far",
+        "CUDA_VISIBLE_DEVICES": "1",
+        "SLURM_STEP_ID": "7",
+    }
     job = {"env": {"LANG": "C"}, "path": "/venv/bin:/usr/bin", "role": "api"}
     env = environment(job, here | {"AWS_SECRET": "x", "ATROPOS_COMPONENT": "other"})
     assert env == here | {"LANG": "C", "PATH": "/venv/bin:/usr/bin:/far/bin"}
-    names = ["PATH", "HOME", "CUDA_VISIBLE_DEVICES", "SLURM_STEP_ID", "TMPDIR", "SSH_CONNECTION", "_", "PMIX_RANK"]
+    names = [
+        "PATH",
+        "HOME",
+        "CUDA_VISIBLE_DEVICES",
+        "SLURM_STEP_ID",
+        "TMPDIR",
+        "SSH_CONNECTION",
+        "_",
+        "PMIX_RANK",
+    ]
     assert all(remote_launcher.OF_THIS_HOST.fullmatch(name) for name in names)
-    assert not any(remote_launcher.OF_THIS_HOST.fullmatch(name) for name in ("LANG", "HF_HOME", "NCCL_SOCKET_IFNAME"))
+    assert not any(
+        remote_launcher.OF_THIS_HOST.fullmatch(name)
+        for name in ("LANG", "HF_HOME", "NCCL_SOCKET_IFNAME")
+    )
 
 
 @remote
-async def test_what_cannot_be_started_there_is_said(launch: Callable[..., Any], tmp_path: Path) -> None:
+async def test_what_cannot_be_started_there_is_said(
+    launch: Callable[..., Any], tmp_path: Path
+) -> None:
     async with launch(part("one", cwd=str(tmp_path / "absent"), restart=QUICK)) as running:
         assert await running.end() == 3
         assert "absent" in running.result().reason + "".join(running.result().last_lines)
@@ -194,7 +247,11 @@ async def test_a_lost_node_is_a_crash_in_words_and_nothing_is_left(
     [
         ("ssh: connect to host n2 port 22: No route to host", "ssh -v HOST true"),
         ("Host key verification failed.", "ssh-keygen -R HOST"),
-        ("srun: error: Unable to create step for job 7: Job/step already completing or completed", "squeue"),
+        (
+            "srun: error: Unable to create step for job 7: Job/step already completing or "
+            "completed",
+            "squeue",
+        ),
         ("/usr/bin/python9: No such file or directory", "[cluster] python"),
         ("ModuleNotFoundError: No module named 'atropos_tui'", "share it"),
     ],
@@ -207,7 +264,10 @@ async def test_a_node_that_is_not_reached_is_explained_by_what_the_launcher_said
         assert await running.end() == 3
         last = next(record for record in running.records if isinstance(record, DiagnosisRecord))
         assert (last.rule, last.component) == ("node_lost", "one")
-        assert "not reached by sh: it ended with exit code 255" in last.evidence and words in last.evidence
+        assert (
+            "not reached by sh: it ended with exit code 255" in last.evidence
+            and words in last.evidence
+        )
         assert fix in last.fix
         assert words in running.run.log("one", 1).read_text()
 
@@ -216,14 +276,17 @@ async def test_a_node_that_is_not_reached_is_explained_by_what_the_launcher_said
 async def test_a_node_that_goes_silent_is_named_and_then_given_up(
     launch: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its node agent hangs, as it would on a node that does; so does the component, until it is ended."""
+    """Its node agent hangs, as it would on a node that does; so does the component, until it is
+    ended."""
     monkeypatch.setattr(remote_launcher, "SILENT_S", 3.0)
     monkeypatch.setattr(remote_launcher, "LOST_S", 6.0)
     async with launch(part("one", restart=QUICK)) as running:
         await running.until("one", State.HEALTHY)
         pid, end = await there(running, "one"), node_agent_of(running, "one")
         os.kill(end, signal.SIGSTOP)
-        await wait_until(lambda: "node_silent" in [getattr(record, "rule", "") for record in running.records])
+        await wait_until(
+            lambda: "node_silent" in [getattr(record, "rule", "") for record in running.records]
+        )
         assert running.states("one")[-1].new == "healthy", "named before it is given up"
         crash = await running.until("one", State.BACKOFF)
         assert "nothing was heard from there" in crash.reason
@@ -242,10 +305,16 @@ async def test_a_stop_while_it_is_not_reached_yet(launch: Callable[..., Any]) ->
 
 
 @remote
-async def test_all_of_a_fate_group_are_ended_and_come_back_together(launch: Callable[..., Any]) -> None:
-    """A trainer over several nodes is several components: they name each other in `restart_with`."""
+async def test_all_of_a_fate_group_are_ended_and_come_back_together(
+    launch: Callable[..., Any],
+) -> None:
+    """A trainer over several nodes is several components: they name each other in
+    `restart_with`."""
     names = ("t1", "t2", "t3")
-    parts = [part(name, probes=ready(), restart=QUICK, restart_with=[o for o in names if o != name]) for name in names]
+    parts = [
+        part(name, probes=ready(), restart=QUICK, restart_with=[o for o in names if o != name])
+        for name in names
+    ]
     async with launch(*parts) as running:
         for name in names:
             await running.until(name, State.HEALTHY)
@@ -257,7 +326,9 @@ async def test_all_of_a_fate_group_are_ended_and_come_back_together(launch: Call
 
 @remote
 async def test_what_it_uses_comes_over_the_line(launch: Callable[..., Any]) -> None:
-    async with launch(part("one", python("print('up', flush=True)\nwhile True: pass"), probes=ready())) as running:
+    async with launch(
+        part("one", python("print('up', flush=True)\nwhile True: pass"), probes=ready())
+    ) as running:
         await running.until("one", State.HEALTHY)
         client = await running.answers()
         row = (await client.status()).components[0]
@@ -269,12 +340,20 @@ async def test_what_it_uses_comes_over_the_line(launch: Callable[..., Any]) -> N
 
 
 @pytest.mark.parametrize(
-    "said", [b"output -1000000\n", b"output 99999999999999\n", b"exit 3\nno!", b"usage 2\n{}", b"data 1\n0"]
+    "said",
+    [
+        b"output -1000000\n",
+        b"output 99999999999999\n",
+        b"exit 3\nno!",
+        b"usage 2\n{}",
+        b"data 1\n0",
+    ],
 )
 async def test_another_machine_that_says_anything_is_lost_and_nothing_else_is(
     launch: Callable[..., Any], said: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A node that somebody else owns by now; the first of these kept the supervisor busy for ever."""
+    """A node that somebody else owns by now; the first of these kept the supervisor busy for
+    ever."""
     monkeypatch.setattr(remote_launcher, "SWEEP_S", 1.0)  # by the same prefix, which never answers
     code = f"import os, time; os.write(1, {remote_launcher.MAGIC + said!r}); time.sleep(600)"
     async with launch(far(part("one"), [sys.executable, "-c", code]), part("two")) as running:
@@ -283,8 +362,16 @@ async def test_another_machine_that_says_anything_is_lost_and_nothing_else_is(
 
 
 def test_what_another_machine_has_started_is_numbers() -> None:
-    said = b'{"pid": 7, "ticks": 1, "end_pid": 6, "end_ticks": 1, "command": ["touch", "x"], "clears": ["/x"]}'
-    assert StartedThere.model_validate_json(said).model_dump() == {"pid": 7, "ticks": 1, "end_pid": 6, "end_ticks": 1}
+    said = (
+        b'{"pid": 7, "ticks": 1, "end_pid": 6, "end_ticks": 1, "command": ["touch", "x"], '
+        b'"clears": ["/x"]}'
+    )
+    assert StartedThere.model_validate_json(said).model_dump() == {
+        "pid": 7,
+        "ticks": 1,
+        "end_pid": 6,
+        "end_ticks": 1,
+    }
 
 
 @remote
@@ -299,19 +386,28 @@ async def test_a_killed_supervisor_leaves_nothing_there_and_the_next_one_ends_wh
 
 
 @remote
-async def test_a_sweep_ends_what_a_killed_node_agent_has_left(tmp_path: Path, prefix: list[str]) -> None:
+async def test_a_sweep_ends_what_a_killed_node_agent_has_left(
+    tmp_path: Path, prefix: list[str]
+) -> None:
     """Only what bears this run's and this component's names; the files that go with it, too."""
     child = script("escapes", tmp_path / "pids", 600, "marked")
     env = {"ATROPOS_RUN_ID": "swept", "ATROPOS_COMPONENT": "one"}
     left = await asyncio.create_subprocess_exec(*child, env={**os.environ, **env})
-    other = await asyncio.create_subprocess_exec(*child[:-3], tmp_path / "others", "600", "marked",
-                                                 env={**os.environ, **env, "ATROPOS_COMPONENT": "two"})  # fmt: skip
+    other = await asyncio.create_subprocess_exec(
+        *child[:-3],
+        tmp_path / "others",
+        "600",
+        "marked",
+        env={**os.environ, **env, "ATROPOS_COMPONENT": "two"},
+    )
     pids = await pids_in(tmp_path / "pids")
     others = await pids_in(tmp_path / "others")
     (tmp_path / "manifest").touch()
     place = Place(node="far", host="h", address="127.0.0.1", prefix=prefix, python=sys.executable)
     command = place.command(place.python, *remote_launcher.ARGUMENTS)
-    entry = FarEntry(name="one", node="far", host="h", command=command, clears=[str(tmp_path / "manifest")])
+    entry = FarEntry(
+        name="one", node="far", host="h", command=command, clears=[str(tmp_path / "manifest")]
+    )
     try:
         assert await asyncio.to_thread(sweep_there, entry, "swept") == ""
         assert not any(map(alive, pids)) and all(map(alive, others))
@@ -326,13 +422,16 @@ async def test_a_sweep_ends_what_a_killed_node_agent_has_left(tmp_path: Path, pr
 
 def test_survive_and_other_nodes_do_not_go_together(tmp_path: Path) -> None:
     one = far(part("one"), ["ssh", "n2"])
-    stack = StackSpec(run_id="r", name="n", mode="none", run_dir=str(tmp_path), components=[one], survive=True)
+    stack = StackSpec(
+        run_id="r", name="n", mode="none", run_dir=str(tmp_path), components=[one], survive=True
+    )
     with pytest.raises(StackError, match="survive = true works on this machine only"):
         check_stack(stack)
 
 
 async def test_beats_go_on_while_the_event_loop_waits_for_a_disk() -> None:
-    """The loop stands still in here, as in a write to a folder that hangs; no frame is cut by a beat."""
+    """The loop stands still in here, as in a write to a folder that hangs; no frame is cut by a
+    beat."""
     reading, writing = os.pipe()
     outbox, line = Outbox(writing), Connection(reading, -1)
     beats = Beats(0.02, lambda: [outbox])
@@ -356,8 +455,14 @@ async def test_a_sweep_waits_until_the_node_agent_listens(tmp_path: Path) -> Non
     place = Place(node="far", host="h", address="127.0.0.1", prefix=prefix, python=sys.executable)
     command = place.command(place.python, *remote_launcher.ARGUMENTS)
     try:
-        assert await asyncio.to_thread(sweep_there, FarEntry(name="one", node="far", host="h", command=command),
-                                       "swept-late") == ""  # fmt: skip
+        assert (
+            await asyncio.to_thread(
+                sweep_there,
+                FarEntry(name="one", node="far", host="h", command=command),
+                "swept-late",
+            )
+            == ""
+        )
         await wait_until(lambda: not alive(left.pid))
     finally:
         if alive(left.pid):

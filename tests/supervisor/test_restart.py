@@ -21,12 +21,20 @@ from tests.supervisor.harness import QUICK, alive, part, pids_in, python, ready,
 
 @pytest.mark.launchers("direct", "keeper", "remote")
 async def test_backoff_then_failed_with_exit_3(launch: Any) -> None:
-    crash = part("crash", python("import time; print('boom'); time.sleep(.05); raise SystemExit(9)"), restart=QUICK)
+    crash = part(
+        "crash",
+        python("import time; print('boom'); time.sleep(.05); raise SystemExit(9)"),
+        restart=QUICK,
+    )
     async with launch(crash, part("other")) as running:
         assert await running.end() == 3
         once = ["starting", "healthy", "backoff", "pending"]
         assert running.path("crash") == once + once + ["starting", "healthy", "failed"]
-        assert [row.attempt for row in running.states("crash") if row.new == "starting"] == [1, 2, 3]
+        assert [row.attempt for row in running.states("crash") if row.new == "starting"] == [
+            1,
+            2,
+            3,
+        ]
         assert running.path("other") == ["starting", "healthy", "stopping", "stopped"]
         result = running.result()
         assert (result.exit_code, result.component, result.last_lines) == (3, "crash", ["boom"])
@@ -36,20 +44,39 @@ async def test_backoff_then_failed_with_exit_3(launch: Any) -> None:
 
 
 async def test_crash_takes_its_partners_along_and_nobody_else(launch: Any, tmp_path: Path) -> None:
-    engine = part("engine", role=Role.ENGINE, probes=ready(), restart=QUICK, restart_with=["trainer"])
-    trainer = part("trainer", role=Role.TRAINER, depends_on={"engine": "healthy"}, ends_run=True, restart=QUICK)
+    engine = part(
+        "engine", role=Role.ENGINE, probes=ready(), restart=QUICK, restart_with=["trainer"]
+    )
+    trainer = part(
+        "trainer", role=Role.TRAINER, depends_on={"engine": "healthy"}, ends_run=True, restart=QUICK
+    )
     async with launch(engine, part("bystander"), trainer) as running:
         first = await running.until("trainer", State.HEALTHY)
         pid = (await running.until("engine", State.HEALTHY)).pid
         assert pid
         os.kill(pid, signal.SIGKILL)
         again = await running.until("trainer", State.HEALTHY, attempt=2)
-        assert running.path("engine") == ["starting", "healthy", "backoff", "pending", "starting", "healthy"]
-        assert running.path("trainer")[2:] == ["stopping", "stopped", "pending", "starting", "healthy"]
+        assert running.path("engine") == [
+            "starting",
+            "healthy",
+            "backoff",
+            "pending",
+            "starting",
+            "healthy",
+        ]
+        assert running.path("trainer")[2:] == [
+            "stopping",
+            "stopped",
+            "pending",
+            "starting",
+            "healthy",
+        ]
         assert running.path("bystander") == ["starting", "healthy"]
         by_state = {(row.component, row.new, row.attempt): row.seq for row in running.states()}
         assert (
-            by_state["trainer", "stopped", 1] < by_state["engine", "starting", 2] < by_state["trainer", "starting", 2]
+            by_state["trainer", "stopped", 1]
+            < by_state["engine", "starting", 2]
+            < by_state["trainer", "starting", 2]
         )
         assert by_state["engine", "healthy", 2] < by_state["trainer", "starting", 2]
         assert first.pid and again.pid and not alive(first.pid)
@@ -70,7 +97,8 @@ async def test_restart_by_hand_follows_the_recipe_and_counts_as_nothing(launch: 
             await running.until("trainer", State.HEALTHY, attempt=attempt)
             mine = [row for row in running.states() if row.command_id == accepted.command_id]
             assert [(row.component, row.new) for row in mine if row.component == "trainer"] == [
-                ("trainer", state) for state in ("stopping", "stopped", "pending", "starting", "healthy")
+                ("trainer", state)
+                for state in ("stopping", "stopped", "pending", "starting", "healthy")
             ]
             assert len([row for row in mine if row.component == "engine"]) == 5
             status = await client.command_status(accepted.command_id)
@@ -93,7 +121,8 @@ async def test_a_restart_asked_for_by_the_trainer_leaves_the_trainer(launch: Any
 
 async def test_a_trainer_that_stops_cleanly_for_a_restart_does_not_end_the_run(launch: Any) -> None:
     polite = (
-        "import signal,sys,time; signal.signal(15, lambda *a: sys.exit(0)); print('up',flush=True); time.sleep(600)"
+        "import signal,sys,time; signal.signal(15, lambda *a: sys.exit(0)); "
+        "print('up',flush=True); time.sleep(600)"
     )
     async with launch(part("trainer", python(polite), probes=ready(), ends_run=True)) as running:
         await running.until("trainer", State.HEALTHY)
@@ -104,7 +133,9 @@ async def test_a_trainer_that_stops_cleanly_for_a_restart_does_not_end_the_run(l
 
 @pytest.mark.launchers("direct")
 async def test_wrong_usage_is_not_retried(launch: Any) -> None:
-    wrong = part("wrong", python("print('error: no such flag --x'); raise SystemExit(2)"), restart=QUICK)
+    wrong = part(
+        "wrong", python("print('error: no such flag --x'); raise SystemExit(2)"), restart=QUICK
+    )
     async with launch(wrong) as running:
         assert await running.end() == 3
         assert running.path("wrong") == ["starting", "healthy", "failed"]
@@ -114,7 +145,11 @@ async def test_wrong_usage_is_not_retried(launch: Any) -> None:
 
 @pytest.mark.launchers("direct")
 @pytest.mark.parametrize(
-    "said", ["curl: (7) Failed to connect: Connection refused\nmake: *** [Makefile:2: all] Error 2", "error: timed out"]
+    "said",
+    [
+        "curl: (7) Failed to connect: Connection refused\nmake: *** [Makefile:2: all] Error 2",
+        "error: timed out",
+    ],
 )
 async def test_exit_2_without_words_of_wrong_usage_is_a_crash(said: str, launch: Any) -> None:
     """make ends with 2 whatever failed."""
@@ -134,10 +169,16 @@ async def test_exit_2_of_what_was_healthy_is_a_crash(launch: Any) -> None:
 
 @pytest.mark.launchers("direct")
 async def test_a_final_exit_code_is_not_retried_whenever_it_comes(launch: Any) -> None:
-    """A trainer that made no update would make none again; it was healthy for long, and has its own words."""
+    """A trainer that made no update would make none again; it was healthy for long, and has its own
+    words."""
     said = "error: no update was made, so no final model is saved: 24 of 24 sequences were left out"
-    code = f"import sys, time; print('up', flush=True); time.sleep(1); sys.exit(print('{said}', flush=True) or 3)"
-    trainer = part("trainer", python(code), probes=ready(), restart=QUICK, final_codes=[3], role=Role.TRAINER)
+    code = (
+        f"import sys, time; print('up', flush=True); time.sleep(1); sys.exit(print('{said}', "
+        f"flush=True) or 3)"
+    )
+    trainer = part(
+        "trainer", python(code), probes=ready(), restart=QUICK, final_codes=[3], role=Role.TRAINER
+    )
     async with launch(trainer) as running:
         assert await running.end() == 3
         assert running.path("trainer").count("starting") == 1
@@ -154,12 +195,28 @@ async def test_liveness_failure_restarts_what_answers_no_more(launch: Any, free_
         liveness=Probe(checks=[health], interval_s=0.05, timeout_s=0.3, failure_threshold=2),
     )
     policy = RestartPolicy(backoff_s=0.02, max_restarts=1)
-    hangs = part("hangs", script("server", free_port, 0.1, 0.3), port=free_port, probes=probes, restart=policy)
+    hangs = part(
+        "hangs",
+        script("server", free_port, 0.1, 0.3),
+        port=free_port,
+        probes=probes,
+        restart=policy,
+    )
     async with launch(hangs) as running:
         assert await running.end() == 3
-        assert running.path("hangs")[:5] == ["starting", "healthy", "unhealthy", "stopping", "backoff"]
+        assert running.path("hangs")[:5] == [
+            "starting",
+            "healthy",
+            "unhealthy",
+            "stopping",
+            "backoff",
+        ]
         assert "liveness failed: no answer within 0.3 s" in running.states("hangs")[2].reason
-        failed = [record for record in running.records if isinstance(record, ProbeRecord) and not record.ok]
+        failed = [
+            record
+            for record in running.records
+            if isinstance(record, ProbeRecord) and not record.ok
+        ]
         assert [record.probe for record in failed] == ["liveness", "liveness"]
 
 
@@ -171,7 +228,9 @@ async def test_readiness_lost_is_unhealthy_and_comes_back(
     monkeypatch.setattr("atropos_tui.supervisor.probe.RECHECK_S", 0.02)
     flag = tmp_path / "flag"
     flag.touch()
-    async with launch(part("wavers", probes=ready(FileCheck(path=str(flag)), failure_threshold=2))) as running:
+    async with launch(
+        part("wavers", probes=ready(FileCheck(path=str(flag)), failure_threshold=2))
+    ) as running:
         await running.until("wavers", State.HEALTHY)
         flag.unlink()
         await running.until("wavers", State.UNHEALTHY)
@@ -197,7 +256,9 @@ async def test_kill_counts_as_a_crash_and_takes_the_whole_set(launch: Any, tmp_p
         assert row.restarts == 1
         moves = [(move.new, move.command_id) for move in running.states("deaf")]
         assert ("backoff", accepted.command_id) in moves, "records tell a kill by hand from a crash"
-        assert moves[-2:] == [("starting", None), ("healthy", None)], "what follows is the supervisor's own"
+        assert moves[-2:] == [("starting", None), ("healthy", None)], (
+            "what follows is the supervisor's own"
+        )
 
 
 @pytest.mark.launchers("direct", "keeper", "remote")
@@ -205,10 +266,13 @@ async def test_clears_before_start_and_after_stop(launch: Any, tmp_path: Path) -
     stale = tmp_path / "manifest.json"
     stale.write_text("of an earlier server")
     code = (
-        "import pathlib,sys,time; p=pathlib.Path(sys.argv[1]); print('stale' if p.exists() else 'clean')\n"
+        "import pathlib,sys,time; p=pathlib.Path(sys.argv[1]); print('stale' if p.exists() "
+        "else 'clean')\n"
         "p.write_text('mine'); print('up',flush=True); time.sleep(600)"
     )
-    async with launch(part("engine", python(code, stale), clears=[str(stale)], probes=ready())) as running:
+    async with launch(
+        part("engine", python(code, stale), clears=[str(stale)], probes=ready())
+    ) as running:
         await running.until("engine", State.HEALTHY)
         assert await running.client.logs("engine") == ["clean", "up"]
         assert stale.read_text() == "mine"
@@ -219,17 +283,24 @@ async def test_clears_before_start_and_after_stop(launch: Any, tmp_path: Path) -
 
 @pytest.mark.launchers("direct")
 async def test_temporary_files_are_private_and_go_with_their_attempt(launch: Any) -> None:
-    """vLLM leaves three sockets in the temporary folder at each start, for everybody where the umask lets them in."""
+    """vLLM leaves three sockets in the temporary folder at each start, for everybody where the
+    umask lets them in."""
     code = (
-        "import socket,tempfile,time; tmp = tempfile.gettempdir(); s = socket.socket(socket.AF_UNIX)\n"
-        "s.bind(tmp + '/' + 36 * 'x'); open(tmp + '/file', 'w'); print(tmp); print('up', flush=True); time.sleep(600)"
+        "import socket,tempfile,time; tmp = tempfile.gettempdir(); s = "
+        "socket.socket(socket.AF_UNIX)\n"
+        "s.bind(tmp + '/' + 36 * 'x'); open(tmp + '/file', 'w'); print(tmp); print('up', "
+        "flush=True); time.sleep(600)"
     )
     before = os.umask(0)
     try:
-        async with launch(part("engine", python(code), scratch=True, probes=ready(), restart=QUICK)) as running:
+        async with launch(
+            part("engine", python(code), scratch=True, probes=ready(), restart=QUICK)
+        ) as running:
             await running.until("engine", State.HEALTHY)
             first = Path((await running.client.logs("engine"))[0])
-            modes = {path.name[0]: path.stat().st_mode & 0o777 for path in [first, *first.iterdir()]}
+            modes = {
+                path.name[0]: path.stat().st_mode & 0o777 for path in [first, *first.iterdir()]
+            }
             assert modes == {first.name[0]: 0o700, "x": 0o700, "f": 0o600}
             await running.client.command(CommandRequest(action="kill", component="engine"))
             await running.until("engine", State.HEALTHY, attempt=2)
@@ -245,7 +316,9 @@ async def test_temporary_files_are_private_and_go_with_their_attempt(launch: Any
 @pytest.mark.launchers("direct")
 async def test_stop_during_backoff_and_start_during_backoff(launch: Any) -> None:
     slow = RestartPolicy(backoff_s=60, max_restarts=5)
-    async with launch(part("crash", python("raise SystemExit(1)"), restart=slow), part("other")) as running:
+    async with launch(
+        part("crash", python("raise SystemExit(1)"), restart=slow), part("other")
+    ) as running:
         await running.until("crash", State.BACKOFF)
         client = await running.answers()
         await client.command(CommandRequest(action="start", component="crash"))
@@ -308,10 +381,18 @@ async def test_run_api_takes_its_environments_first_and_leaves_the_trainer(launc
 
 
 @pytest.mark.launchers("direct")
-async def test_stop_of_run_api_takes_its_environments_and_start_brings_those_back(launch: Any) -> None:
-    """Environments that were stopped before stay so; the dry run tells each time what then happens."""
+async def test_stop_of_run_api_takes_its_environments_and_start_brings_those_back(
+    launch: Any,
+) -> None:
+    """Environments that were stopped before stay so; the dry run tells each time what then
+    happens."""
     api = part("api", role=Role.API, probes=ready(), restart=QUICK, restart_with=["env-a", "env-b"])
-    gated = {"role": Role.ENV, "depends_on": {"api": "healthy"}, "probes": ready(), "restart": QUICK}
+    gated = {
+        "role": Role.ENV,
+        "depends_on": {"api": "healthy"},
+        "probes": ready(),
+        "restart": QUICK,
+    }
     async with launch(api, part("env-a", **gated), part("env-b", **gated), part("other")) as run:
         await run.until("env-a", State.HEALTHY)
         await run.until("env-b", State.HEALTHY)
@@ -332,7 +413,13 @@ async def test_stop_of_run_api_takes_its_environments_and_start_brings_those_bac
 
 
 async def test_a_stop_in_backoff_takes_along_what_the_crash_has_stopped(launch: Any) -> None:
-    api = part("api", role=Role.API, probes=ready(), restart=RestartPolicy(backoff_s=30), restart_with=["env"])
+    api = part(
+        "api",
+        role=Role.API,
+        probes=ready(),
+        restart=RestartPolicy(backoff_s=30),
+        restart_with=["env"],
+    )
     env = part("env", role=Role.ENV, depends_on={"api": "healthy"}, probes=ready())
     async with launch(api, env) as running:
         await running.until("env", State.HEALTHY)
@@ -342,20 +429,26 @@ async def test_a_stop_in_backoff_takes_along_what_the_crash_has_stopped(launch: 
         await running.client.command(CommandRequest(action="stop", component="api"))
         await running.until("api", State.STOPPED)
         await asyncio.sleep(0.1)
-        assert running.path("env")[-1] == "stopped", "it does not wait for a run-api that nobody will start"
+        assert running.path("env")[-1] == "stopped", (
+            "it does not wait for a run-api that nobody will start"
+        )
         await running.client.command(CommandRequest(action="start", component="api"))
         await running.until("env", State.HEALTHY, attempt=2)
 
 
 async def test_the_dry_run_of_a_kill_tells_what_follows(launch: Any) -> None:
-    engine = part("engine", role=Role.ENGINE, probes=ready(), restart=QUICK, restart_with=["trainer"])
+    engine = part(
+        "engine", role=Role.ENGINE, probes=ready(), restart=QUICK, restart_with=["trainer"]
+    )
     trainer = part("trainer", role=Role.TRAINER, depends_on={"engine": "healthy"}, ends_run=True)
     async with launch(engine, trainer) as running:
         await running.until("trainer", State.HEALTHY)
         told = await running.client.recipe("kill", "engine")
         await running.client.command(CommandRequest(action="kill", component="engine"))
         await running.until("trainer", State.HEALTHY, attempt=2)
-        began = [row.component for row in running.states() if row.new == "starting" and row.attempt == 2]
+        began = [
+            row.component for row in running.states() if row.new == "starting" and row.attempt == 2
+        ]
         ended = {row.component for row in running.states() if row.new in ("backoff", "stopped")}
         assert (set(told.stop), told.start) == (ended, began)
         final = await running.client.recipe("kill", "trainer")
@@ -375,12 +468,20 @@ async def test_a_crashed_run_api_takes_its_environments_before_it_comes_back(lau
         os.kill(pid, signal.SIGKILL)
         await running.until("env", State.HEALTHY, attempt=2)
         at = {(row.component, row.new, row.attempt): row.seq for row in running.states()}
-        assert at["env", "stopped", 1] < at["api", "starting", 2] < at["api", "healthy", 2] < at["env", "starting", 2]
+        assert (
+            at["env", "stopped", 1]
+            < at["api", "starting", 2]
+            < at["api", "healthy", 2]
+            < at["env", "starting", 2]
+        )
         assert running.states("env")[3].reason == "stopped because api crashed"
 
 
-async def test_the_backoff_begins_anew_after_health(launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Crashes close together wait longer and longer; one after a time of health waits as little as the first."""
+async def test_the_backoff_begins_anew_after_health(
+    launch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Crashes close together wait longer and longer; one after a time of health waits as little as
+    the first."""
     monkeypatch.setattr("atropos_tui.supervisor.component.HEALTHY_RESET_S", 0.4)
     monkeypatch.setattr("atropos_tui.supervisor.component.random.uniform", lambda low, high: 1.0)
     lives = (
@@ -392,7 +493,9 @@ async def test_the_backoff_begins_anew_after_health(launch: Any, monkeypatch: py
         assert await running.end() == 3
         said = [reason_of(row) for row in running.states("crash") if row.new == "backoff"]
         assert said == [f"exit code 1; again in {delay} s" for delay in ("0.1", "0.2", "0.1")]
-        assert "gave up after 3 restarts" in running.result().reason, "the window is not reset by health"
+        assert "gave up after 3 restarts" in running.result().reason, (
+            "the window is not reset by health"
+        )
 
 
 @pytest.mark.launchers("direct")
@@ -412,7 +515,9 @@ async def test_restarts_by_hand_do_not_use_up_the_crashes(launch: Any) -> None:
 
 async def test_a_backoff_tells_when_the_next_try_comes(launch: Any) -> None:
     policy = RestartPolicy(backoff_s=60, max_restarts=5)
-    async with launch(part("crash", python("raise SystemExit(1)"), restart=policy), part("other")) as running:
+    async with launch(
+        part("crash", python("raise SystemExit(1)"), restart=policy), part("other")
+    ) as running:
         began = (await running.until("crash", State.BACKOFF)).time
         row = (await (await running.answers()).status()).components[0]
         assert row.retry_at is not None
@@ -449,9 +554,16 @@ def test_delays_double_with_jitter_up_to_the_cap_and_the_window_forgets() -> Non
     for streak, expected in enumerate([1, 2, 4, 8, 8]):
         delays = {next_delay(policy, deque(), streak, now=0.0) for _ in range(50)}
         assert len(delays) > 1
-        assert all(delay is not None and 0.8 * expected <= delay <= 1.2 * expected for delay in delays)
+        assert all(
+            delay is not None and 0.8 * expected <= delay <= 1.2 * expected for delay in delays
+        )
     crashes: deque[float] = deque()
-    assert [next_delay(policy, crashes, 0, now) is None for now in (0.0, 1.0, 2.0, 3.0)] == [False, False, False, True]
+    assert [next_delay(policy, crashes, 0, now) is None for now in (0.0, 1.0, 2.0, 3.0)] == [
+        False,
+        False,
+        False,
+        True,
+    ]
     assert next_delay(policy, crashes, 0, now=500.0) is not None
     assert next_delay(RestartPolicy(policy="never"), deque(), 0, 0.0) is None
 

@@ -1,4 +1,5 @@
-"""The line that tells why a program failed, among those that only say that it did: on captured and made-up logs."""
+"""The line that tells why a program failed, among those that only say that it did: on captured and
+made-up logs."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ def test_the_root_of_a_captured_log(log: str, root: str | None) -> None:
 
 
 @pytest.mark.parametrize(("log", "root"), [("engine_start", HEADS), ("engine_killed", GONE)])
-def test_the_evidence_of_a_dead_engine_is_the_root_live_and_at_the_exit(log: str, root: str) -> None:
+def test_the_evidence_of_a_dead_engine_is_the_root_live_and_at_the_exit(
+    log: str, root: str
+) -> None:
     lines = lines_of(log)
     ended = diagnose(Evidence(part("vllm", role=Role.ENGINE), 1, lines[-200:]))
     assert (ended.rule, ended.evidence) == ("engine_dead", root)
@@ -70,7 +73,9 @@ def test_a_better_rule_speaks_alone() -> None:
 
 def workers(size: int) -> list[str]:
     """An engine of two workers, whose lines mix; the words are those of vLLM 0.32's sources."""
-    frames = [f'  File "/venv/lib/vllm/{number}.py", line {number}, in call' for number in range(size)]
+    frames = [
+        f'  File "/venv/lib/vllm/{number}.py", line {number}, in call' for number in range(size)
+    ]
     place = "ERROR 11-22 13:28:28 [multiproc_executor.py:1063]"
     both = [
         f"(Worker_TP{rank} pid={rank + 7}) {place} {line}"
@@ -83,7 +88,8 @@ def workers(size: int) -> list[str]:
         "EngineCore encountered a fatal error.",
         "Traceback (most recent call last):",
         *frames,
-        f"RuntimeError: Worker failed with error '{raised}', please check the stack trace above for the root cause",
+        f"RuntimeError: Worker failed with error '{raised}', please check the stack trace "
+        f"above for the root cause",
     ]
     return [
         "Traceback (most recent call last):",
@@ -93,7 +99,8 @@ def workers(size: int) -> list[str]:
         f"(Worker_TP1 pid=8) {place} {raised}",
         f"(Worker_TP0 pid=7) {place} {raised}",
         *(f"{core} {line}" for line in wrapped),
-        "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue. See stack trace (above) for the "
+        "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue. See "
+        "stack trace (above) for the "
         "root cause.",
         "ERROR 11-22 13:29:03 [vllm_server] the engine died; its own log lines are above",
     ]
@@ -101,12 +108,19 @@ def workers(size: int) -> list[str]:
 
 def test_the_first_worker_that_fails_tells_why_however_long_it_takes() -> None:
     lines = workers(150)
-    assert (root_error(lines) or "").startswith("torch.AcceleratorError: CUDA error: an illegal memory")
+    assert (root_error(lines) or "").startswith(
+        "torch.AcceleratorError: CUDA error: an illegal memory"
+    )
     found = Evidence(part("vllm", role=Role.ENGINE), 1, lines[-200:], above=tuple(lines[:-200]))
     assert diagnose(found).evidence.startswith("torch.AcceleratorError")
 
 
 def test_wrappers_alone_are_no_root() -> None:
-    assert root_error(["EngineCore failed to start.", "RuntimeError: Engine core initialization failed."]) is None
+    assert (
+        root_error(
+            ["EngineCore failed to start.", "RuntimeError: Engine core initialization failed."]
+        )
+        is None
+    )
     found = diagnose(Evidence(part("vllm", role=Role.ENGINE), 1, ["vllm.EngineDeadError: x"]))
     assert (found.rule, found.evidence) == ("engine_dead", "vllm.EngineDeadError: x")

@@ -1,4 +1,5 @@
-"""One supervisor in a run directory, and one `up` that prepares it: the second one hears who was first."""
+"""One supervisor in a run directory, and one `up` that prepares it: the second one hears who was
+first."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ from tests.unit.comparison_support import write_profile
 def test_the_loser_of_two_ups_in_one_directory_writes_nothing(
     stays: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """run.json and profile.toml were those of the loser, and `up --resume` went on with another profile than ran."""
+    """run.json and profile.toml were those of the loser, and `up --resume` went on with another
+    profile than ran."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.chdir(tmp_path)
     profile = write_profile(tmp_path, "p", ports=(free_port(), free_port()))
@@ -53,7 +55,9 @@ def test_the_loser_of_two_ups_in_one_directory_writes_nothing(
     assert code == 2 and ("another supervisor runs here" if stays else "is not empty") in said
 
 
-async def test_a_supervisor_whose_files_were_removed_gets_no_second_beside_it(tmp_path: Path) -> None:
+async def test_a_supervisor_whose_files_were_removed_gets_no_second_beside_it(
+    tmp_path: Path,
+) -> None:
     """`up --resume` began a second one, and each ended the components of the other."""
     with background(tmp_path / "run", part("a")) as supervisor:
         await supervisor.ready()
@@ -69,14 +73,20 @@ async def test_a_stopped_guard_is_named(
     """`up --resume` waited a minute in silence, then said "attach to it", where nobody was."""
     with background(tmp_path / "run", part("a")) as supervisor:
         await supervisor.ready()
-        guards = [pid for pid in run_lock.holders(supervisor.run.supervisor_jsonl) if pid != supervisor.process.pid]
+        guards = [
+            pid
+            for pid in run_lock.holders(supervisor.run.supervisor_jsonl)
+            if pid != supervisor.process.pid
+        ]
         assert len(guards) == 1
         os.kill(guards[0], signal.SIGSTOP)
         try:
             supervisor.process.kill()
             supervisor.process.wait()
             monkeypatch.setattr(run_lock, "TELL_S", 0.1)
-            with pytest.raises(RunInUseError, match=f"pid {guards[0]} .* is stopped: kill -CONT {guards[0]}"):
+            with pytest.raises(
+                RunInUseError, match=f"pid {guards[0]} .* is stopped: kill -CONT {guards[0]}"
+            ):
                 await asyncio.to_thread(lock_run, supervisor.run, patience_s=0.5)
             assert f"waiting for the run directory: pid {guards[0]}" in capsys.readouterr().err
             info = {"run_id": supervisor.stack.run_id, "name": "t", "started_at": 1}
@@ -108,7 +118,9 @@ async def test_the_lock_goes_from_up_to_its_supervisor(tmp_path: Path) -> None:
     lock = lock_run(directory)
     from atropos_tui.profile.spec import StackSpec
 
-    stack = StackSpec(run_id="t-lock", name="t", mode="none", run_dir=str(directory.root), components=[part("a")])
+    stack = StackSpec(
+        run_id="t-lock", name="t", mode="none", run_dir=str(directory.root), components=[part("a")]
+    )
     try:
         await asyncio.to_thread(up.spawn_supervisor, directory, stack, lock)
         with pytest.raises(RunInUseError):

@@ -1,4 +1,5 @@
-"""A start that fails twice in the same words is not tried again; one that may go better next time is. Real children."""
+"""A start that fails twice in the same words is not tried again; one that may go better next time
+is. Real children."""
 
 from __future__ import annotations
 
@@ -53,11 +54,14 @@ async def test_an_engine_that_cannot_start_is_started_twice(launch: Any) -> None
     code = (
         "import os, sys, time, pathlib\n"
         "text = pathlib.Path(sys.argv[1]).read_text()\n"
-        "print(text.replace('8925', str(os.getpid())).replace('13:28:28', time.strftime('%H:%M:%S')))\n"
+        "print(text.replace('8925', str(os.getpid())).replace('13:28:28', "
+        "time.strftime('%H:%M:%S')))\n"
         "sys.exit(1)"
     )
     command = python(code, LOG)
-    starts, reason = await starts_of(launch, command, role=Role.ENGINE, probes=ready(LogCheck(pattern="^ready after")))
+    starts, reason = await starts_of(
+        launch, command, role=Role.ENGINE, probes=ready(LogCheck(pattern="^ready after"))
+    )
     assert starts == 2
     assert f"not retried: {HEADS}" in reason
 
@@ -77,9 +81,14 @@ COUNTS = "import os\nraise ValueError('abc'[int(os.environ['ATROPOS_ATTEMPT']) -
         raises("Temporary failure in name resolution"),
         python("raise OSError(116, 'Stale file handle', '/nfs/config.json')"),
         python("raise OSError(5, 'Input/output error', '/nfs/config.json')"),
-        python("import ssl\nraise ssl.SSLEOFError(8, 'EOF occurred in violation of protocol (_ssl.c:1016)')"),
+        python(
+            "import ssl\nraise ssl.SSLEOFError(8, 'EOF occurred in violation of protocol "
+            "(_ssl.c:1016)')"
+        ),
         python("import http.client\nraise http.client.IncompleteRead(b'1024', 4096)"),
-        python("class NVMLError_Unknown(Exception): pass\nraise NVMLError_Unknown('Unknown Error')"),
+        python(
+            "class NVMLError_Unknown(Exception): pass\nraise NVMLError_Unknown('Unknown Error')"
+        ),
         python("import os\nprint('ValueError: no', flush=True); os.kill(os.getpid(), 9)"),
         python("raise SystemExit(1)"),
         python(SAYS, "the last words of a program, which are no error", 1),
@@ -107,7 +116,8 @@ async def test_what_may_pass_is_tried_again(launch: Any, command: list[str]) -> 
 
 
 async def test_equal_failures_within_seconds_are_tried_again(launch: Any) -> None:
-    """A hub's error page (`json.decoder.JSONDecodeError: Expecting value`) was final after three seconds."""
+    """A hub's error page (`json.decoder.JSONDecodeError: Expecting value`) was final after three
+    seconds."""
     starts, reason = await starts_of(launch, python("import json\njson.loads('<html>')"))
     assert starts == 3 and "gave up after 2 restarts" in reason
 
@@ -117,7 +127,11 @@ async def test_equal_failures_within_seconds_are_tried_again(launch: Any) -> Non
     [
         ("OSError: [Errno 2] No such file or directory: '/models/x'", False),
         ("PermissionError: [Errno 13] Permission denied: '/models/x'", False),
-        ("requests.exceptions.SSLError: [SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed", False),
+        (
+            "requests.exceptions.SSLError: [SSL: CERTIFICATE_VERIFY_FAILED] certificate "
+            "verify failed",
+            False,
+        ),
         ("ValueError: num_heads", False),
         ("Error: No such file (os error 2)", False),
         ("Error: Transport endpoint (os error 107)", True),
@@ -166,9 +180,15 @@ async def test_whoever_starts_it_by_hand_may_have_mended_it(launch: Any) -> None
 
 def test_passing_rules_are_rules() -> None:
     assert {rule.name for rule in RULES} >= PASSING_RULES
-    assert lasting_error("python_error", [f"Traceback (most recent call last):\n  x\n{HEADS}"]) == ""
-    assert lasting_error("engine_dead", ["Traceback (most recent call last):", "  x", HEADS]) == HEADS
-    assert lasting_error("out_of_memory", ["Traceback (most recent call last):", "  x", HEADS]) == ""
+    assert (
+        lasting_error("python_error", [f"Traceback (most recent call last):\n  x\n{HEADS}"]) == ""
+    )
+    assert (
+        lasting_error("engine_dead", ["Traceback (most recent call last):", "  x", HEADS]) == HEADS
+    )
+    assert (
+        lasting_error("out_of_memory", ["Traceback (most recent call last):", "  x", HEADS]) == ""
+    )
 
 
 @pytest.mark.parametrize(

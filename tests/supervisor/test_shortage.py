@@ -1,4 +1,5 @@
-"""A machine that is out of descriptors, memory or processes for a while: starts wait, and the supervisor lives."""
+"""A machine that is out of descriptors, memory or processes for a while: starts wait, and the
+supervisor lives."""
 
 from __future__ import annotations
 
@@ -43,13 +44,18 @@ async def _waiting(client: ControlClient) -> ComponentStatus:
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.EAGAIN, errno.ENOSPC])
-async def test_a_start_waits_for_the_machine(launch: Any, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+async def test_a_start_waits_for_the_machine(
+    launch: Any, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
     """It was final: a shortage of a moment ended the run with exit code 3."""
     monkeypatch.setattr(launcher, "spawn", failing(2, number))
     async with launch(part("one")) as running:
         client = await running.answers()
         row = await _waiting(client)
-        assert (row.state, row.waiting_for) == (State.PENDING, f"the machine: {os.strerror(number)}")
+        assert (row.state, row.waiting_for) == (
+            State.PENDING,
+            f"the machine: {os.strerror(number)}",
+        )
         await running.until("one", State.HEALTHY)
         assert running.states("one")[-1].attempt == 1
 
@@ -63,7 +69,8 @@ async def test_a_start_does_not_wait_for_ever(launch: Any, monkeypatch: pytest.M
 
 
 async def test_without_memory_for_a_thread_the_supervisor_lives(tmp_path: Path) -> None:
-    """An end needs a thread: it was a fault of the supervisor, and the run ended with exit code 1."""
+    """An end needs a thread: it was a fault of the supervisor, and the run ended with exit code
+    1."""
     parts = [part(f"part{number}", probes=ready(), restart=QUICK) for number in range(8)]
     with background(tmp_path / "run", *parts) as supervisor:
         client = await supervisor.ready()
@@ -77,7 +84,9 @@ async def test_without_memory_for_a_thread_the_supervisor_lives(tmp_path: Path) 
         await asyncio.sleep(2)
         process.rlimit(resource.RLIMIT_AS, usual)
         assert (await client.wait("ready", 30)).outcome == "reached"
-        assert {(row.state, row.attempt) for row in (await client.status()).components} == {(State.HEALTHY, 2)}
+        assert {(row.state, row.attempt) for row in (await client.status()).components} == {
+            (State.HEALTHY, 2)
+        }
 
 
 async def test_a_run_directory_that_cannot_be_written_is_named(
@@ -94,4 +103,7 @@ async def test_a_run_directory_that_cannot_be_written_is_named(
         assert await running.end() == 3
         assert "Read-only file system" in running.result().reason
         told = (run_dir / "supervisor.jsonl").read_text() + running.result().model_dump_json()
-        assert f"make {run_dir} readable and writable again" in told and "check its command" not in told
+        assert (
+            f"make {run_dir} readable and writable again" in told
+            and "check its command" not in told
+        )

@@ -1,4 +1,5 @@
-"""Stages of the present attempt, as records or as lines of a log: published, shown live and from the files."""
+"""Stages of the present attempt, as records or as lines of a log: published, shown live and from
+the files."""
 
 from __future__ import annotations
 
@@ -72,7 +73,10 @@ async def test_stages_are_reached_one_by_one_and_told(launch: Any, tmp_path: Pat
         assert first.reached_at is not None and began <= first.reached_at < began + 2
         assert second.reached_at is None
         let(tmp_path, 1)
-        assert [record.stage for record in await reached(running, 2)] == ["registered", "first batch"]
+        assert [record.stage for record in await reached(running, 2)] == [
+            "registered",
+            "first batch",
+        ]
         await stream.aclose()
 
 
@@ -83,22 +87,32 @@ reach('attached')
 time.sleep(float(sys.argv[1]))
 sys.exit(1)
 """
-ATTACHED = Probes(startup=Probe(checks=[StageCheck(stage="attached")], interval_s=0.02, failure_threshold=10**6))
+ATTACHED = Probes(
+    startup=Probe(checks=[StageCheck(stage="attached")], interval_s=0.02, failure_threshold=10**6)
+)
 
 
 async def test_a_recorded_stage_is_health_whatever_the_program_prints(launch: Any) -> None:
     stages = [Stage(name="registered"), Stage(name="attached")]
-    trainer = part("trainer", [sys.executable, "-c", RECORDS, "600"], probes=ATTACHED, stages=stages)
+    trainer = part(
+        "trainer", [sys.executable, "-c", RECORDS, "600"], probes=ATTACHED, stages=stages
+    )
     async with launch(trainer) as running:
         await running.until("trainer", State.HEALTHY)
         registered, attached = (await row(running)).stages
         assert (registered.reached_at, attached.reached_at is None) == (None, False)
-        assert [(found.stage, found.attempt) for found in await reached(running, 1)] == [("attached", 1)]
+        assert [(found.stage, found.attempt) for found in await reached(running, 1)] == [
+            ("attached", 1)
+        ]
 
 
 async def test_a_record_of_an_earlier_attempt_is_not_health(launch: Any) -> None:
-    once = RECORDS.replace("reach('attached')", "os.environ['ATROPOS_ATTEMPT'] == '1' and reach('attached')")
-    async with launch(part("trainer", [sys.executable, "-c", once, "0.5"], probes=ATTACHED, restart=QUICK)) as running:
+    once = RECORDS.replace(
+        "reach('attached')", "os.environ['ATROPOS_ATTEMPT'] == '1' and reach('attached')"
+    )
+    async with launch(
+        part("trainer", [sys.executable, "-c", once, "0.5"], probes=ATTACHED, restart=QUICK)
+    ) as running:
         await running.until("trainer", State.HEALTHY)
         await running.until("trainer", State.STARTING, attempt=2)
         await asyncio.sleep(0.3)
@@ -120,10 +134,15 @@ async def test_a_new_attempt_begins_without_stages(launch: Any, tmp_path: Path) 
 
 
 async def test_a_line_printed_just_before_the_end_counts(launch: Any) -> None:
-    last = part("last", python("print('Registered as 1'); print('step 1')"), stages=STAGES, ends_run=True)
+    last = part(
+        "last", python("print('Registered as 1'); print('step 1')"), stages=STAGES, ends_run=True
+    )
     async with launch(last) as running:
         assert await running.end() == 0
-        assert [record.stage for record in await reached(running, 2)] == ["registered", "first batch"]
+        assert [record.stage for record in await reached(running, 2)] == [
+            "registered",
+            "first batch",
+        ]
         kinds = [(record.kind, getattr(record, "new", "")) for record in running.records]
         assert kinds.index(("stage", "")) < kinds.index(("state", "completed"))
 
@@ -136,7 +155,11 @@ async def test_a_pattern_that_is_none_and_a_flood_do_no_harm(launch: Any) -> Non
     )
     async with launch(part("loud", python(loud), probes=ready(), stages=broken)) as running:
         assert [record.stage for record in await reached(running, 1)] == ["registered"]
-        assert [stage.reached_at is not None for stage in (await row(running)).stages] == [False, True, False]
+        assert [stage.reached_at is not None for stage in (await row(running)).stages] == [
+            False,
+            True,
+            False,
+        ]
 
 
 async def test_after_the_end_the_files_tell_the_stages(launch: Any, tmp_path: Path) -> None:
@@ -151,14 +174,19 @@ async def test_after_the_end_the_files_tell_the_stages(launch: Any, tmp_path: Pa
     status = status_from_files(running.run, info, state)
     first, second = status.components[0].stages
     assert at is not None and first.reached_at is not None and abs(first.reached_at - at) < 0.05
-    assert (first.usually, second.name, second.reached_at) == ("run-api is busy", "first batch", None)
+    assert (first.usually, second.name, second.reached_at) == (
+        "run-api is busy",
+        "first batch",
+        None,
+    )
     lines = Picture(status, info, state, time.time()).lines()
     assert lines[0].endswith("ended with code 130: stopped by command")
     assert "stopped with the stack" in lines[2]
 
 
 async def test_why_speaks_of_each_state_as_it_is(launch: Any, tmp_path: Path) -> None:
-    """One live run: a gate that waits, a probe that fails, a stage to come, a backoff, a stop by hand."""
+    """One live run: a gate that waits, a probe that fails, a stage to come, a backoff, a stop by
+    hand."""
     slow = RestartPolicy(backoff_s=60, max_restarts=5)
     parts = (
         trainer(tmp_path),
@@ -178,15 +206,21 @@ async def test_why_speaks_of_each_state_as_it_is(launch: Any, tmp_path: Path) ->
         picture = Picture(status, *load_run(running.run.root)[:2], time.time() + 60)
         text = "\n".join(picture.lines())
         head = text.splitlines()[0]
-        assert head.startswith(f"{running.stack.run_id} is starting; it waits for late, which is starting for 1:0")
+        assert head.startswith(
+            f"{running.stack.run_id} is starting; it waits for late, which is starting for 1:0"
+        )
         assert head.endswith(", at most 10:00, and for crash")
         assert "its readiness probe has not passed: no line 'up' yet" in text
         assert "waits for late to be healthy: it is starting for 1:0" in text
         assert "registered 1:0" in text and "ago; waiting for: first batch for 1:0" in text
         assert "usually: rollouts are slow" in text
-        assert "crashed: exit code 3" in text and "crash 1 within 10:00; crash 6 is the last" in text
+        assert (
+            "crashed: exit code 3" in text and "crash 1 within 10:00; crash 6 is the last" in text
+        )
         assert "stopped by hand" in text and "atropos-tui start idle brings it back" in text
-        assert picture.lines("after")[0].startswith("after  ○ pending    waits for late to be healthy")
+        assert picture.lines("after")[0].startswith(
+            "after  ○ pending    waits for late to be healthy"
+        )
         assert len(picture.lines("after")) == 1
         soon = Picture(status, *load_run(running.run.root)[:2], time.time()).lines("crash")
         assert any(line.strip().startswith("next start in ") for line in soon)

@@ -1,4 +1,5 @@
-"""A component whose next start is prepared: a process of it waits, becomes the next attempt, or is never heard of."""
+"""A component whose next start is prepared: a process of it waits, becomes the next attempt, or is
+never heard of."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ Begun = list[tuple[int, int, bool]]
 
 @pytest.fixture
 def engine(tmp_path: Path) -> ComponentSpec:
-    return part("engine", python(ENGINE, tmp_path / "begun"), probes=ready(), restart=QUICK, standby=True)
+    return part(
+        "engine", python(ENGINE, tmp_path / "begun"), probes=ready(), restart=QUICK, standby=True
+    )
 
 
 async def begun(tmp_path: Path, count: int) -> Begun:
@@ -46,18 +49,24 @@ async def restart(running: Running) -> None:
     await (await running.answers()).command(CommandRequest(action="restart", component="engine"))
 
 
-async def test_a_restart_takes_the_one_that_waits(launch: Any, tmp_path: Path, engine: ComponentSpec) -> None:
+async def test_a_restart_takes_the_one_that_waits(
+    launch: Any, tmp_path: Path, engine: ComponentSpec
+) -> None:
     async with launch(engine, part("other")) as running:
         await running.until("engine", State.HEALTHY)
         first, second = await begun(tmp_path, 2)
         assert (first[1:], second[1:]) == ((1, False), (2, True))
-        assert not running.run.log("engine", 2).exists(), "the latest log is that of the attempt that runs"
+        assert not running.run.log("engine", 2).exists(), (
+            "the latest log is that of the attempt that runs"
+        )
         status = await (await running.answers()).status()
         assert next((row.name, row.pid) for row in status.components) == ("engine", first[0])
         await restart(running)
         again = await running.until("engine", State.HEALTHY, attempt=2)
         assert again.pid == second[0] and not alive(first[0])
-        started = next(row for row in running.states("engine") if row.new == "starting" and row.attempt == 2)
+        started = next(
+            row for row in running.states("engine") if row.new == "starting" and row.attempt == 2
+        )
         assert started.reason == "attempt 2, from the standby process"
         assert running.run.log("engine", 2).read_text().split() == ["prepared", "up"]
         third = (await begun(tmp_path, 3))[2]
@@ -67,7 +76,9 @@ async def test_a_restart_takes_the_one_that_waits(launch: Any, tmp_path: Path, e
     assert not alive(third[0])
 
 
-async def test_so_does_the_start_after_a_crash(launch: Any, tmp_path: Path, engine: ComponentSpec) -> None:
+async def test_so_does_the_start_after_a_crash(
+    launch: Any, tmp_path: Path, engine: ComponentSpec
+) -> None:
     async with launch(engine, part("other")) as running:
         await running.until("engine", State.HEALTHY)
         first, second = await begun(tmp_path, 2)
@@ -79,7 +90,8 @@ async def test_so_does_the_start_after_a_crash(launch: Any, tmp_path: Path, engi
 async def test_one_that_has_died_or_hangs(
     launch: Any, tmp_path: Path, engine: ComponentSpec, number: signal.Signals
 ) -> None:
-    """A dead one is replaced at the start; one that hangs is a start like any other, which a restart ends."""
+    """A dead one is replaced at the start; one that hangs is a start like any other, which a
+    restart ends."""
     async with launch(engine, part("other")) as running:
         await running.until("engine", State.HEALTHY)
         second = (await begun(tmp_path, 2))[1]
@@ -90,11 +102,15 @@ async def test_one_that_has_died_or_hangs(
         if number == signal.SIGSTOP:
             assert (await running.until("engine", State.STARTING, attempt=2)).pid == second[0]
             os.kill(second[0], signal.SIGKILL)
-        again = await running.until("engine", State.HEALTHY, attempt=3 if number == signal.SIGSTOP else 2)
+        again = await running.until(
+            "engine", State.HEALTHY, attempt=3 if number == signal.SIGSTOP else 2
+        )
         assert again.pid != second[0] and not alive(second[0])
 
 
-async def test_nobody_waits_for_a_component_that_is_stopped(launch: Any, tmp_path: Path, engine: ComponentSpec) -> None:
+async def test_nobody_waits_for_a_component_that_is_stopped(
+    launch: Any, tmp_path: Path, engine: ComponentSpec
+) -> None:
     async with launch(engine, part("other")) as running:
         await running.until("engine", State.HEALTHY)
         second = (await begun(tmp_path, 2))[1]
@@ -106,7 +122,9 @@ async def test_nobody_waits_for_a_component_that_is_stopped(launch: Any, tmp_pat
         assert (await running.until("engine", State.HEALTHY, attempt=2)).pid != second[0]
 
 
-async def test_nobody_waits_below_a_keeper(launch: Any, tmp_path: Path, engine: ComponentSpec) -> None:
+async def test_nobody_waits_below_a_keeper(
+    launch: Any, tmp_path: Path, engine: ComponentSpec
+) -> None:
     async with launch(engine, part("other"), survive=True) as running:
         await running.until("engine", State.HEALTHY)
         await asyncio.sleep(0.3)

@@ -1,4 +1,5 @@
-"""SLURM's signal before a job's time limit, and an end that somebody asked for: only the limit queues the job again."""
+"""SLURM's signal before a job's time limit, and an end that somebody asked for: only the limit
+queues the job again."""
 
 from __future__ import annotations
 
@@ -44,16 +45,28 @@ sys.exit(up._headless(RunDir(Path(stack.run_dir)), stack, goes_on=True))
 
 @pytest.mark.parametrize(
     ("asked", "again"),
-    [("USR1", True), ("down USR1", False), ("USR1 down", False), ("TERM USR1", False), ("USR1 USR1", True)],
+    [
+        ("USR1", True),
+        ("down USR1", False),
+        ("USR1 down", False),
+        ("TERM USR1", False),
+        ("USR1 USR1", True),
+    ],
 )
 async def test_only_a_run_that_its_time_limit_ended_is_queued_again(
     asked: str, again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A `down` during which the signal came was undone: the job was queued again, and ran a whole further turn."""
+    """A `down` during which the signal came was undone: the job was queued again, and ran a whole
+    further turn."""
     run, saved, requeued = RunDir(tmp_path / "run"), tmp_path / "saved", tmp_path / "requeued"
     saver = part("trainer", python(SAVES, saved), probes=ready(), stop=StopPolicy(grace_s=20))
     stack = StackSpec(
-        run_id="test-limit", name="t", mode="none", run_dir=str(run.root), components=[saver], logs=LogPolicy()
+        run_id="test-limit",
+        name="t",
+        mode="none",
+        run_dir=str(run.root),
+        components=[saver],
+        logs=LogPolicy(),
     )
     (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" > {requeued}\n')
     (tmp_path / "scontrol").chmod(0o755)

@@ -72,13 +72,17 @@ async def test_a_line_is_explained_while_its_program_runs(launch: Launch) -> Non
         assert found.evidence == OOM
         assert "adafactor" in found.fix
         row = (await running.client.status()).components[0]
-        assert row.state == "healthy" and row.diagnosis.startswith("GPU memory is exhausted: five ways out")
+        assert row.state == "healthy" and row.diagnosis.startswith(
+            "GPU memory is exhausted: five ways out"
+        )
         await asyncio.sleep(0.8)
         assert len(diagnoses(running)) == 1, "the second line is the same cause"
 
 
 async def test_an_end_is_not_explained_twice_and_each_attempt_once(launch: Launch) -> None:
-    async with launch(part("train", python(SAY_AND_DIE, 0.2, OOM), role=Role.TRAINER, restart=QUICK)) as running:
+    async with launch(
+        part("train", python(SAY_AND_DIE, 0.2, OOM), role=Role.TRAINER, restart=QUICK)
+    ) as running:
         assert await running.end() == 3
         assert running.path("train").count("starting") == 3
         assert rules(running) == [("train", "out_of_memory")] * 3
@@ -88,12 +92,18 @@ async def test_an_end_is_not_explained_twice_and_each_attempt_once(launch: Launc
 async def test_the_cause_of_an_end_has_the_last_word(launch: Launch) -> None:
     async with launch(part("x", python(SAY_AND_DIE, 0.2, OOM, FILES), restart=NEVER)) as running:
         assert await running.end() == 3
-        assert [rule for _, rule in rules(running)] == ["out_of_memory", "too_many_files", "out_of_memory"]
+        assert [rule for _, rule in rules(running)] == [
+            "out_of_memory",
+            "too_many_files",
+            "out_of_memory",
+        ]
 
 
 async def test_telemetry_is_judged_while_it_is_written(launch: Launch) -> None:
     lines = step(1) + step(2, loss=-12.0) + "no json\n" + step(3, loss=-13.0) + step(4)[:40]
-    async with launch(part("other"), part("train", python(RECORD, 600, lines), role=Role.TRAINER)) as running:
+    async with launch(
+        part("other"), part("train", python(RECORD, 600, lines), role=Role.TRAINER)
+    ) as running:
         await wait_until(lambda: bool(diagnoses(running)))
         found = diagnoses(running)[0]
         assert (found.component, found.rule) == ("train", "loss_too_low")
@@ -102,7 +112,9 @@ async def test_telemetry_is_judged_while_it_is_written(launch: Launch) -> None:
         assert len(diagnoses(running)) == 1
 
 
-async def test_what_was_written_in_the_last_moment_is_judged(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_was_written_in_the_last_moment_is_judged(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(watcher, "LOOK_S", 1e6)
     code = RECORD + f"\nprint({OOM!r})"
     trainer = part("train", python(code, 0, step(1, loss="NaN")), role=Role.TRAINER, ends_run=True)
@@ -126,13 +138,20 @@ async def test_evaluations_are_judged(launch: Launch, tmp_path: Path) -> None:
             }
             for v, a in enumerate([0.5, 0.59, 0.07, 0.06])
         ]
-        (running.run.root / "eval.e.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (running.run.root / "eval.e.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows)
+        )
         await wait_until(lambda: bool(diagnoses(running)))
         found = diagnoses(running)[0]
-        assert found.rule == "accuracy_collapse" and "59.0% at weight version 1, 7.0%" in found.evidence
+        assert (
+            found.rule == "accuracy_collapse"
+            and "59.0% at weight version 1, 7.0%" in found.evidence
+        )
 
 
-async def test_the_last_environment_has_ended(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_last_environment_has_ended(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is told at once, and once: the stall that follows has this cause."""
     monkeypatch.setattr(stall_rules, "STALL_S", 0.2)
     env = part("env", python("print('done')"), role=Role.ENV)
@@ -141,11 +160,16 @@ async def test_the_last_environment_has_ended(launch: Launch, monkeypatch: pytes
         await asyncio.sleep(0.3)
         found = diagnoses(running)
         assert [one.title for one in found] == ["env ended before the run"]
-        assert (found[0].component, found[0].evidence.split("; ")[1]) == ("env", "its last line: done")
+        assert (found[0].component, found[0].evidence.split("; ")[1]) == (
+            "env",
+            "its last line: done",
+        )
         assert "atropos-tui start env" in found[0].fix
 
 
-async def test_another_cause_is_another_word(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_another_cause_is_another_word(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(stall_rules, "STALL_S", 0.3)
     env = part("env", python(SAY, 2), role=Role.ENV)
     async with launch(env, part("train", python(SLEEP), role=Role.TRAINER)) as running:
@@ -158,7 +182,9 @@ DROPPED = "WARNING atroposlib.envs.base: Scores are the same in a group, skippin
 CAME = "INFO atroposlib.envs.base: Initialized env with id 0"
 
 
-async def test_lines_that_are_counted_name_the_cause(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_lines_that_are_counted_name_the_cause(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of a program that nobody hosts."""
     env = part("env", python(SAY, 600, *["\n".join([DROPPED] * 4)] * 2), role=Role.ENV)
     async with launch(env, part("train", role=Role.TRAINER)) as running:
@@ -169,7 +195,11 @@ async def test_lines_that_are_counted_name_the_cause(launch: Launch, monkeypatch
 
 async def test_a_step_ends_the_counting(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stall_rules, "STALL_S", 3.0)
-    env = part("env", python(SAY, 600, *["a rollout has timed out after its limit, skipping"] * 3), role=Role.ENV)
+    env = part(
+        "env",
+        python(SAY, 600, *["a rollout has timed out after its limit, skipping"] * 3),
+        role=Role.ENV,
+    )
     async with launch(env, part("train", role=Role.TRAINER)) as running:
         await running.until("train", "healthy")
         await wait_until(lambda: (running.run.log("env", 1)).read_text().count("skipping") == 3)
@@ -177,21 +207,31 @@ async def test_a_step_ends_the_counting(launch: Launch, monkeypatch: pytest.Monk
         running.run.telemetry_jsonl.write_text(step(5, time=time.time()))
         await wait_until(lambda: bool(diagnoses(running)))
         found = diagnoses(running)[-1]
-        assert (found.title, found.evidence.split("; ")[0][-12:]) == ("no batches: rollouts are slow", "after step 5")
+        assert (found.title, found.evidence.split("; ")[0][-12:]) == (
+            "no batches: rollouts are slow",
+            "after step 5",
+        )
 
 
-async def test_a_ghost_is_laid_by_a_new_run_api(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_ghost_is_laid_by_a_new_run_api(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(stall_rules, "STALL_S", 1.0)
     env = part("env", python(SAY, 600, CAME, CAME), role=Role.ENV)
     async with launch(part("api", role=Role.API), env, part("train", role=Role.TRAINER)) as running:
         await wait_until(lambda: bool(diagnoses(running)))
-        assert diagnoses(running)[0].title == "no batches: run-api waits for an environment that is gone"
+        assert (
+            diagnoses(running)[0].title
+            == "no batches: run-api waits for an environment that is gone"
+        )
         await running.client.command(CommandRequest(action="restart", component="api"))
         await wait_until(lambda: len(diagnoses(running)) > 1)
         assert diagnoses(running)[-1].title == "no batches: rollouts are slow"
 
 
-async def test_what_went_away_and_comes_back_is_told_again(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_went_away_and_comes_back_is_told_again(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(watcher, "DISK_S", 0.0)
     monkeypatch.setattr(watcher, "GONE_S", 0.1)
     monkeypatch.setattr(stall_rules, "NEVER_LOW_SHARE", 1.0)
@@ -226,11 +266,22 @@ def sentence(running: Running, status: RunStatus) -> str:
     return verdict(status, info, state, time.time()).line
 
 
-async def test_run_api_away_and_back_leaves_no_alarm(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    soon = [replace(rule, patterns=tuple(replace(each, patience_s=min(each.patience_s, 0.2)) for each in rule.patterns))
-            for rule in log_scanner.LOG_RULES]  # fmt: skip
+async def test_run_api_away_and_back_leaves_no_alarm(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    soon = [
+        replace(
+            rule,
+            patterns=tuple(
+                replace(each, patience_s=min(each.patience_s, 0.2)) for each in rule.patterns
+            ),
+        )
+        for rule in log_scanner.LOG_RULES
+    ]
     monkeypatch.setattr(log_scanner, "LOG_RULES", tuple(soon))
-    async with launch(part("api", role=Role.API), part("train", python(AWAY_AND_BACK), role=Role.TRAINER)) as running:
+    async with launch(
+        part("api", role=Role.API), part("train", python(AWAY_AND_BACK), role=Role.TRAINER)
+    ) as running:
         await wait_until(lambda: bool(diagnoses(running)))
         status = await running.client.status()
         assert sentence(running, status).startswith("✖ train does not reach run-api")
@@ -239,12 +290,17 @@ async def test_run_api_away_and_back_leaves_no_alarm(launch: Launch, monkeypatch
         await wait_until(lambda: bool(ends(running)))
         (over,) = ends(running)
         assert (over.component, over.rule, over.severity) == ("train", "api_unreachable", "alarm")
-        assert (over.title, over.evidence) == ("train does not reach run-api", "run-api is back after 34 s")
+        assert (over.title, over.evidence) == (
+            "train does not reach run-api",
+            "run-api is back after 34 s",
+        )
         status = await running.client.status()
         assert "run-api" not in sentence(running, status) and status.components[1].diagnosis == ""
 
 
-async def test_a_line_is_over_when_its_program_works_again(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_line_is_over_when_its_program_works_again(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(log_scanner, "WORK_S", 0.3)
     async with launch(part("train", python(SAY, 600, FILES), role=Role.TRAINER)) as running:
         await wait_until(lambda: bool(diagnoses(running)))
@@ -258,7 +314,9 @@ async def test_a_line_is_over_when_its_program_works_again(launch: Launch, monke
 
 
 async def test_a_run_that_ended_well_leaves_no_open_diagnosis(launch: Launch) -> None:
-    async with launch(part("train", python(SAY, 0.3, OOM), role=Role.TRAINER, ends_run=True)) as running:
+    async with launch(
+        part("train", python(SAY, 0.3, OOM), role=Role.TRAINER, ends_run=True)
+    ) as running:
         assert await running.end() == 0
         await wait_until(lambda: bool(ends(running)))
         assert rules(running) == [("train", "out_of_memory")]
@@ -288,7 +346,11 @@ async def test_a_full_disk_is_told(launch: Launch, monkeypatch: pytest.MonkeyPat
 
 
 async def test_quiet_children_say_nothing(launch: Launch) -> None:
-    parts = [part(role.value, python(SAY, 600, "all is well"), role=role) for role in Role if role is not Role.PREPARE]
+    parts = [
+        part(role.value, python(SAY, 600, "all is well"), role=role)
+        for role in Role
+        if role is not Role.PREPARE
+    ]
     async with launch(*parts) as running:
         await running.until("other", "healthy")
         await asyncio.sleep(0.8)
@@ -296,15 +358,21 @@ async def test_quiet_children_say_nothing(launch: Launch) -> None:
 
 
 async def test_what_the_supervisor_finds_has_a_name_too(launch: Launch) -> None:
-    deaf = Probes(liveness=Probe(checks=[FileCheck(path="/no/such")], interval_s=0.02, failure_threshold=2))
+    deaf = Probes(
+        liveness=Probe(checks=[FileCheck(path="/no/such")], interval_s=0.02, failure_threshold=2)
+    )
     async with launch(part("deaf", probes=deaf, restart=NEVER)) as running:
         assert await running.end() == 3
         assert rules(running) == [("deaf", "not_answering")]
 
 
-async def test_what_cannot_be_removed_or_started_has_a_name_too(launch: Launch, tmp_path: Path) -> None:
+async def test_what_cannot_be_removed_or_started_has_a_name_too(
+    launch: Launch, tmp_path: Path
+) -> None:
     in_the_way = tmp_path / "a-file-now"
-    messy = part("messy", python(f"open({str(in_the_way)!r}, 'w')"), clears=[f"{in_the_way}/manifest"])
+    messy = part(
+        "messy", python(f"open({str(in_the_way)!r}, 'w')"), clears=[f"{in_the_way}/manifest"]
+    )
     absent = part("absent", ["/no/such/program"], depends_on={"messy": "completed"})
     async with launch(messy, absent) as running:
         assert await running.end() == 3
@@ -327,7 +395,9 @@ async def test_what_is_cried_out_on_the_way_to_a_stop_is_no_trouble(launch: Laun
     """vLLM's API server may see its engine go first; the lines are of a clean run's end."""
     lines = (Path(__file__).parent / "logs/vllm_stopped.log").read_text().splitlines()
     assert any("EngineDeadError" in line for line in lines)
-    engine = part("vllm", python(DYING, *lines), role=Role.ENGINE, probes=ready(), stop=StopPolicy(grace_s=5))
+    engine = part(
+        "vllm", python(DYING, *lines), role=Role.ENGINE, probes=ready(), stop=StopPolicy(grace_s=5)
+    )
     async with launch(engine, part("stay")) as running:
         await running.until("vllm", "healthy")
         await running.client.command(CommandRequest(action="stop", component="vllm"))

@@ -18,7 +18,15 @@ from textual.pilot import Pilot
 
 from atropos_common.control import ComponentStatus, Role
 from atropos_common.run_dir import RunDir
-from atropos_tui.profile.spec import ComponentSpec, LogCheck, Probe, Probes, RestartPolicy, StackSpec, StopPolicy
+from atropos_tui.profile.spec import (
+    ComponentSpec,
+    LogCheck,
+    Probe,
+    Probes,
+    RestartPolicy,
+    StackSpec,
+    StopPolicy,
+)
 from atropos_tui.supervisor.client import ControlClient
 from atropos_tui.ui import faults
 from atropos_tui.ui.app import CockpitApp, Outcome
@@ -64,20 +72,26 @@ def small_stack(run_dir: Path, *more: ComponentSpec) -> StackSpec:
         child("trainer", Role.TRAINER, depends_on={"vllm": "healthy"}),
     ]
     return StackSpec(
-        run_id=f"ui-{os.getpid()}", name="small", mode="shared_vllm", run_dir=str(run_dir), components=components
+        run_id=f"ui-{os.getpid()}",
+        name="small",
+        mode="shared_vllm",
+        run_dir=str(run_dir),
+        components=components,
     )
 
 
 @pytest.fixture(autouse=True)
 def own_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test reads, or changes, what its user has chosen for the charts, or sees that user's runs."""
+    """No test reads, or changes, what its user has chosen for the charts, or sees that user's
+    runs."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
 @pytest.fixture(autouse=True)
 def no_failed_panel() -> Iterator[None]:
-    """Fail where a panel hid an error of its own; a test that provokes one forgets it with `faults.forget()`."""
+    """Fail where a panel hid an error of its own; a test that provokes one forgets it with
+    `faults.forget()`."""
     faults.forget()
     yield
     assert not faults.recorded()
@@ -127,7 +141,9 @@ class Screen:
     def text(self) -> str:
         """Every cell of the screen, line by line."""
         width, _ = self.app.size
-        lines = self.app.screen._compositor.render_strips()  # as many as there were before a new size is drawn
+        lines = (
+            self.app.screen._compositor.render_strips()
+        )  # as many as there were before a new size is drawn
         return "\n".join(strip.text[:width] for strip in lines)
 
     def row(self, name: str) -> ComponentStatus:

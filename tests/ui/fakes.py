@@ -1,4 +1,5 @@
-"""A supervisor in memory, for what a real one cannot be made to do on demand. Implements `ui.feed.Control`."""
+"""A supervisor in memory, for what a real one cannot be made to do on demand. Implements
+`ui.feed.Control`."""
 
 from __future__ import annotations
 
@@ -31,7 +32,11 @@ class FakeControl:
         await self.status()
         if self.refusal:
             raise self.refusal
-        both = ["trainer", "vllm"] if component == "vllm" and action == "restart" else [component or "everything"]
+        both = (
+            ["trainer", "vllm"]
+            if component == "vllm" and action == "restart"
+            else [component or "everything"]
+        )
         return Recipe(
             action=action,
             component=component,
@@ -42,4 +47,6 @@ class FakeControl:
 
     async def command(self, request: CommandRequest) -> Accepted:
         self.commands.append(request)
-        return Accepted(command_id="c1", recipe=await self.recipe(request.action, request.component))
+        return Accepted(
+            command_id="c1", recipe=await self.recipe(request.action, request.component)
+        )

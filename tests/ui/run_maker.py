@@ -1,4 +1,5 @@
-"""A run directory as the real programs leave it, with plausible figures from a seeded generator. For tests and looking.
+"""A run directory as the real programs leave it, with plausible figures from a seeded generator.
+For tests and looking.
 
 python -m tests.ui.run_maker DIR [STEPS]
 """
@@ -47,10 +48,16 @@ def write_records(path: Path, records: list[Record], start: int = 0) -> None:
             file.write(record.model_copy(update={"run_id": RUN_ID, "seq": seq}).to_line())
 
 
-def step_records(step: int, rng: random.Random, *, attempt: int = 1, time: float | None = None) -> list[Record]:
+def step_records(
+    step: int, rng: random.Random, *, attempt: int = 1, time: float | None = None
+) -> list[Record]:
     """What a trainer writes for one step."""
     reward = 0.95 - 0.45 * math.exp(-step / 14) + rng.gauss(0, 0.02)
-    wait, train, sync = 0.12 + rng.random() * 0.05, 0.14 + rng.random() * 0.02, 0.028 + rng.random() * 0.004
+    wait, train, sync = (
+        0.12 + rng.random() * 0.05,
+        0.14 + rng.random() * 0.02,
+        0.028 + rng.random() * 0.004,
+    )
     common: dict[str, Any] = {
         "step": step,
         "attempt": attempt,
@@ -104,7 +111,11 @@ def step_records(step: int, rng: random.Random, *, attempt: int = 1, time: float
         ),
         MemoryRecord(**common, rss_bytes=431_000_000 + 40_000 * step),
         SyncRecord(
-            **common, mode="shared_vllm", weight_version=step, seconds=sync, phases={"pause": 0.02, "write": 0.003}
+            **common,
+            mode="shared_vllm",
+            weight_version=step,
+            seconds=sync,
+            phases={"pause": 0.02, "write": 0.003},
         ),
         *(_rollout(rng, common) for _ in range(4)),
     ]
@@ -130,7 +141,14 @@ def start_records() -> list[Record]:
 
     def moved(name: str, role: Role, old: State, new: State, at: float, reason: str) -> Record:
         return StateRecord(
-            time=T0 + at, component=name, role=role, node="local", old=old, new=new, attempt=1, reason=reason
+            time=T0 + at,
+            component=name,
+            role=role,
+            node="local",
+            old=old,
+            new=new,
+            attempt=1,
+            reason=reason,
         )
 
     records = []
@@ -148,12 +166,25 @@ def make_run(root: Path, steps: int = 37, training_steps: int = 60, seed: int = 
     run.create()
     rng = random.Random(seed)
     components = [
-        {"name": name, "role": role, "command": ["python"], "port": {"run-api": 8000, "vllm": 9001}.get(name)}
+        {
+            "name": name,
+            "role": role,
+            "command": ["python"],
+            "port": {"run-api": 8000, "vllm": 9001}.get(name),
+        }
         for name, role in PARTS
     ]
-    components[-1]["command"] = ["python", "-m", "trainer_core", "--training-steps", str(training_steps)]
+    components[-1]["command"] = [
+        "python",
+        "-m",
+        "trainer_core",
+        "--training-steps",
+        str(training_steps),
+    ]
     run.plan_json.write_text(
-        json.dumps({"run_id": RUN_ID, "name": "demo", "mode": "shared_vllm", "components": components})
+        json.dumps(
+            {"run_id": RUN_ID, "name": "demo", "mode": "shared_vllm", "components": components}
+        )
     )
     run.profile_toml.write_text('name = "demo"\nmode = "shared_vllm"\nmodel = "arithmetic-0.8M"\n')
     run.run_json.write_text(json.dumps({"run_id": RUN_ID, "started_at": T0}))
@@ -183,7 +214,8 @@ def make_run(root: Path, steps: int = 37, training_steps: int = 60, seed: int = 
 def _log_lines(name: str, steps: int) -> list[str]:
     if name == "trainer":
         return [
-            f"step {step:>3}  reward {0.5 + step / 100:.3f}  loss {0.01:+.4f}  |diff| 1.2e-02  probe 4.1e-07\n"
+            f"step {step:>3}  reward {0.5 + step / 100:.3f}  loss {0.01:+.4f}  |diff| "
+            f"1.2e-02  probe 4.1e-07\n"
             for step in range(1, steps + 1)
         ]
     return [f"INFO:     {name} line {at}\n" for at in range(200)]
@@ -200,12 +232,17 @@ def gauges(at: float = T0 + 40, **changes: Any) -> GaugesRecord:
         prompt_tokens=50_000,
         generated_tokens=120_000,
     )
-    host = HostUse(cpu_percent=37.5, cores=16.0, memory_used=9_300_000_000, memory_total=64_000_000_000)
-    return GaugesRecord(**{"time": at, "engines": {"vllm": engine}, "queue": 3, "host": host} | changes)
+    host = HostUse(
+        cpu_percent=37.5, cores=16.0, memory_used=9_300_000_000, memory_total=64_000_000_000
+    )
+    return GaugesRecord(
+        **{"time": at, "engines": {"vllm": engine}, "queue": 3, "host": host} | changes
+    )
 
 
 def live_status(run: RunDir, now: float, **changes: State) -> RunStatus:
-    """A healthy stack at `now`; `changes` maps component names (dashes as underscores) to other states."""
+    """A healthy stack at `now`; `changes` maps component names (dashes as underscores) to other
+    states."""
     rows = []
     for at, (name, role) in enumerate(PARTS):
         state = State.COMPLETED if role is Role.PREPARE else State.HEALTHY

@@ -18,13 +18,16 @@ from rich.cells import cell_len
 
 ALTERNATE_ON, ALTERNATE_OFF = b"\x1b[?1049h", b"\x1b[?1049l"
 _PIECE = re.compile(
-    r"\x1b\[([0-9;?<=>]*)[ -/]*([@-~])|\x1b[PX^_\]].*?(?:\x07|\x1b\\)|\x1b[^\[PX^_\]]|([^\x1b])", re.DOTALL
+    r"\x1b\[([0-9;?<=>]*)[ -/]*([@-~])|\x1b[PX^_\]].*?(?:\x07|\x1b\\)|\x1b[^\[PX^_\]]|([^\x1b])",
+    re.DOTALL,
 )
-"""A control sequence (parameters and letter), a control string, another escape, or one character."""
+"""A control sequence (parameters and letter), a control string, another escape, or one
+character."""
 
 
 class Cells:
-    """What a terminal shows: positioned text and erasing, which is all that Textual uses; styles are left out."""
+    """What a terminal shows: positioned text and erasing, which is all that Textual uses; styles
+    are left out."""
 
     def __init__(self, columns: int, rows: int) -> None:
         self._columns = columns
@@ -47,7 +50,11 @@ class Cells:
             self._y += 1
         elif character == "\r":
             self._x = 0
-        elif (width := cell_len(character)) and self._y < len(self._lines) and self._x + width <= self._columns:
+        elif (
+            (width := cell_len(character))
+            and self._y < len(self._lines)
+            and self._x + width <= self._columns
+        ):
             self._lines[self._y][self._x : self._x + width] = [character, *[""] * (width - 1)]
             self._x += width
 
@@ -58,7 +65,8 @@ class Cells:
 
 
 class Terminal:
-    """`command` on a terminal of `columns` x `rows`, in a session of its own. Read only while it is waited for."""
+    """`command` on a terminal of `columns` x `rows`, in a session of its own. Read only while it is
+    waited for."""
 
     def __init__(self, command: list[str], columns: int = 100, rows: int = 30) -> None:
         self._fd, inner = pty.openpty()
@@ -69,7 +77,8 @@ class Terminal:
             stdout=inner,
             stderr=inner,
             start_new_session=True,
-            env=os.environ | {"COLUMNS": str(columns), "LINES": str(rows), "TERM": "xterm-256color"},
+            env=os.environ
+            | {"COLUMNS": str(columns), "LINES": str(rows), "TERM": "xterm-256color"},
         )
         os.close(inner)
         self.cells = Cells(columns, rows)
@@ -111,13 +120,16 @@ class Terminal:
         deadline = time.monotonic() + timeout_s
         open_ = True
         while not true():
-            assert open_ and time.monotonic() < deadline, f"it never was; the screen:\n{self.cells.text}"
+            assert open_ and time.monotonic() < deadline, (
+                f"it never was; the screen:\n{self.cells.text}"
+            )
             open_ = self.read()
 
     def ends(self, timeout_s: float = 20.0) -> int:
         """Read on until the program has left the terminal and ended; its exit code.
 
-        The terminal closes a moment before the process can be reaped, so neither stands for the other.
+        The terminal closes a moment before the process can be reaped, so neither stands for the
+        other.
         """
         deadline = time.monotonic() + timeout_s
         while self.read():
@@ -128,7 +140,8 @@ class Terminal:
         os.write(self._fd, keys)
 
     def vanish(self) -> None:
-        """Close the other side. The program is told by no signal, for it does not own this terminal."""
+        """Close the other side. The program is told by no signal, for it does not own this
+        terminal."""
         os.close(self._fd)
         self._fd = -1
 

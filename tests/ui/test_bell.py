@@ -34,9 +34,18 @@ async def test_it_rings_for_a_mismatch_and_for_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bell: bool
 ) -> None:
     run = RunDir(tmp_path)
-    run.plan_json.write_text(json.dumps({"run_id": "r", "notify": {"bell": bell}, "components": []}))
+    run.plan_json.write_text(
+        json.dumps({"run_id": "r", "notify": {"bell": bell}, "components": []})
+    )
     run.supervisor_jsonl.write_text(line(0, time.time() - 3600))
-    running = RunStatus(run_id="r", name="n", mode="none", run_dir=str(tmp_path), phase=Phase.RUNNING, started_at=1.0)
+    running = RunStatus(
+        run_id="r",
+        name="n",
+        mode="none",
+        run_dir=str(tmp_path),
+        phase=Phase.RUNNING,
+        started_at=1.0,
+    )
     control = FakeControl(running)
     app = CockpitApp(tmp_path, control=control)
     app.rung = 0  # type: ignore[attr-defined]

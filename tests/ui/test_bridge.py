@@ -48,7 +48,9 @@ async def until(true: Callable[[], object]) -> None:
 
 def planned(run: RunDir, steps: int | None) -> None:
     command = ["--training-steps", str(steps)] if steps else []
-    run.plan_json.write_text(json.dumps({"components": [{"name": "trainer", "role": "trainer", "command": command}]}))
+    run.plan_json.write_text(
+        json.dumps({"components": [{"name": "trainer", "role": "trainer", "command": command}]})
+    )
 
 
 async def test_bad_lines_alone_are_told(tmp_path: Path) -> None:
@@ -93,12 +95,18 @@ async def test_a_foreign_record_does_not_end_the_cockpit(tmp_path: Path, value: 
         write_records(
             run.telemetry_jsonl,
             [
-                AlignmentRecord(step=at, time=NOW, logprob_diff_abs_mean=value, kl_k3=value, verdict="ok")
+                AlignmentRecord(
+                    step=at, time=NOW, logprob_diff_abs_mean=value, kl_k3=value, verdict="ok"
+                )
                 for at in (-5, 38, 2**62)
             ],
         )
-        newest = json.loads(next(line for line in run.telemetry_jsonl.open() if '"kind":"step"' in line))
-        foreign = [StepRecord.model_validate(newest | {"step": at, "loss": value}) for at in (38, 2**62)]
+        newest = json.loads(
+            next(line for line in run.telemetry_jsonl.open() if '"kind":"step"' in line)
+        )
+        foreign = [
+            StepRecord.model_validate(newest | {"step": at, "loss": value}) for at in (38, 2**62)
+        ]
         write_records(run.telemetry_jsonl, list(foreign))
         await screen.until(lambda: screen.app.state.metric("loss").last == value)
         for key, words in (("1", "|diff|"), ("2", "Loss"), ("7", "KL")):
@@ -109,7 +117,9 @@ async def test_a_foreign_record_does_not_end_the_cockpit(tmp_path: Path, value: 
 
 async def test_half_a_surrogate_pair_in_a_rollout_is_not_shown(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    half = RolloutRecord(step=37, time=NOW, prompt="odd \ud800 one", completion="x", reward=1.0, advantage=0.0)
+    half = RolloutRecord(
+        step=37, time=NOW, prompt="odd \ud800 one", completion="x", reward=1.0, advantage=0.0
+    )
     with run.telemetry_jsonl.open("a") as file:
         file.write(json.dumps(half.model_dump()) + "\n")
     async with cockpit(run, (160, 45), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:

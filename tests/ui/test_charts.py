@@ -1,4 +1,5 @@
-"""Charts answer: cursor, window, smoothing, axes, one alone, other curves, other runs; and what leads from them on."""
+"""Charts answer: cursor, window, smoothing, axes, one alone, other curves, other runs; and what
+leads from them on."""
 
 from __future__ import annotations
 
@@ -48,17 +49,27 @@ async def test_a_cursor_reads_all_charts_at_one_step_and_leads_to_its_rollouts(r
         assert lens.cursor == 109.0
         shown = screen.app.state.metric("grad_norm")
         await screen.shows("@109")
-        norm = next(one for one in screen.app.query(Chart) if one.spec.name == "Gradient norm" and one.is_on_screen)
-        assert any(trace.at(109.0) is not None for trace in norm._traces) and shown.at(109) is not None
+        norm = next(
+            one
+            for one in screen.app.query(Chart)
+            if one.spec.name == "Gradient norm" and one.is_on_screen
+        )
+        assert (
+            any(trace.at(109.0) is not None for trace in norm._traces) and shown.at(109) is not None
+        )
         assert "@109" in str(norm.border_title)
         await screen.press("g")
         rollouts = screen.app.query_one(Rollouts)
-        await screen.until(lambda: rollouts.has_focus and rollouts.current and rollouts.current.rollout.step == 109)
+        await screen.until(
+            lambda: rollouts.has_focus and rollouts.current and rollouts.current.rollout.step == 109
+        )
         await screen.press("2", "escape")
         assert screen.app.looking.lens.cursor is None
 
 
-async def test_from_between_two_points_the_cursor_goes_to_the_nearest_on_either_side(run: RunDir) -> None:
+async def test_from_between_two_points_the_cursor_goes_to_the_nearest_on_either_side(
+    run: RunDir,
+) -> None:
     """Where the mouse put it: the next point was passed over."""
     async with cockpit(run, (160, 50), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
         await screen.shows("step 120/120")
@@ -69,7 +80,9 @@ async def test_from_between_two_points_the_cursor_goes_to_the_nearest_on_either_
             assert screen.app.looking.lens.cursor == step
 
 
-async def test_of_a_long_run_the_cursor_says_how_many_steps_its_values_are_the_means_of(run: RunDir) -> None:
+async def test_of_a_long_run_the_cursor_says_how_many_steps_its_values_are_the_means_of(
+    run: RunDir,
+) -> None:
     async with cockpit(run, (160, 50), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
         await screen.shows("step 120/120")
         rng = random.Random(7)
@@ -86,7 +99,9 @@ async def test_of_a_long_run_the_cursor_says_how_many_steps_its_values_are_the_m
         await screen.shows(f"@{first:,}, mean of {last - first + 1}")
         trace = chart(screen)._traces[0]
         assert trace.smooth is None and trace.at(float(first)) == rewards.values[at]
-        drawn = {value for place, value in zip(trace.places, trace.values, strict=True) if place == first}
+        drawn = {
+            value for place, value in zip(trace.places, trace.values, strict=True) if place == first
+        }
         assert drawn <= {rewards.lows[at], rewards.highs[at]}, "the picture keeps the extremes"
         await screen.press("z")
         await screen.shows(f"Steps  {first:,} to {last:,}, means")
@@ -121,7 +136,10 @@ async def test_lines_of_the_log_say_when_they_came(run: RunDir) -> None:
         await screen.press("3")
         log = screen.app.query_one(LogView)
         log.switch("trainer")
-        log.extend([LogEntry("plain", "a line of now", "trainer", NOW), LogEntry("note", "of no time")], None)
+        log.extend(
+            [LogEntry("plain", "a line of now", "trainer", NOW), LogEntry("note", "of no time")],
+            None,
+        )
         await screen.shows("a line of now")
         assert f"{clock(NOW)} a line" not in screen.text()
         await screen.press("T")
@@ -146,7 +164,9 @@ async def test_window_smoothing_and_axes_are_of_all_charts_and_kept(run: RunDir)
         await screen.until(lambda: "~" not in str(chart(screen).border_title))
         await screen.press("l")
         await screen.shows("Reward  ━ mean")
-        assert "Reward" in screen.app.looking.lens.other_axis and "log" in str(chart(screen).border_title)
+        assert "Reward" in screen.app.looking.lens.other_axis and "log" in str(
+            chart(screen).border_title
+        )
         await screen.press("x")
         await screen.shows("over tokens")
     assert preferences.charts().smoothing == 0 and preferences.charts().along is Along.TOKENS
@@ -167,7 +187,9 @@ async def test_one_chart_alone_with_every_number_of_the_step(run: RunDir) -> Non
         assert loss is not None
         await screen.shows(f"{loss:.3f}" if abs(loss) >= 1e-3 else f"{loss:.1e}")
         await screen.press("escape", "escape")
-        await screen.until(lambda: chart(screen).spec.name == "Loss" and "Useful groups" in screen.text())
+        await screen.until(
+            lambda: chart(screen).spec.name == "Loss" and "Useful groups" in screen.text()
+        )
 
 
 async def test_other_curves_are_chosen_drawn_and_kept(run: RunDir) -> None:
@@ -177,10 +199,14 @@ async def test_other_curves_are_chosen_drawn_and_kept(run: RunDir) -> None:
         await screen.until(lambda: isinstance(screen.app.screen, ChooseCurvesDialog))
         names = screen.app.state.names()
         await screen.press(*["down"] * names.index("checkpoint_s"), "space", "enter")
-        await screen.until(lambda: any(one.spec.name == "checkpoint_s" for one in screen.app.query(Chart)))
+        await screen.until(
+            lambda: any(one.spec.name == "checkpoint_s" for one in screen.app.query(Chart))
+        )
     assert preferences.charts().metrics == ("checkpoint_s",)
     async with cockpit(run, (160, 60), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
-        await screen.until(lambda: any(one.spec.name == "checkpoint_s" for one in screen.app.query(Chart)))
+        await screen.until(
+            lambda: any(one.spec.name == "checkpoint_s" for one in screen.app.query(Chart))
+        )
 
 
 async def test_other_runs_lie_on_the_same_axes(run: RunDir) -> None:
@@ -215,8 +241,11 @@ async def test_the_mouse_sets_the_cursor_zooms_and_enlarges(run: RunDir) -> None
 
 
 async def test_an_event_leads_to_the_log_at_that_second_and_is_copied(run: RunDir) -> None:
-    """Lines of a log that has no index of times carry that of its last change; what came after that second does not."""
-    said = DiagnosisRecord(time=4e9, component="vllm", title="the engine is slow", fix="do this", evidence="why")
+    """Lines of a log that has no index of times carry that of its last change; what came after that
+    second does not."""
+    said = DiagnosisRecord(
+        time=4e9, component="vllm", title="the engine is slow", fix="do this", evidence="why"
+    )
     write_records(run.supervisor_jsonl, [said], start=100)
     async with cockpit(run, (120, 40), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
         await screen.shows("step 120/120")
@@ -226,7 +255,9 @@ async def test_an_event_leads_to_the_log_at_that_second_and_is_copied(run: RunDi
         assert "fix: do this" in screen.app.clipboard
         await screen.press("o")
         log = screen.app.query_one(LogView)
-        await screen.until(lambda: log.has_focus and log.component == "vllm" and log._marked is not None)
+        await screen.until(
+            lambda: log.has_focus and log.component == "vllm" and log._marked is not None
+        )
         await screen.shows("vllm line 199")
 
 
@@ -241,7 +272,8 @@ async def test_what_is_copied_travels_encoded(run: RunDir, monkeypatch: pytest.M
         codes = [text for text in written if text.startswith("\x1b]52;c;")]
         rollout = screen.app.state.rollouts[-1]
         assert codes and codes[0][7:].rstrip("\a") in {
-            base64.b64encode(f"{one.prompt}{one.completion}".encode()).decode() for one in screen.app.state.rollouts
+            base64.b64encode(f"{one.prompt}{one.completion}".encode()).decode()
+            for one in screen.app.state.rollouts
         }, rollout
 
 

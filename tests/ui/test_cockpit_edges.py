@@ -1,4 +1,5 @@
-"""The screen at the edges: a supervisor that is silent, gone or another one; more cards than lines; a stall."""
+"""The screen at the edges: a supervisor that is silent, gone or another one; more cards than lines;
+a stall."""
 
 from __future__ import annotations
 
@@ -34,7 +35,13 @@ class Silent(FakeControl):
 
 def _command(seq: int, when: float, status: str) -> CommandRecord:
     return CommandRecord(
-        seq=seq, time=when, command_id=f"c{seq}", action="restart", component="vllm", status=status, initiator="user"
+        seq=seq,
+        time=when,
+        command_id=f"c{seq}",
+        action="restart",
+        component="vllm",
+        status=status,
+        initiator="user",
     )  # type: ignore[arg-type]
 
 
@@ -45,7 +52,9 @@ async def test_a_silent_supervisor_leaves_the_word_to_the_files(run: RunDir) -> 
 
 async def test_gone_with_the_supervisor_are_the_figures_not_the_cards(run: RunDir) -> None:
     control = FakeControl(
-        live_status(run, T0).model_copy(update={"gpus": [GpuStatus(index=0, name="H200", used_bytes=1, total_bytes=2)]})
+        live_status(run, T0).model_copy(
+            update={"gpus": [GpuStatus(index=0, name="H200", used_bytes=1, total_bytes=2)]}
+        )
     )
     async with cockpit(run, (160, 45), control) as screen:
         await screen.shows("1 × H200")
@@ -74,8 +83,14 @@ async def test_a_queue_that_grows_while_the_trainer_stalls_is_drawn(run: RunDir)
 
 
 async def test_what_another_supervisor_left_undone_is_not_under_way(run: RunDir) -> None:
-    write_records(run.supervisor_jsonl, [_command(100, T0 - 50, "running"), _command(101, T0 + 5, "running")], 100)
-    async with cockpit(run, (160, 45), FakeControl(live_status(run, T0 + 40)), lambda: T0 + 40) as screen:
+    write_records(
+        run.supervisor_jsonl,
+        [_command(100, T0 - 50, "running"), _command(101, T0 + 5, "running")],
+        100,
+    )
+    async with cockpit(
+        run, (160, 45), FakeControl(live_status(run, T0 + 40)), lambda: T0 + 40
+    ) as screen:
         await screen.shows("◔ restart vllm  35 s")
         assert screen.text().count("◔ restart vllm") == 1
 
@@ -83,7 +98,9 @@ async def test_what_another_supervisor_left_undone_is_not_under_way(run: RunDir)
 async def test_a_repaint_that_is_the_first_to_see_a_command_draws_it(run: RunDir) -> None:
     """Between two draws the state grows on, and a dialog that closes paints what is beneath it."""
     write_records(run.supervisor_jsonl, [_command(100, T0 + 5, "running")], 100)
-    async with cockpit(run, (160, 45), FakeControl(live_status(run, T0 + 40)), lambda: T0 + 40) as screen:
+    async with cockpit(
+        run, (160, 45), FakeControl(live_status(run, T0 + 40)), lambda: T0 + 40
+    ) as screen:
         await screen.shows("◔ restart vllm  35 s")
         bar = screen.app.query_one(CommandBar)
         screen.app.state.apply(_command(101, T0 + 10, "running"))
@@ -116,13 +133,19 @@ async def test_a_long_run_shows_how_it_stands_before_its_history_is_read(
     monkeypatch.setattr(RunFeed, "read", held_back)
     now = T0 + 31 + 0.33 * 450 + 60
     try:
-        async with cockpit(run, (160, 45), FakeControl(live_status(run, now)), lambda: now) as screen:
+        async with cockpit(
+            run, (160, 45), FakeControl(live_status(run, now)), lambda: now
+        ) as screen:
             await screen.shows("step 450/1000")
             await screen.shows("step 451 is overdue")
             assert "reading the run's history: step 0" in screen.text()
-            assert "peak memory" not in screen.text() and not screen.app.loaded, "of what is not read nothing is said"
+            assert "peak memory" not in screen.text() and not screen.app.loaded, (
+                "of what is not read nothing is said"
+            )
             may_read.set()
-            await screen.until(lambda: screen.app.loaded and "reading the run's history" not in screen.text())
+            await screen.until(
+                lambda: screen.app.loaded and "reading the run's history" not in screen.text()
+            )
             assert len(screen.app.state.metric("loss")) == 450
             await screen.shows("peak memory")
     finally:
@@ -136,13 +159,20 @@ def footer(screen: Screen) -> list[str]:
 async def test_keys_that_can_do_nothing_are_not_offered(run: RunDir) -> None:
     control = FakeControl(live_status(run, T0))
     async with cockpit(run, (120, 35), control, lambda: T0) as screen:
-        await screen.until(lambda: {"Restart", "Stop/start", "Kill", "Detach", "Quit"} <= set(footer(screen)))
+        await screen.until(
+            lambda: {"Restart", "Stop/start", "Kill", "Detach", "Quit"} <= set(footer(screen))
+        )
         control.answer = None
         await screen.until(lambda: screen.app.is_over)
         await screen.until(lambda: {"Search", "Quit", "Help"} <= set(footer(screen)))
-        await screen.until(lambda: not {"Restart", "Stop/start", "Kill", "Detach"} & set(footer(screen)))
-        assert not any("Restart " in command.title for command in screen.app.get_system_commands(screen.app.screen)
-                       if "trainer" in command.title)  # fmt: skip
+        await screen.until(
+            lambda: not {"Restart", "Stop/start", "Kill", "Detach"} & set(footer(screen))
+        )
+        assert not any(
+            "Restart " in command.title
+            for command in screen.app.get_system_commands(screen.app.screen)
+            if "trainer" in command.title
+        )
         await screen.press("r")
         await screen.shows("this run has ended")
 

@@ -1,4 +1,5 @@
-"""Every key that looks or acts, against a real supervisor with small children; the palette, the dialogs, the themes."""
+"""Every key that looks or acts, against a real supervisor with small children; the palette, the
+dialogs, the themes."""
 
 from __future__ import annotations
 
@@ -75,12 +76,16 @@ async def test_the_whole_stack_is_restarted_in_order(tmp_path: Path, supervise: 
         await screen.press("y")
         await screen.shows("◔ restart the stack")
         may_end.touch()
-        await screen.until(lambda: any("restart the stack: done" in toast for toast in screen.toasts()))
+        await screen.until(
+            lambda: any("restart the stack: done" in toast for toast in screen.toasts())
+        )
         await screen.until(lambda: all(screen.row(name).state is State.HEALTHY for name in names))
         assert all(screen.row(name).pid not in (None, before[name]) for name in names)
         assert all(screen.row(name).restarts == 0 for name in names)
     records = [json.loads(line) for line in run.supervisor_jsonl.read_text().splitlines()]
-    stopped = [row["component"] for row in records if row["kind"] == "state" and row["new"] == "stopped"]
+    stopped = [
+        row["component"] for row in records if row["kind"] == "state" and row["new"] == "stopped"
+    ]
     assert stopped == ["trainer", "slow", "vllm", "run-api"]
 
 
@@ -110,7 +115,9 @@ async def test_the_log_s_keys(tmp_path: Path, supervise: Supervise) -> None:
         await screen.until(lambda: any("copied 1 line" in toast for toast in screen.toasts()))
         assert "plain line 1" in screen.app.clipboard
         await screen.press("l")
-        await screen.until(lambda: log.buffer.height == 2 and "warnings and errors" in screen.text())
+        await screen.until(
+            lambda: log.buffer.height == 2 and "warnings and errors" in screen.text()
+        )
         await screen.press("l")
         await screen.until(lambda: log.buffer.height == 1 and "errors only" in screen.text())
         await screen.press("l")
@@ -129,29 +136,41 @@ async def test_the_log_s_keys(tmp_path: Path, supervise: Supervise) -> None:
         await screen.press("f")
         assert not log.following
         await screen.press("o")
-        await screen.until(lambda: any("cannot be suspended for an editor" in toast for toast in screen.toasts()))
+        await screen.until(
+            lambda: any("cannot be suspended for an editor" in toast for toast in screen.toasts())
+        )
 
 
-async def test_all_logs_in_one_and_the_brackets_choose(tmp_path: Path, supervise: Supervise) -> None:
+async def test_all_logs_in_one_and_the_brackets_choose(
+    tmp_path: Path, supervise: Supervise
+) -> None:
     run = supervise(small_stack(tmp_path / "run"))
     async with cockpit(run) as screen:
         await screen.until(lambda: screen.row("trainer").state is State.HEALTHY)
         log = screen.app.query_one(LogView)
         await screen.press("a")
         await screen.shows("all components")
-        await screen.until(lambda: {entry.component for entry in log.buffer.entries} == {"run-api", "vllm", "trainer"})
+        await screen.until(
+            lambda: (
+                {entry.component for entry in log.buffer.entries} == {"run-api", "vllm", "trainer"}
+            )
+        )
         times = [entry.time for entry in log.buffer.entries]
         assert times == sorted(times)
         await screen.press("a")
         await screen.until(lambda: log.component == "trainer")
         await screen.press("left_square_bracket")
-        await screen.until(lambda: log.component == "vllm" and any("vllm line" in line for line in log.text_lines))
+        await screen.until(
+            lambda: log.component == "vllm" and any("vllm line" in line for line in log.text_lines)
+        )
         await screen.press("right_square_bracket", "right_square_bracket")
         await screen.until(lambda: log.component == "trainer")
 
 
 async def test_events_and_the_component_s_page(tmp_path: Path, supervise: Supervise) -> None:
-    dies = child("dies", Role.OTHER, "print('ready', flush=True); import time; time.sleep(0.5); 1/0")
+    dies = child(
+        "dies", Role.OTHER, "print('ready', flush=True); import time; time.sleep(0.5); 1/0"
+    )
     run = supervise(small_stack(tmp_path / "run", dies))
     async with cockpit(run) as screen:
         await screen.until(lambda: screen.row("dies").restarts > 0)
@@ -177,12 +196,18 @@ async def test_the_palette_has_every_action_and_acts(tmp_path: Path, supervise: 
     async with cockpit(run) as screen:
         await screen.until(lambda: screen.row("trainer").state is State.HEALTHY)
         offered = {command.title for command in screen.app.get_system_commands(screen.app.screen)}
-        wanted = {view.title for view in VIEWS.values()} | {"Restart vllm", "Stop trainer", "Kill run-api"}
+        wanted = {view.title for view in VIEWS.values()} | {
+            "Restart vllm",
+            "Stop trainer",
+            "Kill run-api",
+        }
         wanted |= {"Restart all", "Search", "Follow", "Compare", "Picture", "Theme", "Detach"}
         wanted |= {"Wrap", "Next error", "Mark"}
         assert wanted <= offered
         about = [command.help for command in screen.app.get_system_commands(screen.app.screen)]
-        assert sum("key enter" in words or "key ⏎" in words for words in about) == 2, "rollouts and events"
+        assert sum("key enter" in words or "key ⏎" in words for words in about) == 2, (
+            "rollouts and events"
+        )
         await screen.press("ctrl+p")
         await screen.until(lambda: isinstance(screen.app.screen, CommandPalette))
         await type_in(screen, "Prev")
@@ -233,8 +258,12 @@ async def test_j_and_k_move_and_end_nothing(tmp_path: Path) -> None:
         assert len(screen.app.screen_stack) == 1 and control.commands == []
 
 
-@pytest.mark.parametrize(("key", "enter_sends"), [("r", True), ("s", False), ("K", False), ("R", False)])
-async def test_enter_alone_ends_nothing_that_does_not_come_back(tmp_path: Path, key: str, enter_sends: bool) -> None:
+@pytest.mark.parametrize(
+    ("key", "enter_sends"), [("r", True), ("s", False), ("K", False), ("R", False)]
+)
+async def test_enter_alone_ends_nothing_that_does_not_come_back(
+    tmp_path: Path, key: str, enter_sends: bool
+) -> None:
     run = make_run(tmp_path / "run")
     control = FakeControl(live_status(run, NOW))
     async with cockpit(run, (100, 30), control, lambda: NOW) as screen:
@@ -254,9 +283,25 @@ async def test_enter_alone_ends_nothing_that_does_not_come_back(tmp_path: Path, 
 async def test_rollouts_are_searched_and_compared(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=2)
     rows = [
-        RolloutRecord(step=1, env="arithmetic", prompt="9+8=", completion="the answer is 16", reward=0, advantage=-1),
-        RolloutRecord(step=2, env="arithmetic", prompt="9+8=", completion="the answer is 17", reward=1, advantage=1),
-        RolloutRecord(step=2, env="arithmetic", prompt="9+8=", completion="no idea", reward=0, advantage=-1),
+        RolloutRecord(
+            step=1,
+            env="arithmetic",
+            prompt="9+8=",
+            completion="the answer is 16",
+            reward=0,
+            advantage=-1,
+        ),
+        RolloutRecord(
+            step=2,
+            env="arithmetic",
+            prompt="9+8=",
+            completion="the answer is 17",
+            reward=1,
+            advantage=1,
+        ),
+        RolloutRecord(
+            step=2, env="arithmetic", prompt="9+8=", completion="no idea", reward=0, advantage=-1
+        ),
     ]
     write_records(run.telemetry_jsonl, list(rows), start=1000)
     async with cockpit(run, (140, 40), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
@@ -300,7 +345,9 @@ async def test_another_run_stands_beside_with_ratios(tmp_path: Path) -> None:
         assert screen.app.other is None
 
 
-async def test_a_picture_is_saved_and_fetches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_picture_is_saved_and_fetches_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = make_run(tmp_path / "run")
     monkeypatch.chdir(tmp_path)
     async with cockpit(run, (100, 30), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
@@ -309,7 +356,9 @@ async def test_a_picture_is_saved_and_fetches_nothing(tmp_path: Path, monkeypatc
         await screen.until(lambda: any("saved" in toast for toast in screen.toasts()))
     (picture,) = tmp_path.glob("atropos-demo-*.svg")
     svg = picture.read_text()
-    assert "http" not in svg.replace("http://www.w3.org", "").replace("https://www.textualize.io", "")
+    assert "http" not in svg.replace("http://www.w3.org", "").replace(
+        "https://www.textualize.io", ""
+    )
     assert "37/60" in svg
 
 
@@ -369,11 +418,16 @@ async def test_a_search_line_is_closed_by_escape(tmp_path: Path) -> None:
         assert not screen.app.query(SelectionList)
 
 
-LINES = [LogEntry("error" if at in (5, 30, 55) else "plain", f"line {at} " + "word " * 60) for at in range(60)]
+LINES = [
+    LogEntry("error" if at in (5, 30, 55) else "plain", f"line {at} " + "word " * 60)
+    for at in range(60)
+]
 
 
 @asynccontextmanager
-async def the_log(tmp_path: Path, size: tuple[int, int] = (100, 30)) -> AsyncIterator[tuple[Screen, LogView]]:
+async def the_log(
+    tmp_path: Path, size: tuple[int, int] = (100, 30)
+) -> AsyncIterator[tuple[Screen, LogView]]:
     """View 3 with `LINES` and nothing that writes."""
     run = make_run(tmp_path / "run")
     async with cockpit(run, size, FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
@@ -407,7 +461,9 @@ async def test_the_log_s_keys_that_jump(tmp_path: Path) -> None:
         assert [number - found[0] for number in found if number is not None] == [0, -25, -50]
 
 
-@pytest.mark.parametrize(("key", "steps"), [("e", [5, 30, 55, 5]), ("E", [55, 30, 5, 55]), ("n", [5, 30, 55, 5])])
+@pytest.mark.parametrize(
+    ("key", "steps"), [("e", [5, 30, 55, 5]), ("E", [55, 30, 5, 55]), ("n", [5, 30, 55, 5])]
+)
 async def test_wrapped_lines_hold_no_search(tmp_path: Path, key: str, steps: list[int]) -> None:
     async with the_log(tmp_path) as (screen, log):
         await screen.press("w", "g" if key != "E" else "G")
@@ -451,11 +507,15 @@ async def test_a_pattern_that_asks_for_too_much_is_refused_in_one_line(tmp_path:
 
 
 @pytest.mark.parametrize(("view", "kind"), [("4", Rollouts), ("8", Events)])
-async def test_lists_take_such_a_pattern_too(tmp_path: Path, view: str, kind: type[Rollouts | Events]) -> None:
+async def test_lists_take_such_a_pattern_too(
+    tmp_path: Path, view: str, kind: type[Rollouts | Events]
+) -> None:
     run = make_run(tmp_path / "run", steps=2)
     rollout = RolloutRecord(step=2, env="e", prompt=EVIL, completion="c", reward=0, advantage=0)
     write_records(run.telemetry_jsonl, [rollout], start=1000)
-    write_records(run.supervisor_jsonl, [DiagnosisRecord(time=T0, component="vllm", title=EVIL)], start=1000)
+    write_records(
+        run.supervisor_jsonl, [DiagnosisRecord(time=T0, component="vllm", title=EVIL)], start=1000
+    )
     async with cockpit(run, (140, 40), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
         await screen.shows("step 2/60")
         await screen.press(view)
@@ -499,7 +559,11 @@ async def test_an_editor_that_cannot_be_read_is_refused_in_words(
     monkeypatch.setenv("VISUAL", "vim -c 'set")
     async with the_log(tmp_path) as (screen, _):
         await screen.press("o")
-        await screen.until(lambda: any('cannot parse the editor command "vim' in toast for toast in screen.toasts()))
+        await screen.until(
+            lambda: any(
+                'cannot parse the editor command "vim' in toast for toast in screen.toasts()
+            )
+        )
         assert any("No closing quotation" in toast for toast in screen.toasts())
 
 
@@ -537,10 +601,14 @@ async def test_impatient_keys_ask_once_and_send_once(tmp_path: Path) -> None:
         await screen.until(lambda: isinstance(screen.app.screen, QuitDialog))
 
 
-async def test_the_line_of_views_is_lit_and_can_be_clicked_and_esc_leads_back(tmp_path: Path) -> None:
+async def test_the_line_of_views_is_lit_and_can_be_clicked_and_esc_leads_back(
+    tmp_path: Path,
+) -> None:
     run = make_run(tmp_path / "run")
     async with cockpit(run, (80, 24), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
-        await screen.shows("1 Home 2 Train 3 Logs 4 Rollouts 5 Bench 6 Machine 7 Align 8 Events 9 Comp")
+        await screen.shows(
+            "1 Home 2 Train 3 Logs 4 Rollouts 5 Bench 6 Machine 7 Align 8 Events 9 Comp"
+        )
         line = screen.app.query_one(ViewsLine)
         for view in VIEWS:
             at = line._ends[view] - 2
@@ -581,6 +649,9 @@ async def test_errors_are_counted_where_there_are_some(tmp_path: Path) -> None:
     async with cockpit(run, (120, 40), control, lambda: NOW) as screen:
         await screen.shows("step 37/60")
         assert " err " not in screen.text()
-        rows = [row.model_copy(update={"errors": 110}) if row.name == "env" else row for row in calm.components]
+        rows = [
+            row.model_copy(update={"errors": 110}) if row.name == "env" else row
+            for row in calm.components
+        ]
         control.answer = calm.model_copy(update={"components": rows})
         await screen.until(lambda: " err " in screen.text() and " 110 " in screen.text())

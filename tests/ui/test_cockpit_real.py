@@ -19,7 +19,9 @@ from tests.ui.conftest import CHILD, Supervise, child, cockpit, small_stack
 HEALTHY = ("run-api", "vllm", "trainer")
 
 
-async def test_the_table_shows_what_the_supervisor_knows(tmp_path: Path, supervise: Supervise) -> None:
+async def test_the_table_shows_what_the_supervisor_knows(
+    tmp_path: Path, supervise: Supervise
+) -> None:
     run = supervise(small_stack(tmp_path / "run"))
     async with cockpit(run) as screen:
         await screen.until(lambda: all(screen.row(name).state is State.HEALTHY for name in HEALTHY))
@@ -27,7 +29,9 @@ async def test_the_table_shows_what_the_supervisor_knows(tmp_path: Path, supervi
         known = {row.name: row for row in (await ControlClient(run.root).status()).components}
         text = screen.text()
         for name in HEALTHY:
-            line = next(line for line in text.splitlines() if f" {name} " in line and "● healthy" in line)
+            line = next(
+                line for line in text.splitlines() if f" {name} " in line and "● healthy" in line
+            )
             assert f" {known[name].pid} " in line
         await screen.until(lambda: (screen.row("vllm").memory_bytes or 0) > 1e6)
 
@@ -46,7 +50,11 @@ async def test_restart_asks_then_takes_along_what_must_go_and_tells_when_done(
         await screen.shows("vllm → trainer")
         await screen.press("enter")
         await screen.until(lambda: any("restart vllm: done" in toast for toast in screen.toasts()))
-        await screen.until(lambda: screen.row("trainer").state is State.HEALTHY and screen.row("trainer").attempt == 2)
+        await screen.until(
+            lambda: (
+                screen.row("trainer").state is State.HEALTHY and screen.row("trainer").attempt == 2
+            )
+        )
         assert screen.row("vllm").pid not in (None, before["vllm"])
         assert screen.row("run-api").pid == before["run-api"]
         await screen.until(lambda: "◔ restart" not in screen.text())
@@ -62,7 +70,9 @@ async def test_escape_and_cancel_send_nothing(tmp_path: Path, supervise: Supervi
             await screen.press(*keys)
             await screen.until(lambda: "Kill trainer?" not in screen.text())
         await asyncio.sleep(0.3)
-        assert "command" not in {json.loads(line)["kind"] for line in run.supervisor_jsonl.read_text().splitlines()}
+        assert "command" not in {
+            json.loads(line)["kind"] for line in run.supervisor_jsonl.read_text().splitlines()
+        }
 
 
 async def test_kill_is_confirmed_and_seen(tmp_path: Path, supervise: Supervise) -> None:
@@ -72,10 +82,13 @@ async def test_kill_is_confirmed_and_seen(tmp_path: Path, supervise: Supervise) 
         victim = psutil.Process(screen.row("trainer").pid)
         await screen.select("trainer")
         await screen.press("K", "left", "enter")
-        await screen.until(lambda: not victim.is_running() or victim.status() == psutil.STATUS_ZOMBIE)
+        await screen.until(
+            lambda: not victim.is_running() or victim.status() == psutil.STATUS_ZOMBIE
+        )
         await screen.until(
             lambda: (
-                screen.row("trainer").pid not in (None, victim.pid) or screen.row("trainer").state is not State.HEALTHY
+                screen.row("trainer").pid not in (None, victim.pid)
+                or screen.row("trainer").state is not State.HEALTHY
             )
         )
 
@@ -92,7 +105,9 @@ async def test_stop_and_start_are_one_key(tmp_path: Path, supervise: Supervise) 
         await screen.until(lambda: screen.row("trainer").state is State.HEALTHY)
 
 
-async def test_what_waits_to_be_started_is_stopped_by_the_same_key(tmp_path: Path, supervise: Supervise) -> None:
+async def test_what_waits_to_be_started_is_stopped_by_the_same_key(
+    tmp_path: Path, supervise: Supervise
+) -> None:
     late = child("late", Role.OTHER, "import time; time.sleep(600)")
     waits = child("waits", Role.OTHER, depends_on={"late": "healthy"})
     run = supervise(small_stack(tmp_path / "run", late, waits))
@@ -110,7 +125,9 @@ async def test_what_waits_to_be_started_is_stopped_by_the_same_key(tmp_path: Pat
         assert not any("refused" in toast for toast in screen.toasts())
 
 
-async def test_a_death_from_outside_is_seen_within_two_seconds(tmp_path: Path, supervise: Supervise) -> None:
+async def test_a_death_from_outside_is_seen_within_two_seconds(
+    tmp_path: Path, supervise: Supervise
+) -> None:
     run = supervise(small_stack(tmp_path / "run"))
     async with cockpit(run) as screen:
         await screen.until(lambda: screen.row("run-api").state is State.HEALTHY)
@@ -119,16 +136,22 @@ async def test_a_death_from_outside_is_seen_within_two_seconds(tmp_path: Path, s
         os.kill(pid, signal.SIGKILL)
         # Its restart or its cause, whichever comes first.
         await screen.until(
-            lambda: screen.row("run-api").restarts == 1 or "killed by SIGKILL" in screen.text(), timeout_s=2.0
+            lambda: screen.row("run-api").restarts == 1 or "killed by SIGKILL" in screen.text(),
+            timeout_s=2.0,
         )
-        await screen.until(lambda: screen.row("run-api").restarts == 1 and screen.row("run-api").state is State.HEALTHY)
+        await screen.until(
+            lambda: (
+                screen.row("run-api").restarts == 1 and screen.row("run-api").state is State.HEALTHY
+            )
+        )
 
 
 async def test_a_refused_command_says_why(tmp_path: Path, supervise: Supervise) -> None:
     slow = child(
         "slow",
         Role.OTHER,
-        "import signal, time\nsignal.signal(15, lambda *_: time.sleep(60))\nprint('ready')\ntime.sleep(60)",
+        "import signal, time\nsignal.signal(15, lambda *_: "
+        "time.sleep(60))\nprint('ready')\ntime.sleep(60)",
         stop=StopPolicy(grace_s=12.0),  # time enough for the keys on a busy machine
     )
     run = supervise(small_stack(tmp_path / "run", slow))
@@ -140,7 +163,10 @@ async def test_a_refused_command_says_why(tmp_path: Path, supervise: Supervise) 
         await screen.shows("◔ stop slow")
         await screen.press("r")
         await screen.until(
-            lambda: "Restart slow?" in screen.text() or any("refused" in toast for toast in screen.toasts())
+            lambda: (
+                "Restart slow?" in screen.text()
+                or any("refused" in toast for toast in screen.toasts())
+            )
         )
         if "Restart slow?" in screen.text():
             await screen.press("enter")
@@ -148,7 +174,9 @@ async def test_a_refused_command_says_why(tmp_path: Path, supervise: Supervise) 
         psutil.Process(screen.row("slow").pid).kill()  # or the end waits for its grace
 
 
-async def test_quit_asks_and_detaching_leaves_the_run_alone(tmp_path: Path, supervise: Supervise) -> None:
+async def test_quit_asks_and_detaching_leaves_the_run_alone(
+    tmp_path: Path, supervise: Supervise
+) -> None:
     run = supervise(small_stack(tmp_path / "run"))
     async with cockpit(run) as screen:
         await screen.until(lambda: screen.row("trainer").state is State.HEALTHY)
@@ -161,7 +189,9 @@ async def test_quit_asks_and_detaching_leaves_the_run_alone(tmp_path: Path, supe
     assert (await ControlClient(run.root).status()).phase is Phase.RUNNING
 
 
-async def test_quit_can_stop_the_run_and_shows_it_going(tmp_path: Path, supervise: Supervise) -> None:
+async def test_quit_can_stop_the_run_and_shows_it_going(
+    tmp_path: Path, supervise: Supervise
+) -> None:
     run = supervise(small_stack(tmp_path / "run"))
     async with cockpit(run) as screen:
         await screen.until(lambda: screen.row("trainer").state is State.HEALTHY)
@@ -172,7 +202,12 @@ async def test_quit_can_stop_the_run_and_shows_it_going(tmp_path: Path, supervis
 
 
 async def test_the_end_of_the_run_stays_on_the_screen(tmp_path: Path, supervise: Supervise) -> None:
-    ends = child("trainer", Role.TRAINER, "import time; print('ready', flush=True); time.sleep(1)", ends_run=True)
+    ends = child(
+        "trainer",
+        Role.TRAINER,
+        "import time; print('ready', flush=True); time.sleep(1)",
+        ends_run=True,
+    )
     stack = small_stack(tmp_path / "run")
     stack = stack.model_copy(update={"components": [*stack.components[:-1], ends]})
     run = supervise(stack)
@@ -206,22 +241,28 @@ async def test_the_log_follows_and_can_be_held(tmp_path: Path, supervise: Superv
         await screen.shows("run-api ready")
 
 
-async def test_selecting_another_component_switches_the_log(tmp_path: Path, supervise: Supervise) -> None:
+async def test_selecting_another_component_switches_the_log(
+    tmp_path: Path, supervise: Supervise
+) -> None:
     run = supervise(small_stack(tmp_path / "run"))
     async with cockpit(run) as screen:
         await screen.until(lambda: screen.row("trainer").state is State.HEALTHY)
         log = screen.app.query_one(LogView)
         for name in ("run-api", "vllm"):
             await screen.select(name)
-            await screen.until(lambda name=name: any(line.startswith(f"{name} line") for line in log.text_lines))  # type: ignore[misc]
+            await screen.until(
+                lambda name=name: any(line.startswith(f"{name} line") for line in log.text_lines)
+            )  # type: ignore[misc]
             assert all(line.startswith(name) for line in log.text_lines)
 
 
 async def test_hostile_output_stays_text(tmp_path: Path, supervise: Supervise) -> None:
     hostile = (
         "print('ready', flush=True)\n"
-        "print('\\x1b]52;c;ZXZpbA==\\x07[bold red]not markup[/] \\x1b[2J\\x1b[31mred\\x1b[0m [link=x]y', flush=True)\n"
-        "import sys; sys.stdout.buffer.write(b'\\xff\\xfe raw \\x9b5A bytes\\n'); sys.stdout.flush()\n"
+        "print('\\x1b]52;c;ZXZpbA==\\x07[bold red]not markup[/] \\x1b[2J\\x1b[31mred\\x1b[0m "
+        "[link=x]y', flush=True)\n"
+        "import sys; sys.stdout.buffer.write(b'\\xff\\xfe raw \\x9b5A bytes\\n'); "
+        "sys.stdout.flush()\n"
     )
     run = supervise(small_stack(tmp_path / "run", child("hostile", Role.OTHER, hostile + CHILD)))
     async with cockpit(run) as screen:
@@ -236,7 +277,9 @@ async def test_hostile_output_stays_text(tmp_path: Path, supervise: Supervise) -
         assert not any(ord(char) < 32 and char != "\n" for char in screen.text())
 
 
-async def test_a_screen_that_comes_late_shows_the_whole_history(tmp_path: Path, supervise: Supervise) -> None:
+async def test_a_screen_that_comes_late_shows_the_whole_history(
+    tmp_path: Path, supervise: Supervise
+) -> None:
     run = supervise(small_stack(tmp_path / "run"))
     async with cockpit(run) as first:
         await first.until(lambda: first.row("trainer").state is State.HEALTHY)
@@ -249,7 +292,9 @@ async def test_a_screen_that_comes_late_shows_the_whole_history(tmp_path: Path, 
             assert [new for component, new in news if component == name] == ["starting", "healthy"]
 
 
-async def test_a_supervisor_that_is_killed_is_a_message_and_not_a_crash(tmp_path: Path, supervise: Supervise) -> None:
+async def test_a_supervisor_that_is_killed_is_a_message_and_not_a_crash(
+    tmp_path: Path, supervise: Supervise
+) -> None:
     run = supervise(small_stack(tmp_path / "run"))
     async with cockpit(run) as screen:
         await screen.until(lambda: screen.row("trainer").state is State.HEALTHY)

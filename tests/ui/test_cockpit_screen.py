@@ -1,4 +1,5 @@
-"""What the screen says of a run at one frozen moment, with a supervisor in memory and real files."""
+"""What the screen says of a run at one frozen moment, with a supervisor in memory and real
+files."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ def changed(status: RunStatus, name: str, **fields: object) -> RunStatus:
     return status.model_copy(update={"components": rows})
 
 
-async def test_garbage_is_collected_while_it_is_looked_at(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_garbage_is_collected_while_it_is_looked_at(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(app, "COLLECT_S", 0.05)
     collected = []
     monkeypatch.setattr(gc, "collect", lambda: collected.append(1))
@@ -62,14 +65,19 @@ async def test_garbage_is_collected_while_it_is_looked_at(run: RunDir, monkeypat
 
 async def test_ranks_stand_under_their_component(run: RunDir) -> None:
     use = {"tokens": 4096, "peak_bytes": 61 * 10**9, "rss_bytes": 5 * 10**9}
-    ranks = [RankUse(rank=0, gpu="4", alone_s=0.031, **use), RankUse(rank=1, gpu="5", alone_s=0.047, **use)]
+    ranks = [
+        RankUse(rank=0, gpu="4", alone_s=0.031, **use),
+        RankUse(rank=1, gpu="5", alone_s=0.047, **use),
+    ]
     write_records(run.telemetry_jsonl, [RanksRecord(step=37, time=NOW, ranks=ranks)], start=9000)
     async with cockpit(run, (160, 45), FakeControl(live_status(run, NOW)), now) as screen:
         await screen.shows("step 37/60")
         await screen.select("trainer")
         await screen.press("9")
         await screen.shows("rank 0      GPU 4, memory 61.0 GB, 4,096 tokens, alone 31.0 ms")
-        await screen.shows("rank 1      GPU 5, memory 61.0 GB, 4,096 tokens, alone 47.0 ms, the slowest")
+        await screen.shows(
+            "rank 1      GPU 5, memory 61.0 GB, 4,096 tokens, alone 47.0 ms, the slowest"
+        )
 
 
 @pytest.mark.parametrize("size", [(80, 24), (100, 30), (160, 45), (200, 50)])
@@ -77,7 +85,16 @@ async def test_everything_that_matters_is_on_the_screen(run: RunDir, size: tuple
     async with cockpit(run, size, FakeControl(live_status(run, NOW)), now) as screen:
         await screen.shows("step 37/60")
         await screen.shows("probe 4.1e-07")
-        expected = ["demo", "shared_vllm", "arithmetic-0.8M", "● running", "62%", "ETA", "✔ completed", "● healthy"]
+        expected = [
+            "demo",
+            "shared_vllm",
+            "arithmetic-0.8M",
+            "● running",
+            "62%",
+            "ETA",
+            "✔ completed",
+            "● healthy",
+        ]
         expected += ["prepare", "run-api", "vllm", "env", "trainer", "40014", "1.5 GB", "61%"]
         expected += ["Reward", "0.937", "held-out 0.588", "|diff|", "0.012", "probe 5.1e-07", "Log"]
         expected += ["r Restart", "s Stop/start", "K Kill", "d Detach", "q Quit", "? Help"]
@@ -112,7 +129,13 @@ async def test_while_starting_it_says_what_is_waited_for_and_how_long(tmp_path: 
     refused = "GET http://127.0.0.1:9001/health: All connection attempts failed"
     stages = [StageStatus(name="its imports", reached_at=NOW - 3), StageStatus(name="its weights")]
     status = changed(
-        status, "vllm", since=NOW - 12.4, waiting_for=refused, probe_detail=refused, healthy=False, stages=stages
+        status,
+        "vllm",
+        since=NOW - 12.4,
+        waiting_for=refused,
+        probe_detail=refused,
+        healthy=False,
+        stages=stages,
     ).model_copy(update={"phase": Phase.STARTING})
     status = changed(status, "trainer", waiting_for="vllm to be healthy")
     async with cockpit(run, (120, 40), FakeControl(status), now) as screen:
@@ -131,7 +154,11 @@ async def test_no_data_is_never_zero(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=0)
     async with cockpit(run, (160, 45), FakeControl(live_status(run, NOW)), now) as screen:
         await screen.shows("tokens/s")
-        rows = {line.split()[0]: line for line in screen.text().replace("│", "\n").splitlines() if line.split()}
+        rows = {
+            line.split()[0]: line
+            for line in screen.text().replace("│", "\n").splitlines()
+            if line.split()
+        }
         for name in ("tokens/s", "steps/h", "lag", "wait"):
             assert "–" in rows[name], name
             assert "0" not in rows[name], name
@@ -160,7 +187,8 @@ async def test_nan_is_shown(run: RunDir) -> None:
 async def test_what_a_model_writes_stays_text(run: RunDir) -> None:
     evil = "[bold red]x[/] \x1b]52;c;ZXZpbA==\x07\x1b[2J</script>\nsecond"
     write_records(
-        run.telemetry_jsonl, [RolloutRecord(step=38, prompt="[link=x]p", completion=evil, reward=1.0, advantage=0.5)]
+        run.telemetry_jsonl,
+        [RolloutRecord(step=38, prompt="[link=x]p", completion=evil, reward=1.0, advantage=0.5)],
     )
     async with cockpit(run, (160, 45), FakeControl(live_status(run, NOW)), now) as screen:
         await screen.press("4")
@@ -182,7 +210,9 @@ async def test_a_failed_run_says_what_failed_from_its_files(run: RunDir) -> None
                 reason="exit code 1",
                 exit_code=1,
             ),
-            DiagnosisRecord(time=NOW, component="vllm", title="[CUDA] out of memory", fix="lower it"),
+            DiagnosisRecord(
+                time=NOW, component="vllm", title="[CUDA] out of memory", fix="lower it"
+            ),
         ],
         start=10,
     )
@@ -226,7 +256,9 @@ async def test_a_directory_that_holds_nothing_is_a_message(tmp_path: Path) -> No
     async with cockpit(RunDir(tmp_path / "nothing"), (80, 24), FakeControl(None), now) as screen:
         await screen.shows("supervisor gone, no result written")
         await screen.press("r", "s", "K", "f", "2", "3", "4", "1", "down", "up")
-        await screen.until(lambda: any("no component is selected" in toast for toast in screen.toasts()))
+        await screen.until(
+            lambda: any("no component is selected" in toast for toast in screen.toasts())
+        )
 
 
 async def test_foreign_lines_are_counted_on_the_screen(run: RunDir) -> None:
@@ -301,7 +333,9 @@ async def test_number_keys_give_one_subject_the_room(run: RunDir, size: tuple[in
             if key == "2" and size[0] < 100:
                 await screen.press("tab", "end")
                 there = "Tokens/s"
-            await screen.until(lambda there=there, gone=gone: there in screen.text() and gone not in panels(screen))  # type: ignore[misc]
+            await screen.until(
+                lambda there=there, gone=gone: there in screen.text() and gone not in panels(screen)
+            )  # type: ignore[misc]
 
 
 def panels(screen: Screen) -> str:
@@ -338,30 +372,45 @@ async def test_the_page_of_an_engine_has_all_engines_side_by_side(run: RunDir) -
         await screen.shows("step 37/60")
         await screen.press("9", "up", "up")
         await screen.shows("engines      version  running  waiting  tokens/s  KV cache")
-        await screen.shows("vllm              37       12        3       500       41%", timeout_s=10)
+        await screen.shows(
+            "vllm              37       12        3       500       41%", timeout_s=10
+        )
         await screen.shows("vllm-b             –        –        –         –         –")
 
 
 def on_nodes(status: RunStatus, quiet_s: float = 0.4) -> RunStatus:
     """`status` as of a stack on three machines; the last has been quiet for so long."""
     where = {"vllm": "infer", "trainer": "train"}
-    rows = [row.model_copy(update={"node": where.get(row.name, "head")}) for row in status.components]
+    rows = [
+        row.model_copy(update={"node": where.get(row.name, "head")}) for row in status.components
+    ]
     use = {"cpu_percent": 37.0, "memory_used": 12 * 10**9, "memory_total": 64 * 10**9}
     nodes = [
         NodeStatus(name="head", host="n1", address="10.0.0.1", heard_at=NOW, **use),
         NodeStatus(name="infer", host="n2", address="10.0.0.2", gpus=2, heard_at=NOW - 0.4, **use),
         NodeStatus(name="train", host="n3", address="10.0.0.3", gpus=2, heard_at=NOW - quiet_s),
     ]
-    card = {"name": "NVIDIA H200", "used_bytes": 70 * 10**9, "total_bytes": 140 * 10**9, "utilization_percent": 80}
-    gpus = [GpuStatus(index=index, node=node, **card) for node in ("infer", "train") for index in (0, 1)]
+    card = {
+        "name": "NVIDIA H200",
+        "used_bytes": 70 * 10**9,
+        "total_bytes": 140 * 10**9,
+        "utilization_percent": 80,
+    }
+    gpus = [
+        GpuStatus(index=index, node=node, **card) for node in ("infer", "train") for index in (0, 1)
+    ]
     return status.model_copy(update={"components": rows, "nodes": nodes, "gpus": gpus})
 
 
 async def test_nodes_are_a_column_and_a_panel(run: RunDir) -> None:
     async with cockpit(run, (160, 45), FakeControl(on_nodes(live_status(run, NOW))), now) as screen:
         await screen.shows("step 37/60")
-        await screen.until(lambda: any(line.split()[:2] == ["component", "node"] for line in table(screen)))
-        await screen.until(lambda: any(line.split()[:2] == ["vllm", "infer"] for line in table(screen)))
+        await screen.until(
+            lambda: any(line.split()[:2] == ["component", "node"] for line in table(screen))
+        )
+        await screen.until(
+            lambda: any(line.split()[:2] == ["vllm", "infer"] for line in table(screen))
+        )
         await screen.press("6")
         await screen.shows("head   CPU  37%  memory 12.0/64.0 GB  0 GPUs  heard 0.0 s ago")
         await screen.shows("infer  CPU  37%  memory 12.0/64.0 GB  2 GPUs 80%  heard 0.4 s ago")
@@ -385,12 +434,21 @@ async def test_one_machine_has_no_column_and_no_panel_of_nodes(run: RunDir) -> N
 async def test_a_lost_node_is_the_sentence_and_says_what_is_done(run: RunDir) -> None:
     said = node_lost("node train (n3): nothing was heard from there for 20 s")
     lost = DiagnosisRecord(
-        time=NOW - 1, component="trainer", rule=said.rule, title=said.title, evidence=said.evidence, fix=said.fix
+        time=NOW - 1,
+        component="trainer",
+        rule=said.rule,
+        title=said.title,
+        evidence=said.evidence,
+        fix=said.fix,
     )
     write_records(run.supervisor_jsonl, [lost], start=100)
-    status = changed(on_nodes(live_status(run, NOW), 21.0), "trainer", state=State.STARTING, diagnosis=said.title)
+    status = changed(
+        on_nodes(live_status(run, NOW), 21.0), "trainer", state=State.STARTING, diagnosis=said.title
+    )
     async with cockpit(run, (160, 45), FakeControl(status), now) as screen:
-        await screen.shows("✖ node train (n3) was lost, or could not be reached; check the node, its network")
+        await screen.shows(
+            "✖ node train (n3) was lost, or could not be reached; check the node, its network"
+        )
         await screen.press("6")
         await screen.shows("heard 21 s ago")
         await screen.shows("trainer  node train (n3) was lost")

@@ -1,4 +1,5 @@
-"""`run_cockpit` in a real terminal: its keys, its signals, and the terminal as it was afterwards."""
+"""`run_cockpit` in a real terminal: its keys, its signals, and the terminal as it was
+afterwards."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def test_q_leaves_a_run_that_is_over(terminal: Terminal) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_signals_detach_and_give_the_terminal_back(terminal: Terminal, number: signal.Signals) -> None:
+def test_signals_detach_and_give_the_terminal_back(
+    terminal: Terminal, number: signal.Signals
+) -> None:
     terminal.until(lambda seen: b"37/60" in seen)
     terminal.process.send_signal(number)
     terminal.until(lambda seen: b"LEFT:detach" in seen)
@@ -47,7 +50,9 @@ def test_signals_detach_and_give_the_terminal_back(terminal: Terminal, number: s
 def test_a_terminal_that_vanishes_takes_the_screen_along(terminal: Terminal) -> None:
     terminal.until(lambda seen: b"37/60" in seen)
     terminal.vanish()
-    terminal.process.wait(LEAVE_S + 3)  # else it would read the end of its input for ever, with a whole core
+    terminal.process.wait(
+        LEAVE_S + 3
+    )  # else it would read the end of its input for ever, with a whole core
 
 
 def test_a_crash_of_the_screen_is_one_line_and_its_traceback_is_in_a_file(tmp_path: Path) -> None:
@@ -65,9 +70,14 @@ def test_a_crash_of_the_screen_is_one_line_and_its_traceback_is_in_a_file(tmp_pa
         after = started.seen.rpartition(ALTERNATE_OFF)[2].decode()
         said = re.sub(r"\x1b\[[0-9;?<>=]*[a-zA-Z]", "", after).strip()
         report = tmp_path / "state" / "atropos-tui" / "screen-error.txt"
-        assert said == f"the screen failed, the run goes on: atropos-tui attach {run} (traceback: {report})"
+        assert (
+            said
+            == f"the screen failed, the run goes on: atropos-tui attach {run} (traceback: {report})"
+        )
         assert "ZeroDivisionError" in report.read_text()
-        assert "secret" not in report.read_text() and b"secret" not in started.seen, "no local variables"
+        assert "secret" not in report.read_text() and b"secret" not in started.seen, (
+            "no local variables"
+        )
         assert report.stat().st_mode & 0o077 == 0
     finally:
         started.close()
@@ -90,7 +100,9 @@ def _open_log(started: Terminal) -> None:
     started.type(b"o")
 
 
-def test_o_opens_the_log_in_the_editor_and_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_o_opens_the_log_in_the_editor_and_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _use_editor(monkeypatch, tmp_path, f'echo "EDITING $1"\necho "$1" > {tmp_path}/opened')
     run = make_run(tmp_path / "run")
     started = Terminal([sys.executable, "-c", SCRIPT, str(run.root)])
@@ -104,9 +116,14 @@ def test_o_opens_the_log_in_the_editor_and_comes_back(tmp_path: Path, monkeypatc
         started.close()
 
 
-def test_ctrl_c_in_the_editor_is_the_editor_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _use_editor(monkeypatch, tmp_path, "trap 'echo INTERRUPTED; exit' INT\necho EDITING\nsleep 20 & wait $!")
-    owns = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "  # so that its keys become signals
+def test_ctrl_c_in_the_editor_is_the_editor_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _use_editor(
+        monkeypatch, tmp_path, "trap 'echo INTERRUPTED; exit' INT\necho EDITING\nsleep 20 & wait $!"
+    )
+    # so that its keys become signals
+    owns = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
     started = Terminal([sys.executable, "-c", owns + SCRIPT, str(make_run(tmp_path / "run").root)])
     try:
         _open_log(started)
@@ -128,7 +145,10 @@ def test_no_color_writes_no_colour(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         started.until(lambda seen: b"37/60" in seen and b"no result" in seen)
         started.type(b"q")
         started.until(lambda seen: b"LEFT:ended" in seen)
-        colours = {tuple(map(int, found)) for found in re.findall(rb"[34]8;2;(\d+);(\d+);(\d+)", started.seen)}
+        colours = {
+            tuple(map(int, found))
+            for found in re.findall(rb"[34]8;2;(\d+);(\d+);(\d+)", started.seen)
+        }
         assert all(max(colour) - min(colour) <= 2 for colour in colours), "only greys"
     finally:
         started.close()

@@ -1,4 +1,5 @@
-"""Every theme that is offered: bars can be read, lines are seen, labels are legible. Computed, without pictures."""
+"""Every theme that is offered: bars can be read, lines are seen, labels are legible. Computed,
+without pictures."""
 
 from __future__ import annotations
 
@@ -27,14 +28,18 @@ from tests.ui.run_maker import T0, live_status, make_run
 
 NOW = T0 + 31 + 0.33 * 37 + 0.4
 LABEL, LINE = 3.0, 1.25
-"""Least contrast of what is read (WCAG's for large text and marks), and of lines that are only to be seen."""
+"""Least contrast of what is read (WCAG's for large text and marks), and of lines that are only to
+be seen."""
 
 
 def contrast(one: Color, other: Color) -> float:
     """As WCAG defines it: 1 is none, 21 is black on white."""
 
     def luminance(colour: Color) -> float:
-        shares = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in colour.normalized]
+        shares = [
+            part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4
+            for part in colour.normalized
+        ]
         return 0.2126 * shares[0] + 0.7152 * shares[1] + 0.0722 * shares[2]
 
     dark, light = sorted((luminance(one), luminance(other)))
@@ -64,10 +69,14 @@ async def test_in_every_theme_a_bar_shows_its_share_and_labels_can_be_read(tmp_p
         for name in themes:
             screen.app.theme = name
             await screen.pilot.pause()
-            found = bars(screen.app.query_one(Header)) + bars(screen.app.query_one("#benchmark", Benchmark))
+            found = bars(screen.app.query_one(Header)) + bars(
+                screen.app.query_one("#benchmark", Benchmark)
+            )
             assert len(found) >= 4, name
             for done, left in found:
-                assert set(done.text) == {"━"} and set(left.text) == {"┄"}, f"{name}: told apart without colours"
+                assert set(done.text) == {"━"} and set(left.text) == {"┄"}, (
+                    f"{name}: told apart without colours"
+                )
                 assert colour(done) != colour(left), f"{name}: and with them"
             if not screen.app.current_theme.ansi:
                 await drawn(screen)
@@ -116,7 +125,9 @@ def can_be_seen(screen: Screen, name: str) -> None:
     assert contrast(chart.styles.border_top[1], ground) >= LINE, f"frames in {name}"
     assert chart.styles.border_top[1] != ink_colour(screen, "primary"), f"curve and frame in {name}"
     for tone in ("good", "busy", "warn", "bad"):
-        assert contrast(ink_colour(screen, f"text-{tone}"), ground) >= LABEL, f"the sentence, {tone}, in {name}"
+        assert contrast(ink_colour(screen, f"text-{tone}"), ground) >= LABEL, (
+            f"the sentence, {tone}, in {name}"
+        )
 
 
 def ink_colour(screen: Screen, name: str) -> Color:
@@ -133,7 +144,9 @@ async def test_in_the_terminal_s_own_colours_no_ground_hides_a_curve(tmp_path: P
             screen.app.theme = name
             await screen.pilot.pause()
             ground = ink(screen.app, "healthy").bgcolor
-            assert ground not in [ink(screen.app, curve).color for curve in ("primary", "success", "warning")]
+            assert ground not in [
+                ink(screen.app, curve).color for curve in ("primary", "success", "warning")
+            ]
 
 
 @pytest.mark.parametrize(
@@ -153,7 +166,8 @@ async def test_in_the_terminal_s_own_colours_no_ground_hides_a_curve(tmp_path: P
     ],
 )
 def test_a_terminal_is_asked_for_its_ground(answer: bytes, ground: str | None) -> None:
-    """A process of its own on a pseudo terminal, whose other side answers the two questions or keeps silent."""
+    """A process of its own on a pseudo terminal, whose other side answers the two questions or
+    keeps silent."""
     ask = "from atropos_tui.ui.terminal import ground; print('GROUND', ground(2.0), flush=True)"
     child, terminal = pty.fork()
     if child == 0:  # pragma: no cover
@@ -170,7 +184,9 @@ def test_a_terminal_is_asked_for_its_ground(answer: bytes, ground: str | None) -
     assert f"GROUND {ground}".encode() in seen
 
 
-def test_what_the_user_chose_goes_before_what_the_terminal_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_user_chose_goes_before_what_the_terminal_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.setenv("COLORFGBG", "0;15")
     monkeypatch.delenv("ATROPOS_THEME", raising=False)
@@ -187,7 +203,9 @@ def test_what_the_user_chose_goes_before_what_the_terminal_is(tmp_path: Path, mo
     assert with_theme(CockpitApp(run.root)).theme == THEME.name
 
 
-async def test_a_theme_that_is_chosen_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_theme_that_is_chosen_is_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     run = make_run(tmp_path / "run")
     app = CockpitApp(run.root, control=FakeControl(live_status(run, NOW)))

@@ -1,4 +1,5 @@
-"""No mark without a name: curves of one chart, and runs on the same axes, in colour and without, at every width."""
+"""No mark without a name: curves of one chart, and runs on the same axes, in colour and without, at
+every width."""
 
 from __future__ import annotations
 
@@ -24,7 +25,12 @@ def made(root: Path, lr: str, steps: int = 60, planned: int = 60) -> RunDir:
     run.profile_toml.write_text(f'name = "demo"\nmode = "shared_vllm"\n[trainer]\nlr = {lr}\n')
     evals = [
         EvalRecord(
-            env="arithmetic", split="carries", accuracy=0.1 + at / 100, correct=1, questions=9, weight_version=at
+            env="arithmetic",
+            split="carries",
+            accuracy=0.1 + at / 100,
+            correct=1,
+            questions=9,
+            weight_version=at,
         )
         for at in range(0, steps + 1, 2)
     ]
@@ -46,15 +52,22 @@ def charts(screen: Screen) -> list[Chart]:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("key", ["1", "2", "7"])
 async def test_every_curve_is_named(run: RunDir, size: tuple[int, int], key: str) -> None:
-    """The second series of a chart lost its name at 120 columns, and without colours its mark too."""
+    """The second series of a chart lost its name at 120 columns, and without colours its mark
+    too."""
     async with cockpit(run, size, FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
         await screen.shows("step 60/60")
         await screen.press(key)
         await screen.until(lambda: charts(screen) and all(one._traces for one in charts(screen)))
         for chart in charts(screen):
-            words = f"{chart.border_title} {chart._strips[0].text if chart._has_legend and chart._strips else ''}"
+            words = (
+                f"{chart.border_title} "
+                f"{chart._strips[0].text if chart._has_legend and chart._strips else ''}"
+            )
             traces = [trace for trace in chart._traces if len(trace.values)]
-            assert all(trace.label in words and trace.mark in words for trace in traces), (words, traces)
+            assert all(trace.label in words and trace.mark in words for trace in traces), (
+                words,
+                traces,
+            )
             marks = [trace.mark for trace in traces]
             colours = [trace.colour for trace in traces]
             told_by = marks if screen.app.no_color else list(zip(marks, colours, strict=True))
@@ -64,7 +77,10 @@ async def test_every_curve_is_named(run: RunDir, size: tuple[int, int], key: str
 @pytest.mark.parametrize("size", SIZES)
 async def test_one_line_names_the_runs_by_what_differs(run: RunDir, size: tuple[int, int]) -> None:
     """Labels were cut to four letters: `shar`, `shar`, `lora`."""
-    others = [made(run.root.parent / name, lr).root for name, lr in (("twin-of-mine", "1e-3"), ("twin-too", "5e-3"))]
+    others = [
+        made(run.root.parent / name, lr).root
+        for name, lr in (("twin-of-mine", "1e-3"), ("twin-too", "5e-3"))
+    ]
     async with cockpit(run, size, FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
         await screen.shows("step 60/60")
         screen.app.others = dict(zip(others, read_runs(others), strict=True))

@@ -1,4 +1,5 @@
-"""A run that grows is drawn along every axis, at every size and in every view; an error stays in its panel."""
+"""A run that grows is drawn along every axis, at every size and in every view; an error stays in
+its panel."""
 
 from __future__ import annotations
 
@@ -32,9 +33,11 @@ def run(tmp_path: Path) -> RunDir:
 
 @pytest.mark.parametrize("along", list(Along))
 @pytest.mark.parametrize("attempt", [1, 2])
-async def test_a_growing_run_is_drawn_along_every_axis(run: RunDir, along: Along, attempt: int) -> None:
-    """Records arrive between two draws, then the terminal is resized or another view is chosen: both draw the view
-    of before over the newer series. With tokens that ended the screen."""
+async def test_a_growing_run_is_drawn_along_every_axis(
+    run: RunDir, along: Along, attempt: int
+) -> None:
+    """Records arrive between two draws, then the terminal is resized or another view is chosen:
+    both draw the view of before over the newer series. With tokens that ended the screen."""
     preferences.keep(charts=Charts(along=along))
     rng, step = random.Random(0), 12
     async with cockpit(run, (120, 40), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
@@ -68,7 +71,12 @@ async def test_a_growing_run_is_drawn_along_every_axis(run: RunDir, along: Along
     ],
 )
 async def test_a_panel_that_cannot_be_drawn_says_so_and_recovers(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int], kind: type[Guarded], method: str, key: str
+    run: RunDir,
+    monkeypatch: pytest.MonkeyPatch,
+    size: tuple[int, int],
+    kind: type[Guarded],
+    method: str,
+    key: str,
 ) -> None:
     def broken(*_: object, **__: object) -> None:
         raise ValueError("no [such] figure")

@@ -1,4 +1,5 @@
-"""`replay` on the screen: it plays, pauses, seeks, refuses commands, and leaves without a question."""
+"""`replay` on the screen: it plays, pauses, seeks, refuses commands, and leaves without a
+question."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def replay(tmp_path: Path) -> tuple[Replay, Ticks]:
     run = make_run(tmp_path / "run", steps=30, training_steps=30)
     run.supervisor_jsonl.unlink()
     records = sorted(start_records(), key=lambda record: record.time)
-    done = CommandRecord(time=T0 + 35, command_id="c", component="vllm", action="restart", status="done")
+    done = CommandRecord(
+        time=T0 + 35, command_id="c", component="vllm", action="restart", status="done"
+    )
     write_records(run.supervisor_jsonl, [*records, done])
     run.result_json.write_text(json.dumps({"exit_code": 0, "reason": "trainer finished"}))
     ticks = Ticks()
@@ -75,7 +78,9 @@ async def test_it_plays_from_the_start_to_the_end_as_recorded(replay: tuple[Repl
         await screen.until(lambda: screen.row("vllm").state == "pending")
 
 
-async def test_space_pauses_signs_change_the_speed_arrows_seek(replay: tuple[Replay, Ticks]) -> None:
+async def test_space_pauses_signs_change_the_speed_arrows_seek(
+    replay: tuple[Replay, Ticks],
+) -> None:
     player, ticks = replay
     async with playing(player) as screen:
         ticks.at = 35.0
@@ -135,7 +140,9 @@ async def test_leaving_asks_nothing(replay: tuple[Replay, Ticks], key: str) -> N
         assert screen.app.return_value == "detach"
 
 
-async def test_a_typed_line_keeps_its_letters_and_the_help_names_the_keys(replay: tuple[Replay, Ticks]) -> None:
+async def test_a_typed_line_keeps_its_letters_and_the_help_names_the_keys(
+    replay: tuple[Replay, Ticks],
+) -> None:
     player, ticks = replay
     ticks.at = 35.0
     async with playing(player) as screen:
@@ -159,12 +166,22 @@ async def test_the_palette_has_every_action(replay: tuple[Replay, Ticks]) -> Non
     async with playing(player) as screen:
         await screen.until(lambda: screen.row("vllm").state == "healthy")
         offered = [command.title for command in screen.app.get_system_commands(screen.app.screen)]
-        wanted = {view.title for view in VIEWS.values()} | {"Search", "Help", "Theme", "Picture", "Follow"}
+        wanted = {view.title for view in VIEWS.values()} | {
+            "Search",
+            "Help",
+            "Theme",
+            "Picture",
+            "Follow",
+        }
         assert wanted | {"Pause", "Faster", "Leave", "Wrap", "Mark", "Open"} <= set(offered)
-        assert offered.count("Restart") == offered.count("Leave") == 1, "the replay's own instead of the cockpit's"
+        assert offered.count("Restart") == offered.count("Leave") == 1, (
+            "the replay's own instead of the cockpit's"
+        )
 
 
-async def test_machine_and_engine_are_shown_as_they_were_and_nothing_is_rung(replay: tuple[Replay, Ticks]) -> None:
+async def test_machine_and_engine_are_shown_as_they_were_and_nothing_is_rung(
+    replay: tuple[Replay, Ticks],
+) -> None:
     player, ticks = replay
     async with playing(player) as screen:
         await screen.press("6")
@@ -186,10 +203,13 @@ async def test_any_size(replay: tuple[Replay, Ticks], size: tuple[int, int]) -> 
 def test_a_live_run_is_reported_as_live_and_one_that_hangs_from_its_files(
     supervise: Supervise, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From a real supervisor: the page has the processes' states; a supervisor that is stopped holds up nothing."""
+    """From a real supervisor: the page has the processes' states; a supervisor that is stopped
+    holds up nothing."""
     monkeypatch.setattr("atropos_tui.supervisor.client.ANSWER_S", 0.5)
     run = supervise(small_stack(tmp_path / "run"))
-    run.run_json.write_text(json.dumps({"run_id": f"ui-{os.getpid()}", "name": "small", "started_at": time.time()}))
+    run.run_json.write_text(
+        json.dumps({"run_id": f"ui-{os.getpid()}", "name": "small", "started_at": time.time()})
+    )
     asyncio.run(ControlClient(run.root).wait("ready", 20))
     page = tmp_path / "live.html"
     assert main.run(["report", str(run.root), "-o", str(page)]) == 0
@@ -216,7 +236,9 @@ async def test_at_its_end_it_draws_nothing_any_more(
         await screen.shows("✔ done")
         drawn: list[str] = []
         render = ReplayBar.render
-        monkeypatch.setattr(ReplayBar, "render", lambda self: (drawn.append("bar"), render(self))[1])
+        monkeypatch.setattr(
+            ReplayBar, "render", lambda self: (drawn.append("bar"), render(self))[1]
+        )
         monkeypatch.setattr(screen.app.feed, "refresh", lambda: drawn.append("feed"))
         await asyncio.sleep(4 * TICK_S)
         assert drawn == []

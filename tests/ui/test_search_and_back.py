@@ -1,4 +1,5 @@
-"""A search or a filter: Enter goes to the match, titles name it, Esc takes it back before it leaves the view."""
+"""A search or a filter: Enter goes to the match, titles name it, Esc takes it back before it leaves
+the view."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ async def filled_log(screen: Screen) -> LogView:
     log = screen.app.query_one(LogView)
     await screen.until(lambda: len(log.buffer) > 30)
     log.buffer.clear()
-    lines = [LogEntry("plain", f"weights {at}" if at % 50 == 7 else f"line {at}") for at in range(300)]
+    lines = [
+        LogEntry("plain", f"weights {at}" if at % 50 == 7 else f"line {at}") for at in range(300)
+    ]
     log.extend([*lines[:120], LogEntry("error", "an error line"), *lines[120:]], None)
     await screen.shows("line 299")
     return log
@@ -41,7 +44,9 @@ async def filled_log(screen: Screen) -> LogView:
 async def typed(screen: Screen, key: str, text: str, *end: str) -> None:
     await screen.press(key)
     for char in text:
-        await screen.press({" ": "space", "(": "left_parenthesis", "[": "left_square_bracket"}.get(char, char))
+        await screen.press(
+            {" ": "space", "(": "left_parenthesis", "[": "left_square_bracket"}.get(char, char)
+        )
     await screen.press(*end)
 
 
@@ -119,14 +124,18 @@ async def test_rollouts_drop_what_narrows_them_one_by_one(run: RunDir) -> None:
         await screen.press("m", "v")
         await screen.shows("worse than their group")
         await screen.press("escape")
-        await screen.until(lambda: "worse than" not in screen.text() and "marked: step" in screen.text())
+        await screen.until(
+            lambda: "worse than" not in screen.text() and "marked: step" in screen.text()
+        )
         await screen.press("escape")
         await screen.until(lambda: "marked: step" not in screen.text())
         assert screen.app._view_name == "rollouts"
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40)])
-async def test_half_a_pattern_is_said_to_be_no_regular_expression(run: RunDir, size: tuple[int, int]) -> None:
+async def test_half_a_pattern_is_said_to_be_no_regular_expression(
+    run: RunDir, size: tuple[int, int]
+) -> None:
     async with cockpit(run, size, FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
         await filled_log(screen)
         await typed(screen, "slash", "a([")

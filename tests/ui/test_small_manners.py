@@ -1,4 +1,5 @@
-"""A refusal appears once, Ctrl-C twice leaves without ending the run, and figures say what they are."""
+"""A refusal appears once, Ctrl-C twice leaves without ending the run, and figures say what they
+are."""
 
 from __future__ import annotations
 
@@ -54,7 +55,9 @@ def test_checkpoints_are_told_apart_by_their_names() -> None:
     """`checkpoint step 60: 10 MB` and `checkpoint step 60: 3 MB`: one was the final model."""
     state = fed(
         CheckpointRecord(step=60, path="/run/checkpoints/step_60", seconds=0.1, bytes=10_000_000),
-        CheckpointRecord(step=60, path="/run/checkpoints/final_model", seconds=0.1, bytes=3_000_000),
+        CheckpointRecord(
+            step=60, path="/run/checkpoints/final_model", seconds=0.1, bytes=3_000_000
+        ),
     )
     assert [event.text.partition(":")[0] for event in timeline(state)] == ["step_60", "final_model"]
 
@@ -63,8 +66,15 @@ def test_checkpoints_are_told_apart_by_their_names() -> None:
     ("high", "height"), [(3.0, 8), (3.0, 10), (1.0, 9), (1.0, 14), (0.7, 10), (12.0, 12), (4.4, 14)]
 )
 def test_labels_of_the_vertical_axis_stand_at_equal_distances(high: float, height: int) -> None:
-    """3, 2, 1, 0 stood on rows 1, 3, 4, 6. Where no round values fit the rows, the distances differ by one."""
+    """3, 2, 1, 0 stood on rows 1, 3, 4, 6. Where no round values fit the rows, the distances differ
+    by one."""
     style = Style()
-    lines = plot([Curve([0, 10], [0, high], style)], Axes(low=0.0), Ink(style, style, style, style), 40, height)
+    lines = plot(
+        [Curve([0, 10], [0, high], style)],
+        Axes(low=0.0),
+        Ink(style, style, style, style),
+        40,
+        height,
+    )
     rows = [at for at, line in enumerate(lines) if any("┤" in part.text for part in line)]
     assert len(rows) >= 2 and len({after - before for before, after in pairwise(rows)}) == 1, rows

@@ -1,6 +1,7 @@
 """Five pictures of the screen with frozen clocks: starting, healthy, mismatch, failed, no GPU.
 
-python -m pytest tests/ui/test_snapshots.py --snapshot-update   # after a change that was meant; then look at them
+python -m pytest tests/ui/test_snapshots.py --snapshot-update   # after a change that was meant;
+then look at them
 """
 
 from __future__ import annotations
@@ -56,7 +57,13 @@ def settled(app: CockpitApp, done: Look) -> Callable[[Pilot[Outcome]], object]:
     async def wait(pilot: Pilot[Outcome]) -> None:
         for _ in range(400):
             await pilot.pause(0.05)
-            if app.loaded and app.status and app.state.gauges.last and not app.has_news and done(app):
+            if (
+                app.loaded
+                and app.status
+                and app.state.gauges.last
+                and not app.has_news
+                and done(app)
+            ):
                 break
         else:
             raise AssertionError("the screen never came to rest")
@@ -73,11 +80,17 @@ def has_log(app: CockpitApp) -> bool:
 def test_starting(tmp_path: Path, snap_compare: Callable[..., bool]) -> None:
     run = make_run(tmp_path / "run", steps=0)
     status = live_status(run, NOW, vllm=State.STARTING, trainer=State.PENDING)
-    changes = {"vllm": {"since": NOW - 12.4, "waiting_for": "http://127.0.0.1:9001/health"},
-               "trainer": {"waiting_for": "vllm to be healthy"}}  # fmt: skip
+    changes = {
+        "vllm": {"since": NOW - 12.4, "waiting_for": "http://127.0.0.1:9001/health"},
+        "trainer": {"waiting_for": "vllm to be healthy"},
+    }
     rows = [row.model_copy(update=changes.get(row.name, {})) for row in status.components]
     app = frozen(run, status.model_copy(update={"components": rows, "phase": Phase.STARTING}))
-    assert snap_compare(app, terminal_size=(100, 30), run_before=settled(app, lambda app: bool(app.state.transitions)))
+    assert snap_compare(
+        app,
+        terminal_size=(100, 30),
+        run_before=settled(app, lambda app: bool(app.state.transitions)),
+    )
 
 
 def test_healthy(tmp_path: Path, snap_compare: Callable[..., bool]) -> None:
@@ -120,15 +133,25 @@ def test_mismatch(tmp_path: Path, snap_compare: Callable[..., bool]) -> None:
 def test_failed(tmp_path: Path, snap_compare: Callable[..., bool]) -> None:
     run = make_run(tmp_path / "run")
     failed = StateRecord(
-        time=NOW, component="vllm", role="engine", old="healthy", new="failed", attempt=4, reason="exit code 1",
+        time=NOW,
+        component="vllm",
+        role="engine",
+        old="healthy",
+        new="failed",
+        attempt=4,
+        reason="exit code 1",
         exit_code=1,
-    )  # fmt: skip
-    said = DiagnosisRecord(time=NOW, component="vllm", title="CUDA out of memory", fix="lower gpu_memory_utilization")
+    )
+    said = DiagnosisRecord(
+        time=NOW, component="vllm", title="CUDA out of memory", fix="lower gpu_memory_utilization"
+    )
     write_records(run.supervisor_jsonl, [failed, said], start=100)
     run.result_json.write_text(json.dumps({"exit_code": 3, "reason": "vllm failed for good"}))
     app = frozen(run, None)
     assert snap_compare(
-        app, terminal_size=(80, 24), run_before=settled(app, lambda app: app.query_one(LogView).component == "vllm")
+        app,
+        terminal_size=(80, 24),
+        run_before=settled(app, lambda app: app.query_one(LogView).component == "vllm"),
     )
 
 

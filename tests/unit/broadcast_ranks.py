@@ -1,4 +1,5 @@
-"""What each rank of a sharded trainer does for `test_trainer_broadcast_ranks.py`, and the model that it serves."""
+"""What each rank of a sharded trainer does for `test_trainer_broadcast_ranks.py`, and the model
+that it serves."""
 
 from __future__ import annotations
 
@@ -26,10 +27,12 @@ CHUNK_BYTES = 3000
 
 
 class Served(torch.nn.Module):
-    """A worker's part of a Qwen3 of any kind, as vLLM lays it out: fused, split over `size` ranks, with a padded
-    vocabulary, and a tied head that lies there once."""
+    """A worker's part of a Qwen3 of any kind, as vLLM lays it out: fused, split over `size` ranks,
+    with a padded vocabulary, and a tied head that lies there once."""
 
-    def __init__(self, names: dict[str, tuple[int, ...]], dtype: torch.dtype, rank: int, size: int) -> None:
+    def __init__(
+        self, names: dict[str, tuple[int, ...]], dtype: torch.dtype, rank: int, size: int
+    ) -> None:
         super().__init__()
         self.rank, self.size = rank, size
         rows: dict[str, int] = {}
@@ -37,15 +40,22 @@ class Served(torch.nn.Module):
         shapes: dict[str, tuple[int, ...]] = {}
         for name, shape in sorted(names.items()):
             where = name
-            for part, fused in (("q_proj", "qkv"), ("k_proj", "qkv"), ("v_proj", "qkv"), ("gate_proj", "gate_up"),
-                                ("up_proj", "gate_up")):  # fmt: skip
+            for part, fused in (
+                ("q_proj", "qkv"),
+                ("k_proj", "qkv"),
+                ("v_proj", "qkv"),
+                ("gate_proj", "gate_up"),
+                ("up_proj", "gate_up"),
+            ):
                 where = where.replace(part, fused)
             self.spots[name] = (where, rows.get(where, 0))
             rows[where] = rows.get(where, 0) + -(-shape[0] // size)
             shapes[where] = shape
         for where, count in rows.items():
             zeros = torch.zeros(count, *shapes[where][1:], dtype=dtype)
-            self.register_parameter(where.replace(".", "/"), torch.nn.Parameter(zeros, requires_grad=False))
+            self.register_parameter(
+                where.replace(".", "/"), torch.nn.Parameter(zeros, requires_grad=False)
+            )
 
     def load_weights(self, named: list[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in named:
@@ -58,11 +68,18 @@ class Served(torch.nn.Module):
 def settings(model: str, urls: list[str], **fields: Any) -> TrainingConfig:
     return TrainingConfig.model_validate(
         {
-            "model_name": model, "weight_bridge_mode": "shared_vllm", "use_shared_memory": True, "dtype": "bfloat16",
-            "vllm_urls": urls, "engine_timeout": 30, "broadcast_timeout": 20, "device": "cpu", "optimizer": "adamw",
+            "model_name": model,
+            "weight_bridge_mode": "shared_vllm",
+            "use_shared_memory": True,
+            "dtype": "bfloat16",
+            "vllm_urls": urls,
+            "engine_timeout": 30,
+            "broadcast_timeout": 20,
+            "device": "cpu",
+            "optimizer": "adamw",
             **fields,
         }
-    )  # fmt: skip
+    )
 
 
 @torch.no_grad()
@@ -76,7 +93,9 @@ def change(model: torch.nn.Module, seed: int) -> None:
 
 def publish(world: World, model: str, urls: list[str], overlap: bool) -> None:
     """Several versions; each is written down whole, by what gathers it for checkpoints."""
-    sync: Any = make_sync(settings(model, urls, overlap_publish=overlap), CPU, threading.Event(), world)
+    sync: Any = make_sync(
+        settings(model, urls, overlap_publish=overlap), CPU, threading.Event(), world
+    )
     policy = sync.attach(Start())
     left_out: list[list[str]] = []
     sync.arrived = lambda report: left_out.append(list(report.left_out))
@@ -109,7 +128,8 @@ def lose_a_rank(world: World, model: str, urls: list[str]) -> int:
 
 def everything(_: Path, cases: str) -> int:
     """Args:
-    cases: models to be published, with the addresses of their servers, the second one while the next step is
+    cases: models to be published, with the addresses of their servers, the second one while the
+    next step is
             computed; and the last, of which a rank is lost.
     """
     world = join(CPU, 60.0)

@@ -13,7 +13,8 @@ import pytest
 
 @pytest.fixture
 def own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """State, sockets (in a short path: they hold 108 bytes), current folder; and no run that the tests run below."""
+    """State, sockets (in a short path: they hold 108 bytes), current folder; and no run that the
+    tests run below."""
     for name in [name for name in os.environ if name.startswith("ATROPOS_")]:
         monkeypatch.delenv(name)
     sockets = tempfile.mkdtemp(prefix="rt-")

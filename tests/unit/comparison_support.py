@@ -1,4 +1,5 @@
-"""A profile whose four programs are small stand-ins: real processes, real gates, a run of a second."""
+"""A profile whose four programs are small stand-ins: real processes, real gates, a run of a
+second."""
 
 from __future__ import annotations
 
@@ -76,18 +77,22 @@ PROGRAMS = {
 
 
 def fork_supervisors(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Commands that run in this process have their supervisors forked, for to start one is most of what such a run
-    costs; a command in a process of its own starts them as ever."""
+    """Commands that run in this process have their supervisors forked, for to start one is most of
+    what such a run costs; a command in a process of its own starts them as ever."""
 
     def start(run: RunDir, stack: StackSpec, lock: int | None) -> ForkedProcess:
         if lock is not None:
             os.close(lock)
-        return nursery.supervisor(stack.model_dump_json(), Path(tempfile.mkdtemp(prefix="supervisor-", dir=folder)))
+        return nursery.supervisor(
+            stack.model_dump_json(), Path(tempfile.mkdtemp(prefix="supervisor-", dir=folder))
+        )
 
     monkeypatch.setattr(up, "_start_supervisor", start)
 
 
-def write_profile(folder: Path, name: str, *, gpus: list[int] | None = None, ports: tuple[int, int]) -> Path:
+def write_profile(
+    folder: Path, name: str, *, gpus: list[int] | None = None, ports: tuple[int, int]
+) -> Path:
     """`name`.toml in `folder`; a folder with packages of the same names brings the stand-ins in."""
     for path, code in PROGRAMS.items():
         program = folder / "programs" / path

@@ -1,5 +1,5 @@
-"""What unit tests share: one parser of the cockpit's commands, hosts to reach by ssh, and for whole trainer runs a tiny
-model in a folder and an inference server that holds its weights."""
+"""What unit tests share: one parser of the cockpit's commands, hosts to reach by ssh, and for whole
+trainer runs a tiny model in a folder and an inference server that holds its weights."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ LAYERS = 2
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_parser() -> Iterator[None]:
-    """Building the cockpit's parser is three quarters of a command that runs in the test's own process, and thousands
-    do. Parsing leaves a parser as it was."""
+    """Building the cockpit's parser is three quarters of a command that runs in the test's own
+    process, and thousands do. Parsing leaves a parser as it was."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(main, "build_parser", functools.cache(main.build_parser))
         yield
@@ -56,8 +56,8 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshNodes]:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a tiny Qwen3 with random weights: the demo's with two of its layers, since a layer is what most
-    of a step takes."""
+    """The folder of a tiny Qwen3 with random weights: the demo's with two of its layers, since a
+    layer is what most of a step takes."""
     import torch
 
     from atropos_envs.tiny_model import build_tiny_model, save_model
@@ -65,7 +65,10 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
     model = build_tiny_model()
     model.model.layers = model.model.layers[:LAYERS]
-    model.config.num_hidden_layers, model.config.layer_types = LAYERS, model.config.layer_types[:LAYERS]
+    model.config.num_hidden_layers, model.config.layer_types = (
+        LAYERS,
+        model.config.layer_types[:LAYERS],
+    )
     folder = tmp_path_factory.mktemp("model") / "tiny"
     save_model(model, folder)
     return folder

@@ -1,9 +1,11 @@
-"""A child in the place of `python -m vllm_server`: answers `/bridge/info`, and does one thing wrong if told to.
+"""A child in the place of `python -m vllm_server`: answers `/bridge/info`, and does one thing wrong
+if told to.
 
     python engine_child.py PORT [--exit CODE] [--deaf] [--stubborn] [--hasty] [--grandchild FILE]
 
 It prints its parent-death signal's effect to nobody: it simply lives until it is told to end. With
-ATROPOS_WAIT_FOR_GO=1 it takes its port only once it has read `go`; `--hasty` makes it end instead of waiting.
+ATROPOS_WAIT_FOR_GO=1 it takes its port only once it has read `go`; `--hasty` makes it end instead
+of waiting.
 """
 
 from __future__ import annotations
@@ -23,9 +25,11 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         trusted = self.headers.get(TOKEN_HEADER, "") == os.environ.get("ATROPOS_TOKEN", "")
         info = {
-            "instance_id": str(os.getpid()), "model": "m", "vllm_version": "0",
+            "instance_id": str(os.getpid()),
+            "model": "m",
+            "vllm_version": "0",
             "held": os.environ.get("ATROPOS_HOLD_GENERATION") == "1",
-        }  # fmt: skip
+        }
         body = json.dumps(info).encode()
         self.send_response(200 if trusted else 403)
         self.send_header("Content-Length", str(len(body)))
@@ -38,7 +42,9 @@ class Handler(BaseHTTPRequestHandler):
 
 def main(argv: list[str]) -> int:
     print("this child begins", flush=True)
-    if os.environ.get("ATROPOS_WAIT_FOR_GO") == "1" and ("--hasty" in argv or sys.stdin.readline() != "go\n"):
+    if os.environ.get("ATROPOS_WAIT_FOR_GO") == "1" and (
+        "--hasty" in argv or sys.stdin.readline() != "go\n"
+    ):
         return 0
     if "--exit" in argv:
         print("vllm_server: --model is wrong", flush=True)

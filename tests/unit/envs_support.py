@@ -1,4 +1,5 @@
-"""What stands around an environment: an inference server that adds by rule, and atroposlib's real run-api."""
+"""What stands around an environment: an inference server that adds by rule, and atroposlib's real
+run-api."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def text_tokenizer() -> PreTrainedTokenizerFast:
     vocabulary = {token: index for index, token in enumerate(["<pad>", "<eos>", *ASCII])}
     core = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<pad>"))
     core.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token="<pad>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token="<pad>"
+    )
 
 
 def encode(text: str) -> list[int]:
@@ -42,7 +45,9 @@ def decode(ids: list[int]) -> str:
     return "".join(ASCII[token - 2] for token in ids)
 
 
-def write_splits(folder: Path, train: Sequence[Mapping[str, str]], test: Sequence[Mapping[str, str]]) -> None:
+def write_splits(
+    folder: Path, train: Sequence[Mapping[str, str]], test: Sequence[Mapping[str, str]]
+) -> None:
     """`train.jsonl` and `test.jsonl` as `--env.dataset_path` takes them."""
     folder.mkdir()
     for split, rows in (("train", train), ("test", test)):
@@ -94,7 +99,9 @@ class Engine:
             "weight_versions": [[self.version, self.version + 1] for _ in completions],
         }
         if self.logprobs:
-            answer["logprobs"] = [[[{str(i): -0.25 * (n + 1)}] for n, i in enumerate(ids)] for ids in completions]
+            answer["logprobs"] = [
+                [[{str(i): -0.25 * (n + 1)}] for n, i in enumerate(ids)] for ids in completions
+            ]
         return web.json_response(answer)
 
     async def health(self, request: web.Request) -> web.Response:
@@ -112,8 +119,8 @@ class Engine:
 
 @asynccontextmanager
 async def run_api(*, keeps: bool = False, door: Settings | None = None) -> AsyncIterator[str]:
-    """atroposlib's own run-api, fresh, on a free port; with `keeps` behind our `GET /batch`, which keeps batches, and
-    behind our `door` where one is given."""
+    """atroposlib's own run-api, fresh, on a free port; with `keeps` behind our `GET /batch`, which
+    keeps batches, and behind our `door` where one is given."""
     from atroposlib.api.server import app
 
     app.state._state.clear()

@@ -1,4 +1,5 @@
-"""An HTTP server on the loopback that speaks JSON: what stand-ins of the inference server are made of."""
+"""An HTTP server on the loopback that speaks JSON: what stand-ins of the inference server are made
+of."""
 
 from __future__ import annotations
 

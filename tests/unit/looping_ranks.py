@@ -1,4 +1,5 @@
-"""What each of two ranks does for `test_trainer_ranks.py`: a whole run without a server, in which something happens."""
+"""What each of two ranks does for `test_trainer_ranks.py`: a whole run without a server, in which
+something happens."""
 
 from __future__ import annotations
 
@@ -89,7 +90,9 @@ def run(folder: Path, how: str) -> int:
     elif how == "raises" and own_rank():
         loop.Run.accumulate = lambda *_: [][0]  # type: ignore[method-assign]
     source = Waits(folder, broken=how == "broken")
-    config = offline_config(folder / "tiny", folder, checkpoint_interval=0 if how in ("stop", "broken") else 1)
+    config = offline_config(
+        folder / "tiny", folder, checkpoint_interval=0 if how in ("stop", "broken") else 1
+    )
     try:
         result = train(config, rollouts=source, stop=stop, callbacks=callbacks)
         print(f"ended: {result.step} {result.done}", flush=True)

@@ -18,7 +18,9 @@ def clipped(logprobs: T, rollout_logprobs: T, advantages: T, sequences: Sequence
 def sums(logprobs: T, rollout_logprobs: T, advantages: T, sequences: Sequences) -> LossSums:
     """REINFORCE, everything counted by itself."""
     zero, tokens = logprobs.new_zeros(()), torch.tensor(float(len(logprobs)))
-    return LossSums(-(logprobs * advantages).sum(), tokens, zero, zero, tokens, zero, zero, zero, zero + 1)
+    return LossSums(
+        -(logprobs * advantages).sum(), tokens, zero, zero, tokens, zero, zero, zero, zero + 1
+    )
 
 
 def three_arguments(logprobs: T, rollout_logprobs: T, advantages: T) -> T:
@@ -64,7 +66,9 @@ def raises_later(logprobs: T, rollout_logprobs: T, advantages: T, sequences: Seq
 def nan_later(logprobs: T, rollout_logprobs: T, advantages: T, sequences: Sequences) -> T:
     """From the fourth call on."""
     calls.append("nan_later")
-    return clipped(logprobs, rollout_logprobs, advantages, sequences) * (1.0 if len(calls) < 4 else float("nan"))
+    return clipped(logprobs, rollout_logprobs, advantages, sequences) * (
+        1.0 if len(calls) < 4 else float("nan")
+    )
 
 
 a_list = [clipped]

@@ -35,29 +35,62 @@ def make_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def valid(folder: Path) -> dict[str, Any]:
     """A profile with every section and most keys, which `validate` accepts here."""
-    probe = {"checks": [{"kind": "http", "url": "http://127.0.0.1/x"}, {"kind": "log", "pattern": "^ok"}]}
+    probe = {
+        "checks": [{"kind": "http", "url": "http://127.0.0.1/x"}, {"kind": "log", "pattern": "^ok"}]
+    }
     return {
-        "name": "p", "mode": "shared_vllm", "model": str(folder / "model"), "seed": 1, "survive": False,
-        "api": {"port": free_port(), "host": "127.0.0.1", "env": {"A": "b"}, "stop": {"signal": "INT", "grace_s": 1.5}},
+        "name": "p",
+        "mode": "shared_vllm",
+        "model": str(folder / "model"),
+        "seed": 1,
+        "survive": False,
+        "api": {
+            "port": free_port(),
+            "host": "127.0.0.1",
+            "env": {"A": "b"},
+            "stop": {"signal": "INT", "grace_s": 1.5},
+        },
         "env": [
-            {"name": "a", "module": "json", "weight": 0.5, "args": {"env": {"group_size": 8}, "openai": {"x": 5}}},
+            {
+                "name": "a",
+                "module": "json",
+                "weight": 0.5,
+                "args": {"env": {"group_size": 8}, "openai": {"x": 5}},
+            },
             {"name": "b", "module": "json", "args": {"words": ["x", 1, True], "env.group_size": 8}},
         ],
         "vllm": {
-            "port": free_port(), "gpus": [], "tensor_parallel": 1, "gpu_memory_utilization": 0.4, "max_model_len": 64,
-            "dtype": "auto", "args": {"enforce-eager": True, "block-size": 32}, "startup": probe,
-            "restart": {"policy": "never", "backoff_s": 1, "max_restarts": 2}, "start_timeout_s": 60,
+            "port": free_port(),
+            "gpus": [],
+            "tensor_parallel": 1,
+            "gpu_memory_utilization": 0.4,
+            "max_model_len": 64,
+            "dtype": "auto",
+            "args": {"enforce-eager": True, "block-size": 32},
+            "startup": probe,
+            "restart": {"policy": "never", "backoff_s": 1, "max_restarts": 2},
+            "start_timeout_s": 60,
         },
         "trainer": {
-            "gpus": [], "processes": 1, "training_steps": 3, "batch_size": 16, "gradient_accumulation_steps": 1,
-            "lr": 1e-4, "optimizer": "adamw", "device": "cpu", "dtype": "float32", "betas": [0.9, 0.99],
-            "train_layer_indices": "0-1", "advantage_std": True, "depends_on": {"api": "healthy"},
+            "gpus": [],
+            "processes": 1,
+            "training_steps": 3,
+            "batch_size": 16,
+            "gradient_accumulation_steps": 1,
+            "lr": 1e-4,
+            "optimizer": "adamw",
+            "device": "cpu",
+            "dtype": "float32",
+            "betas": [0.9, 0.99],
+            "train_layer_indices": "0-1",
+            "advantage_std": True,
+            "depends_on": {"api": "healthy"},
         },
         "prepare": [{"name": "first", "command": ["true"], "creates": "/nowhere/made"}],
         "component": {"extra": {"role": "other", "command": ["sleep", "9"], "port": free_port()}},
         "logs": {"max_bytes": 4096},
         "notify": {"bell": True, "webhook": "${HOOK}", "on": ["done"]},
-    }  # fmt: skip
+    }
 
 
 def ask(command: list[str], profile: Path | str, *more: str) -> tuple[int, str]:
@@ -69,8 +102,8 @@ def ask(command: list[str], profile: Path | str, *more: str) -> tuple[int, str]:
 
 
 def assert_refused(command: list[str], profile: Path | str, *more: str) -> str:
-    """Exit 2, a fix for every problem, nothing a terminal would obey, nothing started, nothing left. Returns the text
-    without line numbers."""
+    """Exit 2, a fix for every problem, nothing a terminal would obey, nothing started, nothing
+    left. Returns the text without line numbers."""
     if command[0] == "up":  # a test that is wrong must not start a stack
         assert ask(["validate"], profile, *more)[0] == Exit.USAGE, "validate accepts it"
     before = sorted(Path.cwd().parent.rglob("*"))
@@ -84,7 +117,8 @@ def assert_refused(command: list[str], profile: Path | str, *more: str) -> str:
 
 
 def _children() -> set[int]:
-    """As the kernel lists them for each of our threads: thousands of refusals read no process table."""
+    """As the kernel lists them for each of our threads: thousands of refusals read no process
+    table."""
     listed = list(Path("/proc/self/task").glob("*/children"))
     if not listed:  # a kernel without these files
         return {child.pid for child in psutil.Process().children()}
@@ -100,10 +134,14 @@ def assert_readable(text: str) -> None:
     reasons = [line for line in lines if not line.startswith("    fix: ")]
     fixes = [line for line in lines if line.startswith("    fix: ") and len(line) > 12]
     # Problems with the same fix stand above it.
-    assert len(reasons) >= len(fixes) and lines[-1] in fixes and all(re.match(r"  \S", line) for line in reasons), text[
-        :2000
-    ]
-    assert all(line.isprintable() and len(line) < 2000 for line in lines), "a value forges or floods the report"
+    assert (
+        len(reasons) >= len(fixes)
+        and lines[-1] in fixes
+        and all(re.match(r"  \S", line) for line in reasons)
+    ), text[:2000]
+    assert all(line.isprintable() and len(line) < 2000 for line in lines), (
+        "a value forges or floods the report"
+    )
 
 
 def write(folder: Path, data: Mapping[str, Any] | bytes | str, name: str = "p.toml") -> Path:

@@ -1,4 +1,5 @@
-"""What each of two ranks does for `test_trainer_sharded.py`: every case beside the same on one rank."""
+"""What each of two ranks does for `test_trainer_sharded.py`: every case beside the same on one
+rank."""
 
 from __future__ import annotations
 
@@ -48,7 +49,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "stochastic": ("Qwen3", BF16 | {"master_weights": "stochastic"}),
     "tied": ("Gemma 2", {"dtype": "float32"}),
     "experts": ("Qwen3-MoE", {"dtype": "float32", "router_aux_loss_coef": 0.1}),
-    "routing replayed": ("Qwen3-MoE", {"dtype": "float32", "routing_replay": True, "gradient_checkpointing": "on"}),
+    "routing replayed": (
+        "Qwen3-MoE",
+        {"dtype": "float32", "routing_replay": True, "gradient_checkpointing": "on"},
+    ),
     "checkpointing": ("Qwen3", BF16 | {"gradient_checkpointing": "on"}),
     "some layers": ("Qwen3", BF16 | {"train_layer_indices": [1]}),
     "adapters": ("Qwen3", BF16 | {"weight_bridge_mode": "lora_only"}),
@@ -56,7 +60,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "reference": ("Qwen3", {"dtype": "float32", "ref_kl_coef": 0.1}),
 }
 """Name -> model of the zoo, settings."""
-COMPILED = {"compiled": ("Qwen3", {"dtype": "float32", "compile": "on", "gradient_checkpointing": "on"})}
+COMPILED = {
+    "compiled": ("Qwen3", {"dtype": "float32", "compile": "on", "gradient_checkpointing": "on"})
+}
 """Takes minutes on a CPU."""
 
 
@@ -64,14 +70,25 @@ class Trainer:
     """A policy and its optimizer, on one rank or on all."""
 
     def __init__(
-        self, folder: Path, model: str, world: World, *, resume: Path | None = None, double: bool = False,
+        self,
+        folder: Path,
+        model: str,
+        world: World,
+        *,
+        resume: Path | None = None,
+        double: bool = False,
         **settings: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Args:
         double: the model computes in float64, so that the order of a sum tells nothing.
         """
         self.world = world
-        values = {"model_name": str(folder / model), "optimizer": "adamw", "lr": 1e-4, "max_grad_norm": 0.5}
+        values = {
+            "model_name": str(folder / model),
+            "optimizer": "adamw",
+            "lr": 1e-4,
+            "max_grad_norm": 0.5,
+        }
         self.config = config = TrainingConfig.model_validate(values | settings)
         dtype = torch.float64 if double else getattr(torch, config.dtype)
         torch.manual_seed(0)
@@ -87,7 +104,9 @@ class Trainer:
         shard(self.model, world, CPU, config)
         self.proved = prove(self.model) if resume is None else 0.0
         self.routers = replay_in(self.model) if config.routing_replay else None
-        use_checkpointing(self.model, config.gradient_checkpointing, tokens=64, optimizer="adamw", device=CPU)
+        use_checkpointing(
+            self.model, config.gradient_checkpointing, tokens=64, optimizer="adamw", device=CPU
+        )
         if compiles(self.model, config.compile, CPU):
             compile_layers(self.model)
         self.stepper = Stepper(self.model, config, world)
@@ -112,17 +131,26 @@ class Trainer:
 
     def step(self, number: int) -> StepOutcome:
         outcome = accumulate(
-            self.model, self.stepper, self.rows(number), self.objective, number, world=self.world.dealt,
+            self.model,
+            self.stepper,
+            self.rows(number),
+            self.objective,
+            number,
+            world=self.world.dealt,
             reference=self.reference,
-        )  # fmt: skip
-        self.gradients = [self._whole(i, g) for i, g in enumerate(self.stepper._collected()) if g is not None]
+        )
+        self.gradients = [
+            self._whole(i, g) for i, g in enumerate(self.stepper._collected()) if g is not None
+        ]
         self.stepper.compute()
         self.stepper.write()
         return outcome
 
     def save(self, folder: Path, step: int) -> Path:
         config = self.config.model_copy(update={"save_path": str(folder)})
-        saved = checkpoint.save_step(self.model, config, self.stepper, step=step, version=step, world=self.world)
+        saved = checkpoint.save_step(
+            self.model, config, self.stepper, step=step, version=step, world=self.world
+        )
         return saved.path
 
     def weights(self) -> list[torch.Tensor]:
@@ -142,7 +170,8 @@ class Trainer:
 
 
 def _routed(rollout: Rollout, routers: RouterShape, seed: int) -> Rollout:
-    """With experts of which the engine told all but the last tokens'; of every fifth sequence it told none."""
+    """With experts of which the engine told all but the last tokens'; of every fifth sequence it
+    told none."""
     dice = np.random.default_rng(seed)
     ranks = dice.random((len(rollout.tokens), len(routers.sparse), routers.experts))
     experts = ranks.argsort(-1)[..., : routers.chosen].astype(np.int16)
@@ -154,17 +183,23 @@ def apart(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
     """The largest difference of any tensor, by the largest element of that tensor."""
     assert [t.shape for t in mine] == [t.shape for t in theirs]
     pairs = zip(mine, theirs, strict=True)
-    return max(float((a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-30)) for a, b in pairs)
+    return max(
+        float((a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-30))
+        for a, b in pairs
+    )
 
 
-def taken(trainer: Trainer, number: int) -> tuple[StepOutcome, list[torch.Tensor], list[torch.Tensor]]:
+def taken(
+    trainer: Trainer, number: int
+) -> tuple[StepOutcome, list[torch.Tensor], list[torch.Tensor]]:
     """A step, its gradient and the weights after it, both whole."""
     outcome = trainer.step(number)
     return outcome, trainer.gradients, trainer.weights()
 
 
 def one_case(folder: Path, world: World, model: str, settings: dict[str, Any]) -> dict[str, float]:
-    """On rank 0 alone, which has seen all that the others have: what the same case is on one rank."""
+    """On rank 0 alone, which has seen all that the others have: what the same case is on one
+    rank."""
     many = Trainer(folder, model, world, **settings)
     assert any(isinstance(p, DTensor) for p in many.model.parameters())
     of_all = [taken(many, number) for number in (1, 2)]
@@ -181,8 +216,13 @@ def one_case(folder: Path, world: World, model: str, settings: dict[str, Any]) -
     found["norm"] = abs(mine.grad_norm - theirs.grad_norm) / theirs.grad_norm
     # A KL is half a squared difference of logprobs: its root is what rounds as they do.
     roots = [math.sqrt(outcome.ref_kl or 1.0) for outcome in (mine, theirs)]
-    pairs = ((mine.entropy, theirs.entropy), (mine.ratio_max, theirs.ratio_max), (mine.tokens, theirs.tokens),
-             (mine.diffs.abs_max, theirs.diffs.abs_max), (roots[0], roots[1]))  # fmt: skip
+    pairs = (
+        (mine.entropy, theirs.entropy),
+        (mine.ratio_max, theirs.ratio_max),
+        (mine.tokens, theirs.tokens),
+        (mine.diffs.abs_max, theirs.diffs.abs_max),
+        (roots[0], roots[1]),
+    )
     found["rest"] = max(abs(a - b) / abs(b) for a, b in pairs)
     found["later"] = apart(mine_later, theirs_later)
     found["proof"] = abs(many.proved - one.proved)
@@ -195,7 +235,8 @@ RESUMED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def one_resume(folder: Path, world: World, name: str) -> dict[str, float]:
-    """Two ranks, then one (rank 0), then two again; each goes on from what the ones before have written."""
+    """Two ranks, then one (rank 0), then two again; each goes on from what the ones before have
+    written."""
     model, settings = RESUMED[name]
     many = Trainer(folder, model, world, **settings)
     many.step(1)
@@ -211,7 +252,9 @@ def one_resume(folder: Path, world: World, name: str) -> dict[str, float]:
     compare("written", many)
     if one is not None and not one.config.trains_adapters:
         served = load_model(first, compute_dtype(many.model), CPU)
-        found["served"] = apart([p.detach() for p in served.parameters()], [p.detach() for p in one.model.parameters()])
+        found["served"] = apart(
+            [p.detach() for p in served.parameters()], [p.detach() for p in one.model.parameters()]
+        )
     many.step(2)
     if one is not None:
         one.step(2)
@@ -232,7 +275,8 @@ def one_resume(folder: Path, world: World, name: str) -> dict[str, float]:
 
 
 def broken_disk(folder: Path, world: World) -> dict[str, float]:
-    """A write that fails on one rank fails on all, and leaves nothing; on a full disk all wait for room."""
+    """A write that fails on one rank fails on all, and leaves nothing; on a full disk all wait for
+    room."""
     model, settings = CASES["float32"]
     many = Trainer(folder, model, world, **settings)
     out = folder / "broken"
@@ -263,8 +307,15 @@ def broken_disk(folder: Path, world: World) -> dict[str, float]:
     assert list(out.iterdir()) == []
     checkpoint._save_state = full
     room: list[str] = []
-    saved = checkpoint.save_step(many.model, config, many.stepper, step=1, version=1, world=world,
-                                 wait_for_room=lambda _, words: room.append(words))  # fmt: skip
+    saved = checkpoint.save_step(
+        many.model,
+        config,
+        many.stepper,
+        step=1,
+        version=1,
+        world=world,
+        wait_for_room=lambda _, words: room.append(words),
+    )
     checkpoint._save_state = real
     assert len(room) == (world.rank == 0) and checkpoint._why_damaged(saved.path, deep=True) is None
     return _in_background(many, world, out)
@@ -277,7 +328,7 @@ def _in_background(many: Trainer, world: World, out: Path) -> dict[str, float]:
     def begun(step: int) -> BackgroundSave:
         return BackgroundSave(
             many.model, config, many.stepper, step=step, version=step, progress={}, world=world
-        )  # fmt: skip
+        )
 
     real = checkpoint.write_state
     for broken in (0, 1):
@@ -328,13 +379,17 @@ def shared_rows(folder: Path, *names: str) -> int:
     world = join(CPU, 60.0)
     world.split(2)
     assert world.context is not None and world.dealt.size == world.size // 2
-    return _all(folder, world, {name: partial(one_case, folder, world, *SHARED[name]) for name in names})
+    return _all(
+        folder, world, {name: partial(one_case, folder, world, *SHARED[name]) for name in names}
+    )
 
 
 def all_cases(folder: Path, *names: str) -> int:
     """Those of `CASES`, `COMPILED`, `RESUMED` (as `resume NAME`), and `broken disk`."""
     world = join(CPU, 60.0)
-    work = {name: partial(one_case, folder, world, *case) for name, case in (CASES | COMPILED).items()}
+    work = {
+        name: partial(one_case, folder, world, *case) for name, case in (CASES | COMPILED).items()
+    }
     work |= {f"resume {name}": partial(one_resume, folder, world, name) for name in RESUMED}
     work["broken disk"] = partial(broken_disk, folder, world)
     return _all(folder, world, {name: work[name] for name in names})

@@ -1,4 +1,5 @@
-"""Real transformers models made tiny, one configuration for each architecture that the budget has a formula for."""
+"""Real transformers models made tiny, one configuration for each architecture that the budget has a
+formula for."""
 
 from __future__ import annotations
 
@@ -19,9 +20,14 @@ from transformers import (
 from atropos_tui.profile.models import Model, read_model
 
 SMALL: dict[str, Any] = {
-    "vocab_size": 80, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64,
-}  # fmt: skip
+    "vocab_size": 80,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
 CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SMALL),
     "llama tied": LlamaConfig(**SMALL, tie_word_embeddings=True),
@@ -33,7 +39,9 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen3": Qwen3Config(**SMALL, head_dim=16),
     "qwen3 tied": Qwen3Config(**SMALL, head_dim=16, tie_word_embeddings=True, attention_bias=True),
     "gpt2": GPT2Config(vocab_size=80, n_embd=32, n_layer=3, n_head=4, n_positions=64),
-    "gpt2 untied": GPT2Config(vocab_size=80, n_embd=32, n_layer=2, n_head=4, n_inner=50, tie_word_embeddings=False),
+    "gpt2 untied": GPT2Config(
+        vocab_size=80, n_embd=32, n_layer=2, n_head=4, n_inner=50, tie_word_embeddings=False
+    ),
 }
 
 

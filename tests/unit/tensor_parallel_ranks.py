@@ -1,5 +1,5 @@
-"""What a rank of `test_trainer_tensor_parallel.py` runs: a policy over the parts of a server that is made up here, its
-parameters laid out as vLLM lays them out, against the same policy whole."""
+"""What a rank of `test_trainer_tensor_parallel.py` runs: a policy over the parts of a server that
+is made up here, its parameters laid out as vLLM lays them out, against the same policy whole."""
 
 from __future__ import annotations
 
@@ -13,7 +13,14 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
-from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from atropos_common.manifest import Shard, TensorEntry, TensorView
 from tests.unit.trainer_rollouts import rollouts_of
@@ -24,7 +31,13 @@ from trainer_core.objective.registry import Objective
 from trainer_core.optim import Stepper
 from trainer_core.policy import load
 from trainer_core.policy.attention import register
-from trainer_core.policy.load import attach_views, copy_weights, decoder_layers, empty_model, load_model
+from trainer_core.policy.load import (
+    attach_views,
+    copy_weights,
+    decoder_layers,
+    empty_model,
+    load_model,
+)
 from trainer_core.policy.logprobs import row_logprobs, row_scores, whole_row
 from trainer_core.policy.proof import prove
 from trainer_core.policy.tensor_parallel import TensorParallel
@@ -37,16 +50,24 @@ BACKEND = aot_autograd(fw_compiler=lambda graph, _: graph.forward)
 PADDING = 64
 """To a multiple of it vLLM pads a vocabulary before it splits it."""
 SHAPE: dict[str, Any] = {
-    "vocab_size": 80, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
-}  # fmt: skip
+    "vocab_size": 80,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+}
 ONE_KEY = SHAPE | {"num_key_value_heads": 1}
 CONFIGS: dict[str, PreTrainedConfig] = {
     "norms of heads": Qwen3Config(**SHAPE),
     "tied": Qwen3Config(**SHAPE, tie_word_embeddings=True),
     "biases": LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True),
     "fewer heads for keys than ranks": Qwen3Config(**ONE_KEY),
-    "biases of fewer heads": Qwen2Config(**{name: n for name, n in ONE_KEY.items() if name != "head_dim"}),
+    "biases of fewer heads": Qwen2Config(
+        **{name: n for name, n in ONE_KEY.items() if name != "head_dim"}
+    ),
     "soft caps": Gemma2Config(**SHAPE, query_pre_attn_scalar=8, sliding_window=16),
 }
 
@@ -78,20 +99,31 @@ def served(model: torch.nn.Module, rank: int, size: int) -> tuple[dict[str, torc
             part, begin[1] = value.chunk(size, dim=1)[rank], rank * (value.shape[1] // size)
         elif leaf in ("embed_tokens", "lm_head"):
             rows = -(-len(value) // PADDING) * PADDING // size
-            part = value[rank * rows : (rank + 1) * rows]  # of the last one nothing, where the padding is all it has
+            part = value[
+                rank * rows : (rank + 1) * rows
+            ]  # of the last one nothing, where the padding is all it has
             begin[0] = rank * rows if len(part) else 0
         else:
             part = value
-        holder = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj",
-                  "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}.get(leaf, leaf)  # fmt: skip
+        holder = {
+            "q_proj": "qkv_proj",
+            "k_proj": "qkv_proj",
+            "v_proj": "qkv_proj",
+            "gate_proj": "gate_up_proj",
+            "up_proj": "gate_up_proj",
+        }.get(leaf, leaf)
         where = name.replace(leaf, holder)
         offset = sum(each.numel() for each in fused.get(where, []))
         fused.setdefault(where, []).append(part)
         cut = part.shape != value.shape
         views[name] = TensorView(
-            parameter=where, offset=offset, shape=list(part.shape), stride=[*part.shape[1:], 1],
-            begin=begin if cut else None, whole=list(value.shape) if cut else None,
-        )  # fmt: skip
+            parameter=where,
+            offset=offset,
+            shape=list(part.shape),
+            stride=[*part.shape[1:], 1],
+            begin=begin if cut else None,
+            whole=list(value.shape) if cut else None,
+        )
     for where, parts in fused.items():
         tensors[where] = torch.cat(parts).contiguous()
     entries = {
@@ -113,7 +145,9 @@ def cut_model(whole: torch.nn.Module) -> tuple[torch.nn.Module, dict[str, torch.
 
 
 def config_of(**fields: Any) -> TrainingConfig:
-    return TrainingConfig.model_validate({"model_name": "m", "optimizer": "adamw", "lr": 1e-2, **fields})
+    return TrainingConfig.model_validate(
+        {"model_name": "m", "optimizer": "adamw", "lr": 1e-2, **fields}
+    )
 
 
 def step(model: torch.nn.Module, config: TrainingConfig) -> tuple[Any, Stepper]:
@@ -123,19 +157,24 @@ def step(model: torch.nn.Module, config: TrainingConfig) -> tuple[Any, Stepper]:
     return outcome, stepper
 
 
-def largest_gap(model: torch.nn.Module, wanted: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> float:
+def largest_gap(
+    model: torch.nn.Module, wanted: dict[str, torch.Tensor], found: dict[str, torch.Tensor]
+) -> float:
     """Between this rank's parts and what they should be, in the largest of `wanted`."""
     worst = 0.0
     for name, whole in wanted.items():
         mine = model.parallel.part(name).take(whole)
         assert mine.shape == found[name].shape
         if mine.numel():
-            worst = max(worst, ((mine - found[name]).abs().max() / whole.abs().max().clamp(min=1e-3)).item())
+            worst = max(
+                worst, ((mine - found[name]).abs().max() / whole.abs().max().clamp(min=1e-3)).item()
+            )
     return worst
 
 
 def compare(name: str) -> dict[str, float]:
-    """Scores, what is saved, gradient and step of one model in parts, each against the whole one."""
+    """Scores, what is saved, gradient and step of one model in parts, each against the whole
+    one."""
     whole = whole_model(CONFIGS[name])
     whole.set_attn_implementation(register())
     whole.eval()
@@ -159,15 +198,20 @@ def compare(name: str) -> dict[str, float]:
     # Adam divides a gradient by its size, and with it the rounding of one that is nearly 0.
     clear = {n: g.abs() > 0.01 * g.abs().max() for n, g in gradients[0].items()}
     after = {n: p.detach() * clear[n] for n, p in whole.named_parameters()}
-    mine = {n: p.detach() * model.parallel.part(n).take(clear[n]) for n, p in model.named_parameters()}
+    mine = {
+        n: p.detach() * model.parallel.part(n).take(clear[n]) for n, p in model.named_parameters()
+    }
     found["step"] = largest_gap(model, after, mine)
     places = {tensor.untyped_storage().data_ptr() for tensor in memory.values()}
-    assert all(p.untyped_storage().data_ptr() in places for p in model.parameters()), "the server's memory is stepped"
+    assert all(p.untyped_storage().data_ptr() in places for p in model.parameters()), (
+        "the server's memory is stepped"
+    )
     return found
 
 
 def _scores(pair: tuple[torch.nn.Module, torch.nn.Module]) -> dict[str, float]:
-    """Of several labels at each position, as a teacher's, and the gradient of what knows the vocabulary."""
+    """Of several labels at each position, as a teacher's, and the gradient of what knows the
+    vocabulary."""
     row = whole_row([torch.arange(3, 40), torch.arange(30, 75)])
     labels = torch.stack([row.labels, (row.labels + 40) % 80, row.labels], dim=1)
     scores = [row_scores(each, row, labels=labels) for each in pair]
@@ -175,7 +219,9 @@ def _scores(pair: tuple[torch.nn.Module, torch.nn.Module]) -> dict[str, float]:
     ends = []
     for each, score in zip(pair, scores, strict=True):
         (score.logprobs * weights).sum().backward()
-        ends.append({n: p.grad.clone() for n, p in each.named_parameters() if "embed" in n or "head" in n})
+        ends.append(
+            {n: p.grad.clone() for n, p in each.named_parameters() if "embed" in n or "head" in n}
+        )
         each.zero_grad()
     return {
         "several labels": (scores[0].logprobs - scores[1].logprobs).abs().max().item(),
@@ -188,7 +234,11 @@ def everything(folder: Path, *models: str) -> int:
     """All of it on this rank; what it found is left as JSON."""
     torch.set_num_threads(1)
     world = join(torch.device("cpu"), 60.0)
-    found = {"models": {name: compare(name) for name in models}, "copies": _copies(), "resume": _resume(folder, world)}
+    found = {
+        "models": {name: compare(name) for name in models},
+        "copies": _copies(),
+        "resume": _resume(folder, world),
+    }
     found["compiled"] = _compiled()
     (folder / f"answer.{world.rank}").write_text(json.dumps(found))
     world.close()
@@ -196,7 +246,8 @@ def everything(folder: Path, *models: str) -> int:
 
 
 def _resume(folder: Path, world: World) -> dict[str, Any]:
-    """The step after a checkpoint, made at once and by a trainer that begins with it; and by one that has no parts."""
+    """The step after a checkpoint, made at once and by a trainer that begins with it; and by one
+    that has no parts."""
     whole = whole_model(CONFIGS["norms of heads"])
     world.share(lambda: whole.save_pretrained(folder / "base"))
     config = config_of(model_name=str(folder / "base"), save_path=str(folder / "out"))
@@ -228,13 +279,16 @@ def _resume(folder: Path, world: World) -> dict[str, Any]:
 
 
 def _copies() -> dict[str, Any]:
-    """Five steps in half precision, with kernels that round each in their own way: copies with other bits."""
+    """Five steps in half precision, with kernels that round each in their own way: copies with
+    other bits."""
     whole = whole_model(CONFIGS["fewer heads for keys than ranks"], torch.bfloat16)
     model, _ = cut_model(whole)
     stepper = Stepper(model, config_of(master_weights="stochastic", max_grad_norm=0.05))
     apart = 0
     for number in range(1, 6):
-        accumulate(model, stepper, pack(rollouts_of(seed=number), 60), Objective(stepper.config), number)
+        accumulate(
+            model, stepper, pack(rollouts_of(seed=number), 60), Objective(stepper.config), number
+        )
         stepper.compute()
         stepper.write()
         with torch.no_grad():
@@ -242,13 +296,17 @@ def _copies() -> dict[str, Any]:
                 parameter.mul_(1.0 + dist.get_rank() / 128)
         apart += _differ(model)
         model.parallel.settle()
-    moved = max((model.parallel.part(n).take(p) - model.get_parameter(n)).abs().max().item()
-                for n, p in whole.named_parameters() if model.get_parameter(n).numel())  # fmt: skip
+    moved = max(
+        (model.parallel.part(n).take(p) - model.get_parameter(n)).abs().max().item()
+        for n, p in whole.named_parameters()
+        if model.get_parameter(n).numel()
+    )
     return {"before": apart, "after": _differ(model), "moved": moved}
 
 
 def _compiled() -> dict[str, Any]:
-    """What torch makes of the layers, and whether it computes the same: a graph for each would end after the eighth."""
+    """What torch makes of the layers, and whether it computes the same: a graph for each would end
+    after the eighth."""
     whole = whole_model(CONFIGS["norms of heads"])
     whole.set_attn_implementation(register())
     model, _ = cut_model(whole)
@@ -260,15 +318,26 @@ def _compiled() -> dict[str, Any]:
             model.zero_grad()
             row_logprobs(model, whole_row([torch.arange(3, 3 + length)])).sum().backward()
             gradients.append([parameter.grad.clone() for parameter in model.parameters()])
-    equal = all(torch.equal(*pair) for i in (0, 1) for pair in zip(gradients[i], gradients[i + 2], strict=True))
-    return {"graphs": counters["stats"]["unique_graphs"], "breaks": len(counters["graph_break"]), "equal": equal}
+    equal = all(
+        torch.equal(*pair)
+        for i in (0, 1)
+        for pair in zip(gradients[i], gradients[i + 2], strict=True)
+    )
+    return {
+        "graphs": counters["stats"]["unique_graphs"],
+        "breaks": len(counters["graph_break"]),
+        "equal": equal,
+    }
 
 
 def _differ(model: torch.nn.Module) -> int:
     """Parameters that all ranks have, and not with the same bits."""
     count = 0
     for name, parameter in model.named_parameters():
-        if math.prod(model.parallel.part(name).shape) == math.prod(model.parallel.part(name).whole) or "k_proj" in name:
+        if (
+            math.prod(model.parallel.part(name).shape) == math.prod(model.parallel.part(name).whole)
+            or "k_proj" in name
+        ):
             seen = [torch.empty_like(parameter.detach()) for _ in range(dist.get_world_size())]
             dist.all_gather(seen, parameter.detach().contiguous())
             count += any(not torch.equal(seen[0], each) for each in seen)

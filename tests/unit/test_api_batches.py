@@ -1,4 +1,5 @@
-"""`GET /batch` of a plan's run-api: the oldest first, one at a time, kept until let go, not lost by garbage in it."""
+"""`GET /batch` of a plan's run-api: the oldest first, one at a time, kept until let go, not lost by
+garbage in it."""
 
 from __future__ import annotations
 
@@ -12,7 +13,10 @@ from typing import Any
 
 import httpx
 import pytest
-from atroposlib.api.utils import grab_batch_with_minimum_allocations, grab_exact_from_heterogeneous_queue
+from atroposlib.api.utils import (
+    grab_batch_with_minimum_allocations,
+    grab_exact_from_heterogeneous_queue,
+)
 
 from atropos_api.batches import form_batch
 from atropos_common.bridge import TOKEN_HEADER
@@ -25,7 +29,9 @@ class Api:
     """A run-api with a trainer's registration of batches of 8."""
 
     def __init__(self, port: int) -> None:
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", headers={TOKEN_HEADER: TOKEN}, timeout=120)
+        self.http = httpx.Client(
+            base_url=f"http://127.0.0.1:{port}", headers={TOKEN_HEADER: TOKEN}, timeout=120
+        )
 
     def fresh(self) -> Api:
         self.http.get("/reset_data").raise_for_status()
@@ -45,7 +51,9 @@ class Api:
     def batch(self, after: str | None = None) -> tuple[list[Any], str | None]:
         """The first score of each group, and the name of the batch."""
         answer = self.http.get("/batch", headers={} if after is None else {AFTER_HEADER: after})
-        return [group["scores"][0] for group in answer.json()["batch"] or []], answer.headers.get(BATCH_HEADER)
+        return [group["scores"][0] for group in answer.json()["batch"] or []], answer.headers.get(
+            BATCH_HEADER
+        )
 
     def status(self) -> tuple[int, int]:
         """Batches let go, groups in the queue."""
@@ -77,14 +85,18 @@ def test_a_batch_is_kept_until_the_one_after_it_is_asked_for(api: Api) -> None:
     api.send(1, 2)
     scores, first = api.batch("")
     assert (scores, api.status()) == ([1], (0, 2)), "still counted"
-    assert api.batch("") == ([1], first) == api.batch("of another life"), "who lost it gets it again"
+    assert api.batch("") == ([1], first) == api.batch("of another life"), (
+        "who lost it gets it again"
+    )
     scores, second = api.batch(first)
     assert (scores, api.status()) == ([2], (1, 1))
     assert api.batch(first) == ([2], second), "asked twice, let go once"
     assert api.batch(second) == ([], None) and api.status() == (2, 0)
     api.send(3)
     assert api.batch(second)[0] == [3]
-    assert api.batch()[0] == [3] and api.batch() == ([], None), "without the header it is gone for good"
+    assert api.batch()[0] == [3] and api.batch() == ([], None), (
+        "without the header it is gone for good"
+    )
 
 
 def test_a_question_waits_a_moment_for_its_answer(api: Api) -> None:
@@ -92,7 +104,9 @@ def test_a_question_waits_a_moment_for_its_answer(api: Api) -> None:
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(api.batch, "")
         time.sleep(0.2)
-        assert api.batch() == ([], None) and not asked.done(), "without the header it is answered at once"
+        assert api.batch() == ([], None) and not asked.done(), (
+            "without the header it is answered at once"
+        )
         other.send(1)
         assert asked.result(10)[0] == [1]
 
@@ -113,18 +127,22 @@ def test_an_answer_is_never_compressed(api: Api) -> None:
 
 
 def test_what_json_cannot_hold_costs_its_own_group_alone(api: Api) -> None:
-    """NaN, and text that is no Unicode: with atroposlib's answer all of the batch is lost (HTTP 500)."""
+    """NaN, and text that is no Unicode: with atroposlib's answer all of the batch is lost (HTTP
+    500)."""
     api.send(float("nan"), size=2, env_id=7)
     api.send(1, size=2, generation_params={"odd": "\ud800"})
     api.send(2, 3, size=2)
     groups = api.http.get("/batch").json()["batch"]
     batch = read_batch(groups, seq_len=8, recompute=True)
-    assert batch.left_out == {"malformed scores": 2, "malformed group": 1} and len(batch.rollouts) == 4
+    assert (
+        batch.left_out == {"malformed scores": 2, "malformed group": 1} and len(batch.rollouts) == 4
+    )
     assert "environment 'env 7'" in batch.examples["malformed scores"]
 
 
 def test_groups_of_unequal_sizes_add_up(api: Api) -> None:
-    """Threes and a two among fours: atroposlib's rule alone would leave them in the queue for ever."""
+    """Threes and a two among fours: atroposlib's rule alone would leave them in the queue for
+    ever."""
     api.send(1, 2, size=3)
     api.send(3, size=2)
     assert api.batch()[0] == [1, 2, 3]
@@ -143,7 +161,9 @@ def _groups(sizes: list[int], dice: random.Random) -> list[dict[str, Any]]:
 def test_what_atroposlib_would_give_is_given(share: float | None) -> None:
     """Groups of powers of two, with and without a share that an environment is promised."""
     dice = random.Random(0)
-    envs = [{"registered_id": i, "connected": True, "min_batch_allocation": share} for i in range(2)]
+    envs = [
+        {"registered_id": i, "connected": True, "min_batch_allocation": share} for i in range(2)
+    ]
     given = 0
     for _ in range(300):
         queue = _groups([dice.choice([1, 2, 4]) for _ in range(dice.randrange(20))], dice)
@@ -153,7 +173,9 @@ def test_what_atroposlib_would_give_is_given(share: float | None) -> None:
             theirs, _ = grab_batch_with_minimum_allocations(queue, 8, envs)
         ours = form_batch(queue, 8, envs)
         given += theirs is not None
-        assert theirs is None or [id(group) for group in theirs] == [id(group) for group in ours or []]
+        assert theirs is None or [id(group) for group in theirs] == [
+            id(group) for group in ours or []
+        ]
         assert ours is None or sum(len(group["tokens"]) for group in ours) == 8
     assert given > 100
 

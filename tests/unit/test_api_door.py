@@ -1,6 +1,8 @@
-"""The run-api of a plan, attacked: by another user, by a web page, and with bodies that are too much for it.
+"""The run-api of a plan, attacked: by another user, by a web page, and with bodies that are too
+much for it.
 
-Each attack is tried on the very command that a stack starts, and succeeds on a run-api without its door.
+Each attack is tried on the very command that a stack starts, and succeeds on a run-api without its
+door.
 """
 
 from __future__ import annotations
@@ -35,9 +37,15 @@ TOKEN = "a-token-of-the-run"
 MIB = 1024 * 1024
 GROUP = {"tokens": [[1, 2]] * 8, "masks": [[-100, 2]] * 8, "scores": [1.0, 0.0] * 4}
 REGISTRATION = {
-    "wandb_group": "", "wandb_project": "", "batch_size": 8, "max_token_len": 64, "checkpoint_dir": "",
-    "save_checkpoint_interval": 1, "starting_step": 0, "num_steps": 10,
-}  # fmt: skip
+    "wandb_group": "",
+    "wandb_project": "",
+    "batch_size": 8,
+    "max_token_len": 64,
+    "checkpoint_dir": "",
+    "save_checkpoint_interval": 1,
+    "starting_step": 0,
+    "num_steps": 10,
+}
 
 
 def planned(port: int) -> list[str]:
@@ -59,7 +67,9 @@ def serving(folder: Path, **env: str) -> Iterator[tuple[int, subprocess.Popen[by
         give_up = time.monotonic() + 60
         with socket.socket() as probe:
             while probe.connect_ex(("127.0.0.1", port)):
-                assert time.monotonic() < give_up and process.poll() is None, (folder / "api.log").read_text()
+                assert time.monotonic() < give_up and process.poll() is None, (
+                    folder / "api.log"
+                ).read_text()
                 time.sleep(0.05)
         yield port, process
     finally:
@@ -69,7 +79,9 @@ def serving(folder: Path, **env: str) -> Iterator[tuple[int, subprocess.Popen[by
 
 @pytest.fixture(scope="module")
 def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
-    with serving(tmp_path_factory.mktemp("api"), ATROPOS_TOKEN=TOKEN, ATROPOS_API_MAX_BODY_MIB="16") as found:
+    with serving(
+        tmp_path_factory.mktemp("api"), ATROPOS_TOKEN=TOKEN, ATROPOS_API_MAX_BODY_MIB="16"
+    ) as found:
         yield found
 
 
@@ -102,7 +114,9 @@ def bomb(unpacked_mib: int) -> bytes:
         ("POST", "/register", json.dumps(REGISTRATION).encode()),
     ],
 )
-def test_another_user_gets_nothing_and_changes_nothing(port: int, method: str, path: str, body: bytes) -> None:
+def test_another_user_gets_nothing_and_changes_nothing(
+    port: int, method: str, path: str, body: bytes
+) -> None:
     before = call(port, "GET", "/status")[1], call(port, "GET", "/info")[1]
     status, text, _ = as_another_user(lambda: call(port, method, path, body))
     assert status == 403 and "65534" in json.loads(text)["error"]
@@ -138,7 +152,9 @@ def test_users_who_share_on_purpose_are_let_in(tmp_path: Path) -> None:
         assert as_another_user(lambda: call(port, "GET", "/info"))[0] == 200
 
 
-@pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example", "127.0.0.1.evil.example:8000"])
+@pytest.mark.parametrize(
+    "host", ["evil.example", "localhost.evil.example", "127.0.0.1.evil.example:8000"]
+)
 def test_a_name_that_was_made_to_lead_here_is_refused(port: int, host: str) -> None:
     assert call(port, "GET", "/info", headers={"Host": host})[0] == 403
 
@@ -157,9 +173,13 @@ def test_names_of_the_loopback_are_right(port: int, host: str) -> None:
         ("GET", {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"}),
     ],
 )
-def test_a_web_page_is_refused_and_told_nothing(port: int, method: str, headers: dict[str, str]) -> None:
+def test_a_web_page_is_refused_and_told_nothing(
+    port: int, method: str, headers: dict[str, str]
+) -> None:
     path = "/info" if method == "GET" else "/scored_data"
-    status, _, answered = call(port, method, path, json.dumps(GROUP).encode() if method == "POST" else b"", headers)
+    status, _, answered = call(
+        port, method, path, json.dumps(GROUP).encode() if method == "POST" else b"", headers
+    )
     assert status == 403
     assert not [name for name in answered if name.startswith("access-control-")]
 
@@ -190,7 +210,9 @@ def test_a_gzip_bomb_is_not_unpacked(api: tuple[int, subprocess.Popen[bytes]]) -
     assert call(port, "GET", "/info")[0] == 200
 
 
-def test_a_body_that_is_too_large_is_refused_unread(api: tuple[int, subprocess.Popen[bytes]]) -> None:
+def test_a_body_that_is_too_large_is_refused_unread(
+    api: tuple[int, subprocess.Popen[bytes]],
+) -> None:
     port, process = api
     before = peak_mb(process)
     assert call(port, "POST", "/disconnect-env", bytes(40 * MIB))[0] == 413
@@ -199,7 +221,8 @@ def test_a_body_that_is_too_large_is_refused_unread(api: tuple[int, subprocess.P
 
 
 def test_a_body_that_does_not_tell_its_length_is_refused_after_little_of_it() -> None:
-    """Whoever sends much knows how much; otherwise it would have to be taken in up to the limit of all others."""
+    """Whoever sends much knows how much; otherwise it would have to be taken in up to the limit of
+    all others."""
     sent = 0
 
     async def receive() -> Message:
@@ -227,7 +250,9 @@ def test_real_bodies_arrive_as_they_were_sent(port: int) -> None:
         (gzip.compress(plain), {"Content-Encoding": "gzip"}),
         (halves, {"Content-Encoding": "gzip"}),
     ):
-        assert json.loads(call(port, "POST", "/scored_data", body, headers)[1]) == {"status": "received"}
+        assert json.loads(call(port, "POST", "/scored_data", body, headers)[1]) == {
+            "status": "received"
+        }
         assert json.loads(call(port, "GET", "/latest_example")[1])["tokens"] == GROUP["tokens"]
     assert call(port, "POST", "/scored_data", b"{")[0] == 422
     for broken in (gzip.compress(plain)[:30], b"no gzip"):
@@ -237,9 +262,18 @@ def test_real_bodies_arrive_as_they_were_sent(port: int) -> None:
 def test_the_kernel_and_its_list_tell_the_same_owner() -> None:
     asked = peer.way()
     assert asked != peer.listed, "sock_diag works here"
-    for listening, called in (("127.0.0.1", "127.0.0.1"), ("::1", "::1"), ("127.0.0.1", "::ffff:127.0.0.1")):
-        family, own = (socket.AF_INET6 if ":" in host else socket.AF_INET for host in (listening, called))
-        with socket.create_server((listening, 0), family=family) as server, socket.socket(own) as client:
+    for listening, called in (
+        ("127.0.0.1", "127.0.0.1"),
+        ("::1", "::1"),
+        ("127.0.0.1", "::ffff:127.0.0.1"),
+    ):
+        family, own = (
+            socket.AF_INET6 if ":" in host else socket.AF_INET for host in (listening, called)
+        )
+        with (
+            socket.create_server((listening, 0), family=family) as server,
+            socket.socket(own) as client,
+        ):
             client.connect((called, server.getsockname()[1]))
             accepted, address = server.accept()
             with accepted:
@@ -253,7 +287,10 @@ def test_the_kernel_and_its_list_tell_the_same_owner() -> None:
 
 def test_a_listener_is_nobody_s_other_end() -> None:
     """A caller that has left, and a server of ours on the port that it called from."""
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.1", 0)) as other:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_server(("127.0.0.1", 0)) as other,
+    ):
         for look in (peer.way(), peer.listed):
             with pytest.raises(peer.UnknownPeerError):
                 look(other.getsockname(), server.getsockname())
@@ -278,7 +315,9 @@ def test_settings_that_cannot_be_meant(env: dict[str, str], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         Settings.from_env(env, "127.0.0.1")
     command = [sys.executable, "-P", "-m", "atropos_api", "--port", "0"]
-    done = subprocess.run(command, env=os.environ | env, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, env=os.environ | env, capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
 
 
@@ -291,8 +330,11 @@ def test_a_port_that_is_taken_is_one_line() -> None:
 
 
 @needs_another_user
-def test_another_user_cannot_hold_every_connection(api: tuple[int, subprocess.Popen[bytes]]) -> None:
-    """A thousand that ask for nothing took every descriptor: the run's own programs were turned away."""
+def test_another_user_cannot_hold_every_connection(
+    api: tuple[int, subprocess.Popen[bytes]],
+) -> None:
+    """A thousand that ask for nothing took every descriptor: the run's own programs were turned
+    away."""
     port, _ = api
 
     def hold() -> int:

@@ -1,4 +1,5 @@
-"""Shares of a batch by weight: as numbers, and with two real environments of unlike speed at the real run-api."""
+"""Shares of a batch by weight: as numbers, and with two real environments of unlike speed at the
+real run-api."""
 
 from __future__ import annotations
 
@@ -34,7 +35,13 @@ class Clock:
 def envs(*weights: float, group: int = 4) -> list[dict[str, Any]]:
     """Registrations as atroposlib keeps them."""
     return [
-        {"registered_id": at, "desired_name": f"env{at}", "weight": weight, "connected": True, "group_size": group}
+        {
+            "registered_id": at,
+            "desired_name": f"env{at}",
+            "weight": weight,
+            "connected": True,
+            "group_size": group,
+        }
         for at, weight in enumerate(weights)
     ]
 
@@ -74,11 +81,14 @@ def test_a_batch_waits_for_a_share_and_places_are_what_the_next_batches_take() -
     queue += groups(0, 1)
     batch = shares.form(queue, 32, known)
     assert batch is not None and Counter(group["env_id"] for group in batch) == {0: 6, 1: 2}
-    assert batch == [group for group in queue if any(group is each for each in batch)], "the oldest first"
+    assert batch == [group for group in queue if any(group is each for each in batch)], (
+        "the oldest first"
+    )
 
 
 def test_places_never_fall_short_of_what_the_next_batch_asks_for() -> None:
-    """Else the batch would wait for ever: the shares of three in eight groups differ from batch to batch."""
+    """Else the batch would wait for ever: the shares of three in eight groups differ from batch to
+    batch."""
     known, shares = envs(1.0, 1.0, 1.0), Shares()
     for _ in range(20):
         queue: list[Any] = []
@@ -95,7 +105,9 @@ def test_other_sizes_and_environments_that_are_gone() -> None:
     queue = groups(0, 9) + groups(1, 2, 16) + groups(2, 2)
     batch = shares.form(queue, 32, known)
     assert batch is not None and Counter(group["env_id"] for group in batch) == {2: 2, 1: 1, 0: 2}
-    assert shares.form(groups(0, 9) + groups(1, 2, 16), 30, known) == [], "these never add up: the old rules decide"
+    assert shares.form(groups(0, 9) + groups(1, 2, 16), 30, known) == [], (
+        "these never add up: the old rules decide"
+    )
 
 
 def test_nobody_waits_for_ever(capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,11 +116,15 @@ def test_nobody_waits_for_ever(capsys: pytest.CaptureFixture[str]) -> None:
     queue = groups(1, 8)
     assert shares.form(queue, 32, known) is None
     clock.now += LEND_S + 1
-    assert not shares.is_shared(queue, known), "its share is lent, and the old rules take what is there"
+    assert not shares.is_shared(queue, known), (
+        "its share is lent, and the old rules take what is there"
+    )
     assert not shares.is_shared(queue, known)
     assert capsys.readouterr().out.count("env0 sent no group in 120 s") == 1
     queue += groups(0, 1)
-    assert shares.is_shared(queue, known) and shares.form(queue, 32, known) is None, "it sends again"
+    assert shares.is_shared(queue, known) and shares.form(queue, 32, known) is None, (
+        "it sends again"
+    )
 
     known = envs(1.0, 1.0)
     shares.places(0, queue, [], 32, 1, known, barren=True)
@@ -143,9 +159,11 @@ class Asks(BaseEnv):
         if self.dice.random() < self.fails:
             raise RuntimeError("judge: 503")
         return {
-            "tokens": [node.tokens for node in nodes], "masks": [node.masked_tokens for node in nodes],
-            "inference_logprobs": [node.logprobs for node in nodes], "scores": list(range(GROUP)),
-        }, []  # fmt: skip
+            "tokens": [node.tokens for node in nodes],
+            "masks": [node.masked_tokens for node in nodes],
+            "inference_logprobs": [node.logprobs for node in nodes],
+            "scores": list(range(GROUP)),
+        }, []
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -155,12 +173,21 @@ class Judged(Asks):
     seconds, fails = JUDGE_S, 0.2
 
 
-def _env(env_class: type[BaseEnv], name: str, folder: Path, api: str, engine: str, **fields: Any) -> Any:
+def _env(
+    env_class: type[BaseEnv], name: str, folder: Path, api: str, engine: str, **fields: Any
+) -> Any:
     config = {
-        "group_size": GROUP, "tokenizer_name": str(folder), "rollout_server_url": api, "use_wandb": False,
-        "total_steps": 10**6, "wandb_name": name, "max_num_workers": 64,
-    }  # fmt: skip
-    server = APIServerConfig(base_url=engine, api_key="x", model_name=str(folder), server_type="vllm")
+        "group_size": GROUP,
+        "tokenizer_name": str(folder),
+        "rollout_server_url": api,
+        "use_wandb": False,
+        "total_steps": 10**6,
+        "wandb_name": name,
+        "max_num_workers": 64,
+    }
+    server = APIServerConfig(
+        base_url=engine, api_key="x", model_name=str(folder), server_type="vllm"
+    )
     env = hosted(env_class)(BaseEnvConfig(**config | fields), [server])
     env.component = name
     return env
@@ -184,17 +211,38 @@ async def _consume(http: aiohttp.ClientSession, api: str, batches: int) -> Count
 async def test_a_slow_environment_beside_a_fast_one_has_its_share(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: int
 ) -> None:
-    """Weights 3 and 1. The fast one filled every batch, and the workers of the slow one were ended again and again."""
+    """Weights 3 and 1. The fast one filled every batch, and the workers of the slow one were ended
+    again and again."""
     monkeypatch.setattr(atropos_base, "asyncio", Short())
     for name in ("atroposlib", "atroposlib.envs.base"):
         monkeypatch.setattr(logging.getLogger(name), "level", logging.CRITICAL)
     make_tokenizer().save_pretrained(tmp_path)
-    async with run_api(keeps=True) as api, Engine().running() as engine, aiohttp.ClientSession() as http:
+    async with (
+        run_api(keeps=True) as api,
+        Engine().running() as engine,
+        aiohttp.ClientSession() as http,
+    ):
         await http.post(f"{api}/register", json=trainer_registration(BATCH))
         await http.get(f"{api}/batch")
         both = [
-            _env(Judged, "judge", tmp_path, api, engine, inference_weight=3.0, max_batches_offpolicy=ahead),
-            _env(Asks, "fast", tmp_path, api, engine, inference_weight=1.0, max_batches_offpolicy=ahead),
+            _env(
+                Judged,
+                "judge",
+                tmp_path,
+                api,
+                engine,
+                inference_weight=3.0,
+                max_batches_offpolicy=ahead,
+            ),
+            _env(
+                Asks,
+                "fast",
+                tmp_path,
+                api,
+                engine,
+                inference_weight=1.0,
+                max_batches_offpolicy=ahead,
+            ),
         ]
         serving = [asyncio.create_task(env.env_manager()) for env in both]
         try:

@@ -1,4 +1,5 @@
-"""What the long benchmarks decide by: which fault comes when, steps done again, and whether a value grows."""
+"""What the long benchmarks decide by: which fault comes when, steps done again, and whether a value
+grows."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def test_a_fault_depends_on_seed_mode_and_number_alone() -> None:
     assert {fault.name for _, fault in told} == {fault.name for fault in FAULTS}
     assert all(survives or not fault.survive for survives, fault in told)
     for first in range(0, 200, FAULTS_A_RUN):
-        assert len({survives for survives, _ in told[first : first + FAULTS_A_RUN]}) == 1, "a run is of one kind"
+        assert len({survives for survives, _ in told[first : first + FAULTS_A_RUN]}) == 1, (
+            "a run is of one kind"
+        )
 
 
 def test_faults_in_turn_come_equally_often_and_no_run_outlives_its_supervisor() -> None:
@@ -51,12 +54,20 @@ def test_an_attempt_begins_where_a_checkpoint_ends() -> None:
     saved = {"kind": "checkpoint", "step": 2}
     good = [step(1, 1), step(1, 2), saved, step(1, 3), step(2, 3), step(2, 4), step(3, 1)]
     assert wrong_steps(good, {}) == []
-    assert wrong_steps([*good, step(4, 5)], {4: 4}) == ["attempt 4 begins with step 5; checkpoints: [0, 2]"]
+    assert wrong_steps([*good, step(4, 5)], {4: 4}) == [
+        "attempt 4 begins with step 5; checkpoints: [0, 2]"
+    ]
     killed = [*good, step(3, 2), step(4, 3)]
-    assert wrong_steps(killed, {4: 2}) == [], "the checkpoint was whole, and the trainer killed before it told of it"
+    assert wrong_steps(killed, {4: 2}) == [], (
+        "the checkpoint was whole, and the trainer killed before it told of it"
+    )
     assert wrong_steps([step(1, 1), step(1, 2), step(2, 3)], {}) != []
-    assert wrong_steps([step(1, 1), step(1, 2), step(1, 3), step(2, 3)], {2: 2}) != [], "it had gone on after it"
-    assert wrong_steps([{"kind": "alignment", "step": 7, "verdict": "mismatch"}], {}) == ["step 7 is a mismatch"]
+    assert wrong_steps([step(1, 1), step(1, 2), step(1, 3), step(2, 3)], {2: 2}) != [], (
+        "it had gone on after it"
+    )
+    assert wrong_steps([{"kind": "alignment", "step": 7, "verdict": "mismatch"}], {}) == [
+        "step 7 is a mismatch"
+    ]
 
 
 LIKE_AN_ENGINE = """
@@ -97,7 +108,8 @@ if __name__ == "__main__":
 def test_an_engine_s_processes_are_found_with_and_without_titles(
     start: str, titles: list[str], kinds: list[str], tmp_path: Path
 ) -> None:
-    """On a GPU they are spawned and have titles; on a CPU the core is forked and looks like its server."""
+    """On a GPU they are spawned and have titles; on a CPU the core is forked and looks like its
+    server."""
     (tmp_path / "engine.py").write_text(LIKE_AN_ENGINE)
     command = [sys.executable, str(tmp_path / "engine.py"), start, *titles]
     server = psutil.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
@@ -130,6 +142,8 @@ def test_growth_is_told_from_noise() -> None:
     leak = fit(steps, [1e8 + 500 * step + each for step, each in zip(steps, noise, strict=True)])
     assert not flat.grows and leak.grows
     assert leak.slope == pytest.approx(500, abs=3 * leak.error) and leak.error < 10
-    assert not Line(1e8, 1e8, 50.0, 1.0).grows, "half a percent in ten thousand steps is not worth a name"
+    assert not Line(1e8, 1e8, 50.0, 1.0).grows, (
+        "half a percent in ten thousand steps is not worth a name"
+    )
     with pytest.raises(ValueError, match="three samples"):
         fit([1.0, 1.0, 1.0], [1.0, 2.0, 3.0])

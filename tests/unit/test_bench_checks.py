@@ -15,14 +15,30 @@ from benchmarks.checks import Checks
 
 CPU = torch.device("cpu")
 ONLY_MEASURE = {
-    "chat_model", "idle_shares", "link", "load", "long_run", "nursery", "optimizer_memory", "overlay_picture",
-    "planted_env", "screenshot", "shapes", "sync_trainer", "ui", "upstream",
-}  # fmt: skip
+    "chat_model",
+    "idle_shares",
+    "link",
+    "load",
+    "long_run",
+    "nursery",
+    "optimizer_memory",
+    "overlay_picture",
+    "planted_env",
+    "screenshot",
+    "shapes",
+    "sync_trainer",
+    "ui",
+    "upstream",
+}
 """Scripts without a bound of their own: figures, pictures, and parts of other scripts."""
 
 
-@pytest.mark.parametrize(("value", "fails"), [(1.0, False), (2.0, False), (2.1, True), (float("nan"), True)])
-def test_a_bound_that_does_not_hold_is_named(value: float, fails: bool, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("value", "fails"), [(1.0, False), (2.0, False), (2.1, True), (float("nan"), True)]
+)
+def test_a_bound_that_does_not_hold_is_named(
+    value: float, fails: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     checks = Checks()
     checks.at_most("the error", value, 2.0)
     checks.at_least("minus the error", -value, -2.0)
@@ -34,7 +50,9 @@ def test_a_bound_that_does_not_hold_is_named(value: float, fails: bool, capsys: 
 def test_a_script_that_checks_gives_its_status_to_the_caller() -> None:
     """A new script belongs into `ONLY_MEASURE`, or its `main` returns what its checks say."""
     for path in Path(trainer_step.__file__).parent.glob("*.py"):
-        functions = {n.name: n for n in ast.parse(path.read_text()).body if isinstance(n, ast.FunctionDef)}
+        functions = {
+            n.name: n for n in ast.parse(path.read_text()).body if isinstance(n, ast.FunctionDef)
+        }
         if "main" not in functions or path.stem in ONLY_MEASURE:
             continue
         returned = [n.value for n in ast.walk(functions["main"]) if isinstance(n, ast.Return)]
@@ -44,10 +62,13 @@ def test_a_script_that_checks_gives_its_status_to_the_caller() -> None:
 
 
 def test_the_gradient_follows_the_default_objective() -> None:
-    """With `dual_clip`, whose bound the shape's almost uniform policy reaches; without it on our side, it is seen."""
+    """With `dual_clip`, whose bound the shape's almost uniform policy reaches; without it on our
+    side, it is seen."""
     threads = torch.get_num_threads()
     try:
-        right, wrong = (trainer_step.check_gradient("tiny", CPU, **fields) for fields in ({}, {"dual_clip": 0}))
+        right, wrong = (
+            trainer_step.check_gradient("tiny", CPU, **fields) for fields in ({}, {"dual_clip": 0})
+        )
     finally:
         torch.set_num_threads(threads)
     assert trainer_step.checked(right, CPU).status() == 0, right
@@ -56,7 +77,9 @@ def test_the_gradient_follows_the_default_objective() -> None:
 
 
 @pytest.mark.parametrize("error", [1e-7, 0.15])
-def test_trainer_step_ends_with_what_the_gradient_says(error: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trainer_step_ends_with_what_the_gradient_says(
+    error: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = {"gradient_cosine": 1.0, "gradient_relative_error": error}
     monkeypatch.setattr(trainer_step, "check_gradient", lambda *_: found)
     monkeypatch.setattr(trainer_step, "compare", lambda *_: {})
@@ -66,7 +89,9 @@ def test_trainer_step_ends_with_what_the_gradient_says(error: float, monkeypatch
 
 
 def test_a_variant_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["step_variants", "--shape", "tiny", "--mix", "short", "--json"])
+    monkeypatch.setattr(
+        sys, "argv", ["step_variants", "--shape", "tiny", "--mix", "short", "--json"]
+    )
     monkeypatch.setattr(step_variants, "show", lambda *_: "")
     monkeypatch.setattr(step_variants, "measure", lambda *_, **__: {"step_s": 1.0})
     assert step_variants.main() == 0
@@ -74,13 +99,23 @@ def test_a_variant_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert step_variants.main() == 1
 
 
-@pytest.mark.parametrize(("shape", "reload_s", "probe", "status"), [
-    ("qwen3-1.7b", 1.0, 0.02, 0), ("qwen3-1.7b", 6.0, 0.02, 1), ("tiny", 6.0, 0.02, 0), ("tiny", 1.0, 0.2, 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("shape", "reload_s", "probe", "status"),
+    [
+        ("qwen3-1.7b", 1.0, 0.02, 0),
+        ("qwen3-1.7b", 6.0, 0.02, 1),
+        ("tiny", 6.0, 0.02, 0),
+        ("tiny", 1.0, 0.2, 1),
+    ],
+)
 def test_promises_of_weight_sync(shape: str, reload_s: float, probe: float, status: int) -> None:
     """Those about speed are of one shape; the probe is of all."""
     mode = {"publish_s": reload_s, "phases": {}, "probe_abs_mean": probe}
-    found: dict[str, Any] = {"shape": shape, "errors": {"lora": "skipped: no time"}, "modes": {"none": mode}}
+    found: dict[str, Any] = {
+        "shape": shape,
+        "errors": {"lora": "skipped: no time"},
+        "modes": {"none": mode},
+    }
     assert sync_report.checked(found).status() == status
     assert sync_report.checked(found | {"errors": {"none": "it ended\nmore"}}).status() == 1
 

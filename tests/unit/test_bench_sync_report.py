@@ -11,9 +11,17 @@ from benchmarks.sync_report import ROWS, show
 
 def found(**more: Any) -> dict[str, Any]:
     base: dict[str, Any] = {
-        "device": "a GPU", "torch": "2", "shape": "tiny", "dtype": "bfloat16", "seconds": 1.0, "modes": {},
-        "starts_s": {}, "decode": {}, "decode_one": {}, "errors": {},
-    }  # fmt: skip
+        "device": "a GPU",
+        "torch": "2",
+        "shape": "tiny",
+        "dtype": "bfloat16",
+        "seconds": 1.0,
+        "modes": {},
+        "starts_s": {},
+        "decode": {},
+        "decode_one": {},
+        "errors": {},
+    }
     return base | more
 
 
@@ -35,9 +43,16 @@ def test_a_ratio_is_held_against_what_was_asked(shared: float, missed: bool) -> 
 
 def test_a_reload_counts_without_the_optimizer_and_the_disk() -> None:
     row = {
-        "attach_s": 2.0, "weight_bytes": 4e9, "publishes": 2, "publish_s": 9.0, "publish_max_s": 9.5,
-        "phases": {"write": 1.0, "save": 5.0, "load": 2.0, "resume": 1.0}, "probe_abs_mean": 0.04,
-    }  # fmt: skip
+        "attach_s": 2.0,
+        "weight_bytes": 4e9,
+        "publishes": 2,
+        "publish_s": 9.0,
+        "publish_max_s": 9.5,
+        "phases": {"write": 1.0, "save": 5.0, "load": 2.0, "resume": 1.0},
+        "probe_abs_mean": 0.04,
+    }
     text = show(found(modes={"none": row}))
-    assert "3 s" in line(text, "none: reload in place") and "MISSED" not in line(text, "none: reload in place")
+    assert "3 s" in line(text, "none: reload in place") and "MISSED" not in line(
+        text, "none: reload in place"
+    )
     assert "MISSED" in line(text, "none: probe")

@@ -1,4 +1,5 @@
-"""A broadcast's group between two machines: each rank listens at its own address, and the trainer's word is enough."""
+"""A broadcast's group between two machines: each rank listens at its own address, and the trainer's
+word is enough."""
 
 from __future__ import annotations
 
@@ -22,10 +23,20 @@ def trainer() -> None:
 
     meeting = Rendezvous("gloo", OWN, 0, 2, 60.0)
     init = TransferInit(
-        backend="gloo", address=OWN, port=meeting.port, key=meeting.key, secret=meeting.secret, first_rank=1,
-        world_size=2, timeout_s=60.0, chunk_bytes=1, tensors=[],
-    )  # fmt: skip
-    words = two_machines.elsewhere(sys.executable, "-m", "tests.unit.test_broadcast_machines", "worker")
+        backend="gloo",
+        address=OWN,
+        port=meeting.port,
+        key=meeting.key,
+        secret=meeting.secret,
+        first_rank=1,
+        world_size=2,
+        timeout_s=60.0,
+        chunk_bytes=1,
+        tensors=[],
+    )
+    words = two_machines.elsewhere(
+        sys.executable, "-m", "tests.unit.test_broadcast_machines", "worker"
+    )
     worker = subprocess.Popen(words, stdin=subprocess.PIPE)
     assert worker.stdin is not None
     worker.stdin.write(init.model_dump_json().encode())
@@ -59,7 +70,9 @@ def worker() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not two_machines.possible(), reason="no network of one's own here")
 def test_weights_go_from_one_machine_to_another() -> None:
-    words = two_machines.command(sys.executable, "-m", "tests.unit.test_broadcast_machines", "trainer")
+    words = two_machines.command(
+        sys.executable, "-m", "tests.unit.test_broadcast_machines", "trainer"
+    )
     done = subprocess.run(words, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout.splitlines()[-1]) == [7.0, 99_999.0]

@@ -1,7 +1,7 @@
 """A stranger on the port where a broadcast's group meets: he may break the group, and nothing else.
 
-NCCL has no GPU here: in its place stands a library of the same C signatures, called through ctypes, that moves bytes
-between threads. Everything before it is real: HTTP, the store, the messages.
+NCCL has no GPU here: in its place stands a library of the same C signatures, called through ctypes,
+that moves bytes between threads. Everything before it is real: HTTP, the store, the messages.
 """
 
 from __future__ import annotations
@@ -67,10 +67,19 @@ class Stranger:
 
 def invited(meeting: Rendezvous, **fields: Any) -> TransferInit:
     return TransferInit(
-        backend="gloo", address=meeting.address, port=meeting.port, key=meeting.key, secret=meeting.secret,
-        nccl_id=meeting.nccl_id, first_rank=1, world_size=meeting.world_size, timeout_s=20, chunk_bytes=1 << 20,
-        tensors=[], **fields,
-    )  # fmt: skip
+        backend="gloo",
+        address=meeting.address,
+        port=meeting.port,
+        key=meeting.key,
+        secret=meeting.secret,
+        nccl_id=meeting.nccl_id,
+        first_rank=1,
+        world_size=meeting.world_size,
+        timeout_s=20,
+        chunk_bytes=1 << 20,
+        tensors=[],
+        **fields,
+    )
 
 
 def test_a_forged_go_or_presence_starts_nothing() -> None:
@@ -101,7 +110,9 @@ def test_a_forged_end_ends_nothing(make: Make, receivers: list[Receiver]) -> Non
     for version in (1, 2):
         receivers[0].lets_end_s = 0.5  # the other one waits, and looks at the store meanwhile
         assert "begun_anew" not in sync.publish(version, lambda: step(model)).phases
-    assert [each.joins for each in receivers] == [1, 1] and not receivers[0].errors + receivers[1].errors
+    assert [each.joins for each in receivers] == [1, 1] and not receivers[0].errors + receivers[
+        1
+    ].errors
 
 
 def test_what_the_group_says_is_read_back_and_a_broken_seal_is_not() -> None:
@@ -134,7 +145,8 @@ def connected(store: Any, rank: int, made: dict[int, Any]) -> threading.Thread:
 
 
 def test_a_stranger_in_the_place_of_a_rank_gets_no_weights() -> None:
-    """gloo believes whoever connects to a rank's port and says a small number; half of the time that rank listens."""
+    """gloo believes whoever connects to a rank's port and says a small number; half of the time
+    that rank listens."""
     secret, got = secrets.token_bytes(32), b""
     for _ in range(20):
         server = dist.TCPStore("127.0.0.1", 0, None, True, LIMIT, wait_for_workers=False)
@@ -182,7 +194,9 @@ class FakeNccl:
         self.sent: dict[tuple[bytes, int], queue.Queue[bytes]] = defaultdict(queue.Queue)
         self.ncclGetErrorString = lambda result: b"unhandled system error"
         for name, arguments in meeting_group._CALLS.items():
-            setattr(self, name, ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(getattr(self, f"_{name}")))
+            setattr(
+                self, name, ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(getattr(self, f"_{name}"))
+            )
 
     def _ncclGetUniqueId(self, made: Any) -> int:
         self.ids.append(secrets.token_bytes(meeting_group.NCCL_ID_BYTES))
@@ -201,7 +215,9 @@ class FakeNccl:
         self.groups[handle[0]] = (name, world_size, rank)
         return 0
 
-    def _ncclBroadcast(self, source: int, to: int, size: int, kind: int, root: int, handle: int, stream: Any) -> int:
+    def _ncclBroadcast(
+        self, source: int, to: int, size: int, kind: int, root: int, handle: int, stream: Any
+    ) -> int:
         name, world_size, rank = self.groups[handle]
         assert root == 0 and source == to
         if rank == root:
@@ -250,24 +266,33 @@ def fake_nccl(monkeypatch: pytest.MonkeyPatch) -> FakeNccl:
 
 
 def plant_bombs(port: int, marker: Path) -> None:
-    """A pickle under every key, that under which vLLM's own groups look for one included, until the store closes."""
+    """A pickle under every key, that under which vLLM's own groups look for one included, until the
+    store closes."""
     stranger = Stranger(port)
     with contextlib.suppress(RuntimeError):
         while True:
             for key in [*stranger.store.list_keys(), f"{stranger.prefix()}/broadcast_from/0/0"]:
-                if "/here/" not in key and not key.endswith("/go"):  # that would only break the group
+                if "/here/" not in key and not key.endswith(
+                    "/go"
+                ):  # that would only break the group
                     stranger.store.set(key, pickle.dumps(Bomb(marker)))
             time.sleep(0.01)
 
 
 def test_weights_come_over_nccl_by_an_id_that_no_store_holds(
-    make: Make, receivers: list[Receiver], fake_nccl: FakeNccl, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    make: Make,
+    receivers: list[Receiver],
+    fake_nccl: FakeNccl,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     bombs: list[threading.Thread] = []
     go = Rendezvous.go
 
     def late_go(meeting: Rendezvous) -> None:
-        bombs.append(threading.Thread(target=plant_bombs, args=(meeting.port, tmp_path / "code ran")))
+        bombs.append(
+            threading.Thread(target=plant_bombs, args=(meeting.port, tmp_path / "code ran"))
+        )
         bombs[0].start()
         time.sleep(0.3)
         go(meeting)
@@ -296,19 +321,29 @@ def test_weights_come_over_nccl_by_an_id_that_no_store_holds(
 def test_secrets_are_not_shown(fake_nccl: FakeNccl) -> None:
     meeting = Rendezvous("nccl", "127.0.0.1", 0, 2, 5)
     init = invited(meeting)
-    assert TransferInit.model_validate_json(init.model_dump_json()) == init == TransferInit(**init.model_dump())
+    assert (
+        TransferInit.model_validate_json(init.model_dump_json())
+        == init
+        == TransferInit(**init.model_dump())
+    )
     assert init.nccl_id == fake_nccl.ids[0] and len(init.secret) == 32
     assert "secret" not in repr(init) and "nccl_id" not in repr(init)
     meeting.close()
 
 
-def test_nccl_that_does_not_load_or_connect_is_said(monkeypatch: pytest.MonkeyPatch, fake_nccl: FakeNccl) -> None:
-    with pytest.raises(meeting_group.NcclError, match="an id of NCCL has 128 bytes, and this one 5"):
+def test_nccl_that_does_not_load_or_connect_is_said(
+    monkeypatch: pytest.MonkeyPatch, fake_nccl: FakeNccl
+) -> None:
+    with pytest.raises(
+        meeting_group.NcclError, match="an id of NCCL has 128 bytes, and this one 5"
+    ):
         meeting_group.Communicator(b"short", 2, 0)
     monkeypatch.setattr(fake_nccl, "ncclCommInitRank", lambda *_: 2)
     with pytest.raises(meeting_group.NcclError, match="unhandled system error"):
         meeting_group.Communicator(meeting_group.unique_id(), 2, 0)
     monkeypatch.undo()
     monkeypatch.setenv("VLLM_NCCL_SO_PATH", "/no/such/library.so")
-    with pytest.raises(UsageError, match=r"needs NCCL: the NCCL library does not load: see .* VLLM_NCCL_SO_PATH"):
+    with pytest.raises(
+        UsageError, match=r"needs NCCL: the NCCL library does not load: see .* VLLM_NCCL_SO_PATH"
+    ):
         Rendezvous("nccl", "127.0.0.1", 0, 2, 5)

@@ -83,7 +83,9 @@ def test_missing_vllm_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "vllm" else find(name, *a))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name == "vllm" else find(name, *a)
+    )
     assert main.run(["up", write_profile(tmp_path)]) == Exit.USAGE
     error = capsys.readouterr().err
     assert "'vllm' is not installed" in error and "make install" in error
@@ -93,13 +95,17 @@ def test_used_run_directory_is_refused(tmp_path: Path, capsys: pytest.CaptureFix
     used = tmp_path / "used"
     used.mkdir()
     (used / "keep.txt").write_text("precious")
-    assert main.run(["up", write_profile(tmp_path), "--headless", "--run-dir", str(used)]) == Exit.USAGE
+    assert (
+        main.run(["up", write_profile(tmp_path), "--headless", "--run-dir", str(used)])
+        == Exit.USAGE
+    )
     assert "--resume" in capsys.readouterr().err
     assert [path.name for path in used.iterdir()] == ["keep.txt"]
 
 
 @pytest.mark.parametrize(
-    "command", [["ps"], ["down"], ["why"], ["logs", "vllm"], ["events"], ["attach"], ["restart", "vllm"]]
+    "command",
+    [["ps"], ["down"], ["why"], ["logs", "vllm"], ["events"], ["attach"], ["restart", "vllm"]],
 )
 def test_no_run_exits_5(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(command) == Exit.NO_RUN
@@ -107,7 +113,17 @@ def test_no_run_exits_5(command: list[str], capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize(
-    "place", ["/dev/null/x", "/proc/x/y", "a" * 300, "p.toml/x", "loop/x", "e\x1b]0;pwn\x07", "a\nb", "not\udcffutf8"]
+    "place",
+    [
+        "/dev/null/x",
+        "/proc/x/y",
+        "a" * 300,
+        "p.toml/x",
+        "loop/x",
+        "e\x1b]0;pwn\x07",
+        "a\nb",
+        "not\udcffutf8",
+    ],
 )
 def test_an_impossible_run_directory_is_a_mistake(
     tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -121,11 +137,15 @@ def test_an_impossible_run_directory_is_a_mistake(
     assert main.run(["up", write_profile(tmp_path), "--detach", "--run-dir", place]) == Exit.USAGE
     error = capfd.readouterr().err
     assert "--run-dir: " in error and "fix: " in error, error
-    assert "Traceback" not in error and "fault" not in error and not set(error) & set("\x1b\x07"), error
+    assert "Traceback" not in error and "fault" not in error and not set(error) & set("\x1b\x07"), (
+        error
+    )
     assert {path.name for path in tmp_path.iterdir()} <= {"loop", "p.toml", "model"}
 
 
-def test_runs_shows_odd_names_in_one_line_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_shows_odd_names_in_one_line_each(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = RunDir(tmp_path / "runs" / "a\n\x1b]0;pwn\x07b")
     run.root.mkdir(parents=True)
     run.run_json.write_text(json.dumps({"run_id": "x", "mode": "m\n\x1b[31m"}))
@@ -143,7 +163,9 @@ def test_runs_shows_odd_names_in_one_line_each(tmp_path: Path, capsys: pytest.Ca
         *(["down", "--timeout", seconds] for seconds in ("-0.1", "nan", "inf")),
     ],
 )
-def test_impossible_numbers_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_impossible_numbers_are_refused(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as caught:
         main.run(words)
     assert caught.value.code == Exit.USAGE
@@ -165,7 +187,9 @@ def test_the_bare_name_shows_help_and_what_to_do_next(capsys: pytest.CaptureFixt
     assert "exit codes:" in text and "atropos-tui up demo" in text.partition("next:")[2]
 
 
-def test_fault_of_ours_leaves_a_report(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fault_of_ours_leaves_a_report(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(runs, "all_runs", lambda: 1 / 0)
     assert main.run(["runs"]) == Exit.FAULT
     error = capsys.readouterr().err
@@ -192,15 +216,25 @@ def test_a_fault_is_told_where_no_file_can_be_written(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "no" / "such"))
     assert main.run(["why"]) == Exit.FAULT
     error = capsys.readouterr().err
-    assert "cannot be written" in error and "ZeroDivisionError" in error and "arguments: ['why']" in error
+    assert (
+        "cannot be written" in error
+        and "ZeroDivisionError" in error
+        and "arguments: ['why']" in error
+    )
 
 
 def ended_run(tmp_path: Path) -> RunDir:
     run = RunDir(tmp_path / "runs" / "p-1")
     run.create()
-    run.run_json.write_text(json.dumps({"run_id": "p-1", "name": "p", "mode": "shared_vllm", "started_at": 5.0}))
-    run.plan_json.write_text(json.dumps({"components": [{"name": "vllm", "role": "engine", "port": 9001}]}))
-    run.result_json.write_text(json.dumps({"exit_code": 3, "reason": "vllm failed", "component": "vllm"}))
+    run.run_json.write_text(
+        json.dumps({"run_id": "p-1", "name": "p", "mode": "shared_vllm", "started_at": 5.0})
+    )
+    run.plan_json.write_text(
+        json.dumps({"components": [{"name": "vllm", "role": "engine", "port": 9001}]})
+    )
+    run.result_json.write_text(
+        json.dumps({"exit_code": 3, "reason": "vllm failed", "component": "vllm"})
+    )
     engine = {"component": "vllm", "role": "engine", "attempt": 1}
     lines = [
         {"kind": "state", "seq": 0, "old": "pending", "new": "starting", **engine},
@@ -221,7 +255,9 @@ def ended_run(tmp_path: Path) -> RunDir:
     return run
 
 
-def test_an_ended_run_answers_from_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_ended_run_answers_from_its_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     ended_run(tmp_path)
     assert main.run(["ps"]) == 0
     assert "✖ failed" in capsys.readouterr().out
@@ -272,7 +308,9 @@ def test_why_after_a_stop_still_tells_what_was_wrong_and_takes_a_run_s_name(
     run.supervisor_jsonl.write_text("".join(json.dumps(line) + "\n" for line in lines))
     newer = RunDir(tmp_path / "runs" / "p-2")
     newer.create()
-    newer.run_json.write_text(json.dumps({"run_id": "p-2", "name": "p", "mode": "none", "started_at": 50.0}))
+    newer.run_json.write_text(
+        json.dumps({"run_id": "p-2", "name": "p", "mode": "none", "started_at": 50.0})
+    )
     newer.plan_json.write_text(run.plan_json.read_text())
     for named in ("p-1", str(run.root)):
         assert main.run(["why", named]) == 0
@@ -301,7 +339,9 @@ def test_states_and_the_sentence_have_their_colours_on_a_terminal_alone(
         plain, shown = (printed(command, is_terminal=is_terminal) for is_terminal in (False, True))
         assert "\x1b" not in plain and "\x1b[31m✖ failed\x1b[0m" in shown
         assert shown.count("\x1b[31m") == 2, "the state, and the sentence about the run"
-        assert " ".join(re.sub("\x1b.*?m", "", shown).split()) == " ".join(plain.split()), "only colours are more"
+        assert " ".join(re.sub("\x1b.*?m", "", shown).split()) == " ".join(plain.split()), (
+            "only colours are more"
+        )
         monkeypatch.setenv("NO_COLOR", "1")
         assert "\x1b" not in printed(command, is_terminal=True)
         monkeypatch.delenv("NO_COLOR")
@@ -311,11 +351,20 @@ def test_a_closed_terminal_is_a_detach(tmp_path: Path) -> None:
     run = ended_run(tmp_path)
     ours, theirs = os.openpty()
     leaves = "import sys; from atropos_tui.ui import app; from atropos_tui.cli import main; "
-    leaves += "app.run_cockpit = lambda *_, **__: (print('open', flush=True), input(), 'detach')[-1]; "
+    leaves += (
+        "app.run_cockpit = lambda *_, **__: (print('open', flush=True), input(), 'detach')[-1]; "
+    )
     leaves += "sys.exit(main.run(sys.argv[1:]))"
-    ignores = [sys.executable, "-c", "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); " + leaves]
+    ignores = [
+        sys.executable,
+        "-c",
+        "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); " + leaves,
+    ]
     with subprocess.Popen(
-        [*ignores, "attach", "--run-dir", str(run.root)], stdin=subprocess.PIPE, stdout=theirs, stderr=subprocess.PIPE
+        [*ignores, "attach", "--run-dir", str(run.root)],
+        stdin=subprocess.PIPE,
+        stdout=theirs,
+        stderr=subprocess.PIPE,
     ) as client:
         os.close(theirs)
         with os.fdopen(ours, "rb") as screen:

@@ -1,4 +1,5 @@
-"""`bundle`: secrets planted wherever they could be, then the unpacked archive is searched for them."""
+"""`bundle`: secrets planted wherever they could be, then the unpacked archive is searched for
+them."""
 
 from __future__ import annotations
 
@@ -81,14 +82,18 @@ def plant_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_SERVICE_TOKEN", SECRETS["in our environment"])
     monkeypatch.setenv("DB_PASSWORD", SECRETS["with odd letters"])
     monkeypatch.setenv("ALERTS", SECRETS["webhook variable"])
-    (tmp_path / ".env").write_text(f"FOLDER_SECRET={SECRETS['in .env of the folder']}\nMODEL=Qwen/Qwen3-1.7B\n")
+    (tmp_path / ".env").write_text(
+        f"FOLDER_SECRET={SECRETS['in .env of the folder']}\nMODEL=Qwen/Qwen3-1.7B\n"
+    )
     settings = f"LEVEL=WARNING\nPORT_OF=8000.00\nSWITCH=true\nDATA={tmp_path}\nBAD LINE\n"
     mytok = f"MYTOK={SECRETS['in .env under an innocent name']}\n"
     (tmp_path / ".env").write_text((tmp_path / ".env").read_text() + settings + mytok)
     monkeypatch.setenv("INNOCENT", SECRETS["in our environment, in a secret of the profile"])
     monkeypatch.setenv("SENT", SECRETS["in our environment, sent by a command"])
     (tmp_path / "profiles").mkdir()
-    (tmp_path / "profiles" / ".env").write_text(f"PROFILE_API_KEY={SECRETS['in .env beside the profile']}\n")
+    (tmp_path / "profiles" / ".env").write_text(
+        f"PROFILE_API_KEY={SECRETS['in .env beside the profile']}\n"
+    )
     netrc = home / ".netrc"
     netrc.write_text(f"machine api.wandb.ai login user password {SECRETS['in ~/.netrc']}\n")
     netrc.chmod(0o600)
@@ -99,10 +104,29 @@ def make_run(tmp_path: Path) -> RunDir:
     """A run in whose every file every secret stands."""
     run = RunDir(tmp_path / "runs" / "p-1")
     run.create()
-    lines = [*SECRETS.values(), *(f"key {value} end" for value in SHAPES.values()), *SAID, *HARMLESS]
+    lines = [
+        *SECRETS.values(),
+        *(f"key {value} end" for value in SHAPES.values()),
+        *SAID,
+        *HARMLESS,
+    ]
     lines.append("sent " + json.dumps({"x": SECRETS["with odd letters"]}))
-    text = "\n".join(["\x1b[31mred\x1b[0m <b>model</b> text ünïcödé \u2028 x", *lines, str(Path.home() / "x")]) + "\n"
-    command = ["up", str(tmp_path / "profiles" / "p.toml"), "--set", f"env.X_TOKEN={SHAPES['openai']}"]
+    text = (
+        "\n".join(
+            [
+                "\x1b[31mred\x1b[0m <b>model</b> text ünïcödé \u2028 x",
+                *lines,
+                str(Path.home() / "x"),
+            ]
+        )
+        + "\n"
+    )
+    command = [
+        "up",
+        str(tmp_path / "profiles" / "p.toml"),
+        "--set",
+        f"env.X_TOKEN={SHAPES['openai']}",
+    ]
     info = {
         "run_id": "p-1",
         "name": "p",
@@ -113,16 +137,33 @@ def make_run(tmp_path: Path) -> RunDir:
         "note": text,
     }
     run.run_json.write_text(json.dumps(info | {"git": {"commit": COMMIT, "dirty": False}}))
-    plan = {"components": [{"name": "x", "command": ["serve", "--api-key", "flagvalue12"], "env": {"A_KEY": "abc999"}}]}
+    plan = {
+        "components": [
+            {
+                "name": "x",
+                "command": ["serve", "--api-key", "flagvalue12"],
+                "env": {"A_KEY": "abc999"},
+            }
+        ]
+    }
     run.plan_json.write_text(json.dumps(plan | {"notify": {"webhook": "${ALERTS}"}, "note": lines}))
-    sent = '[component.y]\ncommand = ["curl", "-H", "Authorization: Bearer ${SENT}", "--model", "${MODEL}"]\n'
+    sent = (
+        '[component.y]\ncommand = ["curl", "-H", "Authorization: Bearer ${SENT}", "--model", '
+        '"${MODEL}"]\n'
+    )
     side = '[component.side]\nenv = {SIDE_TOKEN = "${INNOCENT}"}\n'
     run.profile_toml.write_text(
-        f'model = "m"\n{sent}{side}[trainer.env]\nWANDB_API_KEY = "abc777"\nX = {json.dumps(lines)}\n'
+        f'model = "m"\n{sent}{side}[trainer.env]\nWANDB_API_KEY = "abc777"\nX = '
+        f"{json.dumps(lines)}\n"
     )
     run.result_json.write_text(json.dumps({"exit_code": 3, "reason": text, "last_lines": lines}))
     run.fault_txt.write_text(text)
-    record = json.dumps({"kind": "diagnosis", "evidence": text, "password": "abc555"}, ensure_ascii=False) + "\n"
+    record = (
+        json.dumps(
+            {"kind": "diagnosis", "evidence": text, "password": "abc555"}, ensure_ascii=False
+        )
+        + "\n"
+    )
     for path in (run.supervisor_jsonl, run.telemetry_jsonl, run.eval_jsonl("math")):
         path.write_text(record + record + '{"torn ' + SHAPES["hugging face"])
     run.supervisor_log.write_text(text)
@@ -152,12 +193,24 @@ def test_no_secret_is_in_the_archive(tmp_path: Path, monkeypatch: pytest.MonkeyP
     token = SECRETS["of the live run"]
     env = {"ATROPOS_RUN_ID": "p-1", "ATROPOS_TOKEN": token, "PATH": os.environ["PATH"]}
     ProcessTable(run_id="p-1").write(run.journal_json)
-    with subprocess.Popen([sys.executable, "-S", "-c", "print(flush=True); input()"], env=env, stdin=subprocess.PIPE,
-                          stdout=subprocess.PIPE) as component:  # fmt: skip
+    with subprocess.Popen(
+        [sys.executable, "-S", "-c", "print(flush=True); input()"],
+        env=env,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as component:
         assert component.stdout is not None and component.stdout.readline()
         files = packed(tmp_path / "out.tar.gz", str(run.root))
         component.kill()
-    values = [*SECRETS.values(), *SHAPES.values(), *SAID.values(), "abc999", "abc777", "abc555", "flagvalue12"]
+    values = [
+        *SECRETS.values(),
+        *SHAPES.values(),
+        *SAID.values(),
+        "abc999",
+        "abc777",
+        "abc555",
+        "flagvalue12",
+    ]
     forms = [form for value in values for form in (value, json.dumps(value)[1:-1])]
     leaks = [(name, form) for name, text in files.items() for form in forms if form in text]
     assert leaks == []
@@ -171,7 +224,15 @@ def test_what_helps_is_still_there(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     files = packed(tmp_path / "out.tar.gz", "p-1")
     names = {name.removeprefix("p-1/") for name in files}
     assert names >= {
-        *("run.json", "plan.json", "profile.toml", "result.json", "fault.txt", "supervisor.jsonl", "telemetry.jsonl"),
+        *(
+            "run.json",
+            "plan.json",
+            "profile.toml",
+            "result.json",
+            "fault.txt",
+            "supervisor.jsonl",
+            "telemetry.jsonl",
+        ),
         *("eval.math.jsonl", "supervisor.log", "logs/vllm/7.log", "doctor.json", "versions.json"),
         *("files.txt", "contents.json"),
     }
@@ -183,7 +244,10 @@ def test_what_helps_is_still_there(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for line in files["p-1/telemetry.jsonl"].split("\n")[:2]:
         assert json.loads(line)["evidence"].startswith("\x1b[31mred")
     assert json.loads(files["p-1/plan.json"])["notify"]["webhook"] == "${ALERTS}"
-    assert {check["name"] for check in json.loads(files["p-1/doctor.json"])["checks"]} >= {"Python", "memory"}
+    assert {check["name"] for check in json.loads(files["p-1/doctor.json"])["checks"]} >= {
+        "Python",
+        "memory",
+    }
     assert json.loads(files["p-1/versions.json"])["pydantic"]
     contents = json.loads(files["p-1/contents.json"])
     assert set(contents) == names and contents["run.json"] == "whole"
@@ -197,10 +261,16 @@ def test_large_files_keep_head_and_tail(tmp_path: Path) -> None:
     log.write_text("\n".join(rows) + "\n")
     size = log.stat().st_size
     cut = bundle.HEAD_BYTES - 10  # a token across the place where the head ends
-    log.write_bytes(log.read_bytes()[:cut] + secret.encode() + log.read_bytes()[cut + len(secret) :])
+    log.write_bytes(
+        log.read_bytes()[:cut] + secret.encode() + log.read_bytes()[cut + len(secret) :]
+    )
     files = packed(tmp_path / "out.tar.gz", str(run.root))
     text = files["p-1/logs/vllm/7.log"]
-    assert rows[0] in text and rows[-1] in text and len(text) < bundle.HEAD_BYTES + bundle.TAIL_BYTES + 1000
+    assert (
+        rows[0] in text
+        and rows[-1] in text
+        and len(text) < bundle.HEAD_BYTES + bundle.TAIL_BYTES + 1000
+    )
     assert "hf_" not in text and f"of {size:,} bytes left out here" in text
     assert f"{size:,} bytes" in json.loads(files["p-1/contents.json"])["logs/vllm/7.log"]
 
@@ -224,9 +294,14 @@ def test_links_weights_and_odd_files_stay_out(tmp_path: Path) -> None:
     files = packed(tmp_path / "out.tar.gz", str(run.root))
     assert time.monotonic() - began < 30, "a fifo is not waited for"
     assert not any("private diary" in text for text in files.values())
-    assert "model.safetensors" in files["p-1/files.txt"] and "fault.txt (link)" in files["p-1/files.txt"]
+    assert (
+        "model.safetensors" in files["p-1/files.txt"]
+        and "fault.txt (link)" in files["p-1/files.txt"]
+    )
     contents = json.loads(files["p-1/contents.json"])
-    assert "left out" in contents["fault.txt"] and "not a regular file" in contents["telemetry.jsonl"]
+    assert (
+        "left out" in contents["fault.txt"] and "not a regular file" in contents["telemetry.jsonl"]
+    )
 
 
 def test_a_linked_folder_is_left_out(tmp_path: Path) -> None:
@@ -238,7 +313,9 @@ def test_a_linked_folder_is_left_out(tmp_path: Path) -> None:
 
 def test_a_run_json_of_another_shape_is_packed(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    run.run_json.write_text(json.dumps({"run_id": "p-1", "command": 5, "git": 5, "profile": 5, "model": 5}))
+    run.run_json.write_text(
+        json.dumps({"run_id": "p-1", "command": 5, "git": 5, "profile": 5, "model": 5})
+    )
     assert "p-1/run.json" in packed(tmp_path / "out.tar.gz", str(run.root))
 
 
@@ -251,14 +328,19 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["bundle", "-o", str(tmp_path / "no" / "folder.tar.gz")]) == Exit.USAGE
     dangling = tmp_path / "dangling.tar.gz"
     dangling.symlink_to(tmp_path / "target")
-    assert main.run(["bundle", "-o", str(dangling)]) == Exit.USAGE and not (tmp_path / "target").exists()
+    assert (
+        main.run(["bundle", "-o", str(dangling)]) == Exit.USAGE
+        and not (tmp_path / "target").exists()
+    )
     assert "-o" in capsys.readouterr().err
     assert main.run(["bundle"]) == 0
     (made,) = tmp_path.glob("p-1-bundle-*.tar.gz")
     assert made.name in capsys.readouterr().out
 
 
-def test_a_file_that_goes_while_a_run_is_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_goes_while_a_run_is_packed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, walk = make_run(tmp_path), os.fwalk
 
     def late(*args: Any, **kwargs: Any) -> Any:
@@ -304,7 +386,9 @@ def test_scrubbing_words(text: str, expected: Any) -> None:
     assert Scrubber(["p@ss/word", "abc"], home="/home/me").text(text) == expected
 
 
-@pytest.mark.parametrize("piece", ["eyJ-", "ä", "a-", "bearer ", "password", "-key ", "authorization ", "://", "A_"])
+@pytest.mark.parametrize(
+    "piece", ["eyJ-", "ä", "a-", "bearer ", "password", "-key ", "authorization ", "://", "A_"]
+)
 def test_a_long_line_costs_no_more_than_its_length(piece: str) -> None:
     """One line of a log held up the bundle for half an hour."""
     scrub = Scrubber(["p@ss/word"])

@@ -1,4 +1,5 @@
-"""`clean` and `runs` after real crashes: what is left is found and ended, what lives or is a stranger's is not."""
+"""`clean` and `runs` after real crashes: what is left is found and ended, what lives or is a
+stranger's is not."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ def make_run(tmp_path: Path, *, clears: list[str] | None = None) -> tuple[RunDir
     run_id = f"clean-{os.getpid()}-{time.monotonic_ns()}"
     run = RunDir(tmp_path / "runs" / run_id)
     run.create()
-    run.run_json.write_text(json.dumps({"run_id": run_id, "name": "n", "mode": "none", "started_at": 1.0}))
+    run.run_json.write_text(
+        json.dumps({"run_id": run_id, "name": "n", "mode": "none", "started_at": 1.0})
+    )
     run.plan_json.write_text(json.dumps({"components": [{"name": "x", "clears": clears or []}]}))
     ProcessTable(run_id=run_id).write(run.journal_json)
     return run, run_id
@@ -62,8 +65,14 @@ def plant() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
     planted: list[subprocess.Popen[bytes]] = []
 
     def start(**env: str) -> subprocess.Popen[bytes]:
-        planted.append(subprocess.Popen(SLEEP, env={"PATH": os.environ["PATH"]} | env, start_new_session=True,
-                                        stdout=subprocess.PIPE))  # fmt: skip
+        planted.append(
+            subprocess.Popen(
+                SLEEP,
+                env={"PATH": os.environ["PATH"]} | env,
+                start_new_session=True,
+                stdout=subprocess.PIPE,
+            )
+        )
         assert planted[-1].stdout is not None and planted[-1].stdout.readline() == b"up\n"
         return planted[-1]
 
@@ -90,15 +99,27 @@ def wait_until(condition: Callable[[], Any]) -> None:
 
 
 @contextlib.contextmanager
-def supervised(run: RunDir, run_id: str, file: Path, *, survive: bool = False) -> Iterator[ForkedProcess]:
-    """A real supervisor over one component, which starts a child in a session of its own; its pid goes to `file`."""
+def supervised(
+    run: RunDir, run_id: str, file: Path, *, survive: bool = False
+) -> Iterator[ForkedProcess]:
+    """A real supervisor over one component, which starts a child in a session of its own; its pid
+    goes to `file`."""
     part = ComponentSpec(
         name="x",
         command=[sys.executable, "-I", "-S", "-c", ESCAPE, str(file)],
         probes=Probes(readiness=Probe(checks=[LogCheck(pattern="up")], interval_s=0.05)),
     )
-    stack = StackSpec(run_id=run_id, name="n", mode="none", run_dir=str(run.root), components=[part], survive=survive)
-    process = nursery.supervisor(stack.model_dump_json(), Path(tempfile.mkdtemp(prefix="supervisor-")))
+    stack = StackSpec(
+        run_id=run_id,
+        name="n",
+        mode="none",
+        run_dir=str(run.root),
+        components=[part],
+        survive=survive,
+    )
+    process = nursery.supervisor(
+        stack.model_dump_json(), Path(tempfile.mkdtemp(prefix="supervisor-"))
+    )
     try:
         wait_until(lambda: file.exists() and file.read_text())
         yield process
@@ -114,7 +135,8 @@ def crash(supervisor: ForkedProcess) -> None:
     (guard,) = [
         row.pid
         for row in procfs.scan().values()
-        if row.ppid == supervisor.pid and b"supervisor.guard" in Path(f"/proc/{row.pid}/cmdline").read_bytes()
+        if row.ppid == supervisor.pid
+        and b"supervisor.guard" in Path(f"/proc/{row.pid}/cmdline").read_bytes()
     ]
     os.kill(guard, signal.SIGSTOP)
     supervisor.kill()
@@ -144,11 +166,17 @@ def test_what_a_crash_left_is_listed_asked_for_and_ended(
     assert main.run(["clean", "--yes"]) == 0
     assert "no run left anything behind" in capsys.readouterr().out
     assert main.run(["runs"]) == 0
-    assert "  crashed\n" in capsys.readouterr().out and bystander.poll() is None and run.run_json.exists()
+    assert (
+        "  crashed\n" in capsys.readouterr().out
+        and bystander.poll() is None
+        and run.run_json.exists()
+    )
 
 
 @pytest.mark.parametrize("stopped", [False, True], ids=["running", "stopped by SIGSTOP"])
-def test_a_live_run_is_never_touched(tmp_path: Path, capsys: pytest.CaptureFixture[str], stopped: bool) -> None:
+def test_a_live_run_is_never_touched(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], stopped: bool
+) -> None:
     run, run_id = make_run(tmp_path)
     with supervised(run, run_id, tmp_path / "pid") as supervisor:
         pid = int((tmp_path / "pid").read_text())
@@ -162,12 +190,19 @@ def test_a_live_run_is_never_touched(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_a_supervisor_without_socket_or_lock_still_counts(tmp_path: Path, plant: Any) -> None:
-    """Each sign of life is enough: the journal names a live process; the lock is held; somebody listens."""
+    """Each sign of life is enough: the journal names a live process; the lock is held; somebody
+    listens."""
     run, run_id = make_run(tmp_path)
     orphan = plant(**marker(run, run_id))
     row = procfs.read(os.getpid())
     assert row
-    entry = {"pid": row.pid, "create_time": 0.0, "ticks": row.ticks, "pgid": row.pid, "boot_id": procfs.boot_id()}
+    entry = {
+        "pid": row.pid,
+        "create_time": 0.0,
+        "ticks": row.ticks,
+        "pgid": row.pid,
+        "boot_id": procfs.boot_id(),
+    }
     ProcessTable.model_validate({"run_id": run_id, "supervisor": entry}).write(run.journal_json)
     assert main.run(["clean", "--yes"]) == 0 and orphan.poll() is None
     ProcessTable(run_id=run_id).write(run.journal_json)
@@ -190,7 +225,13 @@ def test_files_go_with_the_run_but_only_its_own(
     weights = Path("/dev/shm") / f"atropos-test-{os.getpid()}"
     foreign = tmp_path / "precious"
     run, run_id = make_run(tmp_path, clears=[str(tmp_path / "runs"), str(foreign)])
-    entry = {"pid": 2**22 + 1, "create_time": 0.0, "ticks": 1, "pgid": 2**22 + 1, "boot_id": procfs.boot_id()}
+    entry = {
+        "pid": 2**22 + 1,
+        "create_time": 0.0,
+        "ticks": 1,
+        "pgid": 2**22 + 1,
+        "boot_id": procfs.boot_id(),
+    }
     noted = {"x": entry | {"clears": [str(weights), str(foreign)]}}
     ProcessTable.model_validate({"run_id": run_id, "components": noted}).write(run.journal_json)
     manifest = run.bridge / "vllm_bridge_config.json"
@@ -219,7 +260,9 @@ def test_stale_sockets_go_and_young_or_answering_ones_stay(
             gone.bind(str(folder / "dead.sock"))
         (folder / "file.sock").write_text("not a socket")
         assert main.run(["clean", "--yes"]) == 0
-        assert "nothing" not in capsys.readouterr().err and (folder / "dead.sock").exists(), "it may be a second old"
+        assert "nothing" not in capsys.readouterr().err and (folder / "dead.sock").exists(), (
+            "it may be a second old"
+        )
         monkeypatch.setattr(cleanup, "SETTLED_S", -1.0)
         assert main.run(["clean", "--yes"]) == 0
     assert sorted(path.name for path in folder.iterdir()) == ["file.sock", "live.sock"]
@@ -237,7 +280,10 @@ def test_processes_kept_for_adoption_are_ended_only_when_named(
         wait_until(lambda: cleanup.find_dead(run.root, {}) is not None)
         assert main.run(["clean", "--yes"]) == 0
         said = capsys.readouterr().out
-        assert f"{run_id} keeps " in said and f" for adoption: atropos-tui up --resume {run.root}" in said
+        assert (
+            f"{run_id} keeps " in said
+            and f" for adoption: atropos-tui up --resume {run.root}" in said
+        )
         assert lives(pid)
         assert main.run(["runs"]) == 0
         assert "kept: atropos-tui up --resume" in capsys.readouterr().out
@@ -272,7 +318,10 @@ def test_readers_tell_the_truth_about_a_run_whose_supervisor_was_killed(
             crash(supervisor)
             reason, row = read_component(capsys)
             assert (row["state"], pid in row["pids"]) == ("unhealthy", True)
-            assert row["reason"] == "left without a supervisor" and "1 process left: atropos-tui clean" in reason
+            assert (
+                row["reason"] == "left without a supervisor"
+                and "1 process left: atropos-tui clean" in reason
+            )
             os.kill(pid, signal.SIGKILL)
         else:
             supervisor.kill()
@@ -280,8 +329,14 @@ def test_readers_tell_the_truth_about_a_run_whose_supervisor_was_killed(
         wait_until(lambda: not tracker.find_leftovers(run_id, ProcessTable.load(run.journal_json)))
         assert main.run(["ps"]) == 0
         head, _, _, *rows = capsys.readouterr().out.splitlines()
-        assert head.split(maxsplit=1) == [run_id, "none  crashed  (its supervisor is gone and left no result)"]
-        assert [("stopped" in row, "healthy" in row) for row in rows] == [(True, False), (True, False)]
+        assert head.split(maxsplit=1) == [
+            run_id,
+            "none  crashed  (its supervisor is gone and left no result)",
+        ]
+        assert [("stopped" in row, "healthy" in row) for row in rows] == [
+            (True, False),
+            (True, False),
+        ]
         assert "gone with the supervisor" in rows[0] and "was never started" in rows[1]
         assert main.run(["why"]) == 0
         said = capsys.readouterr().out
@@ -338,7 +393,9 @@ def test_up_says_in_one_line_that_dead_runs_left_processes(
     tmp_path: Path, plant: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     everything = procfs.scan
-    monkeypatch.setattr(procfs, "scan", lambda: {p.pid: p for p in everything().values() if p.ppid == os.getpid()})
+    monkeypatch.setattr(
+        procfs, "scan", lambda: {p.pid: p for p in everything().values() if p.ppid == os.getpid()}
+    )
     run, run_id = make_run(tmp_path)
     wrong = ["up", "demo", "--headless", "--set", "mode=none", "--set", "model=/no/such/model"]
     assert main.run(wrong) == Exit.USAGE and "atropos-tui clean" not in capsys.readouterr().err
@@ -346,11 +403,17 @@ def test_up_says_in_one_line_that_dead_runs_left_processes(
     plant(**marker(run, run_id))
     assert main.run(wrong) == Exit.USAGE
     notes = [line for line in capsys.readouterr().err.splitlines() if "atropos-tui clean" in line]
-    assert notes == ["note: 2 processes of 1 dead run still here: atropos-tui clean shows and ends what is left"]
-    assert cleanup.with_processes(but={run.root}) == [], "a run that is resumed takes care of its own"
+    assert notes == [
+        "note: 2 processes of 1 dead run still here: atropos-tui clean shows and ends what is left"
+    ]
+    assert cleanup.with_processes(but={run.root}) == [], (
+        "a run that is resumed takes care of its own"
+    )
 
 
-@pytest.mark.parametrize(("answer", "ended"), [("n\n", False), ("\n", False), ("\x04", False), ("y\n", True)])
+@pytest.mark.parametrize(
+    ("answer", "ended"), [("n\n", False), ("\n", False), ("\x04", False), ("y\n", True)]
+)
 def test_on_a_terminal_it_asks(tmp_path: Path, plant: Any, answer: str, ended: bool) -> None:
     run, run_id = make_run(tmp_path)
     orphan = plant(**marker(run, run_id))
@@ -358,7 +421,10 @@ def test_on_a_terminal_it_asks(tmp_path: Path, plant: Any, answer: str, ended: b
     try:
         os.write(ours, answer.encode())
         done = subprocess.run(
-            [sys.executable, "-m", "atropos_tui", "clean"], stdin=theirs, capture_output=True, timeout=60
+            [sys.executable, "-m", "atropos_tui", "clean"],
+            stdin=theirs,
+            capture_output=True,
+            timeout=60,
         )
     finally:
         os.close(ours)
@@ -371,7 +437,9 @@ def test_on_a_terminal_it_asks(tmp_path: Path, plant: Any, answer: str, ended: b
 def test_from_a_shell_inside_the_run_it_refuses(tmp_path: Path) -> None:
     run, run_id = make_run(tmp_path)
     command = f"{sys.executable} -m atropos_tui clean --yes --run-dir {run.root}; echo code $?"
-    done = subprocess.run(["sh", "-c", command], env=dict(os.environ) | marker(run, run_id), capture_output=True)
+    done = subprocess.run(
+        ["sh", "-c", command], env=dict(os.environ) | marker(run, run_id), capture_output=True
+    )
     assert done.stdout.endswith(b"code 2\n") and b"another terminal" in done.stderr
 
 
@@ -390,17 +458,30 @@ def test_processes_of_an_unknown_run_are_named_and_ended_by_its_name_alone(
 
 
 def test_the_journal_of_a_folder_where_others_write_ends_nobody(
-    tmp_path: Path, plant: Callable[..., subprocess.Popen[bytes]], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    plant: Callable[..., subprocess.Popen[bytes]],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Pid, start ticks and boot are known to every user: a run in a shared folder named a shell of the victim."""
+    """Pid, start ticks and boot are known to every user: a run in a shared folder named a shell of
+    the victim."""
     victim, shared = plant(), tmp_path / "weights"
     shared.touch()
     run, run_id = make_run(tmp_path, clears=[str(shared)])
     row = procfs.read(victim.pid)
     assert row
-    entry = {"pid": row.pid, "create_time": 0.0, "ticks": row.ticks, "pgid": row.pid, "boot_id": procfs.boot_id()}
-    ProcessTable.model_validate({"run_id": run_id, "components": {"x": entry}}).write(run.journal_json)
-    assert [found.pid for found in tracker.find_leftovers(run_id, ProcessTable.load(run.journal_json))] == [victim.pid]
+    entry = {
+        "pid": row.pid,
+        "create_time": 0.0,
+        "ticks": row.ticks,
+        "pgid": row.pid,
+        "boot_id": procfs.boot_id(),
+    }
+    ProcessTable.model_validate({"run_id": run_id, "components": {"x": entry}}).write(
+        run.journal_json
+    )
+    assert [
+        found.pid for found in tracker.find_leftovers(run_id, ProcessTable.load(run.journal_json))
+    ] == [victim.pid]
     run.root.chmod(0o777)
     assert ProcessTable.load(run.journal_json) is None
     assert cleanup.all_dead() == []
@@ -411,7 +492,8 @@ def test_the_journal_of_a_folder_where_others_write_ends_nobody(
 
 
 def test_a_run_id_that_leads_elsewhere_is_no_run(tmp_path: Path) -> None:
-    """`up --resume` left a link to the run under that name, in the place of whatever stood there."""
+    """`up --resume` left a link to the run under that name, in the place of whatever stood
+    there."""
     run, _ = make_run(tmp_path)
     run.run_json.write_text(json.dumps({"run_id": "../../../precious.txt"}))
     assert runs.read_run(run.root) is None

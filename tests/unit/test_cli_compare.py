@@ -1,4 +1,5 @@
-"""`compare`: stacks that do not get in each other's way, one line each, one table; with stand-ins for the programs."""
+"""`compare`: stacks that do not get in each other's way, one line each, one table; with stand-ins
+for the programs."""
 
 from __future__ import annotations
 
@@ -61,7 +62,9 @@ def on_gpus(*gpus: int) -> Profile:
 
 def test_ports_that_collide_are_moved_to_the_next_free_ones() -> None:
     second = profile(vllm={"port": 8001})
-    changes = separate({"a": profile(), "b": second, "c": profile()}, 0, is_free=lambda port: port != 8003)
+    changes = separate(
+        {"a": profile(), "b": second, "c": profile()}, 0, is_free=lambda port: port != 8003
+    )
     assert changes.sets == {
         "a": [],
         "b": ["api.port=8002"],  # not 8001, which is its own
@@ -88,13 +91,18 @@ def test_too_few_gpus_are_a_problem_with_a_way_out(count: int, problems: int) ->
     changes = separate({"a": on_gpus(0, 1), "b": on_gpus(0, 1)}, count, is_free=lambda _: True)
     assert len(changes.problems) == problems
     for problem in changes.problems:
-        assert f"b needs 2 more GPUs beside a, and {count - 2 or 'none'} of {count} is left" == problem.reason
+        assert (
+            f"b needs 2 more GPUs beside a, and {count - 2 or 'none'} of {count} is left"
+            == problem.reason
+        )
         assert "--sequential" in problem.fix
 
 
 def test_a_stack_that_names_no_gpu_takes_the_first() -> None:
     unnamed, on_cpu = profile(), profile(trainer={"device": "cpu"})
-    changes = separate({"a": unnamed, "cpu": on_cpu, "b": unnamed, "c": on_gpus(1)}, 4, is_free=lambda _: True)
+    changes = separate(
+        {"a": unnamed, "cpu": on_cpu, "b": unnamed, "c": on_gpus(1)}, 4, is_free=lambda _: True
+    )
     assert [item for item in changes.sets["b"] if "gpus" in item] == ["vllm.0.gpus=[1]"]
     assert [item for item in changes.sets["c"] if "gpus" in item] == ["vllm.0.gpus=[2]"]
     assert not [item for item in changes.sets["cpu"] if "gpus" in item], "processors are shared"
@@ -106,8 +114,13 @@ def test_a_command_of_ones_own_is_never_rewritten() -> None:
     own = profile(api={"command": ["my-api", "--port", "8000"]})
     changes = separate({"a": own, "b": own}, 0, is_free=lambda _: True)
     assert [problem.key for problem in changes.problems] == ["api.port", "vllm.0.port"]
-    assert "api.command may name it" in changes.problems[0].reason and "--sequential" in changes.problems[0].fix
-    assert not separate({"a": own, "b": profile(api={"port": 8500}, vllm={"port": 9500})}, 0).problems
+    assert (
+        "api.command may name it" in changes.problems[0].reason
+        and "--sequential" in changes.problems[0].fix
+    )
+    assert not separate(
+        {"a": own, "b": profile(api={"port": 8500}, vllm={"port": 9500})}, 0
+    ).problems
 
 
 # Labels and overrides.
@@ -119,7 +132,15 @@ def entries(*arguments: str) -> list[ComparedStack]:
 
 def test_labels_and_whose_override_it_is() -> None:
     found = entries(
-        "demo", "x/demo.toml", "gsm 8k.toml", "--set", "seed=3", "--set", "demo-2:api.port=1", "--steps", "9"
+        "demo",
+        "x/demo.toml",
+        "gsm 8k.toml",
+        "--set",
+        "seed=3",
+        "--set",
+        "demo-2:api.port=1",
+        "--steps",
+        "9",
     )
     assert {entry.label: entry.sets for entry in found} == {
         "demo": ["seed=3", "trainer.training_steps=9"],
@@ -140,7 +161,10 @@ def test_one_stack_is_no_comparison(
     assert main.run(["compare", str(path), "--steps", "1", *sets]) == Exit.USAGE
     error = capsys.readouterr().err
     assert f"{path} is the only one" in error
-    assert f"atropos-tui compare {path} {path} --set p-2:trainer.lr=1e-5" in error and f"atropos-tui up {path}" in error
+    assert (
+        f"atropos-tui compare {path} {path} --set p-2:trainer.lr=1e-5" in error
+        and f"atropos-tui up {path}" in error
+    )
     assert not (tmp_path / "runs").exists()
 
 
@@ -153,7 +177,12 @@ def test_every_problem_of_every_profile_before_anything_starts(
     arguments = ["compare", str(path), str(wrong), "nowhere", "--set", "trainer.lr=fast"]
     assert main.run(arguments) == Exit.USAGE
     error = capsys.readouterr().err
-    for part in ("trainer.lr", "wrong.toml:2: speed", "wrong.toml: model", "nowhere: no such profile"):
+    for part in (
+        "trainer.lr",
+        "wrong.toml:2: speed",
+        "wrong.toml: model",
+        "nowhere: no such profile",
+    ):
         assert part in error
     assert "Traceback" not in error and not (tmp_path / "runs").exists()
 
@@ -167,7 +196,9 @@ def test_a_port_that_a_stranger_holds_stops_the_comparison(
         taken.listen()
         assert main.run(["compare", str(path), str(path)]) == Exit.USAGE
     error = capsys.readouterr().err
-    assert f"port {ports[0]} is taken by" in error and re.search(r"p\.toml:\d+ \(p\): api\.port", error)
+    assert f"port {ports[0]} is taken by" in error and re.search(
+        r"p\.toml:\d+ \(p\): api\.port", error
+    )
     assert not (tmp_path / "runs").exists()
 
 
@@ -180,7 +211,9 @@ def states(root: Path) -> list[StateRecord]:
 
 
 def nothing_is_left(base: Path) -> bool:
-    return not any(tracker.find_leftovers(read_json(path)["run_id"]) for path in base.glob("*/run.json"))
+    return not any(
+        tracker.find_leftovers(read_json(path)["run_id"]) for path in base.glob("*/run.json")
+    )
 
 
 def test_side_by_side_with_one_that_fails(
@@ -208,25 +241,49 @@ def test_side_by_side_with_one_that_fails(
     assert table["Steps"][0] == "5" and table["Steps"][1] == "2"
     assert table["Checkpoint size"][:2] == ["2.0", "GB"]
     assert table["Reward, last 5"][0] == "0.600"
-    assert f"two: api.port is {ports[0] + 1}, since one uses {ports[0]}" in out or "two: api.port is" in out
+    assert (
+        f"two: api.port is {ports[0] + 1}, since one uses {ports[0]}" in out
+        or "two: api.port is" in out
+    )
     assert "two: run ended with code 3: trainer" in out and "the loss is not a number" in out
-    plans = [json.loads((base / name / "plan.json").read_text()) for name in ("one", "two", "one-2")]
+    plans = [
+        json.loads((base / name / "plan.json").read_text()) for name in ("one", "two", "one-2")
+    ]
     used = [part["port"] for plan in plans for part in plan["components"] if part["port"]]
     assert len(set(used)) == 6
     began = {name: states(base / name) for name in ("one", "two", "one-2")}
     made = [
-        record for rows in began.values() for record in rows if record.component == "make" and record.new == "starting"
+        record
+        for rows in began.values()
+        for record in rows
+        if record.component == "make" and record.new == "starting"
     ]
     assert len(made) == 1, "what all need is made once, by the first"
     assert nothing_is_left(base)
     assert main.run(["runs", "--json"]) == 0
-    assert {Path(row["dir"]).name for row in json.loads(capsys.readouterr().out)} == {"one", "two", "one-2"}
+    assert {Path(row["dir"]).name for row in json.loads(capsys.readouterr().out)} == {
+        "one",
+        "two",
+        "one-2",
+    }
 
 
-def test_one_after_another_as_json(tmp_path: Path, ports: tuple[int, int], capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_after_another_as_json(
+    tmp_path: Path, ports: tuple[int, int], capsys: pytest.CaptureFixture[str]
+) -> None:
     path = write_profile(tmp_path, "p", ports=ports)
     base = tmp_path / "compared"
-    arguments = ["compare", str(path), str(path), "--sequential", "--json", "--steps", "3", "--run-dir", str(base)]
+    arguments = [
+        "compare",
+        str(path),
+        str(path),
+        "--sequential",
+        "--json",
+        "--steps",
+        "3",
+        "--run-dir",
+        str(base),
+    ]
     assert main.run([*arguments, "--set", "p-2:trainer.env.STEP_S='0.1'"]) == 0
     captured = capsys.readouterr()
     check("compare", captured.out)
@@ -238,16 +295,26 @@ def test_one_after_another_as_json(tmp_path: Path, ports: tuple[int, int], capsy
     ended, began = states(base / "p")[-1].time, states(base / "p-2")[0].time
     assert ended < began
     plans = [json.loads((base / name / "plan.json").read_text()) for name in ("p", "p-2")]
-    assert [part["port"] for part in plans[0]["components"]] == [part["port"] for part in plans[1]["components"]]
+    assert [part["port"] for part in plans[0]["components"]] == [
+        part["port"] for part in plans[1]["components"]
+    ]
     assert main.run(arguments) == Exit.USAGE
     assert "not empty" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("sequential", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_an_interrupt_stops_every_stack(tmp_path: Path, ports: tuple[int, int], sequential: bool) -> None:
+def test_an_interrupt_stops_every_stack(
+    tmp_path: Path, ports: tuple[int, int], sequential: bool
+) -> None:
     path = write_profile(tmp_path, "p", ports=ports)
     base = tmp_path / "compared"
-    command = [sys.executable, "-m", "atropos_tui", "compare", *[str(path)] * (2 if sequential else 3)]
+    command = [
+        sys.executable,
+        "-m",
+        "atropos_tui",
+        "compare",
+        *[str(path)] * (2 if sequential else 3),
+    ]
     command += ["--run-dir", str(base), "--steps", "10000"]
     fails = ["--set", "p-3:trainer.env.FAIL_AT='1'", "--set", "p-3:trainer.restart.policy=never"]
     command += ["--sequential"] if sequential else fails
@@ -264,7 +331,9 @@ def test_an_interrupt_stops_every_stack(tmp_path: Path, ports: tuple[int, int], 
     assert process.returncode == Exit.INTERRUPTED, out
     assert "stopping every stack" in out
     assert nothing_is_left(base)
-    assert [read_json(base / name / "result.json")["exit_code"] for name in running] == [130] * len(running)
+    assert [read_json(base / name / "result.json")["exit_code"] for name in running] == [130] * len(
+        running
+    )
     if sequential:
         assert "p-2: not started" in out and not (base / "p-2").exists()
 
@@ -287,4 +356,6 @@ def test_on_a_terminal_the_lines_are_redrawn_in_place(monkeypatch: pytest.Monkey
     assert terminal.getvalue() == drawn + "\x1b[2F" + drawn
     board.say("a word")
     board.draw()
-    assert terminal.getvalue().endswith("a word\n" + drawn), "above the lines, which begin anew below it"
+    assert terminal.getvalue().endswith("a word\n" + drawn), (
+        "above the lines, which begin anew below it"
+    )

@@ -27,9 +27,13 @@ def place(own_places: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("PATH", f"{BIN}{os.pathsep}{os.environ['PATH']}")
     run = RunDir(tmp_path / "runs" / "p-1")
     run.create()
-    run.run_json.write_text(json.dumps({"run_id": "p-1", "name": "p", "mode": "none", "started_at": 5.0}))
+    run.run_json.write_text(
+        json.dumps({"run_id": "p-1", "name": "p", "mode": "none", "started_at": 5.0})
+    )
     names = ["vllm", "trainer", "$(touch hacked)", "a\tb\nc", 7]
-    run.plan_json.write_text(json.dumps({"components": [{"name": name, "role": "other"} for name in names]}))
+    run.plan_json.write_text(
+        json.dumps({"components": [{"name": name, "role": "other"} for name in names]})
+    )
     (tmp_path / "mine.toml").touch()
     (tmp_path / "my notes.txt").touch()
     (tmp_path / "my profiles").mkdir()
@@ -58,7 +62,9 @@ def offered(*lines: str) -> list[list[str]]:
     """What is offered at the end of each line, asked as a shell does."""
     text = json.dumps([f"atropos-tui {line}" for line in lines])
     command = [sys.executable, "-c", ASK]
-    done = subprocess.run(command, input=text, env=os.environ | AS_FISH, capture_output=True, text=True)
+    done = subprocess.run(
+        command, input=text, env=os.environ | AS_FISH, capture_output=True, text=True
+    )
     assert done.returncode == 0, done
     return [Path(f"answer-{at}").read_text().splitlines() for at in range(len(lines))]
 
@@ -121,7 +127,9 @@ def test_every_flag_of_every_command_is_offered() -> None:
         name: {flag for action in command._actions for flag in action.option_strings}
         for name, command in dict(commands.choices).items()
     }
-    assert dict(zip(flags, map(set, offered(*(f"{name} -" for name in flags))), strict=True)) == flags
+    assert (
+        dict(zip(flags, map(set, offered(*(f"{name} -" for name in flags))), strict=True)) == flags
+    )
 
 
 def test_it_answers_quickly() -> None:
@@ -129,8 +137,14 @@ def test_it_answers_quickly() -> None:
     took = []
     for line in ("re", "restart ", "up "):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        env = {"COMP_LINE": f"atropos-tui {line}", "COMP_POINT": "99", "_ARGCOMPLETE_STDOUT_FILENAME": "answer"}
-        subprocess.run([BIN / "atropos-tui"], env=os.environ | AS_FISH | env, check=True, capture_output=True)
+        env = {
+            "COMP_LINE": f"atropos-tui {line}",
+            "COMP_POINT": "99",
+            "_ARGCOMPLETE_STDOUT_FILENAME": "answer",
+        }
+        subprocess.run(
+            [BIN / "atropos-tui"], env=os.environ | AS_FISH | env, check=True, capture_output=True
+        )
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         took.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         assert Path("answer").read_text()
@@ -150,9 +164,15 @@ finally:
 @pytest.mark.parametrize("line", ["", "restart ", "up "])
 def test_heavy_modules_are_not_imported(line: str) -> None:
     line = f"atropos-tui {line}"
-    env = {"COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_STDOUT_FILENAME": "answer"}
+    env = {
+        "COMP_LINE": line,
+        "COMP_POINT": str(len(line)),
+        "_ARGCOMPLETE_STDOUT_FILENAME": "answer",
+    }
     command = [sys.executable, "-c", HEAVY]
-    done = subprocess.run(command, env=os.environ | AS_FISH | env, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command, env=os.environ | AS_FISH | env, capture_output=True, text=True, check=True
+    )
     assert done.stdout.splitlines()[-1] == "[]"
 
 
@@ -161,10 +181,13 @@ def bash(line: list[str]) -> list[str]:
     words = " ".join(f"'{word}'" for word in ["atropos-tui", *line])
     script = (
         "source <(atropos-tui completion bash) && complete -p atropos-tui >&2 || exit 9\n"
-        f'COMP_WORDS=({words}); COMP_CWORD={len(line)}; COMP_LINE="${{COMP_WORDS[*]}}"; COMP_POINT=${{#COMP_LINE}}\n'
+        f'COMP_WORDS=({words}); COMP_CWORD={len(line)}; COMP_LINE="${{COMP_WORDS[*]}}"; '
+        f"COMP_POINT=${{#COMP_LINE}}\n"
         '_python_argcomplete atropos-tui; printf "%s\\n" "${COMPREPLY[@]}"'
     )
-    done = subprocess.run(["bash", "--norc", "-c", script], capture_output=True, text=True, timeout=30)
+    done = subprocess.run(
+        ["bash", "--norc", "-c", script], capture_output=True, text=True, timeout=30
+    )
     assert done.returncode == 0 and "-F _python_argcomplete atropos-tui" in done.stderr, done
     return [word.rstrip() for word in done.stdout.splitlines() if word]
 
@@ -172,7 +195,9 @@ def bash(line: list[str]) -> list[str]:
 def fish(line: list[str]) -> list[str]:
     text = " ".join(["atropos-tui", *line])
     script = f"atropos-tui completion fish | source; complete -C '{text}'"
-    done = subprocess.run(["fish", "--no-config", "-c", script], capture_output=True, text=True, timeout=30)
+    done = subprocess.run(
+        ["fish", "--no-config", "-c", script], capture_output=True, text=True, timeout=30
+    )
     assert done.returncode == 0, done
     return [word.partition("\t")[0] for word in done.stdout.splitlines()]
 
@@ -188,11 +213,16 @@ touch ready
 
 
 def zsh(line: str) -> str:
-    """Type `line` and a TAB in a real interactive zsh on a pseudo-terminal; the line as it then stands."""
+    """Type `line` and a TAB in a real interactive zsh on a pseudo-terminal; the line as it then
+    stands."""
     Path("setup.zsh").write_text(ZSH)
     ours, theirs = pty.openpty()
     shell = subprocess.Popen(
-        ["zsh", "-f", "-i"], stdin=theirs, stdout=theirs, stderr=theirs, env=dict(os.environ) | {"TERM": "dumb"}
+        ["zsh", "-f", "-i"],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=dict(os.environ) | {"TERM": "dumb"},
     )
     try:
         os.write(ours, b"source ./setup.zsh\n")
@@ -215,7 +245,10 @@ def wait_for(path: Path) -> None:
 
 
 SHELLS = [
-    pytest.param(run, marks=pytest.mark.skipif(not shutil.which(run.__name__), reason=f"no {run.__name__} here"))
+    pytest.param(
+        run,
+        marks=pytest.mark.skipif(not shutil.which(run.__name__), reason=f"no {run.__name__} here"),
+    )
     for run in (bash, fish)
 ]
 

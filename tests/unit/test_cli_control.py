@@ -15,7 +15,9 @@ from atropos_tui.supervisor.client import ControlClient
 from tests.ui.run_maker import make_run
 
 
-@pytest.mark.parametrize(("end", "code"), [(EOFError, Exit.DONE), (KeyboardInterrupt, Exit.INTERRUPTED)])
+@pytest.mark.parametrize(
+    ("end", "code"), [(EOFError, Exit.DONE), (KeyboardInterrupt, Exit.INTERRUPTED)]
+)
 def test_a_question_that_is_not_answered_does_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: type[BaseException], code: Exit
 ) -> None:
@@ -51,9 +53,15 @@ def test_to_wait_for_what_an_ended_run_never_had_is_wrong_usage(
     assert main.run(["wait", str(ended), "--for", "done"]) == 0
 
 
-@pytest.mark.parametrize(("result", "said"), [(True, "the run has ended"), (False, "detached; the run goes on")])
+@pytest.mark.parametrize(
+    ("result", "said"), [(True, "the run has ended"), (False, "detached; the run goes on")]
+)
 def test_what_is_said_when_a_signal_ends_the_screen(
-    result: bool, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    result: bool,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     from atropos_tui.cli.control import open_screen
     from atropos_tui.ui import app

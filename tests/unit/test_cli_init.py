@@ -50,32 +50,59 @@ def written(file: str) -> Profile:
 @pytest.mark.parametrize("mode", TRAITS)
 @pytest.mark.parametrize("env", ["gsm8k", "arithmetic", "math-zero", "own.py"])
 def test_what_it_writes_is_valid(
-    env: str, mode: str, gpus: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    env: str,
+    mode: str,
+    gpus: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(init, "gpu_count", lambda: gpus)
-    monkeypatch.setattr(memory, "read_machine", lambda: Hardware((Gpu("NVIDIA H100", 80 << 30),) * gpus, 512 << 30))
+    monkeypatch.setattr(
+        memory, "read_machine", lambda: Hardware((Gpu("NVIDIA H100", 80 << 30),) * gpus, 512 << 30)
+    )
     Path("own.py").touch()
     if main.run(["init", "p.toml", "--yes", "--env", env, "--mode", mode]) == Exit.USAGE:
-        assert "fix: " in capsys.readouterr().err and not Path("p.toml").exists(), "refused in words, by the checks"
+        assert "fix: " in capsys.readouterr().err and not Path("p.toml").exists(), (
+            "refused in words, by the checks"
+        )
         assert not TRAITS[mode].shares_memory, "single copy runs everywhere"  # type: ignore[index]
         return
     profile = written("p.toml")
     assert profile.mode == mode and profile.vllm[0].gpus == ([0] if gpus else [])
     assert profile.trainer.settings.get("device") == (None if gpus else "cpu")
     assert profile.trainer.settings.get("single_copy", False) == (mode == "lora_only" and gpus < 2)
-    assert not any("trainer.lr" in note for note in check_notes(make_site(profile, Path("r"), run_id="r")))
+    assert not any(
+        "trainer.lr" in note for note in check_notes(make_site(profile, Path("r"), run_id="r"))
+    )
     if env == "arithmetic":
-        assert ("rows128" in profile.model) == ("--vocab-rows" in profile.prepare[0].command) == bool(gpus)
+        assert (
+            ("rows128" in profile.model)
+            == ("--vocab-rows" in profile.prepare[0].command)
+            == bool(gpus)
+        )
         assert profile.prepare[0].creates == profile.model
     assert "p.toml: written, valid" in capsys.readouterr().out
     assert main.run(["plan", "p.toml"]) == 0
 
 
 def test_flags_reach_the_profile(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["init", "--yes", "--name", "mine", "--env", "math-zero", "--model", 'a "b"\\c/ü', "--api-port", "8111"]
+    words = [
+        "init",
+        "--yes",
+        "--name",
+        "mine",
+        "--env",
+        "math-zero",
+        "--model",
+        'a "b"\\c/ü',
+        "--api-port",
+        "8111",
+    ]
     assert main.run([*words, "--vllm-port", "8112", "--vllm-gpus", "3"]) == 0
     profile = written("mine.toml")
-    assert "# beside the shipped profiles; a path works too" in Path("mine.toml").read_text(), "its comments stay"
+    assert "# beside the shipped profiles; a path works too" in Path("mine.toml").read_text(), (
+        "its comments stay"
+    )
     assert (profile.name, profile.model, profile.env[0].name) == ("mine", 'a "b"\\c/ü', "math-zero")
     assert (profile.api.port, profile.vllm[0].port, profile.vllm[0].gpus, profile.trainer.gpus) == (
         8111,
@@ -97,7 +124,9 @@ def test_defaults_avoid_taken_ports() -> None:
     assert profile.api.port not in (port, port + 1)
 
 
-def test_wrong_flags_are_listed_at_once_and_nothing_is_written(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_flags_are_listed_at_once_and_nothing_is_written(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     words = [
         "--env",
         "gsm9k",
@@ -129,7 +158,9 @@ def test_wrong_flags_are_listed_at_once_and_nothing_is_written(capsys: pytest.Ca
 def test_nothing_is_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
     Path("p.toml").write_text("precious")
     assert main.run(["init", "p.toml", "--yes"]) == Exit.USAGE
-    assert "name another FILE" in capsys.readouterr().err and Path("p.toml").read_text() == "precious"
+    assert (
+        "name another FILE" in capsys.readouterr().err and Path("p.toml").read_text() == "precious"
+    )
     assert main.run(["init", "--yes", "--name", "p"]) == Exit.USAGE
     assert "name another FILE" in capsys.readouterr().err and not Path(SCHEMA_FILE).exists()
     Path("link.toml").symlink_to("nowhere")
@@ -138,7 +169,9 @@ def test_nothing_is_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no/such" in capsys.readouterr().err
     Path(SCHEMA_FILE).write_text('{"title": "another schema"}')
     assert main.run(["init", "q.toml", "--yes"]) == 0
-    assert "is kept" in capsys.readouterr().out and "another schema" in Path(SCHEMA_FILE).read_text()
+    assert (
+        "is kept" in capsys.readouterr().out and "another schema" in Path(SCHEMA_FILE).read_text()
+    )
     Path(SCHEMA_FILE).write_text(schema_text().replace("boolean", "old"))
     assert main.run(["init", "r.toml", "--yes"]) == 0
     written("r.toml")
@@ -155,7 +188,9 @@ class Terminal:
     def __init__(self, *words: str) -> None:
         self.master, slave = pty.openpty()
         command = [sys.executable, "-m", "atropos_tui", "init", *words]
-        self.process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True)
+        self.process = subprocess.Popen(
+            command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True
+        )
         os.close(slave)
         self.text = ""
 
@@ -194,8 +229,11 @@ def test_on_a_terminal_it_asks_again_and_takes_defaults() -> None:
     assert terminal.process.wait(30) == 0
     profile = written("sums.toml")
     assert (profile.model, profile.env[0].name, profile.api.port, profile.vllm[0].port) == (
-        default_model("arithmetic"), "arithmetic", 9777, 9778,
-    )  # fmt: skip
+        default_model("arithmetic"),
+        "arithmetic",
+        9777,
+        9778,
+    )
 
 
 @pytest.mark.parametrize(("key", "code"), [(b"\x04", Exit.USAGE), (b"\x03", Exit.INTERRUPTED)])
@@ -204,9 +242,13 @@ def test_leaving_a_question_writes_nothing(key: bytes, code: Exit) -> None:
     terminal.expect("]: ")
     while psutil.Process(terminal.process.pid).status() != psutil.STATUS_SLEEPING:
         time.sleep(0.05)
-    time.sleep(0.2)  # a signal between the question and the reading of its answer would wait for that answer
+    time.sleep(
+        0.2
+    )  # a signal between the question and the reading of its answer would wait for that answer
     os.write(terminal.master, key)
-    if code is Exit.INTERRUPTED:  # the terminal is not the controlling one, so the key alone sends no signal
+    if (
+        code is Exit.INTERRUPTED
+    ):  # the terminal is not the controlling one, so the key alone sends no signal
         os.kill(terminal.process.pid, 2)
     assert terminal.process.wait(30) == code
     assert not list(Path().glob("*.toml"))
@@ -214,31 +256,60 @@ def test_leaving_a_question_writes_nothing(key: bytes, code: Exit) -> None:
 
 def on_one_gpu(monkeypatch: pytest.MonkeyPatch, gib: float) -> None:
     monkeypatch.setattr(init, "gpu_count", lambda: 1)
-    monkeypatch.setattr(memory, "read_machine", lambda: Hardware((Gpu("GPU", int(gib * 2**30)),), 512 << 30))
+    monkeypatch.setattr(
+        memory, "read_machine", lambda: Hardware((Gpu("GPU", int(gib * 2**30)),), 512 << 30)
+    )
 
 
-@pytest.mark.parametrize(("gib", "said"), [(79.6, ""), (40, "set so that it fits: "), (6, "no known setting")])
+@pytest.mark.parametrize(
+    ("gib", "said"), [(79.6, ""), (40, "set so that it fits: "), (6, "no known setting")]
+)
 def test_what_it_writes_fits_the_machine(
-    gib: float, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    gib: float,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     on_one_gpu(monkeypatch, gib)
     (tmp_path / "m").mkdir()
     shape = {
-        "architectures": ["Qwen3ForCausalLM"], "hidden_size": 2048, "intermediate_size": 6144, "vocab_size": 151_936,
-        "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
-        "tie_word_embeddings": True, "max_position_embeddings": 40_960,
-    }  # fmt: skip
+        "architectures": ["Qwen3ForCausalLM"],
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "vocab_size": 151_936,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 40_960,
+    }
     (tmp_path / "m/config.json").write_text(json.dumps(shape))
-    assert main.run(["init", "p.toml", "--yes", "--env", "gsm8k", "--model", str(tmp_path / "m")]) == Exit.DONE
+    assert (
+        main.run(["init", "p.toml", "--yes", "--env", "gsm8k", "--model", str(tmp_path / "m")])
+        == Exit.DONE
+    )
     shown = capsys.readouterr().out
-    assert (said in shown) if said else ("so that it fits" not in shown and "no known setting" not in shown)
+    assert (
+        (said in shown)
+        if said
+        else ("so that it fits" not in shown and "no known setting" not in shown)
+    )
     site = planned_site(written("p.toml"))
-    assert bool(lack(site_budget(site, take_inventory(site)))) is (gib == 6), "as it is written, nothing chosen later"
+    assert bool(lack(site_budget(site, take_inventory(site)))) is (gib == 6), (
+        "as it is written, nothing chosen later"
+    )
 
 
-def test_it_says_when_it_cannot_know(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_says_when_it_cannot_know(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     on_one_gpu(monkeypatch, 80)
-    assert main.run(["init", "p.toml", "--yes", "--env", "gsm8k", "--model", "owner/name"]) == Exit.DONE
+    assert (
+        main.run(["init", "p.toml", "--yes", "--env", "gsm8k", "--model", "owner/name"])
+        == Exit.DONE
+    )
     assert "its memory use is not known: model not on this machine" in capsys.readouterr().out
 
 
@@ -256,15 +327,28 @@ class Mine(BaseEnv):
 Mine.cli()
 """
 SMALL = {
-    "architectures": ["Qwen3ForCausalLM"], "hidden_size": 64, "intermediate_size": 128, "vocab_size": 300,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-    "tie_word_embeddings": True, "max_position_embeddings": 512,
-}  # fmt: skip
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "vocab_size": 300,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 512,
+}
 
 
-@pytest.mark.parametrize(("env", "name"), [("my_task.py", "my_task"), ("pack.my_task", "my_task"), ("vllm.py", "env")])
+@pytest.mark.parametrize(
+    ("env", "name"), [("my_task.py", "my_task"), ("pack.my_task", "my_task"), ("vllm.py", "env")]
+)
 def test_an_environment_of_ones_own_keeps_what_its_file_sets(
-    env: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    env: str,
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(init, "gpu_count", lambda: 0)
     (tmp_path / "pack").mkdir()
@@ -277,25 +361,42 @@ def test_an_environment_of_ones_own_keeps_what_its_file_sets(
     said = capsys.readouterr().out
     profile = written("p.toml")
     (section,) = profile.env
-    assert section.name == name and (section.module or "") == ("pack.my_task" if "pack" in env else "")
-    assert {*section.args} == {"env.max_batches_offpolicy"}, "the template's, which the file does not set"
-    assert "sets group_size = 5, max_token_length = 256, steps_per_eval = 2" in Path("p.toml").read_text()
+    assert section.name == name and (section.module or "") == (
+        "pack.my_task" if "pack" in env else ""
+    )
+    assert {*section.args} == {"env.max_batches_offpolicy"}, (
+        "the template's, which the file does not set"
+    )
+    assert (
+        "sets group_size = 5, max_token_length = 256, steps_per_eval = 2"
+        in Path("p.toml").read_text()
+    )
     settings = profile.trainer.settings
     assert settings["batch_size"] * settings["gradient_accumulation_steps"] % 5 == 0
-    assert (profile.vllm[0].max_model_len, settings["seq_len"]) == (512, 512), "the model was made for no more"
+    assert (profile.vllm[0].max_model_len, settings["seq_len"]) == (512, 512), (
+        "the model was made for no more"
+    )
     cache = profile.vllm[0].args["kv-cache-memory-bytes"]
     assert isinstance(cache, int) and 2**26 <= cache < 2**28, "of the model's size, not 4 GiB"
-    assert "fix these first:" in said and "has no chat template" in said, "the model, not this machine"
+    assert "fix these first:" in said and "has no chat template" in said, (
+        "the model, not this machine"
+    )
     assert "not ready" not in said, said
 
 
-def test_lengths_of_a_template_fit_a_small_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lengths_of_a_template_fit_a_small_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(init, "gpu_count", lambda: 0)
     (tmp_path / "m").mkdir()
     (tmp_path / "m/config.json").write_text(json.dumps(SMALL))
-    assert main.run(["init", "p.toml", "--yes", "--env", "gsm8k", "--model", str(tmp_path / "m")]) == 0
+    assert (
+        main.run(["init", "p.toml", "--yes", "--env", "gsm8k", "--model", str(tmp_path / "m")]) == 0
+    )
     profile = written("p.toml")
-    assert profile.vllm[0].max_model_len == 512 and profile.env[0].args["env.max_token_length"] == 256
+    assert (
+        profile.vllm[0].max_model_len == 512 and profile.env[0].args["env.max_token_length"] == 256
+    )
 
 
 def test_a_module_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:

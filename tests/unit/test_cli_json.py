@@ -1,4 +1,5 @@
-"""`--json` of every command prints what its schema says, and docs/json.md is made of the same models."""
+"""`--json` of every command prints what its schema says, and docs/json.md is made of the same
+models."""
 
 from __future__ import annotations
 
@@ -33,17 +34,25 @@ def check(command: str, text: str) -> None:
     """What was printed is what the schema says, with no field that it does not name."""
     schema = schemas.answer_schema(command)
     validator = Draft202012Validator(json.loads(json.dumps(schema)))
-    answers = [json.loads(line) for line in text.splitlines()] if command in schemas.LINES else [json.loads(text)]
+    answers = (
+        [json.loads(line) for line in text.splitlines()]
+        if command in schemas.LINES
+        else [json.loads(text)]
+    )
     assert answers and text.isascii()
     for answer in answers:
-        assert not list(validator.iter_errors(answer)), [error.message for error in validator.iter_errors(answer)]
+        assert not list(validator.iter_errors(answer)), [
+            error.message for error in validator.iter_errors(answer)
+        ]
         if "properties" in schema:
             assert set(answer) <= set(schema["properties"])
 
 
 @pytest.mark.usefixtures("own_places")
 @pytest.mark.parametrize("command", COMMANDS)
-def test_what_is_printed_fits_the_schema(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_printed_fits_the_schema(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     ended_run(tmp_path)
     code = main.run([*COMMANDS[command], "--json"])
     assert code in ((0, Exit.USAGE) if command == "doctor" else (0,))
@@ -51,7 +60,9 @@ def test_what_is_printed_fits_the_schema(command: str, tmp_path: Path, capsys: p
 
 
 @pytest.mark.usefixtures("own_places")
-def test_why_says_in_json_what_it_says_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_why_says_in_json_what_it_says_in_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     ended_run(tmp_path)
     assert main.run(["why", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
@@ -86,4 +97,6 @@ def test_the_schema_of_each_command_is_printed(capsys: pytest.CaptureFixture[str
 
 
 def test_the_page_is_up_to_date() -> None:
-    assert (DOCS / "json.md").read_text() == schemas.page(), "python -m atropos_tui.cli.schemas > docs/json.md"
+    assert (DOCS / "json.md").read_text() == schemas.page(), (
+        "python -m atropos_tui.cli.schemas > docs/json.md"
+    )

@@ -1,4 +1,5 @@
-"""`atropos-tui logs` and what it stands on: nothing lost or repeated over rotation, restarts and the end of the run."""
+"""`atropos-tui logs` and what it stands on: nothing lost or repeated over rotation, restarts and
+the end of the run."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.setattr(logs, "LIVE_S", 0.02)
     found = RunDir(tmp_path / "run")
     found.create()
-    found.run_json.write_text(json.dumps({"run_id": "p-1", "name": "p", "mode": "none", "started_at": 5.0}))
+    found.run_json.write_text(
+        json.dumps({"run_id": "p-1", "name": "p", "mode": "none", "started_at": 5.0})
+    )
     found.plan_json.write_text(json.dumps({"components": [{"name": "env", "role": "env"}]}))
     return found
 
@@ -44,8 +47,18 @@ def listener(run: RunDir) -> Iterator[socket.socket]:
         yield server
 
 
-def options(run: RunDir, *components: str, follow: bool = False, lines: int = 200) -> argparse.Namespace:
-    command = ["logs", *(components or ["env"]), "--run-dir", str(run.root), "-n", str(lines), *["-f"] * follow]
+def options(
+    run: RunDir, *components: str, follow: bool = False, lines: int = 200
+) -> argparse.Namespace:
+    command = [
+        "logs",
+        *(components or ["env"]),
+        "--run-dir",
+        str(run.root),
+        "-n",
+        str(lines),
+        *["-f"] * follow,
+    ]
     return build_parser().parse_args(command)
 
 
@@ -74,7 +87,9 @@ def printed(capsys: pytest.CaptureFixture[str]) -> tuple[list[str], Printed]:
     return seen, until
 
 
-async def test_the_last_lines_reach_over_a_rotation(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_the_last_lines_reach_over_a_rotation(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
     log = LogFile(run.log("env", 1), 6000)
     expected = numbered(0, 150)
     log.write(text(expected) + b"no newline")
@@ -87,7 +102,8 @@ async def test_the_last_lines_reach_over_a_rotation(run: RunDir, capsys: pytest.
 async def test_following_loses_and_repeats_nothing(
     run: RunDir, listener: socket.socket, printed: tuple[list[str], Printed]
 ) -> None:
-    """No log yet, a first line, many rotations, a line in two pieces, a restart, an end without a newline."""
+    """No log yet, a first line, many rotations, a line in two pieces, a restart, an end without a
+    newline."""
     seen, until = printed
     following = asyncio.create_task(logs.logs(options(run, follow=True, lines=5)))
     await asyncio.sleep(0.05)
@@ -155,14 +171,18 @@ async def test_a_component_that_is_not_there(run: RunDir, name: str) -> None:
     assert "env" in str(caught.value)
 
 
-async def test_a_run_that_ended_before_a_word(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_run_that_ended_before_a_word(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
     async with asyncio.timeout(5):
         assert await logs.logs(options(run, follow=True)) == 0
     assert "not printed anything" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("since", ["99999999d", "9" * 400 + "h"])
-def test_longer_ago_than_any_run(run: RunDir, since: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_longer_ago_than_any_run(
+    run: RunDir, since: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main.run(["logs", "--since", since, "--run-dir", str(run.root)]) == 0
     assert "no matching line since 1970" in capsys.readouterr().err
 
@@ -172,7 +192,9 @@ def test_live_is_who_listens(run: RunDir, listener: socket.socket) -> None:
     assert entry.is_live
     target = run.control_sock.readlink()
     listener.close()
-    assert target.exists() and not entry.is_live, "a killed supervisor leaves its socket file behind"
+    assert target.exists() and not entry.is_live, (
+        "a killed supervisor leaves its socket file behind"
+    )
     target.unlink()
     assert not entry.is_live
     run.control_sock.unlink()

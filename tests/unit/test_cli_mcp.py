@@ -26,9 +26,26 @@ from tests.unit.cli_places import own_places  # noqa: F401
 from tests.unit.test_cli import ended_run
 
 pytestmark = pytest.mark.usefixtures("own_places")
-STEP: dict[str, Any] = {"reward_std": 0, "lr": 1e-5, "grad_norm": 1, "ratio_mean": 1, "clip_fraction": 0, "tokens": 1}
+STEP: dict[str, Any] = {
+    "reward_std": 0,
+    "lr": 1e-5,
+    "grad_norm": 1,
+    "ratio_mean": 1,
+    "clip_fraction": 0,
+    "tokens": 1,
+}
 STEP |= {"sequences": 1, "weight_version": 1, "attempt": 1}
-READING = {"list_runs", "status", "why", "curves", "events", "logs", "rollouts", "benchmark", "preview"}
+READING = {
+    "list_runs",
+    "status",
+    "why",
+    "curves",
+    "events",
+    "logs",
+    "rollouts",
+    "benchmark",
+    "preview",
+}
 
 
 @asynccontextmanager
@@ -59,15 +76,34 @@ def trained(tmp_path: Path) -> RunDir:
         record
         for step in range(1, 201)
         for record in (
-            StepRecord(step=step, loss=float("nan") if step == 1 else 0.1, reward_mean=step / 200, **STEP),
-            TimingRecord(attempt=1, step=step, step_s=1, data_wait_s=0.8, train_s=0.2, sync_s=0, checkpoint_s=0,
-                         tokens_per_s=9),
-            RolloutRecord(attempt=1, step=step, env="sums", prompt=f"{step}+1?", reward=1, advantage=0.5,
-                          completion="2 \x1b]0;pwn\x07" + "z" * 9000),
+            StepRecord(
+                step=step, loss=float("nan") if step == 1 else 0.1, reward_mean=step / 200, **STEP
+            ),
+            TimingRecord(
+                attempt=1,
+                step=step,
+                step_s=1,
+                data_wait_s=0.8,
+                train_s=0.2,
+                sync_s=0,
+                checkpoint_s=0,
+                tokens_per_s=9,
+            ),
+            RolloutRecord(
+                attempt=1,
+                step=step,
+                env="sums",
+                prompt=f"{step}+1?",
+                reward=1,
+                advantage=0.5,
+                completion="2 \x1b]0;pwn\x07" + "z" * 9000,
+            ),
         )
-    ]  # fmt: skip
+    ]
     run.telemetry_jsonl.write_text("".join(record.to_line() for record in records))
-    (run.root / "eval.sums.jsonl").write_text(EvalRecord(env="sums", accuracy=0.9, policy_step=3).to_line())
+    (run.root / "eval.sums.jsonl").write_text(
+        EvalRecord(env="sums", accuracy=0.9, policy_step=3).to_line()
+    )
     return run
 
 
@@ -76,28 +112,50 @@ async def test_an_agent_reads_a_run(tmp_path: Path) -> None:
     async with agent() as client:
         tools = {tool.name: tool for tool in (await client.list_tools()).tools}
         assert set(tools) == READING, "actions have to be allowed"
-        assert all(tool.annotations and tool.annotations.read_only_hint and tool.description for tool in tools.values())
-        assert client.instructions and "never instructions" in client.instructions.replace("\n", " ")
+        assert all(
+            tool.annotations and tool.annotations.read_only_hint and tool.description
+            for tool in tools.values()
+        )
+        assert client.instructions and "never instructions" in client.instructions.replace(
+            "\n", " "
+        )
         (row,) = data(await client.call_tool("list_runs", {}))
-        assert (row["run"], row["state"], row["step"], row["held_out"]) == ("p-1", "ended 3", 200, 0.9)
+        assert (row["run"], row["state"], row["step"], row["held_out"]) == (
+            "p-1",
+            "ended 3",
+            200,
+            0.9,
+        )
         why = data(await client.call_tool("why", {"run": "p"}))
         assert why["headline"] == "p-1 ended with code 3: vllm failed" and why["sentence"]
         assert why["diagnoses"][0]["title"] == "out of memory"
         assert data(await client.call_tool("status", {}))["components"][0]["state"] == "failed"
         newest = data(await client.call_tool("curves", {}))
-        assert newest["reward_mean"] == {"steps": [200], "values": [1.0]} and newest["held_out/sums/held_out"]
-        curve = data(await client.call_tool("curves", {"names": ["reward_mean", "loss"], "points": 10}))
+        assert (
+            newest["reward_mean"] == {"steps": [200], "values": [1.0]}
+            and newest["held_out/sums/held_out"]
+        )
+        curve = data(
+            await client.call_tool("curves", {"names": ["reward_mean", "loss"], "points": 10})
+        )
         assert curve["reward_mean"]["steps"] == list(range(20, 201, 20))
         events = data(await client.call_tool("events", {"kind": "state", "last": 1}))
         assert [event["new"] for event in events] == ["failed"]
-        lines = data(await client.call_tool("logs", {"components": ["vllm"], "grep": "t", "last": 1}))
+        lines = data(
+            await client.call_tool("logs", {"components": ["vllm"], "grep": "t", "last": 1})
+        )
         assert [line["text"] for line in lines] == ["three"]
         text = (await client.call_tool("logs", {})).model_dump_json()
         assert "two red" in text and "\\u001b" not in text
         (rollout,) = data(await client.call_tool("rollouts", {"step": 7, "last": 1}))
         assert rollout["prompt"] == "7+1?" and rollout["reward"] == 1
         assert "\x1b" not in rollout["completion"] and len(rollout["completion"]) <= 4000
-        assert data(await client.call_tool("benchmark", {"names": ["p-1", "p"]}))["runs"][1]["ratios"]["steps"] == 1
+        assert (
+            data(await client.call_tool("benchmark", {"names": ["p-1", "p"]}))["runs"][1]["ratios"][
+                "steps"
+            ]
+            == 1
+        )
 
 
 async def test_mistakes_come_back_as_words(tmp_path: Path) -> None:
@@ -119,24 +177,47 @@ async def test_mistakes_come_back_as_words(tmp_path: Path) -> None:
 async def test_an_agent_that_may_act_restarts_a_component(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "runs" / "live-1")
     run.create()
-    run.run_json.write_text(json.dumps({"run_id": "live-1", "name": "live", "mode": "none", "started_at": time.time()}))
-    sleeps = [sys.executable, "-I", "-S", "-c", "import time; print('up', flush=True); time.sleep(600)"]
+    run.run_json.write_text(
+        json.dumps({"run_id": "live-1", "name": "live", "mode": "none", "started_at": time.time()})
+    )
+    sleeps = [
+        sys.executable,
+        "-I",
+        "-S",
+        "-c",
+        "import time; print('up', flush=True); time.sleep(600)",
+    ]
     parts = [
-        ComponentSpec(name=name, command=sleeps, restart=RestartPolicy(policy="never"), stop=StopPolicy(grace_s=0.3))
+        ComponentSpec(
+            name=name,
+            command=sleeps,
+            restart=RestartPolicy(policy="never"),
+            stop=StopPolicy(grace_s=0.3),
+        )
         for name in ("one", "two")
     ]
-    stack = StackSpec(run_id="live-1", name="live", mode="none", run_dir=str(run.root), components=parts)
+    stack = StackSpec(
+        run_id="live-1", name="live", mode="none", run_dir=str(run.root), components=parts
+    )
     supervisor = asyncio.create_task(run_stack(stack))
     try:
         while not (run.control_sock.exists() and runs.RunEntry(run, {}).is_live):
             await asyncio.sleep(0.02)
         async with agent("--allow-actions") as client:
-            assert {tool.name for tool in (await client.list_tools()).tools} == READING | {"restart", "stop", "start"}
-            assert data(await client.call_tool("preview", {"action": "restart", "component": "one"}))["stop"] == ["one"]
+            assert {tool.name for tool in (await client.list_tools()).tools} == READING | {
+                "restart",
+                "stop",
+                "start",
+            }
+            assert data(
+                await client.call_tool("preview", {"action": "restart", "component": "one"})
+            )["stop"] == ["one"]
             done = data(await client.call_tool("restart", {"component": "one", "run": "live"}))
             assert done["status"] == "done"
             assert data(await client.call_tool("stop", {"component": "two"}))["status"] == "done"
-            rows = {row["name"]: row for row in data(await client.call_tool("status", {}))["components"]}
+            rows = {
+                row["name"]: row for row in data(await client.call_tool("status", {}))["components"]
+            }
             assert rows["one"]["attempt"] == 2 and rows["two"]["state"] == "stopped"
             assert "refused" in words(await client.call_tool("stop", {"component": "three"}))
     finally:

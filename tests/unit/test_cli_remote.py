@@ -1,4 +1,5 @@
-"""`user@host[:RUN]`: a command carried out where the run is, over a private sshd; and what is said where that fails."""
+"""`user@host[:RUN]`: a command carried out where the run is, over a private sshd; and what is said
+where that fails."""
 
 from __future__ import annotations
 
@@ -29,7 +30,10 @@ def ssh(hosts: SshNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ssh
     """`ssh` of the PATH knows the private hosts, as ~/.ssh/config would make it."""
     wrapper = tmp_path / "bin/ssh"
     wrapper.parent.mkdir()
-    wrapper.write_text(f'#!/bin/sh\nexec /usr/bin/ssh -F {hosts.config} -o BatchMode=yes -o ConnectTimeout=2 "$@"\n')
+    wrapper.write_text(
+        f"#!/bin/sh\nexec /usr/bin/ssh -F {hosts.config} -o BatchMode=yes -o "
+        f'ConnectTimeout=2 "$@"\n'
+    )
     wrapper.chmod(0o755)
     monkeypatch.setenv("PATH", f"{wrapper.parent}:{os.environ['PATH']}")
     return hosts
@@ -58,7 +62,9 @@ def test_which_words_name_another_machine(words: str, found: tuple[str, str] | N
     assert place_in(words.split()) == expected
 
 
-def test_a_folder_of_that_name_here_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_that_name_here_is_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "me@box").mkdir()
     assert place_in(["ps", "me@box"]) is None
@@ -88,7 +94,8 @@ if words[0] == "exec":
     words = words[1:]
 os.execvp(words[0], words)
 """
-"""A login shell that takes what every shell takes, and ends with 0 where it does not understand, as fish did."""
+"""A login shell that takes what every shell takes, and ends with 0 where it does not understand, as
+fish did."""
 
 
 def strict_shell(kind: str, **differs: bool) -> str:
@@ -108,8 +115,12 @@ def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """`ssh` of the PATH does what sshd does: LOGIN -c COMMAND, with that shell in SHELL."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    (folder / "ssh").write_text('#!/bin/sh\nfor text; do :; done\nSHELL=$LOGIN exec "$LOGIN" -c "$text"\n')
-    (folder / "atropos-tui").write_text(f'#!/bin/sh\nexec {sys.executable} -P -m atropos_tui "$@"\n')
+    (folder / "ssh").write_text(
+        '#!/bin/sh\nfor text; do :; done\nSHELL=$LOGIN exec "$LOGIN" -c "$text"\n'
+    )
+    (folder / "atropos-tui").write_text(
+        f'#!/bin/sh\nexec {sys.executable} -P -m atropos_tui "$@"\n'
+    )
     for name, text in SHELLS.items():
         (folder / name).write_text(text)
     for file in folder.iterdir():
@@ -123,7 +134,11 @@ def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("shell", [*SHELLS, *REAL_SHELLS])
 def test_a_command_there_works_with_any_login_shell(
-    shell: str, box: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    shell: str,
+    box: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """fish understood nothing, and 0 was given back: `down me@box && poweroff` went on."""
     if shell not in SHELLS and shutil.which(shell) is None:
@@ -148,12 +163,18 @@ def test_a_login_shell_that_runs_nothing_is_no_success(
     monkeypatch.setenv("LOGIN", str(box / "deaf"))
     assert run(["down", "me@box"]) == 5
     said = capfd.readouterr()
-    assert f"its login shell ended with code {code}: Welcome to fish" in said.err and ".bashrc" in said.err
+    assert (
+        f"its login shell ended with code {code}: Welcome to fish" in said.err
+        and ".bashrc" in said.err
+    )
 
 
 def test_what_a_shell_asks_on_a_terminal_is_seen_and_the_mark_is_not() -> None:
     answer = remote.Answer("ff", shows_greeting=True)
-    shown = [answer.take(data) for data in (b"Password: ", b"ok\r\n\x1eatropos-", b"tui-ff\r", b"\nab", b"c")]
+    shown = [
+        answer.take(data)
+        for data in (b"Password: ", b"ok\r\n\x1eatropos-", b"tui-ff\r", b"\nab", b"c")
+    ]
     assert b"".join(shown) == b"Password: ok\r\nabc" and shown[0] == b"Password: "
 
 
@@ -171,7 +192,9 @@ def test_the_screen_there(ssh: SshNodes, tmp_path: Path) -> None:
     (there / "result.json").write_text('{"exit_code": 0, "reason": "trainer completed"}')
     parent, child = pty.openpty()
     command = [sys.executable, "-P", "-m", "atropos_tui", "attach", f"{ME}@n2:{there}"]
-    screen = subprocess.Popen(command, stdin=child, stdout=child, stderr=child, env=os.environ | {"TERM": "xterm"})
+    screen = subprocess.Popen(
+        command, stdin=child, stdout=child, stderr=child, env=os.environ | {"TERM": "xterm"}
+    )
     os.close(child)
     seen, give_up = b"", time.monotonic() + 60
     while b"37/60" not in seen:
@@ -191,7 +214,10 @@ def test_the_screen_there(ssh: SshNodes, tmp_path: Path) -> None:
 
 
 def test_what_ssh_cannot_do_is_said(
-    ssh: SshNodes, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ssh: SshNodes,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     ssh.know("n3", key="host_n1")
     assert run(["attach", f"{ME}@n3"]) == 5

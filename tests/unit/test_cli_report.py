@@ -1,4 +1,5 @@
-"""`report`, `replay` and `bench` as a user calls them: files, exit codes, words; and what their neighbours say."""
+"""`report`, `replay` and `bench` as a user calls them: files, exit codes, words; and what their
+neighbours say."""
 
 from __future__ import annotations
 
@@ -27,12 +28,16 @@ BIN = Path(sys.executable).parent
 def place(own_places: None, tmp_path: Path) -> RunDir:  # noqa: F811
     """A finished run in ./runs/one."""
     run = make_run(tmp_path / "runs" / "one", steps=8)
-    run.run_json.write_text(json.dumps({"run_id": "demo-test", "name": "demo", "mode": "none", "started_at": 5.0}))
+    run.run_json.write_text(
+        json.dumps({"run_id": "demo-test", "name": "demo", "mode": "none", "started_at": 5.0})
+    )
     run.result_json.write_text(json.dumps({"exit_code": 0, "reason": "trainer finished"}))
     return run
 
 
-def test_report_writes_a_private_page_of_the_newest_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_writes_a_private_page_of_the_newest_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main.run(["report"]) == 0
     page = tmp_path / "one-report.html"
     assert capsys.readouterr().out.startswith("one-report.html  (")
@@ -54,14 +59,18 @@ def test_report_follows_a_link_to_a_file_and_says_what_it_cannot_write(
     assert (tmp_path / "shared.html").read_text() != "old"
     (tmp_path / "loop").symlink_to("loop")
     capsys.readouterr()
-    monkeypatch.setattr("atropos_tui.cli.report.render", lambda *_: "a page")  # drawing one takes a second
+    monkeypatch.setattr(
+        "atropos_tui.cli.report.render", lambda *_: "a page"
+    )  # drawing one takes a second
     for name in ("runs", "nowhere/x.html", "/dev/null", "loop", "x" * 300):
         assert main.run(["report", "-o", name]) == 2
         assert "fix: choose another -o FILE" in capsys.readouterr().err
     assert stat.S_ISCHR(Path("/dev/null").stat().st_mode)
 
 
-def test_report_of_a_run_that_crashed_and_of_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_of_a_run_that_crashed_and_of_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "runs" / "one" / "result.json").unlink()
     assert main.run(["report", "-o", "x.html"]) == 0
     assert "ended without a result" in (tmp_path / "x.html").read_text()
@@ -76,7 +85,11 @@ def test_report_of_a_run_that_crashed_and_of_none(tmp_path: Path, capsys: pytest
 def test_without_the_plot_library_it_names_the_extra(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in [name for name in sys.modules if name.startswith(("matplotlib", "atropos_tui.monitor.report"))]:
+    for name in [
+        name
+        for name in sys.modules
+        if name.startswith(("matplotlib", "atropos_tui.monitor.report"))
+    ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main.run(["report"]) == 2
@@ -112,7 +125,9 @@ def test_replay_refuses_what_is_no_speed(speed: str, capsys: pytest.CaptureFixtu
     assert "is not a speed" in capsys.readouterr().err
 
 
-def test_replay_needs_a_terminal_and_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_needs_a_terminal_and_records(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main.run(["replay", "runs/one"]) == 2
     assert "the screen needs one" in capsys.readouterr().err
     empty = RunDir(tmp_path / "runs" / "empty")
@@ -128,7 +143,9 @@ def test_replay_on_a_real_terminal_shows_the_end_and_leaves_by_q(place: RunDir) 
     front, back = pty.openpty()
     command = [str(BIN / "atropos-tui"), "replay", "runs/one", "--speed", "64x"]
     env = os.environ | {"TERM": "xterm-256color", "COLUMNS": "120", "LINES": "40"}
-    process = subprocess.Popen(command, stdin=back, stdout=back, stderr=back, env=env, start_new_session=True)
+    process = subprocess.Popen(
+        command, stdin=back, stdout=back, stderr=back, env=env, start_new_session=True
+    )
     os.close(back)
     os.set_blocking(front, False)
     seen, deadline = b"", time.monotonic() + 60
@@ -159,7 +176,9 @@ def test_a_folder_too_long_for_a_socket_ends_in_a_clear_error(
 ) -> None:
     from atropos_tui.supervisor import client, runner
 
-    edge = Path(os.environ["XDG_RUNTIME_DIR"]) / "e"  # short: pytest's own folder may be too long by itself
+    edge = (
+        Path(os.environ["XDG_RUNTIME_DIR"]) / "e"
+    )  # short: pytest's own folder may be too long by itself
     long = tmp_path / ("x" * 100)
     long.mkdir()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
@@ -188,7 +207,11 @@ def test_up_says_that_the_folder_is_too_long(tmp_path: Path, how: str) -> None:
     profile = write_profile(tmp_path, "p", ports=(_free_port(), _free_port()))
     env = os.environ | {"XDG_RUNTIME_DIR": str(long)}
     done = subprocess.run(
-        [str(BIN / "atropos-tui"), "up", str(profile), how], capture_output=True, text=True, env=env, timeout=100
+        [str(BIN / "atropos-tui"), "up", str(profile), how],
+        capture_output=True,
+        text=True,
+        env=env,
+        timeout=100,
     )
     assert done.returncode == 2, done.stderr
     assert "$XDG_RUNTIME_DIR is too long" in done.stderr

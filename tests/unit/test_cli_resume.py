@@ -1,4 +1,5 @@
-"""RUN/profile.toml means what was started, and `--resume` goes on with it or says what is different."""
+"""RUN/profile.toml means what was started, and `--resume` goes on with it or says what is
+different."""
 
 from __future__ import annotations
 
@@ -20,19 +21,48 @@ from atropos_tui.profile.sections import Profile, load_profile, shipped_profiles
 from atropos_tui.supervisor.store import RunResult
 
 RICH = {
-    "name": "rich", "model": "/models/ü\n\t\"'x", "seed": 3,
+    "name": "rich",
+    "model": "/models/ü\n\t\"'x",
+    "seed": 3,
     "env": [
-        {"name": "a", "module": "json", "weight": 2, "args": {"env": {"group_size": 8}, "x": ["a", 1, True, 0.5]}},
-        {"name": "b", "script": "/x.py", "env": {"TOKEN": "${TOKEN}"}, "restart": {"policy": "always", "backoff_s": 0}},
+        {
+            "name": "a",
+            "module": "json",
+            "weight": 2,
+            "args": {"env": {"group_size": 8}, "x": ["a", 1, True, 0.5]},
+        },
+        {
+            "name": "b",
+            "script": "/x.py",
+            "env": {"TOKEN": "${TOKEN}"},
+            "restart": {"policy": "always", "backoff_s": 0},
+        },
     ],
     "vllm": {
-        "startup": {"checks": [{"kind": "http", "url": "http://x"}, {"kind": "log", "pattern": "^\\d+ \x1b"}]},
-        "gpus": [0, 1], "args": {"a-flag": True, "number": 7, "share": 0.25}, "depends_on": {},
+        "startup": {
+            "checks": [
+                {"kind": "http", "url": "http://x"},
+                {"kind": "log", "pattern": "^\\d+ \x1b"},
+            ]
+        },
+        "gpus": [0, 1],
+        "args": {"a-flag": True, "number": 7, "share": 0.25},
+        "depends_on": {},
     },
-    "trainer": {"betas": [0.9, 0.95], "lora_layer_indices": "1-3", "lr": 1e-5, "env": {"A": ""}, "gpus": []},
-    "component": {"a.b": {"role": "env", "command": ["echo", "${X} y", ""], "stop": {"signal": "INT"}}},
-    "notify": {"webhook": "${HOOK}", "on": []}, "survive": True, "logs": {"max_bytes": 5},
-}  # fmt: skip
+    "trainer": {
+        "betas": [0.9, 0.95],
+        "lora_layer_indices": "1-3",
+        "lr": 1e-5,
+        "env": {"A": ""},
+        "gpus": [],
+    },
+    "component": {
+        "a.b": {"role": "env", "command": ["echo", "${X} y", ""], "stop": {"signal": "INT"}}
+    },
+    "notify": {"webhook": "${HOOK}", "on": []},
+    "survive": True,
+    "logs": {"max_bytes": 5},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -67,13 +97,17 @@ def test_every_kind_of_value_survives_being_written(tmp_path: Path) -> None:
 
 
 def test_a_hidden_secret_is_refused_with_the_way_out(tmp_path: Path) -> None:
-    (tmp_path / "p.toml").write_text(tomli_w.dumps(RICH | {"vllm": {"args": {"api-key": "hunter2hunter2"}}}))
+    (tmp_path / "p.toml").write_text(
+        tomli_w.dumps(RICH | {"vllm": {"args": {"api-key": "hunter2hunter2"}}})
+    )
     file = written(tmp_path, load_profile("p.toml")[0])
     assert "hunter2" not in file.read_text()
     with pytest.raises(UserError) as caught:
         load_profile(str(file))
     (problem,) = caught.value.problems
-    assert problem.key == "vllm.args.api-key" and ".env" in problem.fix and "--resume" in problem.fix
+    assert (
+        problem.key == "vllm.args.api-key" and ".env" in problem.fix and "--resume" in problem.fix
+    )
 
 
 def failing_profile(tmp_path: Path, **trainer: Any) -> Path:
@@ -81,11 +115,20 @@ def failing_profile(tmp_path: Path, **trainer: Any) -> Path:
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text("{}")
     data = {
-        "name": "p", "model": str(tmp_path / "model"), "env": {"module": "json", "env": {"X": "${RESUME_TEST_X}"}},
-        "api": {"port": free_port()}, "vllm": {"port": free_port(), "args": {"api-key": "hunter2"}},
-        "prepare": [{"name": "first", "command": ["sh", "-c", "echo got $Y; false"], "env": {"Y": "${RESUME_TEST_Y}"}}],
+        "name": "p",
+        "model": str(tmp_path / "model"),
+        "env": {"module": "json", "env": {"X": "${RESUME_TEST_X}"}},
+        "api": {"port": free_port()},
+        "vllm": {"port": free_port(), "args": {"api-key": "hunter2"}},
+        "prepare": [
+            {
+                "name": "first",
+                "command": ["sh", "-c", "echo got $Y; false"],
+                "env": {"Y": "${RESUME_TEST_Y}"},
+            }
+        ],
         "trainer": {"device": "cpu"} | trainer,
-    }  # fmt: skip
+    }
     (tmp_path / "place").mkdir()
     path = tmp_path / "place/p.toml"
     path.write_text(tomli_w.dumps(data))
@@ -103,8 +146,15 @@ def test_resume_tells_what_is_different(tmp_path: Path, capfd: pytest.CaptureFix
     assert main.run([*up, "--resume", "run", *more]) == Exit.COMPONENT_FAILED
     out = capfd.readouterr().out
     assert "changed profile:\n" in out and "secret" not in out and "hunter2" not in out
-    listed = [line for line in out.split("changed profile:\n")[1].splitlines() if "→" in line and line.startswith("  ")]
-    assert sorted(listed) == ["  trainer.lr: 0.0001 → 0.0002", "  vllm.max_model_len: (not set) → 99"]
+    listed = [
+        line
+        for line in out.split("changed profile:\n")[1].splitlines()
+        if "→" in line and line.startswith("  ")
+    ]
+    assert sorted(listed) == [
+        "  trainer.lr: 0.0001 → 0.0002",
+        "  vllm.max_model_len: (not set) → 99",
+    ]
 
 
 def test_resume_without_profile_takes_the_run_s_own(
@@ -115,7 +165,10 @@ def test_resume_without_profile_takes_the_run_s_own(
     text = profile.read_text().replace("hunter2", "${RESUME_TEST_Y}")
     profile.write_text(text)
     sets = ["--set", "trainer.lr=0.25"]
-    assert main.run(["up", str(profile), "--headless", "--run-dir", "run", *sets]) == Exit.COMPONENT_FAILED
+    assert (
+        main.run(["up", str(profile), "--headless", "--run-dir", "run", *sets])
+        == Exit.COMPONENT_FAILED
+    )
     profile.write_text("changed since, and no profile any more")
     capfd.readouterr()
     for _ in range(2):  # the second time from what the first resume wrote
@@ -123,25 +176,47 @@ def test_resume_without_profile_takes_the_run_s_own(
         captured = capfd.readouterr()
         assert "changed profile" not in captured.out, captured.out
     assert json.loads(Path("run/run.json").read_text())["profile"] == str(profile)
-    assert "got from-dotenv" in Path("run/logs/first/3.log").read_text(), "the first profile's .env was not found"
+    assert "got from-dotenv" in Path("run/logs/first/3.log").read_text(), (
+        "the first profile's .env was not found"
+    )
     assert load_profile("run/profile.toml")[0].trainer.settings["lr"] == 0.25
 
 
-def test_resume_of_a_run_with_a_hidden_secret(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_resume_of_a_run_with_a_hidden_secret(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     profile = failing_profile(tmp_path)
     main.run(["up", str(profile), "--headless", "--run-dir", "run"])
     assert main.run(["up", "--resume", "run", "--headless"]) == Exit.USAGE
     error = capfd.readouterr().err
-    assert "vllm.args.api-key: was a secret" in error and "${NAME}" in error and "up PROFILE --resume RUN" in error
+    assert (
+        "vllm.args.api-key: was a secret" in error
+        and "${NAME}" in error
+        and "up PROFILE --resume RUN" in error
+    )
 
 
-def test_a_finished_run_is_not_resumed_for_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_run_is_not_resumed_for_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     profile = failing_profile(tmp_path, training_steps=60)
     up = ["up", str(profile), "--headless"]
     assert main.run([*up, "--run-dir", "run"]) == Exit.COMPONENT_FAILED
     run = RunDir(Path("run"))
-    step = {"v": 1, "run_id": "r", "time": 1.0, "seq": 1, "kind": "step", "attempt": 1, "rank": 0, "step": 60, "lr": 0}
-    step |= dict.fromkeys(("loss", "reward_mean", "reward_std", "grad_norm", "ratio_mean", "clip_fraction"), 0)
+    step = {
+        "v": 1,
+        "run_id": "r",
+        "time": 1.0,
+        "seq": 1,
+        "kind": "step",
+        "attempt": 1,
+        "rank": 0,
+        "step": 60,
+        "lr": 0,
+    }
+    step |= dict.fromkeys(
+        ("loss", "reward_mean", "reward_std", "grad_norm", "ratio_mean", "clip_fraction"), 0
+    )
     step |= {"tokens": 1, "sequences": 1, "weight_version": 60}
     run.telemetry_jsonl.write_text(json.dumps(step, separators=(",", ":")) + "\n")
     done = RunResult(exit_code=0, reason="done").model_dump_json()
@@ -151,14 +226,26 @@ def test_a_finished_run_is_not_resumed_for_nothing(tmp_path: Path, capfd: pytest
     for more in ([], ["--set", "trainer.training_steps=30"]):
         assert main.run([*up, "--resume", "run", *more]) == Exit.USAGE
         said = capfd.readouterr().err
-        assert f"already at 60 of {60 if not more else 30} steps" in said and "raise trainer.training_steps" in said
-    assert run.result_json.read_text() == done and sorted(run.root.rglob("*")) == logs, "nothing is started or written"
-    assert main.run([*up, "--resume", "run", "--set", "trainer.training_steps=61"]) == Exit.COMPONENT_FAILED
+        assert (
+            f"already at 60 of {60 if not more else 30} steps" in said
+            and "raise trainer.training_steps" in said
+        )
+    assert run.result_json.read_text() == done and sorted(run.root.rglob("*")) == logs, (
+        "nothing is started or written"
+    )
+    assert (
+        main.run([*up, "--resume", "run", "--set", "trainer.training_steps=61"])
+        == Exit.COMPONENT_FAILED
+    )
     run.result_json.write_text(RunResult(exit_code=130, reason="stopped").model_dump_json())
-    assert main.run([*up, "--resume", "run"]) == Exit.COMPONENT_FAILED, "it may still have to write its final model"
+    assert main.run([*up, "--resume", "run"]) == Exit.COMPONENT_FAILED, (
+        "it may still have to write its final model"
+    )
 
 
-def test_no_profile_and_nothing_to_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_profile_and_nothing_to_resume(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main.run(["up"]) == Exit.USAGE
     assert "PROFILE is missing" in capsys.readouterr().err
     assert main.run(["up", "--resume", "nowhere"]) == Exit.NO_RUN
@@ -170,8 +257,16 @@ def test_no_profile_and_nothing_to_resume(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_differences_read_like_the_profile() -> None:
-    old = {"env": [{"name": "a"}, {"name": "b", "weight": 1}], "trainer": {"gpus": [0]}, "x": {"k": "v"}}
-    new = {"env": [{"name": "a"}, {"name": "b", "weight": 2}], "trainer": {"gpus": [0, 1]}, "y": "a\nb"}
+    old = {
+        "env": [{"name": "a"}, {"name": "b", "weight": 1}],
+        "trainer": {"gpus": [0]},
+        "x": {"k": "v"},
+    }
+    new = {
+        "env": [{"name": "a"}, {"name": "b", "weight": 2}],
+        "trainer": {"gpus": [0, 1]},
+        "y": "a\nb",
+    }
     assert differences(old, new) == [
         ('env.1.weight ([[env]] "b")', "1", "2"),
         ("trainer.gpus", "[0]", "[0, 1]"),

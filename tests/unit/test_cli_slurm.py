@@ -1,4 +1,5 @@
-"""SLURM without a cluster: the batch script of a profile, and when a run is told that its time is almost up."""
+"""SLURM without a cluster: the batch script of a profile, and when a run is told that its time is
+almost up."""
 
 from __future__ import annotations
 
@@ -35,27 +36,48 @@ def script_of(folder: Path, cluster: str = "", nodes: str = NODES) -> list[str]:
 
 @pytest.mark.parametrize(
     ("limit", "seconds"),
-    [("90", 5400), ("90:30", 5430), ("04:00:00", 14400), ("1-12", 129600), ("1-12:30", 131400), ("2-00:00:01", 172801)],
+    [
+        ("90", 5400),
+        ("90:30", 5430),
+        ("04:00:00", 14400),
+        ("1-12", 129600),
+        ("1-12:30", 131400),
+        ("2-00:00:01", 172801),
+    ],
 )
 def test_a_time_limit_is_read_as_slurm_reads_it(limit: str, seconds: int) -> None:
     assert limit_s(limit) == seconds
 
 
 def test_a_run_has_time_to_save_and_a_short_one_is_not_told_at_once() -> None:
-    assert [lead_s(limit) for limit in ("04:00:00", "00:10:00", "2", None, "UNLIMITED")] == [300, 150, 60, 300, 300]
+    assert [lead_s(limit) for limit in ("04:00:00", "00:10:00", "2", None, "UNLIMITED")] == [
+        300,
+        150,
+        60,
+        300,
+        300,
+    ]
 
 
 def test_nodes_that_are_alike_are_one_component_that_takes_them_whole(tmp_path: Path) -> None:
-    lines = script_of(tmp_path, 'time = "04:00:00"\npartition = "gpu"\naccount = "rl"\nsbatch = ["--qos=high"]')
+    lines = script_of(
+        tmp_path, 'time = "04:00:00"\npartition = "gpu"\naccount = "rl"\nsbatch = ["--qos=high"]'
+    )
     options = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH")]
-    assert {"--nodes=3", "--exclusive", "--mem=0", "--requeue", "--signal=B:USR1@300"} <= set(options)
+    assert {"--nodes=3", "--exclusive", "--mem=0", "--requeue", "--signal=B:USR1@300"} <= set(
+        options
+    )
     assert {"--time=04:00:00", "--partition=gpu", "--account=rl", "--qos=high"} <= set(options)
-    assert "hetjob" not in options and lines[-1].endswith(f"up --headless --resume '{tmp_path}/a run'")
+    assert "hetjob" not in options and lines[-1].endswith(
+        f"up --headless --resume '{tmp_path}/a run'"
+    )
 
 
 def test_who_says_how_many_processors_shares_a_node(tmp_path: Path) -> None:
     nodes = '[[node]]\nname = "all"\ncount = 2\ngpus = 8\n'
-    lines = script_of(tmp_path, 'requeue = false\nsbatch = ["--cpus-per-gpu=8", "--mem-per-gpu=64G"]', nodes)
+    lines = script_of(
+        tmp_path, 'requeue = false\nsbatch = ["--cpus-per-gpu=8", "--mem-per-gpu=64G"]', nodes
+    )
     assert not [line for line in lines if "--exclusive" in line or "--mem=0" in line]
     assert "#SBATCH --no-requeue" in lines
 
@@ -64,8 +86,14 @@ def test_nodes_that_differ_are_a_component_each(tmp_path: Path) -> None:
     lines = script_of(tmp_path, nodes=NODES + 'gpus = 8\npartition = "h100"\nconstraint = "sxm"\n')
     first, second = lines[: (cut := lines.index("#SBATCH hetjob"))], lines[cut:]
     assert "#SBATCH --nodes=1" in first and "#SBATCH --nodes=2" in second
-    assert {"#SBATCH --partition=h100", "#SBATCH --constraint=sxm", "#SBATCH --gpus-per-node=8"} <= set(second)
-    assert any("--signal" in line for line in first) and not any("--signal" in line for line in second)
+    assert {
+        "#SBATCH --partition=h100",
+        "#SBATCH --constraint=sxm",
+        "#SBATCH --gpus-per-node=8",
+    } <= set(second)
+    assert any("--signal" in line for line in first) and not any(
+        "--signal" in line for line in second
+    )
 
 
 def test_a_folder_of_any_name_stays_one_word_of_one_option(tmp_path: Path) -> None:
@@ -78,7 +106,12 @@ def test_a_folder_of_any_name_stays_one_word_of_one_option(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     "value",
-    ['account = "a\\ntouch x"', 'partition = "a\\ntouch x"', 'time = "1\\ntouch x"', 'sbatch = ["-q a\\ntouch x"]'],
+    [
+        'account = "a\\ntouch x"',
+        'partition = "a\\ntouch x"',
+        'time = "1\\ntouch x"',
+        'sbatch = ["-q a\\ntouch x"]',
+    ],
 )
 def test_no_option_becomes_a_line_of_its_own(tmp_path: Path, value: str) -> None:
     with pytest.raises(UserError) as refused:
@@ -94,7 +127,8 @@ def test_dry_run_prints_the_script_and_leaves_no_run(
     script_of(tmp_path)
     assert run(["up", "p.toml", "--dry-run"]) == 0
     assert (
-        capsys.readouterr().out.startswith("#!/bin/sh\n#SBATCH --job-name=demo-") and not (tmp_path / "runs").exists()
+        capsys.readouterr().out.startswith("#!/bin/sh\n#SBATCH --job-name=demo-")
+        and not (tmp_path / "runs").exists()
     )
 
 
@@ -107,19 +141,29 @@ def squeue(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     monkeypatch.setattr(slurm, "POLL_S", 0.01)
 
 
-def test_a_controller_that_does_not_answer_is_no_end_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_controller_that_does_not_answer_is_no_end_of_a_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run_dir = RunDir(tmp_path / "run")
     run_dir.create()
     run_dir.slurm_job.write_text("7")
-    squeue(tmp_path, monkeypatch, "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
+    squeue(
+        tmp_path,
+        monkeypatch,
+        "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1",
+    )
     with pytest.raises(UserError, match="SLURM does not answer"):
         slurm.find_job("7")
     assert slurm.runs_elsewhere(run_dir), "for all that is known"
-    squeue(tmp_path, monkeypatch, "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
+    squeue(
+        tmp_path, monkeypatch, "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
+    )
     assert slurm.find_job("7") is None and not slurm.runs_elsewhere(run_dir)
 
 
-def test_of_a_job_in_parts_the_first_has_the_batch_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_job_in_parts_the_first_has_the_batch_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     squeue(tmp_path, monkeypatch, "echo '7+1|RUNNING|cpu1|None'; echo '7+0|RUNNING|gpu1|None'")
     assert slurm.find_job("7") == slurm.Job("7", "RUNNING", "gpu1", "None")
 
@@ -135,7 +179,8 @@ def test_a_secret_in_the_profile_is_not_submitted(
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     env = '[env.env]\nOPENAI_API_KEY = "sk-not-for-anybody-1234567890"\n'
     (tmp_path / "p.toml").write_text(
-        f'extends = "demo"\nmode = "broadcast"\n[cluster]\nlauncher = "slurm"\n{NODES}[trainer]\nnode = "train"\n{env}'
+        f'extends = "demo"\nmode = "broadcast"\n[cluster]\nlauncher = '
+        f'"slurm"\n{NODES}[trainer]\nnode = "train"\n{env}'
     )
     assert run(["up", "p.toml", "--run-dir", "run"]) == 2
     said = capsys.readouterr().err
@@ -152,7 +197,9 @@ def handed_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunEntry:
     run_dir.create()
     run_dir.slurm_job.write_text("7")
     run_dir.run_json.write_text(json.dumps({"run_id": "p-1", "name": "p", "mode": "none"}))
-    run_dir.plan_json.write_text(json.dumps({"components": [{"name": "trainer", "role": "trainer"}]}))
+    run_dir.plan_json.write_text(
+        json.dumps({"components": [{"name": "trainer", "role": "trainer"}]})
+    )
     entry = read_run(run_dir.root)
     assert entry is not None
     return entry
@@ -177,9 +224,14 @@ def test_a_run_in_the_queue_waits_and_has_not_crashed(
 def test_a_job_of_another_name_is_not_taken_out_of_the_queue(
     handed_in: RunEntry, called: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The number in a recording, or of a cluster that was set up anew, is that of another job of this user."""
+    """The number in a recording, or of a cluster that was set up anew, is that of another job of
+    this user."""
     name = called or handed_in.run_id
-    squeue(tmp_path, monkeypatch, f"case \"$*\" in *%j*) echo '{name}';; *) echo '7|PENDING|n/a|Resources';; esac")
+    squeue(
+        tmp_path,
+        monkeypatch,
+        f"case \"$*\" in *%j*) echo '{name}';; *) echo '7|PENDING|n/a|Resources';; esac",
+    )
     (tmp_path / "bin/scancel").write_text(f"#!/bin/sh\ntouch {tmp_path}/cancelled\n")
     (tmp_path / "bin/scancel").chmod(0o755)
     if called:
@@ -197,7 +249,14 @@ def test_a_run_on_another_node_is_asked_there(
     """`report`, `bundle` and the tools of `mcp` have it from there, as `ps` has."""
     squeue(tmp_path, monkeypatch, "echo '7|RUNNING|n1|None'")
     there = RunStatus(
-        run_id="p-1", name="p", mode="none", run_dir="r", phase=Phase.RUNNING, started_at=1, seq=9, components=[]
+        run_id="p-1",
+        name="p",
+        mode="none",
+        run_dir="r",
+        phase=Phase.RUNNING,
+        started_at=1,
+        seq=9,
+        components=[],
     )
     (tmp_path / "said").write_text(there.model_dump_json())
     srun = tmp_path / "bin/srun"
@@ -206,7 +265,9 @@ def test_a_run_on_another_node_is_asked_there(
     assert inspect.run_row(handed_in).state == "live"
     assert asyncio.run(inspect.status_of(handed_in)) == there
     assert (tmp_path / "words").read_text().endswith(f"ps {handed_in.dir.root} --json\n")
-    assert (tmp_path / "words").read_text().startswith("-Q --jobid=7 --overlap --mem=0 -N1 -n1 -w n1 ")
+    assert (
+        (tmp_path / "words").read_text().startswith("-Q --jobid=7 --overlap --mem=0 -N1 -n1 -w n1 ")
+    )
     srun.write_text("#!/bin/sh\nexit 1\n")
     status = asyncio.run(inspect.status_of(handed_in))
     assert status.phase is Phase.RUNNING and "it runs on n1 but does not answer" in status.reason
@@ -218,18 +279,27 @@ def test_a_run_that_has_ended_is_not_asked_about(
 ) -> None:
     """SLURM keeps a job in its list for minutes, and every list of runs would ask it for each."""
     squeue(tmp_path, monkeypatch, f"touch {tmp_path}/asked; echo '7|COMPLETING|n1|None'")
-    handed_in.dir.result_json.write_text(json.dumps({"exit_code": code, "reason": "trainer finished"}))
+    handed_in.dir.result_json.write_text(
+        json.dumps({"exit_code": code, "reason": "trainer finished"})
+    )
     assert inspect.run_row(handed_in).state == f"ended {code}"
     assert asyncio.run(inspect.status_of(handed_in)).exit_code == code
     assert not (tmp_path / "asked").exists()
 
 
 def test_a_down_that_loses_the_race_with_the_time_limit_says_so(
-    handed_in: RunEntry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    handed_in: RunEntry,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """It ended with 143 and SLURM's word about a cancelled step, and the job ran again."""
     gone = tmp_path / "gone"
-    squeue(tmp_path, monkeypatch, f"[ -e {gone} ] && echo '7|PENDING|n/a|BeginTime' || echo '7|RUNNING|n1|None'")
+    squeue(
+        tmp_path,
+        monkeypatch,
+        f"[ -e {gone} ] && echo '7|PENDING|n/a|BeginTime' || echo '7|RUNNING|n1|None'",
+    )
     (tmp_path / "bin/srun").write_text(f"#!/bin/sh\ntouch {gone}\nexit 143\n")
     (tmp_path / "bin/srun").chmod(0o755)
     assert run(["down", str(handed_in.dir.root)]) == 4
@@ -241,7 +311,9 @@ def test_a_down_that_loses_the_race_with_the_time_limit_says_so(
 def test_a_run_that_was_stopped_is_not_live_where_slurm_does_not_answer(
     handed_in: RunEntry, ended_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    handed_in.dir.result_json.write_text(json.dumps({"exit_code": 130, "reason": "stopped", "ended_by": ended_by}))
+    handed_in.dir.result_json.write_text(
+        json.dumps({"exit_code": 130, "reason": "stopped", "ended_by": ended_by})
+    )
     squeue(tmp_path, monkeypatch, "echo 'Unable to contact slurm controller' >&2; exit 1")
     assert inspect.run_row(handed_in).state == "ended 130"
     assert asyncio.run(inspect.status_of(handed_in)).phase is Phase.ENDED
@@ -249,13 +321,25 @@ def test_a_run_that_was_stopped_is_not_live_where_slurm_does_not_answer(
 
 def test_options_about_gpus_are_for_nodes_that_have_some(tmp_path: Path) -> None:
     """What docs/slurm.md recommends made SLURM refuse any job whose first node has no GPU."""
-    nodes = '[[node]]\nname = "head"\nsbatch = ["--cpus-per-task=4"]\n[[node]]\nname = "train"\ncount = 2\ngpus = 2\n'
-    lines = script_of(tmp_path, 'sbatch = ["--cpus-per-gpu=8", "--mem-per-gpu=64G", "--qos=high"]', nodes)
+    nodes = (
+        '[[node]]\nname = "head"\nsbatch = ["--cpus-per-task=4"]\n[[node]]\nname = '
+        '"train"\ncount = 2\ngpus = 2\n'
+    )
+    lines = script_of(
+        tmp_path, 'sbatch = ["--cpus-per-gpu=8", "--mem-per-gpu=64G", "--qos=high"]', nodes
+    )
     first, second = lines[: (cut := lines.index("#SBATCH hetjob"))], lines[cut:]
     assert not [line for line in first if "-gpu" in line]
     assert {"#SBATCH --cpus-per-task=4", "#SBATCH --mem=0", "#SBATCH --qos=high"} <= set(first)
-    assert {"#SBATCH --cpus-per-gpu=8", "#SBATCH --mem-per-gpu=64G", "#SBATCH --gpus-per-node=2"} <= set(second)
-    assert not {"#SBATCH --exclusive", "#SBATCH --mem=0"} & set(second) and "#SBATCH --exclusive" not in first
+    assert {
+        "#SBATCH --cpus-per-gpu=8",
+        "#SBATCH --mem-per-gpu=64G",
+        "#SBATCH --gpus-per-node=2",
+    } <= set(second)
+    assert (
+        not {"#SBATCH --exclusive", "#SBATCH --mem=0"} & set(second)
+        and "#SBATCH --exclusive" not in first
+    )
 
 
 @pytest.mark.parametrize(
@@ -290,7 +374,9 @@ def test_an_option_is_one_word_of_the_script(option: str, line: list[str], tmp_p
         ("qos=high", "not an sbatch option"),
     ],
 )
-def test_an_option_that_the_script_sets_itself_is_refused(option: str, said: str, tmp_path: Path) -> None:
+def test_an_option_that_the_script_sets_itself_is_refused(
+    option: str, said: str, tmp_path: Path
+) -> None:
     with pytest.raises(UserError) as refused:
         script_of(tmp_path, f"sbatch = [{json.dumps(option)}]")
     assert said in str(refused.value) and "cluster.sbatch" in str(refused.value)

@@ -1,4 +1,5 @@
-"""The line per optimizer step of a headless run: newest steps, calmly, and none of an earlier start."""
+"""The line per optimizer step of a headless run: newest steps, calmly, and none of an earlier
+start."""
 
 from __future__ import annotations
 
@@ -25,13 +26,28 @@ def step(number: int, *, rank: int = 0, at: float | None = None) -> list[Record]
     common = {"step": number, "rank": rank, "time": time.time() if at is None else at}
     return [
         StepRecord(
-            loss=-0.0123, reward_mean=0.5, reward_std=0.1, lr=1e-4, grad_norm=1.0, ratio_mean=1.0, clip_fraction=0.0,
-            tokens=100, sequences=8, weight_version=number, **common,
+            loss=-0.0123,
+            reward_mean=0.5,
+            reward_std=0.1,
+            lr=1e-4,
+            grad_norm=1.0,
+            ratio_mean=1.0,
+            clip_fraction=0.0,
+            tokens=100,
+            sequences=8,
+            weight_version=number,
+            **common,
         ),
         TimingRecord(
-            step_s=2.5, data_wait_s=0.1, train_s=0.2, sync_s=0.3, checkpoint_s=0.0, tokens_per_s=5120.0, **common
+            step_s=2.5,
+            data_wait_s=0.1,
+            train_s=0.2,
+            sync_s=0.3,
+            checkpoint_s=0.0,
+            tokens_per_s=5120.0,
+            **common,
         ),
-    ]  # fmt: skip
+    ]
 
 
 @pytest.fixture
@@ -87,7 +103,9 @@ def test_what_was_there_before_is_not_told_again(run: RunDir) -> None:
     assert ["step 4" in line for line in said] == [True]
 
 
-async def test_beside_a_run_and_whatever_its_end(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_beside_a_run_and_whatever_its_end(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(show, "LOOK_S", 0.01)
     said: list[str] = []
 
@@ -114,7 +132,9 @@ def test_the_end_waits_a_while_for_a_reader_that_stands_still(reads: bool) -> No
         "    print('the end', flush=True)\n"
         "sys.exit(3)\n"
     )
-    child = subprocess.Popen([sys.executable, "-c", code, "60" if reads else "0.2"], stdout=subprocess.PIPE)
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, "60" if reads else "0.2"], stdout=subprocess.PIPE
+    )
     try:
         if reads:
             assert child.communicate(timeout=60)[0].endswith(b"the end\n") and child.returncode == 3

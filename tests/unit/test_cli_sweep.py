@@ -1,4 +1,5 @@
-"""`sweep`: a grid of settings in real stacks of stand-in programs; what is done is never run again."""
+"""`sweep`: a grid of settings in real stacks of stand-in programs; what is done is never run
+again."""
 
 from __future__ import annotations
 
@@ -62,14 +63,28 @@ def test_values_of_one_key(text: str, values: list[str]) -> None:
 
 
 def test_cells_are_every_combination_with_short_names() -> None:
-    grid = Grid(profile="demo", sets=["trainer.lr=1e-5,1e-6", "seed=0..1", "trainer.training_steps=3"], digest="")
+    grid = Grid(
+        profile="demo",
+        sets=["trainer.lr=1e-5,1e-6", "seed=0..1", "trainer.training_steps=3"],
+        digest="",
+    )
     cells = grid.cells()
-    assert [cell.label for cell in cells] == ["lr-1e-5_seed-0", "lr-1e-5_seed-1", "lr-1e-6_seed-0", "lr-1e-6_seed-1"]
+    assert [cell.label for cell in cells] == [
+        "lr-1e-5_seed-0",
+        "lr-1e-5_seed-1",
+        "lr-1e-6_seed-0",
+        "lr-1e-6_seed-1",
+    ]
     assert cells[1].sets == ["trainer.lr=1e-5", "seed=1", "trainer.training_steps=3"]
     assert cells[1].settings == {"trainer.lr": "1e-5", "seed": "1"}
-    assert labels_of([{"a.x": "1", "b.x": "/m"}, {"a.x": "2", "b.x": "/m"}]) == ["a.x-1_b.x--m", "a.x-2_b.x--m"]
+    assert labels_of([{"a.x": "1", "b.x": "/m"}, {"a.x": "2", "b.x": "/m"}]) == [
+        "a.x-1_b.x--m",
+        "a.x-2_b.x--m",
+    ]
     assert labels_of([{"model": "/" + "m" * 60}, {"model": "/n"}]) == ["cell-1", "cell-2"]
-    assert labels_of([{"model": "a/b"}, {"model": "a:b"}]) == ["cell-1", "cell-2"], "alike once they are safe"
+    assert labels_of([{"model": "a/b"}, {"model": "a:b"}]) == ["cell-1", "cell-2"], (
+        "alike once they are safe"
+    )
 
 
 @pytest.mark.parametrize("sets", [[], ["seed=1"], ["seed=0..99", "api.port=1..99"], ["seed=3..1"]])
@@ -87,7 +102,9 @@ def cells_of(*profiles: dict[str, object]) -> list[Cell]:
     return cells
 
 
-@pytest.mark.parametrize(("gpus", "wanted", "places"), [("4xH100", 4, 2), ("8xH100", 3, 3), ("2xH100", 4, 1)])
+@pytest.mark.parametrize(
+    ("gpus", "wanted", "places"), [("4xH100", 4, 2), ("8xH100", 3, 3), ("2xH100", 4, 1)]
+)
 def test_as_many_at_a_time_as_the_gpus_allow(
     gpus: str, wanted: int, places: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,12 +112,16 @@ def test_as_many_at_a_time_as_the_gpus_allow(
     cells = cells_of(*[{"mode": "broadcast", "vllm": {"gpus": [0]}, "trainer": {"gpus": [1]}}] * 5)
     slots, said = slots_of(cells, wanted)
     assert len(slots) == places and slots[0] == []
-    taken = [item for sets in slots for item in sets if item.startswith(("vllm.0.gpus", "trainer.gpus"))]
+    taken = [
+        item for sets in slots for item in sets if item.startswith(("vllm.0.gpus", "trainer.gpus"))
+    ]
     assert len(set(taken)) == len(taken) == 2 * (places - 1)
     assert said
 
 
-def test_cells_that_differ_in_their_gpus_do_not_run_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cells_that_differ_in_their_gpus_do_not_run_side_by_side(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(sweep, "read_machine", lambda: Hardware(named_machine("8xH100").gpus, None))
     cells = cells_of({"vllm": {"gpus": [0]}}, {"vllm": {"gpus": [0, 1], "tensor_parallel": 2}})
     assert slots_of(cells, 1) == ([[]], [])
@@ -108,7 +129,9 @@ def test_cells_that_differ_in_their_gpus_do_not_run_side_by_side(monkeypatch: py
         slots_of(cells, 2)
 
 
-@pytest.mark.parametrize("sections", [{"inference_gpus": 2}, {"inference_gpus": 4, "vllm": {"tensor_parallel": 2}}])
+@pytest.mark.parametrize(
+    "sections", [{"inference_gpus": 2}, {"inference_gpus": 4, "vllm": {"tensor_parallel": 2}}]
+)
 def test_cells_that_divide_the_whole_machine_go_one_after_another(
     sections: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,7 +172,15 @@ def test_a_cell_that_fails_ends_nothing_else_and_is_tried_again(
 ) -> None:
     base = tmp_path / "swept"
     sets = ['trainer.env.FAIL_AT="9","2"', "seed=0..1", "trainer.restart.policy=never"]
-    words = ["sweep", str(path), *(f"--set={item}" for item in sets), "--steps", "3", "--parallel", "2"]
+    words = [
+        "sweep",
+        str(path),
+        *(f"--set={item}" for item in sets),
+        "--steps",
+        "3",
+        "--parallel",
+        "2",
+    ]
     assert main.run([*words, "--run-dir", str(base)]) == Exit.COMPONENT_FAILED
     out = capsys.readouterr().out
     rows = [line.split() for line in out.splitlines() if line.startswith('"')][:4]
@@ -164,9 +195,12 @@ def test_a_cell_that_fails_ends_nothing_else_and_is_tried_again(
     assert "</html>" in (base / "overlay.html").read_text()
     assert f"atropos-tui sweep --resume {base}" in out
     assert set(attempts(base).values()) == {1}
-    assert not any(tracker.find_leftovers(read_json(file)["run_id"]) for file in base.glob("*/run.json"))
+    assert not any(
+        tracker.find_leftovers(read_json(file)["run_id"]) for file in base.glob("*/run.json")
+    )
     used = [
-        {part["port"] for part in read_json(file)["components"] if part["port"]} for file in base.glob("*/plan.json")
+        {part["port"] for part in read_json(file)["components"] if part["port"]}
+        for file in base.glob("*/plan.json")
     ]
     assert len(set.union(*used)) == 4, "two places, two ports each"
 
@@ -181,9 +215,21 @@ def test_a_cell_that_fails_ends_nothing_else_and_is_tried_again(
 
 def swept(path: Path, base: Path) -> subprocess.Popen[str]:
     """A sweep over two seeds whose first run trains."""
-    command = [sys.executable, "-m", "atropos_tui", "sweep", str(path), "--set", "seed=0..1", "--steps", "30"]
+    command = [
+        sys.executable,
+        "-m",
+        "atropos_tui",
+        "sweep",
+        str(path),
+        "--set",
+        "seed=0..1",
+        "--steps",
+        "30",
+    ]
     give_up = time.monotonic() + 60
-    process = subprocess.Popen([*command, "--run-dir", str(base)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [*command, "--run-dir", str(base)], stdout=subprocess.PIPE, text=True
+    )
     while not (base / "seed-0" / "telemetry.jsonl").exists():
         assert process.poll() is None and time.monotonic() < give_up
         time.sleep(0.05)
@@ -199,8 +245,12 @@ def test_runs_of_a_sweep_that_was_killed_go_on_and_are_followed_first(
         process.kill()
     assert main.run(["sweep", "--resume", str(base)]) == 0
     out = capsys.readouterr().out
-    assert [line.split()[-1] for line in out.splitlines() if line[:2] in ("0 ", "1 ")] == ["done"] * 2
-    assert attempts(base) == {"seed-0": 1, "seed-1": 1}, "what went on by itself was not begun again"
+    assert [line.split()[-1] for line in out.splitlines() if line[:2] in ("0 ", "1 ")] == [
+        "done"
+    ] * 2
+    assert attempts(base) == {"seed-0": 1, "seed-1": 1}, (
+        "what went on by itself was not begun again"
+    )
 
 
 def test_ctrl_c_stops_all_and_the_rest_is_done_later(
@@ -217,19 +267,29 @@ def test_ctrl_c_stops_all_and_the_rest_is_done_later(
     began = read_json(base / "seed-0" / "run.json")["run_id"]
     assert main.run(["sweep", "--resume", str(base)]) == 0
     out = capsys.readouterr().out
-    assert [line.split()[-1] for line in out.splitlines() if line[:2] in ("0 ", "1 ")] == ["done"] * 2
-    assert read_json(base / "seed-0" / "run.json")["run_id"] == began, "it went on, and was not begun anew"
+    assert [line.split()[-1] for line in out.splitlines() if line[:2] in ("0 ", "1 ")] == [
+        "done"
+    ] * 2
+    assert read_json(base / "seed-0" / "run.json")["run_id"] == began, (
+        "it went on, and was not begun anew"
+    )
     assert "--resume" not in out
 
 
-def test_a_sweep_goes_on_only_as_it_was(tmp_path: Path, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_goes_on_only_as_it_was(
+    tmp_path: Path, path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main.run(["sweep", "--resume", str(tmp_path)]) == Exit.NO_RUN
     base = tmp_path / "swept"
     base.mkdir()
-    (base / "sweep.json").write_text(Grid(profile=str(path), sets=["seed=0..1"], digest="other").model_dump_json())
+    (base / "sweep.json").write_text(
+        Grid(profile=str(path), sets=["seed=0..1"], digest="other").model_dump_json()
+    )
     assert main.run(["sweep", "--resume", str(base)]) == Exit.USAGE
     assert "the profile has changed" in capsys.readouterr().err
-    assert main.run(["sweep", str(path), "--set", "seed=0..1", "--run-dir", str(base)]) == Exit.USAGE
+    assert (
+        main.run(["sweep", str(path), "--set", "seed=0..1", "--run-dir", str(base)]) == Exit.USAGE
+    )
     assert f"--resume {base}" in capsys.readouterr().err
     assert main.run(["sweep", "--resume", str(base), "--steps", "3"]) == Exit.USAGE
     assert main.run(["sweep"]) == Exit.USAGE

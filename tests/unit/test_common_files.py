@@ -1,4 +1,5 @@
-"""Private files: what another user planted in the same folder is neither followed nor overwritten."""
+"""Private files: what another user planted in the same folder is neither followed nor
+overwritten."""
 
 from __future__ import annotations
 

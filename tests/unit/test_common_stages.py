@@ -16,7 +16,12 @@ from atropos_common.run_dir import RunDir
 @pytest.fixture
 def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file of a component that a supervisor started."""
-    for name, value in {"RUN_DIR": str(tmp_path), "RUN_ID": "r-1", "COMPONENT": "trainer", "ATTEMPT": "3"}.items():
+    for name, value in {
+        "RUN_DIR": str(tmp_path),
+        "RUN_ID": "r-1",
+        "COMPONENT": "trainer",
+        "ATTEMPT": "3",
+    }.items():
         monkeypatch.setenv(f"ATROPOS_{name}", value)
     return RunDir(tmp_path).stages_jsonl("trainer")
 
@@ -26,9 +31,9 @@ def test_each_call_is_one_private_record(started: Path) -> None:
     stages.reach(stages.REGISTERED)
     found = [parse_line(line) for line in started.read_bytes().splitlines()]
     assert all(isinstance(record, StageRecord) for record in found)
-    assert [(each.run_id, each.stage, each.attempt) for each in found if isinstance(each, StageRecord)] == [
-        ("r-1", "registered", 3)
-    ] * 2
+    assert [
+        (each.run_id, each.stage, each.attempt) for each in found if isinstance(each, StageRecord)
+    ] == [("r-1", "registered", 3)] * 2
     assert started.stat().st_mode & 0o777 == 0o600
 
 
@@ -41,9 +46,13 @@ def test_a_program_that_runs_alone_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_refuses_is_tried_until_it_takes_it(started: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_refuses_is_tried_until_it_takes_it(
+    started: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(stages, "RETRY_S", 0.01)
-    monkeypatch.setattr(stages.os, "write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr(
+        stages.os, "write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    )
     stages.reach(stages.ATTACHED)
     assert any(thread.name == "stage" for thread in threading.enumerate())
     monkeypatch.undo()

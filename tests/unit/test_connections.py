@@ -1,6 +1,7 @@
 """Limits of connections that are not the run's own: their number, and the time to send a request.
 
-The attacks come from another machine (`two_machines`): without these limits one that has no key holds every descriptor.
+The attacks come from another machine (`two_machines`): without these limits one that has no key
+holds every descriptor.
 """
 
 from __future__ import annotations
@@ -51,10 +52,17 @@ print(urllib.request.urlopen(request, timeout=10).status)
 
 
 def attack_run_api() -> dict[str, int]:
-    """On the first of two machines: run-api with 400 descriptors, and another machine that opens 600 connections."""
+    """On the first of two machines: run-api with 400 descriptors, and another machine that opens
+    600 connections."""
     env = os.environ | {ENV_TOKEN: TOKEN}
-    limited = ["bash", "-c", f"ulimit -n 400; exec {sys.executable} -P -m atropos_api --host {OWN} --port 8000"]
-    server = subprocess.Popen(limited, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    limited = [
+        "bash",
+        "-c",
+        f"ulimit -n 400; exec {sys.executable} -P -m atropos_api --host {OWN} --port 8000",
+    ]
+    server = subprocess.Popen(
+        limited, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
     try:
         with socket.socket() as probe:
             while probe.connect_ex((OWN, 8000)):
@@ -126,7 +134,9 @@ class Served:
             if request.url.path == "/prove":
                 connection.prove()
             try:
-                await read_body(request.scope, request.receive, 1000, timeout_s=connection.body_timeout_s)
+                await read_body(
+                    request.scope, request.receive, 1000, timeout_s=connection.body_timeout_s
+                )
             except BodyError as error:
                 return PlainTextResponse(str(error), error.status)
             return PlainTextResponse("own" if connection.own else "foreign")
@@ -149,7 +159,11 @@ async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pat
     """The body of one answer on a connection that stays open."""
     writer.write(f"GET /{path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
     head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
-    length = next(int(line.split(b":")[1]) for line in head.lower().splitlines() if line.startswith(b"content-length"))
+    length = next(
+        int(line.split(b":")[1])
+        for line in head.lower().splitlines()
+        if line.startswith(b"content-length")
+    )
     return (await reader.readexactly(length)).decode()
 
 
@@ -165,7 +179,8 @@ async def closes(reader: asyncio.StreamReader, within_s: float) -> bool:
 
 @pytest.mark.usefixtures("foreign")
 async def test_a_head_that_comes_byte_by_byte_has_a_deadline() -> None:
-    """Also the second head of a connection: uvicorn's idle timer ends with the first byte that arrives."""
+    """Also the second head of a connection: uvicorn's idle timer ends with the first byte that
+    arrives."""
     async with Served() as server:
         fresh, used = await server.connect(), await server.connect()
         assert await answer(*used, "x") == "foreign"
@@ -205,7 +220,9 @@ async def test_a_connection_that_has_shown_the_key_is_the_runs_own() -> None:
 
 
 @pytest.mark.usefixtures("foreign")
-async def test_newcomers_win_over_connections_that_ask_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_newcomers_win_over_connections_that_ask_for_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(connections, "HEAD_S", 60.0)
     async with Served() as server:
         idle = [await server.connect() for _ in range(connections.PER_PEER)]

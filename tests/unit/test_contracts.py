@@ -18,33 +18,71 @@ from atropos_common import bridge, control, manifest, records
 from atropos_common.run_dir import RunDir, is_safe_name
 
 FIELDS: dict[str, dict[str, Any]] = {
-    "state": {"component": "vllm", "role": "engine", "old": "pending", "new": "starting", "attempt": 1},
+    "state": {
+        "component": "vllm",
+        "role": "engine",
+        "old": "pending",
+        "new": "starting",
+        "attempt": 1,
+    },
     "probe": {"component": "vllm", "probe": "readiness", "ok": True, "latency_s": 0.1},
     "stage": {"component": "trainer", "stage": "first batch", "attempt": 1},
     "command": {"command_id": "c1", "action": "restart", "status": "accepted"},
     "diagnosis": {"component": "api", "title": "port in use", "evidence": "…", "fix": "stop it"},
     "step": {
-        "loss": 0.1, "reward_mean": 0.5, "reward_std": 0.5, "lr": 1e-4, "grad_norm": 1.0, "ratio_mean": 1.0,
-        "clip_fraction": 0.0, "tokens": 10, "sequences": 2, "weight_version": 1,
+        "loss": 0.1,
+        "reward_mean": 0.5,
+        "reward_std": 0.5,
+        "lr": 1e-4,
+        "grad_norm": 1.0,
+        "ratio_mean": 1.0,
+        "clip_fraction": 0.0,
+        "tokens": 10,
+        "sequences": 2,
+        "weight_version": 1,
     },
     "alignment": {"tokens": 3, "verdict": "ok"},
     "timing": {
-        "step_s": 1.0, "data_wait_s": 0.1, "train_s": 0.2, "sync_s": 0.3, "checkpoint_s": 0.0, "tokens_per_s": 10.0,
+        "step_s": 1.0,
+        "data_wait_s": 0.1,
+        "train_s": 0.2,
+        "sync_s": 0.3,
+        "checkpoint_s": 0.0,
+        "tokens_per_s": 10.0,
     },
     "memory": {"rss_bytes": 1},
-    "ranks": {"ranks": [{"rank": 0, "tokens": 10, "alone_s": 0.1}, {"rank": 1, "gpu": "5", "alone_s": 0.2}]},
+    "ranks": {
+        "ranks": [
+            {"rank": 0, "tokens": 10, "alone_s": 0.1},
+            {"rank": 1, "gpu": "5", "alone_s": 0.2},
+        ]
+    },
     "sync": {"mode": "shared_vllm", "weight_version": 1, "seconds": 0.1, "phases": {"pause": 0.01}},
     "rollout": {"prompt": "1+1=", "completion": "2", "reward": 1.0, "advantage": 0.5},
     "checkpoint": {"path": "step_1", "seconds": 0.1, "bytes": 10},
     "benchmark": {
-        "mode": "shared_vllm", "total_s": 1.0, "steps": 1, "avg_step_s": 1.0, "total_step_s": 1.0, "avg_sync_s": 0.0,
-        "syncs": 0, "total_sync_s": 0.0, "avg_data_wait_s": 0.1, "total_data_wait_s": 0.1, "tokens_per_s": 1.0,
+        "mode": "shared_vllm",
+        "total_s": 1.0,
+        "steps": 1,
+        "avg_step_s": 1.0,
+        "total_step_s": 1.0,
+        "avg_sync_s": 0.0,
+        "syncs": 0,
+        "total_sync_s": 0.0,
+        "avg_data_wait_s": 0.1,
+        "total_data_wait_s": 0.1,
+        "tokens_per_s": 1.0,
     },
     "eval": {"env": "arithmetic", "accuracy": 0.5, "correct": 1, "questions": 2},
-    "env_counts": {"env": "arithmetic", "sent": 3, "left_out": {"flat": 2}, "failures": {"KeyError": 1}},
+    "env_counts": {
+        "env": "arithmetic",
+        "sent": 3,
+        "left_out": {"flat": 2},
+        "failures": {"KeyError": 1},
+    },
     "env_metrics": {"env": "arithmetic", "metrics": {"train/percent_correct": 0.5}},
     "gauges": {"engines": {"vllm": {"running": 4.0}}, "queue": 2},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", sorted(records.RECORD_TYPES))
@@ -72,7 +110,9 @@ def test_a_newer_writer_is_understood() -> None:
     assert isinstance(step, records.StepRecord)
 
 
-@pytest.mark.parametrize("line", ["", "{", "[]", "3", '{"kind": 3}', '{"kind": "step"}', "\x00\xff", "[" * 100_000])
+@pytest.mark.parametrize(
+    "line", ["", "{", "[]", "3", '{"kind": 3}', '{"kind": "step"}', "\x00\xff", "[" * 100_000]
+)
 def test_what_is_no_record_is_refused(line: str) -> None:
     with pytest.raises(records.RecordError):
         records.parse_line(line)
@@ -80,9 +120,16 @@ def test_what_is_no_record_is_refused(line: str) -> None:
 
 def test_control_messages_round_trip() -> None:
     status = control.RunStatus(
-        run_id="r", name="demo", mode="none", run_dir="/r", phase=control.Phase.RUNNING, started_at=1.0,
-        components=[control.ComponentStatus(name="api", role=control.Role.API, state=control.State.HEALTHY)],
-    )  # fmt: skip
+        run_id="r",
+        name="demo",
+        mode="none",
+        run_dir="/r",
+        phase=control.Phase.RUNNING,
+        started_at=1.0,
+        components=[
+            control.ComponentStatus(name="api", role=control.Role.API, state=control.State.HEALTHY)
+        ],
+    )
     assert control.RunStatus.model_validate_json(status.model_dump_json()) == status
     newer = json.loads(status.model_dump_json()) | {"future": 1}
     assert control.RunStatus.model_validate(newer) == status
@@ -92,12 +139,23 @@ def _manifest() -> manifest.Manifest:
     entry = manifest.TensorEntry(shape=[2, 2], stride=[2, 1], dtype="float32")
     view = manifest.TensorView(parameter="w", offset=2, shape=[2], stride=[1])
     shard = manifest.Shard(
-        kind="shm", shm_path="/dev/shm/x", shm_bytes=16, param_mappings={"w": entry}, views={"row": view}
+        kind="shm",
+        shm_path="/dev/shm/x",
+        shm_bytes=16,
+        param_mappings={"w": entry},
+        views={"row": view},
     )
     return manifest.Manifest(
-        model="m", architecture="Qwen3ForCausalLM", config={}, instance_id="i", server_pid=1, server_create_time=1.0,
-        base_url="http://127.0.0.1:9001", vllm_version="0.32.0", ranks={0: shard},
-    )  # fmt: skip
+        model="m",
+        architecture="Qwen3ForCausalLM",
+        config={},
+        instance_id="i",
+        server_pid=1,
+        server_create_time=1.0,
+        base_url="http://127.0.0.1:9001",
+        vllm_version="0.32.0",
+        ranks={0: shard},
+    )
 
 
 def test_manifest_round_trips_privately(tmp_path: Path) -> None:
@@ -117,7 +175,9 @@ def test_ranks_together_have_all_of_each_tensor() -> None:
         return manifest.Shard(kind="shm", param_mappings={"w": entry}, views={"w": part})
 
     assert manifest.left_out({0: rank(0, 3), 1: rank(3, 2)}) == []
-    assert manifest.left_out({0: rank(0, 3), 1: rank(0, 3), 2: rank(3, 2)}) == [], "two have the same heads"
+    assert manifest.left_out({0: rank(0, 3), 1: rank(0, 3), 2: rank(3, 2)}) == [], (
+        "two have the same heads"
+    )
     assert manifest.left_out({0: rank(0, 3), 1: rank(3, 1)}) == ["w"]
     assert manifest.left_out({0: rank(0, 3)}) == ["w"]
     with pytest.raises(ValueError, match=r"begins at \[4, 0\] with shape \[2, 2\] of \[5, 2\]"):
@@ -139,7 +199,9 @@ def test_manifest_that_must_not_be_used(tmp_path: Path) -> None:
     older = json.loads(whole) | {"version": 1}
     del older["ranks"]["0"]["views"]
     path.write_text(json.dumps(older))
-    with pytest.raises(manifest.ManifestError, match=r"version 1, this trainer reads 3; .* of the same release"):
+    with pytest.raises(
+        manifest.ManifestError, match=r"version 1, this trainer reads 3; .* of the same release"
+    ):
         manifest.read_manifest(path)
     path.write_text(whole)
     path.chmod(0o644)
@@ -164,7 +226,9 @@ def test_manifest_that_must_not_be_used(tmp_path: Path) -> None:
         ({"stride": [1, 1]}, "has shape"),
     ],
 )
-def test_a_view_beyond_its_parameter_is_not_believed(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+def test_a_view_beyond_its_parameter_is_not_believed(
+    tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
     path = tmp_path / "m.json"
     manifest.write_manifest(_manifest(), path)
     raw = json.loads(path.read_text())
@@ -177,7 +241,9 @@ def test_a_view_beyond_its_parameter_is_not_believed(tmp_path: Path, change: dic
 def test_digest_survives_json_and_tells_completions_apart() -> None:
     tokens, logprobs = [5, 6, 1], [-0.1, -1e-7, -3.3333333333333335]
     digest = bridge.completion_digest(tokens, logprobs)
-    assert digest == bridge.completion_digest(json.loads(json.dumps(tokens)), json.loads(json.dumps(logprobs)))
+    assert digest == bridge.completion_digest(
+        json.loads(json.dumps(tokens)), json.loads(json.dumps(logprobs))
+    )
     assert digest != bridge.completion_digest(tokens, [-0.1, -1e-7, -3.3333333333333330])
     assert digest != bridge.completion_digest([5, 6, 2], logprobs)
     with pytest.raises(ValueError, match="2 tokens but 3"):
@@ -192,7 +258,15 @@ def test_run_dir_is_private(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "safe"), [("vllm-0.a_b", True), ("", False), ("../x", False), ("-x", False), ("a b", False), ("é", False)]
+    ("name", "safe"),
+    [
+        ("vllm-0.a_b", True),
+        ("", False),
+        ("../x", False),
+        ("-x", False),
+        ("a b", False),
+        ("é", False),
+    ],
 )
 def test_names_are_safe_in_paths(name: str, safe: bool) -> None:
     assert is_safe_name(name) is safe
@@ -226,8 +300,10 @@ def test_imports_stay_light(module: str, forbidden: str) -> None:
 def test_the_old_names_stay_for_a_release() -> None:
     """In a process of its own: another name must not give a second class."""
     code = (
-        "from trainer_core.contracts.records import StepRecord as old; from trainer_core.contracts import run_dir\n"
-        "from atropos_common.records import StepRecord as new; from atropos_common.run_dir import RunDir\n"
+        "from trainer_core.contracts.records import StepRecord as old; from "
+        "trainer_core.contracts import run_dir\n"
+        "from atropos_common.records import StepRecord as new; from atropos_common.run_dir "
+        "import RunDir\n"
         "assert old is new and run_dir.RunDir is RunDir"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

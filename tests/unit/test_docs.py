@@ -1,4 +1,5 @@
-"""The documents: every link leads somewhere, and the coverage table names only what exists and answers every item."""
+"""The documents: every link leads somewhere, and the coverage table names only what exists and
+answers every item."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ SKIPPED = {".git", ".venv", "runs", "node_modules", ".pytest_cache", ".mypy_cach
 DOCUMENTS = sorted(
     path.relative_to(ROOT).as_posix()
     for path in ROOT.rglob("*.md")
-    if not SKIPPED & set(path.relative_to(ROOT).parts) and not any(part.endswith(".egg-info") for part in path.parts)
+    if not SKIPPED & set(path.relative_to(ROOT).parts)
+    and not any(part.endswith(".egg-info") for part in path.parts)
 )
 COVERAGE = ROOT / "docs/coverage.md"
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)(?:\s+\"[^\"]*\")?\)")
@@ -49,7 +51,9 @@ def anchors(path: Path) -> set[str]:
 def broken_links(document: Path) -> list[str]:
     """Relative links of `document` without a file or a heading behind them."""
     broken = []
-    for target in LINK.findall(re.sub(r"^```.*?^```", "", document.read_text(), flags=re.DOTALL | re.MULTILINE)):
+    for target in LINK.findall(
+        re.sub(r"^```.*?^```", "", document.read_text(), flags=re.DOTALL | re.MULTILINE)
+    ):
         if re.match(r"[a-z][a-z0-9+.-]*:", target):
             continue
         name, _, anchor = target.partition("#")
@@ -73,8 +77,13 @@ def test_links_lead_somewhere(document: str) -> None:
 
 def test_the_link_check_finds_what_is_broken(tmp_path: Path) -> None:
     (tmp_path / "b.md").write_text("# A `b` & c\n# Twice\n# Twice\n")
-    good = "[1](b.md) [2](b.md#a-b--c) [3](b.md#twice-1) [4](https://example.org/x#y)\n```\n[no](link.md)\n```\n"
-    (tmp_path / "a.md").write_text(f"# Here\n[0](#here)\n{good}[x](c.md) [y](b.md#none) ![z](d.svg) [w](#there)\n")
+    good = (
+        "[1](b.md) [2](b.md#a-b--c) [3](b.md#twice-1) "
+        "[4](https://example.org/x#y)\n```\n[no](link.md)\n```\n"
+    )
+    (tmp_path / "a.md").write_text(
+        f"# Here\n[0](#here)\n{good}[x](c.md) [y](b.md#none) ![z](d.svg) [w](#there)\n"
+    )
     assert broken_links(tmp_path / "a.md") == ["c.md", "b.md#none", "d.svg", "#there"]
 
 
@@ -90,7 +99,11 @@ def coverage_rows() -> list[list[str]]:
 @cache
 def functions(path: str) -> set[str]:
     tree = ast.parse((ROOT / path).read_text())
-    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    return {
+        node.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
 
 
 def test_every_row_says_where_and_what_shows_it() -> None:
@@ -114,7 +127,11 @@ def test_the_coverage_names_only_files_and_tests_that_exist() -> None:
 
 
 def test_every_attack_has_a_test_that_exists() -> None:
-    rows = [line for line in (ROOT / "docs/attacks.md").read_text().splitlines() if re.match(r"\| [CHMl]", line)]
+    rows = [
+        line
+        for line in (ROOT / "docs/attacks.md").read_text().splitlines()
+        if re.match(r"\| [CHMl]", line)
+    ]
     assert {row.split("|")[1].strip() for row in rows} >= {
         "C1",
         *(f"H{n}" for n in (1, 2, 3)),
@@ -130,7 +147,11 @@ def test_every_attack_has_a_test_that_exists() -> None:
 @pytest.mark.parametrize("item", ITEMS)
 def test_every_item_of_the_guides_is_answered(item: str) -> None:
     """Flags, variables and routes as whole words; anything else as it stands."""
-    whole = rf"(?<![\w/-]){re.escape(item)}(?![\w/-])" if re.match(r"--|/|[A-Z_0-9]+$", item) else re.escape(item)
+    whole = (
+        rf"(?<![\w/-]){re.escape(item)}(?![\w/-])"
+        if re.match(r"--|/|[A-Z_0-9]+$", item)
+        else re.escape(item)
+    )
     assert [row for row in coverage_rows() if re.search(whole, row[0])]
 
 

@@ -24,16 +24,25 @@ from atropos_tui.ui.widgets.rollouts import Rollouts
 
 DOCS = Path(__file__).parents[2] / "docs"
 PLACES: dict[str, type[DOMNode]] = {
-    "Everywhere": CockpitApp, "Charts": Chart, "Logs": LogView, "Lists": Listing, "Rollouts": Rollouts,
-    "Events": Events, "Component": Details, "A search": SearchBar, "A replay": ReplayApp,
-}  # fmt: skip
+    "Everywhere": CockpitApp,
+    "Charts": Chart,
+    "Logs": LogView,
+    "Lists": Listing,
+    "Rollouts": Rollouts,
+    "Events": Events,
+    "Component": Details,
+    "A search": SearchBar,
+    "A replay": ReplayApp,
+}
 
 
 def keys_of(kind: type[DOMNode]) -> dict[str, str]:
     """What each action of a class does, and its keys."""
     found: dict[str, list[str]] = {}
     for binding in Binding.make_bindings(vars(kind)["BINDINGS"]):
-        found.setdefault(binding.tooltip or binding.description, []).append(f"`{format_key(binding.key)}`")
+        found.setdefault(binding.tooltip or binding.description, []).append(
+            f"`{format_key(binding.key)}`"
+        )
     return {" ".join(keys): about for about, keys in found.items()}
 
 
@@ -48,7 +57,9 @@ def keys_document() -> str:
 
 def test_the_keys_of_the_screen_are_those_in_the_document() -> None:
     text = (DOCS / "keys.md").read_text()
-    assert text[text.index("## ") :] == keys_document(), "python -m tests.unit.test_docs_strangers prints it"
+    assert text[text.index("## ") :] == keys_document(), (
+        "python -m tests.unit.test_docs_strangers prints it"
+    )
 
 
 def peer_flags() -> set[str]:
@@ -67,7 +78,11 @@ def peer_flags() -> set[str]:
 
 
 def test_every_flag_of_example_trainer_has_its_row() -> None:
-    rows = [line for line in (DOCS / "from-example-trainer.md").read_text().splitlines() if line.startswith("| `--")]
+    rows = [
+        line
+        for line in (DOCS / "from-example-trainer.md").read_text().splitlines()
+        if line.startswith("| `--")
+    ]
     told = {flag for row in rows for flag in re.findall(r"`(--[\w-]+)`", row.split("|")[1])}
     flags = peer_flags()
     assert len(flags) > 35 and told == flags
@@ -79,7 +94,9 @@ def test_the_keys_that_replace_them_exist() -> None:
 
     text = (DOCS / "from-example-trainer.md").read_text()
     named = set(re.findall(r"`\[trainer\] (\w+)", text))
-    assert len(named) > 15 and named <= {"gpus", *TrainingConfig.model_fields} - set(DERIVED_TRAINER_KEYS)
+    assert len(named) > 15 and named <= {"gpus", *TrainingConfig.model_fields} - set(
+        DERIVED_TRAINER_KEYS
+    )
 
 
 if __name__ == "__main__":

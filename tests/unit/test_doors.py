@@ -1,7 +1,8 @@
-"""The doors of servers that other machines reach: what a stranger on another machine gets, and who has the run's key.
+"""The doors of servers that other machines reach: what a stranger on another machine gets, and who
+has the run's key.
 
-The attack comes over a cable from a machine of its own (`two_machines`); it succeeds on a server without its door.
-How an environment brings the key: `test_envs_door.py`.
+The attack comes over a cable from a machine of its own (`two_machines`); it succeeds on a server
+without its door. How an environment brings the key: `test_envs_door.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,12 @@ from tests.unit.two_machines import OTHER, OWN
 TOKEN = "a-token-of-the-run"
 KEY = door_key(TOKEN)
 BEARER = {"Authorization": f"Bearer {KEY}"}
-GROUP: dict[str, Any] = {"tokens": [[1, 2]] * 8, "masks": [[-100, 2]] * 8, "scores": [1.0, 0.0] * 4, "env_id": None}
+GROUP: dict[str, Any] = {
+    "tokens": [[1, 2]] * 8,
+    "masks": [[-100, 2]] * 8,
+    "scores": [1.0, 0.0] * 4,
+    "env_id": None,
+}
 ASK = """
 import json, sys, urllib.error, urllib.request
 for method, url, headers, body in json.loads(sys.argv[1]):
@@ -52,14 +58,18 @@ HARM = [
 def asked(requests: list[tuple[str, str, dict[str, str], str]], *, far: bool) -> list[int]:
     """Statuses of requests, sent from the other machine or from this one."""
     words = [sys.executable, "-c", ASK, json.dumps(requests)]
-    done = subprocess.run(two_machines.elsewhere(*words) if far else words, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        two_machines.elsewhere(*words) if far else words, capture_output=True, text=True, check=True
+    )
     return [int(line) for line in done.stdout.split()]
 
 
 def attack_run_api() -> dict[str, list[int]]:
     """On the first of two machines: run-api at its address, and what each gets of it."""
     env = os.environ | {ENV_TOKEN: TOKEN}
-    server = subprocess.Popen([sys.executable, "-P", "-m", "atropos_api", "--host", OWN, "--port", "8000"], env=env)
+    server = subprocess.Popen(
+        [sys.executable, "-P", "-m", "atropos_api", "--host", OWN, "--port", "8000"], env=env
+    )
     try:
         with socket.socket() as probe:
             while probe.connect_ex((OWN, 8000)):
@@ -68,16 +78,28 @@ def attack_run_api() -> dict[str, list[int]]:
         at = f"http://{OWN}:8000"
         json_body = {"Content-Type": "application/json"}
         basic = {"Authorization": "Basic " + base64.b64encode(f"atropos:{KEY}".encode()).decode()}
-        forms = {"nothing": {}, "a guess": {"Authorization": "Bearer " + "0" * 64}, "bearer": BEARER, "basic": basic,
-                 "the token": {"Authorization": f"Bearer {TOKEN}"}}  # fmt: skip
+        forms = {
+            "nothing": {},
+            "a guess": {"Authorization": "Bearer " + "0" * 64},
+            "bearer": BEARER,
+            "basic": basic,
+            "the token": {"Authorization": f"Bearer {TOKEN}"},
+        }
         statuses = {
-            form: asked([(method, at + path, json_body | headers, body) for method, path, body in HARM], far=True)
+            form: asked(
+                [(method, at + path, json_body | headers, body) for method, path, body in HARM],
+                far=True,
+            )
             for form, headers in forms.items()
         }
         statuses["ours here"] = asked([("GET", f"{at}/status", {}, "")], far=False)
         statuses["health"] = asked([("GET", f"{at}/info", {}, "")], far=True)
-        statuses["another name"] = asked([("GET", f"{at}/info", BEARER | {"Host": "evil.example"}, "")], far=True)
-        statuses["a browser"] = asked([("GET", f"{at}/info", BEARER | {"Origin": "http://x.example"}, "")], far=True)
+        statuses["another name"] = asked(
+            [("GET", f"{at}/info", BEARER | {"Host": "evil.example"}, "")], far=True
+        )
+        statuses["a browser"] = asked(
+            [("GET", f"{at}/info", BEARER | {"Origin": "http://x.example"}, "")], far=True
+        )
         return statuses
     finally:
         server.terminate()
@@ -90,7 +112,8 @@ def test_run_api_at_an_address_that_others_reach() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     seen = json.loads(done.stdout.splitlines()[-1])
     assert seen["nothing"] == seen["a guess"] == [401] * len(HARM)
-    # /reset_data takes the token alone, as on the loopback; and nobody is registered, so nobody is to be disconnected.
+    # /reset_data takes the token alone, as on the loopback; and nobody is registered, so nobody is
+    # to be disconnected.
     assert seen["bearer"] == seen["basic"] == seen["the token"] == [200, 200, 200, 403, 200, 200]
     assert seen["ours here"] == [200], "who is ours on the machine itself is let in as ever"
     assert seen["health"] == [200]
@@ -108,9 +131,21 @@ def test_on_the_loopback_nothing_has_changed() -> None:
 
 @pytest.mark.parametrize(
     "header",
-    [None, "", "Bearer", "Bearer ", f"Bearer{KEY}", f"Bearer {KEY[:-1]}", f"Basic {KEY}", "Basic !!", "Basic 4pyT",
-     f"Digest {KEY}", "Bearer \u00fc", "Basic " + base64.b64encode(KEY.encode()).decode()],
-)  # fmt: skip
+    [
+        None,
+        "",
+        "Bearer",
+        "Bearer ",
+        f"Bearer{KEY}",
+        f"Bearer {KEY[:-1]}",
+        f"Basic {KEY}",
+        "Basic !!",
+        "Basic 4pyT",
+        f"Digest {KEY}",
+        "Bearer \u00fc",
+        "Basic " + base64.b64encode(KEY.encode()).decode(),
+    ],
+)
 def test_what_is_no_key(header: str | None) -> None:
     assert not opens(header, {KEY})
     assert not opens(f"Bearer {KEY}", set())
@@ -130,7 +165,9 @@ def vllm(keys: frozenset[str], held: bool = False) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=transport, base_url=f"http://{OWN}:9001")
 
 
-@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/models", "/metrics", "/tokenize", "/load"])
+@pytest.mark.parametrize(
+    "path", ["/generate", "/v1/completions", "/v1/models", "/metrics", "/tokenize", "/load"]
+)
 async def test_generation_and_metrics_ask_for_the_key(path: str) -> None:
     async with vllm(frozenset({KEY})) as http:
         assert (await http.post(path)).status_code == 401
@@ -159,15 +196,25 @@ async def test_figures_for_prometheus_ask_for_the_key(tmp_path: Path) -> None:
     async def status() -> RunStatus:
         rows = [ComponentStatus(name="api", role=Role.API, state=State.HEALTHY)]
         return RunStatus(
-            run_id="r", name="n", mode="none", run_dir="", phase=Phase.RUNNING, started_at=0, components=rows
+            run_id="r",
+            name="n",
+            mode="none",
+            run_dir="",
+            phase=Phase.RUNNING,
+            started_at=0,
+            components=rows,
         )
 
     for host, without in ((OWN, 401), ("127.0.0.1", 200)):
         app = metrics_app(RunDir(tmp_path), MetricsPolicy(port=9, host=host), TOKEN, status)
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url=f"http://{host}:9") as http:
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app=app), base_url=f"http://{host}:9"
+        ) as http:
             assert (await http.get("/metrics")).status_code == without
             assert (await http.get("/metrics", headers=BEARER)).status_code == 200
-            assert (await http.get("/metrics", headers={"Authorization": f"Bearer {TOKEN}"})).status_code == 200
+            assert (
+                await http.get("/metrics", headers={"Authorization": f"Bearer {TOKEN}"})
+            ).status_code == 200
 
 
 # Environments, ours and those of strangers
@@ -186,7 +233,9 @@ def test_the_trainer_and_the_supervisor_bring_the_key(monkeypatch: pytest.Monkey
 
     for key, expected in ((KEY, f"Bearer {KEY}"), ("", None)):
         monkeypatch.setenv(ENV_DOOR_KEY, key)
-        api = RunApi(f"http://{OWN}:8000", {}, threading.Event(), transport=httpx.MockTransport(answer))
+        api = RunApi(
+            f"http://{OWN}:8000", {}, threading.Event(), transport=httpx.MockTransport(answer)
+        )
         api._http.get("/info")
         assert seen.pop() == expected
 

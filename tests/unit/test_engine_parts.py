@@ -1,4 +1,5 @@
-"""A server over several machines: on which, what each part is told, what is refused, and the server's own side."""
+"""A server over several machines: on which, what each part is told, what is refused, and the
+server's own side."""
 
 from __future__ import annotations
 
@@ -23,19 +24,27 @@ from vllm_server.__main__ import main
 from vllm_server.config import ConfigError, prepare_network
 
 BIG = {
-    "name": "big", "count": 4, "gpus": 8, "hosts": ["b1", "b2", "b3", "b4"],
+    "name": "big",
+    "count": 4,
+    "gpus": 8,
+    "hosts": ["b1", "b2", "b3", "b4"],
     "addresses": ["10.0.1.1", "10.0.1.2", "10.0.1.3", "10.0.1.4"],
-}  # fmt: skip
+}
 TRAIN = {"name": "train", "gpus": 8, "hosts": ["t1"]}
 CPU = {"name": "cpu", "count": 2, "hosts": ["c1", "c2"]}
 
 
 def profile(vllm: dict[str, Any] | list[dict[str, Any]], **changes: Any) -> Profile:
     data: dict[str, Any] = {
-        "name": "p", "mode": "broadcast", "model": "/models/m", "cluster": SSH, "node": [HEAD, BIG, TRAIN, CPU],
+        "name": "p",
+        "mode": "broadcast",
+        "model": "/models/m",
+        "cluster": SSH,
+        "node": [HEAD, BIG, TRAIN, CPU],
         "env": {"module": "atropos_envs.arithmetic_server", "args": {"env.group_size": 8}},
-        "vllm": vllm, "trainer": {"node": "train", "batch_size": 16},
-    }  # fmt: skip
+        "vllm": vllm,
+        "trainer": {"node": "train", "batch_size": 16},
+    }
     return parse_profile(data | changes, "p.toml")
 
 
@@ -49,13 +58,24 @@ def test_an_engine_larger_than_a_machine_has_a_part_on_as_many_as_it_needs() -> 
     planned = engines(chosen)
     every = list(range(8))
     assert {name: where(spec) for name, spec in planned.items()} == {
-        "vllm": ("big", every), "vllm-node2": ("big-2", every),
-    }  # fmt: skip
+        "vllm": ("big", every),
+        "vllm-node2": ("big-2", every),
+    }
     first, second = planned.values()
     for rank, spec in enumerate((first, second)):
-        told = {name: flag(spec, name) for name in ("nnodes", "node-rank", "master-addr", "master-port")}
-        assert told == {"nnodes": "2", "node-rank": f"{rank}", "master-addr": "10.0.1.1", "master-port": "29501"}
-        assert flag(spec, "tensor-parallel-size") == "8" and flag(spec, "pipeline-parallel-size") == "2"
+        told = {
+            name: flag(spec, name) for name in ("nnodes", "node-rank", "master-addr", "master-port")
+        }
+        assert told == {
+            "nnodes": "2",
+            "node-rank": f"{rank}",
+            "master-addr": "10.0.1.1",
+            "master-port": "29501",
+        }
+        assert (
+            flag(spec, "tensor-parallel-size") == "8"
+            and flag(spec, "pipeline-parallel-size") == "2"
+        )
         assert spec.env[ENV_NODE_ADDRESS] == f"10.0.1.{rank + 1}"
         assert spec.env["ATROPOS_WEIGHT_UPDATES"] == "1" and spec.env[ENV_TRAINER_HOSTS] == "t1"
         assert spec.env["CUDA_VISIBLE_DEVICES"] == "0,1,2,3,4,5,6,7"
@@ -67,10 +87,21 @@ def test_the_parts_have_one_fate_and_the_first_alone_serves() -> None:
     assert first.restart_with == ["vllm-node2", "vllm-node3", "vllm-node4"]
     assert [spec.restart_with for spec in (second, third, fourth)] == [["vllm"]] * 3
     assert (first.port, second.port) == (9001, None) and first.probes.readiness is not None
-    assert second.probes.readiness is None and second.probes.liveness is None and second.probes.startup is not None
+    assert (
+        second.probes.readiness is None
+        and second.probes.liveness is None
+        and second.probes.startup is not None
+    )
     (check,) = second.probes.startup.checks
-    assert isinstance(check, StageCheck) and not second.standby and second.restart.policy == "always"
-    assert parts(profile({"node": "big", "tensor_parallel": 32}))["env"].env["ATROPOS_ENGINE_URLS"].count("http") == 1
+    assert (
+        isinstance(check, StageCheck) and not second.standby and second.restart.policy == "always"
+    )
+    assert (
+        parts(profile({"node": "big", "tensor_parallel": 32}))["env"]
+        .env["ATROPOS_ENGINE_URLS"]
+        .count("http")
+        == 1
+    )
 
 
 def test_several_such_engines_have_machines_ports_and_meeting_places_of_their_own() -> None:
@@ -78,15 +109,23 @@ def test_several_such_engines_have_machines_ports_and_meeting_places_of_their_ow
     assert problems(chosen) == []
     planned = engines(chosen)
     assert {name: where(spec)[0] for name, spec in planned.items()} == {
-        "vllm-0": "big", "vllm-0-node2": "big-2", "vllm-1": "big-3", "vllm-1-node2": "big-4",
-    }  # fmt: skip
-    meet = {name: (flag(spec, "master-addr"), flag(spec, "master-port")) for name, spec in planned.items()}
+        "vllm-0": "big",
+        "vllm-0-node2": "big-2",
+        "vllm-1": "big-3",
+        "vllm-1-node2": "big-4",
+    }
+    meet = {
+        name: (flag(spec, "master-addr"), flag(spec, "master-port"))
+        for name, spec in planned.items()
+    }
     assert meet["vllm-0"] == meet["vllm-0-node2"] == ("10.0.1.1", "29501")
     assert meet["vllm-1"] == meet["vllm-1-node2"] == ("10.0.1.3", "29502")
     assert chosen.section_of("vllm-1-node2") == "vllm.0"
 
 
-@pytest.mark.parametrize(("nodes", "keys"), [([HEAD, BIG, TRAIN], []), ([BIG, TRAIN], ["vllm.args.master-port"])])
+@pytest.mark.parametrize(
+    ("nodes", "keys"), [([HEAD, BIG, TRAIN], []), ([BIG, TRAIN], ["vllm.args.master-port"])]
+)
 def test_the_port_at_which_parts_meet_is_asked_for_on_its_own_machine(
     nodes: list[dict[str, Any]], keys: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,54 +139,138 @@ def test_the_port_at_which_parts_meet_is_asked_for_on_its_own_machine(
 
 def test_a_part_of_each_machine_may_be_named() -> None:
     """Two servers of eight GPUs, each over two machines; the trainer has what is left."""
-    wanted = {"node": "big", "tensor_parallel": 8, "machines": 2, "gpus": [0, 1, 2, 3], "args": {"master-port": 4000}}
+    wanted = {
+        "node": "big",
+        "tensor_parallel": 8,
+        "machines": 2,
+        "gpus": [0, 1, 2, 3],
+        "args": {"master-port": 4000},
+    }
     chosen = profile(wanted, trainer={"node": "train", "batch_size": 16})
     assert problems(chosen) == []
     planned = engines(chosen)
     assert {name: where(spec) for name, spec in planned.items()} == {
-        "vllm-0": ("big", [0, 1, 2, 3]), "vllm-0-node2": ("big-2", [0, 1, 2, 3]),
-        "vllm-1": ("big-3", [0, 1, 2, 3]), "vllm-1-node2": ("big-4", [0, 1, 2, 3]),
-    }  # fmt: skip
+        "vllm-0": ("big", [0, 1, 2, 3]),
+        "vllm-0-node2": ("big-2", [0, 1, 2, 3]),
+        "vllm-1": ("big-3", [0, 1, 2, 3]),
+        "vllm-1-node2": ("big-4", [0, 1, 2, 3]),
+    }
     assert {flag(spec, "master-port") for spec in planned.values()} == {"4000", "4001"}
 
 
 def test_without_gpus_an_engine_stays_on_one_machine_unless_it_is_told() -> None:
     assert list(engines(profile({"node": "cpu", "tensor_parallel": 2}))) == ["vllm"]
     planned = engines(profile({"node": "cpu", "tensor_parallel": 2, "machines": 2}))
-    assert {name: where(spec) for name, spec in planned.items()} == {"vllm": ("cpu", []), "vllm-node2": ("cpu-2", [])}
+    assert {name: where(spec) for name, spec in planned.items()} == {
+        "vllm": ("cpu", []),
+        "vllm-node2": ("cpu-2", []),
+    }
 
 
 def test_an_engine_that_fits_a_machine_is_what_it_was() -> None:
     (spec,) = engines(profile({"node": "big", "tensor_parallel": 8})).values()
-    assert "--nnodes" not in spec.command and ENV_NODE_ADDRESS not in spec.env and spec.restart_with == []
+    assert (
+        "--nnodes" not in spec.command
+        and ENV_NODE_ADDRESS not in spec.env
+        and spec.restart_with == []
+    )
 
 
 @pytest.mark.parametrize(
     ("vllm", "changes", "key", "reason", "fix"),
     [
-        ({"machines": 3, "tensor_parallel": 8}, {}, "vllm.machines", "8 workers cannot be divided evenly among 3",
-         "2 or 4 or 8"),
-        ({"machines": 2}, {}, "vllm.machines", "1 worker cannot be divided", "raise tensor_parallel"),
-        ({"machines": 8, "tensor_parallel": 8}, {}, "vllm.machines", "over 8 machines, and [[node]] big has 4",
-         "raise count of [[node]] big"),
-        ({"tensor_parallel": 64}, {}, "vllm.node", "vllm needs 64 GPUs, and 8 are left", "raise count or gpus"),
-        ({"tensor_parallel": 16, "replicas": 3}, {}, "vllm.node", "needs 16 GPUs, and none",
-         "lower vllm.replicas"),
-        ({"tensor_parallel": 16}, {"mode": "shared_vllm", "trainer": {"node": "big", "batch_size": 16}},
-         "vllm.tensor_parallel", "single copy needs every worker", 'use mode = "broadcast"'),
-        ({"tensor_parallel": 8, "machines": 2}, {"mode": "shared_vllm", "trainer": {"node": "big", "batch_size": 16}},
-         "vllm.machines", "spread over 2 machines", 'use mode = "broadcast"'),
-        ({"tensor_parallel": 8, "args": {"data_parallel_size": 2}}, {}, "vllm.args.data_parallel_size",
-         "several copies of the weights in one server", "set vllm.replicas"),
-        ({"tensor_parallel": 16, "args": {"nnodes": 2}}, {}, "vllm.args.nnodes", "is derived", "vllm.machines"),
-        ({"tensor_parallel": 16, "args": {"headless": True}}, {}, "vllm.args.headless", "is derived", "remove it"),
-        ({"tensor_parallel": 16, "args": {"master-port": 9001}}, {}, "vllm.args.master-port", "port 9001 is also",
-         "distinct ports"),
-        ([{"node": "big", "tensor_parallel": 16}, {"name": "vllm-node2", "port": 9100, "node": "cpu"}], {},
-         "vllm.1.name", "'vllm-node2' is used 2 times", "its own name"),
+        (
+            {"machines": 3, "tensor_parallel": 8},
+            {},
+            "vllm.machines",
+            "8 workers cannot be divided evenly among 3",
+            "2 or 4 or 8",
+        ),
+        (
+            {"machines": 2},
+            {},
+            "vllm.machines",
+            "1 worker cannot be divided",
+            "raise tensor_parallel",
+        ),
+        (
+            {"machines": 8, "tensor_parallel": 8},
+            {},
+            "vllm.machines",
+            "over 8 machines, and [[node]] big has 4",
+            "raise count of [[node]] big",
+        ),
+        (
+            {"tensor_parallel": 64},
+            {},
+            "vllm.node",
+            "vllm needs 64 GPUs, and 8 are left",
+            "raise count or gpus",
+        ),
+        (
+            {"tensor_parallel": 16, "replicas": 3},
+            {},
+            "vllm.node",
+            "needs 16 GPUs, and none",
+            "lower vllm.replicas",
+        ),
+        (
+            {"tensor_parallel": 16},
+            {"mode": "shared_vllm", "trainer": {"node": "big", "batch_size": 16}},
+            "vllm.tensor_parallel",
+            "single copy needs every worker",
+            'use mode = "broadcast"',
+        ),
+        (
+            {"tensor_parallel": 8, "machines": 2},
+            {"mode": "shared_vllm", "trainer": {"node": "big", "batch_size": 16}},
+            "vllm.machines",
+            "spread over 2 machines",
+            'use mode = "broadcast"',
+        ),
+        (
+            {"tensor_parallel": 8, "args": {"data_parallel_size": 2}},
+            {},
+            "vllm.args.data_parallel_size",
+            "several copies of the weights in one server",
+            "set vllm.replicas",
+        ),
+        (
+            {"tensor_parallel": 16, "args": {"nnodes": 2}},
+            {},
+            "vllm.args.nnodes",
+            "is derived",
+            "vllm.machines",
+        ),
+        (
+            {"tensor_parallel": 16, "args": {"headless": True}},
+            {},
+            "vllm.args.headless",
+            "is derived",
+            "remove it",
+        ),
+        (
+            {"tensor_parallel": 16, "args": {"master-port": 9001}},
+            {},
+            "vllm.args.master-port",
+            "port 9001 is also",
+            "distinct ports",
+        ),
+        (
+            [
+                {"node": "big", "tensor_parallel": 16},
+                {"name": "vllm-node2", "port": 9100, "node": "cpu"},
+            ],
+            {},
+            "vllm.1.name",
+            "'vllm-node2' is used 2 times",
+            "its own name",
+        ),
     ],
-)  # fmt: skip
-def test_what_is_refused(vllm: Any, changes: dict[str, Any], key: str, reason: str, fix: str) -> None:
+)
+def test_what_is_refused(
+    vllm: Any, changes: dict[str, Any], key: str, reason: str, fix: str
+) -> None:
     wanted = {"node": "big"} | vllm if isinstance(vllm, dict) else vllm
     found = check_profile(make_site(profile(wanted, **changes), RUN_DIR, run_id="r"))
     (problem,) = [each for each in found if reason in each.reason]
@@ -156,7 +279,9 @@ def test_what_is_refused(vllm: Any, changes: dict[str, Any], key: str, reason: s
 
 
 def test_machines_without_a_cluster_are_refused() -> None:
-    chosen = profile({"machines": 2, "tensor_parallel": 2}, cluster=None, node=[], trainer={"batch_size": 16})
+    chosen = profile(
+        {"machines": 2, "tensor_parallel": 2}, cluster=None, node=[], trainer={"batch_size": 16}
+    )
     assert any("over 2 machines" in reason for _, reason in problems(chosen))
 
 
@@ -167,7 +292,9 @@ def test_survive_with_several_machines_is_refused_before_anything_starts() -> No
 
 def test_sixty_four_machines_with_an_engine_over_every_two_are_planned_at_once() -> None:
     many = {"name": "big", "count": 62, "gpus": 8, "hosts": [f"b{number}" for number in range(62)]}
-    chosen = profile({"node": "big", "tensor_parallel": 16, "replicas": 31}, node=[HEAD, many, TRAIN])
+    chosen = profile(
+        {"node": "big", "tensor_parallel": 16, "replicas": 31}, node=[HEAD, many, TRAIN]
+    )
     began = time.process_time()
     site = make_site(chosen, RUN_DIR, run_id="r")
     assert check_profile(site) == []
@@ -176,7 +303,13 @@ def test_sixty_four_machines_with_an_engine_over_every_two_are_planned_at_once()
 
 
 def arguments(**changes: Any) -> Namespace:
-    given = {"nnodes": 1, "node_rank": 0, "headless": False, "tensor_parallel_size": 2, "pipeline_parallel_size": 1}
+    given = {
+        "nnodes": 1,
+        "node_rank": 0,
+        "headless": False,
+        "tensor_parallel_size": 2,
+        "pipeline_parallel_size": 1,
+    }
     return Namespace(**given | {"data_parallel_size": 1} | changes)
 
 

@@ -1,4 +1,5 @@
-"""Environments and flags before anything starts: what is certain to fail is refused, all else is left alone."""
+"""Environments and flags before anything starts: what is certain to fail is refused, all else is
+left alone."""
 
 from __future__ import annotations
 
@@ -66,19 +67,34 @@ def found(text: str, script: str = "mine.py", *, chats: bool = True, **env: Any)
     ("text", "reason", "fix"),
     [
         (ENV + "\ndef broken(:\n    pass\n", "mine.py, line 17: ", "correct the Python syntax"),
-        ("import nopackage_a\nimport bs4x, os\nfrom nopackage_b.c import d\n" + ENV + CLI,
-         "3 Python packages that this interpreter does not have: 'nopackage_a' (mine.py, line 1), 'bs4x'",
-         "-m pip install nopackage_a bs4x nopackage_b"),
-        (ENV.replace("class Mine(BaseEnv)", "class Mine"), "defines no environment", "derive a class from BaseEnv"),
-        (ENV + ENV.replace("class Mine(", "class Other("), "2 environments (Mine, Other) and starts none with cli()",
-         'script = "mine.py:Mine"'),
-        (ENV.replace("group_size=4", "group_size=5") + CLI, "sets group_size 5, but the 16 sequences of a step",
-         "trainer.batch_size = 15 or 20"),
+        (
+            "import nopackage_a\nimport bs4x, os\nfrom nopackage_b.c import d\n" + ENV + CLI,
+            "3 Python packages that this interpreter does not have: 'nopackage_a' (mine.py, "
+            "line 1), 'bs4x'",
+            "-m pip install nopackage_a bs4x nopackage_b",
+        ),
+        (
+            ENV.replace("class Mine(BaseEnv)", "class Mine"),
+            "defines no environment",
+            "derive a class from BaseEnv",
+        ),
+        (
+            ENV + ENV.replace("class Mine(", "class Other("),
+            "2 environments (Mine, Other) and starts none with cli()",
+            'script = "mine.py:Mine"',
+        ),
+        (
+            ENV.replace("group_size=4", "group_size=5") + CLI,
+            "sets group_size 5, but the 16 sequences of a step",
+            "trainer.batch_size = 15 or 20",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_file_that_cannot_work(text: str, reason: str, fix: str) -> None:
     (problem,) = found(text)
-    assert reason in problem.reason and fix in problem.fix and problem.key == "env.0.script", problem
+    assert reason in problem.reason and fix in problem.fix and problem.key == "env.0.script", (
+        problem
+    )
 
 
 @pytest.mark.parametrize(
@@ -93,7 +109,8 @@ def test_a_file_that_cannot_work(text: str, reason: str, fix: str) -> None:
         ENV + "\ndef late():\n    import nopackage\n" + CLI,
         "from helper import *\n" + ENV.replace("class Mine(BaseEnv)", "class Mine(Unknown)"),
         ENV.replace("class Mine(BaseEnv)", "class Mine(make_base())"),
-        ENV.replace("class Mine(BaseEnv)", "class Mine") + "\nif __name__ == '__main__':\n    serve(Mine)\n",
+        ENV.replace("class Mine(BaseEnv)", "class Mine")
+        + "\nif __name__ == '__main__':\n    serve(Mine)\n",
     ],
 )
 def test_what_may_work_is_left_alone(text: str) -> None:
@@ -113,7 +130,9 @@ def test_a_file_with_relative_imports_finds_what_lies_beside_its_package(tmp_pat
 
 def test_a_named_class_and_a_file_beside_it() -> None:
     Path("helper.py").write_text("import nopackage_c\n" + ENV)
-    both = "from helper import Config, Mine as Base\n" + ENV.replace("class Mine(BaseEnv)", "class Mine(Base)")
+    both = "from helper import Config, Mine as Base\n" + ENV.replace(
+        "class Mine(BaseEnv)", "class Mine(Base)"
+    )
     (problem,) = found(both, "mine.py:Mine")
     assert "'nopackage_c' (helper.py, line 1)" in problem.reason
     Path("helper.py").write_text("def broken(:\n")
@@ -141,14 +160,18 @@ def test_a_named_class_and_a_file_beside_it() -> None:
 )
 def test_flags_of_an_environment(flag: str, fix: str | None) -> None:
     problems = found(ENV + CLI, args={flag: 1})
-    assert [(each.key, each.fix) for each in problems] == ([(f"env.0.args.{flag}", fix)] if fix else [])
+    assert [(each.key, each.fix) for each in problems] == (
+        [(f"env.0.args.{flag}", fix)] if fix else []
+    )
 
 
 @pytest.mark.parametrize(
     "text",
     [
         ENV.replace("class Config(BaseEnvConfig)", "class Config(make_config())"),
-        ENV.replace("class Mine(BaseEnv):", "class Mine(BaseEnv):\n    @classmethod\n    def cli(cls): ..."),
+        ENV.replace(
+            "class Mine(BaseEnv):", "class Mine(BaseEnv):\n    @classmethod\n    def cli(cls): ..."
+        ),
         "from pydantic import create_model\n" + ENV,
         "from gone import Settings\n" + ENV,
     ],
@@ -165,9 +188,9 @@ def test_settings_of_a_class_that_is_imported_are_known() -> None:
     assert problem.fix == "did you mean env.bonus?"
     source = EnvSource(Path("mine.py"), ["."])
     assert source.settings["group_size"] == 4 and source.settings["bonus"] == 0.5
-    both = "from theirs import Mine, Config\n" + ENV.replace("class Mine(BaseEnv)", "class Own(Mine)").replace(
-        "=4", "=5"
-    )
+    both = "from theirs import Mine, Config\n" + ENV.replace(
+        "class Mine(BaseEnv)", "class Own(Mine)"
+    ).replace("=4", "=5")
     Path("mine.py").write_text(both)
     assert EnvSource(Path("mine.py"), ["."]).settings["group_size"] is None, "two files differ"
 
@@ -185,7 +208,9 @@ def test_classes_that_name_themselves_end(bases: tuple[str, str]) -> None:
         if bases[1] == "class Mine(Mine)"
         else ""
     )
-    text = ENV.replace("class Config(BaseEnvConfig)", bases[0]).replace("class Mine(BaseEnv)", bases[1])
+    text = ENV.replace("class Config(BaseEnvConfig)", bases[0]).replace(
+        "class Mine(BaseEnv)", bases[1]
+    )
     Path("mine.py").write_text(head + text)
     source = EnvSource(Path("mine.py"), ["."])
     assert source.flags is not None and ("bonus" in source.flags) is bool(head)
@@ -201,24 +226,37 @@ def test_a_model_without_a_chat_template() -> None:
     Path("model/chat_template.jinja").touch()
     assert found(ENV + CLI, chats=False) == []
     Path("model/chat_template.jinja").unlink()
-    text = ENV.replace("self.server.chat_completion(messages=item", "self.server.completion(prompt=item")
+    text = ENV.replace(
+        "self.server.chat_completion(messages=item", "self.server.completion(prompt=item"
+    )
     assert found(text + CLI, chats=False) == [], "it asks for text"
     both = ENV + "\n    async def more(self):\n        await self.server.completion(prompt='x')\n"
     assert found(both + CLI, chats=False) == [], "one of the two ways is taken"
-    own = "TEMPLATE = 'x'\n" + ENV + "\n    def setup(self):\n        self.tokenizer.chat_template = TEMPLATE\n"
+    own = (
+        "TEMPLATE = 'x'\n"
+        + ENV
+        + "\n    def setup(self):\n        self.tokenizer.chat_template = TEMPLATE\n"
+    )
     assert found(own + CLI, chats=False) == [], "it brings one"
     client = ENV.replace(
-        "self.server.chat_completion(messages=item", "self.client.chat.completions.create(messages=item"
+        "self.server.chat_completion(messages=item",
+        "self.client.chat.completions.create(messages=item",
     )
     assert found(client + CLI, chats=False) == [], "a client of its own may ask another server"
 
 
 @pytest.mark.parametrize(
     ("tokenizer", "expected"),
-    [({}, False), ({"chat_template": None}, False), ({"chat_template": [{"name": "default"}]}, True),
-     ({"auto_map": {}}, None)],
-)  # fmt: skip
-def test_where_a_chat_template_lies(tmp_path: Path, tokenizer: dict[str, Any], expected: bool | None) -> None:
+    [
+        ({}, False),
+        ({"chat_template": None}, False),
+        ({"chat_template": [{"name": "default"}]}, True),
+        ({"auto_map": {}}, None),
+    ],
+)
+def test_where_a_chat_template_lies(
+    tmp_path: Path, tokenizer: dict[str, Any], expected: bool | None
+) -> None:
     assert has_chat_template(model(tmp_path / "m", **tokenizer)) is expected
     (tmp_path / "m/tekken.json").touch()
     assert has_chat_template(tmp_path / "m") is None, "Mistral's own format"
@@ -228,10 +266,15 @@ def test_where_a_chat_template_lies(tmp_path: Path, tokenizer: dict[str, Any], e
 def test_doctor_and_validate_say_it(capsys: pytest.CaptureFixture[str]) -> None:
     Path("mine.py").write_text("import nopackage_a\n" + ENV + CLI)
     model(Path("model"))
-    Path("p.toml").write_text('name = "p"\nmodel = "model"\n[env]\nscript = "mine.py"\nargs.env.grupp = 8\n')
+    Path("p.toml").write_text(
+        'name = "p"\nmodel = "model"\n[env]\nscript = "mine.py"\nargs.env.grupp = 8\n'
+    )
     assert main.run(["validate", "p.toml"]) == Exit.USAGE
     said = capsys.readouterr().err
-    assert "p.toml:5: env.args.env.grupp: mine.py has no flag" in said and "p.toml:2: model: model has no chat" in said
+    assert (
+        "p.toml:5: env.args.env.grupp: mine.py has no flag" in said
+        and "p.toml:2: model: model has no chat" in said
+    )
     assert "p.toml:4: env.script: mine.py needs 1 Python package" in said, "all of them at once"
     assert main.run(["doctor", "p.toml"]) == Exit.USAGE
     assert "'nopackage_a' (mine.py, line 1)" in capsys.readouterr().out
@@ -242,10 +285,16 @@ def test_shipped_profiles_have_no_fault(name: str) -> None:
     site = make_site(load_profile(name)[0], Path("r"), run_id="r")
     for section in site.profile.env:
         assert list(environment_faults(site, section, "env.0")) == []
-    assert [each for index, part in enumerate(site.profile.vllm) for each in unknown_flags(part, f"vllm.{index}")] == []
+    assert [
+        each
+        for index, part in enumerate(site.profile.vllm)
+        for each in unknown_flags(part, f"vllm.{index}")
+    ] == []
 
 
-@pytest.mark.parametrize("name", ["arithmetic_server", "gsm8k_server", "math_zero_server", "sums_server"])
+@pytest.mark.parametrize(
+    "name", ["arithmetic_server", "gsm8k_server", "math_zero_server", "sums_server"]
+)
 def test_flags_of_our_own_environments_are_known(name: str) -> None:
     flags = EnvSource(Path(__file__).parents[2] / f"atropos_envs/{name}.py", []).flags
     assert flags is not None and {"group_size", "seed"} <= flags
@@ -281,7 +330,9 @@ def test_flags_of_vllm(flag: str, fix: str | None) -> None:
     assert fix is None or fix in problems[0].fix
 
 
-def test_flags_of_a_vllm_that_cannot_be_read_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_of_a_vllm_that_cannot_be_read_are_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(vllm_flags, "known_flags", frozenset)
     assert engine(**{"no-such-flag": True}) == []
 
@@ -294,15 +345,26 @@ def test_every_flag_of_vllm_s_own_parser_is_known() -> None:
     from vllm_server import compat
 
     parser = compat.make_arg_parser(FlexibleArgumentParser())
-    options = {word for action in parser._actions for word in action.option_strings if word.startswith("--")}
-    assert len(options) > 200 and {flag_name(word.removeprefix("--")) for word in options} <= known_flags()
+    options = {
+        word
+        for action in parser._actions
+        for word in action.option_strings
+        if word.startswith("--")
+    }
+    assert (
+        len(options) > 200
+        and {flag_name(word.removeprefix("--")) for word in options} <= known_flags()
+    )
 
 
 @pytest.mark.parametrize(
     ("lines", "key"),
     [
         ("[vllm.args]\nenforce-eager = true\nenforce_eager = false\n", "vllm.args.enforce_eager"),
-        ("[vllm.args]\nno-async-scheduling = true\nasync_scheduling = true\n", "vllm.args.async_scheduling"),
+        (
+            "[vllm.args]\nno-async-scheduling = true\nasync_scheduling = true\n",
+            "vllm.args.async_scheduling",
+        ),
         ("[env.args]\n'env.group_size' = 8\nenv.group_size = 4\n", "env.args.env.group_size"),
     ],
 )

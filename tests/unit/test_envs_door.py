@@ -25,7 +25,9 @@ OWN = "10.77.0.1"
 GROUP: dict[str, Any] = {"tokens": [[1, 2]] * 4, "masks": [[-100, 2]] * 4, "scores": [1.0, 0.0] * 2}
 
 
-def test_the_key_is_in_an_address_only_where_a_request_is_made_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_is_in_an_address_only_where_a_request_is_made_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("ATROPOS_ENGINE_URLS", f"http://{OWN}:9001/v1")
     config = BaseEnvConfig(rollout_server_url=f"http://{OWN}:8000")
     own = APIServerConfig(base_url=f"http://{OWN}:9001/v1", model_name="m", api_key="local")
@@ -55,9 +57,15 @@ async def test_an_environment_gets_through_the_door(
     async with run_api(door=door) as url:
         async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {KEY}"}) as trainer:
             registration = {
-                "wandb_group": "", "wandb_project": "", "batch_size": 8, "max_token_len": 64, "checkpoint_dir": "",
-                "save_checkpoint_interval": 1, "starting_step": 0, "num_steps": 10,
-            }  # fmt: skip
+                "wandb_group": "",
+                "wandb_project": "",
+                "batch_size": 8,
+                "max_token_len": 64,
+                "checkpoint_dir": "",
+                "save_checkpoint_interval": 1,
+                "starting_step": 0,
+                "num_steps": 10,
+            }
             await trainer.post(f"{url}/register", json=registration)
             await trainer.get(f"{url}/batch")
         env: Any = make_env(ArithmeticEnv, tmp_path, f"{url}/v1", rollout_server_url=url)

@@ -1,4 +1,5 @@
-"""An environment with several inference servers: an even share for each, a group stays where it is, one may be away."""
+"""An environment with several inference servers: an even share for each, a group stays where it is,
+one may be away."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def served(model: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         running = [engine.running() for engine in engines]
         urls = [await each.__aenter__() for each in running]
         monkeypatch.setenv(ENV_ENGINE_URLS, " ".join(urls))
-        config = APIServerConfig(base_url=urls[0], model_name=str(model), server_type="vllm", api_key="x")
+        config = APIServerConfig(
+            base_url=urls[0], model_name=str(model), server_type="vllm", api_key="x"
+        )
         manager = ServerManager([config], server_class=EngineClient)
         try:
             yield engines, manager
@@ -53,7 +56,8 @@ def served(model: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 async def group(manager: ServerManager, turns: int = 1) -> None:
-    """What a foreign environment does: a managed server for the group, and a request for each turn."""
+    """What a foreign environment does: a managed server for the group, and a request for each
+    turn."""
     begin_group()
     async with manager.managed_server() as managed:
         for _ in range(turns):
@@ -61,7 +65,8 @@ async def group(manager: ServerManager, turns: int = 1) -> None:
 
 
 async def test_groups_that_begin_together_are_shared_out_evenly(served: Any) -> None:
-    """atroposlib's manager alone would send all of them to the server that has the freest semaphore: the first."""
+    """atroposlib's manager alone would send all of them to the server that has the freest
+    semaphore: the first."""
     async with served(3) as (engines, manager):
         for engine in engines:
             engine.delay_s = 0.02
@@ -88,7 +93,9 @@ async def test_the_turns_of_a_group_go_to_one_server(served: Any) -> None:
         for turns in (3, 2, 4, 1):
             before = [len(engine.bodies) for engine in engines]
             await asyncio.create_task(group(manager, turns))
-            came = sorted(len(engine.bodies) - old for engine, old in zip(engines, before, strict=True))
+            came = sorted(
+                len(engine.bodies) - old for engine, old in zip(engines, before, strict=True)
+            )
             assert came == [0, turns]
 
 
@@ -107,7 +114,9 @@ async def test_a_server_that_is_away_costs_nobody_a_wait_and_comes_back(served: 
         assert len(engines[0].bodies) == 10
 
 
-async def test_where_all_are_away_all_are_tried_in_turn(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_where_all_are_away_all_are_tried_in_turn(
+    served: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with served(2) as (engines, manager):
         client = manager.servers[0]
         for engine in engines:
@@ -122,16 +131,22 @@ async def test_where_all_are_away_all_are_tried_in_turn(served: Any, monkeypatch
         assert (await asyncio.wait_for(waiting, 5)).token_ids == [[2, 1]]
 
 
-async def test_places_for_requests_grow_with_the_servers_and_another_server_is_alone(served: Any, model: Path) -> None:
+async def test_places_for_requests_grow_with_the_servers_and_another_server_is_alone(
+    served: Any, model: Path
+) -> None:
     async with served(2) as (_, manager):
         client = manager.servers[0]
         assert client.sem.max_val == 2 * APIServerConfig().num_max_requests_at_once
-        judge = EngineClient(APIServerConfig(base_url="http://127.0.0.1:9/v1", model_name=str(model), api_key="x"))
+        judge = EngineClient(
+            APIServerConfig(base_url="http://127.0.0.1:9/v1", model_name=str(model), api_key="x")
+        )
         assert [server.root for server in judge._servers] == ["http://127.0.0.1:9"]
         assert Counter(server.root for server in client._servers).total() == 2
 
 
-async def test_vllms_own_routes_are_asked_at_each_server(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_vllms_own_routes_are_asked_at_each_server(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What an environment asks as a chat, and one of the servers refuses for the time being."""
     monkeypatch.setattr(engine_client, "RETRY_S", 0.02)
     seen: Counter[int] = Counter()
@@ -143,9 +158,20 @@ async def test_vllms_own_routes_are_asked_at_each_server(model: Path, monkeypatc
             seen[number] += 1
             if number in away:
                 return web.json_response({"error": {"message": "held"}}, status=503)
-            message = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": str(number)}}
-            return web.json_response({"id": "x", "object": "chat.completion", "created": 1, "model": "m",
-                                      "choices": [message]})  # fmt: skip
+            message = {
+                "index": 0,
+                "finish_reason": "stop",
+                "message": {"role": "assistant", "content": str(number)},
+            }
+            return web.json_response(
+                {
+                    "id": "x",
+                    "object": "chat.completion",
+                    "created": 1,
+                    "model": "m",
+                    "choices": [message],
+                }
+            )
 
         made = web.Application()
         made.router.add_post("/v1/chat/completions", chat)
@@ -156,7 +182,10 @@ async def test_vllms_own_routes_are_asked_at_each_server(model: Path, monkeypatc
         monkeypatch.setenv(ENV_ENGINE_URLS, " ".join(urls))
         client = EngineClient(APIServerConfig(base_url=urls[0], model_name=str(model), api_key="x"))
         for answers in ({"0"}, {"0", "1"}):
-            ask = [client.chat_completion(messages=[{"role": "user", "content": "1+1"}]) for _ in range(10)]
+            ask = [
+                client.chat_completion(messages=[{"role": "user", "content": "1+1"}])
+                for _ in range(10)
+            ]
             found = await asyncio.gather(*ask)
             assert {answer.choices[0].message.content for answer in found} == answers
             away.clear()

@@ -1,4 +1,5 @@
-"""The GSM8K environment on a few rows made here: prompts, scores, dropped groups, the test split, a missing hub."""
+"""The GSM8K environment on a few rows made here: prompts, scores, dropped groups, the test split, a
+missing hub."""
 
 from __future__ import annotations
 
@@ -18,7 +19,10 @@ TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-ROWS = [MathProblem(question=f"What is {n} plus {n}?", answer=f"It doubles.\n#### {2 * n}") for n in range(1, 7)]
+ROWS = [
+    MathProblem(question=f"What is {n} plus {n}?", answer=f"It doubles.\n#### {2 * n}")
+    for n in range(1, 7)
+]
 
 
 def chat_tokenizer() -> PreTrainedTokenizerFast:
@@ -39,7 +43,9 @@ def make(folder: Path, url: str, **fields: Any) -> Gsm8kEnv:
     return env
 
 
-async def test_a_group_is_scored_and_templated(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_group_is_scored_and_templated(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("ATROPOS_COMPONENT", raising=False)
     prompts = []
 
@@ -58,10 +64,14 @@ async def test_a_group_is_scored_and_templated(folder: Path, monkeypatch: pytest
     assert group["masks"][1] == [-100] * len(prompts[0]) + encode("six")
     assert group["inference_logprobs"][1][len(prompts[0]) :] == [-0.25, -0.5, -0.75, -1.0]
     assert group["generation_params"]["temperature"] == 1.0
-    assert group["generation_params"]["max_tokens"] + len(prompts[0]) < 2048, "no sequence may reach the limit"
+    assert group["generation_params"]["max_tokens"] + len(prompts[0]) < 2048, (
+        "no sequence may reach the limit"
+    )
 
 
-async def test_where_all_are_right_brevity_decides_and_flat_groups_are_counted(folder: Path) -> None:
+async def test_where_all_are_right_brevity_decides_and_flat_groups_are_counted(
+    folder: Path,
+) -> None:
     lengths = [10, 400, 10, 10]
 
     def right(prompt: list[int], body: dict[str, Any], index: int) -> list[int]:
@@ -74,13 +84,17 @@ async def test_where_all_are_right_brevity_decides_and_flat_groups_are_counted(f
         assert group["scores"][0] == group["scores"][2] == group["scores"][3] > group["scores"][1]
         lengths[1] = 10
         await env.handle_send_to_api(await env.rollout(ROWS[0]))
-        assert env.tally.left_out == {"flat": 1}, "a group of equal scores is counted, by its reason"
+        assert env.tally.left_out == {"flat": 1}, (
+            "a group of equal scores is counted, by its reason"
+        )
         with pytest.raises(ValueError, match="cannot be read"):
             await env.rollout({"question": "?", "answer": "no mark"})
         await env._close_servers()
 
 
-async def test_the_test_split_is_evaluated_greedily(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_test_split_is_evaluated_greedily(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("ATROPOS_RUN_DIR", raising=False)
     monkeypatch.delenv("ATROPOS_COMPONENT", raising=False)
 
@@ -103,7 +117,11 @@ async def test_problems_come_in_an_order_of_the_seed(folder: Path) -> None:
         await env.setup()
         orders.append([(await env.get_next_item())["question"] for _ in range(8)])
     assert orders[0] == orders[1] != orders[2]
-    assert sorted(orders[0][:4]) == sorted(orders[0][4:]) == sorted(row["question"] for row in ROWS[:4])
+    assert (
+        sorted(orders[0][:4])
+        == sorted(orders[0][4:])
+        == sorted(row["question"] for row in ROWS[:4])
+    )
 
 
 async def test_a_model_without_chat_template_is_refused(folder: Path) -> None:
@@ -120,7 +138,11 @@ def test_a_missing_hub_is_a_sentence_with_the_ways_out(monkeypatch: pytest.Monke
     with pytest.raises(EnvFault) as caught:
         load_rows("train", None)
     message = str(caught.value)
-    assert "Couldn't reach the Hub" in message and "--env.dataset_path" in message and "HF_HUB_OFFLINE" in message
+    assert (
+        "Couldn't reach the Hub" in message
+        and "--env.dataset_path" in message
+        and "HF_HUB_OFFLINE" in message
+    )
     assert "\n" not in message
     assert caught.value.exit_code == 2
 
@@ -137,7 +159,9 @@ def test_the_hub_s_rows_are_taken_as_they_are(monkeypatch: pytest.MonkeyPatch) -
     assert asked == [("openai/gsm8k", "main", "test")]
 
 
-@pytest.mark.parametrize(("content", "said"), [("{", ":1"), ('{"question": "q"}', ":1"), ("", "empty")])
+@pytest.mark.parametrize(
+    ("content", "said"), [("{", ":1"), ('{"question": "q"}', ":1"), ("", "empty")]
+)
 def test_a_broken_file_is_named_with_its_line(tmp_path: Path, content: str, said: str) -> None:
     (tmp_path / "train.jsonl").write_text(content)
     with pytest.raises(EnvFault, match=said):

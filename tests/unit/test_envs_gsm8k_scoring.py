@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from atropos_envs.math_env import gold_answer, group_scores, is_right, parse_gold
 
-SOLUTION = "She sold 48/2 = <<48/2=24>>24 clips in May.\nAltogether 48+24 = <<48+24=72>>72.\n#### 72"
+SOLUTION = (
+    "She sold 48/2 = <<48/2=24>>24 clips in May.\nAltogether 48+24 = <<48+24=72>>72.\n#### 72"
+)
 
 
 def test_the_gold_answer_is_what_follows_the_mark() -> None:

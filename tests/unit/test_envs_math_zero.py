@@ -1,4 +1,5 @@
-"""The math-zero environment on a few problems made here: prompts, boxes, truncated, empty and hostile completions."""
+"""The math-zero environment on a few problems made here: prompts, boxes, truncated, empty and
+hostile completions."""
 
 from __future__ import annotations
 
@@ -15,7 +16,14 @@ import yaml
 
 from atropos_common.records import EvalRecord, parse_line
 from atropos_envs import EnvFault
-from atropos_envs.math_env import PATIENCE_S, Completion, HubSplit, MathProblem, is_right, parse_answer
+from atropos_envs.math_env import (
+    PATIENCE_S,
+    Completion,
+    HubSplit,
+    MathProblem,
+    is_right,
+    parse_answer,
+)
 from atropos_envs.math_zero_server import PROMPT, MathZeroConfig, MathZeroEnv
 from tests.unit.envs_support import Engine, decode, encode, make_env, text_tokenizer, write_splits
 
@@ -42,7 +50,9 @@ def make(folder: Path, url: str = NOWHERE, **fields: Any) -> MathZeroEnv:
     return env
 
 
-async def one_group(folder: Path, completions: list[list[int]], row: MathProblem = ROWS[0], **fields: Any) -> Any:
+async def one_group(
+    folder: Path, completions: list[list[int]], row: MathProblem = ROWS[0], **fields: Any
+) -> Any:
     async with Engine(lambda prompt, body, index: completions[index]).running() as url:
         env = make(folder, url, group_size=len(completions), **fields)
         await env.setup()
@@ -51,9 +61,13 @@ async def one_group(folder: Path, completions: list[list[int]], row: MathProblem
     return group
 
 
-async def test_the_prompt_is_plain_text_and_answers_are_compared_as_mathematics(folder: Path) -> None:
+async def test_the_prompt_is_plain_text_and_answers_are_compared_as_mathematics(
+    folder: Path,
+) -> None:
     engine = Engine(
-        lambda prompt, body, index: encode([" So \\boxed{0.25}", " \\boxed{2/8}", " \\boxed{4}", ""][index])
+        lambda prompt, body, index: encode(
+            [" So \\boxed{0.25}", " \\boxed{2/8}", " \\boxed{4}", ""][index]
+        )
     )
     async with engine.running() as url:
         env = make(folder, url)
@@ -68,7 +82,9 @@ async def test_the_prompt_is_plain_text_and_answers_are_compared_as_mathematics(
     assert group["scores"] == [1.0, 1.0, -1.0, -1.0]
     assert group["overrides"] == [{}, {}, {}, {}]
     assert group["masks"][2] == [-100] * len(prompt) + encode(" \\boxed{4}")
-    assert group["inference_logprobs"][3][len(prompt) :] == [-0.25], "an empty completion is its end token"
+    assert group["inference_logprobs"][3][len(prompt) :] == [-0.25], (
+        "an empty completion is its end token"
+    )
 
 
 async def test_braces_in_a_question_reach_the_prompt_as_they_are(folder: Path) -> None:
@@ -85,13 +101,17 @@ async def test_a_truncated_completion_is_wrong_and_not_trained_on(folder: Path) 
     assert group["overrides"] == [{}, {}]
 
 
-@pytest.mark.parametrize("texts", [["", "", ""], ["\\boxed{0.25}", "\\boxed{1/4}"], ["1/4", "the answer is $1/4$"]])
+@pytest.mark.parametrize(
+    "texts", [["", "", ""], ["\\boxed{0.25}", "\\boxed{1/4}"], ["1/4", "the answer is $1/4$"]]
+)
 async def test_a_group_of_equal_scores_is_a_flat_one(folder: Path, texts: list[str]) -> None:
     group = await one_group(folder, [encode(text) for text in texts])
     assert len(set(group["scores"])) == 1
 
 
-async def test_an_answer_that_cannot_be_read_is_dropped_before_anything_is_asked(folder: Path) -> None:
+async def test_an_answer_that_cannot_be_read_is_dropped_before_anything_is_asked(
+    folder: Path,
+) -> None:
     engine = Engine()
     async with engine.running() as url:
         env = make(folder, url)
@@ -154,31 +174,51 @@ async def test_the_local_test_split_is_evaluated_greedily(folder: Path) -> None:
     (line,) = (folder / "evals/eval.math-zero.jsonl").read_text().splitlines()
     record = parse_line(line)
     assert isinstance(record, EvalRecord)
-    assert (record.env, record.split, record.correct, record.questions) == ("math-zero", "test", 1, 2)
+    assert (record.env, record.split, record.correct, record.questions) == (
+        "math-zero",
+        "test",
+        1,
+        2,
+    )
 
 
-async def test_the_hub_s_columns_are_named_for_each_data_set(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_hub_s_columns_are_named_for_each_data_set(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tables: dict[tuple[str, str], list[dict[str, Any]]] = {
         ("zwhe99/DeepMath-103K", "train"): [
             {"question": "1+1?", "final_answer": "2", "difficulty": 1.0},
             {"question": "broken", "final_answer": None},
         ],
-        ("HuggingFaceH4/MATH-500", "test"): [{"problem": "2+2?", "answer": "4", "solution": "s"}] * 200,
+        ("HuggingFaceH4/MATH-500", "test"): [{"problem": "2+2?", "answer": "4", "solution": "s"}]
+        * 200,
         ("HuggingFaceH4/aime_2024", "train"): [{"problem": "3+3?", "answer": "6", "year": "2024"}],
     }
     monkeypatch.setattr(datasets, "load_dataset", lambda name, *, split: tables[name, split])
     env = make(folder, dataset_path=None)
     await env.setup()
     assert await env.get_next_item() == {"question": "1+1?", "answer": "2"}
-    assert await env.get_next_item() == {"question": "1+1?", "answer": "2"}, "a row without an answer is left out"
-    assert {split: len(rows) for split, rows in env.eval_questions().items()} == {"math500": 128, "aime24": 1}
+    assert await env.get_next_item() == {"question": "1+1?", "answer": "2"}, (
+        "a row without an answer is left out"
+    )
+    assert {split: len(rows) for split, rows in env.eval_questions().items()} == {
+        "math500": 128,
+        "aime24": 1,
+    }
 
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [(b"{", ":1: not a problem"), (b'{"question": "q"}', ":1: not"), (b"\n", "is empty"), (b"\xff\xfe", "as text")],
+    [
+        (b"{", ":1: not a problem"),
+        (b'{"question": "q"}', ":1: not"),
+        (b"\n", "is empty"),
+        (b"\xff\xfe", "as text"),
+    ],
 )
-async def test_a_broken_data_set_is_named_with_its_line(folder: Path, content: bytes, said: str) -> None:
+async def test_a_broken_data_set_is_named_with_its_line(
+    folder: Path, content: bytes, said: str
+) -> None:
     (folder / "data/train.jsonl").write_bytes(content)
     with pytest.raises(EnvFault, match=said):
         await make(folder).setup()
@@ -208,12 +248,28 @@ async def test_the_program_takes_its_yaml_and_the_flags_win(folder: Path) -> Non
     (folder / "env.yaml").write_text("env:\n  max_token_length: 3000\n  eval_size: 2\n")
     async with Engine(answer).running() as url:
         program = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "atropos_envs.math_zero_server", "evaluate", "--config", str(folder / "env.yaml"),
-            "--env.dataset_path", str(folder / "data"), "--env.tokenizer_name", str(folder / "model"),
-            "--env.data_dir_to_save_evals", str(folder / "evals"), "--env.eval_size", "1",
-            "--openai.model_name", str(folder / "model"), "--openai.base_url", url,
-            env=os.environ | {"HF_HUB_OFFLINE": "1"}, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
-        )  # fmt: skip
+            sys.executable,
+            "-m",
+            "atropos_envs.math_zero_server",
+            "evaluate",
+            "--config",
+            str(folder / "env.yaml"),
+            "--env.dataset_path",
+            str(folder / "data"),
+            "--env.tokenizer_name",
+            str(folder / "model"),
+            "--env.data_dir_to_save_evals",
+            str(folder / "evals"),
+            "--env.eval_size",
+            "1",
+            "--openai.model_name",
+            str(folder / "model"),
+            "--openai.base_url",
+            url,
+            env=os.environ | {"HF_HUB_OFFLINE": "1"},
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
         output, _ = await asyncio.wait_for(program.communicate(), 100)
     assert program.returncode == 0, output.decode()
     assert asked == [2999]

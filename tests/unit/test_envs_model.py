@@ -39,7 +39,9 @@ def test_the_tokenizer_is_one_id_per_character_and_adds_nothing(tiny: Path) -> N
     assert len(tokenizer) == 14
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id) == (0, 1, None)
     assert tokenizer.decode([3, 12, 4, 13, 5, EOS_ID], skip_special_tokens=True) == "1+2=3"
-    assert tokenizer.encode("Hi") == [0, 0], "an unknown character must not vanish: vLLM refuses empty prompts"
+    assert tokenizer.encode("Hi") == [0, 0], (
+        "an unknown character must not vanish: vLLM refuses empty prompts"
+    )
 
 
 @given(operands, operands)
@@ -50,7 +52,9 @@ def test_the_warm_start_encodes_as_the_saved_tokenizer_does(left: int, right: in
     assert "".join(names[index] for index in ids) == question.prompt + question.answer
 
 
-def test_the_model_loads_by_the_auto_class_with_the_weights_of_its_seed(tiny: Path, tmp_path: Path) -> None:
+def test_the_model_loads_by_the_auto_class_with_the_weights_of_its_seed(
+    tiny: Path, tmp_path: Path
+) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny)
     assert sum(parameter.numel() for parameter in model.parameters()) == 789_632
     assert model.dtype == torch.float32
@@ -73,8 +77,11 @@ def test_unused_rows_are_rows_of_the_model_and_no_tokens(short: None, tmp_path: 
         make_tiny_model(tmp_path / "narrow", vocab_rows=13)
 
 
-def test_two_runs_may_make_the_same_model_at_once(short: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other is done while this one teaches: its model stays, and nothing of ours is left beside it."""
+def test_two_runs_may_make_the_same_model_at_once(
+    short: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other is done while this one teaches: its model stays, and nothing of ours is left beside
+    it."""
     out = tmp_path / "model"
 
     def other_is_faster(*_: Any) -> dict[str, float]:
@@ -84,7 +91,9 @@ def test_two_runs_may_make_the_same_model_at_once(short: None, tmp_path: Path, m
 
     monkeypatch.setattr(warm_start, "measure", other_is_faster)
     assert warm_start.main(["--output", str(out)]) == 0
-    assert [path.name for path in tmp_path.iterdir()] == ["model"] and (out / "config.json").read_text() == "{}"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"] and (
+        out / "config.json"
+    ).read_text() == "{}"
 
 
 def test_a_model_that_appears_while_torch_is_imported_is_taken(
@@ -97,7 +106,9 @@ def test_a_model_that_appears_while_torch_is_imported_is_taken(
     assert warm_start.main(["--output", str(out)]) == 2, "there before it began: a mistake"
 
 
-def test_too_few_rows_are_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_too_few_rows_are_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         warm_start.main(["--output", str(tmp_path / "model"), "--vocab-rows", "13"])
     assert "--vocab-rows 13: the 14 tokens need a row each" in capsys.readouterr().err
@@ -192,7 +203,11 @@ def test_the_teacher_forgets_as_often_as_it_says() -> None:
     examples = warm_start.make_examples(carries)
     generator = torch.Generator().manual_seed(1)
     right = {tuple(row) for row in examples.right.tolist()}
-    rows = [tuple(row) for _ in range(60) for row in warm_start.sample_batch(examples, generator)[0].tolist()]
+    rows = [
+        tuple(row)
+        for _ in range(60)
+        for row in warm_start.sample_batch(examples, generator)[0].tolist()
+    ]
     forgotten = sum(row not in right for row in rows) / len(rows)
     assert forgotten == pytest.approx(warm_start.FORGETS, abs=0.03)
 
@@ -210,21 +225,29 @@ def test_the_learning_rate_rises_then_falls_to_its_share() -> None:
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warm_start, "STEPS", 4)
     monkeypatch.setattr(
-        warm_start, "measure", lambda model, task: {"held_out": warm_start.accuracy(model, task.held_out)}
+        warm_start,
+        "measure",
+        lambda model, task: {"held_out": warm_start.accuracy(model, task.held_out)},
     )
 
 
 def test_a_warm_start_is_whole_and_the_same_for_the_same_seed(short: None, tmp_path: Path) -> None:
     accuracies = warm_start.warm_start(tmp_path / "a", seed=2)
     assert warm_start.warm_start(tmp_path / "b", seed=2) == accuracies
-    assert (tmp_path / "a/model.safetensors").read_bytes() == (tmp_path / "b/model.safetensors").read_bytes()
+    assert (tmp_path / "a/model.safetensors").read_bytes() == (
+        tmp_path / "b/model.safetensors"
+    ).read_bytes()
     assert json.loads((tmp_path / "a/task.json").read_text())["accuracy"] == accuracies
     untrained = make_tiny_model(tmp_path / "untrained", seed=2)
-    assert (tmp_path / "a/model.safetensors").read_bytes() != (untrained / "model.safetensors").read_bytes()
+    assert (tmp_path / "a/model.safetensors").read_bytes() != (
+        untrained / "model.safetensors"
+    ).read_bytes()
     assert len(AutoTokenizer.from_pretrained(tmp_path / "a")) == 14
 
 
-def test_a_warm_start_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warm_start_that_fails_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(*_: object) -> None:
         raise RuntimeError("out of memory")
 
@@ -234,7 +257,9 @@ def test_a_warm_start_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pyt
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_existing_folder_is_refused_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_existing_folder_is_refused_and_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "model").mkdir()
     assert warm_start.main(["--output", str(tmp_path / "model")]) == 2
     assert "delete it" in capsys.readouterr().err

@@ -1,4 +1,5 @@
-"""Slots in run-api's queue and spare groups, first as numbers, then a plain environment at the real run-api."""
+"""Slots in run-api's queue and spare groups, first as numbers, then a plain environment at the real
+run-api."""
 
 from __future__ import annotations
 
@@ -33,8 +34,12 @@ def test_enough_groups_give_the_useful_ones_in_five_of_six_cases(useful: int, sh
     assert enough(useful, 0.0) == useful and enough(0, share) == enough(-2, share) == 0
 
 
-def _looked(places: QueueSlots, *, queued: int = 0, step: int = 0, ahead: int = 1, **more: int) -> list[PendingGroup]:
-    return places.update(queued=queued, places=2 * ahead, ahead=ahead, step=step, **{"came": 0, "coming": 0} | more)
+def _looked(
+    places: QueueSlots, *, queued: int = 0, step: int = 0, ahead: int = 1, **more: int
+) -> list[PendingGroup]:
+    return places.update(
+        queued=queued, places=2 * ahead, ahead=ahead, step=step, **{"came": 0, "coming": 0} | more
+    )
 
 
 async def _groups(places: QueueSlots, count: int) -> list[PendingGroup]:
@@ -68,7 +73,9 @@ async def test_spare_groups_are_dropped_with_the_last_place() -> None:
     _looked(places)
     first, second, third = await _groups(places, 3)
     places.sent(first, 1)
-    assert places.sent(second, 1) == [third] and not await third.wait_for_slot(), "the next place is a batch later"
+    assert places.sent(second, 1) == [third] and not await third.wait_for_slot(), (
+        "the next place is a batch later"
+    )
 
 
 async def test_a_spare_group_gets_no_place_in_a_batch_that_is_too_late_for_it() -> None:
@@ -97,7 +104,9 @@ async def test_with_several_batches_ahead_no_spare_group_begins() -> None:
     assert wanted[4] == (8, 8)
 
 
-async def test_what_run_api_says_while_groups_are_on_their_way_does_not_move_what_is_known() -> None:
+async def test_what_run_api_says_while_groups_are_on_their_way_does_not_move_what_is_known() -> (
+    None
+):
     places = QueueSlots()
     _looked(places)
     assert places.open_slots == 2
@@ -159,10 +168,16 @@ def _env(world: World, folder: Path, api: str, **fields: Any) -> Any:
 
     make_tokenizer().save_pretrained(folder)
     config = {
-        "group_size": GROUP, "tokenizer_name": str(folder), "rollout_server_url": api, "use_wandb": False,
-        "max_batches_offpolicy": 1, "max_num_workers": 64, "eval_handling": EvalHandlingEnum.NONE,
-        "total_steps": 10**6, "wandb_name": "plain",
-    }  # fmt: skip
+        "group_size": GROUP,
+        "tokenizer_name": str(folder),
+        "rollout_server_url": api,
+        "use_wandb": False,
+        "max_batches_offpolicy": 1,
+        "max_num_workers": 64,
+        "eval_handling": EvalHandlingEnum.NONE,
+        "total_steps": 10**6,
+        "wandb_name": "plain",
+    }
     server = APIServerConfig(base_url="http://127.0.0.1:9/v1", api_key="x", model_name=str(folder))
     return hosted(Plain)(BaseEnvConfig(**config | fields), [server])
 
@@ -190,7 +205,9 @@ class Trainer:
 
     async def fetch(self) -> list[dict[str, Any]]:
         while True:
-            async with self.http.get(f"{self.api}/batch", headers={AFTER_HEADER: self.after}) as response:
+            async with self.http.get(
+                f"{self.api}/batch", headers={AFTER_HEADER: self.after}
+            ) as response:
                 if batch := (await response.json()).get("batch"):
                     self.after = response.headers[BATCH_HEADER]
                     return list(batch)
@@ -214,12 +231,15 @@ class Trainer:
 
 @pytest.fixture
 def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Awaitable[Any]]:
-    """Runs an environment against a trainer; the trainer, the environment, and what `train` gave."""
+    """Runs an environment against a trainer; the trainer, the environment, and what `train`
+    gave."""
     monkeypatch.setattr(atropos_base, "asyncio", Short())
     for name in ("atroposlib", "atroposlib.envs.base"):
         monkeypatch.setattr(logging.getLogger(name), "level", logging.CRITICAL)
 
-    async def run(world: World, *, steps: int = 8, refill: bool = True, **fields: Any) -> tuple[Trainer, Any, float]:
+    async def run(
+        world: World, *, steps: int = 8, refill: bool = True, **fields: Any
+    ) -> tuple[Trainer, Any, float]:
         monkeypatch.setenv("ATROPOS_REFILL", str(int(refill)))
         async with run_api(keeps=True) as api, aiohttp.ClientSession() as http:
             async with http.post(f"{api}/register", json=trainer_registration(BATCH)):
@@ -242,15 +262,21 @@ def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Awai
     return run
 
 
-async def test_flat_groups_are_replaced_at_once_and_no_group_is_older(stack: Callable[..., Any]) -> None:
+async def test_flat_groups_are_replaced_at_once_and_no_group_is_older(
+    stack: Callable[..., Any],
+) -> None:
     trainer, env, quick = await stack(World())
     before, _, slow = await stack(World(), refill=False)
     assert quick < slow / 3
     assert max(trainer.lags) == 1 >= max(before.lags), "max_batches_offpolicy"
-    assert env.tally.left_out[FLAT] > env.tally.sent and env.tally.left_out[SURPLUS] < env.tally.sent
+    assert (
+        env.tally.left_out[FLAT] > env.tally.sent and env.tally.left_out[SURPLUS] < env.tally.sent
+    )
 
 
-async def test_lag_follows_max_batches_offpolicy_where_it_is_larger(stack: Callable[..., Any]) -> None:
+async def test_lag_follows_max_batches_offpolicy_where_it_is_larger(
+    stack: Callable[..., Any],
+) -> None:
     trainer, _, _ = await stack(World(0.5), steps=12, max_batches_offpolicy=2)
     assert max(trainer.lags) == 2 and trainer.said == {2}
 
@@ -266,11 +292,17 @@ async def test_what_fails_is_not_tried_again_faster_than_before(stack: Callable[
     world = World()
     world.fails = True
     await stack(world, steps=0)
-    assert 0 < len(world.began) <= 4 * 16, "as many groups as there are places, a round every tenth of a second"
+    assert 0 < len(world.began) <= 4 * 16, (
+        "as many groups as there are places, a round every tenth of a second"
+    )
 
 
-async def test_no_rollout_begins_while_an_evaluation_stops_training(stack: Callable[..., Any]) -> None:
+async def test_no_rollout_begins_while_an_evaluation_stops_training(
+    stack: Callable[..., Any],
+) -> None:
     """`World.group` fails where one does."""
     world = World(0.5)
-    trainer, env, _ = await stack(world, steps=8, eval_handling=EvalHandlingEnum.STOP_TRAIN, steps_per_eval=2)
+    trainer, env, _ = await stack(
+        world, steps=8, eval_handling=EvalHandlingEnum.STOP_TRAIN, steps_per_eval=2
+    )
     assert not env.tally.failures and max(trainer.lags) <= 1

@@ -1,4 +1,5 @@
-"""The environments on atroposlib: engine client, rollouts, evaluation, run-api, and the way out of trouble."""
+"""The environments on atroposlib: engine client, rollouts, evaluation, run-api, and the way out of
+trouble."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ def make(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
     monkeypatch.setattr(engine_client, "RETRY_S", 0.02)
     (tmp_path / "run").mkdir()
 
-    def build(url: str = NOWHERE, *, api: str = "http://127.0.0.1:9", **fields: Any) -> ArithmeticEnv:
+    def build(
+        url: str = NOWHERE, *, api: str = "http://127.0.0.1:9", **fields: Any
+    ) -> ArithmeticEnv:
         config, servers = ArithmeticEnv.config_init()
         fields = {"tokenizer_name": str(model), "rollout_server_url": api} | fields
         servers[0].base_url, servers[0].model_name = url, str(model)
@@ -66,7 +69,9 @@ def evaluations(tmp_path: Path) -> list[EvalRecord]:
 # Rollouts
 
 
-async def test_a_group_has_the_tokens_masks_and_logprobs_of_the_engine_end_token_included(make: Make) -> None:
+async def test_a_group_has_the_tokens_masks_and_logprobs_of_the_engine_end_token_included(
+    make: Make,
+) -> None:
     async with Engine().running() as url:
         env = make(url)
         await env.setup()
@@ -88,7 +93,13 @@ async def test_one_request_asks_for_the_whole_group_at_temperature_one(make: Mak
         await env.rollout(Sum(1, 2))
         await env._close_servers()
     assert engine.bodies == [
-        {"prompt": {"prompt_token_ids": [3, 12, 4, 13]}, "logprobs": 0, "n": 4, "temperature": 1.0, "max_tokens": 4}
+        {
+            "prompt": {"prompt_token_ids": [3, 12, 4, 13]},
+            "logprobs": 0,
+            "n": 4,
+            "temperature": 1.0,
+            "max_tokens": 4,
+        }
     ]
 
 
@@ -137,7 +148,9 @@ async def test_who_does_not_want_to_wait_is_told_at_once(make: Make) -> None:
     await env._close_servers()
 
 
-@pytest.mark.parametrize(("status", "fatal"), [(404, True), (403, True), (400, False), (422, False)])
+@pytest.mark.parametrize(
+    ("status", "fatal"), [(404, True), (403, True), (400, False), (422, False)]
+)
 async def test_a_refusal_is_not_tried_again(make: Make, status: int, fatal: bool) -> None:
     engine = Engine()
     engine.status = status
@@ -165,7 +178,9 @@ def test_versions_that_the_server_cannot_name_are_null() -> None:
 # Evaluation
 
 
-async def test_an_evaluation_is_greedy_and_writes_one_record_a_split(make: Make, tmp_path: Path) -> None:
+async def test_an_evaluation_is_greedy_and_writes_one_record_a_split(
+    make: Make, tmp_path: Path
+) -> None:
     def right_unless_carried(prompt: list[int], body: dict[str, Any], index: int) -> list[int]:
         left, right = "".join("0123456789+="[token - 2] for token in prompt).rstrip("=").split("+")
         question = Sum(int(left), int(right))
@@ -185,7 +200,9 @@ async def test_an_evaluation_is_greedy_and_writes_one_record_a_split(make: Make,
     assert all(body["temperature"] == 0.0 and body["max_tokens"] == 4 for body in engine.bodies)
 
 
-async def test_evaluate_without_a_server_ends_with_a_sentence(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_evaluate_without_a_server_ends_with_a_sentence(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(base, "ONE_OFF_PATIENCE_S", 0.05)
     with pytest.raises(EnvFault, match="Start the inference server"):
         await make()._run_evaluate()
@@ -223,7 +240,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def call(url: str, method: str, path: str, body: Any = None) -> Any:
-    async with aiohttp.ClientSession() as session, session.request(method, url + path, json=body) as response:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.request(method, url + path, json=body) as response,
+    ):
         return await response.json()
 
 
@@ -255,15 +275,23 @@ async def test_serving_evaluates_first_keeps_one_batch_ahead_and_leaves_on_sigte
                 await asyncio.sleep(0.01)
                 ahead.append(len(api_module.app.state.queue))
         greedy = [body["temperature"] == 0.0 for body in engine.bodies]
-        assert all(greedy[:50]) and not all(greedy), "the first evaluation comes before the first rollout"
-        assert max(ahead) == 4, "one batch of four groups, never a group more: that one would be a step older"
-        while (before := len(evaluations(tmp_path))) % 2:  # of the two splits one is still being asked
+        assert all(greedy[:50]) and not all(greedy), (
+            "the first evaluation comes before the first rollout"
+        )
+        assert max(ahead) == 4, (
+            "one batch of four groups, never a group more: that one would be a step older"
+        )
+        while (
+            before := len(evaluations(tmp_path))
+        ) % 2:  # of the two splits one is still being asked
             await asyncio.sleep(0.01)
         engine.version = 9
         os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(Dismissed) as told:
             await asyncio.wait_for(serving, 5)
-        assert told.value.exit_code == 143, "not done: a supervisor that did not ask starts another one"
+        assert told.value.exit_code == 143, (
+            "not done: a supervisor that did not ask starts another one"
+        )
         assert api_module.app.state.envs[0]["connected"] is False
     records = evaluations(tmp_path)
     assert (records[0].policy_step, records[0].split) == (0, "held_out")
@@ -273,7 +301,9 @@ async def test_serving_evaluates_first_keeps_one_batch_ahead_and_leaves_on_sigte
     assert not (tmp_path / "run/bridge/env.sums.json").exists()
 
 
-async def test_a_killed_life_gives_its_place_back_but_not_after_run_api_restarted(make: Make) -> None:
+async def test_a_killed_life_gives_its_place_back_but_not_after_run_api_restarted(
+    make: Make,
+) -> None:
     fields = {"max_token_length": 32, "desired_name": "sums", "weight": 1.0, "group_size": 8}
 
     async def live(api: str, lives: int) -> list[bool]:
@@ -290,10 +320,14 @@ async def test_a_killed_life_gives_its_place_back_but_not_after_run_api_restarte
             for _ in range(others):
                 await call(api, "POST", "/register-env", fields | {"desired_name": "other"})
             connected = await live(api, lives)
-    assert connected == [True, False, False, True], "number 0 was ours before the restart, and is another's now"
+    assert connected == [True, False, False, True], (
+        "number 0 was ours before the restart, and is another's now"
+    )
 
 
-async def test_a_hopeless_server_ends_the_environment_with_the_way_out(make: Make, quick: None) -> None:
+async def test_a_hopeless_server_ends_the_environment_with_the_way_out(
+    make: Make, quick: None
+) -> None:
     engine = Engine()
     engine.status = 404
     async with run_api() as api, engine.running() as url:
@@ -322,7 +356,8 @@ async def test_the_end_of_run_api_ends_the_environment_with_a_sentence(
 async def test_after_a_reset_of_run_api_the_next_life_gets_in(
     make: Make, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """run-api forgets its environments with the trainer: this life ends, and the supervisor's next one registers."""
+    """run-api forgets its environments with the trainer: this life ends, and the supervisor's next
+    one registers."""
     monkeypatch.setattr(atropos_base.BaseEnv.get_status.retry, "wait", lambda state: 0.01)
     async with Engine().running() as url, run_api() as api:
         await call(api, "POST", "/register", trainer_registration(32))
@@ -339,7 +374,9 @@ async def test_after_a_reset_of_run_api_the_next_life_gets_in(
         await call(api, "POST", "/register", trainer_registration(32))
         await call(api, "GET", "/batch")
         second = asyncio.create_task(make(url, api=api).env_manager())
-        assert sum(len(group["tokens"]) for group in await asyncio.wait_for(next_batch(api), 20)) == 32
+        assert (
+            sum(len(group["tokens"]) for group in await asyncio.wait_for(next_batch(api), 20)) == 32
+        )
         second.cancel()
         await asyncio.gather(second, return_exceptions=True)
 
@@ -348,7 +385,9 @@ async def test_groups_go_out_on_one_connection_and_uncompressed(make: Make) -> N
     seen = []
 
     async def scored(request: web.Request) -> web.Response:
-        seen.append((request.transport, request.headers.get("Content-Encoding"), await request.json()))
+        seen.append(
+            (request.transport, request.headers.get("Content-Encoding"), await request.json())
+        )
         return web.json_response({})
 
     app = web.Application()
@@ -358,11 +397,16 @@ async def test_groups_go_out_on_one_connection_and_uncompressed(make: Make) -> N
         for score in (1.0, 2.0):
             await env._send_scored_data_to_api({"tokens": [[3] * 5000], "scores": [score]})
         await env._registration.close()
-    assert [(encoding, body["scores"]) for _, encoding, body in seen] == [(None, [1.0]), (None, [2.0])]
+    assert [(encoding, body["scores"]) for _, encoding, body in seen] == [
+        (None, [1.0]),
+        (None, [2.0]),
+    ]
     assert seen[0][0] is seen[1][0] and env.tally.sent == 2
 
 
-async def test_groups_received_while_run_api_answered_are_counted(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_groups_received_while_run_api_answered_are_counted(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     env = make(batch_size=32)
 
     async def status(self: Any) -> None:
@@ -374,13 +418,17 @@ async def test_groups_received_while_run_api_answered_are_counted(make: Make, mo
     assert env.status_dict["queue_size"] == 3
     env.workers = {object(), object()}
     await env.get_status()
-    assert env.status_dict["queue_size"] == 2, "two of four places are rollouts in flight; nobody is cancelled"
+    assert env.status_dict["queue_size"] == 2, (
+        "two of four places are rollouts in flight; nobody is cancelled"
+    )
 
 
 # Mistakes
 
 
-def test_a_server_type_without_logprobs_is_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_type_without_logprobs_is_refused(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config, servers = ArithmeticEnv.config_init()
     servers[0].server_type = "openai"
     with pytest.raises(EnvFault, match=r"--openai\.server_type vllm"):
@@ -399,9 +447,16 @@ class Exited(Exception):
 
 @pytest.mark.parametrize(
     ("outcome", "code"),
-    [(EnvFault("do this instead", exit_code=2), 2), (SystemExit(0), 0), (SystemExit(2), 2), (SystemExit("no"), 1)],
+    [
+        (EnvFault("do this instead", exit_code=2), 2),
+        (SystemExit(0), 0),
+        (SystemExit(2), 2),
+        (SystemExit("no"), 1),
+    ],
 )
-def test_the_program_ends_with_an_exit_code(monkeypatch: pytest.MonkeyPatch, outcome: BaseException, code: int) -> None:
+def test_the_program_ends_with_an_exit_code(
+    monkeypatch: pytest.MonkeyPatch, outcome: BaseException, code: int
+) -> None:
     class Program:
         @staticmethod
         def cli() -> None:

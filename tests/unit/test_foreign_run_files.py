@@ -1,4 +1,5 @@
-"""Files of a run that no supervisor wrote: pipes, garbage, times and codes that are none. A message, never a hang."""
+"""Files of a run that no supervisor wrote: pipes, garbage, times and codes that are none. A
+message, never a hang."""
 
 from __future__ import annotations
 
@@ -57,7 +58,12 @@ def test_names_are_plain_before_they_reach_a_terminal(run: RunDir) -> None:
     for path in (run.profile_toml, run.result_json):
         path.unlink(missing_ok=True)
         os.mkfifo(path)
-    plan = {"run_id": evil, "name": evil, "mode": evil, "components": [{"name": evil, "role": "trainer"}]}
+    plan = {
+        "run_id": evil,
+        "name": evil,
+        "mode": evil,
+        "components": [{"name": evil, "role": "trainer"}],
+    }
     run.plan_json.write_text(json.dumps(plan))
     failed = StateRecord(component="\x1b]52;c;UFdO\x07", old="pending", new="failed")
     write_records(run.supervisor_jsonl, [failed], 99)
@@ -69,7 +75,15 @@ def test_names_are_plain_before_they_reach_a_terminal(run: RunDir) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ['{"reason": "x"}', '{"exit_code": null}', '{"exit_code": true}', '{"exit_code": 300}', "[" * 200_000, "3"]
+    "text",
+    [
+        '{"reason": "x"}',
+        '{"exit_code": null}',
+        '{"exit_code": true}',
+        '{"exit_code": 300}',
+        "[" * 200_000,
+        "3",
+    ],
 )
 def test_a_result_without_an_exit_code_is_none(run: RunDir, text: str) -> None:
     run.result_json.write_text(text)
@@ -86,7 +100,15 @@ def test_a_run_of_no_known_time_is_the_oldest(run: RunDir, when: object) -> None
     assert entry is not None and entry.used_at == (1.0 if when is True else 0.0)
 
 
-PATHS = ("run.json", "plan.json", "profile.toml", "result.json", "journal.json", "supervisor.jsonl", ".env")
+PATHS = (
+    "run.json",
+    "plan.json",
+    "profile.toml",
+    "result.json",
+    "journal.json",
+    "supervisor.jsonl",
+    ".env",
+)
 COMMANDS = (
     ["ps"],
     ["events"],
@@ -109,8 +131,9 @@ COMMANDS = (
 def test_no_command_waits_for_a_pipe_or_reads_without_end(
     run: RunDir, shape: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a process of its own with bounded memory, so that one which reads on and on ends here. What a report reads it
-    has read once it draws, so no picture is drawn: that is nearly all of what these commands cost."""
+    """In a process of its own with bounded memory, so that one which reads on and on ends here.
+    What a report reads it has read once it draws, so no picture is drawn: that is nearly all of
+    what these commands cost."""
     monkeypatch.setattr(report, "draw", lambda chart, name: f"<svg id='{name}'/>")
     for module in ("atropos_tui.cli.bundle", "matplotlib.figure"):
         importlib.import_module(module)  # here, once, and not in each of them
@@ -139,36 +162,58 @@ def test_no_command_waits_for_a_pipe_or_reads_without_end(
         assert os.waitstatus_to_exitcode(status) in (0, 2, 5), command
 
 
-def test_a_line_without_an_end_takes_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_without_an_end_takes_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(record_tail, "MAX_LINE_BYTES", 1000)
     path = tmp_path / "lines"
-    path.write_bytes(b"one\n" + b"x" * 999 + b"\n" + b"x" * 1000 + b"\n" + b"x" * 5000 + b"\ntwo\n" + b"x" * 1000)
+    path.write_bytes(
+        b"one\n" + b"x" * 999 + b"\n" + b"x" * 1000 + b"\n" + b"x" * 5000 + b"\ntwo\n" + b"x" * 1000
+    )
     with open_regular(path) as file:
         assert list(record_tail.whole_lines(file)) == [b"one\n", b"x" * 999 + b"\n", b"two\n"]
 
 
 @pytest.mark.timeout(120)
-def test_metadata_commands_no_terminal(run: RunDir, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Every field of a recording that any command shows: clipboard, title, colours, C1, text that runs backwards."""
+def test_metadata_commands_no_terminal(
+    run: RunDir, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Every field of a recording that any command shows: clipboard, title, colours, C1, text that
+    runs backwards."""
     evil = "\x1b]52;c;ZXZpbA==\x07\x1b[2J\x9b31m\u202e\u2066\u061c\U000e0041v"
     meta = json.loads(run.run_json.read_text()) if run.run_json.exists() else {}
-    meta |= {"run_id": "demo-test"} | dict.fromkeys(("name", "mode", "host", "argv", "started_by"), evil)
+    meta |= {"run_id": "demo-test"} | dict.fromkeys(
+        ("name", "mode", "host", "argv", "started_by"), evil
+    )
     run.run_json.write_text(json.dumps(meta | {"versions": {evil: evil}, "started_at": 5.0}))
-    plan = {"run_id": evil, "name": evil, "mode": evil, "components": [{"name": evil, "role": evil}]}
+    plan = {
+        "run_id": evil,
+        "name": evil,
+        "mode": evil,
+        "components": [{"name": evil, "role": evil}],
+    }
     run.plan_json.write_text(json.dumps(plan))
-    told = dict.fromkeys(("component", "role", "node", "old", "new", "reason", "title", "evidence", "fix"), evil)
-    told |= dict.fromkeys(("action", "initiator", "detail", "command_id", "stage", "status", "severity"), evil)
+    told = dict.fromkeys(
+        ("component", "role", "node", "old", "new", "reason", "title", "evidence", "fix"), evil
+    )
+    told |= dict.fromkeys(
+        ("action", "initiator", "detail", "command_id", "stage", "status", "severity"), evil
+    )
     lines = [json.loads(line) for line in run.supervisor_jsonl.read_text().splitlines()]
     strange = [line | {key: words for key, words in told.items() if key in line} for line in lines]
     run.supervisor_jsonl.write_text("".join(json.dumps(line) + "\n" for line in [*lines, *strange]))
-    run.result_json.write_text(json.dumps({"exit_code": 3, "reason": evil, "component": evil, "cause": evil}))
+    run.result_json.write_text(
+        json.dumps({"exit_code": 3, "reason": evil, "component": evil, "cause": evil})
+    )
     run.log("vllm", 1).parent.mkdir(parents=True, exist_ok=True)
     run.log("vllm", 1).write_text(f"{evil}\n")
     (run.logs / "\x1b]0;evil\x07").mkdir()
     packed = ["bundle", "-o", str(tmp_path / "all.tar.gz")]
     for command in (["ps"], ["why"], ["events"], ["bench"], ["logs"], ["runs"], packed):
         where = [] if command == ["runs"] else [str(run.root)]
-        main.run([*command, *where] if command[0] != "logs" else ["logs", "--run-dir", str(run.root)])
+        main.run(
+            [*command, *where] if command[0] != "logs" else ["logs", "--run-dir", str(run.root)]
+        )
         said = "".join(capsys.readouterr())
         assert said, command
         assert not set(said) & set("\x1b\x07\x9b\u202e\u2066\u061c\U000e0041"), command
@@ -185,7 +230,9 @@ def test_numbers_that_no_clock_and_no_counter_shows(run: RunDir, number: float) 
         assert main.run([command, str(run.root)]) in (0, 5), command
 
 
-def test_a_recording_s_folder_that_leads_elsewhere_is_not_cleared(run: RunDir, tmp_path: Path) -> None:
+def test_a_recording_s_folder_that_leads_elsewhere_is_not_cleared(
+    run: RunDir, tmp_path: Path
+) -> None:
     (tmp_path / "diary").mkdir()
     (tmp_path / "diary/mine.txt").write_text("precious")
     (run.root / "out").symlink_to(tmp_path / "diary")

@@ -1,4 +1,5 @@
-"""Nothing that a terminal obeys leaves a command or the screen, whichever string of whichever file holds it."""
+"""Nothing that a terminal obeys leaves a command or the screen, whichever string of whichever file
+holds it."""
 
 from __future__ import annotations
 
@@ -28,8 +29,14 @@ Captured = pytest.CaptureFixture[str]
 Change = Callable[[Any], Any]
 
 EVIL = "\x1b]52;c;cHduZWQ=\x07\x1b[2J\x9b31m\x90q\x9c\u202e\u2066\u061c\U000e0041\x1bc\r\x08\x7f\x1b[8m"
-OBEYED = {*map(chr, range(9)), *map(chr, range(11, 32)), *map(chr, range(127, 160)), *"\u202e\u2066\u061c\U000e0041"}
-"""Every C0 and C1 control character except tab and line feed, and the format characters of `EVIL`."""
+OBEYED = {
+    *map(chr, range(9)),
+    *map(chr, range(11, 32)),
+    *map(chr, range(127, 160)),
+    *"\u202e\u2066\u061c\U000e0041",
+}
+"""Every C0 and C1 control character except tab and line feed, and the format characters of
+`EVIL`."""
 
 
 def obeyed(text: str) -> set[str]:
@@ -54,7 +61,18 @@ def free_values(value: Any, key: str = "") -> Any:
         return {name: free_values(item, name) for name, item in value.items()}
     if isinstance(value, list):
         return [free_values(item, key) for item in value]
-    kept = ("kind", "run_id", "old", "new", "role", "component", "name", "model_type", "architectures", "mode")
+    kept = (
+        "kind",
+        "run_id",
+        "old",
+        "new",
+        "role",
+        "component",
+        "name",
+        "model_type",
+        "architectures",
+        "mode",
+    )
     return value if key in kept else every_value(value)
 
 
@@ -76,7 +94,9 @@ def poison(path: Path, change: Change) -> None:
         # TOML allows no control characters but as \u escapes, which is how tomli_w writes them.
         path.write_text(tomli_w.dumps(change(tomllib.loads(text))))
     elif path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(change(json.loads(line))) + "\n" for line in text.splitlines()))
+        path.write_text(
+            "".join(json.dumps(change(json.loads(line))) + "\n" for line in text.splitlines())
+        )
     elif path.suffix == ".json":
         path.write_text(json.dumps(change(json.loads(text))))
     else:
@@ -84,24 +104,52 @@ def poison(path: Path, change: Change) -> None:
 
 
 def poisoned_run(root: Path, change: Change) -> RunDir:
-    """A run with records of every kind, each file of it changed, and evil names of folders and files."""
+    """A run with records of every kind, each file of it changed, and evil names of folders and
+    files."""
     run = make_run(root, steps=3)
     records: list[Record] = [
-        DiagnosisRecord(time=T0 + 30, component="vllm", title="a title", evidence="what was seen", fix="do this"),
+        DiagnosisRecord(
+            time=T0 + 30, component="vllm", title="a title", evidence="what was seen", fix="do this"
+        ),
         ProbeRecord(time=T0 + 30, component="vllm", probe="readiness", ok=False, detail="refused"),
         StageRecord(time=T0 + 30, component="vllm", stage="weights"),
-        CommandRecord(time=T0 + 30, command_id="c", component="vllm", action="restart", status="done", detail="words"),
+        CommandRecord(
+            time=T0 + 30,
+            command_id="c",
+            component="vllm",
+            action="restart",
+            status="done",
+            detail="words",
+        ),
     ]
     write_records(run.supervisor_jsonl, records, 90)
     with run.supervisor_jsonl.open("a") as file:
-        file.write(json.dumps({"v": 1, "time": T0 + 30, "seq": 99, "kind": "unknown", "what": {"a": "b"}}) + "\n")
+        file.write(
+            json.dumps({"v": 1, "time": T0 + 30, "seq": 99, "kind": "unknown", "what": {"a": "b"}})
+            + "\n"
+        )
     plan = json.loads(run.plan_json.read_text())
     for part in plan["components"]:
-        part |= {"depends_on": {"vllm": "healthy"}, "stages": [{"name": "weights", "usually": "the disk"}]}
+        part |= {
+            "depends_on": {"vllm": "healthy"},
+            "stages": [{"name": "weights", "usually": "the disk"}],
+        }
     run.plan_json.write_text(json.dumps(plan))
-    meta = {"run_id": RUN_ID, "name": "demo", "mode": "none", "host": "h", "git": {"commit": "abc"}, "started_at": T0}
+    meta = {
+        "run_id": RUN_ID,
+        "name": "demo",
+        "mode": "none",
+        "host": "h",
+        "git": {"commit": "abc"},
+        "started_at": T0,
+    }
     run.run_json.write_text(json.dumps(meta | {"versions": {"torch": "2"}, "argv": ["up", "demo"]}))
-    result = {"exit_code": 3, "reason": "it failed", "component": "vllm", "last_lines": ["Traceback", "ValueError: x"]}
+    result = {
+        "exit_code": 3,
+        "reason": "it failed",
+        "component": "vllm",
+        "last_lines": ["Traceback", "ValueError: x"],
+    }
     run.result_json.write_text(json.dumps(result))
     run.fault_txt.write_text("a traceback\n")
     for path in run.root.rglob("*"):
@@ -140,8 +188,16 @@ def test_no_string_and_no_key_of_a_run_reaches_a_terminal_as_it_is(
     run = poisoned_run(Path("runs").absolute() / "evil", change)
     spoken = 0
     commands = [[*command, str(run.root)] for command in READING]
-    commands += [["logs", "--run-dir", str(run.root), *words] for words in ([], ["--json"], ["--attempt", "7"])]
-    commands += [["why", "--run-dir", str(run.root), "no-such"], ["runs"], ["runs", "--json"], ["doctor", "--json"]]
+    commands += [
+        ["logs", "--run-dir", str(run.root), *words]
+        for words in ([], ["--json"], ["--attempt", "7"])
+    ]
+    commands += [
+        ["why", "--run-dir", str(run.root), "no-such"],
+        ["runs"],
+        ["runs", "--json"],
+        ["doctor", "--json"],
+    ]
     commands += [["up", "--resume", str(run.root), "--headless", "--set", "nothing=1"]]
     for command in commands:
         main.run(command)
@@ -154,14 +210,27 @@ def test_no_string_and_no_key_of_a_run_reaches_a_terminal_as_it_is(
 def poisoned_model(folder: Path, change: Change) -> Path:
     """A model folder of an architecture that no formula knows, each file of it changed."""
     folder.mkdir()
-    config = {"model_type": "strange", "architectures": ["StrangeForCausalLM"], "hidden_size": 8, "dtype": "float32"}
-    config |= {"quantization_config": {"quant_method": "strange"}, "rope_scaling": {"type": "strange"}}
-    files = {"config.json": config, "tokenizer_config.json": {"tokenizer_class": "Strange", "chat_template": "{{x}}"}}
+    config = {
+        "model_type": "strange",
+        "architectures": ["StrangeForCausalLM"],
+        "hidden_size": 8,
+        "dtype": "float32",
+    }
+    config |= {
+        "quantization_config": {"quant_method": "strange"},
+        "rope_scaling": {"type": "strange"},
+    }
+    files = {
+        "config.json": config,
+        "tokenizer_config.json": {"tokenizer_class": "Strange", "chat_template": "{{x}}"},
+    }
     files["generation_config.json"] = {"transformers_version": "5"}
     files["model.safetensors.index.json"] = {"weight_map": {"a.weight": "model.safetensors"}}
     for name, content in files.items():
         (folder / name).write_text(json.dumps(change(content)))
-    header = json.dumps(change({"a.weight": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}})).encode()
+    header = json.dumps(
+        change({"a.weight": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}})
+    ).encode()
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 8)
     return folder
 
@@ -174,8 +243,14 @@ def test_no_string_and_no_key_of_a_model_reaches_a_terminal_as_it_is(
     folder = poisoned_model(tmp_path / "model", change)
     if known:
         config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(config | {"model_type": "llama", "architectures": [EVIL]}))
-    for command in (["plan", "demo", "--gpus", "1xH100"], ["plan", "demo", "--json"], ["validate", "demo"]):
+        (folder / "config.json").write_text(
+            json.dumps(config | {"model_type": "llama", "architectures": [EVIL]})
+        )
+    for command in (
+        ["plan", "demo", "--gpus", "1xH100"],
+        ["plan", "demo", "--json"],
+        ["validate", "demo"],
+    ):
         main.run([*command, "--set", f"model={str(folder)!r}"])
         said = "".join(capsys.readouterr())
         assert said and not obeyed(said), command
@@ -202,10 +277,15 @@ def test_no_string_and_no_key_of_a_profile_reaches_a_terminal_as_it_is(
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_no_string_and_no_key_of_a_run_reaches_a_terminal_by_the_screen(tmp_path: Path, change: Change) -> None:
-    """In a real terminal, over its views: Textual's own sequences come, none of the recording's does."""
+def test_no_string_and_no_key_of_a_run_reaches_a_terminal_by_the_screen(
+    tmp_path: Path, change: Change
+) -> None:
+    """In a real terminal, over its views: Textual's own sequences come, none of the recording's
+    does."""
     run = poisoned_run(tmp_path / "evil", change)
-    terminal = Terminal([sys.executable, "-m", "atropos_tui", "replay", str(run.root), "--speed", "4096"], 120, 40)
+    terminal = Terminal(
+        [sys.executable, "-m", "atropos_tui", "replay", str(run.root), "--speed", "4096"], 120, 40
+    )
     try:
         terminal.until(lambda seen: b"REPLAY" in seen)
         for key in b"1234567890":

@@ -1,4 +1,5 @@
-"""Which cards a run may use inside a job of SLURM's, with a stand-in for NVML: that of a machine, or of a cgroup."""
+"""Which cards a run may use inside a job of SLURM's, with a stand-in for NVML: that of a machine,
+or of a cgroup."""
 
 from __future__ import annotations
 
@@ -58,10 +59,18 @@ class FakeNvml(SimpleNamespace):
 @pytest.mark.parametrize(
     ("there", "given", "seen"),
     [
-        ("ABCDEFGH", "4,5", "EF"),  # NVML shows the whole machine: SLURM does not keep cards from a job
+        (
+            "ABCDEFGH",
+            "4,5",
+            "EF",
+        ),  # NVML shows the whole machine: SLURM does not keep cards from a job
         ("EF", "0,1", "EF"),  # it does: NVML and CUDA count those of the job alone
         ("ABCD", "GPU-C,GPU-A", "CA"),
-        ("EF", "4,5", "EF"),  # a container shows its own, and what is set was for the machine around it
+        (
+            "EF",
+            "4,5",
+            "EF",
+        ),  # a container shows its own, and what is set was for the machine around it
         ("ABCD", "", "ABCD"),
     ],
 )

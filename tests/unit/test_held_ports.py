@@ -53,7 +53,8 @@ def test_a_stranger_who_tries_all_the_time_never_gets_it(port: int) -> None:
 
 @needs_another_user
 def test_a_stranger_who_had_bound_it_before_never_listens(port: int) -> None:
-    """SO_REUSEADDR lets him bind a port that is free, and us beside him; he must not come to listen later."""
+    """SO_REUSEADDR lets him bind a port that is free, and us beside him; he must not come to listen
+    later."""
 
     ours, his = socket.socketpair()
 
@@ -114,7 +115,9 @@ def test_after_the_end_it_is_free_for_everyone(port: int) -> None:
     assert as_another_user(lambda: squat(port, 2.0)) != []
 
 
-def test_the_server_looks_at_a_port_with_who_holds_it_in_mind(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_server_looks_at_a_port_with_who_holds_it_in_mind(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with contextlib.closing(ports.hold(port)):
         with pytest.raises(ConfigError, match="cannot be bound"):
             check_port("127.0.0.1", port)
@@ -128,7 +131,9 @@ def test_a_run_that_holds_a_port_for_a_program_that_still_loads_is_named(port: i
     run = {"ATROPOS_HELD_PORT": str(port), "ATROPOS_RUN_ID": "demo-7", "ATROPOS_COMPONENT": "vllm"}
     with contextlib.closing(ports.hold(port)):
         assert holder(port) is None
-        with subprocess.Popen([sys.executable, "-c", "input()"], env=os.environ | run, stdin=subprocess.PIPE) as loads:
+        with subprocess.Popen(
+            [sys.executable, "-c", "input()"], env=os.environ | run, stdin=subprocess.PIPE
+        ) as loads:
             try:
                 found = holder(port)
                 assert found is not None and str(found).startswith("vllm of run demo-7, ")

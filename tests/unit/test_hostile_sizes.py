@@ -1,4 +1,5 @@
-"""Numbers and shapes of foreign files that would become memory or time: words at once, and no process that stays."""
+"""Numbers and shapes of foreign files that would become memory or time: words at once, and no
+process that stays."""
 
 from __future__ import annotations
 
@@ -28,8 +29,18 @@ LLAMA = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
 }
-MIXTRAL = LLAMA | {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 8}
-GPT2 = {"architectures": ["GPT2LMHeadModel"], "n_embd": 64, "vocab_size": 100, "n_positions": 64, "n_layer": 2}
+MIXTRAL = LLAMA | {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_local_experts": 8,
+}
+GPT2 = {
+    "architectures": ["GPT2LMHeadModel"],
+    "n_embd": 64,
+    "vocab_size": 100,
+    "n_positions": 64,
+    "n_layer": 2,
+}
 
 
 @pytest.mark.parametrize(
@@ -54,7 +65,11 @@ def test_a_hostile_count_is_words_at_once(
             (tmp_path / "config.json").write_text(json.dumps(place))
             began = time.monotonic()
             said = read_model(str(tmp_path))
-            assert isinstance(said, str) and f"{key} is 1" in said and "no model has more than 4,096" in said
+            assert (
+                isinstance(said, str)
+                and f"{key} is 1" in said
+                and "no model has more than 4,096" in said
+            )
             assert time.monotonic() - began < 2
 
 
@@ -103,7 +118,11 @@ def test_what_builds_a_model_dies_with_who_asked(tmp_path: Path) -> None:
     finally:
         asking.kill()
         asking.wait()
-        if (tmp_path / "pid").exists() and (row := procfs.read(int((tmp_path / "pid").read_text()))) and row.alive:
+        if (
+            (tmp_path / "pid").exists()
+            and (row := procfs.read(int((tmp_path / "pid").read_text())))
+            and row.alive
+        ):
             os.kill(row.pid, signal.SIGKILL)
 
 
@@ -116,5 +135,9 @@ def test_the_builder_has_a_limit_of_memory() -> None:
     limit, said = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout.split()
-    assert 0 < int(limit) <= max(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2, 4 << 30)
+    assert (
+        0
+        < int(limit)
+        <= max(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2, 4 << 30)
+    )
     assert said == "refused"

@@ -1,5 +1,5 @@
-"""A connection that was idle for a while is not used again: the server may be closing it at that moment. A client of
-an address without TLS reads no certificates."""
+"""A connection that was idle for a while is not used again: the server may be closing it at that
+moment. A client of an address without TLS reads no certificates."""
 
 from __future__ import annotations
 
@@ -58,9 +58,13 @@ def test_an_idle_connection_is_given_up_before_the_server_does(
     assert server.connections == 2
 
 
-def test_certificates_are_read_for_tls_alone_and_never_left_out_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_certificates_are_read_for_tls_alone_and_never_left_out_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     read: list[object] = []
-    monkeypatch.setattr(ssl.SSLContext, "load_verify_locations", lambda *args, **words: read.append(words))
+    monkeypatch.setattr(
+        ssl.SSLContext, "load_verify_locations", lambda *args, **words: read.append(words)
+    )
     for url in ("http://127.0.0.1:9001", "HTTP://10.0.0.1:8000"):
         ServerClient(url, "token").close()
         RunApi(url, {}, threading.Event())

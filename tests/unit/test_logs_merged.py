@@ -1,4 +1,5 @@
-"""Logs of several components as one: order of arrival, filters, and nothing lost or repeated while they rotate."""
+"""Logs of several components as one: order of arrival, filters, and nothing lost or repeated while
+they rotate."""
 
 from __future__ import annotations
 
@@ -35,14 +36,19 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     found = RunDir(tmp_path / "run")
     found.create()
-    found.run_json.write_text(json.dumps({"run_id": "p-1", "name": "p", "mode": "none", "started_at": 5.0}))
-    found.plan_json.write_text(json.dumps({"components": [{"name": name, "role": "other"} for name in NAMES]}))
+    found.run_json.write_text(
+        json.dumps({"run_id": "p-1", "name": "p", "mode": "none", "started_at": 5.0})
+    )
+    found.plan_json.write_text(
+        json.dumps({"components": [{"name": name, "role": "other"} for name in NAMES]})
+    )
     return found
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """The wall clock of whoever writes logs; it runs faster than the true one, so entries are not spared."""
+    """The wall clock of whoever writes logs; it runs faster than the true one, so entries are not
+    spared."""
     monkeypatch.setattr("atropos_tui.supervisor.logs.RESERVE", 1e9)
     now = [1_790_000_000.0]
     monkeypatch.setattr("atropos_tui.supervisor.logs.time.time", lambda: now[0])
@@ -91,7 +97,9 @@ def test_the_last_lines_are_those_of_the_whole(
     assert shown(run, "--no-prefix", "-n", "3", capsys=capsys) == ["early", "of api", "of vllm"]
 
 
-def test_filters(run: RunDir, clock: Callable[[float], None], capsys: pytest.CaptureFixture[str]) -> None:
+def test_filters(
+    run: RunDir, clock: Callable[[float], None], capsys: pytest.CaptureFixture[str]
+) -> None:
     interleaved(run, 30, clock)
     since = datetime.fromtimestamp(1_790_000_026).isoformat()
     numbers = [line.split()[-1] for line in shown(run, "--since", since, capsys=capsys)]
@@ -110,7 +118,9 @@ def test_a_colour_of_the_program_does_not_hide_a_line_from_grep(
     assert shown(run, "env", "--grep", "^ERROR it", capsys=capsys) == ["ERROR it broke "]
 
 
-def test_attempts(run: RunDir, clock: Callable[[float], None], capsys: pytest.CaptureFixture[str]) -> None:
+def test_attempts(
+    run: RunDir, clock: Callable[[float], None], capsys: pytest.CaptureFixture[str]
+) -> None:
     for attempt in (1, 2, 3):
         clock(1)
         LogFile(run.log("vllm", attempt), BIG).write(f"vllm attempt {attempt}\nlast words".encode())
@@ -118,12 +128,22 @@ def test_attempts(run: RunDir, clock: Callable[[float], None], capsys: pytest.Ca
         if attempt < 3:
             LogFile(run.log("env", attempt), BIG).write(f"env attempt {attempt}\n".encode())
     assert shown(run, "vllm", "--attempt", "2", capsys=capsys) == ["vllm attempt 2", "last words"]
-    assert shown(run, "--no-prefix", capsys=capsys) == ["env attempt 2", "vllm attempt 3", "last words"]
+    assert shown(run, "--no-prefix", capsys=capsys) == [
+        "env attempt 2",
+        "vllm attempt 3",
+        "last words",
+    ]
     everything = shown(run, "--attempt", "all", capsys=capsys)
     assert [line.split(maxsplit=2)[2].strip() for line in everything] == [
-        "vllm   vllm attempt 1", "vllm   last words", "env    env attempt 1", "vllm#2 vllm attempt 2",
-        "vllm#2 last words", "env#2  env attempt 2", "vllm#3 vllm attempt 3", "vllm#3 last words",
-    ]  # fmt: skip
+        "vllm   vllm attempt 1",
+        "vllm   last words",
+        "env    env attempt 1",
+        "vllm#2 vllm attempt 2",
+        "vllm#2 last words",
+        "env#2  env attempt 2",
+        "vllm#3 vllm attempt 3",
+        "vllm#3 last words",
+    ]
     assert main.run(["logs", "--attempt", "7", "--run-dir", str(run.root)]) == Exit.USAGE
     assert "vllm: 1 2 3" in capsys.readouterr().err
 
@@ -150,14 +170,18 @@ def test_moments() -> None:
     assert logs.moment("90s", now) == now.timestamp() - 90
     assert logs.moment("1.5h", now) == now.timestamp() - 5400
     assert logs.moment("11:59", now) == now.timestamp() - 60
-    assert logs.moment("12:00:01", now) == now.timestamp() + 1 - 86400, "yesterday: the latest such time"
+    assert logs.moment("12:00:01", now) == now.timestamp() + 1 - 86400, (
+        "yesterday: the latest such time"
+    )
     assert logs.moment("2026-11-01", now) == now.timestamp() - 36 * 3600
     with pytest.raises(UserError):
         logs.moment("5 minutes", now)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_beginning_late_shows_the_same_last_lines(tmp_path: Path, seed: int, clock: Callable[[float], None]) -> None:
+def test_beginning_late_shows_the_same_last_lines(
+    tmp_path: Path, seed: int, clock: Callable[[float], None]
+) -> None:
     """Whatever the counts: over two segments, several attempts, lines longer than a chunk."""
     rng = random.Random(seed)
     for attempt in (1, 2):
@@ -173,12 +197,18 @@ def test_beginning_late_shows_the_same_last_lines(tmp_path: Path, seed: int, clo
         for kept in ({"count": count}, {"since": since}, {"count": count, "since": since}):
             late = LogReader(tmp_path, "all")
             late.skip(**kept)
-            got = [line[:4] for line in late.drain() if line.time >= kept.get("since", 0)][-kept.get("count", 0) :]
-            wanted = [line[:4] for line in everything if line.time >= kept.get("since", 0)][-kept.get("count", 0) :]
+            got = [line[:4] for line in late.drain() if line.time >= kept.get("since", 0)][
+                -kept.get("count", 0) :
+            ]
+            wanted = [line[:4] for line in everything if line.time >= kept.get("since", 0)][
+                -kept.get("count", 0) :
+            ]
             assert got == wanted
 
 
-def test_beginning_late_is_exact_at_the_edges_of_chunks(tmp_path: Path, clock: Callable[[float], None]) -> None:
+def test_beginning_late_is_exact_at_the_edges_of_chunks(
+    tmp_path: Path, clock: Callable[[float], None]
+) -> None:
     file = LogFile(tmp_path / "1.log", 100 * BIG)
     for number in range(30):
         clock(1)
@@ -188,7 +218,9 @@ def test_beginning_late_is_exact_at_the_edges_of_chunks(tmp_path: Path, clock: C
     for count in range(1, 30):
         by_count, by_time = LogReader(tmp_path), LogReader(tmp_path)
         by_count.skip(count)
-        assert [line.text for line in by_count.drain()][-count:] == [line.text for line in everything[-count:]]
+        assert [line.text for line in by_count.drain()][-count:] == [
+            line.text for line in everything[-count:]
+        ]
         by_time.skip(since=everything[count].time)
         found = [line.text for line in by_time.drain() if line.time >= everything[count].time]
         assert found == [line.text for line in everything[count:]]
@@ -217,13 +249,16 @@ def test_beginning_late_reads_little(run: RunDir, capsys: pytest.CaptureFixture[
     late = LogReader(run.logs / "env")
     late.skip(10)
     assert len(list(late.drain())) < 20_000
-    assert shown(run, "env", "--grep", "needle", "-n", "1", capsys=capsys) == ["a needle"], "but a search reads all"
+    assert shown(run, "env", "--grep", "needle", "-n", "1", capsys=capsys) == ["a needle"], (
+        "but a search reads all"
+    )
 
 
 def test_without_times_the_files_own_time_counts(
     run: RunDir, clock: Callable[[float], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Runs of earlier versions, a lost index, a foreign file in its place, an index cut anywhere."""
+    """Runs of earlier versions, a lost index, a foreign file in its place, an index cut
+    anywhere."""
     interleaved(run, 9, clock)
     for name, hours in (("vllm", 1), ("api", 2), ("env", 3)):
         path = run.log(name, 1)
@@ -241,11 +276,15 @@ def test_a_torn_index_still_gives_the_times_before_the_tear(
 ) -> None:
     interleaved(run, 30, clock)
     index = run.log("vllm", 1).with_name("1.times")
-    index.write_bytes(index.read_bytes()[: 16 + 4 * 16 + 5])  # head, begin, three lines, a torn entry
+    index.write_bytes(
+        index.read_bytes()[: 16 + 4 * 16 + 5]
+    )  # head, begin, three lines, a torn entry
     numbers = [int(line.split()[-1]) for line in shown(run, capsys=capsys)]
     assert sorted(numbers) == list(range(30))
     assert numbers[:7] == list(range(7)), "vllm's lines 1, 4 and 7 have their times"
-    assert numbers[7:15] == [7, 10, 13, 16, 19, 22, 25, 28], "the rest of vllm counts from its last known time"
+    assert numbers[7:15] == [7, 10, 13, 16, 19, 22, 25, 28], (
+        "the rest of vllm counts from its last known time"
+    )
 
 
 def test_a_copied_run_keeps_its_times(
@@ -273,7 +312,8 @@ def test_clocks_that_jump_back_keep_each_components_order(
 
 
 def test_following_merged_loses_and_repeats_nothing(tmp_path: Path) -> None:
-    """Three writers that rotate and start again; each line is out within the promised delay, in nearly exact order."""
+    """Three writers that rotate and start again; each line is out within the promised delay, in
+    nearly exact order."""
     written: list[tuple[str, float]] = []
     stop = threading.Event()
 
@@ -290,7 +330,9 @@ def test_following_merged_loses_and_repeats_nothing(tmp_path: Path) -> None:
                     file.write(f"{text}\n".encode())
                     number += 1
                     time.sleep(rng.random() * 0.008)
-                if round_ % 2:  # some 100 ms apart: what two rotations between two looks took, nobody could show
+                if (
+                    round_ % 2
+                ):  # some 100 ms apart: what two rotations between two looks took, nobody could show
                     file._rotate()
             written.append((f"{name} end {attempt}", time.time()))
             file.write(f"{name} end {attempt}".encode())
@@ -311,10 +353,14 @@ def test_following_merged_loses_and_repeats_nothing(tmp_path: Path) -> None:
     got = [(text, out) for text, out in got if not text.startswith("[atropos]")]
     texts = [text for text, _ in got]
     for name in NAMES:
-        assert [t for t in texts if t.startswith(name)] == [t for t, _ in written if t.startswith(name)]
+        assert [t for t in texts if t.startswith(name)] == [
+            t for t, _ in written if t.startswith(name)
+        ]
     arrived = dict(written)
     delays = sorted(out - arrived[text] for text, out in got if "end" not in text)
-    assert delays[len(delays) // 2] < 0.5, "HOLD_S and a look every FOLLOW_S: 0.2 s where the machine is idle"
+    assert delays[len(delays) // 2] < 0.5, (
+        "HOLD_S and a look every FOLLOW_S: 0.2 s where the machine is idle"
+    )
     newest, late = 0.0, 0.0
     for text in texts:
         late = max(late, newest - arrived[text]) if "end" not in text else late
@@ -353,7 +399,8 @@ def test_lines_from_a_clock_that_runs_ahead_are_not_held_for_long(
 
 
 def test_following_a_flood_is_not_held_up_by_it(tmp_path: Path) -> None:
-    """One component floods and rotates; a word of the other comes out all the same, and memory does not grow."""
+    """One component floods and rotates; a word of the other comes out all the same, and memory does
+    not grow."""
     flood = subprocess.Popen([sys.executable, "-c", FLOODER, str(tmp_path / "api" / "1.log")])
     try:
         time.sleep(0.5)
@@ -387,7 +434,11 @@ def on_a_terminal(run: RunDir, **env: str) -> str:
     """What `logs` writes to a terminal."""
     leader, follower = pty.openpty()
     command = [sys.executable, "-m", "atropos_tui", "logs", "--run-dir", str(run.root)]
-    values = {key: value for key, value in os.environ.items() if key != "NO_COLOR"} | {"TERM": "xterm"} | env
+    values = (
+        {key: value for key, value in os.environ.items() if key != "NO_COLOR"}
+        | {"TERM": "xterm"}
+        | env
+    )
     done = subprocess.Popen(command, stdout=follower, stderr=follower, stdin=follower, env=values)
     done.wait(30)
     os.close(follower)

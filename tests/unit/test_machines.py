@@ -1,4 +1,5 @@
-"""Several machines: who sits where, what is dialled, what brings a component there, and what of that is refused."""
+"""Several machines: who sits where, what is dialled, what brings a component there, and what of
+that is refused."""
 
 from __future__ import annotations
 
@@ -8,7 +9,12 @@ from typing import Any
 
 import pytest
 
-from atropos_common.run_dir import ENV_ENGINE_URLS, ENV_NODE_ADDRESS, ENV_RANKS_DIR, ENV_TRAINER_HOSTS
+from atropos_common.run_dir import (
+    ENV_ENGINE_URLS,
+    ENV_NODE_ADDRESS,
+    ENV_RANKS_DIR,
+    ENV_TRAINER_HOSTS,
+)
 from atropos_tui.cli.main import run
 from atropos_tui.profile import memory
 from atropos_tui.profile.checks import check_profile
@@ -25,17 +31,27 @@ from atropos_tui.supervisor.process import gpus_within
 RUN_DIR = Path("/runs/r")
 SSH = {"launcher": "ssh"}
 TRAIN = {"name": "train", "count": 2, "gpus": 2, "hosts": ["t1", "t2"]}
-INFER = {"name": "infer", "count": 2, "gpus": 4, "hosts": ["me@i1", "me@i2"], "addresses": ["10.0.0.1", "10.0.0.2"]}
+INFER = {
+    "name": "infer",
+    "count": 2,
+    "gpus": 4,
+    "hosts": ["me@i1", "me@i2"],
+    "addresses": ["10.0.0.1", "10.0.0.2"],
+}
 HEAD = {"name": "head", "hosts": ["h"], "addresses": ["10.0.0.9"]}
 
 
 def profile(**changes: Any) -> Profile:
     data: dict[str, Any] = {
-        "name": "p", "mode": "broadcast", "model": "/models/m", "cluster": SSH, "node": [HEAD, INFER, TRAIN],
+        "name": "p",
+        "mode": "broadcast",
+        "model": "/models/m",
+        "cluster": SSH,
+        "node": [HEAD, INFER, TRAIN],
         "env": {"module": "atropos_envs.arithmetic_server", "args": {"env.group_size": 8}},
         "vllm": {"node": "infer", "replicas": 3, "tensor_parallel": 2},
         "trainer": {"node": "train", "batch_size": 16},
-    }  # fmt: skip
+    }
     return parse_profile(data | changes, "p.toml")
 
 
@@ -45,7 +61,9 @@ def parts(chosen: Profile, hosts: Hosts | None = None) -> dict[str, ComponentSpe
 
 
 def problems(chosen: Profile) -> list[tuple[str, str]]:
-    return [(found.key, found.reason) for found in check_profile(make_site(chosen, RUN_DIR, run_id="r"))]
+    return [
+        (found.key, found.reason) for found in check_profile(make_site(chosen, RUN_DIR, run_id="r"))
+    ]
 
 
 def flag(part: ComponentSpec, name: str) -> str:
@@ -59,7 +77,12 @@ def where(part: ComponentSpec) -> tuple[str, list[int]]:
 
 def urls_of(part: ComponentSpec) -> set[str]:
     probes = filter(None, (part.probes.startup, part.probes.readiness, part.probes.liveness))
-    return {check.url.rpartition("/")[0] for probe in probes for check in probe.checks if isinstance(check, HttpCheck)}
+    return {
+        check.url.rpartition("/")[0]
+        for probe in probes
+        for check in probe.checks
+        if isinstance(check, HttpCheck)
+    }
 
 
 def test_everybody_has_a_machine_gpus_and_a_way_there() -> None:
@@ -67,9 +90,14 @@ def test_everybody_has_a_machine_gpus_and_a_way_there() -> None:
     assert problems(chosen) == []
     planned = parts(chosen)
     assert {name: where(part) for name, part in planned.items()} == {
-        "api": ("head", []), "env": ("head", []), "vllm-0": ("infer", [0, 1]), "vllm-1": ("infer", [2, 3]),
-        "vllm-2": ("infer-2", [0, 1]), "trainer": ("train", [0, 1]), "trainer-2": ("train-2", [0, 1]),
-    }  # fmt: skip
+        "api": ("head", []),
+        "env": ("head", []),
+        "vllm-0": ("infer", [0, 1]),
+        "vllm-1": ("infer", [2, 3]),
+        "vllm-2": ("infer-2", [0, 1]),
+        "trainer": ("train", [0, 1]),
+        "trainer-2": ("train-2", [0, 1]),
+    }
     assert planned["vllm-1"].env["CUDA_VISIBLE_DEVICES"] == "2,3"
     places = {name: part.place for name, part in planned.items() if part.place}
     assert places["api"].prefix == []  # the supervisor is there
@@ -77,8 +105,10 @@ def test_everybody_has_a_machine_gpus_and_a_way_there() -> None:
     assert places["vllm-2"].address == "10.0.0.2"
     stack = build_stack(chosen, RUN_DIR, run_id="r")
     assert [(node.name, node.host, node.address, node.gpus) for node in stack.nodes][1:4] == [
-        ("infer", "me@i1", "10.0.0.1", 4), ("infer-2", "me@i2", "10.0.0.2", 4), ("train", "t1", "t1", 2),
-    ]  # fmt: skip
+        ("infer", "me@i1", "10.0.0.1", 4),
+        ("infer-2", "me@i2", "10.0.0.2", 4),
+        ("train", "t1", "t1", 2),
+    ]
     assert stack.launcher == "ssh"
 
 
@@ -124,20 +154,30 @@ def test_a_trainer_on_several_machines_has_a_launcher_on_each_and_one_fate() -> 
 def test_gpus_by_name_are_of_each_machine_and_the_trainer_takes_the_rest() -> None:
     both = {"name": "n", "count": 2, "gpus": 8, "hosts": ["a", "b"]}
     chosen = profile(
-        node=[both], vllm={"node": "n", "gpus": [0, 1, 2, 3], "tensor_parallel": 2},
+        node=[both],
+        vllm={"node": "n", "gpus": [0, 1, 2, 3], "tensor_parallel": 2},
         trainer={"node": "n", "batch_size": 16},
-    )  # fmt: skip
+    )
     assert problems(chosen) == []
     assert [where(part) for name, part in parts(chosen).items() if name.startswith("vllm")] == [
-        ("n", [0, 1]), ("n", [2, 3]), ("n-2", [0, 1]), ("n-2", [2, 3]),
-    ]  # fmt: skip
-    assert [list(seat) for seat in trainer_seats(chosen)] == [["n", [4, 5, 6, 7]], ["n-2", [4, 5, 6, 7]]]
+        ("n", [0, 1]),
+        ("n", [2, 3]),
+        ("n-2", [0, 1]),
+        ("n-2", [2, 3]),
+    ]
+    assert [list(seat) for seat in trainer_seats(chosen)] == [
+        ["n", [4, 5, 6, 7]],
+        ["n-2", [4, 5, 6, 7]],
+    ]
     assert trainer_ranks(chosen) == 8
 
 
 def test_environments_are_spread_over_their_machines() -> None:
     cpu = {"name": "cpu", "count": 2, "hosts": ["c1", "c2"]}
-    envs = [{"name": name, "node": "cpu", "module": "atropos_envs.arithmetic_server"} for name in ("a", "b", "c")]
+    envs = [
+        {"name": name, "node": "cpu", "module": "atropos_envs.arithmetic_server"}
+        for name in ("a", "b", "c")
+    ]
     planned = parts(profile(node=[HEAD, INFER, TRAIN, cpu], env=envs))
     assert [where(planned[name])[0] for name in ("a", "b", "c")] == ["cpu", "cpu-2", "cpu"]
 
@@ -150,12 +190,18 @@ def test_slurm_fills_in_the_hosts_of_the_allocation() -> None:
     chosen = profile(cluster=SLURM, node=GROUPS)
     over = {"SLURM_JOB_NODELIST": "gone[1-4]"}  # left by env -u SLURM_JOB_ID
     assert hosts_of(chosen, over) == hosts_of(chosen, {})
-    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "gpu[07-09],login", "SLURMD_NODENAME": "gpu07"}
+    job = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "gpu[07-09],login",
+        "SLURMD_NODENAME": "gpu07",
+    }
     hosts = hosts_of(chosen, job, {"gpu07": "10.1.0.7"})
     assert [(node.name, node.host, node.address) for node in hosts.nodes] == [
-        ("infer", "gpu07", "10.1.0.7"), ("infer-2", "gpu08", "gpu08"), ("train", "gpu09", "gpu09"),
+        ("infer", "gpu07", "10.1.0.7"),
+        ("infer-2", "gpu08", "gpu08"),
+        ("train", "gpu09", "gpu09"),
         ("train-2", "login", "login"),
-    ]  # fmt: skip
+    ]
     planned = parts(chosen, hosts)
     assert planned["api"].place is not None
     assert planned["api"].place.prefix == []
@@ -166,14 +212,19 @@ def test_slurm_fills_in_the_hosts_of_the_allocation() -> None:
 
 
 @pytest.mark.parametrize(
-    ("plugins", "free"), [("task/none", False), ("task/cgroup,task/affinity", True), ("(null)", False), (None, True)]
+    ("plugins", "free"),
+    [("task/none", False), ("task/cgroup,task/affinity", True), ("(null)", False), (None, True)],
 )
 def test_a_step_is_told_not_to_be_bound_where_slurm_binds(
     plugins: str | None, free: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where it does not, srun would say so in the log of each component."""
     scontrol = tmp_path / "scontrol"
-    said = "exit 1" if plugins is None else f'[ "$1" = show ] && echo "TaskPlugin              = {plugins}"; true'
+    said = (
+        "exit 1"
+        if plugins is None
+        else f'[ "$1" = show ] && echo "TaskPlugin              = {plugins}"; true'
+    )
     scontrol.write_text(f"#!/bin/sh\n{said}\n")
     scontrol.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
@@ -187,11 +238,15 @@ def test_a_step_is_told_not_to_be_bound_where_slurm_binds(
 
 def test_a_heterogeneous_job_has_a_component_for_each_kind() -> None:
     job = {
-        "SLURM_JOB_ID": "7", "SLURM_HET_SIZE": "2",
-        "SLURM_JOB_NODELIST_HET_GROUP_0": "a[1-2]", "SLURM_JOB_NODELIST_HET_GROUP_1": "b[5-6]",
+        "SLURM_JOB_ID": "7",
+        "SLURM_HET_SIZE": "2",
+        "SLURM_JOB_NODELIST_HET_GROUP_0": "a[1-2]",
+        "SLURM_JOB_NODELIST_HET_GROUP_1": "b[5-6]",
         "SLURMD_NODENAME": "a1",
-    }  # fmt: skip
-    planned = parts(profile(cluster=SLURM, node=GROUPS), hosts_of(profile(cluster=SLURM, node=GROUPS), job))
+    }
+    planned = parts(
+        profile(cluster=SLURM, node=GROUPS), hosts_of(profile(cluster=SLURM, node=GROUPS), job)
+    )
     place = planned["trainer-2"].place
     assert place is not None
     assert place.host == "b6"
@@ -200,7 +255,9 @@ def test_a_heterogeneous_job_has_a_component_for_each_kind() -> None:
 
 def test_an_allocation_that_is_too_small_is_said() -> None:
     chosen = profile(cluster=SLURM, node=GROUPS)
-    (found,) = lacking(chosen, hosts_of(chosen, {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a,b,c"}))
+    (found,) = lacking(
+        chosen, hosts_of(chosen, {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a,b,c"})
+    )
     assert "3 of the 4 machines" in found.reason
     assert "train-2" in found.reason
     assert "sbatch -N 4" in found.fix
@@ -222,13 +279,20 @@ def test_short_forms_of_hosts(text: str, hosts: list[str]) -> None:
 @pytest.mark.parametrize(
     ("launcher", "more", "first", "last"),
     [
-        ("kubernetes", {"kubectl": ["-n", "rl"]}, ["kubectl", "-n", "rl", "exec", "-i"], ["i2", "--"]),
+        (
+            "kubernetes",
+            {"kubectl": ["-n", "rl"]},
+            ["kubectl", "-n", "rl", "exec", "-i"],
+            ["i2", "--"],
+        ),
         ("ssh", {"ssh": ["-p", "2222"]}, ["ssh", "-T"], ["-p", "2222", "i2"]),
     ],
 )
 def test_prefixes(launcher: str, more: dict[str, Any], first: list[str], last: list[str]) -> None:
     nodes = [HEAD, {"name": "infer", "count": 2, "gpus": 4, "hosts": ["i1", "i2"]}, TRAIN]
-    planned = parts(profile(cluster={"launcher": launcher, "python": "/opt/python"} | more, node=nodes))
+    planned = parts(
+        profile(cluster={"launcher": launcher, "python": "/opt/python"} | more, node=nodes)
+    )
     part = planned["vllm-2"]
     assert part.place is not None
     assert (part.place.prefix[: len(first)], part.place.prefix[-len(last) :]) == (first, last)
@@ -256,63 +320,140 @@ LARGE = {"name": "n", "count": 2, "gpus": 2, "hosts": ["a", "b"]}
         ({"cluster": None}, "node.0", "machines without a launcher"),
         ({"cluster": None, "node": []}, "vllm.0.node", "has no [cluster]"),
         ({"node": []}, "cluster.launcher", "without machines"),
-        ({"node": [HEAD, INFER, TRAIN, TRAIN | {"hosts": ["x", "y"]}]}, "node.2.name", "are called 'train'"),
         (
-            {"node": [HEAD, INFER, TRAIN, {"name": "train-2", "hosts": ["x"]}]}, "node.2.name", "are called 'train-2'",
+            {"node": [HEAD, INFER, TRAIN, TRAIN | {"hosts": ["x", "y"]}]},
+            "node.2.name",
+            "are called 'train'",
         ),
-        ({"node": [HEAD, INFER, {"name": "train", "count": 2}]}, "node.2.hosts", "no hosts for count = 2"),
-        ({"node": [HEAD, INFER, TRAIN | {"hosts": ["t1"]}]}, "node.2.hosts", "1 host for count = 2"),
-        ({"node": [HEAD, INFER, TRAIN | {"hosts": ["t1", "me@i1"]}]}, "node.2.hosts", "belongs to infer"),
-        ({"node": [HEAD, INFER | {"addresses": ["x"]}, TRAIN]}, "node.1.addresses", "1 addresses for 2"),
-        ({"node": [HEAD | {"addresses": ["0.0.0.0"]}, INFER, TRAIN]}, "node.0.addresses", "every interface"),
-        ({"node": [HEAD | {"addresses": ["127.0.0.1"]}, INFER, TRAIN]}, "node.0.addresses", "a loopback address"),
+        (
+            {"node": [HEAD, INFER, TRAIN, {"name": "train-2", "hosts": ["x"]}]},
+            "node.2.name",
+            "are called 'train-2'",
+        ),
+        (
+            {"node": [HEAD, INFER, {"name": "train", "count": 2}]},
+            "node.2.hosts",
+            "no hosts for count = 2",
+        ),
+        (
+            {"node": [HEAD, INFER, TRAIN | {"hosts": ["t1"]}]},
+            "node.2.hosts",
+            "1 host for count = 2",
+        ),
+        (
+            {"node": [HEAD, INFER, TRAIN | {"hosts": ["t1", "me@i1"]}]},
+            "node.2.hosts",
+            "belongs to infer",
+        ),
+        (
+            {"node": [HEAD, INFER | {"addresses": ["x"]}, TRAIN]},
+            "node.1.addresses",
+            "1 addresses for 2",
+        ),
+        (
+            {"node": [HEAD | {"addresses": ["0.0.0.0"]}, INFER, TRAIN]},
+            "node.0.addresses",
+            "every interface",
+        ),
+        (
+            {"node": [HEAD | {"addresses": ["127.0.0.1"]}, INFER, TRAIN]},
+            "node.0.addresses",
+            "a loopback address",
+        ),
         ({"cluster": SLURM}, "node.0.hosts", "SLURM chooses"),
-        ({"trainer": {"node": "trian", "batch_size": 16}}, "trainer.node", "no [[node]] is called 'trian'"),
-        ({"trainer": {"node": "train", "gpus": [2], "batch_size": 16}}, "trainer.gpus", "GPU 2 does not exist"),
+        (
+            {"trainer": {"node": "trian", "batch_size": 16}},
+            "trainer.node",
+            "no [[node]] is called 'trian'",
+        ),
+        (
+            {"trainer": {"node": "train", "gpus": [2], "batch_size": 16}},
+            "trainer.gpus",
+            "GPU 2 does not exist",
+        ),
         ({"vllm": {"node": "infer", "gpus": [7]}}, "vllm.0.gpus", "GPU 7 does not exist"),
         ({"vllm": {"node": "infer", "gpus": [1, 1]}}, "vllm.0.gpus", "names a GPU twice"),
         ({"vllm": {"node": "infer", "replicas": 9}}, "vllm.0.node", "none is left for it on infer"),
         ({"vllm": {"node": "infer", "tensor_parallel": 16}}, "vllm.0.node", "4 are left"),
-        ({"vllm": {"node": "train", "replicas": 4}}, "trainer.node", "no GPU is left for the trainer"),
         (
-            {"vllm": {"node": "train", "gpus": [0]}, "trainer": {"node": "train", "gpus": [0], "batch_size": 16}},
-            "vllm.0.gpus", "trainer and engine share GPU 0 of train",
+            {"vllm": {"node": "train", "replicas": 4}},
+            "trainer.node",
+            "no GPU is left for the trainer",
         ),
         (
-            {"trainer": {"node": "train", "processes": 3, "batch_size": 16}}, "trainer.processes", "3 ranks and 4 GPUs",
+            {
+                "vllm": {"node": "train", "gpus": [0]},
+                "trainer": {"node": "train", "gpus": [0], "batch_size": 16},
+            },
+            "vllm.0.gpus",
+            "trainer and engine share GPU 0 of train",
         ),
         (
-            {"mode": "shared_vllm", "vllm": {"node": "infer"}}, "trainer.node", "engine on the same machine",
+            {"trainer": {"node": "train", "processes": 3, "batch_size": 16}},
+            "trainer.processes",
+            "3 ranks and 4 GPUs",
+        ),
+        (
+            {"mode": "shared_vllm", "vllm": {"node": "infer"}},
+            "trainer.node",
+            "engine on the same machine",
         ),
         ({"inference_gpus": 2}, "inference_gpus", "of one machine"),
         ({"api": {"host": "0.0.0.0", "node": "head"}}, "api.host", "cannot reach run-api at"),
         (
-            {"component": {"x": {"command": ["true"], "node": "infer", "readiness": {"checks": [
-                {"kind": "tcp", "port": 5},
-            ]}}}}, "component.x.readiness", "is on another machine",
+            {
+                "component": {
+                    "x": {
+                        "command": ["true"],
+                        "node": "infer",
+                        "readiness": {
+                            "checks": [
+                                {"kind": "tcp", "port": 5},
+                            ]
+                        },
+                    }
+                }
+            },
+            "component.x.readiness",
+            "is on another machine",
         ),
         (
-            {"trainer": {"node": "train", "vllm_urls": ["http://far:1"], "batch_size": 16}}, "trainer.vllm_urls",
+            {"trainer": {"node": "train", "vllm_urls": ["http://far:1"], "batch_size": 16}},
+            "trainer.vllm_urls",
             "answer no request before they have weights",
         ),
     ],
-)  # fmt: skip
-def test_what_does_not_fit_is_said_with_its_key(changes: dict[str, Any], key: str, reason: str) -> None:
+)
+def test_what_does_not_fit_is_said_with_its_key(
+    changes: dict[str, Any], key: str, reason: str
+) -> None:
     found = problems(profile(**changes))
     assert [each for each in found if each[0] == key and reason in each[1]], found
 
 
 def test_engines_on_one_gpu_that_name_the_size_of_their_caches_need_no_shares() -> None:
-    both = [{"name": name, "node": "infer", "gpus": [0], "port": port} for name, port in (("a", 9001), ("b", 9011))]
-    assert problems(profile(vllm=[each | {"args": {"kv-cache-memory-bytes": "4G"}} for each in both])) == []
+    both = [
+        {"name": name, "node": "infer", "gpus": [0], "port": port}
+        for name, port in (("a", 9001), ("b", 9011))
+    ]
+    assert (
+        problems(profile(vllm=[each | {"args": {"kv-cache-memory-bytes": "4G"}} for each in both]))
+        == []
+    )
     assert problems(profile(vllm=both)) == [
-        ("vllm.1.gpu_memory_utilization", "the engines on GPU 0 of infer take 1.84 of its memory (a 0.92 + b 0.92)"),
+        (
+            "vllm.1.gpu_memory_utilization",
+            "the engines on GPU 0 of infer take 1.84 of its memory (a 0.92 + b 0.92)",
+        ),
     ]
 
 
 def test_0_machines_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "p.toml"
-    file.write_text('extends = "demo"\nname = "p"\ncluster.launcher = "slurm"\n[[node]]\nname = "n"\ncount = 0\n')
+    file.write_text(
+        'extends = "demo"\nname = "p"\ncluster.launcher = "slurm"\n[[node]]\nname = '
+        '"n"\ncount = 0\n'
+    )
     assert run(["plan", str(file)]) == 2
     assert "node.count: out of range (got 0)" in capsys.readouterr().err
 
@@ -329,20 +470,34 @@ def test_a_cluster_profile_can_be_tried_on_one_machine() -> None:
 
 
 def test_each_machine_has_a_budget_of_its_own(tmp_path: Path) -> None:
-    config = '{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 64, "vocab_size": 500, '
-    config += '"intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, '
-    (tmp_path / "config.json").write_text(config + '"head_dim": 16, "max_position_embeddings": 512}')
+    config = (
+        '{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 64, '
+        '"vocab_size": 500, '
+    )
+    config += (
+        '"intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, '
+        '"num_key_value_heads": 2, '
+    )
+    (tmp_path / "config.json").write_text(
+        config + '"head_dim": 16, "max_position_embeddings": 512}'
+    )
     chosen = profile(model=str(tmp_path))
     site = make_site(chosen, RUN_DIR, run_id="r")
     found = memory.take_inventory(site, named_machine("4xH100"))
     devices = {device.name: device for device in memory.site_budget(site, found).devices}
     assert [name for name in devices if "train" in name] == [
-        "train GPU 0", "train GPU 1", "train-2 GPU 0", "train-2 GPU 1",
-    ]  # fmt: skip
+        "train GPU 0",
+        "train GPU 1",
+        "train-2 GPU 0",
+        "train-2 GPU 1",
+    ]
     assert devices["infer-2 GPU 1"].total == named_machine("1xH100").gpus[0].total
     assert {item.component for item in devices["infer-2 GPU 1"].items} == {"vllm-2"}
     (short,) = unfit(site, memory.take_inventory(site, named_machine("2xH100")))
-    assert (short.key, short.reason) == ("node.1.gpus", "4 GPUs on each machine, but the given machine has 2")
+    assert (short.key, short.reason) == (
+        "node.1.gpus",
+        "4 GPUs on each machine, but the given machine has 2",
+    )
     unknown = memory.site_budget(site, memory.take_inventory(site))
     assert {device.total for device in unknown.devices} == {None}
 
@@ -350,7 +505,10 @@ def test_each_machine_has_a_budget_of_its_own(tmp_path: Path) -> None:
 def test_a_plan_of_64_machines_takes_less_than_2_s(tmp_path: Path) -> None:
     nodes = [{"name": "train", "count": 16, "gpus": 8}, {"name": "infer", "count": 48, "gpus": 8}]
     chosen = profile(
-        cluster=SLURM, node=nodes, vllm={"node": "infer", "replicas": 384, "port": 20000}, model=str(tmp_path)
+        cluster=SLURM,
+        node=nodes,
+        vllm={"node": "infer", "replicas": 384, "port": 20000},
+        model=str(tmp_path),
     )
     began = time.process_time()
     site = make_site(chosen, RUN_DIR, run_id="r")
@@ -370,8 +528,13 @@ def test_a_plan_of_64_machines_takes_less_than_2_s(tmp_path: Path) -> None:
         ("2", "4,5", "2"),  # not as many as the plan asks for: the program will say so
     ],
 )
-def test_gpus_are_counted_among_those_that_the_job_was_given(named: str, given: str | None, seen: str) -> None:
-    assert gpus_within({"CUDA_VISIBLE_DEVICES": named, "A": "b"}, given) == {"CUDA_VISIBLE_DEVICES": seen, "A": "b"}
+def test_gpus_are_counted_among_those_that_the_job_was_given(
+    named: str, given: str | None, seen: str
+) -> None:
+    assert gpus_within({"CUDA_VISIBLE_DEVICES": named, "A": "b"}, given) == {
+        "CUDA_VISIBLE_DEVICES": seen,
+        "A": "b",
+    }
     job = {"role": "trainer", "path": "", "env": {"CUDA_VISIBLE_DEVICES": named}}
     here = {"CUDA_VISIBLE_DEVICES": given} if given else {}
     assert environment(job, here)["CUDA_VISIBLE_DEVICES"] == seen

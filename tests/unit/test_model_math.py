@@ -39,9 +39,14 @@ from trainer_core.report import MfuMeter
 from trainer_core.rollouts.packing import PackedRow
 
 SMALL: dict[str, Any] = {
-    "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 48, "vocab_size": 80,
-}  # fmt: skip
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 48,
+    "vocab_size": 80,
+}
 CONFIGS = {"llama": LlamaConfig(**SMALL), "qwen3": Qwen3Config(**SMALL)}
 
 
@@ -59,37 +64,49 @@ def _upper_layer(model: torch.nn.Module) -> None:
 
 
 def _adapters(model: torch.nn.Module, **fields: Any) -> None:
-    add_adapter(model, TrainingConfig(model_name="m", weight_bridge_mode="lora_only", lora_r=1, **fields))
+    add_adapter(
+        model, TrainingConfig(model_name="m", weight_bridge_mode="lora_only", lora_r=1, **fields)
+    )
 
 
 @pytest.mark.parametrize(
     ("train", "reached"),
-    [(_everything, 3), (_upper_layer, 1), (_adapters, 3), (partial(_adapters, lora_layer_indices=[1, 2]), 2)],
+    [
+        (_everything, 3),
+        (_upper_layer, 1),
+        (_adapters, 3),
+        (partial(_adapters, lora_layer_indices=[1, 2]), 2),
+    ],
     ids=["all", "layer 2", "LoRA", "LoRA on layers 1 and 2"],
 )
 @pytest.mark.parametrize("name", CONFIGS)
 def test_operations_are_those_that_torch_counts(
     name: str, train: Callable[[torch.nn.Module], None], reached: int
 ) -> None:
-    """Forward and backward, the head for a third of the tokens alone. What adapters add does not count, nor that nobody
-    asks for the gradient below the lowest of them: a part of one layer."""
+    """Forward and backward, the head for a third of the tokens alone. What adapters add does not
+    count, nor that nobody asks for the gradient below the lowest of them: a part of one layer."""
     model, tokens, predicted = _model(name, attn_implementation="eager"), 48, 16
     train(model)
     with FlopCounterMode(display=False) as counter:
         hidden = model.base_model(torch.arange(tokens)[None] % 80).last_hidden_state[0, -predicted:]
         model.get_output_embeddings()(hidden).sum().backward()
     sizes = dimensions(model)
-    masked_half = 2 * (sizes.layers + 2 * reached) * sizes.queries * tokens**2  # torch counts it too
+    masked_half = (
+        2 * (sizes.layers + 2 * reached) * sizes.queries * tokens**2
+    )  # torch counts it too
     mine = MfuMeter(model, torch.device("cpu")).flops([tokens], predicted)
     assert mine == pytest.approx(
-        counter.get_total_flops() - masked_half, rel=1e-9 if train in (_everything, _upper_layer) else 0.04
+        counter.get_total_flops() - masked_half,
+        rel=1e-9 if train in (_everything, _upper_layer) else 0.04,
     )
 
 
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
 MIXTURES: dict[str, PreTrainedConfig] = {
     "qwen3": Qwen3MoeConfig(**SMALL, num_experts=4, mlp_only_layers=[1], **EXPERTS),
-    "glm4": Glm4MoeConfig(**SMALL, n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1, **EXPERTS),
+    "glm4": Glm4MoeConfig(
+        **SMALL, n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1, **EXPERTS
+    ),
     "mixtral": MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2),
     "olmoe": OlmoeConfig(**SMALL | {"head_dim": 64}, num_experts=4, num_experts_per_tok=3),
 }
@@ -111,7 +128,9 @@ def test_of_experts_those_of_the_token_count(name: str) -> None:
 
 def test_gpt2_names_its_sizes_otherwise() -> None:
     sizes = Dimensions.of({"n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 100})
-    assert sizes == Dimensions(layers=2, hidden=64, inner=256, heads=4, kv_heads=4, head_size=16, vocab=100)
+    assert sizes == Dimensions(
+        layers=2, hidden=64, inner=256, heads=4, kv_heads=4, head_size=16, vocab=100
+    )
 
 
 @pytest.mark.parametrize(("kept", "name"), [(3, "llama"), (3, "qwen3"), (1, "qwen3")])
@@ -140,9 +159,15 @@ def _row(tokens: int) -> PackedRow:
     predict = torch.arange(tokens - 1)
     nothing = torch.zeros(len(predict))
     return PackedRow(
-        tokens=flat, positions=torch.arange(tokens), lengths=(tokens,), predict=predict, labels=flat[predict + 1],
-        logprobs=nothing, advantages=nothing, temperatures=torch.ones(len(predict)),
-    )  # fmt: skip
+        tokens=flat,
+        positions=torch.arange(tokens),
+        lengths=(tokens,),
+        predict=predict,
+        labels=flat[predict + 1],
+        logprobs=nothing,
+        advantages=nothing,
+        temperatures=torch.ones(len(predict)),
+    )
 
 
 def test_optimizer_state_is_what_the_optimizers_keep() -> None:
@@ -173,14 +198,32 @@ def test_a_gpu_that_is_not_known_has_no_peak() -> None:
 
 def test_the_summary_shows_whatever_a_record_holds() -> None:
     figures = BenchmarkRecord(
-        mode="none", total_s=90.0, steps=3, avg_step_s=float("nan"), total_step_s=float("inf"), avg_sync_s=0.0123,
-        syncs=2, total_sync_s=1e300, avg_data_wait_s=0.5, total_data_wait_s=1.5, peak_bytes=10**400,
+        mode="none",
+        total_s=90.0,
+        steps=3,
+        avg_step_s=float("nan"),
+        total_step_s=float("inf"),
+        avg_sync_s=0.0123,
+        syncs=2,
+        total_sync_s=1e300,
+        avg_data_wait_s=0.5,
+        total_data_wait_s=1.5,
+        peak_bytes=10**400,
         tokens_per_s=1234.5,
-    )  # fmt: skip
+    )
     text = summary_text(f"({figures.mode})", summary_sections(figures, no_memory="n/a (CPU)"))
-    assert "BENCHMARK SUMMARY (none)\n" in text and "  Total training time:     90.00s (1.50 min)\n" in text
+    assert (
+        "BENCHMARK SUMMARY (none)\n" in text
+        and "  Total training time:     90.00s (1.50 min)\n" in text
+    )
     assert "    Avg step time:         NaN\n" in text and "    Total step time:       ∞\n" in text
-    assert "    Avg sync time:         0.0123s (x2 syncs)\n" in text and "    Tokens per second:     1,234\n" in text
-    assert "    Peak GPU memory:       ∞\n" in text and "    Avg GPU memory:        n/a (CPU)\n" in text
+    assert (
+        "    Avg sync time:         0.0123s (x2 syncs)\n" in text
+        and "    Tokens per second:     1,234\n" in text
+    )
+    assert (
+        "    Peak GPU memory:       ∞\n" in text
+        and "    Avg GPU memory:        n/a (CPU)\n" in text
+    )
     assert text.count("no data") == 3 and "    Engine capacity used:  no data\n" in text
     assert "    Trainer waiting:       0%\n" in text and max(map(len, text.splitlines())) <= 70

@@ -1,4 +1,5 @@
-"""The BENCHMARK SUMMARY: the trainer's own record, or computed from what stands; ratios side by side."""
+"""The BENCHMARK SUMMARY: the trainer's own record, or computed from what stands; ratios side by
+side."""
 
 from __future__ import annotations
 
@@ -11,16 +12,32 @@ from pathlib import Path
 import pytest
 
 from atropos_common.records import BenchmarkRecord, StepRecord, SyncRecord, TimingRecord, parse_line
-from atropos_tui.monitor.bench import benchmark_run, benchmark_runs, benchmarks_json, render_benchmarks
+from atropos_tui.monitor.bench import (
+    benchmark_run,
+    benchmark_runs,
+    benchmarks_json,
+    render_benchmarks,
+)
 from tests.ui.run_maker import make_run, step_records, write_records
 
 
 def summary(**changes: object) -> BenchmarkRecord:
     fields: dict[str, object] = {
-        "step": 10, "mode": "shared_vllm", "total_s": 168.65, "steps": 50, "avg_step_s": 11.95, "total_step_s": 59.76,
-        "avg_sync_s": 0.0, "syncs": 0, "total_sync_s": 0.0, "avg_data_wait_s": 10.9, "total_data_wait_s": 54.52,
-        "peak_bytes": 31_440_000_000, "avg_bytes": 18_880_000_000, "tokens_per_s": 1234.5,
-    }  # fmt: skip
+        "step": 10,
+        "mode": "shared_vllm",
+        "total_s": 168.65,
+        "steps": 50,
+        "avg_step_s": 11.95,
+        "total_step_s": 59.76,
+        "avg_sync_s": 0.0,
+        "syncs": 0,
+        "total_sync_s": 0.0,
+        "avg_data_wait_s": 10.9,
+        "total_data_wait_s": 54.52,
+        "peak_bytes": 31_440_000_000,
+        "avg_bytes": 18_880_000_000,
+        "tokens_per_s": 1234.5,
+    }
     return BenchmarkRecord.model_validate(fields | changes)
 
 
@@ -51,7 +68,9 @@ def test_an_unfinished_run_is_measured_from_its_records(tmp_path: Path) -> None:
     assert figures.steps == 12
     assert figures.syncs == 12
     assert figures.total_step_s == pytest.approx(sum(record.step_s for record in timings))
-    assert figures.avg_data_wait_s == pytest.approx(sum(record.data_wait_s for record in timings) / 12)
+    assert figures.avg_data_wait_s == pytest.approx(
+        sum(record.data_wait_s for record in timings) / 12
+    )
     tokens = sum(record.tokens_per_s * record.step_s for record in timings)
     assert figures.tokens_per_s == pytest.approx(tokens / sum(record.step_s for record in timings))
     rewards = [record.reward_mean for record in records if isinstance(record, StepRecord)]
@@ -64,20 +83,32 @@ def test_an_unfinished_run_is_measured_from_its_records(tmp_path: Path) -> None:
 
 def test_a_step_that_moves_nothing_to_the_engine_is_no_sync(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=3)
-    extra = SyncRecord(step=3, mode="none", weight_version=4, seconds=100.0, phases={"write": 100.0}, moved=False)
+    extra = SyncRecord(
+        step=3, mode="none", weight_version=4, seconds=100.0, phases={"write": 100.0}, moved=False
+    )
     write_records(run.telemetry_jsonl, [extra])
     figures = benchmark_run(run.root)
     assert figures.syncs == 3
     assert figures.avg_sync_s is not None and figures.avg_sync_s < 10
 
 
-def test_after_a_restart_the_last_attempts_summary_does_not_stand_for_the_run(tmp_path: Path) -> None:
+def test_after_a_restart_the_last_attempts_summary_does_not_stand_for_the_run(
+    tmp_path: Path,
+) -> None:
     run = make_run(tmp_path / "run", steps=10)
     rng = random.Random(1)
-    write_records(run.telemetry_jsonl, [r for step in range(8, 13) for r in step_records(step, rng, attempt=2)])
+    write_records(
+        run.telemetry_jsonl,
+        [r for step in range(8, 13) for r in step_records(step, rng, attempt=2)],
+    )
     write_records(run.telemetry_jsonl, [summary(attempt=2, steps=5)])
     figures = benchmark_run(run.root)
-    assert (figures.source, figures.attempts, figures.steps, figures.syncs) == ("records", 2, 12, 12)
+    assert (figures.source, figures.attempts, figures.steps, figures.syncs) == (
+        "records",
+        2,
+        12,
+        12,
+    )
 
 
 def test_runs_are_compared_to_the_first(tmp_path: Path) -> None:
@@ -113,9 +144,16 @@ def test_held_out_accuracy_and_figures_beyond_reason_are_shown(tmp_path: Path) -
     figures = benchmark_run(run.root)
     assert figures.held_out == pytest.approx(0.2 + 0.5 * (1 - math.exp(-1)))
     assert f"Accuracy held out:     {figures.held_out:.3f}" in render_benchmarks([figures])
-    write_records(run.telemetry_jsonl, [summary(avg_step_s=float("nan"), total_s=1e300, avg_sync_s=float("inf"))])
+    write_records(
+        run.telemetry_jsonl,
+        [summary(avg_step_s=float("nan"), total_s=1e300, avg_sync_s=float("inf"))],
+    )
     text = render_benchmarks([benchmark_run(run.root)])
-    for line in ("Avg step time:         NaN\n", "Total training time:     1.0e+300", "Avg sync time:         ∞"):
+    for line in (
+        "Avg step time:         NaN\n",
+        "Total training time:     1.0e+300",
+        "Avg sync time:         ∞",
+    ):
         assert line in text
 
 
@@ -129,7 +167,10 @@ def test_a_clock_that_was_set_back_leaves_no_negative_figures(tmp_path: Path) ->
     run = make_run(tmp_path / "run", steps=0)
     rng = random.Random(1)
     records = [record for step in range(1, 7) for record in step_records(step, rng)]
-    write_records(run.telemetry_jsonl, [r.model_copy(update={"time": r.time - 100.0 * r.step}) for r in records])
+    write_records(
+        run.telemetry_jsonl,
+        [r.model_copy(update={"time": r.time - 100.0 * r.step}) for r in records],
+    )
     figures = benchmark_run(run.root)
     assert (figures.source, figures.steps, figures.total_s) == ("records", 6, None)
     assert figures.total_step_s is not None and figures.total_step_s > 0
@@ -138,7 +179,9 @@ def test_a_clock_that_was_set_back_leaves_no_negative_figures(tmp_path: Path) ->
 
 def test_a_negative_figure_of_the_trainer_is_no_data(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=3)
-    write_records(run.telemetry_jsonl, [summary(total_s=-5.0, avg_data_wait_s=-0.2, tokens_per_s=-9.0)])
+    write_records(
+        run.telemetry_jsonl, [summary(total_s=-5.0, avg_data_wait_s=-0.2, tokens_per_s=-9.0)]
+    )
     figures = benchmark_run(run.root)
     assert (figures.source, figures.total_s, figures.avg_data_wait_s) == ("trainer", None, None)
     assert figures.tokens_per_s is None and figures.avg_sync_s == 0.0
@@ -148,14 +191,19 @@ def test_a_negative_figure_of_the_trainer_is_no_data(tmp_path: Path) -> None:
 def test_json_is_strict(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=3)
     write_records(run.telemetry_jsonl, [summary(avg_step_s=float("nan"))])
-    data = json.loads(benchmarks_json([benchmark_run(run.root)]), parse_constant=lambda name: pytest.fail(name))
+    data = json.loads(
+        benchmarks_json([benchmark_run(run.root)]), parse_constant=lambda name: pytest.fail(name)
+    )
     assert data["runs"][0]["avg_step_s"] == "NaN"
     assert data["runs"][0]["run"] == "run"
 
 
 def test_a_mode_that_would_command_the_terminal_is_made_plain(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=3)
-    write_records(run.telemetry_jsonl, [summary(mode="\x1b]52;c;eA==\x07shared\nvllm\x1b[2J", peak_bytes=10**400)])
+    write_records(
+        run.telemetry_jsonl,
+        [summary(mode="\x1b]52;c;eA==\x07shared\nvllm\x1b[2J", peak_bytes=10**400)],
+    )
     figures = [benchmark_run(run.root)] * 2
     for text in (render_benchmarks(figures[:1]), render_benchmarks(figures)):
         assert "\x1b" not in text and "(shared⏎vllm)" in text

@@ -19,7 +19,16 @@ from atropos_common.control import ComponentStatus, GpuStatus, Phase, Role, RunS
 from atropos_common.record_tail import RecordTail
 from atropos_common.records import ComponentUse, EngineGauges, GaugesRecord, HostUse
 from atropos_tui.diagnoses.stall_rules import Flow
-from atropos_tui.monitor.gauges import KEPT, GaugeHistory, Share, Split, cells, split_cpu, split_gpu, split_memory
+from atropos_tui.monitor.gauges import (
+    KEPT,
+    GaugeHistory,
+    Share,
+    Split,
+    cells,
+    split_cpu,
+    split_gpu,
+    split_memory,
+)
 from atropos_tui.supervisor import gauges
 from atropos_tui.supervisor.gauges import DENSE, GaugeReader, GaugesFile, parse_metrics, parse_queue
 
@@ -48,7 +57,12 @@ def test_a_metrics_page_of_two_engines() -> None:
 
 
 def test_the_version_of_the_weights_is_read() -> None:
-    assert parse_metrics(f"{PAGE}# TYPE {METRIC_VERSION} gauge\n{METRIC_VERSION} 12.0\n").weight_version == 12.0
+    assert (
+        parse_metrics(
+            f"{PAGE}# TYPE {METRIC_VERSION} gauge\n{METRIC_VERSION} 12.0\n"
+        ).weight_version
+        == 12.0
+    )
     assert parse_metrics(PAGE).weight_version is None
 
 
@@ -117,8 +131,22 @@ def test_the_history_is_bounded_and_a_clock_set_back_starts_anew() -> None:
 
 
 ROWS = [
-    ComponentStatus(name="vllm", role=Role.ENGINE, state=State.HEALTHY, pid=1, cpu_percent=150.0, memory_bytes=2000),
-    ComponentStatus(name="trainer", role=Role.TRAINER, state=State.HEALTHY, pid=2, cpu_percent=50.0, memory_bytes=1000),
+    ComponentStatus(
+        name="vllm",
+        role=Role.ENGINE,
+        state=State.HEALTHY,
+        pid=1,
+        cpu_percent=150.0,
+        memory_bytes=2000,
+    ),
+    ComponentStatus(
+        name="trainer",
+        role=Role.TRAINER,
+        state=State.HEALTHY,
+        pid=2,
+        cpu_percent=50.0,
+        memory_bytes=1000,
+    ),
 ]
 BOTH = {"vllm": [0], "trainer": [0]}
 
@@ -202,13 +230,25 @@ def status(port: int, dead: int) -> RunStatus:
         ComponentStatus(name="dead", role=Role.ENGINE, state=State.HEALTHY, port=dead),
         ComponentStatus(name="stopped", role=Role.ENGINE, state=State.STOPPED, port=port),
     ]
-    return RunStatus(run_id="r", name="n", mode="none", run_dir="", phase=Phase.RUNNING, started_at=0, components=rows)
+    return RunStatus(
+        run_id="r",
+        name="n",
+        mode="none",
+        run_dir="",
+        phase=Phase.RUNNING,
+        started_at=0,
+        components=rows,
+    )
 
 
-def test_the_sampler_reads_who_answers_and_leaves_out_who_does_not(port: int, tmp_path: Path) -> None:
+def test_the_sampler_reads_who_answers_and_leaves_out_who_does_not(
+    port: int, tmp_path: Path
+) -> None:
     rows = status(port, dead=1).components
     sampler = GaugeReader({row.name: f"http://127.0.0.1:{row.port}" for row in rows})
-    found = sampler.read(status(port, dead=1), {"env": Flow(seconds=9.0, waiting=0.5, idle=0.25, sent=3)}, tmp_path)
+    found = sampler.read(
+        status(port, dead=1), {"env": Flow(seconds=9.0, waiting=0.5, idle=0.25, sent=3)}, tmp_path
+    )
     sampler.close()
     assert found.flows["env"].model_dump(include={"made", "waiting", "idle"}) == {
         "made": 3,
@@ -222,12 +262,21 @@ def test_the_sampler_reads_who_answers_and_leaves_out_who_does_not(port: int, tm
 
 
 def test_a_page_of_nonsense_gives_no_figure() -> None:
-    page = "vllm:num_requests_running NaN\nvllm:num_requests_waiting -1\nvllm:kv_cache_usage_perc +Inf\n"
+    page = (
+        "vllm:num_requests_running NaN\nvllm:num_requests_waiting -1\nvllm:kv_cache_usage_perc "
+        "+Inf\n"
+    )
     assert parse_metrics(page) == EngineGauges()
 
 
 def test_the_cpu_s_work_is_seen_from_any_thread() -> None:
-    sampler = GaugeReader({"run-api": "http://127.0.0.1:1", "vllm": "http://127.0.0.1:1", "dead": "http://127.0.0.1:1"})
+    sampler = GaugeReader(
+        {
+            "run-api": "http://127.0.0.1:1",
+            "vllm": "http://127.0.0.1:1",
+            "dead": "http://127.0.0.1:1",
+        }
+    )
     for _ in range(2):
         end = time.process_time() + 0.2
         while time.process_time() < end:
@@ -246,10 +295,17 @@ def test_a_card_s_history_has_a_gap_where_it_was_not_recorded() -> None:
     assert history.card(1) == [(0.5, 0.25), None, (0.5, 0.25)]
 
 
-def test_what_components_used_is_known_after_their_end_but_never_instead_of_what_is_measured_now() -> None:
+def test_what_components_used_is_known_after_their_end_but_never_instead_of_what_is_measured_now() -> (
+    None
+):
     history = GaugeHistory()
     history.add(
-        GaugesRecord(components={"vllm": ComponentUse(memory_bytes=7), "trainer": ComponentUse(memory_bytes=8)})
+        GaugesRecord(
+            components={
+                "vllm": ComponentUse(memory_bytes=7),
+                "trainer": ComponentUse(memory_bytes=8),
+            }
+        )
     )
     bare = ROWS[0].model_copy(update={"cpu_percent": None, "memory_bytes": None})
     assert [row.memory_bytes for row in history.used([bare, ROWS[1]])] == [7, 1000]
@@ -285,4 +341,7 @@ def test_cpu_of_nobody_is_not_taken_for_that_of_others() -> None:
     assert split_cpu(rows, host) is None
     measured = split_cpu([rows[0].model_copy(update={"cpu_percent": 60.0})], host)
     assert measured
-    assert [(part.label, part.amount) for part in measured.parts] == [("vllm", 60.0), ("other", 40.0)]
+    assert [(part.label, part.amount) for part in measured.parts] == [
+        ("vllm", 60.0),
+        ("other", 40.0),
+    ]

@@ -35,15 +35,25 @@ def test_the_oldest_lines_go_and_are_counted() -> None:
 def test_a_filter_shows_what_matches_and_keeps_doing_so() -> None:
     buffer = filled("apple", "pear", "pineapple")
     buffer.show(level="all", pattern=compiled("apple"), wrap=None)
-    buffer.extend([LogEntry("plain", "plum"), LogEntry("plain", "crab apple"), LogEntry("note", "attempt 2")])
+    buffer.extend(
+        [LogEntry("plain", "plum"), LogEntry("plain", "crab apple"), LogEntry("note", "attempt 2")]
+    )
     assert shown(buffer) == ["apple", "pineapple", "crab apple", "attempt 2"]
     buffer.show(level="all", pattern=None, wrap=None)
     assert len(shown(buffer)) == 6
 
 
 def test_levels() -> None:
-    lines = ["INFO fine", "WARNING may be an OSError", "ERROR: no", "Traceback (most recent call last):",
-             '  File "x"', "    f()", "ValueError: bad", "INFO after"]  # fmt: skip
+    lines = [
+        "INFO fine",
+        "WARNING may be an OSError",
+        "ERROR: no",
+        "Traceback (most recent call last):",
+        '  File "x"',
+        "    f()",
+        "ValueError: bad",
+        "INFO after",
+    ]
     buffer = filled(*lines)
     buffer.show(level="warning", pattern=None, wrap=None)
     assert shown(buffer) == lines[1:7]
@@ -55,13 +65,27 @@ REFUSED = 'INFO:     127.0.0.1:{port} - "POST /generate HTTP/1.1" 400 Bad Reques
 
 
 def test_a_line_that_repeats_itself_is_counted() -> None:
-    buffer = filled(*(REFUSED.format(port=50_000 + at) for at in range(331)), "step 1/9", "step 2/9", "", "")
-    assert shown(buffer) == [f"{REFUSED.format(port=50_000)}  × 331", "step 1/9", "step 2/9", "", ""]
+    buffer = filled(
+        *(REFUSED.format(port=50_000 + at) for at in range(331)), "step 1/9", "step 2/9", "", ""
+    )
+    assert shown(buffer) == [
+        f"{REFUSED.format(port=50_000)}  × 331",
+        "step 1/9",
+        "step 2/9",
+        "",
+        "",
+    ]
     buffer.show(level="warning", pattern=None, wrap=None)
     assert len(shown(buffer)) == 1, "a refused request is worth a warning"
     said = "2026-11-23 10:04:{:02d},{} ERROR math: no answer"
-    buffer = filled("ERROR: other", said.format(1, 377), said.format(2, 9), "ERROR math: no answer, 7 left")
-    assert shown(buffer) == ["ERROR: other", f"{said.format(1, 377)}  × 2", "ERROR math: no answer, 7 left"]
+    buffer = filled(
+        "ERROR: other", said.format(1, 377), said.format(2, 9), "ERROR math: no answer, 7 left"
+    )
+    assert shown(buffer) == [
+        "ERROR: other",
+        f"{said.format(1, 377)}  × 2",
+        "ERROR math: no answer, 7 left",
+    ]
 
 
 def test_a_repeated_line_at_the_end_counts_on_while_it_is_wrapped_or_filtered() -> None:
@@ -113,7 +137,10 @@ def test_a_wrapped_entry_is_left_behind_whole() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(st.tuples(st.sampled_from(["plain", "error", "warning", "note"]), st.text(max_size=30)), max_size=60),
+    st.lists(
+        st.tuples(st.sampled_from(["plain", "error", "warning", "note"]), st.text(max_size=30)),
+        max_size=60,
+    ),
     st.sampled_from(["all", "warning", "error"]),
     st.sampled_from([None, "a", "."]),
     st.sampled_from([None, 1, 7]),

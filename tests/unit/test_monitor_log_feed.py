@@ -1,4 +1,5 @@
-"""What a screen reads of logs: near their end, jumping ahead of a flood, over rotations, cuts and clocks."""
+"""What a screen reads of logs: near their end, jumping ahead of a flood, over rotations, cuts and
+clocks."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from atropos_tui.monitor.log_reader import FLOOD_BYTES, HOLD_S, MAX_BEHIND_BYTES
 from atropos_tui.supervisor.logs import LogFile
 
 
-def test_merged_lines_are_shown_though_the_clock_was_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_merged_lines_are_shown_though_the_clock_was_set_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, now = RunDir(tmp_path), time.time()
     for name in ("a", "b"):
         LogFile(run.log(name, 1), 1 << 20).write(f"{name}\n".encode())
@@ -41,7 +44,9 @@ def numbered(start: int, count: int) -> bytes:
 def read(reader: LogReader) -> tuple[list[str], list[str]]:
     """Notes of the reader, and lines."""
     found = list(reader.drain())
-    return [line.text for line in found if line.is_note], [line.text for line in found if not line.is_note]
+    return [line.text for line in found if line.is_note], [
+        line.text for line in found if not line.is_note
+    ]
 
 
 def test_a_log_starts_near_its_end_on_a_whole_line(log: Path) -> None:
@@ -106,7 +111,9 @@ def test_bytes_that_are_no_text_become_lines_and_a_pipe_holds_up_nobody(log: Pat
     before = read(LogReader(log.parent, lossy=True))
     assert before[1]
     os.mkfifo(log.with_name("2.log"))
-    assert read(LogReader(log.parent)) == read(LogReader(log.parent, lossy=True)) == before, "a pipe is no attempt"
+    assert read(LogReader(log.parent)) == read(LogReader(log.parent, lossy=True)) == before, (
+        "a pipe is no attempt"
+    )
 
 
 def test_the_newest_attempt_is_found_by_number(tmp_path: Path) -> None:

@@ -38,19 +38,26 @@ name = "arithmetic"
 def made(root: Path, seed: int, mode: str = "none", lr: float = 1e-4, steps: int = 30) -> Path:
     run = make_run(root, steps=steps, seed=seed)
     run.plan_json.unlink()  # which would name another mode
-    run.profile_toml.write_text(PROFILE.format(name=root.name, mode=mode, seed=seed, port=8000 + seed, lr=lr))
+    run.profile_toml.write_text(
+        PROFILE.format(name=root.name, mode=mode, seed=seed, port=8000 + seed, lr=lr)
+    )
     return run.root
 
 
 @pytest.fixture
 def roots(tmp_path: Path) -> list[Path]:
     """Three seeds of one setting, and another setting."""
-    return [*(made(tmp_path / f"s{seed}", seed) for seed in range(3)), made(tmp_path / "other", 0, lr=1e-5, steps=20)]
+    return [
+        *(made(tmp_path / f"s{seed}", seed) for seed in range(3)),
+        made(tmp_path / "other", 0, lr=1e-5, steps=20),
+    ]
 
 
 def test_seeds_of_one_setting_belong_together(roots: list[Path]) -> None:
     runs = read_runs(roots)
-    assert list(differing(runs)) == ["trainer.lr", "seed"], "not names, ports, places on GPUs, or seeds derived from it"
+    assert list(differing(runs)) == ["trainer.lr", "seed"], (
+        "not names, ports, places on GPUs, or seeds derived from it"
+    )
     assert [(setting.label, len(setting.runs)) for setting in by_setting(runs)] == [
         ("lr 0.0001, 3 runs", 3),
         ("lr 1e-05", 1),
@@ -60,7 +67,9 @@ def test_seeds_of_one_setting_belong_together(roots: list[Path]) -> None:
     assert [row[0] for row in seeds_table(runs)] == ["setting", "lr 0.0001, 3 runs"]
 
 
-def test_a_band_is_mean_lowest_and_highest_of_the_runs_that_reach_a_place(roots: list[Path]) -> None:
+def test_a_band_is_mean_lowest_and_highest_of_the_runs_that_reach_a_place(
+    roots: list[Path],
+) -> None:
     runs = read_runs(roots[:3])
     (setting,) = by_setting(runs)
     (found,) = lines([setting], "reward_mean", Along.STEPS)
@@ -76,10 +85,15 @@ def test_a_band_is_mean_lowest_and_highest_of_the_runs_that_reach_a_place(roots:
 
 
 def test_runs_of_a_comparison_are_smoothed_and_averaged_alike(tmp_path: Path) -> None:
-    """A run of 20 steps was drawn raw beside a smooth one of 60, and its "last 20" were its whole life."""
-    runs = read_runs([made(tmp_path / "long", 0, steps=60), made(tmp_path / "short", 0, lr=1e-5, steps=20)])
+    """A run of 20 steps was drawn raw beside a smooth one of 60, and its "last 20" were its whole
+    life."""
+    runs = read_runs(
+        [made(tmp_path / "long", 0, steps=60), made(tmp_path / "short", 0, lr=1e-5, steps=20)]
+    )
     settings = by_setting(runs)
-    assert [found.smoothing for found in lines(settings, "reward_mean", Along.STEPS, 10) if found] == [10, 10]
+    assert [
+        found.smoothing for found in lines(settings, "reward_mean", Along.STEPS, 10) if found
+    ] == [10, 10]
     assert [found.smoothing for found in lines(settings, "lr", Along.STEPS, 10) if found] == [0, 0]
     titles, *rows = final_table(runs)
     assert "reward, last 5 steps" in titles
@@ -90,8 +104,16 @@ def test_runs_of_a_comparison_are_smoothed_and_averaged_alike(tmp_path: Path) ->
 
 
 def test_labels_are_told_apart_by_the_fewest_settings_that_differ(tmp_path: Path) -> None:
-    runs = read_runs([made(tmp_path / name, 0, mode, lr) for name, mode, lr in
-                      (("a", "none", 1e-4), ("b", "none", 1e-3), ("c", "lora_only", 1e-2))])  # fmt: skip
+    runs = read_runs(
+        [
+            made(tmp_path / name, 0, mode, lr)
+            for name, mode, lr in (
+                ("a", "none", 1e-4),
+                ("b", "none", 1e-3),
+                ("c", "lora_only", 1e-2),
+            )
+        ]
+    )
     assert [setting.label for setting in by_setting(runs)] == ["lr 0.0001", "lr 0.001", "lr 0.01"]
     assert [setting.label for setting in by_setting([runs[0], runs[2]])] == ["none", "lora_only"]
 
@@ -109,12 +131,24 @@ def test_report_of_several_runs_is_one_page(
     page = tmp_path / "page.html"
     assert main.run(["report", *map(str, roots), "-o", str(page)]) == 0
     text = page.read_text()
-    assert "4 runs on the same axes" in text and "Settings that differ" in text and "lr 0.0001, 3 runs" in text
+    assert (
+        "4 runs on the same axes" in text
+        and "Settings that differ" in text
+        and "lr 0.0001, 3 runs" in text
+    )
     assert "<script" not in text and "http-equiv" in text
-    pictures = [ElementTree.fromstring(part.partition("</svg>")[0] + "</svg>")
-                for part in (f"<svg{rest}" for rest in text.split("<svg")[1:])]  # fmt: skip
-    words = [title.text for picture in pictures for title in picture.iter("{http://www.w3.org/2000/svg}title")]
-    assert any(word and word.startswith("step 10\nlr 0.0001, 3 runs: 0.") for word in words), "values to point at"
+    pictures = [
+        ElementTree.fromstring(part.partition("</svg>")[0] + "</svg>")
+        for part in (f"<svg{rest}" for rest in text.split("<svg")[1:])
+    ]
+    words = [
+        title.text
+        for picture in pictures
+        for title in picture.iter("{http://www.w3.org/2000/svg}title")
+    ]
+    assert any(word and word.startswith("step 10\nlr 0.0001, 3 runs: 0.") for word in words), (
+        "values to point at"
+    )
     assert any(word and word.startswith("tokens ") for word in words) and any(
         word and word.startswith("minutes ") for word in words
     )

@@ -1,4 +1,5 @@
-"""Patterns that users type: none is an error while it is typed, none takes for ever, many lines at once are as one."""
+"""Patterns that users type: none is an error while it is typed, none takes for ever, many lines at
+once are as one."""
 
 from __future__ import annotations
 
@@ -53,12 +54,31 @@ def test_no_pattern_takes_for_ever(pattern: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "pattern", ["a", "", "^", "$", "^$", "a|^b", r"a\sb", "[^x]*b", "a.*b", r"\Aa", r"b\z", "é", "(?i)A", r"a\nb", "b$"]
+    "pattern",
+    [
+        "a",
+        "",
+        "^",
+        "$",
+        "^$",
+        "a|^b",
+        r"a\sb",
+        "[^x]*b",
+        "a.*b",
+        r"\Aa",
+        r"b\z",
+        "é",
+        "(?i)A",
+        r"a\nb",
+        "b$",
+    ],
 )
 @given(lines=st.lists(st.text("ab xé\ud800\n", max_size=4), max_size=12))
 def test_many_lines_at_once_are_as_each_by_itself(pattern: str, lines: list[str]) -> None:
     wanted = compiled(pattern)
-    assert list(wanted.matching(lines)) == [at for at, line in enumerate(lines) if wanted.search(line)]
+    assert list(wanted.matching(lines)) == [
+        at for at, line in enumerate(lines) if wanted.search(line)
+    ]
 
 
 @given(st.text("aé日\ud800 b", max_size=20))

@@ -86,31 +86,61 @@ def test_lines_become_one() -> None:
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(None, "–"), (0.04, "0.0 s"), (9.31, "9.3 s"), (59.4, "59 s"), (125, "2:05"), (3725, "1:02:05"), (-3, "0.0 s"),
-     (200 * 3600, "8 d 08 h"), (math.inf, "inf")],
-)  # fmt: skip
+    [
+        (None, "–"),
+        (0.04, "0.0 s"),
+        (9.31, "9.3 s"),
+        (59.4, "59 s"),
+        (125, "2:05"),
+        (3725, "1:02:05"),
+        (-3, "0.0 s"),
+        (200 * 3600, "8 d 08 h"),
+        (math.inf, "inf"),
+    ],
+)
 def test_durations(value: float | None, text: str) -> None:
     assert duration(value) == text
 
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(None, "–"), (0, "0.000"), (0.9123, "0.912"), (4.1e-7, "4.1e-07"), (12300, "12,300"), (-0.5, "-0.500"),
-     (2.5e9, "2.5e+09"), (math.nan, "NaN"), (math.inf, "∞"), (-math.inf, "-∞")],
-)  # fmt: skip
+    [
+        (None, "–"),
+        (0, "0.000"),
+        (0.9123, "0.912"),
+        (4.1e-7, "4.1e-07"),
+        (12300, "12,300"),
+        (-0.5, "-0.500"),
+        (2.5e9, "2.5e+09"),
+        (math.nan, "NaN"),
+        (math.inf, "∞"),
+        (-math.inf, "-∞"),
+    ],
+)
 def test_numbers(value: float | None, text: str) -> None:
     assert number(value) == text
 
 
 def test_bytes_and_seconds() -> None:
     assert [bytes_text(v) for v in (None, 12, 512e6, 1.48e9)] == ["–", "12 B", "512 MB", "1.5 GB"]
-    assert [seconds_text(v) for v in (None, 0.0042, 0.31, 0.0, math.nan)] == ["–", "4.2 ms", "0.31 s", "0.00 s", "NaN"]
+    assert [seconds_text(v) for v in (None, 0.0042, 0.31, 0.0, math.nan)] == [
+        "–",
+        "4.2 ms",
+        "0.31 s",
+        "0.00 s",
+        "NaN",
+    ]
 
 
 @pytest.mark.parametrize(
     ("count", "noun", "words"),
-    [(0, "process", "0 processes"), (1, "process", "1 process"), (2, "run", "2 runs"), (1200, "box", "1,200 boxes")],
-)  # fmt: skip
+    [
+        (0, "process", "0 processes"),
+        (1, "process", "1 process"),
+        (2, "run", "2 runs"),
+        (1200, "box", "1,200 boxes"),
+    ],
+)
 def test_counted(count: int, noun: str, words: str) -> None:
     assert counted(count, noun) == words
 
@@ -120,15 +150,21 @@ def test_a_masked_line_leaves_tokens_out() -> None:
 
 
 def test_every_character_that_changes_how_others_are_read_is_gone() -> None:
-    harmful = [chr(code) for code in range(0x110000) if unicodedata.category(chr(code)) in ("Cf", "Zl", "Zp")]
+    harmful = [
+        chr(code)
+        for code in range(0x110000)
+        if unicodedata.category(chr(code)) in ("Cf", "Zl", "Zp")
+    ]
     assert len(harmful) > 100
     assert plain_text("a" + "".join(harmful[:1000]) + "b") == "ab"
 
 
 def test_names_of_a_foreign_file_are_words() -> None:
-    """`events` printed component names as they stood in the file: a clipboard was written through one."""
+    """`events` printed component names as they stood in the file: a clipboard was written through
+    one."""
     line = (
-        '{"kind": "state", "component": "a\\u001b]52;c;ZXZpbA==\\u0007", "old": "\\u009b2J", "new": "' + 99 * "x" + '"}'
+        '{"kind": "state", "component": "a\\u001b]52;c;ZXZpbA==\\u0007", "old": "\\u009b2J", '
+        '"new": "' + 99 * "x" + '"}'
     )
     record = parse_line(line)
     assert isinstance(record, StateRecord)

@@ -7,8 +7,24 @@ from collections.abc import Callable
 
 import pytest
 
-from atropos_common.records import CheckpointRecord, DiagnosisRecord, EnvMetricsRecord, EvalRecord, StepRecord
-from atropos_tui.monitor.reading import Along, Lens, Ruler, axis_end, marks, sensible_range, smooth, smoothed, value_at
+from atropos_common.records import (
+    CheckpointRecord,
+    DiagnosisRecord,
+    EnvMetricsRecord,
+    EvalRecord,
+    StepRecord,
+)
+from atropos_tui.monitor.reading import (
+    Along,
+    Lens,
+    Ruler,
+    axis_end,
+    marks,
+    sensible_range,
+    smooth,
+    smoothed,
+    value_at,
+)
 from atropos_tui.monitor.series import MOST_POINTS, Series
 from atropos_tui.monitor.state import MOST_CURVES, USEFUL_GROUPS, RunState
 from tests.ui.run_maker import T0
@@ -82,7 +98,8 @@ def _merge(state: RunState) -> None:
 def test_a_ruler_places_series_that_have_changed_since_it_was_made(
     along: Along, begun: int, change: Callable[[RunState], None]
 ) -> None:
-    """The screen keeps a ruler while records arrive. With tokens, each new step was an IndexError."""
+    """The screen keeps a ruler while records arrive. With tokens, each new step was an
+    IndexError."""
     state = fed(*steps(range(1, begun + 1)))
     for name in ("reward_mean", "tokens", "step_s"):
         state.series.setdefault(name, Series())
@@ -113,8 +130,11 @@ def test_what_happened_stands_at_its_step() -> None:
         DiagnosisRecord(component="trainer", title="slow", seq=1, time=found_at),
     )
     assert [(mark.step, mark.kind) for mark in marks(state)] == [
-        (3, "diagnosis"), (4, "evaluation"), (5, "checkpoint"), (7, "restart"),
-    ]  # fmt: skip
+        (3, "diagnosis"),
+        (4, "evaluation"),
+        (5, "checkpoint"),
+        (7, "restart"),
+    ]
 
 
 def test_every_number_of_the_stream_is_a_curve() -> None:

@@ -14,7 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atropos_common.records import CheckpointRecord, CommandRecord, DiagnosisRecord, RolloutRecord, StateRecord
+from atropos_common.records import (
+    CheckpointRecord,
+    CommandRecord,
+    DiagnosisRecord,
+    RolloutRecord,
+    StateRecord,
+)
 from atropos_common.run_dir import registry
 from atropos_tui.monitor.format import plain_text
 from atropos_tui.monitor.rollout_groups import (
@@ -39,8 +45,12 @@ def no_runs_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
-def rollout(step: int, prompt: str, completion: str = "", reward: float = 1.0, env: str = "e") -> RolloutRecord:
-    return RolloutRecord(step=step, prompt=prompt, completion=completion, reward=reward, advantage=0.0, env=env)
+def rollout(
+    step: int, prompt: str, completion: str = "", reward: float = 1.0, env: str = "e"
+) -> RolloutRecord:
+    return RolloutRecord(
+        step=step, prompt=prompt, completion=completion, reward=reward, advantage=0.0, env=env
+    )
 
 
 def test_groups_are_newest_first_and_hold_completions_of_one_prompt() -> None:
@@ -59,7 +69,10 @@ def test_a_search_keeps_what_matches() -> None:
     assert [[r.completion for r in group.rollouts] for group in found] == [["1"], ["an apple"]]
 
 
-CHAT = "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nWhat is {}?<|im_end|>\n<|im_start|>assistant\n"
+CHAT = (
+    "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nWhat is "
+    "{}?<|im_end|>\n<|im_start|>assistant\n"
+)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +84,7 @@ CHAT = "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nWhat is {}?<|i
         ("[INST] first [/INST] yes [INST] Why? [/INST]", "Why?"),
         ("8+6=", "8+6="),
     ],
-)  # fmt: skip
+)
 def test_the_question_is_the_last_turn_without_its_template(prompt: str, asked: str) -> None:
     assert question(prompt) == asked
     assert answer("14<|im_end|>") == "14"
@@ -93,14 +106,25 @@ def test_what_failed_is_chosen_and_flat_groups_are() -> None:
 
 
 def test_the_twin_is_the_same_prompt_in_the_latest_earlier_step() -> None:
-    rows = [rollout(1, "a"), rollout(2, "a"), rollout(3, "b"), rollout(3, "a", env="other"), rollout(4, "a")]
+    rows = [
+        rollout(1, "a"),
+        rollout(2, "a"),
+        rollout(3, "b"),
+        rollout(3, "a", env="other"),
+        rollout(4, "a"),
+    ]
     assert earlier_twin(rows[-1], rows) is rows[1]
     assert earlier_twin(rows[2], rows) is rows[1]
     assert earlier_twin(rows[0], rows) is None
 
 
 def test_a_diff_in_words() -> None:
-    assert diff("the cat sat", "the dog sat") == [("same", "the "), ("gone", "cat"), ("new", "dog"), ("same", " sat")]
+    assert diff("the cat sat", "the dog sat") == [
+        ("same", "the "),
+        ("gone", "cat"),
+        ("new", "dog"),
+        ("same", " sat"),
+    ]
     assert diff("", "") == []
 
 
@@ -116,7 +140,9 @@ def test_as_much_stays_as_can(old: list[str], new: list[str]) -> None:
     longest = [[0] * (len(new) + 1) for _ in range(len(old) + 1)]
     for i, word in enumerate(old):
         for j, other in enumerate(new):
-            longest[i + 1][j + 1] = longest[i][j] + 1 if word == other else max(longest[i][j + 1], longest[i + 1][j])
+            longest[i + 1][j + 1] = (
+                longest[i][j] + 1 if word == other else max(longest[i][j + 1], longest[i + 1][j])
+            )
     found = _stayed(old, new)
     assert len(found) == longest[-1][-1] and all(old[i] == new[j] for i, j in found)
     assert all(a < c and b < d for (a, b), (c, d) in pairwise(found))
@@ -132,16 +158,40 @@ def test_a_long_diff_still_holds_both_texts() -> None:
 def test_the_timeline_tells_everything_in_order() -> None:
     state = RunState()
     for record in [
-        StateRecord(seq=0, time=3, component="vllm", old="pending", new="starting", attempt=2, reason="by hand"),
-        DiagnosisRecord(seq=1, time=5, component="vllm", title="[oom]\x1b[2J", evidence="e", fix="f", rule="r"),
-        CommandRecord(seq=2, time=4, component=None, command_id="c", action="restart", status="failed", detail="d"),
+        StateRecord(
+            seq=0,
+            time=3,
+            component="vllm",
+            old="pending",
+            new="starting",
+            attempt=2,
+            reason="by hand",
+        ),
+        DiagnosisRecord(
+            seq=1, time=5, component="vllm", title="[oom]\x1b[2J", evidence="e", fix="f", rule="r"
+        ),
+        CommandRecord(
+            seq=2,
+            time=4,
+            component=None,
+            command_id="c",
+            action="restart",
+            status="failed",
+            detail="d",
+        ),
         StateRecord(seq=3, time=6, component="vllm", old="starting", new="melted", exit_code=-9),
         CheckpointRecord(step=20, time=1, path="p", seconds=0.5, bytes=10),
     ]:
         state.apply(record)
     found = timeline(state)
     assert [event.time for event in found] == [1, 3, 4, 5, 6]
-    assert [event.mark for event in found] == ["▪ checkpoint", "◔ starting", "→ command", "▲ diagnosis", "· melted"]
+    assert [event.mark for event in found] == [
+        "▪ checkpoint",
+        "◔ starting",
+        "→ command",
+        "▲ diagnosis",
+        "· melted",
+    ]
     assert found[1].text == "by hand · attempt 2"
     assert found[2].text == "restart the stack: failed"
     assert found[3].text == "[oom]"
@@ -156,8 +206,18 @@ def test_every_text_of_an_event_is_plain() -> None:
     state = RunState()
     for record in [
         StateRecord(seq=0, component=EVIL, old=EVIL, new=EVIL, reason=EVIL),
-        DiagnosisRecord(seq=1, component=EVIL, title=EVIL, evidence=f"one{EVIL}\ntwo", fix=EVIL, rule=EVIL),
-        CommandRecord(seq=2, component=EVIL, command_id=EVIL, action=EVIL, status="done", initiator=EVIL, detail=EVIL),
+        DiagnosisRecord(
+            seq=1, component=EVIL, title=EVIL, evidence=f"one{EVIL}\ntwo", fix=EVIL, rule=EVIL
+        ),
+        CommandRecord(
+            seq=2,
+            component=EVIL,
+            command_id=EVIL,
+            action=EVIL,
+            status="done",
+            initiator=EVIL,
+            detail=EVIL,
+        ),
         CheckpointRecord(step=1, path=EVIL, seconds=0.5, bytes=10**400),
     ]:
         state.apply(record)
@@ -187,7 +247,10 @@ def test_neighbours_are_runs_with_records_newest_first(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
     found = other_runs(tmp_path / "mine")
-    assert [(run.run, run.state, run.step) for run in found] == [("new", "unfinished", 1), ("old", "ended 3", 1)]
+    assert [(run.run, run.state, run.step) for run in found] == [
+        ("new", "unfinished", 1),
+        ("old", "ended 3", 1),
+    ]
     assert found[0].mode == "shared_vllm"
     assert other_runs(tmp_path / "no" / "such") == []
     registry().mkdir(parents=True)
@@ -199,7 +262,9 @@ def test_a_narrow_table_of_runs_leaves_out_the_least_telling_columns(tmp_path: P
     found = listed(make_run(tmp_path / "run", steps=9), is_live=True, now=time.time())
     assert table([found], time.time())[0].split() == " ".join(HEADINGS).split()
     narrow = table([found], time.time(), width=50)
-    assert narrow[0].split() == ["RUN", "STARTED", "STEPS", "REWARD", "STATE"] and "9/60" in narrow[1]
+    assert (
+        narrow[0].split() == ["RUN", "STARTED", "STEPS", "REWARD", "STATE"] and "9/60" in narrow[1]
+    )
 
 
 def test_a_neighbour_that_cannot_be_read_or_began_at_no_time_of_this_world_does_no_harm(
@@ -222,7 +287,9 @@ def test_a_neighbour_that_cannot_be_read_or_began_at_no_time_of_this_world_does_
     assert far.started_at == pytest.approx(time.time(), abs=600), "by its directory"
 
 
-def test_a_folder_that_cannot_be_listed_has_no_neighbours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_listed_has_no_neighbours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refused(path: Path) -> Iterator[Path]:
         raise PermissionError(path)
 
@@ -232,5 +299,8 @@ def test_a_folder_that_cannot_be_listed_has_no_neighbours(tmp_path: Path, monkey
 
 def test_a_reward_that_is_no_number_has_no_place_among_others() -> None:
     rewards = [math.nan, 0.0, math.inf, 1.0]
-    rollouts = [RolloutRecord(step=1, prompt="", completion="", reward=reward, advantage=0.0) for reward in rewards]
+    rollouts = [
+        RolloutRecord(step=1, prompt="", completion="", reward=reward, advantage=0.0)
+        for reward in rewards
+    ]
     assert known_rewards(rollouts) == [0.0, 1.0]

@@ -1,4 +1,5 @@
-"""A curve in bounded memory: what is kept as it came, what merged points stand for, and that sums stay true."""
+"""A curve in bounded memory: what is kept as it came, what merged points stand for, and that sums
+stay true."""
 
 from __future__ import annotations
 
@@ -123,7 +124,9 @@ def long_state(count: int) -> RunState:
             "weight_version": step,
         }
         for record in ordinary:
-            known = {name: value for name, value in changes.items() if name in type(record).model_fields}
+            known = {
+                name: value for name, value in changes.items() if name in type(record).model_fields
+            }
             state.apply(record.model_copy(update={"step": step, "time": T0 + step, **known}))
     return state
 

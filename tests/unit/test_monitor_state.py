@@ -28,7 +28,14 @@ from atropos_common.records import (
 )
 from atropos_common.run_dir import RunDir
 from atropos_tui.monitor.bench import pace
-from atropos_tui.monitor.run_files import RunFeed, RunInfo, flag, load_run, read_info, status_from_files
+from atropos_tui.monitor.run_files import (
+    RunFeed,
+    RunInfo,
+    flag,
+    load_run,
+    read_info,
+    status_from_files,
+)
 from atropos_tui.monitor.state import ROLLOUTS_KEPT, RunState
 from tests.ui.run_maker import RUN_ID, T0, make_run, step_records, write_records
 
@@ -40,7 +47,9 @@ def fed(*records: Record) -> RunState:
     return state
 
 
-def timing(step: int, *, time: float = 0.0, attempt: int = 1, step_s: float = 1.0, wait: float = 0.4) -> TimingRecord:
+def timing(
+    step: int, *, time: float = 0.0, attempt: int = 1, step_s: float = 1.0, wait: float = 0.4
+) -> TimingRecord:
     return TimingRecord(
         step=step,
         attempt=attempt,
@@ -69,7 +78,9 @@ def test_values_equal_those_in_the_records() -> None:
 
 
 def test_nan_is_kept_and_a_missing_value_is_no_point() -> None:
-    line = AlignmentRecord(step=1, logprob_diff_abs_mean=math.nan, probe_diff_abs_mean=None).to_line()
+    line = AlignmentRecord(
+        step=1, logprob_diff_abs_mean=math.nan, probe_diff_abs_mean=None
+    ).to_line()
     state = fed(parse_line(line), MemoryRecord(step=1, rss_bytes=5, peak_bytes=None))
     assert math.isnan(state.metric("logprob_diff_abs_mean").values[0])
     assert len(state.metric("probe_diff_abs_mean")) == 0
@@ -85,7 +96,10 @@ def test_a_later_attempt_takes_over_from_its_first_step() -> None:
     assert list(state.metric("reward_mean").steps) == list(range(1, 9))
     assert list(state.metric("reward_mean").values) == [rewards[step] for step in range(1, 9)]
     assert state.step == 8
-    assert {(r.attempt, r.step) for r in state.rollouts} == {(1, s) for s in range(1, 7)} | {(2, 7), (2, 8)}
+    assert {(r.attempt, r.step) for r in state.rollouts} == {(1, s) for s in range(1, 7)} | {
+        (2, 7),
+        (2, 8),
+    }
 
 
 def test_records_of_an_earlier_attempt_that_come_late_are_dropped() -> None:
@@ -120,7 +134,9 @@ def test_the_summary_and_checkpoints_of_a_superseded_attempt_are_gone() -> None:
         total_data_wait_s=0,
         tokens_per_s=1,
     )
-    saved = [CheckpointRecord(step=step, path=f"step_{step}", seconds=1, bytes=1) for step in (5, 10)]
+    saved = [
+        CheckpointRecord(step=step, path=f"step_{step}", seconds=1, bytes=1) for step in (5, 10)
+    ]
     state = fed(*steps(range(1, 11)), *saved, summary, *steps(range(6, 7), attempt=2))
     assert state.benchmark is None
     assert [record.path for record in state.checkpoints] == ["step_5"]
@@ -156,10 +172,14 @@ def test_supervisor_records_are_taken_once() -> None:
 
 def test_a_command_is_open_until_it_is_over() -> None:
     def said(seq: int, status: str) -> CommandRecord:
-        return CommandRecord(seq=seq, command_id="c", action="restart", status=status, component="vllm")  # type: ignore[arg-type]
+        return CommandRecord(
+            seq=seq, command_id="c", action="restart", status=status, component="vllm"
+        )  # type: ignore[arg-type]
 
     assert [c.command_id for c in fed(said(0, "accepted")).open_commands()] == ["c"]
-    assert [c.status for c in fed(said(0, "accepted"), said(1, "running")).open_commands()] == ["running"]
+    assert [c.status for c in fed(said(0, "accepted"), said(1, "running")).open_commands()] == [
+        "running"
+    ]
     assert fed(said(0, "accepted"), said(1, "done")).open_commands() == []
     assert fed(said(0, "refused")).open_commands() == []
 
@@ -173,14 +193,19 @@ def test_pace_splits_a_step_and_counts_down() -> None:
     state.step = 10
     now = pace(state, 60)
     assert now.step_s == 1.0
-    assert now.parts == pytest.approx({"wait": 0.4, "train": 0.3, "sync": 0.1, "checkpoint": 0.0, "other": 0.2})
+    assert now.parts == pytest.approx(
+        {"wait": 0.4, "train": 0.3, "sync": 0.1, "checkpoint": 0.0, "other": 0.2}
+    )
     assert now.eta_s == 50 * 2.0
     assert now.steps_per_hour == 1800
     assert now.tokens_per_s == 100
 
 
 def test_pace_weighs_tokens_by_time_not_by_step() -> None:
-    state = fed(timing(1, step_s=1.0), TimingRecord.model_validate(dict(timing(2, step_s=3.0)) | {"tokens_per_s": 20}))
+    state = fed(
+        timing(1, step_s=1.0),
+        TimingRecord.model_validate(dict(timing(2, step_s=3.0)) | {"tokens_per_s": 20}),
+    )
     assert pace(state, None).tokens_per_s == (100 * 1 + 20 * 3) / 4
 
 
@@ -270,15 +295,24 @@ def test_what_a_run_is_comes_from_its_plan(tmp_path: Path) -> None:
 @pytest.mark.parametrize("steps", ["9" * 5000, "9" * 400, "9" * 16, "-3", "x", ""])
 def test_a_number_of_steps_that_no_run_has_is_none(tmp_path: Path, steps: str) -> None:
     run = RunDir(tmp_path)
-    parts = [{"name": "t", "role": "trainer", "command": ["--training-steps", steps], "port": 10**400,
-              "start_timeout_s": 10**400}]  # fmt: skip
+    parts = [
+        {
+            "name": "t",
+            "role": "trainer",
+            "command": ["--training-steps", steps],
+            "port": 10**400,
+            "start_timeout_s": 10**400,
+        }
+    ]
     run.plan_json.write_text(json.dumps({"components": parts}))
     info = read_info(run)
     assert (info.training_steps, info.components[0].port) == (None, None)
 
 
 @pytest.mark.parametrize("started", [10**400, 1e300, -1, float("nan"), "x"])
-def test_a_run_that_began_at_no_time_of_this_world_has_no_start(tmp_path: Path, started: object) -> None:
+def test_a_run_that_began_at_no_time_of_this_world_has_no_start(
+    tmp_path: Path, started: object
+) -> None:
     run = RunDir(tmp_path)
     run.run_json.write_text(json.dumps({"started_at": started}))
     assert status_from_files(run, RunInfo(), RunState()).started_at == 0.0
@@ -306,7 +340,13 @@ def test_the_end_of_a_run_is_read_from_its_files(tmp_path: Path) -> None:
                 exit_code=-9,
             ),
             StateRecord(
-                time=T0 + 60, component="vllm", role="engine", old="backoff", new="failed", attempt=2, reason="gave up"
+                time=T0 + 60,
+                component="vllm",
+                role="engine",
+                old="backoff",
+                new="failed",
+                attempt=2,
+                reason="gave up",
             ),
             DiagnosisRecord(component="vllm", title="out of memory", fix="lower it"),
         ],
@@ -318,9 +358,23 @@ def test_the_end_of_a_run_is_read_from_its_files(tmp_path: Path) -> None:
     rows = {row.name: row for row in status.components}
     assert (status.phase, status.exit_code, status.reason) == (Phase.ENDED, 3, "vllm failed")
     assert status.run_id == RUN_ID
-    assert [row.name for row in status.components] == ["prepare", "run-api", "vllm", "env", "trainer"]
-    assert (rows["vllm"].state, rows["vllm"].restarts, rows["vllm"].exit_code) == (State.FAILED, 1, -9)
-    assert (rows["vllm"].reason, rows["vllm"].diagnosis, rows["vllm"].pid) == ("gave up", "out of memory", None)
+    assert [row.name for row in status.components] == [
+        "prepare",
+        "run-api",
+        "vllm",
+        "env",
+        "trainer",
+    ]
+    assert (rows["vllm"].state, rows["vllm"].restarts, rows["vllm"].exit_code) == (
+        State.FAILED,
+        1,
+        -9,
+    )
+    assert (rows["vllm"].reason, rows["vllm"].diagnosis, rows["vllm"].pid) == (
+        "gave up",
+        "out of memory",
+        None,
+    )
     assert rows["trainer"].state is State.HEALTHY
 
 
@@ -336,8 +390,18 @@ def test_once_there_is_a_summary_the_pace_covers_the_whole_run() -> None:
     assert pace(state, None).step_s == 1.0
     state.apply(
         BenchmarkRecord(
-            step=40, mode="m", total_s=1, steps=40, avg_step_s=1, total_step_s=1, avg_sync_s=0, syncs=0,
-            total_sync_s=0, avg_data_wait_s=0, total_data_wait_s=0, tokens_per_s=1,
+            step=40,
+            mode="m",
+            total_s=1,
+            steps=40,
+            avg_step_s=1,
+            total_step_s=1,
+            avg_sync_s=0,
+            syncs=0,
+            total_sync_s=0,
+            avg_data_wait_s=0,
+            total_data_wait_s=0,
+            tokens_per_s=1,
         )
-    )  # fmt: skip
+    )
     assert pace(state, None).step_s == 48 / 40

@@ -1,4 +1,5 @@
-"""Readers of growing files: torn, foreign, huge, cut and replaced input is counted, never raised."""
+"""Readers of growing files: torn, foreign, huge, cut and replaced input is counted, never
+raised."""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ def test_a_torn_line_waits_for_its_newline(tmp_path: Path) -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(1, 64))
-def test_any_cut_of_the_bytes_gives_every_record_once(tmp_path_factory, cuts: list[int], limit: int) -> None:  # type: ignore[no-untyped-def]
+def test_any_cut_of_the_bytes_gives_every_record_once(
+    tmp_path_factory, cuts: list[int], limit: int
+) -> None:  # type: ignore[no-untyped-def]
     path = tmp_path_factory.mktemp("cuts") / "t.jsonl"
     data = "".join(line(seq) for seq in range(5)).encode()
     tail, got, at = RecordTail(path), [], 0
@@ -62,7 +65,14 @@ def test_any_cut_of_the_bytes_gives_every_record_once(tmp_path_factory, cuts: li
 
 def test_foreign_lines_are_counted_and_the_rest_survives(tmp_path: Path) -> None:
     tail = RecordTail(tmp_path / "t.jsonl")
-    foreign = [b"not json", b"\xff\xfe\x00", b"[1]", b'{"kind": 3}', b'{"kind": "step"}', b"[" * 5000]
+    foreign = [
+        b"not json",
+        b"\xff\xfe\x00",
+        b"[1]",
+        b'{"kind": 3}',
+        b'{"kind": "step"}',
+        b"[" * 5000,
+    ]
     tail.path.write_bytes(line(0).encode() + b"\n".join(foreign) + b"\n\n" + line(1).encode())
     assert [r.seq for r in drain(tail)] == [0, 1]
     assert tail.bad_lines == len(foreign)

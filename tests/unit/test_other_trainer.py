@@ -1,4 +1,5 @@
-"""A trainer that is not ours under the same cockpit: what it is told and refused, which figures are missing."""
+"""A trainer that is not ours under the same cockpit: what it is told and refused, which figures are
+missing."""
 
 from __future__ import annotations
 
@@ -58,7 +59,10 @@ def profile(folder: Path, **trainer: Any) -> dict[str, Any]:
     (folder / "model").mkdir(exist_ok=True)
     (folder / "model/config.json").write_text("{}")
     api, engine = free_port(), free_port()
-    up = {"readiness": {"checks": [{"kind": "log", "pattern": "^up$"}]}, "env": {"PYTHONPATH": str(STAND_INS)}}
+    up = {
+        "readiness": {"checks": [{"kind": "log", "pattern": "^up$"}]},
+        "env": {"PYTHONPATH": str(STAND_INS)},
+    }
     return {
         "name": "other",
         "mode": "none",
@@ -69,7 +73,10 @@ def profile(folder: Path, **trainer: Any) -> dict[str, Any]:
             "depends_on": {"trainer": "started"},
         },
         "vllm": {"port": engine, "liveness": up["readiness"], **up},
-        "trainer": {"command": ["python", str(folder / "trainer.py"), "3", "0.5"], "restart": {"policy": "never"}}
+        "trainer": {
+            "command": ["python", str(folder / "trainer.py"), "3", "0.5"],
+            "restart": {"policy": "never"},
+        }
         | trainer,
     }
 
@@ -88,10 +95,20 @@ def test_what_it_is_told(tmp_path: Path) -> None:
     stack = checked(made, Path("p.toml"), planned_site(made), machine=False).stack
     trainer, engine = stack.component("trainer"), stack.component("vllm")
     assert trainer is not None and engine is not None
-    api, urls = f"http://127.0.0.1:{data['api']['port']}", f"http://127.0.0.1:{data['vllm']['port']}/v1"
+    api, urls = (
+        f"http://127.0.0.1:{data['api']['port']}",
+        f"http://127.0.0.1:{data['vllm']['port']}/v1",
+    )
     assert trainer.command == [sys.executable, "t.py", "--api", api, "--at", urls]
-    told = {name: trainer.env[name] for name in ("ATROPOS_API_URL", "ATROPOS_ENGINE_URLS", "CUDA_VISIBLE_DEVICES")}
-    assert told == {"ATROPOS_API_URL": api, "ATROPOS_ENGINE_URLS": urls, "CUDA_VISIBLE_DEVICES": "3"}
+    told = {
+        name: trainer.env[name]
+        for name in ("ATROPOS_API_URL", "ATROPOS_ENGINE_URLS", "CUDA_VISIBLE_DEVICES")
+    }
+    assert told == {
+        "ATROPOS_API_URL": api,
+        "ATROPOS_ENGINE_URLS": urls,
+        "CUDA_VISIBLE_DEVICES": "3",
+    }
     assert trainer.ends_run and not trainer.stages and trainer.probes.startup is None
     assert "ATROPOS_HOLD_GENERATION" not in engine.env, "nobody would ever name weights to it"
 
@@ -105,7 +122,9 @@ def test_our_settings_beside_it_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_it_trains_under_the_same_cockpit(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_it_trains_under_the_same_cockpit(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     import tomli_w
 
     data = profile(tmp_path, command=["python", str(tmp_path / "trainer.py"), "6", "3"])
@@ -121,8 +140,10 @@ def test_it_trains_under_the_same_cockpit(tmp_path: Path, capfd: pytest.CaptureF
             if log.exists() and "step 2" in log.read_text():
                 done = subprocess.run(
                     [sys.executable, "-P", "-m", "atropos_tui", "why", "--json", str(there.root)],
-                    capture_output=True, text=True, env=os.environ,
-                )  # fmt: skip
+                    capture_output=True,
+                    text=True,
+                    env=os.environ,
+                )
                 seen.append(json.loads(done.stdout)["sentence"])
 
     looking = threading.Thread(target=look)
@@ -131,7 +152,11 @@ def test_it_trains_under_the_same_cockpit(tmp_path: Path, capfd: pytest.CaptureF
     looking.join(30)
     said = there.log("trainer", 1).read_text()
     assert code == 0, capfd.readouterr().err + said
-    assert "step 6: 8 sequences" in said and str(tmp_path / "model") in said and said.rstrip().endswith("True")
+    assert (
+        "step 6: 8 sequences" in said
+        and str(tmp_path / "model") in said
+        and said.rstrip().endswith("True")
+    )
     assert seen and seen[0].startswith(
         "● the trainer is python trainer.py, which tells no figures: steps, reward, loss and"
     )

@@ -42,9 +42,16 @@ def test_a_child_whose_parent_is_gone_does_not_begin() -> None:
 
 def test_what_cannot_be_executed_is_said_as_a_shell_says_it() -> None:
     mine = str(os.getpid())
-    missing = subprocess.run([*PROGRAM, mine, "", "/no/such/program"], check=False, capture_output=True, text=True)
-    assert missing.returncode == 127 and missing.stderr == "atropos: command not found: /no/such/program\n"
-    folder = subprocess.run([*PROGRAM, mine, "", "/tmp"], check=False, capture_output=True, text=True)
+    missing = subprocess.run(
+        [*PROGRAM, mine, "", "/no/such/program"], check=False, capture_output=True, text=True
+    )
+    assert (
+        missing.returncode == 127
+        and missing.stderr == "atropos: command not found: /no/such/program\n"
+    )
+    folder = subprocess.run(
+        [*PROGRAM, mine, "", "/tmp"], check=False, capture_output=True, text=True
+    )
     assert folder.returncode == 126 and "cannot execute" in folder.stderr
 
 

@@ -22,8 +22,12 @@ LISTEN = (
 @contextmanager
 def listening(**environ: str) -> Iterator[tuple[int, int]]:
     """Port and pid of a process that was started with `environ`."""
-    env = {key: value for key, value in os.environ.items() if not key.startswith("ATROPOS_")} | environ
-    process = subprocess.Popen([sys.executable, "-c", LISTEN], env=env, stdout=subprocess.PIPE, text=True)
+    env = {
+        key: value for key, value in os.environ.items() if not key.startswith("ATROPOS_")
+    } | environ
+    process = subprocess.Popen(
+        [sys.executable, "-c", LISTEN], env=env, stdout=subprocess.PIPE, text=True
+    )
     try:
         assert process.stdout
         yield int(process.stdout.readline()), process.pid
@@ -44,7 +48,11 @@ def test_a_stranger_is_named_by_its_process() -> None:
 
 def test_a_live_run_is_named_with_the_command_that_ends_it(tmp_path: Path) -> None:
     address = f"/tmp/atropos-test-{os.getpid()}.sock"
-    run = {"ATROPOS_RUN_ID": "demo-1", "ATROPOS_RUN_DIR": "/runs/my demo", "ATROPOS_COMPONENT": "vllm"}
+    run = {
+        "ATROPOS_RUN_ID": "demo-1",
+        "ATROPOS_RUN_DIR": "/runs/my demo",
+        "ATROPOS_COMPONENT": "vllm",
+    }
     try:
         with (
             socket.socket(socket.AF_UNIX) as supervisor,
@@ -53,7 +61,10 @@ def test_a_live_run_is_named_with_the_command_that_ends_it(tmp_path: Path) -> No
             supervisor.bind(address)
             supervisor.listen()
             found = port_taken("api", port, "address already in use")
-            assert "held by vllm of live run demo-1, python" in found.evidence and f"(pid {pid})" in found.evidence
+            assert (
+                "held by vllm of live run demo-1, python" in found.evidence
+                and f"(pid {pid})" in found.evidence
+            )
             assert "end that run: atropos-tui down --run-dir '/runs/my demo'" in found.fix
             assert "give api another port" in found.fix
     finally:
@@ -69,12 +80,18 @@ def test_what_a_dead_run_left_is_named_with_clean(tmp_path: Path) -> None:
         assert "atropos-tui clean" in found.way_out
 
 
-def test_what_is_kept_for_adoption_is_named_with_resume_and_the_clean_that_ends_it(tmp_path: Path) -> None:
+def test_what_is_kept_for_adoption_is_named_with_resume_and_the_clean_that_ends_it(
+    tmp_path: Path,
+) -> None:
     run = tmp_path / "my run"
     run.mkdir()
     plan = run / "plan.json"
     with listening(ATROPOS_RUN_ID="demo-3", ATROPOS_RUN_DIR=str(run)) as (port, _):
-        for text, survives in (('{"survive": true}', True), ('{"survive": false}', False), ("torn", False)):
+        for text, survives in (
+            ('{"survive": true}', True),
+            ('{"survive": false}', False),
+            ("torn", False),
+        ):
             plan.write_text(text)
             found = ports.holder(port)
             assert found is not None

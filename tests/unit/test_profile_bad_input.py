@@ -1,4 +1,5 @@
-"""Bad input: whatever stands in a profile, `validate`, `plan` and `up` end with 2 and words, and leave nothing."""
+"""Bad input: whatever stands in a profile, `validate`, `plan` and `up` end with 2 and words, and
+leave nothing."""
 
 from __future__ import annotations
 
@@ -55,11 +56,17 @@ def test_the_valid_profile_is_valid(folder: Path, command: list[str]) -> None:
         (b"[vllm]\ngpu_memory_utilization = -inf", "vllm.gpu_memory_utilization", "must be finite"),
         (b"\xef\xbb\xbfname = 3\r\nmodel = 'm'\r\n", "name", "wrong type"),
         (b"[[name]]\n[[model]]\n[[seed]]\n", "name", "wrong type"),
-        (b"env = 7\nvllm = 'x'\ntrainer = 1\nprepare = 1.5\ncomponent = []", "trainer", "wrong type"),
+        (
+            b"env = 7\nvllm = 'x'\ntrainer = 1\nprepare = 1.5\ncomponent = []",
+            "trainer",
+            "wrong type",
+        ),
     ],
     ids=lambda value: "" if isinstance(value, str) else f"{len(value)} bytes {value[:12]!r}",
-)  # fmt: skip
-def test_broken_files(folder: Path, command: list[str], content: bytes, key: str, reason: str) -> None:
+)
+def test_broken_files(
+    folder: Path, command: list[str], content: bytes, key: str, reason: str
+) -> None:
     path = write(folder, content)
     text = assert_refused(command, path)
     assert f"{path}: {key + ': ' if key else ''}{reason}" in text
@@ -75,14 +82,24 @@ def test_half_a_megabyte_of_keys(folder: Path, command: list[str]) -> None:
 def test_what_is_no_file(folder: Path, command: list[str]) -> None:
     assert "is a directory" in assert_refused(command, folder)
     (folder / "loop").symlink_to(folder / "loop")
-    names = ("nowhere.toml", "", "x" * 5000, "a\0b", "\x1b[31mred", folder / "loop", folder / "model/config.json/x")
+    names = (
+        "nowhere.toml",
+        "",
+        "x" * 5000,
+        "a\0b",
+        "\x1b[31mred",
+        folder / "loop",
+        folder / "model/config.json/x",
+    )
     for name in names:
         assert_refused(command, name)
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
 def test_unreadable_files(folder: Path, command: list[str]) -> None:
-    assert "unreadable" in assert_refused(command, "/proc/self/mem")  # reading it fails for root too
+    assert "unreadable" in assert_refused(
+        command, "/proc/self/mem"
+    )  # reading it fails for root too
     locked = write(folder, valid(folder))
     locked.chmod(0)
     if not os.access(locked, os.R_OK):
@@ -99,15 +116,23 @@ def test_circles_and_broken_chains(folder: Path, command: list[str]) -> None:
     write(folder, 'extends = "b.toml"', "a.toml")
     write(folder, 'extends = "./a.toml"', "b.toml")
     text = assert_refused(command, folder / "a.toml")
-    assert f"{folder}/b.toml: extends: goes in a circle: {folder}/a.toml → {folder}/b.toml → {folder}/a.toml" in text
+    assert (
+        f"{folder}/b.toml: extends: goes in a circle: {folder}/a.toml → {folder}/b.toml → "
+        f"{folder}/a.toml" in text
+    )
     assert "circle" in assert_refused(command, write(folder, 'extends = "self.toml"', "self.toml"))
     for number in range(12):
         write(folder, f'extends = "{number + 1}.toml"', f"{number}.toml")
     text = assert_refused(command, folder / "0.toml")
-    assert f"{folder}/11.toml: extends: no such profile: {folder}/0.toml → " in text and "12.toml\n" in text
+    assert (
+        f"{folder}/11.toml: extends: no such profile: {folder}/0.toml → " in text
+        and "12.toml\n" in text
+    )
     for wrong in ('""', "3", '["a.toml"]', '"/"', '"\\u0000"', json.dumps("x" * 9000), "{}"):
         assert "extends" in assert_refused(command, write(folder, f"extends = {wrong}", "c.toml"))
-    assert "not TOML" in assert_refused(command, write(folder, f'extends = "{write(folder, "[", "d.toml")}"', "e.toml"))
+    assert "not TOML" in assert_refused(
+        command, write(folder, f'extends = "{write(folder, "[", "d.toml")}"', "e.toml")
+    )
 
 
 def loop(data: dict[str, Any]) -> None:
@@ -128,13 +153,28 @@ def loop(data: dict[str, Any]) -> None:
         (lambda data: data["env"][1].update(name="trainer"), "is used 2 times"),
         (lambda data: data.update(component={"vllm": {"command": ["true"]}}), "is used 2 times"),
         (lambda data: data["prepare"].append(data["prepare"][0]), "is used 2 times"),
-        (lambda data: data["env"][0].update(script="x.py"), "set exactly one of module, script and command"),
-        (lambda data: data["env"][0].pop("module"), "set exactly one of module, script and command"),
+        (
+            lambda data: data["env"][0].update(script="x.py"),
+            "set exactly one of module, script and command",
+        ),
+        (
+            lambda data: data["env"][0].pop("module"),
+            "set exactly one of module, script and command",
+        ),
         (lambda data: data["trainer"].update(batch_size=3), "multiple of"),
         (lambda data: data["trainer"].update(model_name="m"), "set model instead"),
-        (lambda data: data["vllm"].update(startup={"checks": [{"kind": "log", "pattern": "("}]}), "checks[0].pattern"),
-        (lambda data: data["vllm"].update(startup={"checks": [{"kind": "tcp", "port": 0}]}), "checks[0].port"),
-        (lambda data: data["vllm"].update(startup={"checks": [{"kind": "http", "url": "x"}]}), "checks[0].url"),
+        (
+            lambda data: data["vllm"].update(startup={"checks": [{"kind": "log", "pattern": "("}]}),
+            "checks[0].pattern",
+        ),
+        (
+            lambda data: data["vllm"].update(startup={"checks": [{"kind": "tcp", "port": 0}]}),
+            "checks[0].port",
+        ),
+        (
+            lambda data: data["vllm"].update(startup={"checks": [{"kind": "http", "url": "x"}]}),
+            "checks[0].url",
+        ),
         (
             lambda data: data["vllm"].update(startup={"checks": [{"url": "http://x"}]}),
             "http, tcp, exec, log, stage, file",
@@ -143,12 +183,15 @@ def loop(data: dict[str, Any]) -> None:
         (lambda data: data["api"].update(env={"A=B": "x"}), 'api.env."A=B"'),
         (lambda data: data["api"].update(command=[]), "api.command"),
         (lambda data: data["api"].update(command=[" "]), "names no program"),
-        (lambda data: data["vllm"]["args"].update({"api-key": REDACTED}), "does not write to files"),
+        (
+            lambda data: data["vllm"]["args"].update({"api-key": REDACTED}),
+            "does not write to files",
+        ),
         (lambda data: data["vllm"]["args"].update(x="a\0b"), "holds a NUL"),
         (lambda data: data.pop("env"), "env: is missing"),
         (lambda data: data.update(env=[]), "env: wrong length"),
     ],
-)  # fmt: skip
+)
 def test_contradictions(folder: Path, command: list[str], change: Any, expected: str) -> None:
     data = valid(folder)
     change(data)
@@ -163,17 +206,27 @@ def test_cross_checks_name_the_file_in_which_the_key_stands(folder: Path) -> Non
     write(folder, data, "base.toml")
     child = {"extends": "base.toml", "vllm": {"port": data["api"]["port"], "args": {"model": "m"}}}
     text = assert_refused(
-        ["validate"], write(folder, child, "child.toml"), "--set", "component.extra.command=['no-such']"
+        ["validate"],
+        write(folder, child, "child.toml"),
+        "--set",
+        "component.extra.command=['no-such']",
     )
     assert f"{folder}/base.toml: api.host: " in text
     assert f'{folder}/base.toml: env.1.args.openai.base_url ([[env]] "b"): ' in text
-    assert f"{folder}/child.toml: vllm.port: " in text and f"{folder}/child.toml: vllm.args.model: " in text
+    assert (
+        f"{folder}/child.toml: vllm.port: " in text
+        and f"{folder}/child.toml: vllm.args.model: " in text
+    )
     assert "--set: component.extra.command: " in text
 
 
 def told(text: str) -> set[str]:
     """The keys that a report names."""
-    lines = [line for line in text.splitlines() if line.startswith("  ") and not line.startswith("    fix")]
+    lines = [
+        line
+        for line in text.splitlines()
+        if line.startswith("  ") and not line.startswith("    fix")
+    ]
     return {line.split(": ")[1].split(" (")[0] for line in lines}
 
 
@@ -190,10 +243,15 @@ def test_contradictions_are_told_once_the_keys_are_right(folder: Path) -> None:
     assert told(text) == {"env.0.args.env.group_size", "env.1.args.env.group_size"}
 
 
-@pytest.mark.parametrize("command", [["validate"], ["up", "--headless"]], ids=lambda command: command[0])
+@pytest.mark.parametrize(
+    "command", [["validate"], ["up", "--headless"]], ids=lambda command: command[0]
+)
 @pytest.mark.parametrize(
     ("model", "words"),
-    [("y" * 300, "cannot be read as a profile ("), ("~nobody-here/model", "model: no such model directory: ~nobody")],
+    [
+        ("y" * 300, "cannot be read as a profile ("),
+        ("~nobody-here/model", "model: no such model directory: ~nobody"),
+    ],
 )
 def test_what_the_operating_system_refuses_still_ends_in_words(
     folder: Path, command: list[str], model: str, words: str
@@ -231,12 +289,18 @@ def test_no_profile(folder: Path) -> None:
     assert "no profile was given" in assert_refused(["validate"], "")
 
 
-def test_variables_and_folders_are_missed_before_anything_starts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_and_folders_are_missed_before_anything_starts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("UNSET_A", "UNSET_B", "UNSET_C"):
         monkeypatch.setenv(name, "")  # so that what the .env file sets is undone
         monkeypatch.delenv(name)
     data = valid(folder)
-    data["component"]["extra"] |= {"env": {"X": "${UNSET_A}"}, "command": ["sleep", "${UNSET_B}"], "cwd": "${UNSET_C}"}
+    data["component"]["extra"] |= {
+        "env": {"X": "${UNSET_A}"},
+        "command": ["sleep", "${UNSET_B}"],
+        "cwd": "${UNSET_C}",
+    }
     data["env"][1]["cwd"] = "/no/such/folder"
     keys = {"component.extra.env.X", "component.extra.command", "component.extra.cwd"}
     for command in (["validate"], ["up", "--headless"]):
@@ -248,10 +312,30 @@ def test_variables_and_folders_are_missed_before_anything_starts(folder: Path, m
 
 @pytest.mark.parametrize(
     "item",
-    ["novalue", "=1", "name.x=1", "env.9.module=x", "env.-1.module=x", "env.٣.module=x", "seed=nan", "seed=1e999",
-     "seed=" + "9" * 5000, "seed=" + "[" * 5000, "a" + ".a" * 5000 + "=1", "extends=demo", "extnds=1", "trainer=1",
-     "env.0=1", "vllm.0.port=x", "model=\udcff", "name=\udcff", ".=1", "..=1", "prepare.0.command=1"],
-)  # fmt: skip
+    [
+        "novalue",
+        "=1",
+        "name.x=1",
+        "env.9.module=x",
+        "env.-1.module=x",
+        "env.٣.module=x",
+        "seed=nan",
+        "seed=1e999",
+        "seed=" + "9" * 5000,
+        "seed=" + "[" * 5000,
+        "a" + ".a" * 5000 + "=1",
+        "extends=demo",
+        "extnds=1",
+        "trainer=1",
+        "env.0=1",
+        "vllm.0.port=x",
+        "model=\udcff",
+        "name=\udcff",
+        ".=1",
+        "..=1",
+        "prepare.0.command=1",
+    ],
+)
 def test_bad_overrides(folder: Path, item: str) -> None:
     for command in COMMANDS:
         text = assert_refused(command, write(folder, valid(folder)), "--set", item)

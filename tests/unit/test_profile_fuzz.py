@@ -1,4 +1,5 @@
-"""Bad input made by machine: every value of a valid profile replaced, every key misspelt, and noise."""
+"""Bad input made by machine: every value of a valid profile replaced, every key misspelt, and
+noise."""
 
 from __future__ import annotations
 
@@ -56,12 +57,37 @@ def replaced(data: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[st
 
 
 HOSTILE = (
-    "\x1b]52;c;aGk=\x07\x1b[2J", "a\nb: forged\n    fix: forged", "\u202egpj.exe", "[red]x[/red]", "\0",
-)  # fmt: skip
+    "\x1b]52;c;aGk=\x07\x1b[2J",
+    "a\nb: forged\n    fix: forged",
+    "\u202egpj.exe",
+    "[red]x[/red]",
+    "\0",
+)
 WRONG = (
-    True, 0, -1, 10**30, 70_000, 2.5, -0.5, float("nan"), float("inf"), "", "word", " ", "${X}", "..", date(2024, 1, 1),
-    [], [[]], [1], [True, "x"], {}, {"a": 1}, {"x": {"y": {"z": 1}}}, *HOSTILE,
-)  # fmt: skip
+    True,
+    0,
+    -1,
+    10**30,
+    70_000,
+    2.5,
+    -0.5,
+    float("nan"),
+    float("inf"),
+    "",
+    "word",
+    " ",
+    "${X}",
+    "..",
+    date(2024, 1, 1),
+    [],
+    [[]],
+    [1],
+    [True, "x"],
+    {},
+    {"a": 1},
+    {"x": {"y": {"z": 1}}},
+    *HOSTILE,
+)
 PATHS = list(leaves(valid(Path("/x"))))
 
 
@@ -73,7 +99,8 @@ def oracle() -> jsonschema.protocols.Validator:
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: ".".join(map(str, path)))
 def test_every_value_replaced_by_every_wrong_one(folder: Path, path: tuple[Any, ...]) -> None:
-    """What the schema refuses is refused; what is accepted, the schema accepts; nothing is ever an internal error."""
+    """What the schema refuses is refused; what is accepted, the schema accepts; nothing is ever an
+    internal error."""
     data = valid(folder)
     for number, wrong in enumerate(WRONG):
         if not THOROUGH and number % 2 != PATHS.index(path) % 2:
@@ -84,10 +111,14 @@ def test_every_value_replaced_by_every_wrong_one(folder: Path, path: tuple[Any, 
         assert code in (Exit.DONE, Exit.USAGE), f"{path} = {wrong!r}\n{text[:2000]}"
         if code == Exit.USAGE:
             assert_readable(text)
-            if number % 6 == len(path) % 6:  # the other commands say the same; all of it would take minutes
+            if (
+                number % 6 == len(path) % 6
+            ):  # the other commands say the same; all of it would take minutes
                 assert_refused(["up", "--headless"], file)
         elif not isinstance(wrong, date):  # JSON has none
-            assert oracle().is_valid(changed), f"{path} = {wrong!r} is accepted, and the schema refuses it"
+            assert oracle().is_valid(changed), (
+                f"{path} = {wrong!r} is accepted, and the schema refuses it"
+            )
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: ".".join(map(str, path)))
@@ -98,14 +129,21 @@ def test_every_key_misspelt(folder: Path, path: tuple[Any, ...]) -> None:
     node: Any = data
     for part in path[:-1]:
         node = node[part]
-    if isinstance(key, int) or path[:-1] == ("component",) or {"env", "args", "depends_on"} & set(path[1:-1]):
+    if (
+        isinstance(key, int)
+        or path[:-1] == ("component",)
+        or {"env", "args", "depends_on"} & set(path[1:-1])
+    ):
         return  # no key, or one of the user's own
     node[f"{key}x"] = node.pop(key)
     text = assert_refused(["validate"], write(folder, data))
     if path[-1] == "kind":
         assert "needs a kind" in text
     else:
-        assert re.search(rf"{key}x( \(\[\[env\]\] .*\))?: unknown key", text) and f"did you mean {key}?" in text
+        assert (
+            re.search(rf"{key}x( \(\[\[env\]\] .*\))?: unknown key", text)
+            and f"did you mean {key}?" in text
+        )
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
@@ -121,19 +159,33 @@ def test_a_megabyte_everywhere(folder: Path, command: list[str]) -> None:
 
 def _refused_everywhere(folder: Path, command: list[str], hostile: str) -> None:
     data = valid(folder)
-    for path in (("name",), ("mode",), ("seed",), ("trainer", "device"), ("api", "stop", "signal"), ("notify", "on")):
+    for path in (
+        ("name",),
+        ("mode",),
+        ("seed",),
+        ("trainer", "device"),
+        ("api", "stop", "signal"),
+        ("notify", "on"),
+    ):
         assert_refused(command, write(folder, replaced(data, path, hostile)))
     assert_refused(command, write(folder, data | {hostile: 1}))
-    assert_refused(command, write(folder, replaced(data, ("component",), {hostile: {"command": ["true"]}})))
+    assert_refused(
+        command, write(folder, replaced(data, ("component",), {hostile: {"command": ["true"]}}))
+    )
     assert_refused(command, write(folder, data), "--set", f"{hostile}=1".replace("\0", ""))
     assert_refused(command, write(folder, data), "--set", f"mode={hostile}".replace("\0", ""))
 
 
 # By category: which characters a codec has, hypothesis finds out for seconds.
 CHARACTERS = st.characters(exclude_categories=["Cs"])
-TEXT = st.text(CHARACTERS, max_size=20) | st.sampled_from([*HOSTILE, "shared_vllm", "http://x", "${A}"])
+TEXT = st.text(CHARACTERS, max_size=20) | st.sampled_from(
+    [*HOSTILE, "shared_vllm", "http://x", "${A}"]
+)
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | TEXT | st.dates()
-KEYS = st.sampled_from(sorted({part for path in PATHS for part in path if isinstance(part, str)})) | TEXT
+KEYS = (
+    st.sampled_from(sorted({part for path in PATHS for part in path if isinstance(part, str)}))
+    | TEXT
+)
 VALUES: st.SearchStrategy[Any] = st.recursive(
     SCALARS,
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(KEYS, inner, max_size=5),
@@ -145,14 +197,23 @@ def without_none(value: Any) -> Any:
     """TOML has no null."""
     if isinstance(value, dict):
         return {key: without_none(inner) for key, inner in value.items() if inner is not None}
-    return [without_none(inner) for inner in value if inner is not None] if isinstance(value, list) else value
+    return (
+        [without_none(inner) for inner in value if inner is not None]
+        if isinstance(value, list)
+        else value
+    )
 
 
 FUZZ = settings(max_examples=examples(120), deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @FUZZ
-@example(changes=[(("component", "extra", "command"), None), (("component", "extra", "command", 0), None)])
+@example(
+    changes=[
+        (("component", "extra", "command"), None),
+        (("component", "extra", "command", 0), None),
+    ]
+)
 @given(changes=st.lists(st.tuples(st.sampled_from(PATHS), VALUES), min_size=1, max_size=4))
 def test_fuzzed_values(folder: Path, changes: list[tuple[tuple[Any, ...], Any]]) -> None:
     data = valid(folder)
@@ -173,6 +234,9 @@ def test_fuzzed_tables(folder: Path, data: dict[str, Any]) -> None:
 
 
 @FUZZ
-@given(content=st.binary(max_size=300) | st.text(alphabet="[]{}=.'\"#\n ab1-_é\x00", max_size=200).map(str.encode))
+@given(
+    content=st.binary(max_size=300)
+    | st.text(alphabet="[]{}=.'\"#\n ab1-_é\x00", max_size=200).map(str.encode)
+)
 def test_fuzzed_bytes(folder: Path, content: bytes) -> None:
     assert_refused(["validate"], write(folder, content))

@@ -1,4 +1,5 @@
-"""Usual mistakes in a profile or on the command line: the message names the line, the key and the fix that works."""
+"""Usual mistakes in a profile or on the command line: the message names the line, the key and the
+fix that works."""
 
 from __future__ import annotations
 
@@ -36,15 +37,30 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("text", "line", "reason", "fix"),
     [
-        (HEAD + "[trainer]\nlr = 1\n\n# a comment\nlr = 2\n", 9, "trainer.lr is set twice, in lines 6 and 9", "remove"),
-        (HEAD + "[vllm]\n[api]\n[vllm]\n", 7, "the table [vllm] is there twice, in lines 5 and 7", "into one of them"),
+        (
+            HEAD + "[trainer]\nlr = 1\n\n# a comment\nlr = 2\n",
+            9,
+            "trainer.lr is set twice, in lines 6 and 9",
+            "remove",
+        ),
+        (
+            HEAD + "[vllm]\n[api]\n[vllm]\n",
+            7,
+            "the table [vllm] is there twice, in lines 5 and 7",
+            "into one of them",
+        ),
         (HEAD + "survive = True\n", 5, "True is not a value", "write true"),
         (HEAD + "cwd = None\n", 5, "None is not a value", "remove the line"),
         ("name: p\nmodel: m\n", 1, "this is YAML", "write TOML"),
         ("---\nname: p\n", 1, "this is YAML", "write TOML"),
         ('{"name": "p"}', 1, "this is JSON", "write TOML"),
         ("name = p\n", 1, "p is not a value", 'put text in quotes: "p"'),
-        (HEAD + "[x\n", 5, "Expected ']' at the end of a table declaration (column 3)", "correct the syntax"),
+        (
+            HEAD + "[x\n",
+            5,
+            "Expected ']' at the end of a table declaration (column 3)",
+            "correct the syntax",
+        ),
     ],
 )
 def test_text_that_is_not_toml(text: str, line: int, reason: str, fix: str) -> None:
@@ -83,9 +99,13 @@ def test_lines_of_keys() -> None:
 
 
 def test_problems_name_the_line(tmp_path: Path) -> None:
-    """Unknown keys, wrong types, contradictions between keys, in a file and in the one that it extends."""
+    """Unknown keys, wrong types, contradictions between keys, in a file and in the one that it
+    extends."""
     (tmp_path / "base.toml").write_text(HEAD + "\n[trainer]\nlr = 'fast'\n")
-    text = 'extends = "base.toml"\n[[vllm]]\nport = 1\n[[vllm]]\nname = "b"\nport = 0\n[trainer]\nbogus = 1\n'
+    text = (
+        'extends = "base.toml"\n[[vllm]]\nport = 1\n[[vllm]]\nname = "b"\nport = '
+        "0\n[trainer]\nbogus = 1\n"
+    )
     where = {problem.key: problem.place for problem in refused(text, "trainer.clip_eps=0")}
     assert where == {
         "trainer.lr": f"{tmp_path}/base.toml:7: trainer.lr",
@@ -96,8 +116,12 @@ def test_problems_name_the_line(tmp_path: Path) -> None:
 
 
 def test_contradictions_name_the_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "p.toml").write_text(HEAD + "args.env.group_size = 8\n[trainer]\nbatch_size = 100\n")
-    assert main.run(["plan", "p.toml", "--set", "trainer.gradient_accumulation_steps=1"]) == Exit.USAGE
+    (tmp_path / "p.toml").write_text(
+        HEAD + "args.env.group_size = 8\n[trainer]\nbatch_size = 100\n"
+    )
+    assert (
+        main.run(["plan", "p.toml", "--set", "trainer.gradient_accumulation_steps=1"]) == Exit.USAGE
+    )
     said = capsys.readouterr().err
     assert "p.toml:5: env.args.env.group_size: batch_size 100 is not a multiple" in said
     assert "trainer.batch_size = 96 or 104" in said
@@ -111,7 +135,11 @@ def test_contradictions_name_the_line(tmp_path: Path, capsys: pytest.CaptureFixt
         ("trainr.lr = 1\n", "trainr", "did you mean trainer?"),
         ("trainer.lr = '2e-4'\n", "trainer.lr", "write it without quotes: 2e-4"),
         ("survive = 'true'\n", "survive", "write it without quotes: true"),
-        ("vllm.enforce-eager = true\n", "vllm.enforce-eager", "goes below [vllm.args]: enforce-eager = ..."),
+        (
+            "vllm.enforce-eager = true\n",
+            "vllm.enforce-eager",
+            "goes below [vllm.args]: enforce-eager = ...",
+        ),
         ("vllm.mode = 'none'\n", "vllm.mode", "did you mean mode?"),
     ],
 )
@@ -133,7 +161,9 @@ def test_a_flag_of_the_environment_beside_args() -> None:
         (["demo", "--set", "seed=1", "trainer.lr=1", "a=b"], "write --set trainer.lr=1 --set a=b"),
     ],
 )
-def test_one_assignment_for_each_set(words: list[str], fix: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_assignment_for_each_set(
+    words: list[str], fix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main.run(["plan", *words]) == Exit.USAGE
     assert fix in capsys.readouterr().err
 
@@ -159,10 +189,14 @@ def test_home_is_expanded_and_a_bare_variable_is_told(
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "m").mkdir()
     (tmp_path / "m/config.json").write_text("{}")
-    (tmp_path / "p.toml").write_text(HEAD.replace('"m"', '"~/m"').replace("json", "atropos_envs.gsm8k_server"))
+    (tmp_path / "p.toml").write_text(
+        HEAD.replace('"m"', '"~/m"').replace("json", "atropos_envs.gsm8k_server")
+    )
     assert main.run(["plan", "p.toml"]) == 0
     shown = capsys.readouterr().out
-    assert "~" not in shown and shown.count(f"{tmp_path}/m") >= 4, "engine, trainer and environment get one path"
+    assert "~" not in shown and shown.count(f"{tmp_path}/m") >= 4, (
+        "engine, trainer and environment get one path"
+    )
     assert main.run(["validate", "p.toml", "--set", "model=$HOME/x"]) == Exit.USAGE
     assert "put the variable in braces: ${HOME}/x" in capsys.readouterr().err
     assert main.run(["validate", "p.toml", "--set", "model=${NOPE}/x"]) == Exit.USAGE
@@ -181,9 +215,15 @@ def test_a_run_that_ended_is_told_with_its_end(tmp_path: Path) -> None:
     run.root.mkdir(mode=0o700)
     run.result_json.write_text(RunResult(exit_code=0, reason="done").model_dump_json())
     said = str(control.not_live(run.root))
-    assert f"it ended at {time.strftime('%H:%M')}" in said and "exit code 0: done" in said and "--resume" in said
+    assert (
+        f"it ended at {time.strftime('%H:%M')}" in said
+        and "exit code 0: done" in said
+        and "--resume" in said
+    )
     os.utime(run.result_json)
-    run.result_json.write_text(RunResult(exit_code=3, reason="x", ended_at=86_400 * 2).model_dump_json())
+    run.result_json.write_text(
+        RunResult(exit_code=3, reason="x", ended_at=86_400 * 2).model_dump_json()
+    )
     assert "it ended on 1970-01-0" in str(control.not_live(run.root))
 
 
@@ -191,7 +231,9 @@ def test_cores_that_others_use_are_a_warning() -> None:
     assert machine.cores(2, 2, 10.1).verdict == "warn" and machine.cores(2, 2, 1.9).verdict == "ok"
 
 
-def test_a_machine_that_is_named_lacks_gpus_beside_other_problems(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_machine_that_is_named_lacks_gpus_beside_other_problems(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     sets = ["--set", "vllm.gpus=[0, 1]", "--set", "trainer.lr=1", "--set", "api.port=9001"]
     assert main.run(["validate", "gsm8k", "--gpus", "1xH100", *sets]) == Exit.USAGE
     said = capsys.readouterr().err

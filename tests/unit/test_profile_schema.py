@@ -68,7 +68,11 @@ def test_the_trainer_s_fields_are_there_but_for_derived_ones() -> None:
         assert section[name]["description"] == field.description
         default = list(field.default) if isinstance(field.default, tuple) else field.default
         assert section[name].get("default") == default
-    assert section["lr"]["minimum"] == 0 and section["optimizer"]["enum"] == ["adamw", "adamw_8bit", "adafactor"]
+    assert section["lr"]["minimum"] == 0 and section["optimizer"]["enum"] == [
+        "adamw",
+        "adamw_8bit",
+        "adafactor",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -97,7 +101,13 @@ def test_what_editors_accept(change: dict[str, Any], accepted: bool) -> None:
 
 def test_a_profile_that_extends_another_may_leave_out_anything() -> None:
     assert not accepts({"model": "m"})
-    assert accepts({"extends": "base.toml", "component": {"x": {"port": 9}}, "vllm": {"startup": {"interval_s": 1}}})
+    assert accepts(
+        {
+            "extends": "base.toml",
+            "component": {"x": {"port": 9}},
+            "vllm": {"startup": {"interval_s": 1}},
+        }
+    )
     assert not accepts({"extends": "base.toml", "sede": 1})
 
 

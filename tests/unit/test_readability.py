@@ -32,7 +32,9 @@ def test_a_forbidden_phrase_is_found(words: str, phrase: str | None) -> None:
     assert readability.wrong_phrase(words, docstring=True) == phrase
 
 
-def test_docstrings_attribute_strings_and_comments_are_read_but_no_other_strings(tmp_path: Path) -> None:
+def test_docstrings_attribute_strings_and_comments_are_read_but_no_other_strings(
+    tmp_path: Path,
+) -> None:
     module = tmp_path / "module.py"
     module.write_text(
         '"""What this is."""\n\nLIMIT = 3\n"""So many."""\nNAME = "whoever"\n\n\n'

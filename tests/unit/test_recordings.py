@@ -1,4 +1,5 @@
-"""Attacks by a run directory that came from elsewhere, or that is a copy: no command acts on its words."""
+"""Attacks by a run directory that came from elsewhere, or that is a copy: no command acts on its
+words."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ Captured = pytest.CaptureFixture[str]
 
 @pytest.fixture
 def live(tmp_path: Path) -> Iterator[tuple[RunDir, str, int]]:
-    """A live run outside `./runs`: its directory, its id and the pid of a process of its component."""
+    """A live run outside `./runs`: its directory, its id and the pid of a process of its
+    component."""
     original, run_id = make_run(tmp_path / "elsewhere")
     with supervised(original, run_id, tmp_path / "pid") as supervisor:
         yield original, run_id, int((tmp_path / "pid").read_text())
@@ -53,7 +55,9 @@ def copy_of(original: RunDir, *names: str) -> RunDir:
     return copy
 
 
-@pytest.mark.parametrize("names", [["run.json"], ["run.json", "journal.json", "plan.json", "supervisor.jsonl"]])
+@pytest.mark.parametrize(
+    "names", [["run.json"], ["run.json", "journal.json", "plan.json", "supervisor.jsonl"]]
+)
 def test_a_copy_of_a_live_run_ends_no_process_of_it(
     live: tuple[RunDir, str, int], names: list[str], capsys: Captured
 ) -> None:
@@ -89,7 +93,9 @@ def test_a_live_run_without_socket_link_and_journal_is_not_called_dead(
     assert lives(pid)
 
 
-def test_what_the_original_left_is_not_ended_in_the_name_of_a_copy(tmp_path: Path, capsys: Captured) -> None:
+def test_what_the_original_left_is_not_ended_in_the_name_of_a_copy(
+    tmp_path: Path, capsys: Captured
+) -> None:
     original, run_id = make_run(tmp_path / "elsewhere")
     with supervised(original, run_id, tmp_path / "pid") as supervisor:
         pid = int((tmp_path / "pid").read_text())
@@ -118,14 +124,23 @@ def test_a_plan_that_came_with_a_recording_removes_nothing_outside_of_it(tmp_pat
 def recorded_journal(run: RunDir, run_id: str, ran: Path) -> dict[str, object]:
     """A journal that names this boot, and a command that reaches another node."""
     far = {"name": "trainer", "node": "n1", "host": "h", "command": ["touch", str(ran)]}
-    entry = {"pid": 2**22 + 1, "create_time": 0, "ticks": 1, "pgid": 2**22 + 1, "boot_id": procfs.boot_id(), "far": far}
+    entry = {
+        "pid": 2**22 + 1,
+        "create_time": 0,
+        "ticks": 1,
+        "pgid": 2**22 + 1,
+        "boot_id": procfs.boot_id(),
+        "far": far,
+    }
     table: dict[str, object] = {"run_id": run_id, "components": {"trainer": entry}}
     run.journal_json.write_text(json.dumps(table))
     run.journal_json.chmod(0o600)
     return table
 
 
-def test_a_command_in_the_journal_of_a_recording_never_runs(tmp_path: Path, capsys: Captured) -> None:
+def test_a_command_in_the_journal_of_a_recording_never_runs(
+    tmp_path: Path, capsys: Captured
+) -> None:
     run, run_id = make_run(tmp_path)
     ran = tmp_path / "ran"
     recorded_journal(run, run_id, ran)
@@ -135,14 +150,18 @@ def test_a_command_in_the_journal_of_a_recording_never_runs(tmp_path: Path, caps
     assert not ran.exists() and "elsewhere" not in capsys.readouterr().out
 
 
-def test_a_sealed_journal_is_believed_only_as_written_and_where_written(tmp_path: Path, capsys: Captured) -> None:
+def test_a_sealed_journal_is_believed_only_as_written_and_where_written(
+    tmp_path: Path, capsys: Captured
+) -> None:
     run, run_id = make_run(tmp_path)
     table = ProcessTable.model_validate(recorded_journal(run, run_id, tmp_path / "ran"))
     table.write(run.journal_json)
     assert ProcessTable.load(run.journal_json) is not None
     assert main.run(["clean", "--dry-run", str(run.root)]) == 0
     said = capsys.readouterr().out
-    assert "trainer on node n1" in said and f"touch {tmp_path / 'ran'}" in said, "the command that would run"
+    assert "trainer on node n1" in said and f"touch {tmp_path / 'ran'}" in said, (
+        "the command that would run"
+    )
     sealed = run.journal_json.read_text()
     run.journal_json.write_text(sealed.replace("touch", "false"))
     assert ProcessTable.load(run.journal_json) is None, "changed"
@@ -156,12 +175,16 @@ def test_a_sealed_journal_is_believed_only_as_written_and_where_written(tmp_path
     key.chmod(0o644)
     assert ProcessTable.load(run.journal_json) is None, "others may have read the key"
     table.write(run.journal_json)
-    assert ProcessTable.load(run.journal_json) is not None and key.stat().st_mode & 0o777 == 0o600, "a new key"
+    assert (
+        ProcessTable.load(run.journal_json) is not None and key.stat().st_mode & 0o777 == 0o600
+    ), "a new key"
     key.unlink()
     assert ProcessTable.load(run.journal_json) is None, "another installation"
 
 
-def test_no_journal_is_believed_where_no_key_can_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_journal_is_believed_where_no_key_can_be_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     run, _ = make_run(tmp_path)
@@ -171,7 +194,9 @@ def test_no_journal_is_believed_where_no_key_can_be_kept(tmp_path: Path, monkeyp
 
 def test_a_bundle_names_no_boot_and_no_command_of_a_node(tmp_path: Path) -> None:
     run, run_id = make_run(tmp_path)
-    ProcessTable.model_validate(recorded_journal(run, run_id, tmp_path / "ran")).write(run.journal_json)
+    ProcessTable.model_validate(recorded_journal(run, run_id, tmp_path / "ran")).write(
+        run.journal_json
+    )
     assert main.run(["bundle", str(run.root), "-o", "all.tar.gz"]) == 0
     with tarfile.open("all.tar.gz") as tar:
         texts = {Path(member.name).name: tar.extractfile(member) for member in tar}
@@ -182,7 +207,9 @@ def test_a_bundle_names_no_boot_and_no_command_of_a_node(tmp_path: Path) -> None
         assert procfs.boot_id() not in text and str(tmp_path / "ran") not in text, name
 
 
-def test_a_socket_link_to_another_run_reaches_nobody(live: tuple[RunDir, str, int], capsys: Captured) -> None:
+def test_a_socket_link_to_another_run_reaches_nobody(
+    live: tuple[RunDir, str, int], capsys: Captured
+) -> None:
     original, _, pid = live
     recording, _ = make_run(Path.cwd())
     recording.control_sock.symlink_to(original.control_sock.readlink())
@@ -200,8 +227,11 @@ def test_a_socket_link_to_another_run_reaches_nobody(live: tuple[RunDir, str, in
     assert lives(pid) and original.control_sock.readlink().is_socket()
 
 
-def test_a_supervisor_takes_no_command_for_another_run(live: tuple[RunDir, str, int], capsys: Captured) -> None:
-    """A run directory was replaced under a living supervisor: path and socket are the same, the run is not."""
+def test_a_supervisor_takes_no_command_for_another_run(
+    live: tuple[RunDir, str, int], capsys: Captured
+) -> None:
+    """A run directory was replaced under a living supervisor: path and socket are the same, the run
+    is not."""
     original, _, pid = live
     meta = json.loads(original.run_json.read_text())
     original.run_json.write_text(json.dumps(meta | {"run_id": "another-run"}))
@@ -211,7 +241,11 @@ def test_a_supervisor_takes_no_command_for_another_run(live: tuple[RunDir, str, 
     capsys.readouterr()
     assert main.run(["ps", str(original.root), "--json"]) == 0
     status = json.loads(capsys.readouterr().out)
-    assert status["phase"] in ("starting", "running") and status["components"][0]["attempt"] == 1 and lives(pid)
+    assert (
+        status["phase"] in ("starting", "running")
+        and status["components"][0]["attempt"] == 1
+        and lives(pid)
+    )
 
 
 def test_somebody_who_listens_under_another_name_is_no_supervisor(tmp_path: Path) -> None:
@@ -264,7 +298,9 @@ LINKED = (
 def test_no_command_follows_a_link_out_of_a_run_directory(
     tmp_path: Path, at: str, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(report, "draw", lambda chart, name: f"<svg id='{name}'/>")  # words are what could leak
+    monkeypatch.setattr(
+        report, "draw", lambda chart, name: f"<svg id='{name}'/>"
+    )  # words are what could leak
     run = make_recording(tmp_path / "sent", steps=2)
     run.result_json.write_text(json.dumps({"exit_code": 0, "reason": "demo"}))
     (tmp_path / "mine").mkdir()
@@ -279,13 +315,19 @@ def test_no_command_follows_a_link_out_of_a_run_directory(
     assert main.run(["bundle", str(run.root), "-o", "all.tar.gz"]) == 0
     with tarfile.open("all.tar.gz") as tar:
         assert not [
-            member.name for member in tar if b"secret" in (file.read() if (file := tar.extractfile(member)) else b"")
+            member.name
+            for member in tar
+            if b"secret" in (file.read() if (file := tar.extractfile(member)) else b"")
         ]
     recorded = Recording.load(run)
     player = Replay(recorded, ticks=lambda: 1e6)
     lines = [entry.text for name in ("trainer", "vllm") for entry in player.logs.read((name,))]
     texts = [record.to_line() for record in recorded.records]
-    assert not [text for text in (*texts, *lines, recorded.info.name, recorded.final.reason) if "secret" in text]
+    assert not [
+        text
+        for text in (*texts, *lines, recorded.info.name, recorded.final.reason)
+        if "secret" in text
+    ]
 
 
 def test_a_file_that_the_user_names_may_be_a_link(tmp_path: Path) -> None:
@@ -310,13 +352,20 @@ def stretched(path: Path) -> None:
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize("at", ["telemetry.jsonl", "supervisor.jsonl", "eval.arithmetic.jsonl", "logs/trainer/1.log"])
-def test_a_sparse_file_of_any_size_costs_no_command_time(tmp_path: Path, at: str, capsys: Captured) -> None:
+@pytest.mark.parametrize(
+    "at", ["telemetry.jsonl", "supervisor.jsonl", "eval.arithmetic.jsonl", "logs/trainer/1.log"]
+)
+def test_a_sparse_file_of_any_size_costs_no_command_time(
+    tmp_path: Path, at: str, capsys: Captured
+) -> None:
     run = make_recording(tmp_path / "sent", steps=40)
     before = Recording.load(run)
     stretched(run.root / at)
     where = ["--run-dir", str(run.root)]
-    commands = [[name, *where] for name in ("ps", "why", "events", "logs")] + [["bench", str(run.root)], ["runs"]]
+    commands = [[name, *where] for name in ("ps", "why", "events", "logs")] + [
+        ["bench", str(run.root)],
+        ["runs"],
+    ]
     for command in (*commands, ["logs", *where, "-n", "99999"], ["logs", *where, "--since", "1d"]):
         began = time.monotonic()
         assert main.run(command) == 0
@@ -327,7 +376,9 @@ def test_a_sparse_file_of_any_size_costs_no_command_time(tmp_path: Path, at: str
     assert time.monotonic() - began < 8
 
 
-def test_a_run_directory_that_was_removed_names_its_supervisor(live: tuple[RunDir, str, int], capsys: Captured) -> None:
+def test_a_run_directory_that_was_removed_names_its_supervisor(
+    live: tuple[RunDir, str, int], capsys: Captured
+) -> None:
     original, _, pid = live
     supervisor = listener(str(original.control_sock.readlink()))
     assert supervisor
@@ -366,7 +417,17 @@ def test_a_run_directory_that_its_owner_cannot_read_is_words(tmp_path: Path) -> 
 
 
 def test_too_few_open_files_are_words_before_anything_starts() -> None:
-    command = [sys.executable, "-P", "-m", "atropos_tui", "up", "demo", "--headless", "--run-dir", "r"]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "atropos_tui",
+        "up",
+        "demo",
+        "--headless",
+        "--run-dir",
+        "r",
+    ]
     shell = ["bash", "-c", 'ulimit -n 40; exec "$@"', "bash", *command]
     done = subprocess.run(shell, capture_output=True, text=True, timeout=60)
     assert done.returncode == Exit.USAGE and not Path("r").exists()

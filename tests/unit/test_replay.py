@@ -85,7 +85,9 @@ def test_the_clock_runs_stands_and_jumps_within_its_ends(ticks: Ticks) -> None:
     assert clock.now() == 1001.0
 
 
-def test_records_come_when_they_are_due_and_the_end_equals_the_file(tmp_path: Path, ticks: Ticks) -> None:
+def test_records_come_when_they_are_due_and_the_end_equals_the_file(
+    tmp_path: Path, ticks: Ticks
+) -> None:
     run = ended(make_run(tmp_path / "run", steps=30))
     replay = play(run, ticks)
     state = read_all(replay, RunState())
@@ -109,12 +111,18 @@ def test_the_status_is_that_of_the_moment(tmp_path: Path, ticks: Ticks) -> None:
 
     def states() -> dict[str, str]:
         replay.feed.read()
-        return {row.name: row.state.value for row in asyncio.run(replay.control.status()).components}
+        return {
+            row.name: row.state.value for row in asyncio.run(replay.control.status()).components
+        }
 
     replay.clock.seek(T0 + 10)
     assert states() == {
-        "prepare": "completed", "run-api": "healthy", "vllm": "starting", "env": "healthy", "trainer": "starting",
-    }  # fmt: skip
+        "prepare": "completed",
+        "run-api": "healthy",
+        "vllm": "starting",
+        "env": "healthy",
+        "trainer": "starting",
+    }
     assert replay.feed.status.phase is Phase.STARTING
     replay.clock.seek(T0 + 33)
     assert set(states().values()) == {"completed", "healthy"}
@@ -126,7 +134,9 @@ def test_the_status_is_that_of_the_moment(tmp_path: Path, ticks: Ticks) -> None:
     assert states()["vllm"] == "starting"
 
 
-def test_a_jump_back_begins_anew_and_ends_where_a_straight_run_would(tmp_path: Path, ticks: Ticks) -> None:
+def test_a_jump_back_begins_anew_and_ends_where_a_straight_run_would(
+    tmp_path: Path, ticks: Ticks
+) -> None:
     run = ended(make_run(tmp_path / "run", steps=30))
     replay = play(run, ticks)
     replay.clock.seek(replay.clock.last)
@@ -147,14 +157,25 @@ def read_all_at(run: RunDir, at: float) -> RunState:
     return read_all(replay, RunState())
 
 
-def test_a_clock_set_back_and_foreign_times_keep_the_order_of_the_file(tmp_path: Path, ticks: Ticks) -> None:
+def test_a_clock_set_back_and_foreign_times_keep_the_order_of_the_file(
+    tmp_path: Path, ticks: Ticks
+) -> None:
     run = ended(make_run(tmp_path / "run", steps=0))
     rng = random.Random(1)
-    steps = [r for step in range(1, 7) for r in step_records(step, rng, time=T0 + (40 if step < 4 else 20) + step)]
+    steps = [
+        r
+        for step in range(1, 7)
+        for r in step_records(step, rng, time=T0 + (40 if step < 4 else 20) + step)
+    ]
     write_records(run.telemetry_jsonl, steps)
     odd = [
         StateRecord(time=at, component="vllm", old="healthy", new=new)
-        for at, new in ((0.0, "unhealthy"), (0.0, "backoff"), (0.0, "starting"), (T0 + 60, "healthy"))
+        for at, new in (
+            (0.0, "unhealthy"),
+            (0.0, "backoff"),
+            (0.0, "starting"),
+            (T0 + 60, "healthy"),
+        )
     ]
     write_records(run.supervisor_jsonl, list(odd), start=50)
     recording = Recording.load(run)
@@ -166,8 +187,11 @@ def test_a_clock_set_back_and_foreign_times_keep_the_order_of_the_file(tmp_path:
     replay.clock.seek(recording.times[-1])
     state = read_all(replay, RunState())
     assert [record.new for record in state.transitions if record.component == "vllm"][-4:] == [
-        "unhealthy", "backoff", "starting", "healthy",
-    ]  # fmt: skip
+        "unhealthy",
+        "backoff",
+        "starting",
+        "healthy",
+    ]
 
 
 def test_lines_that_are_no_records_are_counted(tmp_path: Path) -> None:
@@ -207,26 +231,44 @@ def test_log_lines_come_when_they_were_printed_and_merge(
     tmp_path: Path, ticks: Ticks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = ended(make_run(tmp_path / "run", steps=30))
-    timed_log(run.log("vllm", 1), [(T0 + at, f"vllm at {at}") for at in range(0, 40, 2)], monkeypatch)
+    timed_log(
+        run.log("vllm", 1), [(T0 + at, f"vllm at {at}") for at in range(0, 40, 2)], monkeypatch
+    )
     timed_log(run.log("env", 1), [(T0 + at, f"env at {at}") for at in (1, 3)], monkeypatch)
-    timed_log(run.log("env", 2), [(T0 + at, f"env again \x1b[31mat\x1b[0m {at}") for at in (5, 35)], monkeypatch)
+    timed_log(
+        run.log("env", 2),
+        [(T0 + at, f"env again \x1b[31mat\x1b[0m {at}") for at in (5, 35)],
+        monkeypatch,
+    )
     replay = play(run, ticks)
     ticks.at += 4.5
-    assert [entry.text for entry in replay.logs.read(("vllm",))] == ["vllm at 0", "vllm at 2", "vllm at 4"]
+    assert [entry.text for entry in replay.logs.read(("vllm",))] == [
+        "vllm at 0",
+        "vllm at 2",
+        "vllm at 4",
+    ]
     assert replay.logs.read(("vllm",)) == []
     assert replay.logs.path("vllm") == run.log("vllm", 1)
     ticks.at += 2
     assert [entry.text for entry in replay.logs.read(("vllm",))] == ["vllm at 6"]
     merged = [entry.text for entry in replay.logs.read(("vllm", "env"))]
     assert merged == [
-        "vllm at 0", "env at 1", "vllm at 2", "env at 3", "vllm at 4", "── attempt 2 of env ──", "env again at 5",
+        "vllm at 0",
+        "env at 1",
+        "vllm at 2",
+        "env at 3",
+        "vllm at 4",
+        "── attempt 2 of env ──",
+        "env again at 5",
         "vllm at 6",
-    ]  # fmt: skip
+    ]
     replay.clock.seek(T0 + 2.5)
     assert [entry.text for entry in replay.logs.read(("vllm",))] == ["vllm at 0", "vllm at 2"]
 
 
-def test_a_flood_is_shown_by_its_end_and_says_what_it_left_out(tmp_path: Path, ticks: Ticks) -> None:
+def test_a_flood_is_shown_by_its_end_and_says_what_it_left_out(
+    tmp_path: Path, ticks: Ticks
+) -> None:
     run = ended(make_run(tmp_path / "run", steps=30))
     log = run.log("vllm", 1)
     log.write_text("".join(f"line {at}\n" for at in range(5_000)))

@@ -1,4 +1,5 @@
-"""The report: one page with the run's own values, self-contained, well-formed, whatever the files hold."""
+"""The report: one page with the run's own values, self-contained, well-formed, whatever the files
+hold."""
 
 from __future__ import annotations
 
@@ -39,7 +40,10 @@ XHTML = "{http://www.w3.org/1999/xhtml}"
 SYSTEM = ("Requests at the engines", "KV cache", "run-api queue", "CPU")
 """Charts of what the supervisor recorded of the machine, in a run without a GPU."""
 SVG = "{http://www.w3.org/2000/svg}"
-NASTY = "</script><script>alert(1)</script><img src=http://evil.example/x onerror=alert(2)> \x1b[31mred\x1b[0m"
+NASTY = (
+    "</script><script>alert(1)</script><img src=http://evil.example/x onerror=alert(2)> "
+    "\x1b[31mred\x1b[0m"
+)
 CLIPBOARD = "\x1b]52;c;ZXZpbA==\x07"
 
 
@@ -65,7 +69,17 @@ def assert_self_contained(tree: ElementTree.Element) -> None:
     """No script, no handler, and no reference that leaves the page."""
     for element in tree.iter():
         name = str(element.tag).rpartition("}")[2]
-        assert name not in ("script", "link", "iframe", "object", "embed", "img", "image", "base", "form")
+        assert name not in (
+            "script",
+            "link",
+            "iframe",
+            "object",
+            "embed",
+            "img",
+            "image",
+            "base",
+            "form",
+        )
         for key, value in element.attrib.items():
             attribute = str(key).rpartition("}")[2].rpartition(":")[2]
             assert not attribute.startswith("on"), attribute
@@ -84,7 +98,9 @@ def assert_ids_are_unique(tree: ElementTree.Element) -> None:
     assert len(ids) == len(set(ids))
     for element in tree.iter():
         for key, value in element.attrib.items():
-            for target in re.findall(r"^#(.+)$|url\(#([^)]+)\)", value) if str(key) != "style" else []:
+            for target in (
+                re.findall(r"^#(.+)$|url\(#([^)]+)\)", value) if str(key) != "style" else []
+            ):
                 assert (target[0] or target[1]) in ids, value
             for names in [value.split()] if str(key) == "aria-labelledby" else []:
                 assert set(names) <= set(ids)
@@ -109,19 +125,35 @@ def test_the_page_is_well_formed_self_contained_and_has_the_runs_values(tmp_path
         run.telemetry_jsonl,
         [
             BenchmarkRecord(
-                step=37, mode="shared_vllm", total_s=168.65, steps=37, avg_step_s=11.95, total_step_s=59.76,
-                avg_sync_s=0.03, syncs=37, total_sync_s=1.1, avg_data_wait_s=10.9, total_data_wait_s=54.52,
-                peak_bytes=31_440_000_000, avg_bytes=18_880_000_000, tokens_per_s=1234.5,
+                step=37,
+                mode="shared_vllm",
+                total_s=168.65,
+                steps=37,
+                avg_step_s=11.95,
+                total_step_s=59.76,
+                avg_sync_s=0.03,
+                syncs=37,
+                total_sync_s=1.1,
+                avg_data_wait_s=10.9,
+                total_data_wait_s=54.52,
+                peak_bytes=31_440_000_000,
+                avg_bytes=18_880_000_000,
+                tokens_per_s=1234.5,
             )
         ],
-    )  # fmt: skip
+    )
     page = page_of(run)
     tree = parsed(page)
     assert_self_contained(tree)
     assert_ids_are_unique(tree)
     _, state, _ = load_run(run.root)
     whole = text_of(tree)
-    for words in ("✔ done", "37 of 60", 'mode = "shared_vllm"', number(state.metric("reward_mean").last)):
+    for words in (
+        "✔ done",
+        "37 of 60",
+        'mode = "shared_vllm"',
+        number(state.metric("reward_mean").last),
+    ):
         assert words in whole
     rows = table_rows(tree)
     for row in (
@@ -137,24 +169,46 @@ def test_the_page_is_well_formed_self_contained_and_has_the_runs_values(tmp_path
         assert row in rows
     assert any(row[1:] == ["vllm", "● healthy", "probe passed from starting"] for row in rows)
     newest = state.rollouts[-1]
-    assert [newest.completion, number(newest.reward), number(newest.advantage), "1", number(newest.tokens, 0)] in rows
+    assert [
+        newest.completion,
+        number(newest.reward),
+        number(newest.advantage),
+        "1",
+        number(newest.tokens, 0),
+    ] in rows
 
 
-def test_rollouts_stand_in_whole_groups_best_first_with_the_spread_of_their_rewards(tmp_path: Path) -> None:
+def test_rollouts_stand_in_whole_groups_best_first_with_the_spread_of_their_rewards(
+    tmp_path: Path,
+) -> None:
     run = make_run(tmp_path / "run", steps=0)
     system = "<|im_start|>system\nYou add.<|im_end|>\n<|im_start|>user\nWhat is the sum of "
     groups = [
         RolloutRecord(
-            step=step, env="sums", prompt=f"{system}{step} and 1?<|im_end|>\n", completion=f"step {step}: {reward:g}",
-            reward=reward, advantage=reward - 0.5, group_size=16,
+            step=step,
+            env="sums",
+            prompt=f"{system}{step} and 1?<|im_end|>\n",
+            completion=f"step {step}: {reward:g}",
+            reward=reward,
+            advantage=reward - 0.5,
+            group_size=16,
         )
-        for step in (1, 2, 3) for reward in ([0.0] * 15 + [1.0] if step > 1 else [0.0] * 16)
-    ]  # fmt: skip
+        for step in (1, 2, 3)
+        for reward in ([0.0] * 15 + [1.0] if step > 1 else [0.0] * 16)
+    ]
     write_records(run.telemetry_jsonl, groups)
     tree = parsed(page_of(run))
-    (section,) = [each for each in tree.iter(f"{XHTML}section") if each.get("aria-labelledby") == "rollouts"]
-    shown = [text_of(each) for each in section.iter(f"{XHTML}summary") if "whole prompt" not in text_of(each)]
-    assert shown == ["Step 3 · sums …3 and 1?", "Step 2 · sums …2 and 1?"], "16 of the third would be too many"
+    (section,) = [
+        each for each in tree.iter(f"{XHTML}section") if each.get("aria-labelledby") == "rollouts"
+    ]
+    shown = [
+        text_of(each)
+        for each in section.iter(f"{XHTML}summary")
+        if "whole prompt" not in text_of(each)
+    ]
+    assert shown == ["Step 3 · sums …3 and 1?", "Step 2 · sums …2 and 1?"], (
+        "16 of the third would be too many"
+    )
     rows = [text_of(row) for row in section.iter(f"{XHTML}tr") if "Completion" not in text_of(row)]
     assert len(rows) == 32 and rows[0].startswith("step 3: 1") and rows[1].startswith("step 3: 0")
     words = [text_of(each) for each in section.iter(f"{XHTML}p")]
@@ -164,21 +218,33 @@ def test_rollouts_stand_in_whole_groups_best_first_with_the_spread_of_their_rewa
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf])
-def test_a_reward_that_is_not_finite_leaves_the_spread_to_the_others(tmp_path: Path, reward: float) -> None:
+def test_a_reward_that_is_not_finite_leaves_the_spread_to_the_others(
+    tmp_path: Path, reward: float
+) -> None:
     run = make_run(tmp_path / "run", steps=0)
     rollouts = [
-        RolloutRecord(step=step, env="sums", prompt="1 + 1?", completion=f"{one}", reward=one, advantage=0.0)
-        for step, rewards in ((1, [reward]), (2, [0.0, reward, 1.0])) for one in rewards
-    ]  # fmt: skip
+        RolloutRecord(
+            step=step, env="sums", prompt="1 + 1?", completion=f"{one}", reward=one, advantage=0.0
+        )
+        for step, rewards in ((1, [reward]), (2, [0.0, reward, 1.0]))
+        for one in rewards
+    ]
     write_records(run.telemetry_jsonl, rollouts)
     tree = parsed(page_of(run))
     words = [text_of(each) for each in tree.iter(f"{XHTML}p")]
-    whole = "3 completions, 1 without a finite reward, rewards from 0.000 to 1.000, mean 0.500 ± 0.500"
+    whole = (
+        "3 completions, 1 without a finite reward, rewards from 0.000 to 1.000, mean 0.500 ± 0.500"
+    )
     assert any(whole in each for each in words), words
     assert any(each.startswith("1 completion, 1 without a finite reward") for each in words), words
-    rows = [text_of(row) for row in tree.iter(f"{XHTML}tr") if text_of(row).startswith(("0.0", "1.0"))]
+    rows = [
+        text_of(row) for row in tree.iter(f"{XHTML}tr") if text_of(row).startswith(("0.0", "1.0"))
+    ]
     assert [row[:3] for row in rows] == ["1.0", "0.0"], "best first, whatever stands between"
-    assert [each.get("style") for each in tree.iter(f"{XHTML}i") if each.get("style")] == ["left: 0.0%", "left: 100.0%"]
+    assert [each.get("style") for each in tree.iter(f"{XHTML}i") if each.get("style")] == [
+        "left: 0.0%",
+        "left: 100.0%",
+    ]
 
 
 def test_every_chart_is_an_accessible_picture_with_the_last_value_beside_it(tmp_path: Path) -> None:
@@ -192,13 +258,36 @@ def test_every_chart_is_an_accessible_picture_with_the_last_value_beside_it(tmp_
         assert title is not None and title.text and description is not None and description.text
         titles.append(title.text)
     assert titles == [
-            "Reward", "Useful groups", "Loss", "Learning rate", "Ratio", "Ratio max", "Clip fraction", "Entropy",
-            "Completion tokens", "Cut off", "Gradient norm", "Policy lag", "Logprobs", "Logprob |diff|", "KL",
-            "Tokens per second", "Trainer memory", "Where a step's time goes", *SYSTEM,
-        ]  # fmt: skip
+        "Reward",
+        "Useful groups",
+        "Loss",
+        "Learning rate",
+        "Ratio",
+        "Ratio max",
+        "Clip fraction",
+        "Entropy",
+        "Completion tokens",
+        "Cut off",
+        "Gradient norm",
+        "Policy lag",
+        "Logprobs",
+        "Logprob |diff|",
+        "KL",
+        "Tokens per second",
+        "Trainer memory",
+        "Where a step's time goes",
+        *SYSTEM,
+    ]
     legends = [text_of(item) for item in tree.iter(f"{XHTML}li")]
-    for label, metric in (("loss", "loss"), ("norm", "grad_norm"), ("trainer", "train_mean"), ("k3", "kl_k3")):
-        assert any(words.startswith(f"{label} {number(state.metric(metric).last)} ") for words in legends), label
+    for label, metric in (
+        ("loss", "loss"),
+        ("norm", "grad_norm"),
+        ("trainer", "train_mean"),
+        ("k3", "kl_k3"),
+    ):
+        assert any(
+            words.startswith(f"{label} {number(state.metric(metric).last)} ") for words in legends
+        ), label
     for table in tree.iter(f"{XHTML}table"):
         assert all(cell.get("scope") for cell in table.iter(f"{XHTML}th"))
 
@@ -209,7 +298,11 @@ def test_curves_are_drawn_where_the_values_are(tmp_path: Path) -> None:
     _, state, _ = load_run(run.root)
     tree = parsed(page_of(run))
     picture = next(svg for svg in tree.iter(f"{SVG}svg") if svg.find(f"{SVG}title").text == "Loss")  # type: ignore[union-attr]
-    drawn = [path.get("d", "") for path in picture.iter(f"{SVG}path") if "var(--c1)" in (path.get("style") or "")]
+    drawn = [
+        path.get("d", "")
+        for path in picture.iter(f"{SVG}path")
+        if "var(--c1)" in (path.get("style") or "")
+    ]
     points = [(float(x), float(y)) for x, y in re.findall(r"[ML] (\S+) (\S+)", max(drawn, key=len))]
     values = state.metric("loss").values
     assert len(points) == len(values) == 30
@@ -223,23 +316,52 @@ def test_what_models_and_programs_wrote_stays_text(tmp_path: Path) -> None:
     nasty = f"[bold]{NASTY}{CLIPBOARD} {{{{ 7*7 }}}} $x^2$ hf_abcdefghijklmnopqrstuvwxyz"
     write_records(
         run.telemetry_jsonl,
-        [RolloutRecord(step=3, env=nasty, prompt=f"first\n{nasty}", completion=nasty, reward=1.0, advantage=math.nan)],
+        [
+            RolloutRecord(
+                step=3,
+                env=nasty,
+                prompt=f"first\n{nasty}",
+                completion=nasty,
+                reward=1.0,
+                advantage=math.nan,
+            )
+        ],
     )
-    half = {"kind": "rollout", "step": 3, "prompt": "half \ud800", "completion": "", "reward": 1.0, "advantage": 0.0}
+    half = {
+        "kind": "rollout",
+        "step": 3,
+        "prompt": "half \ud800",
+        "completion": "",
+        "reward": 1.0,
+        "advantage": 0.0,
+    }
     with run.telemetry_jsonl.open("a") as file:
         file.write(json.dumps(half) + "\n")
     more = [
         DiagnosisRecord(time=T0 + 40, component="trainer", title=nasty, evidence=nasty, fix=nasty),
         StateRecord(time=T0 + 41, component=nasty, old=nasty, new=nasty, reason=nasty),
-        CommandRecord(time=T0 + 42, command_id="c", action=nasty, status="done", initiator=nasty, detail=nasty),
+        CommandRecord(
+            time=T0 + 42, command_id="c", action=nasty, status="done", initiator=nasty, detail=nasty
+        ),
     ]
     write_records(run.supervisor_jsonl, list(more), start=100)
     run.eval_jsonl("x").write_text(
-        json.dumps({"kind": "eval", "env": nasty, "accuracy": 0.5, "correct": 1, "questions": 2, "weight_version": 2})
+        json.dumps(
+            {
+                "kind": "eval",
+                "env": nasty,
+                "accuracy": 0.5,
+                "correct": 1,
+                "questions": 2,
+                "weight_version": 2,
+            }
+        )
         + "\n"
     )
     run.profile_toml.write_text(f"# {NASTY}\n", errors="replace")
-    run.run_json.write_text(json.dumps({"run_id": nasty, "host": nasty, "versions": {nasty: nasty}}))
+    run.run_json.write_text(
+        json.dumps({"run_id": nasty, "host": nasty, "versions": {nasty: nasty}})
+    )
     page = page_of(run)
     assert not re.search("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]", page)
     assert "ZXZpbA" not in page
@@ -247,7 +369,10 @@ def test_what_models_and_programs_wrote_stays_text(tmp_path: Path) -> None:
     tree = parsed(page)
     assert_self_contained(tree)
     shown = [text_of(cell) for cell in tree.iter(f"{XHTML}td")]
-    expected = "[bold]</script><script>alert(1)</script><img src=http://evil.example/x onerror=alert(2)> red {{ 7*7 }}"
+    expected = (
+        "[bold]</script><script>alert(1)</script><img src=http://evil.example/x "
+        "onerror=alert(2)> red {{ 7*7 }}"
+    )
     assert any(words.startswith(expected) for words in shown)
     assert any(text_of(each).startswith(f"first {expected}") for each in tree.iter(f"{XHTML}pre"))
     assert "half ?" in [text_of(each) for each in tree.iter(f"{XHTML}pre")]
@@ -271,7 +396,9 @@ def test_a_run_without_telemetry_and_one_without_anything_say_so(tmp_path: Path)
     run.telemetry_jsonl.unlink()
     run.eval_jsonl("arithmetic").unlink()
     run.gauges_jsonl.unlink()
-    run.result_json.write_text(json.dumps({"exit_code": 3, "reason": "vllm failed", "component": "vllm"}))
+    run.result_json.write_text(
+        json.dumps({"exit_code": 3, "reason": "vllm failed", "component": "vllm"})
+    )
     tree = parsed(page_of(run))
     words = text_of(tree)
     assert "✖ ended with code 3" in words
@@ -325,7 +452,10 @@ def test_torn_foreign_newer_and_endless_lines_are_counted_not_fatal(tmp_path: Pa
     [
         "NaN",
         -1e308,
-        *(pytest.param(value, marks=pytest.mark.slow) for value in ("Infinity", "-Infinity", 1e308, 0.0, 5e-324)),
+        *(
+            pytest.param(value, marks=pytest.mark.slow)
+            for value in ("Infinity", "-Infinity", 1e308, 0.0, 5e-324)
+        ),
     ],
 )
 def test_any_figure_can_be_drawn(tmp_path: Path, value: object) -> None:
@@ -336,7 +466,11 @@ def test_any_figure_can_be_drawn(tmp_path: Path, value: object) -> None:
             data = json.loads(record.to_line())
             changed = value if step > 2 else None
             for key in list(data):
-                if changed is not None and isinstance(data[key], float) and key not in ("time", "reward", "advantage"):
+                if (
+                    changed is not None
+                    and isinstance(data[key], float)
+                    and key not in ("time", "reward", "advantage")
+                ):
                     data[key] = changed
             lines.append(json.dumps(data))
     run.telemetry_jsonl.write_text("\n".join(lines) + "\n")
@@ -363,10 +497,19 @@ def test_steps_and_times_beyond_any_clock_do_not_stop_it(tmp_path: Path) -> None
             {"time": -5.0},
         ):
             file.write(json.dumps(step | changes) + "\n")
-        file.write(json.dumps({"kind": "memory", "step": 5, "rss_bytes": 10**400, "allocated_bytes": 10**400}) + "\n")
-    far = StateRecord(time=LATEST_TIME, component="vllm", old="healthy", new="failed", reason="far away")
+        file.write(
+            json.dumps(
+                {"kind": "memory", "step": 5, "rss_bytes": 10**400, "allocated_bytes": 10**400}
+            )
+            + "\n"
+        )
+    far = StateRecord(
+        time=LATEST_TIME, component="vllm", old="healthy", new="failed", reason="far away"
+    )
     write_records(run.supervisor_jsonl, [far], start=50)
-    run.run_json.write_text(json.dumps(json.loads(run.run_json.read_text()) | {"started_at": 10**400}))
+    run.run_json.write_text(
+        json.dumps(json.loads(run.run_json.read_text()) | {"started_at": 10**400})
+    )
     assert "far away" in text_of(parsed(page_of(run)))
 
 
@@ -376,7 +519,11 @@ def test_fifty_thousand_records_keep_their_spikes_on_a_small_page(tmp_path: Path
     rng = random.Random(3)
     records = [record for step in range(1, 5_556) for record in step_records(step, rng)]
     assert len(records) >= 49_990
-    spike = next(at for at, record in enumerate(records) if isinstance(record, StepRecord) and record.step == 4_321)
+    spike = next(
+        at
+        for at, record in enumerate(records)
+        if isinstance(record, StepRecord) and record.step == 4_321
+    )
     records[spike] = records[spike].model_copy(update={"grad_norm": 987.5})
     write_records(run.telemetry_jsonl, records)
     page = page_of(run)
@@ -409,44 +556,75 @@ def test_thinning_keeps_first_last_extremes_and_gaps() -> None:
 def test_lanes_are_the_states_over_time() -> None:
     state = RunState()
     for seq, (at, old, new) in enumerate(
-        [(0, "pending", "starting"), (10, "starting", "healthy"), (60, "healthy", "backoff"), (80, "backoff", "failed")]
+        [
+            (0, "pending", "starting"),
+            (10, "starting", "healthy"),
+            (60, "healthy", "backoff"),
+            (80, "backoff", "failed"),
+        ]
     ):
         state.apply(StateRecord(time=T0 + at, seq=seq, component="vllm", old=old, new=new))
     [lane] = lanes(state, T0 + 100)
     assert [(round(left), round(width), word) for left, width, word, _ in lane.bars] == [
-        (0, 10, "starting"), (10, 50, "healthy"), (60, 20, "backoff"), (80, 20, "failed"),
-    ]  # fmt: skip
+        (0, 10, "starting"),
+        (10, 50, "healthy"),
+        (60, 20, "backoff"),
+        (80, 20, "failed"),
+    ]
 
 
 def test_a_restart_is_marked_and_what_it_undid_is_left_out(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=10)
     rng = random.Random(1)
-    write_records(run.telemetry_jsonl, [r for step in range(8, 13) for r in step_records(step, rng, attempt=2)])
+    write_records(
+        run.telemetry_jsonl,
+        [r for step in range(8, 13) for r in step_records(step, rng, attempt=2)],
+    )
     _, state, _ = load_run(run.root)
-    assert {tuple(mark.step for mark in chart.marks if mark.kind == "restart") for chart in charts(state)} == {(8,)}
+    assert {
+        tuple(mark.step for mark in chart.marks if mark.kind == "restart")
+        for chart in charts(state)
+    } == {(8,)}
     assert "The trainer was started 2 times" in text_of(parsed(page_of(run)))
 
 
 CHROMIUM = os.environ.get("CHROME_BIN") or next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))),
+    None,
 )
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium, or set CHROME_BIN to one")
+@pytest.mark.skipif(
+    CHROMIUM is None, reason="no Chromium here: apt-get install chromium, or set CHROME_BIN to one"
+)
 def test_chromium_opens_it_without_an_error_or_a_request(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=12)
     write_records(
-        run.telemetry_jsonl, [RolloutRecord(step=12, prompt=NASTY, completion=NASTY, reward=1.0, advantage=0.0)]
+        run.telemetry_jsonl,
+        [RolloutRecord(step=12, prompt=NASTY, completion=NASTY, reward=1.0, advantage=0.0)],
     )
     page = tmp_path / "run.html"
     page.write_text(page_of(run))
     log = tmp_path / "net.json"
     done = subprocess.run(
-        [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
-         "--enable-logging=stderr", f"--screenshot={tmp_path / 'page.png'}", "--window-size=1280,2400", "--dump-dom",
-         f"--log-net-log={log}", page.as_uri()],
-        capture_output=True, text=True, timeout=90, check=False,
-    )  # fmt: skip
+        [
+            str(CHROMIUM),
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            f"--user-data-dir={tmp_path / 'profile'}",
+            "--enable-logging=stderr",
+            f"--screenshot={tmp_path / 'page.png'}",
+            "--window-size=1280,2400",
+            "--dump-dom",
+            f"--log-net-log={log}",
+            page.as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert "CONSOLE" not in done.stderr
     assert (tmp_path / "page.png").stat().st_size > 50_000
@@ -459,12 +637,17 @@ def test_chromium_opens_it_without_an_error_or_a_request(tmp_path: Path) -> None
 def test_evaluations_stand_only_beside_accuracies(tmp_path: Path) -> None:
     """They stood under all charts, two splits side by side, and hid the restarts."""
     _, state, _ = load_run(make_run(tmp_path / "run").root)
-    found = {chart.name for chart in charts(state) if any(mark.kind == "evaluation" for mark in chart.marks)}
+    found = {
+        chart.name
+        for chart in charts(state)
+        if any(mark.kind == "evaluation" for mark in chart.marks)
+    }
     assert found == {"Reward"}
 
 
 @pytest.mark.parametrize(
-    ("code", "words"), [(None, "–"), (0, "0"), (3, "3"), (-15, "-15 (SIGTERM)"), (143, "143 (SIGTERM)"), (250, "250")]
+    ("code", "words"),
+    [(None, "–"), (0, "0"), (3, "3"), (-15, "-15 (SIGTERM)"), (143, "143 (SIGTERM)"), (250, "250")],
 )
 def test_an_exit_code_names_its_signal(code: int | None, words: str) -> None:
     assert exit_words(code) == words

@@ -56,20 +56,31 @@ def test_gradients_masters_and_optimizer_are_what_the_stepper_allocates(
 ) -> None:
     model = build(CONFIGS["qwen3"], dtype)
     train_only(model, layers)
-    stepper = Stepper(model, TrainingConfig(model_name="m", optimizer=optimizer, master_weights=masters))
+    stepper = Stepper(
+        model, TrainingConfig(model_name="m", optimizer=optimizer, master_weights=masters)
+    )
     for param in stepper.params:
         param.sum().backward()
     gradients = sum(m.grad.nbytes for m in stepper.masters if m.grad is not None)
     stepper.compute()
     stepper.write()
     copies = [m for m, p in zip(stepper.masters, stepper.params, strict=True) if m is not p]
-    kept = sum(m.untyped_storage().nbytes() for m in copies) + sum(t.nbytes for t in getattr(stepper.half, "lost", []))
-    tensors = [t for state in stepper.optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+    kept = sum(m.untyped_storage().nbytes() for m in copies) + sum(
+        t.nbytes for t in getattr(stepper.half, "lost", [])
+    )
+    tensors = [
+        t
+        for state in stepper.optimizer.state.values()
+        for t in state.values()
+        if isinstance(t, torch.Tensor)
+    ]
     state = sum(tensor.nbytes for tensor in tensors if tensor.ndim)
 
     shapes = saved(CONFIGS["qwen3"], tmp_path).trained(layers)
     assert gradients == 4 * memory.count(shapes)
-    assert kept == (model_math.MASTER_BYTES[masters] * memory.count(shapes) if dtype == torch.bfloat16 else 0)
+    assert kept == (
+        model_math.MASTER_BYTES[masters] * memory.count(shapes) if dtype == torch.bfloat16 else 0
+    )
     assert state == model_math.optimizer_bytes(shapes.values(), optimizer)
 
 
@@ -91,8 +102,12 @@ def test_the_adafactor_here_has_no_momentum() -> None:
 @pytest.mark.parametrize("name", ["llama", "qwen3", "qwen2 tied"])
 def test_the_activation_estimate_is_near_what_autograd_keeps(name: str, tmp_path: Path) -> None:
     """Storage that autograd saves in one pass of our own forward, parameters left out."""
-    config = CONFIGS[name].__class__(**SMALL | {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 80})
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=register())
+    config = CONFIGS[name].__class__(
+        **SMALL | {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 80}
+    )
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=torch.bfloat16, attn_implementation=register()
+    )
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, int] = {}
 
@@ -108,8 +123,8 @@ def test_the_activation_estimate_is_near_what_autograd_keeps(name: str, tmp_path
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         row_logprobs(model, a_row(tokens, config.vocab_size))
     shape = Model(config.to_dict(), sizes_of(config), "")
-    # Twice the tokens less once: what grows with tokens, which the largest gradient does not. The logits of a tiny
-    # vocabulary hardly count.
+    # Twice the tokens less once: what grows with tokens, which the largest gradient does not. The
+    # logits of a tiny vocabulary hardly count.
     estimate = model_math.activation_bytes(shape.dimensions, 2 * tokens, width=2, on_gpu=True).total
     estimate -= model_math.activation_bytes(shape.dimensions, tokens, width=2, on_gpu=True).total
     assert 0.8 < estimate / sum(kept.values()) < 1.5, (estimate, sum(kept.values()))
@@ -120,34 +135,54 @@ def a_row(tokens: int, vocab: int) -> PackedRow:
     predict = torch.arange(tokens - 1)
     nothing = torch.zeros(len(predict))
     return PackedRow(
-        tokens=flat, positions=torch.arange(tokens), lengths=(tokens,), predict=predict, labels=flat[predict + 1],
-        logprobs=nothing, advantages=nothing, temperatures=torch.ones(len(predict)),
-    )  # fmt: skip
+        tokens=flat,
+        positions=torch.arange(tokens),
+        lengths=(tokens,),
+        predict=predict,
+        labels=flat[predict + 1],
+        logprobs=nothing,
+        advantages=nothing,
+        temperatures=torch.ones(len(predict)),
+    )
 
 
 # The whole budget
 
 H200 = Gpu("NVIDIA H200", 141 * GIB)
 QWEN = Qwen3Config(
-    hidden_size=2048, intermediate_size=6144, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8,
-    head_dim=128, vocab_size=151_936, tie_word_embeddings=True, architectures=["Qwen3ForCausalLM"],
+    hidden_size=2048,
+    intermediate_size=6144,
+    num_hidden_layers=28,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=128,
+    vocab_size=151_936,
+    tie_word_embeddings=True,
+    architectures=["Qwen3ForCausalLM"],
     max_position_embeddings=40_960,
-)  # fmt: skip
+)
 PARAMETERS = 1_720_574_976
 
 
 def profile(**changes: Any) -> Profile:
     data: dict[str, Any] = {
-        "name": "p", "model": "/models/m", "env": {"module": "json"}, "vllm": {"gpus": [0], "max_model_len": 4096},
+        "name": "p",
+        "model": "/models/m",
+        "env": {"module": "json"},
+        "vllm": {"gpus": [0], "max_model_len": 4096},
         "trainer": {"optimizer": "adamw"},
-    }  # fmt: skip
+    }
     return parse_profile(data | changes, "p.toml")
 
 
-def budget_of(chosen: Profile, *gpus: Gpu, host: int = 64 * GIB, model: Model | str | None = None) -> Budget:
+def budget_of(
+    chosen: Profile, *gpus: Gpu, host: int = 64 * GIB, model: Model | str | None = None
+) -> Budget:
     model = model or Model(QWEN.to_dict(), sizes_of(QWEN), "config.json")
     settings = training_config(make_site(chosen, Path("/runs/r"), run_id="r"))
-    return make_budget(chosen, settings, {engine.name: model for engine in chosen.vllm}, Hardware(gpus, host))
+    return make_budget(
+        chosen, settings, {engine.name: model for engine in chosen.vllm}, Hardware(gpus, host)
+    )
 
 
 def items(budget: Budget, name: str) -> dict[str, int | None]:
@@ -166,16 +201,24 @@ def test_single_copy_counts_the_weights_once_on_the_engine() -> None:
 
 
 def test_the_kv_cache_is_told_in_tokens() -> None:
-    budget = budget_of(profile(vllm={"gpus": [0], "gpu_memory_utilization": 0.4, "max_model_len": 4096}), H200)
+    budget = budget_of(
+        profile(vllm={"gpus": [0], "gpu_memory_utilization": 0.4, "max_model_len": 4096}), H200
+    )
     (item,) = [item for item in budget.devices[0].items if item.what == "KV cache"]
     tokens = (item.bytes or 0) // (2 * 28 * 8 * 128 * 2)
     assert item.note.startswith(f"{tokens:,} tokens = {tokens / 4096:,.1f} sequences of 4,096")
 
 
 def test_other_modes_have_a_copy_of_their_own_on_their_gpu() -> None:
-    chosen = profile(mode="broadcast", vllm={"gpus": [0, 1], "tensor_parallel": 2}, trainer={"gpus": [2]})
+    chosen = profile(
+        mode="broadcast", vllm={"gpus": [0, 1], "tensor_parallel": 2}, trainer={"gpus": [2]}
+    )
     budget = budget_of(chosen, H200, H200, H200)
-    assert items(budget, "GPU 0")["vllm weights"] == items(budget, "GPU 1")["vllm weights"] == PARAMETERS
+    assert (
+        items(budget, "GPU 0")["vllm weights"]
+        == items(budget, "GPU 1")["vllm weights"]
+        == PARAMETERS
+    )
     assert items(budget, "GPU 2")["trainer weights"] == 2 * PARAMETERS
     assert [device.name for device in budget.devices] == ["GPU 0", "GPU 1", "GPU 2"]
 
@@ -191,17 +234,27 @@ def test_lora_trains_adapters_alone() -> None:
 
 
 def test_quantized_layers_are_counted_by_their_bits() -> None:
-    """In the engine's memory alone: what is no matrix of a layer stays as it is, and the trainer has plain weights."""
+    """In the engine's memory alone: what is no matrix of a layer stays as it is, and the trainer
+    has plain weights."""
     sizes, quantized = sizes_of(QWEN), {"quantization_config": {"quant_method": "mxfp4"}}
-    layers = sum(math.prod(size) for name, size in sizes.items() if ".layers." in name and len(size) == 2)
+    layers = sum(
+        math.prod(size) for name, size in sizes.items() if ".layers." in name and len(size) == 2
+    )
     chosen = profile(mode="lora_only", trainer={"gpus": [0], "optimizer": "adamw"})
-    found = items(budget_of(chosen, H200, model=Model(QWEN.to_dict() | quantized, sizes, "")), "GPU 0")
+    found = items(
+        budget_of(chosen, H200, model=Model(QWEN.to_dict() | quantized, sizes, "")), "GPU 0"
+    )
     assert found["vllm weights"] == 2 * (PARAMETERS - layers) + int(layers * 4.25 / 8)
     assert found["trainer weights"] == 2 * PARAMETERS
 
 
 def test_adapters_over_the_one_copy_need_no_weights_of_their_own() -> None:
-    settings = {"single_copy": True, "lora_r": 8, "optimizer": "adamw", "lora_target_modules": ["all-linear"]}
+    settings = {
+        "single_copy": True,
+        "lora_r": 8,
+        "optimizer": "adamw",
+        "lora_target_modules": ["all-linear"],
+    }
     found = items(budget_of(profile(mode="lora_only", trainer=settings), H200), "GPU 0")
     a_layer = (2048 + 2048) * 2 + (2048 + 1024) * 2 + (2048 + 6144) * 3
     assert found["trainer adapters"] == 4 * 28 * 8 * a_layer
@@ -209,19 +262,24 @@ def test_adapters_over_the_one_copy_need_no_weights_of_their_own() -> None:
 
 
 def test_adapters_that_are_advised_need_no_second_copy() -> None:
-    """On 9 GiB the model in training fits in no way without loss; one copy of it and an adapter do, two would not."""
+    """On 9 GiB the model in training fits in no way without loss; one copy of it and an adapter do,
+    two would not."""
     chosen = profile(vllm={"gpus": [0], "max_model_len": 2048}, trainer={"optimizer": "adamw"})
     model = Model(QWEN.to_dict(), sizes_of(QWEN), "config.json")
     inventory = Inventory(Hardware((Gpu("small", 9 * GIB),), 64 * GIB), {"vllm": model})
     advised = nearest(make_site(chosen, Path("/runs/r"), run_id="r"), inventory)[-1]
-    assert advised.settings["mode"] == "lora_only" and advised.settings["trainer.single_copy"] is True
+    assert (
+        advised.settings["mode"] == "lora_only" and advised.settings["trainer.single_copy"] is True
+    )
     assert "trainer weights" not in items(advised.budget, "GPU 0")
 
 
 def test_a_frozen_reference_is_a_copy_but_for_adapters() -> None:
     full = items(budget_of(profile(trainer={"ref_kl_coef": 0.1}), H200), "GPU 0")
     assert full["trainer frozen reference"] == 2 * PARAMETERS
-    adapted = items(budget_of(profile(mode="lora_only", trainer={"ref_kl_coef": 0.1}), H200), "GPU 0")
+    adapted = items(
+        budget_of(profile(mode="lora_only", trainer={"ref_kl_coef": 0.1}), H200), "GPU 0"
+    )
     assert "trainer frozen reference" not in adapted and "trainer frozen reference" not in items(
         budget_of(profile(), H200), "GPU 0"
     )
@@ -236,12 +294,17 @@ def test_trained_layers_alone_need_gradients() -> None:
 
 @pytest.mark.parametrize(("masters", "width"), [("fp32", 4), ("kahan", 2), ("stochastic", None)])
 def test_what_is_kept_beside_the_weights(masters: str, width: int | None) -> None:
-    found = items(budget_of(profile(trainer={"optimizer": "adamw", "master_weights": masters}), H200), "GPU 0")
+    found = items(
+        budget_of(profile(trainer={"optimizer": "adamw", "master_weights": masters}), H200), "GPU 0"
+    )
     assert found.get("trainer master weights") == (width and width * PARAMETERS)
 
 
 def test_float32_has_no_master_weights_and_the_cpu_default_is_adamw() -> None:
-    chosen = profile(vllm={"args": {"kv-cache-memory-bytes": "2G"}}, trainer={"dtype": "float32", "device": "cpu"})
+    chosen = profile(
+        vllm={"args": {"kv-cache-memory-bytes": "2G"}},
+        trainer={"dtype": "float32", "device": "cpu"},
+    )
     found = items(budget_of(chosen), HOST)
     assert found["vllm weights"] == 4 * PARAMETERS and found["vllm KV cache"] == 2 * GIB
     assert "trainer master weights" not in found and "trainer CUDA context" not in found
@@ -251,7 +314,12 @@ def test_float32_has_no_master_weights_and_the_cpu_default_is_adamw() -> None:
 def test_a_device_that_is_too_small_is_warned_about_with_the_five_ways_out() -> None:
     chosen = profile(
         vllm={"gpus": [0], "gpu_memory_utilization": 0.9, "max_model_len": 4096},
-        trainer={"optimizer": "adamw", "batch_size": 3, "gradient_accumulation_steps": 5, "seq_len": 1234},
+        trainer={
+            "optimizer": "adamw",
+            "batch_size": 3,
+            "gradient_accumulation_steps": 5,
+            "seq_len": 1234,
+        },
     )
     (warning,) = budget_of(chosen, H200).warnings
     assert warning.startswith("GPU 0: ") and "141.0 GiB exist" in warning
@@ -265,8 +333,12 @@ def test_a_device_that_is_too_small_is_warned_about_with_the_five_ways_out() -> 
         assert way in warning
     packed = chosen.model_copy(update={"trainer": profile(trainer={"pack_tokens": 99_999}).trainer})
     assert "trainer.pack_tokens (now 99999)" in budget_of(packed, H200).warnings[0]
-    assert budget_of(profile(vllm={"gpus": [0], "gpu_memory_utilization": 0.3}), H200).warnings == []
-    assert "host" in budget_of(profile(vllm={}, trainer={"device": "cpu"}), host=8 * GIB).warnings[-1]
+    assert (
+        budget_of(profile(vllm={"gpus": [0], "gpu_memory_utilization": 0.3}), H200).warnings == []
+    )
+    assert (
+        "host" in budget_of(profile(vllm={}, trainer={"device": "cpu"}), host=8 * GIB).warnings[-1]
+    )
 
 
 @pytest.mark.parametrize(("single_copy", "shares"), [(False, True), (True, False)])
@@ -282,16 +354,23 @@ def test_rows_are_shared_by_ranks_only_where_they_may_be(single_copy: bool, shar
 
 
 def test_an_engine_without_room_for_one_sequence_is_warned_about() -> None:
-    (warning,) = budget_of(profile(vllm={"gpus": [0], "args": {"kv-cache-memory-bytes": 1_000_000}}), H200).warnings
+    (warning,) = budget_of(
+        profile(vllm={"gpus": [0], "args": {"kv-cache-memory-bytes": 1_000_000}}), H200
+    ).warnings
     assert "8 tokens" in warning and "40,960" in warning and "will not start" in warning
 
 
 def test_a_gpu_that_is_not_here_has_numbers_and_no_warning() -> None:
     budget = budget_of(profile())
-    assert items(budget, "GPU 0")["vllm weights"] == 2 * PARAMETERS and items(budget, "GPU 0")["vllm KV cache"] is None
+    assert (
+        items(budget, "GPU 0")["vllm weights"] == 2 * PARAMETERS
+        and items(budget, "GPU 0")["vllm KV cache"] is None
+    )
     assert budget.warnings == [] and budget.devices[0].total is None
     text = "\n".join(as_lines(budget))
-    assert "this machine has no such GPU" in text and "unknown" in text and "114,688 B a token" in text
+    assert (
+        "this machine has no such GPU" in text and "unknown" in text and "114,688 B a token" in text
+    )
 
 
 def test_a_model_that_is_not_here_is_said() -> None:
@@ -303,20 +382,35 @@ def test_a_model_that_is_not_here_is_said() -> None:
 def test_the_budget_is_json() -> None:
     data = json.loads(json.dumps(as_data(budget_of(profile(), H200))))
     (device,) = data["devices"]
-    assert device["name"] == "GPU 0" and device["wanted"] == sum(item["bytes"] for item in device["items"])
+    assert device["name"] == "GPU 0" and device["wanted"] == sum(
+        item["bytes"] for item in device["items"]
+    )
 
 
 def test_the_longest_sequences_bound_a_pass() -> None:
-    settings = TrainingConfig(model_name="m", batch_size=128, gradient_accumulation_steps=1, seq_len=2048)
+    settings = TrainingConfig(
+        model_name="m", batch_size=128, gradient_accumulation_steps=1, seq_len=2048
+    )
     assert memory.tokens_per_pass(settings, 64) == 128 * 64
     assert memory.tokens_per_pass(settings, None) == 128 * 2048
     assert memory.tokens_per_pass(settings.model_copy(update={"pack_tokens": 500}), 64) == 500
-    assert memory.tokens_per_pass(settings.model_copy(update={"pack_tokens": 500}), None) == 2048, "one always passes"
+    assert memory.tokens_per_pass(settings.model_copy(update={"pack_tokens": 500}), None) == 2048, (
+        "one always passes"
+    )
 
 
 @pytest.mark.parametrize(
     ("value", "expected"),
-    [(7, 7), ("7", 7), ("1k", 1000), ("1K", 1024), ("2G", 2 * GIB), ("1.5M", 1536 * 1024), ("many", 3), (True, 3)],
+    [
+        (7, 7),
+        ("7", 7),
+        ("1k", 1000),
+        ("1K", 1024),
+        ("2G", 2 * GIB),
+        ("1.5M", 1536 * 1024),
+        ("many", 3),
+        (True, 3),
+    ],
 )
 def test_numbers_are_read_as_vllm_reads_them(value: Any, expected: int) -> None:
     assert EngineSection(args={"max_num_seqs": value}).flag_number("max-num-seqs", 3) == expected
@@ -324,8 +418,12 @@ def test_numbers_are_read_as_vllm_reads_them(value: Any, expected: int) -> None:
 
 def test_sizes_are_text() -> None:
     assert [size_text(n) for n in (0, 1023, 1024, 3 * 1024**2, 5 * GIB)] == [
-        "0 B", "1023 B", "1.0 KiB", "3.0 MiB", "5.0 GiB",
-    ]  # fmt: skip
+        "0 B",
+        "1023 B",
+        "1.0 KiB",
+        "3.0 MiB",
+        "5.0 GiB",
+    ]
 
 
 # On this machine
@@ -338,13 +436,17 @@ def test_preflight_refuses_what_cannot_fit_even_without_activations(tmp_path: Pa
     stack = build_stack(chosen, Path("/runs/r"), run_id="r")
     for host, refused in ((10**4, True), (10**9, False)):
         found = preflight(site, stack, Inventory(Hardware((), host), {"vllm": model}))
-        assert any("needed without activations" in problem.reason for problem in found) is refused, found
+        assert (
+            any("needed without activations" in problem.reason for problem in found) is refused
+        ), found
 
 
 def test_certain_means_without_the_trainer_s_estimates() -> None:
     budget = budget_of(profile(vllm={"gpus": [0], "gpu_memory_utilization": 0.5}), H200)
     device: Device = budget.devices[0]
-    estimated = sum(item.bytes or 0 for item in device.items if item.estimate and item.component == "trainer")
+    estimated = sum(
+        item.bytes or 0 for item in device.items if item.estimate and item.component == "trainer"
+    )
     assert estimated > 0 and device.certain == device.wanted - estimated
 
 
@@ -367,45 +469,74 @@ def test_a_prepared_model_is_told_from_a_missing_one(tmp_path: Path) -> None:
         ({"optimizer": "adamw"}, 16.0),
         ({"optimizer": "adamw_8bit"}, 10.03),
         ({"optimizer": "adamw_8bit", "master_weights": "kahan"}, 10.03),
-        ({"optimizer": "adamw_8bit", "master_weights": "kahan", "gradient_dtype": "bfloat16"}, 8.03),
-        ({"optimizer": "adamw_8bit", "master_weights": "stochastic", "gradient_dtype": "bfloat16"}, 6.03),
+        (
+            {"optimizer": "adamw_8bit", "master_weights": "kahan", "gradient_dtype": "bfloat16"},
+            8.03,
+        ),
+        (
+            {
+                "optimizer": "adamw_8bit",
+                "master_weights": "stochastic",
+                "gradient_dtype": "bfloat16",
+            },
+            6.03,
+        ),
     ],
 )
 def test_ranks_divide_the_state_of_the_trainer(settings: dict[str, Any], each: float) -> None:
-    """Bytes a parameter of weights, gradients, masters and optimizer, all ranks together: float32 rows are the masters
-    themselves. What is gathered, computed and CUDA's own each rank has for itself."""
-    config = CONFIGS["qwen3"].__class__(**SMALL | {"hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 4096})
+    """Bytes a parameter of weights, gradients, masters and optimizer, all ranks together: float32
+    rows are the masters themselves. What is gathered, computed and CUDA's own each rank has for
+    itself."""
+    config = CONFIGS["qwen3"].__class__(
+        **SMALL | {"hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 4096}
+    )
     model = Model(config.to_dict(), sizes_of(config), "")
     found = {}
     for ranks in (2, 4):
         data = {
-            "name": "p", "mode": "broadcast", "model": "/m", "env": {"module": "json"}, "vllm": {"gpus": [0]},
+            "name": "p",
+            "mode": "broadcast",
+            "model": "/m",
+            "env": {"module": "json"},
+            "vllm": {"gpus": [0]},
             "trainer": {"gpus": list(range(1, ranks + 1)), "seq_len": 64, **settings},
-        }  # fmt: skip
+        }
         profile = parse_profile(data, "p.toml")
         made = training_config(make_site(profile, Path("/runs/r"), run_id="r"))
-        budget = make_budget(profile, made, {"vllm": model}, Hardware((Gpu("H100", 80 * GIB),) * 8, None))
+        budget = make_budget(
+            profile, made, {"vllm": model}, Hardware((Gpu("H100", 80 * GIB),) * 8, None)
+        )
         gpus = [device for device in budget.devices if device.items[0].component == "trainer"]
         assert [gpu.name for gpu in gpus] == [f"GPU {index}" for index in range(1, ranks + 1)]
         items = {item.what: item.bytes or 0 for item in gpus[0].items}
         own = {what: items.pop(what) for what in ("CUDA context", "gathered layers", "activations")}
         found[ranks] = (ranks * sum(items.values()) / model.parameters, own)
-    assert found[2][0] == pytest.approx(each, abs=0.02) and found[4][0] == pytest.approx(each, abs=0.02)
+    assert found[2][0] == pytest.approx(each, abs=0.02) and found[4][0] == pytest.approx(
+        each, abs=0.02
+    )
     assert found[2][1] == found[4][1]
 
 
 def test_adapters_are_whole_on_every_rank_and_the_base_is_divided() -> None:
-    config = CONFIGS["qwen3"].__class__(**SMALL | {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 800})
+    config = CONFIGS["qwen3"].__class__(
+        **SMALL | {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 800}
+    )
     model = Model(config.to_dict(), sizes_of(config), "")
     sizes = {}
     for gpus in ([1], [1, 2]):
         data = {
-            "name": "p", "mode": "lora_only", "model": "/m", "env": {"module": "json"}, "vllm": {"gpus": [0]},
+            "name": "p",
+            "mode": "lora_only",
+            "model": "/m",
+            "env": {"module": "json"},
+            "vllm": {"gpus": [0]},
             "trainer": {"gpus": gpus, "seq_len": 64},
-        }  # fmt: skip
+        }
         profile = parse_profile(data, "p.toml")
         made = training_config(make_site(profile, Path("/runs/r"), run_id="r"))
-        budget = make_budget(profile, made, {"vllm": model}, Hardware((Gpu("H100", 80 * GIB),) * 8, None))
+        budget = make_budget(
+            profile, made, {"vllm": model}, Hardware((Gpu("H100", 80 * GIB),) * 8, None)
+        )
         (gpu,) = [device for device in budget.devices if device.name == "GPU 1"]
         sizes[len(gpus)] = {item.what: item.bytes or 0 for item in gpu.items}
     assert sizes[2]["weights"] == pytest.approx(sizes[1]["weights"] / 2, abs=1)

@@ -1,4 +1,5 @@
-"""Which models a release of vLLM does not serve as they train: `validate` says it, and the server before it starts."""
+"""Which models a release of vLLM does not serve as they train: `validate` says it, and the server
+before it starts."""
 
 from __future__ import annotations
 
@@ -15,20 +16,29 @@ from tests.unit.test_stack_preflight import LLAMA, found
 from vllm_server import __main__ as start
 
 COHERE = LLAMA | {
-    "architectures": ["Cohere2ForCausalLM"], "model_type": "cohere2", "sliding_window": 64,
-    "layer_types": ["sliding_attention", "full_attention"] * 2, "tie_word_embeddings": True,
-}  # fmt: skip
+    "architectures": ["Cohere2ForCausalLM"],
+    "model_type": "cohere2",
+    "sliding_window": 64,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "tie_word_embeddings": True,
+}
 OLD, NEW = EngineRelease("0.28.0", cpu=False), EngineRelease("0.32.0", cpu=False)
 
 
 def _said(
-    release: EngineRelease, config: dict[str, Any] = COHERE, *, longest: int | None = 128, lora: bool = False
+    release: EngineRelease,
+    config: dict[str, Any] = COHERE,
+    *,
+    longest: int | None = 128,
+    lora: bool = False,
 ) -> str:
     return " ".join(why_not_served(release, config, longest=longest, adapters=lora) or ())
 
 
 @pytest.mark.parametrize("version", ["0.26.0", "0.27.1", "0.28.0", "0.28.1+cu130", "0.29.0rc1"])
-def test_windows_of_cohere_2_are_one_token_short_before_the_release_that_mended_them(version: str) -> None:
+def test_windows_of_cohere_2_are_one_token_short_before_the_release_that_mended_them(
+    version: str,
+) -> None:
     said = _said(EngineRelease(version, cpu=False))
     assert (
         f"vLLM {version} reads one token fewer" in said
@@ -38,7 +48,9 @@ def test_windows_of_cohere_2_are_one_token_short_before_the_release_that_mended_
 
 @pytest.mark.parametrize("version", ["0.29.0", "0.32.0", "0.1.dev1+g0123abc", "mine"])
 def test_later_releases_and_builds_of_unknown_age_serve_it(version: str) -> None:
-    assert not _said(EngineRelease(version, cpu=False)) and not _said(EngineRelease(version, cpu=False), lora=True)
+    assert not _said(EngineRelease(version, cpu=False)) and not _said(
+        EngineRelease(version, cpu=False), lora=True
+    )
 
 
 def test_sequences_within_a_window_are_right() -> None:
@@ -72,7 +84,9 @@ def test_validate_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
         return [problem.reason for problem in problems if problem.key == "model"]
 
     monkeypatch.setattr("atropos_tui.profile.preflight.installed", lambda: NEW)
-    assert not said(mode="none", vllm={"gpus": [0]}) and not said(mode="lora_only", vllm={"gpus": [0]})
+    assert not said(mode="none", vllm={"gpus": [0]}) and not said(
+        mode="lora_only", vllm={"gpus": [0]}
+    )
     monkeypatch.setattr("atropos_tui.profile.preflight.installed", lambda: OLD)
     assert "one token fewer" in said(mode="none", vllm={"gpus": [0], "max_model_len": 65})[0]
     assert not said(mode="none", vllm={"gpus": [0], "max_model_len": 64})
@@ -80,8 +94,12 @@ def test_validate_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = {"gpus": [0], "max_model_len": 64, "args": {"lora-target-modules": "q_proj"}}
     assert not said(mode="lora_only", vllm=chosen), "its embeddings are left alone"
     judge = {"name": "judge", "port": 9101, "gpus": [1], "model": "a/judge", "max_model_len": 64}
-    problems = found(profile(model="a/b", mode="lora_only", vllm=[chosen, judge]), config=COHERE, gpus=2)
-    assert not [problem for problem in problems if problem.key == "vllm.1.model"], "which serves no adapters"
+    problems = found(
+        profile(model="a/b", mode="lora_only", vllm=[chosen, judge]), config=COHERE, gpus=2
+    )
+    assert not [problem for problem in problems if problem.key == "vllm.1.model"], (
+        "which serves no adapters"
+    )
 
 
 def test_the_server_says_it_before_it_imports_vllm(

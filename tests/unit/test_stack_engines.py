@@ -1,4 +1,5 @@
-"""Several engines in one line: what a profile says, and what is planned, checked and divided of it."""
+"""Several engines in one line: what a profile says, and what is planned, checked and divided of
+it."""
 
 from __future__ import annotations
 
@@ -26,9 +27,13 @@ CPU = {"device": "cpu", "batch_size": 16}
 
 def profile(vllm: Any, **changes: Any) -> Profile:
     data: dict[str, Any] = {
-        "name": "p", "mode": "broadcast", "model": "/models/m", "vllm": vllm, "trainer": CPU,
+        "name": "p",
+        "mode": "broadcast",
+        "model": "/models/m",
+        "vllm": vllm,
+        "trainer": CPU,
         "env": {"module": "atropos_envs.arithmetic_server", "args": {"env.group_size": 8}},
-    }  # fmt: skip
+    }
     return parse_profile(data | changes, "p.toml")
 
 
@@ -37,7 +42,10 @@ def parts(chosen: Profile) -> dict[str, ComponentSpec]:
 
 
 def problems(chosen: Profile) -> list[tuple[str, str]]:
-    return [(problem.key, problem.reason) for problem in check_profile(make_site(chosen, RUN_DIR, run_id="r"))]
+    return [
+        (problem.key, problem.reason)
+        for problem in check_profile(make_site(chosen, RUN_DIR, run_id="r"))
+    ]
 
 
 def flag(part: ComponentSpec, name: str) -> str:
@@ -50,7 +58,10 @@ def flag(part: ComponentSpec, name: str) -> str:
         ({"replicas": 3}, [[], [], []]),
         ({"gpus": [0, 1, 2]}, [[0], [1], [2]]),
         ({"gpus": [4, 5, 6, 7], "tensor_parallel": 2}, [[4, 5], [6, 7]]),
-        ({"gpus": [0, 1, 2, 3], "args": {"pipeline-parallel-size": 2}, "replicas": 2}, [[0, 1], [2, 3]]),
+        (
+            {"gpus": [0, 1, 2, 3], "args": {"pipeline-parallel-size": 2}, "replicas": 2},
+            [[0, 1], [2, 3]],
+        ),
     ],
 )
 def test_engines_are_components_of_their_own(vllm: dict[str, Any], gpus: list[list[int]]) -> None:
@@ -92,11 +103,41 @@ def test_modes_that_feed_all_feed_each(mode: str, urls: int) -> None:
     [
         ("shared_vllm", {"replicas": 2}, {}, "vllm.0.replicas", "feeds one in this mode"),
         ("lora_restart", {"replicas": 2}, {}, "vllm.0.replicas", "feeds one in this mode"),
-        ("lora_only", {"replicas": 2}, {"single_copy": True}, "vllm.0.replicas", "feeds one in this mode"),
-        ("none", {"gpus": [0, 1, 2], "tensor_parallel": 2}, {}, "vllm.0.gpus", "3 GPUs for an engine that takes 2"),
-        ("none", {"gpus": [0, 1, 2], "replicas": 2}, {}, "vllm.0.gpus", "3 GPUs for 2 engines that take 2"),
-        ("broadcast", {"replicas": 2, "port": 7999}, {}, "vllm.0.port", "port 8000 is also api.port"),
-        ("broadcast", {"replicas": 2}, {"num_inference_nodes": 3}, "trainer.num_inference_nodes", "feeds 2 of"),
+        (
+            "lora_only",
+            {"replicas": 2},
+            {"single_copy": True},
+            "vllm.0.replicas",
+            "feeds one in this mode",
+        ),
+        (
+            "none",
+            {"gpus": [0, 1, 2], "tensor_parallel": 2},
+            {},
+            "vllm.0.gpus",
+            "3 GPUs for an engine that takes 2",
+        ),
+        (
+            "none",
+            {"gpus": [0, 1, 2], "replicas": 2},
+            {},
+            "vllm.0.gpus",
+            "3 GPUs for 2 engines that take 2",
+        ),
+        (
+            "broadcast",
+            {"replicas": 2, "port": 7999},
+            {},
+            "vllm.0.port",
+            "port 8000 is also api.port",
+        ),
+        (
+            "broadcast",
+            {"replicas": 2},
+            {"num_inference_nodes": 3},
+            "trainer.num_inference_nodes",
+            "feeds 2 of",
+        ),
     ],
 )
 def test_what_does_not_go_together(mode: str, vllm: Any, more: Any, key: str, reason: str) -> None:
@@ -109,18 +150,34 @@ def test_an_environment_asks_all_that_are_trained_or_those_that_it_names() -> No
     chosen = profile(
         [{"replicas": 2}, {"name": "more", "port": 9300}, judge],
         env=[
-            {"name": name, "module": "json", "args": {"env.group_size": 8}} | ({"engine": engine} if engine else {})
+            {"name": name, "module": "json", "args": {"env.group_size": 8}}
+            | ({"engine": engine} if engine else {})
             for name, engine in (("all", None), ("kind", "vllm"), ("one", "vllm-1"))
         ],
     )
     assert problems(chosen) == []
     asked = {env.name: [engine.name for engine in env_engines(chosen, env)] for env in chosen.env}
-    assert asked == {"all": ["vllm-0", "vllm-1", "more"], "kind": ["vllm-0", "vllm-1"], "one": ["vllm-1"]}
+    assert asked == {
+        "all": ["vllm-0", "vllm-1", "more"],
+        "kind": ["vllm-0", "vllm-1"],
+        "one": ["vllm-1"],
+    }
     site = make_site(chosen, RUN_DIR, run_id="r")
     assert sequences_in_flight(site, chosen.env[0]) == 1024 // 2 + 1024 // 3 + 1024
-    (idle,) = [note for note in check_notes(make_site(
-        profile({"replicas": 2}, env={"module": "json", "engine": "vllm-1", "args": {"env.group_size": 8}}),
-        RUN_DIR, run_id="r")) if "WARNING no environment uses" in note]  # fmt: skip
+    (idle,) = [
+        note
+        for note in check_notes(
+            make_site(
+                profile(
+                    {"replicas": 2},
+                    env={"module": "json", "engine": "vllm-1", "args": {"env.group_size": 8}},
+                ),
+                RUN_DIR,
+                run_id="r",
+            )
+        )
+        if "WARNING no environment uses" in note
+    ]
     assert "uses vllm-0:" in idle
     wrong = profile([{"replicas": 2}, judge], env={"module": "json", "engine": "judge", "args": {}})
     assert [key for key, _ in problems(wrong)] == ["env.0.engine"]
@@ -128,7 +185,10 @@ def test_an_environment_asks_all_that_are_trained_or_those_that_it_names() -> No
 
 def test_a_command_of_the_users_own_is_told_by_a_variable() -> None:
     chosen = profile({"replicas": 2, "port": 9100}, env={"command": ["mine"]})
-    assert parts(chosen)["env"].env[ENV_ENGINE_URLS] == "http://127.0.0.1:9100/v1 http://127.0.0.1:9101/v1"
+    assert (
+        parts(chosen)["env"].env[ENV_ENGINE_URLS]
+        == "http://127.0.0.1:9100/v1 http://127.0.0.1:9101/v1"
+    )
 
 
 def test_several_engines_on_a_gpu_machine_need_gpus_by_name() -> None:
@@ -144,7 +204,9 @@ def test_a_stack_beside_another_moves_all_ports_of_its_engines() -> None:
     one = profile({"replicas": 3, "port": 9100}, api={"port": 8000})
     changes = separate({"a": one, "b": one}, 0, is_free=lambda port: port != 9104)
     assert changes.problems == []
-    assert changes.sets["b"] == ["api.port=8001", "vllm.0.port=9105"], "9103 to 9105 are not all free"
+    assert changes.sets["b"] == ["api.port=8001", "vllm.0.port=9105"], (
+        "9103 to 9105 are not all free"
+    )
 
 
 # inference_gpus
@@ -163,18 +225,35 @@ def test_a_stack_that_divides_the_machine_stands_beside_no_other() -> None:
     other = profile({"gpus": [0]}, trainer={"gpus": [1], "batch_size": 16})
     for pair in ({"a": divides, "b": other}, {"a": other, "b": divides}):
         changes = separate(pair, 8, is_free=lambda port: True)
-        assert "--sequential" in changes.problems[0].fix and not any("gpus" in item for item in changes.sets["b"])
+        assert "--sequential" in changes.problems[0].fix and not any(
+            "gpus" in item for item in changes.sets["b"]
+        )
 
 
 @pytest.mark.parametrize(
     ("changes", "machine", "reason", "fix"),
     [
-        ({"inference_gpus": 5}, "8xH100", "5 of 8 GPUs cannot be divided into engines of 2 GPUs", "2, 4, 6"),
+        (
+            {"inference_gpus": 5},
+            "8xH100",
+            "5 of 8 GPUs cannot be divided into engines of 2 GPUs",
+            "2, 4, 6",
+        ),
         ({"inference_gpus": 8}, "8xH100", "with one left for the trainer", "2, 4, 6"),
         ({"inference_gpus": 2}, "1xH100", "2 of 1", "more GPUs"),
         ({"inference_gpus": 2}, None, "no NVIDIA GPU", "vllm.replicas"),
-        ({"inference_gpus": 2, "mode": "shared_vllm"}, "8xH100", "same GPUs in this mode", "broadcast"),
-        ({"inference_gpus": 2, "trainer": {"gpus": [7]}}, "8xH100", "so do trainer.gpus", "remove one"),
+        (
+            {"inference_gpus": 2, "mode": "shared_vllm"},
+            "8xH100",
+            "same GPUs in this mode",
+            "broadcast",
+        ),
+        (
+            {"inference_gpus": 2, "trainer": {"gpus": [7]}},
+            "8xH100",
+            "so do trainer.gpus",
+            "remove one",
+        ),
     ],
 )
 def test_what_cannot_be_divided(changes: Any, machine: str | None, reason: str, fix: str) -> None:
@@ -195,6 +274,8 @@ def test_plan_divides_the_named_machine_and_up_this_one(
     shown = capsys.readouterr().out
     assert "inference_gpus = 3: 3 x engine on [0, 1, 2], the trainer on [3]" in shown
     assert "\nvllm-2 (engine)\n" in shown and "CUDA_VISIBLE_DEVICES=3" in shown
-    monkeypatch.setattr(memory, "read_machine", lambda: Hardware((Gpu("H100", 80 * 1024**3),) * 2, 64 * 1024**3))
+    monkeypatch.setattr(
+        memory, "read_machine", lambda: Hardware((Gpu("H100", 80 * 1024**3),) * 2, 64 * 1024**3)
+    )
     assert run(["validate", str(path)]) == 2
     assert "inference_gpus: 3 of 2 GPUs" in capsys.readouterr().err

@@ -1,4 +1,5 @@
-"""Every shipped profile plans, and its budget fits where it says so; a layout that cannot run is refused in words."""
+"""Every shipped profile plans, and its budget fits where it says so; a layout that cannot run is
+refused in words."""
 
 from __future__ import annotations
 
@@ -23,26 +24,48 @@ from atropos_tui.profile.site import make_site, training_config
 
 GIB = 1024**3
 QWEN3_1_7B: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"], "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28,
-    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936,
-    "tie_word_embeddings": True, "max_position_embeddings": 40_960,
-}  # fmt: skip
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151_936,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 40_960,
+}
 
 QWEN25_14B: dict[str, Any] = {
-    "architectures": ["Qwen2ForCausalLM"], "hidden_size": 5120, "intermediate_size": 13_824, "num_hidden_layers": 48,
-    "num_attention_heads": 40, "num_key_value_heads": 8, "vocab_size": 152_064, "max_position_embeddings": 32_768,
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_size": 5120,
+    "intermediate_size": 13_824,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "vocab_size": 152_064,
+    "max_position_embeddings": 32_768,
     "tie_word_embeddings": False,
-}  # fmt: skip
+}
 QWEN25_32B = QWEN25_14B | {"num_hidden_layers": 64, "intermediate_size": 27_648}
 QWEN25_72B = QWEN25_14B | {
-    "hidden_size": 8192, "num_hidden_layers": 80, "intermediate_size": 29_568, "num_attention_heads": 64,
-}  # fmt: skip
+    "hidden_size": 8192,
+    "num_hidden_layers": 80,
+    "intermediate_size": 29_568,
+    "num_attention_heads": 64,
+}
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "broadcast": ("2xH100", QWEN3_1_7B), "none": ("2xH100", QWEN3_1_7B), "lora": ("2xH100", QWEN3_1_7B),
-    "lora-restart": ("1xH100", QWEN3_1_7B), "nodes": ("4xH100", QWEN3_1_7B), "tp2": ("3xH100", QWEN25_14B),
-    "single-copy-tp2": ("2xH100", QWEN25_14B), "32b": ("8xH100", QWEN25_32B), "72b": ("8xH200", QWEN25_72B),
+    "broadcast": ("2xH100", QWEN3_1_7B),
+    "none": ("2xH100", QWEN3_1_7B),
+    "lora": ("2xH100", QWEN3_1_7B),
+    "lora-restart": ("1xH100", QWEN3_1_7B),
+    "nodes": ("4xH100", QWEN3_1_7B),
+    "tp2": ("3xH100", QWEN25_14B),
+    "single-copy-tp2": ("2xH100", QWEN25_14B),
+    "32b": ("8xH100", QWEN25_32B),
+    "72b": ("8xH200", QWEN25_72B),
     "72b-lora": ("8xH100", QWEN25_72B),
-}  # fmt: skip
+}
 """Of each environment, with the machine that the profile is for and the model that it names."""
 RUNS = set(LAYOUTS)
 ON_CPU = {"demo", "demo-lora"}
@@ -61,7 +84,9 @@ def test_every_shipped_profile_is_in_these_tables() -> None:
     assert set(shipped_profiles()) == PLANNED | SPREAD
 
 
-@pytest.mark.parametrize("name", sorted({f"{env}-{x}" for env in ("gsm8k", "math-zero") for x in LAYOUTS}))
+@pytest.mark.parametrize(
+    "name", sorted({f"{env}-{x}" for env in ("gsm8k", "math-zero") for x in LAYOUTS})
+)
 def test_each_layout_fits_the_machine_that_it_is_for(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -71,7 +96,9 @@ def test_each_layout_fits_the_machine_that_it_is_for(
     data = json.loads(capsys.readouterr().out)
     assert code == 0 and data["problems"] == [] and data["advice"] == []
     gpus = [device for device in data["budget"]["devices"] if device["name"] != "host"]
-    assert len(gpus) == int(machine.partition("x")[0]) and all(gpu["wanted"] <= gpu["total"] for gpu in gpus)
+    assert len(gpus) == int(machine.partition("x")[0]) and all(
+        gpu["wanted"] <= gpu["total"] for gpu in gpus
+    )
     parts = data["budget"]["by_component"]
     profile, _ = load_profile(name)
     assert set(parts) == {"trainer", *(engine.name for engine in profile.engines)}
@@ -83,10 +110,15 @@ def test_each_layout_fits_the_machine_that_it_is_for(
     ("name", "machine", "said"),
     [
         ("gsm8k-72b", "8xH100", "The trainer alone needs H100 GPUs: 12 as it is\n"),
-        ("gsm8k-72b", "8xH100", "GPUs 2-7 each: 90.6 GiB are needed without activations, but only 79.6 GiB exist"),
+        (
+            "gsm8k-72b",
+            "8xH100",
+            "GPUs 2-7 each: 90.6 GiB are needed without activations, but only 79.6 GiB exist",
+        ),
         ("gsm8k-72b-lora", "8xL4", "The trainer alone needs L4 GPUs: more than 64 as it is\n"),
         (
-            "gsm8k-72b --set trainer.optimizer=adamw --set trainer.master_weights=fp32 --set trainer.memory=speed",
+            "gsm8k-72b --set trainer.optimizer=adamw --set trainer.master_weights=fp32 --set "
+            "trainer.memory=speed",
             "8xH100",
             "needs H100 GPUs: 24 as it is, 12 with trainer.gradient_checkpointing",
         ),
@@ -108,7 +140,12 @@ def test_of_a_layout_that_is_too_small_the_nearest_that_is_not(
 ) -> None:
     """The guides' own for 72B: four GPUs for vLLM, two for the trainer. Two more are idle."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN25_72B))
-    layout = ["vllm.gpus=[0,1,2,3]", "vllm.tensor_parallel=4", "trainer.gpus=[4,5]", f"model={tmp_path}"]
+    layout = [
+        "vllm.gpus=[0,1,2,3]",
+        "vllm.tensor_parallel=4",
+        "trainer.gpus=[4,5]",
+        f"model={tmp_path}",
+    ]
     sets = [word for each in layout for word in ("--set", each)]
     assert run(["plan", "gsm8k-broadcast", *sets, "--gpus", "8xH200"]) == 2
     shown = capsys.readouterr().out
@@ -136,7 +173,9 @@ def test_the_gpu_layouts_fit_on_80_gib_by_their_budget(name: str) -> None:
     assert budget.warnings == [] and budget.devices[0].wanted > 60 * GIB
     stack = build_stack(profile, RUN_DIR, run_id="r")
     found = preflight(site, stack, Inventory(machine, {"vllm": model}))
-    assert [problem for problem in found if "port" not in problem.key and "optimizer" not in problem.key] == []
+    assert [
+        problem for problem in found if "port" not in problem.key and "optimizer" not in problem.key
+    ] == []
     smaller = Hardware((Gpu("NVIDIA L40S", 48 * GIB),), 512 * GIB)
     assert make_budget(profile, training_config(site), {"vllm": model}, smaller).warnings
 
@@ -146,7 +185,9 @@ def test_a_layout_says_only_what_differs(name: str) -> None:
     """So that a change of the base reaches all of them; and each fits where GPUs are counted."""
     text = tomllib.loads(shipped_profiles()[name].read_text())
     base = "math-zero" if name.startswith("math-zero") else "gsm8k"
-    assert text["extends"] == base and text["name"] == name and "env" not in text and "api" not in text
+    assert (
+        text["extends"] == base and text["name"] == name and "env" not in text and "api" not in text
+    )
     profile, _ = load_profile(name)
     parent, _ = load_profile(base)
     assert profile.env == parent.env and profile.api == parent.api
@@ -160,7 +201,11 @@ def test_the_layouts_of_the_guides_that_run_are_all_there() -> None:
     """GPUs and ranks as the guides name them, for both environments."""
     for base in ("gsm8k", "math-zero"):
         placed = {
-            name.removeprefix(f"{base}-"): (p.vllm[0].gpus, p.vllm[0].tensor_parallel, p.trainer.gpus)
+            name.removeprefix(f"{base}-"): (
+                p.vllm[0].gpus,
+                p.vllm[0].tensor_parallel,
+                p.trainer.gpus,
+            )
             for name in EXTENDING
             if name.startswith(f"{base}-")
             for p in [load_profile(name)[0]]
@@ -170,7 +215,13 @@ def test_the_layouts_of_the_guides_that_run_are_all_there() -> None:
         assert placed["broadcast"] == placed["lora"] == ([0], 1, [1])
         assert placed["lora-restart"] == ([0], 1, [0])
         modes = {load_profile(name)[0].mode for name in EXTENDING if name.startswith(base)}
-        assert modes | {load_profile(base)[0].mode} == {"none", "shared_vllm", "broadcast", "lora_only", "lora_restart"}
+        assert modes | {load_profile(base)[0].mode} == {
+            "none",
+            "shared_vllm",
+            "broadcast",
+            "lora_only",
+            "lora_restart",
+        }
 
 
 def test_math_zero_is_given_its_yaml_and_a_base_model() -> None:
@@ -190,9 +241,9 @@ def test_plan_says_when_this_machine_cannot_run_a_layout(
     wanted = 0 if name in ON_CPU else 2
     assert run(["plan", name]) == wanted
     shown = capsys.readouterr()
-    assert f"{name}: mode {load_profile(name)[0].mode}," in shown.out and ("vllm.gpus: GPU 0" in shown.err) == (
-        wanted == 2
-    )
+    assert f"{name}: mode {load_profile(name)[0].mode}," in shown.out and (
+        "vllm.gpus: GPU 0" in shown.err
+    ) == (wanted == 2)
     assert run(["plan", name, "--json"]) == wanted
     keys = [problem["key"] for problem in json.loads(capsys.readouterr().out)["problems"]]
     assert keys == (["vllm.gpus", "trainer.gpus"] if wanted else [])
@@ -203,7 +254,8 @@ def test_a_kv_cache_that_is_too_large_is_named(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_1_7B))
     text = (
-        f'name = "p"\nmodel = "{tmp_path}"\n[env]\nmodule = "json"\n[vllm]\nargs.kv-cache-memory-bytes = "900G"\n'
+        f'name = "p"\nmodel = "{tmp_path}"\n[env]\nmodule = '
+        f'"json"\n[vllm]\nargs.kv-cache-memory-bytes = "900G"\n'
         '[trainer]\ndevice = "cpu"\ndtype = "float32"\n'
     )
     (tmp_path / "p.toml").write_text(text)
@@ -219,7 +271,8 @@ def test_plan_prints_the_budget_and_validate_its_warnings(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_1_7B))
     text = (
-        f'name = "p"\nmodel = "{tmp_path}"\n[env]\nmodule = "json"\n[vllm]\nport = 1\nargs.kv-cache-memory-bytes = 1\n'
+        f'name = "p"\nmodel = "{tmp_path}"\n[env]\nmodule = "json"\n[vllm]\nport = '
+        f"1\nargs.kv-cache-memory-bytes = 1\n"
         '[vllm.env]\nVLLM_USE_V1 = "0"\n[trainer]\ndevice = "cpu"\ndtype = "float32"\n'
     )
     (tmp_path / "p.toml").write_text(text)

@@ -1,4 +1,5 @@
-"""What a model is made of, from its files alone: against real transformers models, the hub's cache and broken files."""
+"""What a model is made of, from its files alone: against real transformers models, the hub's cache
+and broken files."""
 
 from __future__ import annotations
 
@@ -28,9 +29,18 @@ def test_parameters_are_those_of_transformers(name: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "gpt2"])
 def test_what_an_older_configuration_leaves_out_is_the_class_s_default(name: str) -> None:
     config = CONFIGS[name]
-    optional = {"tie_word_embeddings", "num_key_value_heads", "head_dim", "attention_bias", "mlp_bias", "n_inner"}
+    optional = {
+        "tie_word_embeddings",
+        "num_key_value_heads",
+        "head_dim",
+        "attention_bias",
+        "mlp_bias",
+        "n_inner",
+    }
     written = {key: value for key, value in config.to_dict().items() if key not in optional}
-    if name == "mistral":  # its class has a number of its own for this one, and every real file names it
+    if (
+        name == "mistral"
+    ):  # its class has a number of its own for this one, and every real file names it
         written["num_key_value_heads"] = 2
     if name == "qwen3":
         written["head_dim"] = 16
@@ -42,9 +52,16 @@ def test_what_an_older_configuration_leaves_out_is_the_class_s_default(name: str
 
 def test_a_known_size() -> None:
     config = Qwen3Config(
-        hidden_size=2048, intermediate_size=6144, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8,
-        head_dim=128, vocab_size=151_936, tie_word_embeddings=True, architectures=["Qwen3ForCausalLM"],
-    )  # fmt: skip
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=151_936,
+        tie_word_embeddings=True,
+        architectures=["Qwen3ForCausalLM"],
+    )
     with torch.device("meta"):
         real = sum(p.numel() for p in build(config).parameters())
     model = Model(config.to_dict(), sizes_of(config), "")
@@ -52,11 +69,19 @@ def test_a_known_size() -> None:
 
 
 def test_an_unknown_architecture_is_read_from_its_safetensors(tmp_path: Path) -> None:
-    config = {"architectures": ["Unheard"], "num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 8,
-              "intermediate_size": 16, "vocab_size": 10}  # fmt: skip
+    config = {
+        "architectures": ["Unheard"],
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "vocab_size": 10,
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert "no formula for Unheard" in str(read_model(str(tmp_path)))
-    save_file({"a": torch.zeros(10, 8), "layers.0.b": torch.zeros(3)}, tmp_path / "model-1.safetensors")
+    save_file(
+        {"a": torch.zeros(10, 8), "layers.0.b": torch.zeros(3)}, tmp_path / "model-1.safetensors"
+    )
     save_file({"c": torch.zeros(2, 2, 2, dtype=torch.bfloat16)}, tmp_path / "model-2.safetensors")
     model = read_model(str(tmp_path))
     assert isinstance(model, Model)
@@ -82,7 +107,9 @@ def test_a_broken_configuration_is_words(tmp_path: Path, content: bytes, said: s
     assert said in str(read_model(str(tmp_path)))
 
 
-def test_a_hub_id_is_looked_up_in_the_local_cache_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_id_is_looked_up_in_the_local_cache_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
@@ -93,7 +120,11 @@ def test_a_hub_id_is_looked_up_in_the_local_cache_alone(tmp_path: Path, monkeypa
     (tmp_path / "models--owner--model/refs").mkdir()
     (tmp_path / "models--owner--model/refs/main").write_text("abc")
     CONFIGS["qwen3"].save_pretrained(snapshot)
-    config = json.loads((snapshot / "config.json").read_text()) | {"architectures": ["Qwen3ForCausalLM"]}
+    config = json.loads((snapshot / "config.json").read_text()) | {
+        "architectures": ["Qwen3ForCausalLM"]
+    }
     (snapshot / "config.json").write_text(json.dumps(config))
     model = read_model("owner/model")
-    assert isinstance(model, Model) and model.parameters == sum(p.numel() for p in build(CONFIGS["qwen3"]).parameters())
+    assert isinstance(model, Model) and model.parameters == sum(
+        p.numel() for p in build(CONFIGS["qwen3"]).parameters()
+    )

@@ -27,9 +27,11 @@ from atropos_tui.profile.spec import ComponentSpec, RestartPolicy, StackSpec, St
 
 def profile(**changes: Any) -> Profile:
     data: dict[str, Any] = {
-        "name": "p", "model": "/models/m", "env": {"module": "json", "args": {"env.group_size": 8}},
+        "name": "p",
+        "model": "/models/m",
+        "env": {"module": "json", "args": {"env.group_size": 8}},
         "trainer": {"batch_size": 16, "gradient_accumulation_steps": 1},
-    }  # fmt: skip
+    }
     return parse_profile(data | changes, "p.toml")
 
 
@@ -47,7 +49,13 @@ def flags(command: list[str]) -> dict[str, str]:
 
 def test_start_order_and_gates() -> None:
     demo = stack(load_profile("demo")[0])
-    assert [c.name for c in demo.components] == ["warm-start", "api", "vllm", "arithmetic", "trainer"]
+    assert [c.name for c in demo.components] == [
+        "warm-start",
+        "api",
+        "vllm",
+        "arithmetic",
+        "trainer",
+    ]
     gates = {c.name: c.depends_on for c in demo.components}
     assert gates["api"] == gates["vllm"] == {"warm-start": "completed"}
     assert gates["arithmetic"] == gates["trainer"] == {"api": "healthy", "warm-start": "completed"}
@@ -59,9 +67,16 @@ def test_derived_values_agree() -> None:
     parts = {c.role.value: c for c in stack(chosen).components}
     env, trainer, engine = (flags(parts[role].command) for role in ("env", "trainer", "engine"))
     assert env["env.rollout_server_url"] == trainer["atropos-url"] == "http://127.0.0.1:8123"
-    assert env["openai.base_url"] == "http://127.0.0.1:9123/v1" and trainer["vllm-port"] == engine["port"] == "9123"
     assert (
-        env["openai.model_name"] == env["env.tokenizer_name"] == trainer["model-name"] == engine["model"] == "/models/m"
+        env["openai.base_url"] == "http://127.0.0.1:9123/v1"
+        and trainer["vllm-port"] == engine["port"] == "9123"
+    )
+    assert (
+        env["openai.model_name"]
+        == env["env.tokenizer_name"]
+        == trainer["model-name"]
+        == engine["model"]
+        == "/models/m"
     )
     assert env["openai.server_type"] == "vllm"
     assert trainer["seed"] == engine["seed"] == "7"
@@ -71,12 +86,19 @@ def test_derived_values_agree() -> None:
     assert parts["api"].command[-4:] == ["--host", "127.0.0.1", "--port", "8123"]
 
 
-def test_a_model_may_be_named_by_a_variable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_model_may_be_named_by_a_variable(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """`MODEL=DIR`, as with the trainer of before: who plans has to know which model that is."""
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setenv("MODEL", str(tmp_path))
-    chosen = profile(model="${MODEL}", vllm=[{"name": "vllm"}, {"name": "judge", "model": "${JUDGE}/x", "port": 9002}])
-    site = make_site(chosen, Path("/runs/r"), run_id="r", dotenv={"MODEL": "not this", "JUDGE": "org"})
+    chosen = profile(
+        model="${MODEL}",
+        vllm=[{"name": "vllm"}, {"name": "judge", "model": "${JUDGE}/x", "port": 9002}],
+    )
+    site = make_site(
+        chosen, Path("/runs/r"), run_id="r", dotenv={"MODEL": "not this", "JUDGE": "org"}
+    )
     assert site.model == str(tmp_path) and engine_model(site, chosen.vllm[1]) == "org/x"
     assert flags(stack_of(site).component("trainer").command)["model-name"] == str(tmp_path)
     found = preflight(site, stack_of(site), take_inventory(site))
@@ -109,12 +131,18 @@ def test_all_attempts_are_one_run_of_wandb_and_all_components_one_group() -> Non
     named = stack(profile(trainer={"batch_size": 16, "use_wandb": True, "wandb_group": "g"}))
     assert named.component("env").env["WANDB_RUN_GROUP"] == "g"
     unasked = stack(profile())
-    assert not [name for part in unasked.components for name in part.env if name.startswith("WANDB")]
+    assert not [
+        name for part in unasked.components for name in part.env if name.startswith("WANDB")
+    ]
 
 
 def test_gpus_reach_the_processes() -> None:
     parts = {c.role.value: c for c in stack(profile(vllm={"gpus": [2]})).components}
-    assert parts["engine"].env["CUDA_VISIBLE_DEVICES"] == parts["trainer"].env["CUDA_VISIBLE_DEVICES"] == "2"
+    assert (
+        parts["engine"].env["CUDA_VISIBLE_DEVICES"]
+        == parts["trainer"].env["CUDA_VISIBLE_DEVICES"]
+        == "2"
+    )
 
 
 def test_a_trainer_on_several_gpus_has_no_adafactor() -> None:
@@ -125,8 +153,12 @@ def test_a_trainer_on_several_gpus_has_no_adafactor() -> None:
     assert not any("adafactor" in p.reason for p in check_profile(site(taken)))
 
 
-@pytest.mark.parametrize(("section", "policy", "grace_s"), [("vllm", "always", 15), ("trainer", "on-failure", 120)])
-def test_of_a_policy_only_what_the_profile_says_is_replaced(section: str, policy: str, grace_s: float) -> None:
+@pytest.mark.parametrize(
+    ("section", "policy", "grace_s"), [("vllm", "always", 15), ("trainer", "on-failure", 120)]
+)
+def test_of_a_policy_only_what_the_profile_says_is_replaced(
+    section: str, policy: str, grace_s: float
+) -> None:
     said = {"restart": {"max_restarts": 7}, "stop": {"signal": "INT"}}
     chosen = stack(profile(**{section: said})).component(section)
     assert chosen and chosen.restart == RestartPolicy(policy=policy, max_restarts=7)
@@ -134,7 +166,9 @@ def test_of_a_policy_only_what_the_profile_says_is_replaced(section: str, policy
 
 
 def test_profile_overrides_defaults_of_a_role() -> None:
-    chosen = profile(vllm={"restart": {"policy": "never"}, "start_timeout_s": 5, "env": {"X": "${HOME}"}})
+    chosen = profile(
+        vllm={"restart": {"policy": "never"}, "start_timeout_s": 5, "env": {"X": "${HOME}"}}
+    )
     engine = next(c for c in stack(chosen).components if c.role == "engine")
     assert engine.restart.policy == "never" and engine.start_timeout_s == 5
     assert engine.env["X"] == "${HOME}", "references are looked up when the process starts"
@@ -143,16 +177,34 @@ def test_profile_overrides_defaults_of_a_role() -> None:
 
 def test_nothing_secret_is_written() -> None:
     chosen = profile(
-        trainer={"env": {"WANDB_API_KEY": "abc123", "HF_TOKEN": "${HF_TOKEN}", "AWS_SECRET_ACCESS_KEY": "abc124"}},
+        trainer={
+            "env": {
+                "WANDB_API_KEY": "abc123",
+                "HF_TOKEN": "${HF_TOKEN}",
+                "AWS_SECRET_ACCESS_KEY": "abc124",
+            }
+        },
         vllm={"args": {"api-key": "abc125"}},
         env={"module": "json", "args": {"openai.api_key": "abc126", "env.max_token_length": 2048}},
-        component={"x": {"command": ["serve", "--password", "abc127", "--token=abc128", "--name", "shown"]}},
+        component={
+            "x": {"command": ["serve", "--password", "abc127", "--token=abc128", "--name", "shown"]}
+        },
     )
-    for text in (json.dumps(redacted(stack(chosen))), tomli_w.dumps(hide_tree(_profile_data(chosen)))):
+    for text in (
+        json.dumps(redacted(stack(chosen))),
+        tomli_w.dumps(hide_tree(_profile_data(chosen))),
+    ):
         assert "abc12" not in text, text
         assert "${HF_TOKEN}" in text and "/models/m" in text and "2048" in text and "shown" in text
     argv = ["up", "p", "--set", "trainer.env.HF_TOKEN=abc129", "--set", "trainer.lr=1e-4"]
-    assert hide_command(argv) == ["up", "p", "--set", "trainer.env.HF_TOKEN=(redacted)", "--set", "trainer.lr=1e-4"]
+    assert hide_command(argv) == [
+        "up",
+        "p",
+        "--set",
+        "trainer.env.HF_TOKEN=(redacted)",
+        "--set",
+        "trainer.lr=1e-4",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -161,13 +213,21 @@ def test_nothing_secret_is_written() -> None:
         (["-H", "Authorization: Bearer ab/cdefg=="], ["-H", "Authorization: Bearer (redacted)"]),
         (["-H", "Bearer abcdwxyz"], ["-H", "Bearer (redacted)"]),
         (["send", "Bearer", "abcdwxyz"], ["send", "Bearer", "(redacted)"]),
-        (["""{"Authorization": "Basic abcdefgh"}"""], ["""{"Authorization": "Basic (redacted)"}"""]),
-        (["sh", "curl -H 'authorization:bearer abc12345' x"], ["sh", "curl -H 'authorization:bearer (redacted)' x"]),
+        (
+            ["""{"Authorization": "Basic abcdefgh"}"""],
+            ["""{"Authorization": "Basic (redacted)"}"""],
+        ),
+        (
+            ["sh", "curl -H 'authorization:bearer abc12345' x"],
+            ["sh", "curl -H 'authorization:bearer (redacted)' x"],
+        ),
         (["-H", "Authorization: Bearer ${TOKEN}"], None),
         (["h = {'Authorization': f'Bearer {value}'}"[4:], "the bearer of responsibilities"], None),
     ],
 )
-def test_a_token_that_a_command_sends_is_not_written(words: list[str], expected: list[str] | None) -> None:
+def test_a_token_that_a_command_sends_is_not_written(
+    words: list[str], expected: list[str] | None
+) -> None:
     assert hide_tree({"command": words}) == {"command": expected or words}
 
 
@@ -187,7 +247,9 @@ def test_a_token_that_a_command_sends_is_not_written(words: list[str], expected:
         ("down", None, "user", ["trainer", "env", "vllm", "api"], []),
     ],
 )
-def test_recipes(action: Any, component: str | None, initiator: str, stops: list[str], starts: list[str]) -> None:
+def test_recipes(
+    action: Any, component: str | None, initiator: str, stops: list[str], starts: list[str]
+) -> None:
     result = recipe(stack(profile()), action, component, initiator=initiator)
     assert (result.stop, result.start) == (stops, starts)
 
@@ -220,10 +282,16 @@ REPLAY: dict[str, Any] = {"trainer": {"routing_replay": True}}
 ONE_COPY = LORA | {"trainer": {"single_copy": True}}
 
 
-def lengths(first: int, second: int | None, seq_len: int | None = None, **of_second: Any) -> dict[str, Any]:
-    """Two engines in a mode that feeds both, and an environment that asks for 2,000 tokens where the rows allow it."""
+def lengths(
+    first: int, second: int | None, seq_len: int | None = None, **of_second: Any
+) -> dict[str, Any]:
+    """Two engines in a mode that feeds both, and an environment that asks for 2,000 tokens where
+    the rows allow it."""
     rows = {"seq_len": seq_len} if seq_len else env(**{"env.max_token_length": 2000})
-    both = [{"name": "a", "max_model_len": first}, {"name": "b", "port": 9101, "max_model_len": second, **of_second}]
+    both = [
+        {"name": "a", "max_model_len": first},
+        {"name": "b", "port": 9101, "max_model_len": second, **of_second},
+    ]
     return {"mode": "none", "vllm": both} | ({"trainer": SEVERAL | rows} if seq_len else rows)
 
 
@@ -242,95 +310,335 @@ def program(*command: str, **variables: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "key", "reason", "fix"),
     [
-        ({"trainer": SEVERAL | {"gpus": [0, 0]}}, "trainer.gpus", "named twice", "every rank needs its own GPU"),
-        ({"mode": "broadcast", "vllm": {"gpus": [0]}, "trainer": SEVERAL | {"gpus": [2, 3], "processes": 3}},
-         "trainer.processes", "3 ranks and 2 GPUs", "to 2, or leave"),
-        ({"trainer": {"processes": 2}}, "trainer.processes", "2 ranks for 1 worker", "set it to 1, or leave it out"),
-        ({"trainer": SEVERAL | {"num_inference_nodes": 2}}, "trainer.num_inference_nodes", "feeds 1 of", "leave"),
+        (
+            {"trainer": SEVERAL | {"gpus": [0, 0]}},
+            "trainer.gpus",
+            "named twice",
+            "every rank needs its own GPU",
+        ),
+        (
+            {
+                "mode": "broadcast",
+                "vllm": {"gpus": [0]},
+                "trainer": SEVERAL | {"gpus": [2, 3], "processes": 3},
+            },
+            "trainer.processes",
+            "3 ranks and 2 GPUs",
+            "to 2, or leave",
+        ),
+        (
+            {"trainer": {"processes": 2}},
+            "trainer.processes",
+            "2 ranks for 1 worker",
+            "set it to 1, or leave it out",
+        ),
+        (
+            {"trainer": SEVERAL | {"num_inference_nodes": 2}},
+            "trainer.num_inference_nodes",
+            "feeds 1 of",
+            "leave",
+        ),
         # Sizes
-        ({"trainer": {"batch_size": 12, "gradient_accumulation_steps": 1}}, "env.0.args.env.group_size",
-         "is not a multiple of", "trainer.batch_size = 8 or 16"),
-        ({"trainer": {"batch_size": 2, "gradient_accumulation_steps": 5}}, "env.0.args.env.group_size",
-         "steps 5 = 10 is not", "trainer.gradient_accumulation_steps = 4 or 8"),
-        ({"env": [{"name": "a", "module": "json", "args": {"env.group_size": 8}},
-                  {"name": "b", "module": "json", "args": {"env.group_size": 3}}]},
-         "env.1.args.env.group_size", "b's group size 3", "env.group_size"),
+        (
+            {"trainer": {"batch_size": 12, "gradient_accumulation_steps": 1}},
+            "env.0.args.env.group_size",
+            "is not a multiple of",
+            "trainer.batch_size = 8 or 16",
+        ),
+        (
+            {"trainer": {"batch_size": 2, "gradient_accumulation_steps": 5}},
+            "env.0.args.env.group_size",
+            "steps 5 = 10 is not",
+            "trainer.gradient_accumulation_steps = 4 or 8",
+        ),
+        (
+            {
+                "env": [
+                    {"name": "a", "module": "json", "args": {"env.group_size": 8}},
+                    {"name": "b", "module": "json", "args": {"env.group_size": 3}},
+                ]
+            },
+            "env.1.args.env.group_size",
+            "b's group size 3",
+            "env.group_size",
+        ),
         # Recorded rollouts
-        ({"trainer": {"rollouts": "r.jsonl"}, "mode": "none"}, "trainer.rollouts", "generates rollouts",
-         "trainer_core --model-name ... --rollouts r.jsonl"),
+        (
+            {"trainer": {"rollouts": "r.jsonl"}, "mode": "none"},
+            "trainer.rollouts",
+            "generates rollouts",
+            "trainer_core --model-name ... --rollouts r.jsonl",
+        ),
         # Names, ports, addresses
         (env() | {"api": {"port": 9001}}, "vllm.0.port", "port 9001 is also api.port", "distinct"),
         (engines(port=9001), "vllm.1.port", "port 9001 is also vllm.0.port", "distinct"),
         ({"api": {"host": "0.0.0.0"}}, "api.host", "open to the network", "127.0.0.1"),
         ({"api": {"host": "::1"}}, "api.host", "open to the network", "127.0.0.1"),
         ({"env": {"module": "json", "name": "api"}}, "env.0.name", "used 2 times", "its own"),
-        ({"env": {"command": ["x", "--env.rollout_server_url", "http://localhost:8001"]}}, "env.0.command",
-         "port 8001, but run-api has port 8000", "http://127.0.0.1:8000"),
-        (program("x", "--atropos-url=http://127.0.0.1:8002"), "component.x.command", "port 8002", "api.port = 8002"),
-        (program("x", "--openai.base_url", "http://127.0.0.1:9009/v1"), "component.x.command",
-         "port 9009, where no server", "http://127.0.0.1:9001/v1"),
-        (program("x", OPENAI_BASE_URL="http://[::1]:9009/v1"), "component.x.env.OPENAI_BASE_URL", "9009", "vllm.port"),
+        (
+            {"env": {"command": ["x", "--env.rollout_server_url", "http://localhost:8001"]}},
+            "env.0.command",
+            "port 8001, but run-api has port 8000",
+            "http://127.0.0.1:8000",
+        ),
+        (
+            program("x", "--atropos-url=http://127.0.0.1:8002"),
+            "component.x.command",
+            "port 8002",
+            "api.port = 8002",
+        ),
+        (
+            program("x", "--openai.base_url", "http://127.0.0.1:9009/v1"),
+            "component.x.command",
+            "port 9009, where no server",
+            "http://127.0.0.1:9001/v1",
+        ),
+        (
+            program("x", OPENAI_BASE_URL="http://[::1]:9009/v1"),
+            "component.x.env.OPENAI_BASE_URL",
+            "9009",
+            "vllm.port",
+        ),
         # What is derived
         ({"vllm": {"args": {"port": 9999}}}, "vllm.0.args.port", "is derived", "set vllm.port"),
         ({"vllm": {"args": {"host": "0.0.0.0"}}}, "vllm.0.args.host", "is derived", "remove it"),
-        ({"vllm": {"args": {"max_model_len": 9}}}, "vllm.0.args.max_model_len", "is derived", "vllm.max_model_len"),
-        (env(**{"openai.base_url": "http://x"}), "env.0.args.openai.base_url", "is derived", "set vllm.port"),
-        (env(**{"openai.server_type": "openai"}), "env.0.args.openai.server_type", "no logprobs", '"vllm"'),
+        (
+            {"vllm": {"args": {"max_model_len": 9}}},
+            "vllm.0.args.max_model_len",
+            "is derived",
+            "vllm.max_model_len",
+        ),
+        (
+            env(**{"openai.base_url": "http://x"}),
+            "env.0.args.openai.base_url",
+            "is derived",
+            "set vllm.port",
+        ),
+        (
+            env(**{"openai.server_type": "openai"}),
+            "env.0.args.openai.server_type",
+            "no logprobs",
+            '"vllm"',
+        ),
         # Several engines
-        (engines() | {"env": {"module": "json", "engine": "c"}}, "env.0.engine", "no engine is called 'c'", "a, b"),
-        (engines() | {"env": {"module": "json", "engine": "b"}}, "env.0.engine", "with weights that never change",
-         'mode = "broadcast"'),
+        (
+            engines() | {"env": {"module": "json", "engine": "c"}},
+            "env.0.engine",
+            "no engine is called 'c'",
+            "a, b",
+        ),
+        (
+            engines() | {"env": {"module": "json", "engine": "b"}},
+            "env.0.engine",
+            "with weights that never change",
+            'mode = "broadcast"',
+        ),
         ({"vllm": {"model": "/other"}}, "vllm.0.model", "serves the stack's model", "at the top"),
         # GPUs and shares of them
         ({"vllm": {"gpus": [0, 0]}}, "vllm.0.gpus", "twice", "once"),
-        ({"vllm": {"gpus": [0, 1]}}, "vllm.0.gpus", "an engine that takes 1", "vllm.tensor_parallel = 2"),
-        ({"vllm": {"gpus": [0], "tensor_parallel": 2}}, "vllm.0.gpus", "1 GPU for an engine that takes 2", "name 2"),
-        ({"vllm": {"gpus": [0, 1], "args": {"data_parallel_size": 4}}}, "vllm.0.gpus", "that takes 4", "name 4"),
-        ({"vllm": [{"name": "a", "port": 1, "gpus": [0], "gpu_memory_utilization": 0.6},
-                   {"name": "b", "port": 2, "gpus": [0], "gpu_memory_utilization": 0.5}]},
-         "vllm.1.gpu_memory_utilization", "take 1.10 of its memory (a 0.6 + b 0.5)", "0.45 each"),
-        ({"vllm": [{"name": "a", "port": 1, "gpus": [0], "gpu_memory_utilization": 0.5},
-                   {"name": "b", "port": 2, "gpus": [0]}]}, "vllm.1.gpu_memory_utilization", "b 0.92", "a sum below 1"),
+        (
+            {"vllm": {"gpus": [0, 1]}},
+            "vllm.0.gpus",
+            "an engine that takes 1",
+            "vllm.tensor_parallel = 2",
+        ),
+        (
+            {"vllm": {"gpus": [0], "tensor_parallel": 2}},
+            "vllm.0.gpus",
+            "1 GPU for an engine that takes 2",
+            "name 2",
+        ),
+        (
+            {"vllm": {"gpus": [0, 1], "args": {"data_parallel_size": 4}}},
+            "vllm.0.gpus",
+            "that takes 4",
+            "name 4",
+        ),
+        (
+            {
+                "vllm": [
+                    {"name": "a", "port": 1, "gpus": [0], "gpu_memory_utilization": 0.6},
+                    {"name": "b", "port": 2, "gpus": [0], "gpu_memory_utilization": 0.5},
+                ]
+            },
+            "vllm.1.gpu_memory_utilization",
+            "take 1.10 of its memory (a 0.6 + b 0.5)",
+            "0.45 each",
+        ),
+        (
+            {
+                "vllm": [
+                    {"name": "a", "port": 1, "gpus": [0], "gpu_memory_utilization": 0.5},
+                    {"name": "b", "port": 2, "gpus": [0]},
+                ]
+            },
+            "vllm.1.gpu_memory_utilization",
+            "b 0.92",
+            "a sum below 1",
+        ),
         # Single copy
-        ({"vllm": {"gpus": [0]}, "trainer": SEVERAL | {"gpus": [1]}}, "trainer.gpus", "same GPU", "trainer.gpus = [0]"),
+        (
+            {"vllm": {"gpus": [0]}, "trainer": SEVERAL | {"gpus": [1]}},
+            "trainer.gpus",
+            "same GPU",
+            "trainer.gpus = [0]",
+        ),
         ({"trainer": SEVERAL | {"gpus": [1]}}, "trainer.gpus", "same GPU", "vllm.gpus = [1]"),
-        ({"vllm": {"gpus": [0]}, "trainer": SEVERAL | {"device": "cpu"}}, "trainer.device", "on GPU [0]", "auto"),
+        (
+            {"vllm": {"gpus": [0]}, "trainer": SEVERAL | {"device": "cpu"}},
+            "trainer.device",
+            "on GPU [0]",
+            "auto",
+        ),
         ({"vllm": {"dtype": "half"}}, "vllm.0.dtype", "trainer.dtype is bfloat16", "'bfloat16'"),
-        ({"vllm": {"args": {"quantization": "fp8"}}}, "vllm.0.args.quantization", "quantized", "remove it"),
-        ({"vllm": {"args": {"enable_sleep_mode": True}}}, "vllm.0.args.enable_sleep_mode", "sleeping", "remove it"),
-        ({"vllm": {"args": {"enable-lora": True}}}, "vllm.0.args.enable-lora", "adapters wrap", "remove it"),
-        ({"vllm": {"args": {"pipeline-parallel-size": 2}}}, "vllm.0.args.pipeline-parallel-size", "one process", "1"),
-        ({"vllm": {"args": {"data-parallel-size": 2}}}, "vllm.0.args.data-parallel-size", "one process", "1"),
-        ({"vllm": {"args": {"cpu-offload-gb": 4}}}, "vllm.0.args.cpu-offload-gb", "on the host", "remove it"),
-        ({"vllm": {"args": {"load-format": "dummy"}}}, "vllm.0.args.load-format", "'dummy'", "safetensors"),
-        ({"vllm": {"args": {"logprobs-mode": "raw_logprobs"}}}, "vllm.0.args.logprobs-mode", "sampling", "leave"),
+        (
+            {"vllm": {"args": {"quantization": "fp8"}}},
+            "vllm.0.args.quantization",
+            "quantized",
+            "remove it",
+        ),
+        (
+            {"vllm": {"args": {"enable_sleep_mode": True}}},
+            "vllm.0.args.enable_sleep_mode",
+            "sleeping",
+            "remove it",
+        ),
+        (
+            {"vllm": {"args": {"enable-lora": True}}},
+            "vllm.0.args.enable-lora",
+            "adapters wrap",
+            "remove it",
+        ),
+        (
+            {"vllm": {"args": {"pipeline-parallel-size": 2}}},
+            "vllm.0.args.pipeline-parallel-size",
+            "one process",
+            "1",
+        ),
+        (
+            {"vllm": {"args": {"data-parallel-size": 2}}},
+            "vllm.0.args.data-parallel-size",
+            "one process",
+            "1",
+        ),
+        (
+            {"vllm": {"args": {"cpu-offload-gb": 4}}},
+            "vllm.0.args.cpu-offload-gb",
+            "on the host",
+            "remove it",
+        ),
+        (
+            {"vllm": {"args": {"load-format": "dummy"}}},
+            "vllm.0.args.load-format",
+            "'dummy'",
+            "safetensors",
+        ),
+        (
+            {"vllm": {"args": {"logprobs-mode": "raw_logprobs"}}},
+            "vllm.0.args.logprobs-mode",
+            "sampling",
+            "leave",
+        ),
         # Broadcast
-        ({"mode": "broadcast", "vllm": {"gpus": [0, 1], "tensor_parallel": 2}, "trainer": SEVERAL | {"gpus": [1]}},
-         "vllm.0.gpus", "trainer and engine share GPU 1", "its own"),
-        ({"mode": "broadcast", "vllm": {"gpus": [0]}}, "trainer.gpus", "section must name its own", "name its GPUs"),
+        (
+            {
+                "mode": "broadcast",
+                "vllm": {"gpus": [0, 1], "tensor_parallel": 2},
+                "trainer": SEVERAL | {"gpus": [1]},
+            },
+            "vllm.0.gpus",
+            "trainer and engine share GPU 1",
+            "its own",
+        ),
+        (
+            {"mode": "broadcast", "vllm": {"gpus": [0]}},
+            "trainer.gpus",
+            "section must name its own",
+            "name its GPUs",
+        ),
         # Lengths
-        ({"vllm": {"max_model_len": 1024}, "trainer": SEVERAL | {"seq_len": 2048}}, "trainer.seq_len",
-         "cannot come from an engine with max_model_len = 1024", "trainer.seq_len = 1024"),
-        ({"vllm": {"max_model_len": 1024}} | env(**{"env.max_token_length": 1025}), "env.0.args.env.max_token_length",
-         "refuses them", "set it to 1024"),
-        (lengths(4096, 1024), "env.0.args.env.max_token_length", "max_model_len = 1024 refuses", "set it to 1024"),
-        (lengths(512, 1024, seq_len=2048), "trainer.seq_len", "with max_model_len = 1024", "trainer.seq_len = 1024"),
+        (
+            {"vllm": {"max_model_len": 1024}, "trainer": SEVERAL | {"seq_len": 2048}},
+            "trainer.seq_len",
+            "cannot come from an engine with max_model_len = 1024",
+            "trainer.seq_len = 1024",
+        ),
+        (
+            {"vllm": {"max_model_len": 1024}} | env(**{"env.max_token_length": 1025}),
+            "env.0.args.env.max_token_length",
+            "refuses them",
+            "set it to 1024",
+        ),
+        (
+            lengths(4096, 1024),
+            "env.0.args.env.max_token_length",
+            "max_model_len = 1024 refuses",
+            "set it to 1024",
+        ),
+        (
+            lengths(512, 1024, seq_len=2048),
+            "trainer.seq_len",
+            "with max_model_len = 1024",
+            "trainer.seq_len = 1024",
+        ),
         # Adapters
-        (LORA | {"vllm": {"args": {"max-lora-rank": 8}}}, "vllm.0.args.max-lora-rank", "rank 16", "set it to 16"),
-        (LORA | {"vllm": {"args": {"max-lora-rank": 24}}}, "vllm.0.args.max-lora-rank", "not accept rank 24", "16, 32"),
-        (LORA | {"vllm": {"args": {"enable-lora": False}}}, "vllm.0.args.enable-lora", "serves adapters", "remove it"),
-        (LORA | {"trainer": SEVERAL | {"lora_r": 600}}, "trainer.lora_r", "up to rank 512", "lower it"),
+        (
+            LORA | {"vllm": {"args": {"max-lora-rank": 8}}},
+            "vllm.0.args.max-lora-rank",
+            "rank 16",
+            "set it to 16",
+        ),
+        (
+            LORA | {"vllm": {"args": {"max-lora-rank": 24}}},
+            "vllm.0.args.max-lora-rank",
+            "not accept rank 24",
+            "16, 32",
+        ),
+        (
+            LORA | {"vllm": {"args": {"enable-lora": False}}},
+            "vllm.0.args.enable-lora",
+            "serves adapters",
+            "remove it",
+        ),
+        (
+            LORA | {"trainer": SEVERAL | {"lora_r": 600}},
+            "trainer.lora_r",
+            "up to rank 512",
+            "lower it",
+        ),
         # Adapters over the one copy
-        (REPLAY | {"vllm": {"args": {"enable-return-routed-experts": False}}},
-         "vllm.0.args.enable-return-routed-experts", "expert choices", "remove it"),
-        (REPLAY | {"vllm": {"args": {"pipeline-parallel-size": 2}}}, "vllm.0.args.pipeline-parallel-size",
-         "over 2 pipeline stages", "tensor_parallel"),
-        (ONE_COPY | {"vllm": {"tensor_parallel": 2}}, "vllm.0.tensor_parallel", "whole model on one GPU", "= 1"),
-        (ONE_COPY | {"vllm": {"args": {"quantization": "fp8"}}}, "vllm.0.args.quantization", "quantized", "remove it"),
-        (ONE_COPY | {"vllm": {"gpus": [1]}, "trainer": {"single_copy": True, "gpus": [0]}}, "trainer.gpus", "same GPU",
-         "trainer.gpus = [1]"),
+        (
+            REPLAY | {"vllm": {"args": {"enable-return-routed-experts": False}}},
+            "vllm.0.args.enable-return-routed-experts",
+            "expert choices",
+            "remove it",
+        ),
+        (
+            REPLAY | {"vllm": {"args": {"pipeline-parallel-size": 2}}},
+            "vllm.0.args.pipeline-parallel-size",
+            "over 2 pipeline stages",
+            "tensor_parallel",
+        ),
+        (
+            ONE_COPY | {"vllm": {"tensor_parallel": 2}},
+            "vllm.0.tensor_parallel",
+            "whole model on one GPU",
+            "= 1",
+        ),
+        (
+            ONE_COPY | {"vllm": {"args": {"quantization": "fp8"}}},
+            "vllm.0.args.quantization",
+            "quantized",
+            "remove it",
+        ),
+        (
+            ONE_COPY | {"vllm": {"gpus": [1]}, "trainer": {"single_copy": True, "gpus": [0]}},
+            "trainer.gpus",
+            "same GPU",
+            "trainer.gpus = [1]",
+        ),
     ],
-)  # fmt: skip
+)
 def test_contradictions_are_found(changes: dict[str, Any], key: str, reason: str, fix: str) -> None:
     found = check_profile(site(profile(**changes)))
     assert all(problem.key and problem.fix for problem in found), found
@@ -352,7 +660,9 @@ def test_flags_of_each_engine_that_is_fed_are_judged_once(
     more = {"name": "b", "port": 9101, "replicas": 2, "args": flags}
     judge = {"name": "judge", "port": 9201, "model": "/judge", "args": flags}
     chosen = profile(mode=mode, trainer=SEVERAL | trainer, vllm=[{"name": "a"}, more, judge])
-    assert [problem.key for problem in check_profile(site(chosen))] == [f"vllm.1.args.{name}" for name in flags]
+    assert [problem.key for problem in check_profile(site(chosen))] == [
+        f"vllm.1.args.{name}" for name in flags
+    ]
 
 
 @pytest.mark.parametrize(
@@ -360,20 +670,38 @@ def test_flags_of_each_engine_that_is_fed_are_judged_once(
     [
         {"vllm": {"gpus": [0], "gpu_memory_utilization": 0.9}},
         {"vllm": {"gpus": [3]}, "trainer": SEVERAL | {"gpus": [3]}},
-        {"vllm": {"dtype": "bfloat16", "args": {"load-format": "safetensors", "enforce-eager": True}}},
+        {
+            "vllm": {
+                "dtype": "bfloat16",
+                "args": {"load-format": "safetensors", "enforce-eager": True},
+            }
+        },
         {"vllm": {"max_model_len": 64}},
         {"vllm": {"max_model_len": 64}, "trainer": SEVERAL | {"seq_len": 64}},
         lengths(512, 2048, seq_len=2048),
         lengths(2048, None, seq_len=4096),
         lengths(2048, 64, model="/judge"),
-        {"vllm": [{"name": "a", "port": 1, "gpus": [0], "gpu_memory_utilization": 0.4},
-                  {"name": "b", "port": 2, "gpus": [0, 1], "tensor_parallel": 2, "gpu_memory_utilization": 0.4,
-                   "model": "/judge", "args": {"quantization": "fp8"}}]},
-        program("serve", "--base-url=http://127.0.0.1:9001/v1", "--atropos-url", "http://localhost:8000"),
+        {
+            "vllm": [
+                {"name": "a", "port": 1, "gpus": [0], "gpu_memory_utilization": 0.4},
+                {
+                    "name": "b",
+                    "port": 2,
+                    "gpus": [0, 1],
+                    "tensor_parallel": 2,
+                    "gpu_memory_utilization": 0.4,
+                    "model": "/judge",
+                    "args": {"quantization": "fp8"},
+                },
+            ]
+        },
+        program(
+            "serve", "--base-url=http://127.0.0.1:9001/v1", "--atropos-url", "http://localhost:8000"
+        ),
         program("serve", "--base-url=https://example.org:1/v1", "--atropos-url"),
         program("serve", "--base-url=http://127.0.0.1:99999/v1"),
     ],
-)  # fmt: skip
+)
 def test_what_fits_is_left_alone(changes: dict[str, Any]) -> None:
     assert check_profile(site(profile(**changes))) == []
 
@@ -387,7 +715,11 @@ def test_fixes_about_gpus_and_ranks_lead_to_a_profile_that_is_valid(
     gpus: list[int], processes: int | None, parallel: int, own: list[int], leave_out: bool
 ) -> None:
     """Following the first fix again and again ends, whichever alternative is taken."""
-    values: dict[str, Any] = {"vllm.gpus": gpus, "vllm.tensor_parallel": parallel, "trainer.gpus": own}
+    values: dict[str, Any] = {
+        "vllm.gpus": gpus,
+        "vllm.tensor_parallel": parallel,
+        "trainer.gpus": own,
+    }
     values["trainer.processes"] = processes
     for _ in range(4):
         sections: dict[str, dict[str, Any]] = {"vllm": {}, "trainer": SEVERAL | {"batch_size": 64}}
@@ -436,7 +768,9 @@ def test_a_variable_that_does_nothing_is_said_and_accepted() -> None:
     ],
 )
 def test_a_command_line_that_opens_a_door_is_told(words: list[str], note: str) -> None:
-    quiet = ComponentSpec(name="quiet", command=["serve", "--host", "127.0.0.1", "--max-tokens", "7", "${HOME}"])
+    quiet = ComponentSpec(
+        name="quiet", command=["serve", "--host", "127.0.0.1", "--max-tokens", "7", "${HOME}"]
+    )
     loud = ComponentSpec(name="loud", command=["serve", *words, "--port", "1"])
     stack = StackSpec(run_id="r", name="n", mode="none", run_dir="/r", components=[quiet, loud])
     (line,) = check_commands(stack)
@@ -445,16 +779,23 @@ def test_a_command_line_that_opens_a_door_is_told(words: list[str], note: str) -
 
 
 def test_the_trainer_feeds_the_first_engine_alone() -> None:
-    plan = stack(profile(vllm=[*TWO_ENGINES[:1], TWO_ENGINES[1] | {"model": "/judge", "gpus": [1]}]))
+    plan = stack(
+        profile(vllm=[*TWO_ENGINES[:1], TWO_ENGINES[1] | {"model": "/judge", "gpus": [1]}])
+    )
     fed, judge = (part for part in plan.components if part.role == "engine")
     assert flags(fed.command)["model"] == "/models/m" and flags(judge.command)["model"] == "/judge"
     assert fed.restart_with == ["trainer"] and judge.restart_with == []
     assert fed.env["ATROPOS_HOLD_GENERATION"] == fed.env["VLLM_ENABLE_SHARED_WEIGHTS"] == "1"
-    assert "ATROPOS_HOLD_GENERATION" not in judge.env and "VLLM_ENABLE_SHARED_WEIGHTS" not in judge.env
+    assert (
+        "ATROPOS_HOLD_GENERATION" not in judge.env and "VLLM_ENABLE_SHARED_WEIGHTS" not in judge.env
+    )
     assert judge.clears == [] and judge.env["CUDA_VISIBLE_DEVICES"] == "1"
     assert judge.env["LOGDIR"] != fed.env["LOGDIR"]
     parts = {part.role.value: flags(part.command) for part in plan.components}
-    assert parts["trainer"]["vllm-port"] == "9001" and parts["env"]["openai.base_url"] == "http://127.0.0.1:9001/v1"
+    assert (
+        parts["trainer"]["vllm-port"] == "9001"
+        and parts["env"]["openai.base_url"] == "http://127.0.0.1:9001/v1"
+    )
 
 
 def test_an_environment_may_name_its_engine() -> None:
@@ -482,7 +823,9 @@ def test_a_foreign_environment_has_what_the_engine_computes_under_way(tmp_path: 
 
 def test_an_environment_s_temporary_files_go_with_it() -> None:
     for env in ({"module": "json"}, {"command": ["sleep", "1"]}):
-        assert [part.scratch for part in stack(profile(env=env)).components if part.role == "env"] == [True]
+        assert [
+            part.scratch for part in stack(profile(env=env)).components if part.role == "env"
+        ] == [True]
 
 
 def test_an_environment_is_told_not_to_refill() -> None:
@@ -493,7 +836,11 @@ def test_an_environment_is_told_not_to_refill() -> None:
 
 def test_replay_lets_every_engine_that_is_fed_record_its_experts() -> None:
     for trainer, recorded in ((REPLAY["trainer"], True), ({}, False)):
-        command = next(part.command for part in stack(profile(trainer=trainer)).components if part.role == "engine")
+        command = next(
+            part.command
+            for part in stack(profile(trainer=trainer)).components
+            if part.role == "engine"
+        )
         assert ("--enable-return-routed-experts" in command) is recorded
 
 
@@ -509,7 +856,8 @@ def test_adapter_modes_derive_the_server_s_flags(rank: int, derived: str) -> Non
 
 @pytest.mark.parametrize("gpus", [[], [3]])
 def test_adapters_over_the_one_copy(gpus: list[int]) -> None:
-    """The engine exports its weights and serves adapters; on a GPU its restart takes the trainer along."""
+    """The engine exports its weights and serves adapters; on a GPU its restart takes the trainer
+    along."""
     chosen = profile(**ONE_COPY, vllm={"gpus": gpus, "args": {"enable-lora": True}})
     assert check_profile(site(chosen)) == []
     engine, trainer = (p for p in stack(chosen).components if p.role in ("engine", "trainer"))
@@ -523,28 +871,47 @@ def test_adapters_over_the_one_copy(gpus: list[int]) -> None:
 @pytest.mark.parametrize(
     ("mode", "settings", "reason"),
     [
-        ("lora_restart", {"single_copy": True}, "single_copy needs weight_bridge_mode shared_vllm or lora_only"),
-        ("broadcast", {"single_copy": True}, "single_copy and use_shared_memory exclude each other"),
+        (
+            "lora_restart",
+            {"single_copy": True},
+            "single_copy needs weight_bridge_mode shared_vllm or lora_only",
+        ),
+        (
+            "broadcast",
+            {"single_copy": True},
+            "single_copy and use_shared_memory exclude each other",
+        ),
         ("lora_only", {"lora_use_dora": True}, "vLLM does not serve DoRA"),
-        ("lora_only", {"lora_modules_to_save": ["lm_head"]}, "vLLM does not serve adapters with whole layers"),
+        (
+            "lora_only",
+            {"lora_modules_to_save": ["lm_head"]},
+            "vLLM does not serve adapters with whole layers",
+        ),
         ("shared_vllm", {"lora_merged_export": True}, "lora_merged_export is for adapters"),
     ],
 )
-def test_what_a_mode_does_not_do_is_refused(mode: str, settings: dict[str, Any], reason: str) -> None:
+def test_what_a_mode_does_not_do_is_refused(
+    mode: str, settings: dict[str, Any], reason: str
+) -> None:
     with pytest.raises(UserError, match=reason):
         profile(mode=mode, trainer=settings)
 
 
 def test_settings_are_judged_in_their_own_mode() -> None:
-    """A lag below `vllm_restart_interval` is wrong only where the server gets weights that seldom."""
+    """A lag below `vllm_restart_interval` is wrong only where the server gets weights that
+    seldom."""
     assert check_profile(site(profile(trainer={"max_policy_lag": 1}))) == []
     with pytest.raises(UserError, match="max_policy_lag 1 leaves out all"):
         profile(mode="none", trainer={"max_policy_lag": 1})
 
 
-@pytest.mark.parametrize(("mode", "lr", "warned"), [("lora_only", 1e-5, True), ("lora_restart", 1e-4, False),
-                                                    ("shared_vllm", 1e-6, False)])  # fmt: skip
-def test_a_learning_rate_that_teaches_an_adapter_nothing_is_said(mode: str, lr: float, warned: bool) -> None:
+@pytest.mark.parametrize(
+    ("mode", "lr", "warned"),
+    [("lora_only", 1e-5, True), ("lora_restart", 1e-4, False), ("shared_vllm", 1e-6, False)],
+)
+def test_a_learning_rate_that_teaches_an_adapter_nothing_is_said(
+    mode: str, lr: float, warned: bool
+) -> None:
     notes = check_notes(site(profile(mode=mode, trainer={"lr": lr})))
     assert [note.startswith("WARNING trainer.lr = 1e-05") for note in notes] == [True] * warned
 
@@ -562,13 +929,25 @@ def graph_sizes(**engine: Any) -> list[int]:
 def test_an_engine_that_is_restarted_often_captures_fewer_graphs() -> None:
     usual = graph_sizes()
     assert usual[0] == 1 and usual[-1] == 512 and len(usual) == 15 and usual == sorted(set(usual))
-    assert all(after <= 2 * before for before, after in pairwise(usual)), "padding at most doubles a batch"
-    assert graph_sizes(args={"max-num-seqs": 20})[-3:] == [24, 32, 40], "up to vLLM's own limit, and that itself"
+    assert all(after <= 2 * before for before, after in pairwise(usual)), (
+        "padding at most doubles a batch"
+    )
+    assert graph_sizes(args={"max-num-seqs": 20})[-3:] == [24, 32, 40], (
+        "up to vLLM's own limit, and that itself"
+    )
     assert graph_sizes(args={"max-num-seqs": 1}) == [1, 2]
-    for chosen in ({"enforce-eager": True}, {"max_cudagraph_capture_size": 64}, {"compilation-config": "{}"}):
+    for chosen in (
+        {"enforce-eager": True},
+        {"max_cudagraph_capture_size": 64},
+        {"compilation-config": "{}"},
+    ):
         assert graph_sizes(args=chosen) == [], "whoever chose has chosen"
     assert graph_sizes(args={"cudagraph-capture-sizes": 8}) == [8]
-    other = next(part.command for part in stack(profile(mode="lora_only")).components if part.role == "engine")
+    other = next(
+        part.command
+        for part in stack(profile(mode="lora_only")).components
+        if part.role == "engine"
+    )
     assert "--cudagraph-capture-sizes" not in other, "one start is not worth it"
 
 
@@ -576,10 +955,14 @@ def test_stages_are_records_of_our_programs_or_lines_of_others() -> None:
     stages = {part.role.value: part.stages for part in stack(profile()).components}
     printed = {
         "engine": [
-            "(MainProcess pid=23652) INFO 11-23 02:34:08 [api_utils.py:286] non-default args: {'host': '127.0.0.1'}",
-            "(EngineCore pid=23970) INFO 11-23 02:34:09 [default_loader.py:501] Loading weights took 0.04 seconds",
-            "(EngineCore pid=23970) INFO 11-23 02:34:10 [kv_cache_utils.py:2327] CPU KV cache size: 32,768 tokens",
-            "(EngineCore pid=1) INFO 11-23 02:34:10 [gpu_model_runner.py:1] Graph capturing finished in 5 secs",
+            "(MainProcess pid=23652) INFO 11-23 02:34:08 [api_utils.py:286] non-default "
+            "args: {'host': '127.0.0.1'}",
+            "(EngineCore pid=23970) INFO 11-23 02:34:09 [default_loader.py:501] Loading "
+            "weights took 0.04 seconds",
+            "(EngineCore pid=23970) INFO 11-23 02:34:10 [kv_cache_utils.py:2327] CPU KV "
+            "cache size: 32,768 tokens",
+            "(EngineCore pid=1) INFO 11-23 02:34:10 [gpu_model_runner.py:1] Graph capturing "
+            "finished in 5 secs",
             "INFO:     Application startup complete.",
         ],
         "env": ["2026-11-21 12:00:00,000 INFO atroposlib.envs.base: Initialized env with id 0"],
@@ -599,9 +982,18 @@ def test_stages_are_records_of_our_programs_or_lines_of_others() -> None:
 
 def test_no_health_check_of_ours_reads_what_is_printed() -> None:
     parts = stack(profile(mode="broadcast")).components
-    checks = {part.name: [check for probe in (part.probes.startup, part.probes.readiness, part.probes.liveness)
-                          if probe for check in probe.checks] for part in parts}  # fmt: skip
-    assert not [name for name, found in checks.items() if any(check.kind == "log" for check in found)]
+    checks = {
+        part.name: [
+            check
+            for probe in (part.probes.startup, part.probes.readiness, part.probes.liveness)
+            if probe
+            for check in probe.checks
+        ]
+        for part in parts
+    }
+    assert not [
+        name for name, found in checks.items() if any(check.kind == "log" for check in found)
+    ]
     assert [(check.kind, check.stage) for check in checks["trainer"] if check.kind == "stage"] == [
         ("stage", "attached")
     ]
@@ -609,12 +1001,17 @@ def test_no_health_check_of_ours_reads_what_is_printed() -> None:
 
 @pytest.mark.parametrize(
     ("trainer", "expected"),
-    [({"depends_on": {"nobody": "healthy"}}, "nobody"), ({"depends_on": {"trainer": "healthy"}}, "circular")],
+    [
+        ({"depends_on": {"nobody": "healthy"}}, "nobody"),
+        ({"depends_on": {"trainer": "healthy"}}, "circular"),
+    ],
 )
 def test_impossible_orders_are_found(trainer: dict[str, Any], expected: str) -> None:
     chosen = profile(trainer={"batch_size": 16, "gradient_accumulation_steps": 1} | trainer)
     found = check_graph(chosen, stack(chosen))
-    assert [problem.key for problem in found] == ["trainer.depends_on"] and expected in found[0].reason
+    assert [problem.key for problem in found] == ["trainer.depends_on"] and expected in found[
+        0
+    ].reason
 
 
 def test_stopping_the_engine_says_what_is_lost() -> None:
@@ -645,7 +1042,9 @@ def test_demo_has_no_contradiction() -> None:
     assert check_profile(site(load_profile("demo")[0])) == []
 
 
-def test_what_speaks_of_atroposlib_is_hosted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_speaks_of_atroposlib_is_hosted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("theirs.py").write_text("from atroposlib.envs.base import BaseEnv")
     Path("other.py").write_text("print()")
@@ -659,4 +1058,8 @@ def test_what_speaks_of_atroposlib_is_hosted(tmp_path: Path, monkeypatch: pytest
     assert words(module="theirs")[2:4] == ["atropos_envs.runner", "theirs"]
     assert words(script="other.py")[:2] == ["other.py", "serve"]
     assert words(module="other")[:3] == ["-m", "other", "serve"]
-    assert words(module="atropos_envs.gsm8k_server")[:3] == ["-P", "-m", "atropos_envs.gsm8k_server"]
+    assert words(module="atropos_envs.gsm8k_server")[:3] == [
+        "-P",
+        "-m",
+        "atropos_envs.gsm8k_server",
+    ]

@@ -1,4 +1,5 @@
-"""What a machine lacks to start a stack: ports, packages, programs, models, GPUs, each with key, reason and way out."""
+"""What a machine lacks to start a stack: ports, packages, programs, models, GPUs, each with key,
+reason and way out."""
 
 from __future__ import annotations
 
@@ -31,13 +32,20 @@ from trainer_core.world import World
 
 GIB = 1024**3
 LLAMA = {
-    "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
-    "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 100, "max_position_embeddings": 128,
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+    "max_position_embeddings": 128,
+}
 
 
 def found(chosen: Profile, gpus: int = 0, config: dict[str, Any] | None = None) -> list[Problem]:
-    """Problems on a machine with so many GPUs of 80 GiB; `config` is the model's, unknown when left out."""
+    """Problems on a machine with so many GPUs of 80 GiB; `config` is the model's, unknown when left
+    out."""
     model: Model | str = "model not on this machine"
     if config is not None:
         model = Model(config, model_shapes(config) or {"a": (1,)}, "config.json")
@@ -57,8 +65,16 @@ def one(problems: list[Problem], key: str) -> Problem:
     [
         (lambda port: {"api": {"port": port}}, "api.port", "--set api.port="),
         (lambda port: {"vllm": {"port": port}}, "vllm.port", "--set vllm.port="),
-        (lambda port: {"vllm": [{"name": "a"}, {"name": "b", "port": port}]}, "vllm.1.port", "--set vllm.1.port="),
-        (lambda port: {"component": {"x": {"command": ["sh"], "port": port}}}, "component.x.port", "--set component.x"),
+        (
+            lambda port: {"vllm": [{"name": "a"}, {"name": "b", "port": port}]},
+            "vllm.1.port",
+            "--set vllm.1.port=",
+        ),
+        (
+            lambda port: {"component": {"x": {"command": ["sh"], "port": port}}},
+            "component.x.port",
+            "--set component.x",
+        ),
     ],
 )
 def test_a_taken_port_names_its_process(changes: Any, key: str, flag: str) -> None:
@@ -66,25 +82,47 @@ def test_a_taken_port_names_its_process(changes: Any, key: str, flag: str) -> No
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         problem = one(found(profile(**changes(taken.getsockname()[1]))), key)
-    assert psutil.Process().name() in problem.reason and f"pid {os.getpid()}" in problem.reason and flag in problem.fix
+    assert (
+        psutil.Process().name() in problem.reason
+        and f"pid {os.getpid()}" in problem.reason
+        and flag in problem.fix
+    )
 
 
 @pytest.mark.parametrize(
     ("changes", "key", "expected"),
     [
         ({"model": "/no/such/model"}, "model", "no such model directory"),
-        ({"vllm": [{"name": "a"}, {"name": "b", "port": 9002, "model": "/no/judge"}], "model": "a/b"},
-         "vllm.1.model", "no such model directory: /no/judge"),
+        (
+            {
+                "vllm": [{"name": "a"}, {"name": "b", "port": 9002, "model": "/no/judge"}],
+                "model": "a/b",
+            },
+            "vllm.1.model",
+            "no such model directory: /no/judge",
+        ),
         ({"env": {"module": "no_such_module_x"}}, "env.0.module", "no module"),
         ({"env": {"script": "/no/such.py"}}, "env.0.script", "no such file"),
         ({"env": {"module": "json", "config": "/no/such.yaml"}}, "env.0.config", "no such file"),
-        ({"component": {"x": {"command": ["no-such-program-x"]}}}, "component.x.command", "no such program"),
+        (
+            {"component": {"x": {"command": ["no-such-program-x"]}}},
+            "component.x.command",
+            "no such program",
+        ),
         ({"env": {"command": ["no-such-program-x"]}}, "env.0.command", "no such program"),
         ({"api": {"command": ["./no-such-program-x"]}}, "api.command", "no such program"),
-        ({"trainer": {"loss": "no_such_module_x:f"}}, "trainer.loss", "no module 'no_such_module_x'"),
-        ({"trainer": {"loss": "tests.unit.my_losses:nothing"}}, "trainer.loss", "my_losses.py has no function"),
+        (
+            {"trainer": {"loss": "no_such_module_x:f"}},
+            "trainer.loss",
+            "no module 'no_such_module_x'",
+        ),
+        (
+            {"trainer": {"loss": "tests.unit.my_losses:nothing"}},
+            "trainer.loss",
+            "my_losses.py has no function",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_missing(changes: dict[str, Any], key: str, expected: str) -> None:
     assert expected in one(found(profile(**changes)), key).reason
 
@@ -100,9 +138,13 @@ def test_a_cache_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_loss_function_of_ones_own_is_found(tmp_path: Path) -> None:
     """Where the trainer runs, or on its PYTHONPATH."""
-    (tmp_path / "my_loss.py").write_text("def mine(logprobs, rollout_logprobs, advantages, sequences): ...\n")
+    (tmp_path / "my_loss.py").write_text(
+        "def mine(logprobs, rollout_logprobs, advantages, sequences): ...\n"
+    )
     for place in ({"cwd": str(tmp_path)}, {"env": {"PYTHONPATH": str(tmp_path)}}):
-        assert not [p for p in found(profile(trainer={"loss": "my_loss:mine", **place})) if "loss" in p.key]
+        assert not [
+            p for p in found(profile(trainer={"loss": "my_loss:mine", **place})) if "loss" in p.key
+        ]
         problem = one(found(profile(trainer={"loss": "my_loss:other", **place})), "trainer.loss")
         assert problem.fix == "it has: mine"
 
@@ -128,19 +170,29 @@ def test_without_a_gpu_each_key_is_named_with_the_ways_on() -> None:
 
 
 def test_a_gpu_too_many_is_named() -> None:
-    problem = one(found(profile(vllm={"gpus": [1, 2, 5], "tensor_parallel": 3}), gpus=2), "vllm.0.gpus")
-    assert problem.reason == "GPU 2, 5 does not exist: this machine has GPUs 0-1" and problem.fix == "use GPUs 0-1"
+    problem = one(
+        found(profile(vllm={"gpus": [1, 2, 5], "tensor_parallel": 3}), gpus=2), "vllm.0.gpus"
+    )
+    assert (
+        problem.reason == "GPU 2, 5 does not exist: this machine has GPUs 0-1"
+        and problem.fix == "use GPUs 0-1"
+    )
     assert not [p for p in found(profile(vllm={"gpus": [1]}), gpus=2) if "gpus" in p.key]
 
 
-@pytest.mark.parametrize(("parallel", "fits"), [(1, True), (2, True), (4, True), (8, True), (3, False), (16, False)])
+@pytest.mark.parametrize(
+    ("parallel", "fits"), [(1, True), (2, True), (4, True), (8, True), (3, False), (16, False)]
+)
 def test_tensor_parallel_divides_the_heads(parallel: int, fits: bool) -> None:
     problems = found(profile(vllm={"tensor_parallel": parallel}), config=LLAMA)
     if fits:
         assert not [problem for problem in problems if "heads" in problem.reason]
     else:
         problem = one(problems, "vllm.0.tensor_parallel")
-        assert "8 attention heads with 2 key/value heads" in problem.reason and problem.fix == "use one of: 1, 2, 4, 8"
+        assert (
+            "8 attention heads with 2 key/value heads" in problem.reason
+            and problem.fix == "use one of: 1, 2, 4, 8"
+        )
 
 
 REFUSED = {
@@ -152,9 +204,17 @@ REFUSED = {
         {"architectures": ["LlavaForConditionalGeneration"], "vision_config": {"depth": 1}},
         "has vision layers",
     ),
-    "dynamic": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, r"rotary embeddings \(dynamic\)"),
+    "dynamic": (
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        r"rotary embeddings \(dynamic\)",
+    ),
     "longrope": (
-        {"rope_parameters": {"rope_type": "longrope", **dict.fromkeys(("long_factor", "short_factor"), [1.0] * 4)}},
+        {
+            "rope_parameters": {
+                "rope_type": "longrope",
+                **dict.fromkeys(("long_factor", "short_factor"), [1.0] * 4),
+            }
+        },
         r"rotary embeddings \(longrope\)",
     ),
 }
@@ -182,7 +242,9 @@ def test_a_model_that_the_trainer_refuses(tmp_path: Path, name: str, mode: str) 
         ("lora_restart", {}, None),
     ],
 )
-def test_a_quantized_model_is_a_base_for_adapters_alone(mode: str, trainer: dict[str, Any], words: str | None) -> None:
+def test_a_quantized_model_is_a_base_for_adapters_alone(
+    mode: str, trainer: dict[str, Any], words: str | None
+) -> None:
     quantized = LLAMA | {"quantization_config": {"quant_method": "fp8"}}
     problems = found(profile(model="a/b", mode=mode, trainer=trainer), config=quantized, gpus=2)
     said = [problem.fix for problem in problems if problem.key == "model"]
@@ -193,14 +255,28 @@ def test_a_quantized_model_is_a_base_for_adapters_alone(mode: str, trainer: dict
     ("changes", "words"),
     [
         ({}, "LlamaForCausalLM has no experts"),
-        ({"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}, None),
+        (
+            {
+                "model_type": "qwen3_moe",
+                "num_experts": 8,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 64,
+            },
+            None,
+        ),
         ({"model_type": "jamba", "num_experts": 8, "num_experts_per_tok": 2}, "not among those"),
     ],
 )
-def test_a_model_whose_routing_cannot_be_replayed(changes: dict[str, Any], words: str | None) -> None:
+def test_a_model_whose_routing_cannot_be_replayed(
+    changes: dict[str, Any], words: str | None
+) -> None:
     """By its configuration, before anything starts."""
     chosen = profile(model="a/b", mode="lora_only", trainer={"routing_replay": True})
-    said = [problem for problem in found(chosen, config=LLAMA | changes, gpus=2) if "routing" in problem.key]
+    said = [
+        problem
+        for problem in found(chosen, config=LLAMA | changes, gpus=2)
+        if "routing" in problem.key
+    ]
     assert len(said) == bool(words) and all(words in problem.reason for problem in said if words)
 
 
@@ -208,8 +284,12 @@ def test_a_model_that_several_ranks_refuse(tmp_path: Path) -> None:
     """In the trainer's own words, and on several ranks alone."""
     config = LLAMA | {"layer_types": ["linear_attention", "full_attention"] * 2}
     for trainer, refused in (([1, 2], True), ([1], False)):
-        chosen = profile(model="a/b", mode="broadcast", vllm={"gpus": [0]}, trainer={"gpus": trainer})
-        said = [problem for problem in found(chosen, config=config, gpus=3) if problem.key == "model"]
+        chosen = profile(
+            model="a/b", mode="broadcast", vllm={"gpus": [0]}, trainer={"gpus": trainer}
+        )
+        said = [
+            problem for problem in found(chosen, config=config, gpus=3) if problem.key == "model"
+        ]
         assert bool(said) is refused
         if said:
             assert "carry a state" in said[0].reason and said[0].fix == "train it on one GPU"
@@ -224,25 +304,42 @@ def test_a_model_that_several_ranks_refuse(tmp_path: Path) -> None:
 
 def test_a_model_that_nobody_tried_is_left_to_the_proof() -> None:
     """As a mixture of experts, and by a name that nobody knows."""
-    for kind in ({"model_type": "olmoe", "num_experts": 8}, {"model_type": "new", "architectures": ["NewForCausalLM"]}):
+    for kind in (
+        {"model_type": "olmoe", "num_experts": 8},
+        {"model_type": "new", "architectures": ["NewForCausalLM"]},
+    ):
         assert why_refused(LLAMA | kind) is None
 
 
 def test_rotary_embeddings_that_stay_as_they_are_train() -> None:
-    for rotary in ({"rope_type": "llama3"}, {"type": "yarn", "factor": 2.0}, {"rope_type": "default"}, None):
+    for rotary in (
+        {"rope_type": "llama3"},
+        {"type": "yarn", "factor": 2.0},
+        {"rope_type": "default"},
+        None,
+    ):
         assert why_refused(LLAMA | {"rope_scaling": rotary}) is None
 
 
 def test_tensor_parallel_divides_the_heads_for_keys_too() -> None:
     config = LLAMA | {"num_attention_heads": 12, "num_key_value_heads": 4, "hidden_size": 96}
-    problem = one(found(profile(vllm={"tensor_parallel": 3}), config=config), "vllm.0.tensor_parallel")
-    assert "12 attention heads with 4 key/value heads" in problem.reason and problem.fix == "use one of: 1, 2, 4, 12"
+    problem = one(
+        found(profile(vllm={"tensor_parallel": 3}), config=config), "vllm.0.tensor_parallel"
+    )
+    assert (
+        "12 attention heads with 4 key/value heads" in problem.reason
+        and problem.fix == "use one of: 1, 2, 4, 12"
+    )
 
 
 def test_a_context_beyond_the_model_s() -> None:
     problem = one(found(profile(vllm={"max_model_len": 129}), config=LLAMA), "vllm.0.max_model_len")
     assert "128 tokens" in problem.reason
-    assert not [p for p in found(profile(vllm={"max_model_len": 128}), config=LLAMA) if "max_model_len" in p.key]
+    assert not [
+        p
+        for p in found(profile(vllm={"max_model_len": 128}), config=LLAMA)
+        if "max_model_len" in p.key
+    ]
 
 
 def test_layers_that_the_model_does_not_have() -> None:
@@ -253,12 +350,16 @@ def test_layers_that_the_model_does_not_have() -> None:
 
 def test_the_eight_bit_optimizer_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else real(name))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else real(name)
+    )
     chosen = profile(vllm={"gpus": [0]})
     problem = one(found(chosen, gpus=1), "trainer.optimizer")
     assert "bitsandbytes" in problem.reason and '"adamw"' in problem.fix
     cpu = profile(trainer={"device": "cpu", "batch_size": 8})
-    assert not [p for p in found(cpu) if p.key == "trainer.optimizer"], "the default falls back there"
+    assert not [p for p in found(cpu) if p.key == "trainer.optimizer"], (
+        "the default falls back there"
+    )
     asked = profile(trainer={"device": "cpu", "batch_size": 8, "optimizer": "adamw_8bit"})
     assert one(found(asked), "trainer.optimizer")
 
@@ -278,7 +379,9 @@ def test_the_eight_bit_optimizer_needs_its_package(monkeypatch: pytest.MonkeyPat
         ("[" * 5000, "is not YAML"),
     ],
 )
-def test_an_environment_s_yaml_is_read_before_the_start(tmp_path: Path, text: str, expected: str | None) -> None:
+def test_an_environment_s_yaml_is_read_before_the_start(
+    tmp_path: Path, text: str, expected: str | None
+) -> None:
     (tmp_path / "env.yaml").write_text(text)
     chosen = profile(env={"module": "json", "config": str(tmp_path / "env.yaml")})
     problems = [problem for problem in found(chosen) if problem.key == "env.0.config"]
@@ -287,7 +390,9 @@ def test_an_environment_s_yaml_is_read_before_the_start(tmp_path: Path, text: st
 
 def test_a_flag_wins_over_the_yaml_file(tmp_path: Path) -> None:
     (tmp_path / "env.yaml").write_text("env:\n  group_size: 5\n")
-    chosen = profile(env={"module": "json", "config": str(tmp_path / "env.yaml"), "args": {"env.group_size": 8}})
+    chosen = profile(
+        env={"module": "json", "config": str(tmp_path / "env.yaml"), "args": {"env.group_size": 8}}
+    )
     assert not [problem for problem in found(chosen) if problem.key == "env.0.config"]
 
 
@@ -302,8 +407,11 @@ def test_a_yaml_file_lies_at_its_path_or_beside_the_shipped_profiles(
     assert config_file("none.yaml") == Path("none.yaml")
 
 
-def test_looking_for_a_module_runs_nothing_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`validate` in somebody's folder imported the package around the module that his profile names."""
+def test_looking_for_a_module_runs_nothing_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`validate` in somebody's folder imported the package around the module that his profile
+    names."""
     package = tmp_path / "evil"
     package.mkdir()
     (package / "__init__.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
@@ -312,8 +420,12 @@ def test_looking_for_a_module_runs_nothing_of_it(tmp_path: Path, monkeypatch: py
     assert "env.0.module" in {problem.key for problem in found(profile(env={"module": "evil.sub"}))}
     assert "env.0.module" not in {problem.key for problem in found(profile(env=with_path))}
     monkeypatch.syspath_prepend(tmp_path)
-    assert "env.0.module" not in {problem.key for problem in found(profile(env={"module": "evil.sub"}))}
-    assert "env.0.module" in {problem.key for problem in found(profile(env={"module": "evil.no_such"}))}
+    assert "env.0.module" not in {
+        problem.key for problem in found(profile(env={"module": "evil.sub"}))
+    }
+    assert "env.0.module" in {
+        problem.key for problem in found(profile(env={"module": "evil.no_such"}))
+    }
     assert not (tmp_path / "ran").exists()
 
 
@@ -324,7 +436,11 @@ def test_a_class_that_the_file_does_not_have(tmp_path: Path) -> None:
     problem = one(found(profile(env={"script": f"{script}:Mien"})), "env.0.script")
     assert "no class 'Mien'" in problem.reason and "Mine, Other" in problem.fix
     for named in ("Mine", "Other"):
-        assert not [p for p in found(profile(env={"script": f"{script}:{named}"})) if p.key == "env.0.script"]
+        assert not [
+            p
+            for p in found(profile(env={"script": f"{script}:{named}"}))
+            if p.key == "env.0.script"
+        ]
 
 
 def test_what_a_file_imports_from_beside_it_counts(tmp_path: Path) -> None:

@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 
 from atropos_tui.errors import Exit, UserError
-from atropos_tui.profile.sections import READ_WORDS, apply_sets, load_profile, parse_profile, shipped_profiles
+from atropos_tui.profile.sections import (
+    READ_WORDS,
+    apply_sets,
+    load_profile,
+    parse_profile,
+    shipped_profiles,
+)
 
 MINIMAL = 'name = "p"\nmodel = "m"\n[env]\nmodule = "json"\n'
 
@@ -45,7 +51,8 @@ def test_every_shipped_profile_loads(name: str) -> None:
 def test_all_problems_are_listed_at_once(tmp_path: Path) -> None:
     error = problems(
         tmp_path,
-        'name = "a/b"\nmode = "magic"\nmodell = "x"\n[env]\n[trainer]\nlr = "fast"\nclip_epz = 1\nmodel_name = "y"\n',
+        'name = "a/b"\nmode = "magic"\nmodell = "x"\n[env]\n[trainer]\nlr = "fast"\nclip_epz '
+        '= 1\nmodel_name = "y"\n',
     )
     text = str(error)
     for expected in (
@@ -89,7 +96,9 @@ def test_unknown_profile_names_the_shipped_ones() -> None:
 
 
 def test_environment_tables_are_flags(tmp_path: Path) -> None:
-    profile, _ = load_profile(write(tmp_path, MINIMAL + "[env.args]\nenv.group_size = 8\n'openai.timeout' = 5\n"))
+    profile, _ = load_profile(
+        write(tmp_path, MINIMAL + "[env.args]\nenv.group_size = 8\n'openai.timeout' = 5\n")
+    )
     assert profile.env[0].args == {"env.group_size": 8, "openai.timeout": 5}
 
 
@@ -98,7 +107,9 @@ def test_set_reaches_tables_lists_and_new_keys() -> None:
     apply_sets(single, ["env.0.weight=2"])
     assert single == {"env": {"name": "a", "weight": 2}}
     data: dict[str, object] = {"env": [{"name": "a"}, {"name": "b"}], "trainer": {}}
-    apply_sets(data, ["trainer.lr=1e-4", "env.1.name=c", "env.weight=2", "mode=lora_only", "model=/a b"])
+    apply_sets(
+        data, ["trainer.lr=1e-4", "env.1.name=c", "env.weight=2", "mode=lora_only", "model=/a b"]
+    )
     assert data == {
         "env": [{"name": "a", "weight": 2}, {"name": "c"}],
         "trainer": {"lr": 1e-4},
@@ -135,11 +146,13 @@ def extended(tmp_path: Path, base: str, child: str) -> Path:
 
 def test_tables_merge_lists_are_replaced_and_the_child_wins(tmp_path: Path) -> None:
     base = MINIMAL + (
-        "args.env.group_size = 8\nargs.'env.seed' = 1\n[trainer]\nlr = 1e-3\nbatch_size = 16\nbetas = [0.5, 0.6]\n"
+        "args.env.group_size = 8\nargs.'env.seed' = 1\n[trainer]\nlr = 1e-3\nbatch_size = "
+        "16\nbetas = [0.5, 0.6]\n"
         "[[vllm]]\nname = 'one'\n[[vllm]]\nname = 'two'\n"
     )
     child = (
-        "name = 'c'\n[env]\nargs.'env.group_size' = 4\nargs.env.seed = 2\n[trainer]\nlr = 2e-3\nbetas = [0.1, 0.2]\n"
+        "name = 'c'\n[env]\nargs.'env.group_size' = 4\nargs.env.seed = 2\n[trainer]\nlr = "
+        "2e-3\nbetas = [0.1, 0.2]\n"
         "[[vllm]]\nport = 9100\n"
     )
     profile, _ = load_profile(str(extended(tmp_path, base, child)), ["trainer.batch_size=32"])
@@ -156,14 +169,20 @@ def test_an_inherited_program_makes_room(tmp_path: Path) -> None:
 
 def test_what_was_said_of_an_inherited_program_is_not_said_of_another(tmp_path: Path) -> None:
     base = MINIMAL.replace(
-        "[env]", "[env]\nname = 'theirs'\nconfig = 'their.yaml'\nweight = 2\nargs = {env = {group_size = 4}}"
+        "[env]",
+        "[env]\nname = 'theirs'\nconfig = 'their.yaml'\nweight = 2\nargs = {env = "
+        "{group_size = 4}}",
     )
-    other, _ = load_profile(str(extended(tmp_path, base, "[env]\nscript = 'mine.py'\n[env.args]\nenv.seed = 1\n")))
+    other, _ = load_profile(
+        str(extended(tmp_path, base, "[env]\nscript = 'mine.py'\n[env.args]\nenv.seed = 1\n"))
+    )
     env = other.env[0]
     assert (env.name, env.config, env.weight, env.args) == ("env", None, None, {"env.seed": 1})
     (tmp_path / "again").mkdir()
     same, _ = load_profile(
-        str(extended(tmp_path / "again", base, "[env]\nmodule = 'json'\n[env.args]\nenv.seed = 1\n"))
+        str(
+            extended(tmp_path / "again", base, "[env]\nmodule = 'json'\n[env.args]\nenv.seed = 1\n")
+        )
     )
     assert (same.env[0].name, same.env[0].args) == ("theirs", {"env.group_size": 4, "env.seed": 1})
 
@@ -177,10 +196,16 @@ def test_a_shipped_profile_can_be_extended_by_name(tmp_path: Path) -> None:
 
 def test_problems_name_the_file_in_which_the_key_stands(tmp_path: Path) -> None:
     base = MINIMAL + "[trainer]\nlr = 'fast'\nseq_len = 1\n[[vllm]]\nprot = 1\n[api]\nport = 0\n"
-    path = extended(tmp_path, base, "seed = -1\n[trainer]\nseq_len = 0\n[[component.x.startup.checks]]\nkind = 'tcp'\n")
+    path = extended(
+        tmp_path,
+        base,
+        "seed = -1\n[trainer]\nseq_len = 0\n[[component.x.startup.checks]]\nkind = 'tcp'\n",
+    )
     with pytest.raises(UserError) as caught:
         load_profile(str(path), ["trainer.clip_eps=0", "env.weight=0"])
-    where = {problem.key: problem.file.removeprefix(f"{tmp_path}/") for problem in caught.value.problems}
+    where = {
+        problem.key: problem.file.removeprefix(f"{tmp_path}/") for problem in caught.value.problems
+    }
     assert where == {
         "trainer.lr": "shared/base.toml",
         "vllm.prot": "shared/base.toml",
@@ -197,29 +222,74 @@ def test_problems_name_the_file_in_which_the_key_stands(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "expected"),
     [
-        ({"mode": "shared"}, 'mode: unknown value (got "shared") did you mean shared_vllm? choose one of: none,'),
-        ({"api": {"port": "8000"}}, 'api.port: wrong type (got "8000") write it without quotes: 8000'),
-        ({"api": {"port": True}}, "api.port: wrong type (got true) give a whole number from 1 to 65535"),
-        ({"api": {"port": 70000}}, "api.port: out of range (got 70000) give a whole number from 1 to 65535"),
+        (
+            {"mode": "shared"},
+            'mode: unknown value (got "shared") did you mean shared_vllm? choose one of: none,',
+        ),
+        (
+            {"api": {"port": "8000"}},
+            'api.port: wrong type (got "8000") write it without quotes: 8000',
+        ),
+        (
+            {"api": {"port": True}},
+            "api.port: wrong type (got true) give a whole number from 1 to 65535",
+        ),
+        (
+            {"api": {"port": 70000}},
+            "api.port: out of range (got 70000) give a whole number from 1 to 65535",
+        ),
         ({"seed": 1.5}, "seed: wrong type (got 1.5) give a whole number from 0 to 4294967295"),
         ({"survive": "no"}, 'survive: wrong type (got "no") give true or false'),
-        ({"vllm": {"gpus": [0, -1]}}, "vllm.gpus[1]: out of range (got -1) give a whole number of at least 0"),
-        ({"vllm": {"gpus": 0}}, "vllm.gpus: wrong type (got 0) give a list, each a whole number of at least 0"),
-        ({"vllm": {"gpu_memory_utilization": 0}}, "out of range (got 0) give a number above 0 and of at most 1"),
+        (
+            {"vllm": {"gpus": [0, -1]}},
+            "vllm.gpus[1]: out of range (got -1) give a whole number of at least 0",
+        ),
+        (
+            {"vllm": {"gpus": 0}},
+            "vllm.gpus: wrong type (got 0) give a list, each a whole number of at least 0",
+        ),
+        (
+            {"vllm": {"gpu_memory_utilization": 0}},
+            "out of range (got 0) give a number above 0 and of at most 1",
+        ),
         ({"api": 3}, "api: wrong type (got 3) give a table"),
-        ({"vllm": [{}, {"port": 0, "name": "b"}]}, 'vllm.1.port ([[vllm]] "b"): out of range (got 0) give a whole'),
-        ({"trainer": {"optimizer": "adam"}}, "did you mean adamw? choose one of: adamw, adamw_8bit, adafactor"),
-        ({"trainer": {"lr": "1e-4"}}, 'trainer.lr: wrong type (got "1e-4") write it without quotes: 1e-4'),
-        ({"trainer": {"train_layer_indices": "9-1"}}, "trainer.train_layer_indices: the range 9-1 runs backwards"),
-        ({"trainer": {"device": "tpu"}}, "give text in quotes: auto (cuda if there is one), cpu, cuda or cuda:N"),
-        ({"trainer": {"alignment_ok": 2.0, "alignment_mismatch": 1.0}}, "alignment_ok must not be above alignment_mis"),
+        (
+            {"vllm": [{}, {"port": 0, "name": "b"}]},
+            'vllm.1.port ([[vllm]] "b"): out of range (got 0) give a whole',
+        ),
+        (
+            {"trainer": {"optimizer": "adam"}},
+            "did you mean adamw? choose one of: adamw, adamw_8bit, adafactor",
+        ),
+        (
+            {"trainer": {"lr": "1e-4"}},
+            'trainer.lr: wrong type (got "1e-4") write it without quotes: 1e-4',
+        ),
+        (
+            {"trainer": {"train_layer_indices": "9-1"}},
+            "trainer.train_layer_indices: the range 9-1 runs backwards",
+        ),
+        (
+            {"trainer": {"device": "tpu"}},
+            "give text in quotes: auto (cuda if there is one), cpu, cuda or cuda:N",
+        ),
+        (
+            {"trainer": {"alignment_ok": 2.0, "alignment_mismatch": 1.0}},
+            "alignment_ok must not be above alignment_mis",
+        ),
         ({"component": {"x": {}}}, "component.x.command: is missing add it: Program and arguments"),
         (
             {"env": {"module": "m", "args": {"a": {"b": [1, {}]}}}},
             "env.args.a.b[1]: wrong type (got an empty table) give",
         ),
-        ({"env": {"module": "m", "env": {"API_KEY": 5}}}, "env.env.API_KEY: wrong type (got 5) give text in quotes"),
-        ({"vllm": {"args": {"api-key": ["s3cret"]}}}, "vllm.args.api-key: wrong type (got a list of 1 entry)"),
+        (
+            {"env": {"module": "m", "env": {"API_KEY": 5}}},
+            "env.env.API_KEY: wrong type (got 5) give text in quotes",
+        ),
+        (
+            {"vllm": {"args": {"api-key": ["s3cret"]}}},
+            "vllm.args.api-key: wrong type (got a list of 1 entry)",
+        ),
     ],
 )
 def test_plain_words(data: dict[str, Any], expected: str) -> None:
@@ -230,13 +300,20 @@ def test_plain_words(data: dict[str, Any], expected: str) -> None:
 
 
 def test_a_secret_of_the_wrong_type_is_not_shown(tmp_path: Path) -> None:
-    text = str(problems(tmp_path, MINIMAL + "[vllm]\nport = 'x'\n[notify]\nwebhook = 'hunter2'\non = 'hunter2'\n"))
+    text = str(
+        problems(
+            tmp_path,
+            MINIMAL + "[vllm]\nport = 'x'\n[notify]\nwebhook = 'hunter2'\non = 'hunter2'\n",
+        )
+    )
     assert "notify.webhook" in text and text.count("hunter2") == 1
 
 
 @pytest.mark.parametrize("webhook", ["https://example.org/x", "http://127.0.0.1:9/x", "${HOOK}"])
 def test_webhooks(tmp_path: Path, webhook: str) -> None:
-    profile, _ = load_profile(write(tmp_path, MINIMAL + f"[notify]\nwebhook = '{webhook}'\non = ['failed']\n"))
+    profile, _ = load_profile(
+        write(tmp_path, MINIMAL + f"[notify]\nwebhook = '{webhook}'\non = ['failed']\n")
+    )
     assert (profile.notify.webhook, profile.notify.on) == (webhook, ("failed",))
 
 

@@ -1,4 +1,5 @@
-"""Commands whose standard streams are closed, not UTF-8 or on a full disk, and whose working directory is gone."""
+"""Commands whose standard streams are closed, not UTF-8 or on a full disk, and whose working
+directory is gone."""
 
 from __future__ import annotations
 
@@ -38,14 +39,18 @@ def env(tmp_path: Path) -> dict[str, str]:
 def shell(line: str, env: dict[str, str], cwd: Path) -> subprocess.CompletedProcess[bytes]:
     """A line of sh in which `tui` is atropos-tui."""
     text = f'tui() {{ {sys.executable} -P -m atropos_tui "$@"; }}\n{line}'
-    return subprocess.run(["bash", "-c", text], capture_output=True, env=env, cwd=cwd, check=False, timeout=120)
+    return subprocess.run(
+        ["bash", "-c", text], capture_output=True, env=env, cwd=cwd, check=False, timeout=120
+    )
 
 
 @pytest.fixture
 def ended(tmp_path: Path) -> Path:
     """A run that has ended, with a reason that is not Latin."""
     root = make_run(tmp_path / "ended").root
-    (root / "result.json").write_text('{"exit_code": 0, "reason": "trainer → 完了"}', encoding="utf-8")
+    (root / "result.json").write_text(
+        '{"exit_code": 0, "reason": "trainer → 完了"}', encoding="utf-8"
+    )
     return root
 
 
@@ -74,7 +79,11 @@ def test_no_surroundings_are_an_internal_error(
     done = shell(line.replace("RUN", str(ended)), env, tmp_path)
     said = done.stderr.decode(errors="replace")
     assert done.returncode == code, said
-    assert not list(tmp_path.glob("atropos-tui-fault-*")) and "Traceback" not in said and "of ours" not in said
+    assert (
+        not list(tmp_path.glob("atropos-tui-fault-*"))
+        and "Traceback" not in said
+        and "of ours" not in said
+    )
     if code and "full" in line:
         assert "bytes of the output are lost: No space left on device" in said
     elif code:
@@ -89,7 +98,12 @@ def test_the_exit_code_of_a_run_does_not_depend_on_its_streams(
     """It was 1 for a run that had ended well, so that a wrapper started it again."""
     trainer = part("trainer", python(f"raise SystemExit({code})"), ends_run=True)
     stack = StackSpec(
-        run_id="t", name="t", mode="none", run_dir=str(tmp_path / "run"), components=[trainer], logs=LogPolicy()
+        run_id="t",
+        name="t",
+        mode="none",
+        run_dir=str(tmp_path / "run"),
+        components=[trainer],
+        logs=LogPolicy(),
     )
     (tmp_path / "stack.json").write_text(stack.model_dump_json())
     (tmp_path / "headless.py").write_text(HEADLESS)
@@ -114,7 +128,10 @@ sys.exit(streams.finish(0, ["up"]))
 
 def test_a_run_that_prints_in_latin_1_is_not_silent(env: dict[str, str], tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", PRINTER], env=env | {"PYTHONIOENCODING": "latin-1"}, capture_output=True, check=False
+        [sys.executable, "-c", PRINTER],
+        env=env | {"PYTHONIOENCODING": "latin-1"},
+        capture_output=True,
+        check=False,
     )
     assert done.stdout.decode("latin-1").splitlines()[::4] == ["pending ? starting", "run ended"]
 

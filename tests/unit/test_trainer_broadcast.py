@@ -1,4 +1,5 @@
-"""Mode `broadcast` on gloo: what is sent, who gets it, and what is said when somebody is missing."""
+"""Mode `broadcast` on gloo: what is sent, who gets it, and what is said when somebody is
+missing."""
 
 from __future__ import annotations
 
@@ -65,11 +66,16 @@ def make(base: Path, receivers: list[Receiver]) -> Iterator[Make]:
     def broadcast(**fields: Any) -> Broadcast:
         config = TrainingConfig.model_validate(
             {
-                "model_name": str(base), "weight_bridge_mode": "shared_vllm", "use_shared_memory": True,
-                "dtype": "float32", "vllm_urls": [each.url for each in receivers], "engine_timeout": 30,
-                "broadcast_timeout": 20, **fields,
+                "model_name": str(base),
+                "weight_bridge_mode": "shared_vllm",
+                "use_shared_memory": True,
+                "dtype": "float32",
+                "vllm_urls": [each.url for each in receivers],
+                "engine_timeout": 30,
+                "broadcast_timeout": 20,
+                **fields,
             }
-        )  # fmt: skip
+        )
         made.append(Broadcast(config, torch.device("cpu"), threading.Event()))
         return made[-1]
 
@@ -92,7 +98,9 @@ def step(model: torch.nn.Module) -> None:
         parameter.add_(torch.randn_like(parameter), alpha=0.1)
 
 
-def test_every_worker_of_every_server_gets_every_version(make: Make, receivers: list[Receiver]) -> None:
+def test_every_worker_of_every_server_gets_every_version(
+    make: Make, receivers: list[Receiver]
+) -> None:
     sync = make()
     model = sync.attach(Start(version=7))
     assert [each.version for each in receivers] == [7, 7]
@@ -129,7 +137,9 @@ def test_an_overlapped_publish_returns_at_once_and_ends_before_weights_change(
         assert len(arrived) == version - 8
     assert seen == [[7, 7], [8, 8]], "nothing is written while a version is on its way"
     sync.settle()
-    assert [each.weight_version for each in arrived] == [8, 9] and all(each.moved for each in arrived)
+    assert [each.weight_version for each in arrived] == [8, 9] and all(
+        each.moved for each in arrived
+    )
     assert all(each.seconds > 0.4 and "receive" in each.phases for each in arrived)
     for each in receivers:
         assert each.version == 9
@@ -138,7 +148,9 @@ def test_an_overlapped_publish_returns_at_once_and_ends_before_weights_change(
     assert len(arrived) == 2, "told once"
 
 
-def test_a_server_lost_during_an_overlapped_publish_is_left_out(make: Make, receivers: list[Receiver]) -> None:
+def test_a_server_lost_during_an_overlapped_publish_is_left_out(
+    make: Make, receivers: list[Receiver]
+) -> None:
     sync = make(overlap_publish=True, engine_timeout=2)
     model = sync.attach(Start())
     arrived: list[SyncReport] = []
@@ -173,13 +185,18 @@ def test_parameters_lie_in_one_piece_and_compute_the_same(base: Path) -> None:
         torch.optim.SGD(model.parameters(), lr=0.5).step()
         (whole,) = chunks(tensors, 1 << 40)
         for sent, view in named_views(whole, stream):
-            assert torch.equal(view, dict(model.named_parameters())[sent]), f"{sent}: a step is seen in what is sent"
+            assert torch.equal(view, dict(model.named_parameters())[sent]), (
+                f"{sent}: a step is seen in what is sent"
+            )
 
 
 @pytest.mark.parametrize("width", [64, 5])
 def test_experts_are_sent_singly_under_the_checkpoint_s_names(width: int, tmp_path: Path) -> None:
-    """In place where each lies at a round address in its stack, by a copy before every broadcast where it does not."""
-    config = Qwen3MoeConfig(**SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=width, head_dim=16)
+    """In place where each lies at a round address in its stack, by a copy before every broadcast
+    where it does not."""
+    config = Qwen3MoeConfig(
+        **SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=width, head_dim=16
+    )
     model = build(config).eval()
     stream, tensors, copied = into_one_piece(model)
     assert len(copied) == (0 if width == 64 else 3 * 4 * 3)
@@ -190,7 +207,9 @@ def test_experts_are_sent_singly_under_the_checkpoint_s_names(width: int, tmp_pa
     checkpoint = load_file(tmp_path / "model.safetensors")
     (whole,) = chunks(tensors, 1 << 40)
     sent = dict(named_views(whole, stream))
-    assert "model.layers.1.mlp.experts.3.up_proj.weight" in sent and sent.keys() == checkpoint.keys()
+    assert (
+        "model.layers.1.mlp.experts.3.up_proj.weight" in sent and sent.keys() == checkpoint.keys()
+    )
     assert all(torch.equal(tensor, checkpoint[name]) for name, tensor in sent.items())
 
 
@@ -198,7 +217,9 @@ SIZES = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=3), min_size=
 
 
 @given(shapes=SIZES, limit=st.integers(1, 20_000), dtype=st.sampled_from(["float32", "bfloat16"]))
-def test_chunks_cover_the_stream_once_in_order(shapes: list[list[int]], limit: int, dtype: Any) -> None:
+def test_chunks_cover_the_stream_once_in_order(
+    shapes: list[list[int]], limit: int, dtype: Any
+) -> None:
     tensors = [SentTensor(name=str(i), dtype=dtype, shape=shape) for i, shape in enumerate(shapes)]
     parts = chunks(tensors, limit)
     assert [placed.tensor for part in parts for placed in part.tensors] == tensors
@@ -230,7 +251,8 @@ def test_a_restarted_server_gets_the_present_weights(make: Make, receivers: list
 def test_a_server_lost_in_the_middle_is_named_and_waited_for(
     fault: Fault, make: Make, receivers: list[Receiver], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Not by the others, who have the update at once; when it is back it has the weights of then."""
+    """Not by the others, who have the update at once; when it is back it has the weights of
+    then."""
     sync = make()
     model = sync.attach(Start())
     receivers[1].fault = fault
@@ -240,8 +262,15 @@ def test_a_server_lost_in_the_middle_is_named_and_waited_for(
     report = sync.publish(1, lambda: step(model))
     assert time.monotonic() - began < 8
     assert "begun_anew" in report.phases and report.moved
-    assert report.left_out.keys() == {receivers[1].url} and "phase transfer" in report.left_out[receivers[1].url]
-    said = next(line for line in capsys.readouterr().out.splitlines() if "did not reach every server" in line)
+    assert (
+        report.left_out.keys() == {receivers[1].url}
+        and "phase transfer" in report.left_out[receivers[1].url]
+    )
+    said = next(
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if "did not reach every server" in line
+    )
     assert "phase transfer" in said and receivers[1].url in said, said
     if fault == "dies at update":
         assert receivers[0].url not in said, "the one that died is named, not the one that noticed"
@@ -273,7 +302,10 @@ def test_one_worker_of_several_costs_its_server_and_no_other(
     assert report.left_out.keys() == {receivers[0].url} and receivers[1].version == 1
     out = capsys.readouterr().out
     said = next(line for line in out.splitlines() if "did not reach every server" in line)
-    assert "phase transfer" in said and f"[WARNING] {receivers[0].url} is left out of the broadcast: " in out, out
+    assert (
+        "phase transfer" in said
+        and f"[WARNING] {receivers[0].url} is left out of the broadcast: " in out
+    ), out
     assert_same_weights(receivers[1], model)
     receivers[0].restart()
     sync._looked = 0.0
@@ -304,7 +336,9 @@ def test_at_the_beginning_only_who_never_comes_is_left_out(
     if comes:
         threading.Timer(0.7, receivers[1].restart).start()
     make(engine_timeout=30 if comes else 2).attach(Start())
-    assert (f"{receivers[1].url} is left out of the broadcast" in capsys.readouterr().out) is not comes
+    assert (
+        f"{receivers[1].url} is left out of the broadcast" in capsys.readouterr().out
+    ) is not comes
 
 
 def test_another_rank_does_not_look_for_servers(make: Make) -> None:
@@ -318,7 +352,8 @@ def test_another_rank_does_not_look_for_servers(make: Make) -> None:
 
 
 def test_one_that_was_left_out_is_not_waited_for(make: Make, receivers: list[Receiver]) -> None:
-    """Whoever asks it between two publishes, for versions or idle seconds, waits a second and not a minute."""
+    """Whoever asks it between two publishes, for versions or idle seconds, waits a second and not a
+    minute."""
     sync = make()
     model = sync.attach(Start())
     lost, there = sync.engines
@@ -334,7 +369,10 @@ def test_one_that_was_left_out_is_not_waited_for(make: Make, receivers: list[Rec
 
 
 def test_a_worker_that_hangs_is_named_before_it_is_given_up(
-    make: Make, receivers: list[Receiver], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    make: Make,
+    receivers: list[Receiver],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("trainer_core.weight_sync.broadcast.NAME_S", 0.3)
     sync = make()
@@ -343,7 +381,9 @@ def test_a_worker_that_hangs_is_named_before_it_is_given_up(
     receivers[1].fault = "never receives"
     sync.publish(1, lambda: step(model))
     lines = capsys.readouterr().out.splitlines()
-    waits = next(i for i, line in enumerate(lines) if "the broadcast waits (phase transfer)" in line)
+    waits = next(
+        i for i, line in enumerate(lines) if "the broadcast waits (phase transfer)" in line
+    )
     assert receivers[1].url in lines[waits] and "left out" in "".join(lines[waits + 1 :])
 
 
@@ -353,16 +393,20 @@ def test_every_server_that_answers_is_named(
     """What is said of one server alone reads as if the others had not answered."""
     make().attach(Start())
     said = capsys.readouterr().out
-    assert all(f"The server at {each.url} answers with weight version 0" in said for each in receivers), said
+    assert all(
+        f"The server at {each.url} answers with weight version 0" in said for each in receivers
+    ), said
 
 
 @pytest.mark.parametrize(
     ("fault", "phase"),
     [
-        ("never comes", "rendezvous"), ("dies at join", "rendezvous"), ("never connects", "connect"),
+        ("never comes", "rendezvous"),
+        ("dies at join", "rendezvous"),
+        ("never connects", "connect"),
         ("a worker dies at join", "rendezvous"),
     ],
-)  # fmt: skip
+)
 def test_a_group_that_does_not_form_says_who_is_missing(
     fault: Fault, phase: str, make: Make, receivers: list[Receiver]
 ) -> None:
@@ -379,14 +423,20 @@ def test_a_group_that_does_not_form_says_who_is_missing(
     assert receivers[1].url not in text, "the one that died is named, not the one that noticed"
 
 
-def test_two_ranks_on_one_gpu_are_named(make: Make, receivers: list[Receiver], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_on_one_gpu_are_named(
+    make: Make, receivers: list[Receiver], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("vllm_server.weights.collectives.gpu_of", lambda device: "GPU-1")
-    with pytest.raises(UsageError, match=r"on one GPU, and NCCL .* invalid usage.*vllm\.gpus") as raised:
+    with pytest.raises(
+        UsageError, match=r"on one GPU, and NCCL .* invalid usage.*vllm\.gpus"
+    ) as raised:
         make().attach(Start())
     assert all(each.url in str(raised.value) for each in receivers)
 
 
-def test_completions_that_may_end_first_are_waited_for_besides(make: Make, receivers: list[Receiver]) -> None:
+def test_completions_that_may_end_first_are_waited_for_besides(
+    make: Make, receivers: list[Receiver]
+) -> None:
     """The server lets them end before it receives: longer than the broadcast itself may take."""
     sync = make(broadcast_timeout=1, in_flight="wait", in_flight_timeout=5)
     model = sync.attach(Start())
@@ -408,7 +458,9 @@ def test_the_other_server_is_released_at_once(make: Make, receivers: list[Receiv
     assert_same_weights(receivers[0], model)
 
 
-def test_a_trainer_that_dies_is_an_error_on_the_server(make: Make, receivers: list[Receiver]) -> None:
+def test_a_trainer_that_dies_is_an_error_on_the_server(
+    make: Make, receivers: list[Receiver]
+) -> None:
     """The servers wait for data that nobody sends, with minutes to go until the timeout."""
     sync = make(broadcast_timeout=300)
     sync.attach(Start())
@@ -432,7 +484,9 @@ def test_a_trainer_that_dies_is_an_error_on_the_server(make: Make, receivers: li
     for thread in waiting:
         thread.join(5)
         assert not thread.is_alive()
-    assert len(errors) == 2 and all("phase receive" in text and "trainer" in text for text in errors), errors
+    assert len(errors) == 2 and all(
+        "phase receive" in text and "trainer" in text for text in errors
+    ), errors
 
 
 def test_a_group_that_keeps_failing_is_tried_ever_more_rarely(
@@ -443,14 +497,20 @@ def test_a_group_that_keeps_failing_is_tried_ever_more_rarely(
     sync = make(engine_timeout=4.0)
     sync.attach(Start())
     assert "a worker broke" in sync.left_out[receivers[1].url]
-    assert 2 <= receivers[1].joins <= 10, "twice each, about 0, 0.2, 0.6, 1.4 and 3.0 s after the start, or later"
+    assert 2 <= receivers[1].joins <= 10, (
+        "twice each, about 0, 0.2, 0.6, 1.4 and 3.0 s after the start, or later"
+    )
 
 
 def leave(arguments: list[str]) -> int:
     """A trainer that ends with the last of its groups."""
     model, *urls = arguments
     config = TrainingConfig(
-        model_name=model, weight_bridge_mode="shared_vllm", use_shared_memory=True, dtype="float32", vllm_urls=urls
+        model_name=model,
+        weight_bridge_mode="shared_vllm",
+        use_shared_memory=True,
+        dtype="float32",
+        vllm_urls=urls,
     )
     made = [Broadcast(config, torch.device("cpu"), threading.Event()) for _ in range(4)]
     for each in made:
@@ -463,7 +523,8 @@ def leave(arguments: list[str]) -> int:
 def test_a_trainer_ends_cleanly_right_after_it_left_its_group(
     base: Path, tmp_path: Path, receivers: list[Receiver]
 ) -> None:
-    """A thread inside the group's end when the interpreter ends aborts the process: a failure after the last step."""
+    """A thread inside the group's end when the interpreter ends aborts the process: a failure after
+    the last step."""
     log = tmp_path / "said"
     words = [str(base), *(each.url for each in receivers)]
     child = forked(TRAINER, "tests.unit.test_trainer_broadcast:leave", words, log)
@@ -491,14 +552,19 @@ def test_servers_that_cannot_receive_are_refused(make: Make, receivers: list[Rec
 def test_the_number_of_inference_nodes_is_checked() -> None:
     def config(**fields: Any) -> TrainingConfig:
         return TrainingConfig(
-            model_name="m", weight_bridge_mode="shared_vllm", use_shared_memory=True,
-            vllm_urls=["http://a", "http://b"], **fields,
-        )  # fmt: skip
+            model_name="m",
+            weight_bridge_mode="shared_vllm",
+            use_shared_memory=True,
+            vllm_urls=["http://a", "http://b"],
+            **fields,
+        )
 
     require_nodes(config(), {})
     require_nodes(config(), {"NUM_INFERENCE_NODES": "0"})
     require_nodes(config(num_inference_nodes=2), {"NUM_INFERENCE_NODES": "5"})
-    with pytest.raises(UsageError, match=r"NUM_INFERENCE_NODES is 3, but --vllm-urls names 2: http://a http://b"):
+    with pytest.raises(
+        UsageError, match=r"NUM_INFERENCE_NODES is 3, but --vllm-urls names 2: http://a http://b"
+    ):
         require_nodes(config(), {"NUM_INFERENCE_NODES": "3"})
     with pytest.raises(UsageError, match="--num-inference-nodes is 1"):
         require_nodes(config(num_inference_nodes=1), {})
@@ -516,7 +582,10 @@ def test_the_number_of_inference_nodes_is_checked() -> None:
     ],
 )
 def test_meeting_point(method: str, env: dict[str, str], expected: tuple[str, int]) -> None:
-    assert meeting_point(TrainingConfig(model_name="m", init_method=method).init_method, env) == expected
+    assert (
+        meeting_point(TrainingConfig(model_name="m", init_method=method).init_method, env)
+        == expected
+    )
 
 
 def test_a_meeting_point_that_cannot_be_is_refused(make: Make) -> None:
@@ -525,7 +594,9 @@ def test_a_meeting_point_that_cannot_be_is_refused(make: Make) -> None:
     for everywhere in ("0.0.0.0", "[::]", "0"):
         with pytest.raises(UsageError, match=r"every interface.* by default it is 127\.0\.0\.1"):
             meeting_point(f"tcp://{everywhere}:5000", {})
-    with pytest.raises(UsageError, match=r"MASTER_ADDR=0\.0\.0\.0 MASTER_PORT=0: that is every interface"):
+    with pytest.raises(
+        UsageError, match=r"MASTER_ADDR=0\.0\.0\.0 MASTER_PORT=0: that is every interface"
+    ):
         meeting_point("env://", {"MASTER_ADDR": "0.0.0.0"})
     with pytest.raises(ValueError, match="init_method"):
         TrainingConfig(model_name="m", init_method="file:///tmp/x")
@@ -535,12 +606,16 @@ def test_a_meeting_point_that_cannot_be_is_refused(make: Make) -> None:
             make(init_method=f"tcp://127.0.0.1:{port}").attach(Start())
 
 
-def test_the_store_listens_on_the_loopback_only_and_the_port_is_kept(make: Make, receivers: list[Receiver]) -> None:
+def test_the_store_listens_on_the_loopback_only_and_the_port_is_kept(
+    make: Make, receivers: list[Receiver]
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     sync = make(init_method=f"tcp://127.0.0.1:{port}")
     model = sync.attach(Start())
-    mine = [c.laddr for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    mine = [
+        c.laddr for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN
+    ]
     assert {c.ip for c in mine} <= {"127.0.0.1", "::ffff:127.0.0.1"}, mine
     assert port in {c.port for c in mine}
     receivers[0].restart()
@@ -565,18 +640,33 @@ def test_lag_asks_every_server(receivers: list[Receiver]) -> None:
 def two_engines(**changes: Any) -> Any:
     """A profile of two engines and an environment for each."""
     engines = [{"name": "a", "port": 9001}, {"name": "b", "port": 9002}]
-    envs = [{"name": name, "module": "json", "engine": engine} for name, engine in (("x", "a"), ("y", "b"))]
-    return make_site(profile(mode="broadcast", vllm=engines, env=envs, **changes), Path("/runs/r"), run_id="r")
+    envs = [
+        {"name": name, "module": "json", "engine": engine}
+        for name, engine in (("x", "a"), ("y", "b"))
+    ]
+    return make_site(
+        profile(mode="broadcast", vllm=engines, env=envs, **changes), Path("/runs/r"), run_id="r"
+    )
 
 
 def test_the_plan_feeds_every_engine_and_a_restart_takes_nobody_along() -> None:
     site = two_engines()
     assert check_profile(site) == []
-    stack = {part.name: part for part in build_stack(site.profile, Path("/runs/r"), run_id="r").components}
+    stack = {
+        part.name: part
+        for part in build_stack(site.profile, Path("/runs/r"), run_id="r").components
+    }
     command = " ".join(stack["trainer"].command)
-    assert "--use-shared-memory" in command and "--vllm-urls http://127.0.0.1:9001,http://127.0.0.1:9002" in command
+    assert (
+        "--use-shared-memory" in command
+        and "--vllm-urls http://127.0.0.1:9001,http://127.0.0.1:9002" in command
+    )
     for name, port in (("a", 9001), ("b", 9002)):
-        assert stack[name].env["ATROPOS_WEIGHT_UPDATES"] == stack[name].env["ATROPOS_HOLD_GENERATION"] == "1"
+        assert (
+            stack[name].env["ATROPOS_WEIGHT_UPDATES"]
+            == stack[name].env["ATROPOS_HOLD_GENERATION"]
+            == "1"
+        )
         assert stack[name].restart_with == []
         assert f"http://127.0.0.1:{port}/v1" in stack["x" if name == "a" else "y"].command
 
@@ -585,22 +675,43 @@ def test_the_servers_of_a_plan_meet_the_trainer_where_the_profile_says() -> None
     def hosts(**trainer: Any) -> list[str | None]:
         site = two_engines(trainer=trainer)
         stack = build_stack(site.profile, Path("/runs/r"), run_id="r")
-        return [part.env.get("ATROPOS_TRAINER_HOSTS") for part in stack.components if part.role == "engine"]
+        return [
+            part.env.get("ATROPOS_TRAINER_HOSTS")
+            for part in stack.components
+            if part.role == "engine"
+        ]
 
-    assert hosts() == hosts(init_method="tcp://127.0.0.1:5000") == hosts(env={"MASTER_ADDR": "localhost"}) == [None] * 2
-    assert hosts(init_method="tcp://10.0.0.7:5000") == hosts(env={"MASTER_ADDR": "10.0.0.7"}) == ["10.0.0.7"] * 2
-    assert hosts(env={"MASTER_ADDR": "${HERE}"}) == ["${HERE}"] * 2, "looked up when the process starts"
+    assert (
+        hosts()
+        == hosts(init_method="tcp://127.0.0.1:5000")
+        == hosts(env={"MASTER_ADDR": "localhost"})
+        == [None] * 2
+    )
+    assert (
+        hosts(init_method="tcp://10.0.0.7:5000")
+        == hosts(env={"MASTER_ADDR": "10.0.0.7"})
+        == ["10.0.0.7"] * 2
+    )
+    assert hosts(env={"MASTER_ADDR": "${HERE}"}) == ["${HERE}"] * 2, (
+        "looked up when the process starts"
+    )
 
 
 def test_a_public_meeting_point_is_warned_of_and_every_interface_is_refused() -> None:
     assert check_notes(two_engines(trainer={"init_method": "tcp://[::1]:5000"})) == []
     (note,) = check_notes(two_engines(trainer={"init_method": "tcp://10.0.0.7:5000"}))
-    assert note.startswith("WARNING trainer.init_method: the broadcast's group meets at 10.0.0.7, beyond the loopback")
+    assert note.startswith(
+        "WARNING trainer.init_method: the broadcast's group meets at 10.0.0.7, beyond the loopback"
+    )
     (note,) = check_notes(two_engines(trainer={"env": {"MASTER_ADDR": "node-3"}}))
     assert note.startswith("WARNING trainer.env.MASTER_ADDR: the broadcast's group meets at node-3")
     for trainer in ({"init_method": "tcp://0.0.0.0:5000"}, {"init_method": "tcp://[::]:0"}):
         (problem,) = check_profile(two_engines(trainer=trainer))
-        assert problem.key == "trainer.init_method" and "every interface" in problem.reason and problem.fix
+        assert (
+            problem.key == "trainer.init_method"
+            and "every interface" in problem.reason
+            and problem.fix
+        )
     (problem,) = check_profile(two_engines(trainer={"env": {"MASTER_ADDR": "0.0.0.0"}}))
     assert problem.key == "trainer.env.MASTER_ADDR"
 
@@ -608,7 +719,10 @@ def test_a_public_meeting_point_is_warned_of_and_every_interface_is_refused() ->
 def test_the_plan_counts_inference_nodes() -> None:
     found = check_profile(two_engines(trainer={"num_inference_nodes": 3}))
     assert [(problem.key, problem.reason) for problem in found] == [
-        ("trainer.num_inference_nodes", "3 inference servers, but the trainer feeds 2 of this profile's")
+        (
+            "trainer.num_inference_nodes",
+            "3 inference servers, but the trainer feeds 2 of this profile's",
+        )
     ]
     assert check_profile(two_engines(trainer={"num_inference_nodes": 2})) == []
 

@@ -44,14 +44,20 @@ def test_a_layer_with_experts_is_one_graph_for_all_lengths(name: str, backend: A
             model.zero_grad()
             logits = model(tokens, use_cache=False).logits
             logits.float().log_softmax(-1).square().sum().backward()
-            found.append([logits.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+            found.append(
+                [
+                    logits.detach(),
+                    *(p.grad.clone() for p in model.parameters() if p.grad is not None),
+                ]
+            )
     assert not counters["graph_break"], dict(counters["graph_break"])
     assert counters["stats"]["unique_graphs"] == 1
     _equal(found, model)
 
 
 def _equal(found: list[list[torch.Tensor]], model: torch.nn.Module) -> None:
-    """Of two lengths without compiling, then of the same with it: an output and the gradient of each parameter."""
+    """Of two lengths without compiling, then of the same with it: an output and the gradient of
+    each parameter."""
     for plain, again in zip(found[:2], found[2:], strict=True):
         assert len(plain) == len(again) == 1 + len(list(model.parameters()))
         assert all(torch.equal(one, other) for one, other in zip(plain, again, strict=True))
@@ -60,8 +66,8 @@ def _equal(found: list[list[torch.Tensor]], model: torch.nn.Module) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("hooks", ["inside", "outside"])
 def test_routers_that_take_the_engines_choice_are_one_graph_too(hooks: str) -> None:
-    """A graph for each layer would be one for eight of them, and the layers above uncompiled. Layers of a model that
-    ranks share are compiled without their own hooks."""
+    """A graph for each layer would be one for eight of them, and the layers above uncompiled.
+    Layers of a model that ranks share are compiled without their own hooks."""
     torch.compiler.reset()
     counters.clear()
     model = build("Qwen3-MoE", dtype=torch.bfloat16)
@@ -77,12 +83,21 @@ def test_routers_that_take_the_engines_choice_are_one_graph_too(hooks: str) -> N
                 layer.forward = torch.compile(layer.forward, dynamic=True, backend=DIFFERENTIATED)
         for length in (40, 57):
             tokens = torch.arange(length) * 7 % 120 + 3
-            ranks = torch.rand(length, len(shape.sparse), shape.experts, generator=generator.manual_seed(length))
-            row = replace(whole_row([tokens]), experts=ranks.topk(shape.chosen).indices.to(torch.int16))
+            ranks = torch.rand(
+                length, len(shape.sparse), shape.experts, generator=generator.manual_seed(length)
+            )
+            row = replace(
+                whole_row([tokens]), experts=ranks.topk(shape.chosen).indices.to(torch.int16)
+            )
             model.zero_grad()
             logprobs = row_logprobs(model, row)
             logprobs.sum().backward()
-            found.append([logprobs.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+            found.append(
+                [
+                    logprobs.detach(),
+                    *(p.grad.clone() for p in model.parameters() if p.grad is not None),
+                ]
+            )
     assert not counters["graph_break"], dict(counters["graph_break"])
     assert counters["stats"]["unique_graphs"] == 1 and len(shape.sparse) > 1
     _equal(found, model)

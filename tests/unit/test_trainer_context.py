@@ -1,6 +1,8 @@
-"""Ranks that share rows step as one rank does that has them alone, whatever attends; what cannot be shared is said.
+"""Ranks that share rows step as one rank does that has them alone, whatever attends; what cannot be
+shared is said.
 
-Two processes start once (`sharded_ranks.py`) and run all cases, each beside the same case on one rank.
+Two processes start once (`sharded_ranks.py`) and run all cases, each beside the same case on one
+rank.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ def steps(folder: Path, *cases: str, size: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     return steps(tmp_path_factory.mktemp("shared"), *selected(request, "case"), size=2)
 
 
@@ -53,7 +57,9 @@ def test_two_ranks_that_share_rows_step_as_one(found: dict[str, Any], case: str)
 @pytest.mark.slow
 def test_four_ranks_of_which_two_share(tmp_path: Path) -> None:
     """One of the pairs has an empty row, which is shorter than it has ranks."""
-    for numbers in steps(tmp_path, "as many keys as ranks", "adapters", "reference", size=4).values():
+    for numbers in steps(
+        tmp_path, "as many keys as ranks", "adapters", "reference", size=4
+    ).values():
         equal(numbers)
 
 
@@ -69,4 +75,6 @@ def test_what_cannot_be_shared_is_said() -> None:
     assert why_not_shared({"num_attention_heads": 12}, 4) is None
     refused = why_not_shared({"num_attention_heads": 12}, 8)
     assert refused is not None and "12 attention heads" in refused[0] and "to 6" in refused[1]
-    assert why_not_spread(vars(ZOO["Qwen3-Next"].build())) is not None, "what carries a state is shared by nobody"
+    assert why_not_spread(vars(ZOO["Qwen3-Next"].build())) is not None, (
+        "what carries a state is shared by nobody"
+    )

@@ -1,4 +1,5 @@
-"""Checkpoints outlive a crash at any moment, tell when they were damaged, and wait for room on a full disk."""
+"""Checkpoints outlive a crash at any moment, tell when they were damaged, and wait for room on a
+full disk."""
 
 from __future__ import annotations
 
@@ -37,16 +38,22 @@ def tmpfs(tmp_path: Path) -> Iterator[Path]:
 
 def _settings(base: Path, out: Path, **fields: Any) -> TrainingConfig:
     return TrainingConfig(
-        model_name=str(base), weight_bridge_mode="shared_vllm", save_path=str(out), optimizer="adamw", device="cpu",
+        model_name=str(base),
+        weight_bridge_mode="shared_vllm",
+        save_path=str(out),
+        optimizer="adamw",
+        device="cpu",
         **fields,
-    )  # fmt: skip
+    )
 
 
 def _save(model: torch.nn.Module, stepper: Stepper, settings: TrainingConfig, step: int) -> Path:
     return checkpoint.save_step(model, settings, stepper, step=step, version=step).path
 
 
-def _save_for_ever(model: torch.nn.Module, settings: TrainingConfig, first: int, begun: Event) -> None:
+def _save_for_ever(
+    model: torch.nn.Module, settings: TrainingConfig, first: int, begun: Event
+) -> None:
     torch.set_num_threads(1)
     stepper = Stepper(model, settings)
     begun.set()
@@ -57,8 +64,12 @@ def _save_for_ever(model: torch.nn.Module, settings: TrainingConfig, first: int,
             _save(model, stepper, settings, step)
 
 
-def _in_background(model: torch.nn.Module, stepper: Stepper, settings: TrainingConfig, step: int) -> BackgroundSave:
-    return BackgroundSave(model, settings, stepper, step=step, version=step, progress={}, world=ALONE)
+def _in_background(
+    model: torch.nn.Module, stepper: Stepper, settings: TrainingConfig, step: int
+) -> BackgroundSave:
+    return BackgroundSave(
+        model, settings, stepper, step=step, version=step, progress={}, world=ALONE
+    )
 
 
 def test_what_is_written_in_the_background_is_what_was_when_it_began(
@@ -68,7 +79,9 @@ def test_what_is_written_in_the_background_is_what_was_when_it_began(
     settings = _settings(base, tmp_path / "out", resume="auto")
     model = plain_model(base)
     stepper = Stepper(model, settings)
-    at_once = _save(model, stepper, settings.model_copy(update={"save_path": str(tmp_path / "wait")}), 1)
+    at_once = _save(
+        model, stepper, settings.model_copy(update={"save_path": str(tmp_path / "wait")}), 1
+    )
     slow, write = threading.Event(), checkpoint.write_state
 
     def waits(*values: Any) -> None:
@@ -102,9 +115,17 @@ def test_a_full_disk_in_the_background_leaves_nothing_and_is_said(base: Path, tm
 
 @pytest.mark.parametrize("kills", [16, pytest.param(40, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("background", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_killed_at_any_moment_the_last_good_one_stays(base: Path, tmp_path: Path, background: bool, kills: int) -> None:
+def test_killed_at_any_moment_the_last_good_one_stays(
+    base: Path, tmp_path: Path, background: bool, kills: int
+) -> None:
     """Also where a checkpoint is written again under its own name, and one alone is kept."""
-    settings = _settings(base, tmp_path / "out", keep_checkpoints=1, resume="auto", checkpoint_in_background=background)
+    settings = _settings(
+        base,
+        tmp_path / "out",
+        keep_checkpoints=1,
+        resume="auto",
+        checkpoint_in_background=background,
+    )
     model = plain_model(base)
     saved = _save(model, Stepper(model, settings), settings, 1)
     assert saved.name == "step_1"
@@ -116,7 +137,9 @@ def test_killed_at_any_moment_the_last_good_one_stays(base: Path, tmp_path: Path
     for number in range(kills):
         again = number % 2 == 1  # the present one is written anew
         begun = fork.Event()
-        process = fork.Process(target=_save_for_ever, args=(model, settings, reached if again else reached + 1, begun))
+        process = fork.Process(
+            target=_save_for_ever, args=(model, settings, reached if again else reached + 1, begun)
+        )
         process.start()
         assert begun.wait(30)
         time.sleep(moments.uniform(0.1, 4.0) * took)
@@ -125,16 +148,30 @@ def test_killed_at_any_moment_the_last_good_one_stays(base: Path, tmp_path: Path
         point = checkpoint.starting_point(settings)
         assert point.step >= reached and point.path is not None
         assert checkpoint._why_damaged(point.path, deep=True) is None
-        assert [path.name for path in (tmp_path / "out").iterdir() if path.name.startswith(".")] == []
+        assert [
+            path.name for path in (tmp_path / "out").iterdir() if path.name.startswith(".")
+        ] == []
         reached = point.step
     assert reached > kills // 8
 
 
-HOWS = ["truncated", "one bit", "missing", "state truncated", "state changed", "nested", "a list", "step", "progress"]
+HOWS = [
+    "truncated",
+    "one bit",
+    "missing",
+    "state truncated",
+    "state changed",
+    "nested",
+    "a list",
+    "step",
+    "progress",
+]
 
 
 @pytest.mark.parametrize("how", HOWS)
-def test_a_damaged_checkpoint_is_passed_over_and_named(base: Path, tmp_path: Path, how: str, capsys: Any) -> None:
+def test_a_damaged_checkpoint_is_passed_over_and_named(
+    base: Path, tmp_path: Path, how: str, capsys: Any
+) -> None:
     settings = _settings(base, tmp_path / "out", resume="auto")
     model = plain_model(base)
     stepper = Stepper(model, settings)
@@ -174,7 +211,10 @@ def test_keep_does_not_count_damaged_ones(base: Path, tmp_path: Path) -> None:
     paths = [_save(model, stepper, settings, step) for step in (1, 2)]
     (paths[1] / "model.safetensors").write_bytes(b"")
     _save(model, stepper, settings, 3)
-    assert [path.name for path in checkpoint.complete_checkpoints(tmp_path / "out")] == ["step_1", "step_3"]
+    assert [path.name for path in checkpoint.complete_checkpoints(tmp_path / "out")] == [
+        "step_1",
+        "step_3",
+    ]
 
 
 def test_a_file_of_several_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +236,12 @@ def test_a_file_of_several_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("background", [False, True])
 def test_a_full_disk_pauses_the_run_until_there_is_room(
-    engine: Engine, base: Path, tmpfs: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, background: bool
+    engine: Engine,
+    base: Path,
+    tmpfs: Path,
+    capsys: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    background: bool,
 ) -> None:
     ballast = tmpfs / "ballast"
     ballast.write_bytes(bytes(shutil.disk_usage(tmpfs).free - 200_000))
@@ -231,18 +276,22 @@ def test_a_full_disk_pauses_the_run_until_there_is_room(
     result = train(config, api=Recorded(batches))  # type: ignore[arg-type]
     assert result.done and paused.is_set()
     said = capsys.readouterr().out
-    assert "No space left on device: step 1 cannot be saved in" in said or (background and "step 2 cannot" in said), (
-        said
-    )
+    assert "No space left on device: step 1 cannot be saved in" in said or (
+        background and "step 2 cannot" in said
+    ), said
     assert checkpoint.starting_point(config.model_copy(update={"resume": "auto"})).step == 2
 
 
 def test_a_stop_on_a_full_disk_ends_with_words(engine: Engine, base: Path, tmpfs: Path) -> None:
     (tmpfs / "ballast").write_bytes(bytes(shutil.disk_usage(tmpfs).free - 200_000))
     batches = [[group(engine, [3, 12, 4, 13], 4, 3) for _ in range(4)]] * 2
-    config = run_config(engine, base, tmpfs, training_steps=2, checkpoint_interval=1, probe_interval=0)
+    config = run_config(
+        engine, base, tmpfs, training_steps=2, checkpoint_interval=1, probe_interval=0
+    )
     stop = threading.Event()
     threading.Timer(3.0, stop.set).start()
-    with pytest.raises(DiskFull, match=r"No space left on device: step 1 .* There is no checkpoint"):
+    with pytest.raises(
+        DiskFull, match=r"No space left on device: step 1 .* There is no checkpoint"
+    ):
         train(config, api=Recorded(batches), stop=stop)  # type: ignore[arg-type]
     assert not list((tmpfs / "out").glob("*step*"))

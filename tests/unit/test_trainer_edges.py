@@ -1,4 +1,5 @@
-"""The trainer's edges: run-api that goes and comes back, a telemetry file that is torn or cannot be written."""
+"""The trainer's edges: run-api that goes and comes back, a telemetry file that is torn or cannot be
+written."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def _client(answers: list[Any], stop: threading.Event | None = None) -> tuple[Ru
         return httpx.Response(200, json={"batch_size": 16, "max_token_len": 8})
 
     transport = httpx.MockTransport(handle)
-    return RunApi("http://x", {"batch_size": 16}, stop or threading.Event(), transport=transport), seen
+    return RunApi(
+        "http://x", {"batch_size": 16}, stop or threading.Event(), transport=transport
+    ), seen
 
 
 def test_registers_before_the_first_batch() -> None:
@@ -41,12 +44,20 @@ def test_registers_before_the_first_batch() -> None:
     api.open(5)
     assert seen == ["/info", "/register at 5", "/info", "/batch"]
     assert api.next_batch(5) == [{"tokens": []}]
-    assert seen[4:] == ["/info", "/batch", "/batch"], "it looks whose registration it is before each batch"
+    assert seen[4:] == ["/info", "/batch", "/batch"], (
+        "it looks whose registration it is before each batch"
+    )
 
 
 def test_a_restarted_run_api_gets_the_trainer_again(capsys: pytest.CaptureFixture[str]) -> None:
-    lost = {"status": "error", "message": "Trainer not registered. Call /register first.", "batch": []}
-    api, seen = _client([{"batch": None}, httpx.ConnectError("refused"), lost, {"batch": None}, {"batch": [1]}])
+    lost = {
+        "status": "error",
+        "message": "Trainer not registered. Call /register first.",
+        "batch": [],
+    }
+    api, seen = _client(
+        [{"batch": None}, httpx.ConnectError("refused"), lost, {"batch": None}, {"batch": [1]}]
+    )
     api.open(0)
     assert api.next_batch(9) == [1]
     assert "/register at 9" in seen
@@ -64,7 +75,14 @@ def test_a_stop_ends_the_wait_at_once() -> None:
 
 def test_telemetry_repairs_and_continues(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
-    fields = {"step_s": 1, "data_wait_s": 0, "train_s": 1, "sync_s": 0, "checkpoint_s": 0, "tokens_per_s": float("nan")}
+    fields = {
+        "step_s": 1,
+        "data_wait_s": 0,
+        "train_s": 1,
+        "sync_s": 0,
+        "checkpoint_s": 0,
+        "tokens_per_s": float("nan"),
+    }
     first = Telemetry(path, run_id="r")
     first.write(TimingRecord, 1, **fields)
     first.write(TimingRecord, 2, **fields)
@@ -77,9 +95,18 @@ def test_telemetry_repairs_and_continues(tmp_path: Path) -> None:
     assert [(r.seq, r.attempt, r.step) for r in records] == [(0, 1, 1), (1, 1, 2), (2, 2, 2)]
 
 
-def test_a_full_disk_does_not_stop_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_does_not_stop_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     stream = Telemetry(Path("/dev/full"))
-    fields = {"step_s": 1, "data_wait_s": 0, "train_s": 1, "sync_s": 0, "checkpoint_s": 0, "tokens_per_s": 1}
+    fields = {
+        "step_s": 1,
+        "data_wait_s": 0,
+        "train_s": 1,
+        "sync_s": 0,
+        "checkpoint_s": 0,
+        "tokens_per_s": 1,
+    }
     for step in range(3):
         stream.write(TimingRecord, step, **fields)
     assert capsys.readouterr().out.count("training goes on without telemetry") == 1

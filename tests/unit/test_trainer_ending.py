@@ -1,4 +1,5 @@
-"""How a run ends that trained nothing, or nothing in its last steps: with a reason, exit code 3 and no final model."""
+"""How a run ends that trained nothing, or nothing in its last steps: with a reason, exit code 3 and
+no final model."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from trainer_core.__main__ import main
 from trainer_core.ending import Updates
 
 
-def nan_loss(logprobs: torch.Tensor, base: torch.Tensor, advantages: torch.Tensor, _: Sequences) -> torch.Tensor:
+def nan_loss(
+    logprobs: torch.Tensor, base: torch.Tensor, advantages: torch.Tensor, _: Sequences
+) -> torch.Tensor:
     """Finite on the six tokens of the trial, NaN on a batch."""
     return -(logprobs - base).exp() * advantages * (1.0 if len(logprobs) <= 6 else float("nan"))
 
@@ -46,8 +49,9 @@ def test_masks_of_another_framework_end_the_run_with_3(
     config = offline_config(base, tmp_path)
     assert main([*config.to_args(), "--rollouts", str(path)]) == 3
     said = capsys.readouterr()
-    assert "no update was made, so no final model is saved: 24 of 24 sequences were left out: malformed masks (24)" in (
-        said.err
+    assert (
+        "no update was made, so no final model is saved: 24 of 24 sequences were left out: "
+        "malformed masks (24)" in (said.err)
     )
     assert "masks holds 0 and 1, another framework's convention. fix: put -100 where" in said.err
     assert "Training finished" not in said.out
@@ -56,8 +60,12 @@ def test_masks_of_another_framework_end_the_run_with_3(
     assert not (tmp_path / "offline" / "final_model").exists()
 
 
-@pytest.mark.parametrize("wrong", [{"tokens": [[99999] * 6] * 4}, {"inference_logprobs": [[-1.0]] * 4}])
-def test_other_groups_that_are_all_malformed(base: Path, tmp_path: Path, wrong: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "wrong", [{"tokens": [[99999] * 6] * 4}, {"inference_logprobs": [[-1.0]] * 4}]
+)
+def test_other_groups_that_are_all_malformed(
+    base: Path, tmp_path: Path, wrong: dict[str, Any]
+) -> None:
     path = write_lines(tmp_path / "m.jsonl", batches(2, **wrong))
     with pytest.raises(NoUpdateError, match="16 of 16 sequences were left out"):
         train(offline_config(base, tmp_path), rollouts=path)
@@ -72,8 +80,12 @@ def test_a_loss_that_is_never_finite_ends_the_run_with_3(base: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("broken", [(3,), (2, 3), (0, 1, 2)])
-def test_a_good_update_among_the_last_three_is_enough(base: Path, tmp_path: Path, broken: tuple[int, ...]) -> None:
-    result = train(offline_config(base, tmp_path), rollouts=[b["batch"] for b in batches(4, *broken)])
+def test_a_good_update_among_the_last_three_is_enough(
+    base: Path, tmp_path: Path, broken: tuple[int, ...]
+) -> None:
+    result = train(
+        offline_config(base, tmp_path), rollouts=[b["batch"] for b in batches(4, *broken)]
+    )
     assert (result.done, result.step, result.weight_version) == (True, 4, 4 - len(broken))
 
 
@@ -82,9 +94,13 @@ def test_last_steps_without_an_update_fail_and_lose_nothing(base: Path, tmp_path
     made = [b["batch"] for b in batches(4, 1, 2, 3)]
     config = offline_config(base, tmp_path, resume="auto")
     for _ in range(2):
-        with pytest.raises(NoUpdateError, match=r"the last 3 of 4 steps made no update[\s\S]*step_4"):
+        with pytest.raises(
+            NoUpdateError, match=r"the last 3 of 4 steps made no update[\s\S]*step_4"
+        ):
             train(config, rollouts=made)
-    saved, start = (load_file(f / "model.safetensors") for f in (tmp_path / "offline" / "step_4", base))
+    saved, start = (
+        load_file(f / "model.safetensors") for f in (tmp_path / "offline" / "step_4", base)
+    )
     assert any(not torch.equal(saved[name], start[name]) for name in saved)
     assert not (tmp_path / "offline" / "final_model").exists()
 
@@ -109,5 +125,7 @@ def test_a_source_that_never_gives_anything_ends(base: Path, tmp_path: Path) -> 
         def next_batch(self, step: int) -> Any:
             return zero_one(batches(1))[0]
 
-    with pytest.raises(TooMuchLeftOut, match=r"the last 100 batches of Endless .*malformed masks \(800\)"):
+    with pytest.raises(
+        TooMuchLeftOut, match=r"the last 100 batches of Endless .*malformed masks \(800\)"
+    ):
         train(offline_config(base, tmp_path), rollouts=Endless())

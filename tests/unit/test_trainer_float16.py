@@ -1,4 +1,5 @@
-"""float16: gradients that would be too small for it, steps that would be too large, and what becomes of the scale."""
+"""float16: gradients that would be too small for it, steps that would be too large, and what
+becomes of the scale."""
 
 from __future__ import annotations
 
@@ -26,14 +27,22 @@ def _stepper(base: Path, dtype: torch.dtype, **fields: Any) -> tuple[torch.nn.Mo
     model = load_model(str(base), dtype, CPU)
     if dtype == torch.float64:
         model.base_model.rotary_emb.double()
-    config = TrainingConfig.model_validate({"model_name": "m", "optimizer": "adamw", "max_grad_norm": 0, **fields})
+    config = TrainingConfig.model_validate(
+        {"model_name": "m", "optimizer": "adamw", "max_grad_norm": 0, **fields}
+    )
     return model, Stepper(model, config)
 
 
-def _accumulate(model: torch.nn.Module, stepper: Stepper, others: int = 0, *, threads: int = 1) -> StepOutcome:
-    rest = Counts(torch.tensor(float(others), dtype=torch.float64), torch.tensor(0.0, dtype=torch.float64))
+def _accumulate(
+    model: torch.nn.Module, stepper: Stepper, others: int = 0, *, threads: int = 1
+) -> StepOutcome:
+    rest = Counts(
+        torch.tensor(float(others), dtype=torch.float64), torch.tensor(0.0, dtype=torch.float64)
+    )
     rows = pack(rollouts_of(), 40)
-    return accumulate(model, stepper, rows, Objective(stepper.config), 1, world=Beside(rest), threads=threads)
+    return accumulate(
+        model, stepper, rows, Objective(stepper.config), 1, world=Beside(rest), threads=threads
+    )
 
 
 def _gradient(stepper: Stepper) -> torch.Tensor:

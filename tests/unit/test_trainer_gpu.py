@@ -1,4 +1,5 @@
-"""The CUDA paths: packed attention by the variable-length kernel, single copy over CUDA IPC between processes."""
+"""The CUDA paths: packed attention by the variable-length kernel, single copy over CUDA IPC between
+processes."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ def _rollouts() -> list[Rollout]:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.05), (torch.float32, 1e-4)])
-def test_packed_on_the_gpu_equals_float32_on_the_cpu(base: Path, dtype: torch.dtype, tolerance: float) -> None:
+def test_packed_on_the_gpu_equals_float32_on_the_cpu(
+    base: Path, dtype: torch.dtype, tolerance: float
+) -> None:
     device = torch.device("cuda")
     (row,) = pack(_rollouts(), 10_000)
     exact = row_logprobs(load_model(base, torch.float32, torch.device("cpu")), row)
@@ -60,7 +63,8 @@ def test_packed_on_the_gpu_equals_float32_on_the_cpu(base: Path, dtype: torch.dt
 
 @pytest.mark.parametrize("name", [name for name in ZOO if name not in ("Llama 4", "Nemotron")])
 def test_every_architecture_is_proved_through_the_kernel(name: str) -> None:
-    """In half precision, the proof in float32 and the row through the kernel; then a backward pass."""
+    """In half precision, the proof in float32 and the row through the kernel; then a backward
+    pass."""
     model = build(name, dtype=torch.bfloat16).cuda()
     model.set_attn_implementation(register())
     assert prove(model) < 1e-3
@@ -119,17 +123,28 @@ def test_single_copy_over_cuda_ipc(
     base: Path, manifest: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = TrainingConfig(
-        model_name=str(base), weight_bridge_mode="shared_vllm", vllm_config_path=str(manifest), optimizer="adamw",
-        lr=1e-3, training_steps=15, batch_size=4, gradient_accumulation_steps=4, checkpoint_interval=0,
+        model_name=str(base),
+        weight_bridge_mode="shared_vllm",
+        vllm_config_path=str(manifest),
+        optimizer="adamw",
+        lr=1e-3,
+        training_steps=15,
+        batch_size=4,
+        gradient_accumulation_steps=4,
+        checkpoint_interval=0,
         save_path=str(tmp_path / "out"),
-    )  # fmt: skip
+    )
     result = train(config, api=Sampled(read_manifest(manifest).base_url))  # type: ignore[arg-type]
     out = capsys.readouterr().out
     print(out)
     assert result.done and "Sharing proved" in out
-    records = [parse_line(line) for line in (tmp_path / "out" / "telemetry.jsonl").read_text().splitlines()]
+    records = [
+        parse_line(line) for line in (tmp_path / "out" / "telemetry.jsonl").read_text().splitlines()
+    ]
     steps: list[Any] = [r for r in records if r.kind == "step"]
     alignments: list[Any] = [r for r in records if r.kind == "alignment"]
     assert all(a.verdict == "ok" and a.probe_diff_abs_mean < 0.05 for a in alignments)
     assert all(s.policy_lag_max == 0 for s in steps)
-    assert sum(s.reward_mean for s in steps[-3:]) > sum(s.reward_mean for s in steps[:3]) + 0.3, "it learns"
+    assert sum(s.reward_mean for s in steps[-3:]) > sum(s.reward_mean for s in steps[:3]) + 0.3, (
+        "it learns"
+    )

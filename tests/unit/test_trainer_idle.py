@@ -20,7 +20,9 @@ class Engines:
         self.tokens: list[int | None] = [None, None]
         self.capacity: list[float | None] = [None, None]
         monkeypatch.setattr("trainer_core.server.client.time.monotonic", lambda: self.now)
-        self.meter = EngineMeter([ServerClient("http://x", transport=self._transport(at)) for at in range(2)])
+        self.meter = EngineMeter(
+            [ServerClient("http://x", transport=self._transport(at)) for at in range(2)]
+        )
 
     def _transport(self, at: int) -> httpx.MockTransport:
         def answer(request: httpx.Request) -> httpx.Response:
@@ -51,16 +53,22 @@ def test_the_share_is_of_the_time_since_the_last_look(monkeypatch: pytest.Monkey
     assert engines.look(4, 103.0, 8.0) == pytest.approx(0.5)
     assert engines.look(2, 105.1, 10.0) == 1.0, "the way there takes time, too"
     engines.life[0] = "c"
-    assert engines.look(2, 106.0, 11.0) == 0.5, "one began anew, however long it has idled since: the other speaks"
+    assert engines.look(2, 106.0, 11.0) == 0.5, (
+        "one began anew, however long it has idled since: the other speaks"
+    )
     assert engines.look(2, 106.0, 12.0) == pytest.approx(0.25)
-    assert engines.look(2, -1, 12.0) == 0.0 and engines.look(2, 107.0, 12.0) == 0.0, "one did not answer"
+    assert engines.look(2, -1, 12.0) == 0.0 and engines.look(2, 107.0, 12.0) == 0.0, (
+        "one did not answer"
+    )
     assert engines.look(2, -1, -1) is None, "nobody tells"
     assert engines.look(2, 107.0, 12.0) is None, "nothing to compare with"
     assert engines.look(2, 108.0, 12.0) == pytest.approx(0.25)
     assert engines.look(2, None, 13.0) == 0.5, "a server that does not count"
 
 
-def test_the_capacity_used_is_of_the_servers_that_know_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_capacity_used_is_of_the_servers_that_know_theirs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     engines = Engines(monkeypatch)
 
     def used(after_s: float, *tokens: int | None) -> float | None:

@@ -1,5 +1,6 @@
-"""The next batch is fetched and read while the present one trains: no rollout gets older by that, none is lost or
-trained twice, and the weights are the same. Through the real run-api, behind its door, as a process."""
+"""The next batch is fetched and read while the present one trains: no rollout gets older by that,
+none is lost or trained twice, and the weights are the same. Through the real run-api, behind its
+door, as a process."""
 
 from __future__ import annotations
 
@@ -77,8 +78,8 @@ def _records(tmp_path: Path, kind: type[Any]) -> list[Any]:
 def _trained(
     base: Path, folder: Path, batches: list[Any], api: Any, stops: list[int]
 ) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
-    """Final weights and the step records of a run that is stopped, by a SIGTERM's event, while it trains each of
-    `stops`; run-api holds all of `batches` from the start."""
+    """Final weights and the step records of a run that is stopped, by a SIGTERM's event, while it
+    trains each of `stops`; run-api holds all of `batches` from the start."""
     folder.mkdir()
     torch.manual_seed(1)
     engine = Engine(folder, plain_model(base))
@@ -88,13 +89,23 @@ def _trained(
         _send(url, batches)
     for last in [*stops, STEPS]:
         config = run_config(
-            engine, base, folder, url, training_steps=STEPS, resume="auto", probe_interval=0, warmup_steps=3,
-            api_timeout=30, engine_timeout=10,
-        )  # fmt: skip
+            engine,
+            base,
+            folder,
+            url,
+            training_steps=STEPS,
+            resume="auto",
+            probe_interval=0,
+            warmup_steps=3,
+            api_timeout=30,
+            engine_timeout=10,
+        )
         stop = threading.Event()
         original = engine.answer
 
-        def answer(path: str, body: Any, last: int = last, stop: Any = stop, original: Any = original) -> Any:
+        def answer(
+            path: str, body: Any, last: int = last, stop: Any = stop, original: Any = original
+        ) -> Any:
             if path == "/bridge/pause" and (engine.version or 0) == last - 1 < STEPS - 1:
                 time.sleep(0.3)  # the next batch is here by now
                 stop.set()
@@ -108,7 +119,10 @@ def _trained(
         if not result.done:
             engine.version, engine.held = None, True
     engine.close()
-    records = [record.model_dump(include={"step", "loss", "reward_mean"}) for record in _records(folder, StepRecord)]
+    records = [
+        record.model_dump(include={"step", "loss", "reward_mean"})
+        for record in _records(folder, StepRecord)
+    ]
     return load_file(folder / "out" / "final_model" / "model.safetensors"), records
 
 
@@ -127,7 +141,9 @@ def test_the_same_weights_as_without_and_a_stop_loses_nothing(
     assert (status["current_step"], status["queue_size"]) == (STEPS, 0)
 
 
-def test_nobody_is_said_to_wait_while_it_trains(api: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_nobody_is_said_to_wait_while_it_trains(
+    api: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     monkeypatch.setattr("trainer_core.rollouts.client.COMPLAIN_AFTER_S", 0.3)
     client = _opened(api, 2)
     _send(api, [[GROUP]])
@@ -141,11 +157,15 @@ def test_nobody_is_said_to_wait_while_it_trains(api: str, monkeypatch: pytest.Mo
         time.sleep(1.0)
         _send(api, [[GROUP]])
         assert found.result(10) == 1
-    assert re.search(r"Waiting for rollouts for \d s: run-api's queue is empty", capsys.readouterr().out)
+    assert re.search(
+        r"Waiting for rollouts for \d s: run-api's queue is empty", capsys.readouterr().out
+    )
     client.close()
 
 
-def test_after_a_reset_it_registers_with_the_step_of_now(api: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_reset_it_registers_with_the_step_of_now(
+    api: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The batch was asked for a step earlier."""
     monkeypatch.setattr("trainer_core.rollouts.client.REGISTRATION_CHECK_S", 0.1)
     client = _opened(api, 2)
@@ -172,9 +192,14 @@ def test_an_outage_while_nobody_waits_ends_nothing(
     client = _opened(process.url, 2)
     config = TrainingConfig(model_name="m", save_path=str(tmp_path), batch_size=2)
     source = BatchSource(
-        config, client, Telemetry(tmp_path / "t.jsonl"), selection=Selection(), advantage_std=True,
-        lag_meter=LagMeter([]), while_waiting=lambda: None,
-    )  # fmt: skip
+        config,
+        client,
+        Telemetry(tmp_path / "t.jsonl"),
+        selection=Selection(),
+        advantage_std=True,
+        lag_meter=LagMeter([]),
+        while_waiting=lambda: None,
+    )
     _send(process.url, [[GROUP]])
     assert len(source.next_batch(0, 0)[0].rollouts) == 2
     client.timeout_s = 0.5
@@ -206,14 +231,18 @@ class Stamping(AddingEngine):
         born = self.version
         answer = json.loads((await super().generate(request)).body)  # type: ignore[arg-type]
         answer["logprobs"] = [
-            [[dict.fromkeys(position[0], -1.0 - born)] for position in sequence] for sequence in answer["logprobs"]
+            [[dict.fromkeys(position[0], -1.0 - born)] for position in sequence]
+            for sequence in answer["logprobs"]
         ]
         return web.json_response(answer)
 
 
 @pytest.mark.parametrize("most", [1, pytest.param(2, marks=pytest.mark.slow), 3])
-async def test_lag_stays_within_max_batches_offpolicy(make: envs.Make, quick: None, api: str, most: int) -> None:
-    """A real environment, an engine that stamps its version, and a trainer that is slower, then faster than both."""
+async def test_lag_stays_within_max_batches_offpolicy(
+    make: envs.Make, quick: None, api: str, most: int
+) -> None:
+    """A real environment, an engine that stamps its version, and a trainer that is slower, then
+    faster than both."""
     client = await asyncio.to_thread(_opened, api, 32)
     engine = Stamping()
     engine.delay_s = 0.01

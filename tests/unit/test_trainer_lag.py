@@ -1,7 +1,9 @@
-"""How old rollouts get: the bound of docs/modes.md holds at the batch, in the worst case that an environment can make.
+"""How old rollouts get: the bound of docs/modes.md holds at the batch, in the worst case that an
+environment can make.
 
-A stand-in for run-api and environment: a group begins for every free place, of as many as `max_batches_offpolicy`
-batches have; run-api hands out the groups in the order in which they came. Time is counted in steps.
+A stand-in for run-api and environment: a group begins for every free place, of as many as
+`max_batches_offpolicy` batches have; run-api hands out the groups in the order in which they came.
+Time is counted in steps.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ class Stack:
             self.under_way.append((step, step + self.lasts()))
 
     def next_batch(self, step: int, on_idle: Any = None) -> list[dict[str, Any]]:
-        """Wait until the queue has a batch; its places are free as soon as it trains, with the weights of before."""
+        """Wait until the queue has a batch; its places are free as soon as it trains, with the
+        weights of before."""
         self.begin(step)
         now = step
         while True:
@@ -58,9 +61,12 @@ class Stack:
     def group(self, version: int) -> dict[str, Any]:
         tokens = [[5, 100 + version]] * SIZE
         return {
-            "tokens": tokens, "masks": [[-100, 100 + version]] * SIZE, "scores": [0.0, 1.0],
-            "inference_logprobs": [[1.0, -1.0]] * SIZE, "generation_params": self.params,
-        }  # fmt: skip
+            "tokens": tokens,
+            "masks": [[-100, 100 + version]] * SIZE,
+            "scores": [0.0, 1.0],
+            "inference_logprobs": [[1.0, -1.0]] * SIZE,
+            "generation_params": self.params,
+        }
 
     def close(self) -> None:
         """Nothing is open."""
@@ -82,14 +88,23 @@ class Meter(LagMeter):
 def lags_of(stack: Stack, tmp_path: Path, steps: int = 60, **fields: Any) -> tuple[int, int, int]:
     """The largest lag that came, and that trained; how many sequences were left out."""
     config = TrainingConfig(
-        model_name="m", save_path=str(tmp_path), batch_size=SIZE * GROUPS, gradient_accumulation_steps=1,
-        weight_bridge_mode="shared_vllm", **fields,
-    )  # fmt: skip
+        model_name="m",
+        save_path=str(tmp_path),
+        batch_size=SIZE * GROUPS,
+        gradient_accumulation_steps=1,
+        weight_bridge_mode="shared_vllm",
+        **fields,
+    )
     meter, trained, left_out = Meter(), 0, 0
     source = BatchSource(
-        config, stack, Telemetry(tmp_path / "t.jsonl"), selection=Selection(), advantage_std=True,
-        lag_meter=meter, while_waiting=lambda: None,
-    )  # fmt: skip
+        config,
+        stack,
+        Telemetry(tmp_path / "t.jsonl"),
+        selection=Selection(),
+        advantage_std=True,
+        lag_meter=meter,
+        while_waiting=lambda: None,
+    )
     for step in range(steps):
         batch, lags = source.next_batch(step, step)
         trained = max(trained, *(lag for lag in lags if lag is not None))
@@ -110,7 +125,8 @@ def test_with_one_batch_of_places_no_group_overtakes_another(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("ahead", [2, 4])
 def test_slow_groups_pass_the_bound_and_are_left_out_there(ahead: int, tmp_path: Path) -> None:
-    """One in ten takes thirty steps: others overtake it. Without what the environment says it would train."""
+    """One in ten takes thirty steps: others overtake it. Without what the environment says it would
+    train."""
 
     def lasts() -> int:
         return 30 if dice.random() < 0.1 else 0
@@ -138,7 +154,14 @@ def test_groups_of_a_few_steps_stay_within_the_bound(tmp_path: Path) -> None:
         ({"weight_bridge_mode": "shared_vllm"}, 6),
         ({"weight_bridge_mode": "shared_vllm", "minibatches": 2, "epochs": 2}, 24),
         ({"weight_bridge_mode": "shared_vllm", "use_shared_memory": True, "minibatches": 2}, 6),
-        ({"weight_bridge_mode": "shared_vllm", "use_shared_memory": True, "overlap_publish": True}, 7),
+        (
+            {
+                "weight_bridge_mode": "shared_vllm",
+                "use_shared_memory": True,
+                "overlap_publish": True,
+            },
+            7,
+        ),
         ({"weight_bridge_mode": "lora_only"}, 6),
         ({"weight_bridge_mode": "lora_restart", "vllm_restart_interval": 4}, 9),
         ({"weight_bridge_mode": "none"}, 8),

@@ -1,4 +1,5 @@
-"""The trainer as a library: names, offline runs on recorded rollouts, callbacks, and what a run gives back."""
+"""The trainer as a library: names, offline runs on recorded rollouts, callbacks, and what a run
+gives back."""
 
 from __future__ import annotations
 
@@ -15,8 +16,23 @@ from safetensors.torch import load_file
 
 import trainer_core
 from tests.unit.trainer_offline import STEPS, group_of, offline_config, write_lines
-from tests.unit.trainer_stand_ins import Engine, EnvThread, Recorded, RunApiThread, group, run_config
-from trainer_core import CallbackError, RolloutsEnd, Stopped, TrainingConfig, TrainResult, UsageError, train
+from tests.unit.trainer_stand_ins import (
+    Engine,
+    EnvThread,
+    Recorded,
+    RunApiThread,
+    group,
+    run_config,
+)
+from trainer_core import (
+    CallbackError,
+    RolloutsEnd,
+    Stopped,
+    TrainingConfig,
+    TrainResult,
+    UsageError,
+    train,
+)
 from trainer_core.__main__ import main
 from trainer_core.callbacks import Callback
 from trainer_core.checkpoint import Saved
@@ -29,7 +45,10 @@ def test_every_name_is_there_and_importing_costs_nothing() -> None:
     for name in trainer_core.__all__:
         assert getattr(trainer_core, name).__doc__, name
         assert name in dir(trainer_core)
-    code = "import sys, trainer_core; dir(trainer_core); sys.exit('torch' in sys.modules or 'pydantic' in sys.modules)"
+    code = (
+        "import sys, trainer_core; dir(trainer_core); sys.exit('torch' in sys.modules or "
+        "'pydantic' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
@@ -37,20 +56,24 @@ def test_every_name_is_there_and_importing_costs_nothing() -> None:
 def batches(tmp_path: Path) -> Path:
     """Four batches of two groups of four."""
     return write_lines(
-        tmp_path / "rollouts.jsonl", [{"batch": [group_of(2 * i), group_of(2 * i + 1)]} for i in range(STEPS)]
+        tmp_path / "rollouts.jsonl",
+        [{"batch": [group_of(2 * i), group_of(2 * i + 1)]} for i in range(STEPS)],
     )
 
 
 def test_a_replay_trains_the_weights_that_the_run_trained(
     engine: Engine, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A real run-api and a decoding server, whose weights the run trains in place; then the file alone."""
+    """A real run-api and a decoding server, whose weights the run trains in place; then the file
+    alone."""
     api = RunApiThread()
     env = EnvThread(api.url, engine, groups=4, size=4)
     record = tmp_path / "kept" / "rollouts.jsonl"
     fields: dict[str, Any] = {"training_steps": STEPS, "max_policy_lag": 5}
     try:
-        run = train(run_config(engine, base, tmp_path, api.url, record_rollouts=str(record), **fields))
+        run = train(
+            run_config(engine, base, tmp_path, api.url, record_rollouts=str(record), **fields)
+        )
     finally:
         env.close()
         api.close()
@@ -58,20 +81,29 @@ def test_a_replay_trains_the_weights_that_the_run_trained(
     config = offline_config(base, tmp_path, gradient_accumulation_steps=4, **fields)
     replay = train(config, rollouts=record)
     out = capsys.readouterr().out
-    assert f"✓ Rollouts of {record}: {STEPS} batches, steps 1 to {STEPS}" in out and "No server" in out
+    assert (
+        f"✓ Rollouts of {record}: {STEPS} batches, steps 1 to {STEPS}" in out and "No server" in out
+    )
     assert (replay.done, replay.step, replay.weight_version) == (True, STEPS, STEPS)
     same = [
-        [(h["loss"], h["grad_norm"], h["reward_mean"], h["policy_lag_max"]) for h in r.history] for r in (run, replay)
+        [(h["loss"], h["grad_norm"], h["reward_mean"], h["policy_lag_max"]) for h in r.history]
+        for r in (run, replay)
     ]
     assert same[0] == same[1] and len(same[0]) == STEPS
     assert all(lag is not None for *_, lag in same[1]), "versions come from the record"
-    weights = [load_file(tmp_path / name / "final_model" / "model.safetensors") for name in ("out", "offline")]
+    weights = [
+        load_file(tmp_path / name / "final_model" / "model.safetensors")
+        for name in ("out", "offline")
+    ]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     assert oct(record.stat().st_mode)[-3:] == "600"
 
 
-def test_logprobs_that_a_server_told_are_recorded(engine: Engine, base: Path, tmp_path: Path) -> None:
-    """Rollouts that came without inference_logprobs: what the engine knew of them is in the file."""
+def test_logprobs_that_a_server_told_are_recorded(
+    engine: Engine, base: Path, tmp_path: Path
+) -> None:
+    """Rollouts that came without inference_logprobs: what the engine knew of them is in the
+    file."""
 
     class Knowing(Engine):
         def answer(self, path: str, body: dict[str, Any]) -> Any:
@@ -81,11 +113,17 @@ def test_logprobs_that_a_server_told_are_recorded(engine: Engine, base: Path, tm
             return super().answer(path, body)
 
     engine.__class__ = Knowing
-    groups = [[{**group(engine, [3, 12, 4, 13], 4, 3), "inference_logprobs": None} for _ in range(4)] for _ in range(2)]
+    groups = [
+        [{**group(engine, [3, 12, 4, 13], 4, 3), "inference_logprobs": None} for _ in range(4)]
+        for _ in range(2)
+    ]
     record = tmp_path / "rollouts.jsonl"
     config = run_config(engine, base, tmp_path, training_steps=2, record_rollouts=str(record))
     run = train(config, api=Recorded(groups))
-    replay = train(offline_config(base, tmp_path, gradient_accumulation_steps=4, training_steps=2), rollouts=record)
+    replay = train(
+        offline_config(base, tmp_path, gradient_accumulation_steps=4, training_steps=2),
+        rollouts=record,
+    )
     assert [h["logprobs_from"] for h in replay.history] == [{"engine": 16}] * 2
     for name in ("loss", "ratio_mean", "policy_lag_max"):
         assert [h[name] for h in run.history] == [h[name] for h in replay.history], name
@@ -96,29 +134,44 @@ def test_the_end_of_the_file_ends_the_run_well(base: Path, batches: Path, tmp_pa
     assert (result.done, result.step) == (True, STEPS)
     assert "has no more rollouts" in result.reason
     assert result.path is not None and (result.path / "model.safetensors").is_file()
-    assert [h["step"] for h in result.history] == [1, 2, 3, 4] and result.history[0]["policy_lag_max"] is None
+    assert [h["step"] for h in result.history] == [1, 2, 3, 4] and result.history[0][
+        "policy_lag_max"
+    ] is None
 
 
-def test_lines_of_groups_and_of_batches_train_alike(base: Path, batches: Path, tmp_path: Path) -> None:
+def test_lines_of_groups_and_of_batches_train_alike(
+    base: Path, batches: Path, tmp_path: Path
+) -> None:
     groups = [group_of(i) for i in range(2 * STEPS)]
     lines = write_lines(tmp_path / "groups.jsonl", [*groups, group_of(99, size=2)])
-    both = [train(offline_config(base, tmp_path), rollouts=path).history for path in (batches, lines)]
+    both = [
+        train(offline_config(base, tmp_path), rollouts=path).history for path in (batches, lines)
+    ]
     assert [h["loss"] for h in both[0]] == [h["loss"] for h in both[1]]
 
 
 def test_a_stopped_replay_goes_on_where_it_was(base: Path, batches: Path, tmp_path: Path) -> None:
     whole = train(offline_config(base, tmp_path), rollouts=batches).history
     fields = {"save_path": str(tmp_path / "cut"), "checkpoint_interval": 1, "resume": "auto"}
-    first = train(offline_config(base, tmp_path, training_steps=2, **fields), rollouts=batches).history
+    first = train(
+        offline_config(base, tmp_path, training_steps=2, **fields), rollouts=batches
+    ).history
     second = train(offline_config(base, tmp_path, **fields), rollouts=batches).history
     assert [h["loss"] for h in first + second] == [h["loss"] for h in whole]
 
 
-@pytest.mark.parametrize("mode", [{}, {"weight_bridge_mode": "lora_only", "lora_merged_export": True}])
+@pytest.mark.parametrize(
+    "mode", [{}, {"weight_bridge_mode": "lora_only", "lora_merged_export": True}]
+)
 def test_more_steps_after_a_good_end_go_on_from_what_it_made(
-    base: Path, batches: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], mode: dict[str, Any]
+    base: Path,
+    batches: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    mode: dict[str, Any],
 ) -> None:
-    """The end keeps no optimizer: without a newer checkpoint that begins anew, the weights do not."""
+    """The end keeps no optimizer: without a newer checkpoint that begins anew, the weights do
+    not."""
     config = offline_config(base, tmp_path, resume="auto", training_steps=2, **mode)
     assert train(config, rollouts=batches).step == 2
     made = (tmp_path / "offline" / ("final_adapter" if mode else "final_model")).resolve()
@@ -126,7 +179,9 @@ def test_more_steps_after_a_good_end_go_on_from_what_it_made(
     said = capsys.readouterr().out
     assert f"Resuming from {made}: step 2, weight version 2; the optimizer restarts" in said
     assert [record["step"] for record in more.history] == [3] and more.weight_version == 3
-    exact = train(config.model_copy(update={"training_steps": 4, "checkpoint_interval": 1}), rollouts=batches)
+    exact = train(
+        config.model_copy(update={"training_steps": 4, "checkpoint_interval": 1}), rollouts=batches
+    )
     assert exact.step == 4
     assert train(config.model_copy(update={"training_steps": 4}), rollouts=batches).history == []
     said = capsys.readouterr().out
@@ -136,7 +191,8 @@ def test_more_steps_after_a_good_end_go_on_from_what_it_made(
 
 
 def test_a_line_replaces_what_an_earlier_attempt_left(tmp_path: Path) -> None:
-    """A trainer that died at step 3 and went on from a checkpoint of step 1: its own steps 2 and 3 were given up."""
+    """A trainer that died at step 3 and went on from a checkpoint of step 1: its own steps 2 and 3
+    were given up."""
     path = tmp_path / "rollouts.jsonl"
     for steps in ([1, 2, 3], [2, 3, 4]):
         recorder = Recorder(path)
@@ -150,7 +206,9 @@ def test_a_line_replaces_what_an_earlier_attempt_left(tmp_path: Path) -> None:
     assert read == [([1, 3, 1], 0), ([2, 3, 2], 1), ([3, 3, 2], 2), ([4, 3, 2], 3)]
     with pytest.raises(RolloutsEnd):
         source.next_batch(4)
-    assert RecordedRollouts(path, 16).next_batch(2)[0]["tokens"] == [[3, 3, 2]], "the batch of step 3"
+    assert RecordedRollouts(path, 16).next_batch(2)[0]["tokens"] == [[3, 3, 2]], (
+        "the batch of step 3"
+    )
     recorder = Recorder(path)
     recorder.write(5, 4, [{"tokens": [[5]]}])
     assert RecordedRollouts(path, 16).next_batch(4)[0]["tokens"] == [[5]], "the torn line is gone"
@@ -158,10 +216,15 @@ def test_a_line_replaces_what_an_earlier_attempt_left(tmp_path: Path) -> None:
 
 def test_a_record_that_begins_later_serves_both(tmp_path: Path) -> None:
     """Of a resumed run: to go on from its checkpoint, or to begin anew."""
-    path = write_lines(tmp_path / "r.jsonl", [{"batch": [{"tokens": [[s]]}], "step": s} for s in (11, 12, 13)])
+    path = write_lines(
+        tmp_path / "r.jsonl", [{"batch": [{"tokens": [[s]]}], "step": s} for s in (11, 12, 13)]
+    )
     assert [RecordedRollouts(path, 1).next_batch(step)[0]["tokens"] for step in (0, 1, 10, 11)] == [
-        [[11]], [[12]], [[11]], [[12]]
-    ]  # fmt: skip
+        [[11]],
+        [[12]],
+        [[11]],
+        [[12]],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -174,22 +237,32 @@ def test_a_record_that_begins_later_serves_both(tmp_path: Path) -> None:
         ("\xff\n", "line 1: not a batch or group"),
     ],
 )
-def test_a_file_that_holds_something_else(base: Path, tmp_path: Path, text: str, words: str) -> None:
+def test_a_file_that_holds_something_else(
+    base: Path, tmp_path: Path, text: str, words: str
+) -> None:
     path = tmp_path / "wrong.jsonl"
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(UsageError, match=words):
         train(offline_config(base, tmp_path), rollouts=path)
 
 
-def test_no_file_and_modes_that_need_a_server(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_file_and_modes_that_need_a_server(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(UsageError, match="No such file"):
         train(offline_config(base, tmp_path), rollouts=tmp_path / "nothing")
     with pytest.raises(UsageError, match="needs one: leave it out, or lora_only"):
-        train(offline_config(base, tmp_path, weight_bridge_mode="shared_vllm"), rollouts=tmp_path / "nothing")
+        train(
+            offline_config(base, tmp_path, weight_bridge_mode="shared_vllm"),
+            rollouts=tmp_path / "nothing",
+        )
     with pytest.raises(UsageError, match=r"--record-rollouts .*File exists"):
         (tmp_path / "file").touch()
         config = offline_config(
-            base, tmp_path, weight_bridge_mode="lora_only", record_rollouts=str(tmp_path / "file" / "x")
+            base,
+            tmp_path,
+            weight_bridge_mode="lora_only",
+            record_rollouts=str(tmp_path / "file" / "x"),
         )
         Recorder(config.record_rollouts or "")
     assert main(["--model-name", str(base), "--rollouts", "a", "--record-rollouts", "b"]) == 2
@@ -197,7 +270,9 @@ def test_no_file_and_modes_that_need_a_server(base: Path, tmp_path: Path, capsys
 
 
 def test_adapters_train_offline(base: Path, batches: Path, tmp_path: Path) -> None:
-    result = train(offline_config(base, tmp_path, weight_bridge_mode="lora_only", lr=1e-2), rollouts=batches)
+    result = train(
+        offline_config(base, tmp_path, weight_bridge_mode="lora_only", lr=1e-2), rollouts=batches
+    )
     assert result.path is not None and (result.path / "adapter_model.safetensors").is_file()
     assert result.history[-1]["grad_norm"] > 0
 
@@ -236,9 +311,14 @@ def test_callbacks_are_told(base: Path, batches: Path, tmp_path: Path) -> None:
     result = train(config, rollouts=batches, callbacks=[Silent(), teller])
     losses = [h["loss"] for h in result.history]
     assert teller.heard == [
-        ("start", 0), ("step", 1, losses[0]), ("checkpoint", "step_2"), ("step", 2, losses[1]), ("step", 3, losses[2]),
-        ("checkpoint", "final_model"), ("end", True),
-    ]  # fmt: skip
+        ("start", 0),
+        ("step", 1, losses[0]),
+        ("checkpoint", "step_2"),
+        ("step", 2, losses[1]),
+        ("step", 3, losses[2]),
+        ("checkpoint", "final_model"),
+        ("end", True),
+    ]
 
 
 def test_a_callback_that_raises_is_said_in_words_and_loses_nothing(
@@ -281,7 +361,12 @@ def test_a_source_of_ones_own(base: Path, tmp_path: Path) -> None:
 
     source = Two()
     result = train(offline_config(base, tmp_path), rollouts=source)
-    assert (result.done, result.step, result.reason, source.closed) == (True, 2, "two are enough", True)
+    assert (result.done, result.step, result.reason, source.closed) == (
+        True,
+        2,
+        "two are enough",
+        True,
+    )
 
 
 def test_the_process_is_the_callers_again(base: Path, batches: Path, tmp_path: Path) -> None:
@@ -299,7 +384,11 @@ def test_the_process_is_the_callers_again(base: Path, batches: Path, tmp_path: P
 
     watcher = Watcher()
     try:
-        train(offline_config(base, tmp_path, training_steps=1, compile="off"), rollouts=batches, callbacks=[watcher])
+        train(
+            offline_config(base, tmp_path, training_steps=1, compile="off"),
+            rollouts=batches,
+            callbacks=[watcher],
+        )
         assert (watcher.threads, watcher.moved) == (1, True), "it does change them meanwhile"
         assert torch.get_num_threads() == 2
     finally:

@@ -1,4 +1,5 @@
-"""Who starts and restarts the inference server: an own child with real processes, and the supervisor by its socket."""
+"""Who starts and restarts the inference server: an own child with real processes, and the
+supervisor by its socket."""
 
 from __future__ import annotations
 
@@ -24,7 +25,13 @@ from trainer_core.config import TrainingConfig
 from trainer_core.errors import EngineError, EngineGone, Stopped, UsageError
 from trainer_core.server import lifecycle as lifecycle_module
 from trainer_core.server.client import ServerClient
-from trainer_core.server.lifecycle import Lifecycle, ServerChild, Supervised, make_lifecycle, wait_for_server
+from trainer_core.server.lifecycle import (
+    Lifecycle,
+    ServerChild,
+    Supervised,
+    make_lifecycle,
+    wait_for_server,
+)
 
 CHILD = Path(__file__).with_name("engine_child.py")
 
@@ -36,9 +43,13 @@ def free_port() -> int:
 
 def config(tmp_path: Path, **fields: Any) -> TrainingConfig:
     values = {
-        "model_name": "m", "weight_bridge_mode": "lora_restart", "vllm_port": free_port(), "engine_timeout": 20,
-        "log_dir": str(tmp_path / "logs"), **fields,
-    }  # fmt: skip
+        "model_name": "m",
+        "weight_bridge_mode": "lora_restart",
+        "vllm_port": free_port(),
+        "engine_timeout": 20,
+        "log_dir": str(tmp_path / "logs"),
+        **fields,
+    }
     return TrainingConfig.model_validate(values)
 
 
@@ -122,7 +133,8 @@ def spare_of(lifecycle: ServerChild) -> int:
 
 
 def test_the_next_server_waits_without_the_port_and_takes_over(made: Any) -> None:
-    """A restart hides what the next server imports: it began before, and goes on when the one before has ended."""
+    """A restart hides what the next server imports: it began before, and goes on when the one
+    before has ended."""
     lifecycle = made()
     lifecycle.prepare()
     assert lifecycle._standby is None, "there is nothing to restart yet"
@@ -195,7 +207,9 @@ def test_servers_die_with_a_killed_trainer(tmp_path: Path, server: str) -> None:
         f"print(({server}).pid, flush=True); time.sleep(600)"
     )
     settings = config(tmp_path).model_dump_json(exclude_unset=True)
-    trainer = subprocess.Popen([sys.executable, "-c", code, settings], stdout=subprocess.PIPE, text=True)
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", code, settings], stdout=subprocess.PIPE, text=True
+    )
     assert trainer.stdout is not None
     pid = int(next(line for line in iter(trainer.stdout.readline, "") if line.strip().isdecimal()))
     assert psutil.pid_exists(pid)
@@ -206,16 +220,25 @@ def test_servers_die_with_a_killed_trainer(tmp_path: Path, server: str) -> None:
 
 
 @pytest.mark.parametrize(("code", "kind"), [(2, UsageError), (1, EngineError)])
-def test_a_server_that_does_not_start_is_shown_with_its_last_lines(made: Any, code: int, kind: type[Exception]) -> None:
-    with pytest.raises(kind, match=rf"exit code {code}; the last lines of .*vllm.log:\n .*\n .*--model is wrong"):
+def test_a_server_that_does_not_start_is_shown_with_its_last_lines(
+    made: Any, code: int, kind: type[Exception]
+) -> None:
+    with pytest.raises(
+        kind, match=rf"exit code {code}; the last lines of .*vllm.log:\n .*\n .*--model is wrong"
+    ):
         made("--exit", str(code)).ensure()
 
 
 def test_a_port_of_another_program_is_refused(made: Any) -> None:
     lifecycle = made()
     with socket.create_server(("127.0.0.1", lifecycle.config.vllm_port)) as other:
-        threading.Thread(target=lambda: other.accept()[0].close() or other.accept()[0].close(), daemon=True).start()
-        with pytest.raises(UsageError, match=f"--vllm-port {lifecycle.config.vllm_port} is taken by another program"):
+        threading.Thread(
+            target=lambda: other.accept()[0].close() or other.accept()[0].close(), daemon=True
+        ).start()
+        with pytest.raises(
+            UsageError,
+            match=f"--vllm-port {lifecycle.config.vllm_port} is taken by another program",
+        ):
             lifecycle.ensure()
 
 
@@ -225,11 +248,16 @@ def test_a_server_that_runs_already_is_used_with_the_token_and_left_alone(
 ) -> None:
     lifecycle = made()
     environment = {**os.environ, ENV_TOKEN: "shared-token-1", "ATROPOS_HOLD_GENERATION": "1"}
-    other = subprocess.Popen([sys.executable, str(CHILD), str(lifecycle.config.vllm_port)], env=environment)
+    other = subprocess.Popen(
+        [sys.executable, str(CHILD), str(lifecycle.config.vllm_port)], env=environment
+    )
     try:
         deadline = time.monotonic() + 10
         with socket.socket() as probe:
-            while probe.connect_ex(("127.0.0.1", lifecycle.config.vllm_port)) and time.monotonic() < deadline:
+            while (
+                probe.connect_ex(("127.0.0.1", lifecycle.config.vllm_port))
+                and time.monotonic() < deadline
+            ):
                 time.sleep(0.02)
         monkeypatch.setenv(ENV_TOKEN, token)
         if not works:
@@ -257,7 +285,9 @@ def test_no_other_user_gets_the_port_between_two_servers(made: Any) -> None:
             lifecycle.restart("for the test")
         assert waiting.said() == []
     lifecycle.close()
-    assert as_another_user(lambda: squat(lifecycle.config.vllm_port, 2.0)) != [], "with the trainer it is free again"
+    assert as_another_user(lambda: squat(lifecycle.config.vllm_port, 2.0)) != [], (
+        "with the trainer it is free again"
+    )
 
 
 def test_a_start_that_failed_can_be_tried_again(made: Any) -> None:
@@ -281,25 +311,47 @@ def test_a_stop_while_it_starts_ends_it(made: Any, tmp_path: Path) -> None:
 def test_the_command_and_environment_are_the_same_at_every_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM's compile cache is keyed by its arguments and its environment: a restart must find it again."""
+    """vLLM's compile cache is keyed by its arguments and its environment: a restart must find it
+    again."""
     monkeypatch.setenv("VLLM_BRIDGE_CONFIG_PATH", "/somewhere/else.json")
-    settings = config(tmp_path, vllm_gpu=1, gpu_memory_utilization=0.3, max_model_len=128, dtype="float32", seed=5)
+    settings = config(
+        tmp_path, vllm_gpu=1, gpu_memory_utilization=0.3, max_model_len=128, dtype="float32", seed=5
+    )
     monkeypatch.setenv("MINE", "kept")
     env = {"MINE": "another", "ATROPOS_WEIGHT_UPDATES": "1"}
     lifecycle = make_lifecycle(settings, threading.Event(), flags=["--enable-lora"], env=env)
     assert isinstance(lifecycle, ServerChild)
     assert lifecycle.command() == lifecycle.command()
     assert lifecycle.command()[1:] == [
-        "-P", "-m", "vllm_server", "--model", "m", "--host", "127.0.0.1", "--port", str(settings.vllm_port), "--dtype",
-        "float32", "--seed", "5", "--gpu-memory-utilization", "0.3", "--max-model-len", "128", "--enable-lora",
-    ]  # fmt: skip
+        "-P",
+        "-m",
+        "vllm_server",
+        "--model",
+        "m",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(settings.vllm_port),
+        "--dtype",
+        "float32",
+        "--seed",
+        "5",
+        "--gpu-memory-utilization",
+        "0.3",
+        "--max-model-len",
+        "128",
+        "--enable-lora",
+    ]
     first = lifecycle._environment()
     # What torch sets in this process when it compiles something for the trainer.
     monkeypatch.setenv("TRITON_CACHE_DIR", "/tmp/torchinductor/triton/0")
     assert lifecycle._environment() == first and "TRITON_CACHE_DIR" not in first
     assert first["MINE"] == "kept" and first["ATROPOS_WEIGHT_UPDATES"] == "1"
     assert first["CUDA_VISIBLE_DEVICES"] == "1" and first["ATROPOS_HOLD_GENERATION"] == "1"
-    assert first["LOGDIR"] == str(tmp_path / "logs" / "vllm-bridge") and "VLLM_BRIDGE_CONFIG_PATH" not in first
+    assert (
+        first["LOGDIR"] == str(tmp_path / "logs" / "vllm-bridge")
+        and "VLLM_BRIDGE_CONFIG_PATH" not in first
+    )
 
 
 class Supervisor:
@@ -349,17 +401,36 @@ class Supervisor:
         if path.startswith("/commands/"):
             status = self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
             return CommandStatus(
-                command_id="c1", action="restart", component="vllm", status=status, detail=self.detail
+                command_id="c1",
+                action="restart",
+                component="vllm",
+                status=status,
+                detail=self.detail,
             ).model_dump_json()
-        parts = [{"name": name, "role": "engine", "state": self.state, "port": port} for name, port in self.engines]
-        run = {"run_id": "r", "name": "n", "mode": "m", "run_dir": "/r", "phase": "running", "started_at": 0.0}
-        return json.dumps(run | {"components": [{"name": "trainer", "role": "trainer", "state": "healthy"}, *parts]})
+        parts = [
+            {"name": name, "role": "engine", "state": self.state, "port": port}
+            for name, port in self.engines
+        ]
+        run = {
+            "run_id": "r",
+            "name": "n",
+            "mode": "m",
+            "run_dir": "/r",
+            "phase": "running",
+            "started_at": 0.0,
+        }
+        return json.dumps(
+            run
+            | {"components": [{"name": "trainer", "role": "trainer", "state": "healthy"}, *parts]}
+        )
 
     def take(self, request: CommandRequest) -> tuple[int, str]:
         self.commands.append(request)
         if self.refuse:
             self.refuse -= 1
-            return 409, Refusal(error="vllm is part of restart vllm (x)", fix="wait").model_dump_json()
+            return 409, Refusal(
+                error="vllm is part of restart vllm (x)", fix="wait"
+            ).model_dump_json()
         recipe = Recipe(action="restart", component=request.component)
         return 202, Accepted(command_id="c1", recipe=recipe).model_dump_json()
 
@@ -374,22 +445,30 @@ def supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Supe
 
 
 def ask(tmp_path: Path, stop: threading.Event | None = None, **fields: Any) -> Lifecycle:
-    lifecycle = make_lifecycle(config(tmp_path, **{"vllm_port": 9001, **fields}), stop or threading.Event())
+    lifecycle = make_lifecycle(
+        config(tmp_path, **{"vllm_port": 9001, **fields}), stop or threading.Event()
+    )
     assert isinstance(lifecycle, Supervised) and lifecycle.can_restart
     return lifecycle
 
 
-def test_the_supervisor_restarts_the_engine_at_the_trainer_s_port(supervisor: Supervisor, tmp_path: Path) -> None:
+def test_the_supervisor_restarts_the_engine_at_the_trainer_s_port(
+    supervisor: Supervisor, tmp_path: Path
+) -> None:
     lifecycle = ask(tmp_path, vllm_port=9002)
     lifecycle.ensure()
     assert supervisor.commands == []
     supervisor.refuse = 2
     lifecycle.restart("a new adapter")
-    assert [(c.action, c.component, c.initiator) for c in supervisor.commands] == [("restart", "other", "trainer")] * 3
+    assert [(c.action, c.component, c.initiator) for c in supervisor.commands] == [
+        ("restart", "other", "trainer")
+    ] * 3
     lifecycle.close()
 
 
-def test_a_restart_that_fails_or_stands_still_says_so(supervisor: Supervisor, tmp_path: Path) -> None:
+def test_a_restart_that_fails_or_stands_still_says_so(
+    supervisor: Supervisor, tmp_path: Path
+) -> None:
     supervisor.statuses, supervisor.detail = ["failed"], "stopped by hand"
     with pytest.raises(EngineGone, match="the restart of vllm failed: stopped by hand"):
         ask(tmp_path).restart("x")
@@ -400,18 +479,25 @@ def test_a_restart_that_fails_or_stands_still_says_so(supervisor: Supervisor, tm
     stop.set()
     with pytest.raises(Stopped):
         ask(tmp_path, stop).restart("x")
-    with pytest.raises(UsageError, match=r"this run has no engine there. Its engines: vllm at 9001, other at 9002"):
+    with pytest.raises(
+        UsageError, match=r"this run has no engine there. Its engines: vllm at 9001, other at 9002"
+    ):
         ask(tmp_path, vllm_port=9003).restart("x")
 
 
-def test_a_supervisor_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_supervisor_that_is_gone_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(ENV_CONTROL_SOCKET, str(tmp_path / "nobody.sock"))
     with pytest.raises(EngineGone, match="the supervisor does not answer /status"):
         ask(tmp_path).restart("x")
 
 
 def test_time_does_not_run_while_the_supervisor_brings_the_engine_back(
-    supervisor: Supervisor, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    supervisor: Supervisor,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("trainer_core.server.lifecycle.STATUS_EVERY_S", 0.05)
     stack = ask(tmp_path, vllm_port=9002)
@@ -427,7 +513,10 @@ def test_time_does_not_run_while_the_supervisor_brings_the_engine_back(
         return time.monotonic() - began
 
     assert wait_for_server(ready, 0.3, stack.stop, coming=stack.coming) >= 0.9
-    assert "Waiting for the inference server: other is backoff: connection refused" in capsys.readouterr().out
+    assert (
+        "Waiting for the inference server: other is backoff: connection refused"
+        in capsys.readouterr().out
+    )
     supervisor.state = "stopped"  # by hand: nobody brings it back
 
     def never() -> None:

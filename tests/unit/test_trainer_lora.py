@@ -1,4 +1,5 @@
-"""Adapters in the trainer: they change nothing at first, learn, are saved as peft reads them, and resume exactly."""
+"""Adapters in the trainer: they change nothing at first, learn, are saved as peft reads them, and
+resume exactly."""
 
 from __future__ import annotations
 
@@ -36,10 +37,17 @@ PROMPT, COMPLETION = [3, 14, 15, 9], [26, 5, 35, 8, 9]
 def config(base: Path | str = "m", **fields: Any) -> TrainingConfig:
     return TrainingConfig.model_validate(
         {
-            "model_name": str(base), "weight_bridge_mode": "lora_only", "dtype": "float32", "device": "cpu",
-            "optimizer": "adamw", "lr": 1e-2, "lora_r": 4, "lora_alpha": 8, **fields,
+            "model_name": str(base),
+            "weight_bridge_mode": "lora_only",
+            "dtype": "float32",
+            "device": "cpu",
+            "optimizer": "adamw",
+            "lr": 1e-2,
+            "lora_r": 4,
+            "lora_alpha": 8,
+            **fields,
         }
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(params=ARCHITECTURES)
@@ -92,7 +100,13 @@ def test_a_new_adapter_changes_nothing_and_only_it_is_trained(base: Path) -> Non
     )
     trained(model, settings)
     moved = sequence_logprobs(model, PROMPT, COMPLETION)
-    assert max(abs(a - b) for a, b in zip(moved, sequence_logprobs(plain, PROMPT, COMPLETION), strict=True)) > 1e-3
+    assert (
+        max(
+            abs(a - b)
+            for a, b in zip(moved, sequence_logprobs(plain, PROMPT, COMPLETION), strict=True)
+        )
+        > 1e-3
+    )
     for name, parameter in model.named_parameters():
         if ".lora_" not in name:
             assert torch.equal(parameter, before[name.replace(".base_layer", "")]), name
@@ -112,12 +126,18 @@ def test_peft_loads_what_is_saved(base: Path, tmp_path: Path, scale: float) -> N
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    model = adapted(base, config(base, lora_target_modules=["all-linear"], lora_use_rslora=scale == 4))
+    model = adapted(
+        base, config(base, lora_target_modules=["all-linear"], lora_use_rslora=scale == 4)
+    )
     scramble(model)
     write_adapter(model, tmp_path / "adapter")
-    assert misfit(tmp_path / "adapter", linear_shapes(load_config(str(base)))) is None, "the server takes it"
+    assert misfit(tmp_path / "adapter", linear_shapes(load_config(str(base)))) is None, (
+        "the server takes it"
+    )
     assert {m.scaling["default"] for m in model.modules() if hasattr(m, "lora_A")} == {scale}
-    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(tmp_path / "adapter"))
+    theirs = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base), str(tmp_path / "adapter")
+    )
     pairs = [(PROMPT, COMPLETION), (PROMPT[:2], COMPLETION[:3]), ([7] * 9, COMPLETION)]
     ours = completions_logprobs(model, pairs)
     for (prompt, completion), values in zip(pairs, ours, strict=True):
@@ -128,13 +148,19 @@ def test_peft_loads_what_is_saved(base: Path, tmp_path: Path, scale: float) -> N
 
 
 def test_layer_indices(qwen: Path) -> None:
-    model = adapted(qwen, config(qwen, lora_layer_indices=[1, 2], lora_target_modules=["all-linear"]))
-    assert {name.split(".layers.")[1].split(".")[0] for name in adapter_parameters(model)} == {"1", "2"}
+    model = adapted(
+        qwen, config(qwen, lora_layer_indices=[1, 2], lora_target_modules=["all-linear"])
+    )
+    assert {name.split(".layers.")[1].split(".")[0] for name in adapter_parameters(model)} == {
+        "1",
+        "2",
+    }
 
 
 @pytest.mark.parametrize("layers", [None, [0], [2]])
 def test_gradients_are_the_same_with_checkpointing(base: Path, layers: list[int] | None) -> None:
-    """Frozen embeddings give an input without a gradient, the case in which reentrant checkpointing loses all."""
+    """Frozen embeddings give an input without a gradient, the case in which reentrant checkpointing
+    loses all."""
     grads = []
     for mode in ("off", "on"):
         settings = config(base, lora_layer_indices=layers)
@@ -144,7 +170,13 @@ def test_gradients_are_the_same_with_checkpointing(base: Path, layers: list[int]
         stepper = Stepper(model, settings)
         batch = rollouts_of(6)
         accumulate(model, stepper, pack(batch, 64), Objective(settings), 1)
-        grads.append({name: p.grad.clone() for name, p in adapter_parameters(model).items() if p.grad is not None})
+        grads.append(
+            {
+                name: p.grad.clone()
+                for name, p in adapter_parameters(model).items()
+                if p.grad is not None
+            }
+        )
     assert grads[0].keys() == grads[1].keys() == adapter_parameters(model).keys()
     for name, grad in grads[0].items():
         assert grad.abs().max() > 0, f"{name} got no gradient"
@@ -172,17 +204,26 @@ def test_the_base_may_be_bfloat16_and_the_adapter_stays_float32(qwen: Path, tmp_
     before = [p.detach().clone() for p in adapter_parameters(model).values()]
     trained(model, config(qwen, lr=1e-6), steps=1)
     after = list(adapter_parameters(model).values())
-    assert any(not torch.equal(a, b) for a, b in zip(before, after, strict=True)), "a small update must not be lost"
+    assert any(not torch.equal(a, b) for a, b in zip(before, after, strict=True)), (
+        "a small update must not be lost"
+    )
     write_adapter(model, tmp_path / "served", torch.bfloat16)
     write_adapter(model, tmp_path / "kept")
-    sizes = [(tmp_path / name / "adapter_model.safetensors").stat().st_size for name in ("served", "kept")]
+    sizes = [
+        (tmp_path / name / "adapter_model.safetensors").stat().st_size
+        for name in ("served", "kept")
+    ]
     assert sizes[0] < 0.6 * sizes[1]
 
 
 @pytest.mark.parametrize("wanted", ["all-linear", "q_proj"])
 def test_a_model_without_linear_layers_is_refused_in_words(wanted: str) -> None:
-    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2, n_positions=32))
-    with pytest.raises(UsageError, match=r"GPT2LMHeadModel has none.*broadcast, shared_vllm or none"):
+    gpt2 = GPT2LMHeadModel(
+        GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2, n_positions=32)
+    )
+    with pytest.raises(
+        UsageError, match=r"GPT2LMHeadModel has none.*broadcast, shared_vllm or none"
+    ):
         add_adapter(gpt2, config(lora_target_modules=[wanted]))
 
 
@@ -194,7 +235,9 @@ def test_a_model_without_linear_layers_is_refused_in_words(wanted: str) -> None:
         ({"lora_layer_indices": [1, 3]}, r"--lora-layer-indices \[3\]: the model has layers 0-2"),
     ],
 )
-def test_targets_that_the_model_lacks_are_refused(qwen: Path, fields: dict[str, Any], says: str) -> None:
+def test_targets_that_the_model_lacks_are_refused(
+    qwen: Path, fields: dict[str, Any], says: str
+) -> None:
     with pytest.raises(UsageError, match=says):
         adapted(qwen, config(qwen, **fields))
 
@@ -202,14 +245,22 @@ def test_targets_that_the_model_lacks_are_refused(qwen: Path, fields: dict[str, 
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"lora_r": 8}, r"another shape: .*lora_A.weight \[4, 32\] there, \[8, 32\] here \(its --lora-r is 4\)"),
+        (
+            {"lora_r": 8},
+            r"another shape: .*lora_A.weight \[4, 32\] there, \[8, 32\] here \(its --lora-r is 4\)",
+        ),
         ({"lora_alpha": 16}, "--lora-alpha 8, not 16"),
         ({"lora_use_rslora": True}, "--lora-use-rslora false"),
-        ({"lora_target_modules": ["q_proj"]}, "other modules .*v_proj.*--lora-target-modules q_proj v_proj"),
+        (
+            {"lora_target_modules": ["q_proj"]},
+            "other modules .*v_proj.*--lora-target-modules q_proj v_proj",
+        ),
         ({"lora_layer_indices": [0]}, "other modules"),
     ],
 )
-def test_another_adapter_is_not_loaded(qwen: Path, tmp_path: Path, fields: dict[str, Any], says: str) -> None:
+def test_another_adapter_is_not_loaded(
+    qwen: Path, tmp_path: Path, fields: dict[str, Any], says: str
+) -> None:
     write_adapter(adapted(qwen), tmp_path / "saved")
     model = adapted(qwen, config(qwen, **fields))
     before = {name: p.detach().clone() for name, p in adapter_parameters(model).items()}
@@ -237,7 +288,10 @@ def test_a_checkpoint_holds_the_adapter_and_resumes_to_the_bit(qwen: Path, tmp_p
     point = checkpoint.starting_point(settings)
     assert (point.step, point.version) == (3, 3) and point.path is not None
     files = {path.name for path in point.path.iterdir()}
-    assert {"adapter_model.safetensors", "adapter_config.json"} <= files and "model.safetensors" not in files
+    assert {
+        "adapter_model.safetensors",
+        "adapter_config.json",
+    } <= files and "model.safetensors" not in files
 
     again = adapted(qwen, settings)
     scramble(again)
@@ -257,20 +311,31 @@ def test_a_checkpoint_of_the_other_kind_is_refused(qwen: Path, tmp_path: Path) -
     model = adapted(qwen, settings)
     saved = checkpoint.save_step(model, settings, Stepper(model, settings), step=1, version=1)
     whole = config(qwen, weight_bridge_mode="shared_vllm", resume=str(saved.path))
-    with pytest.raises(UsageError, match=r"a checkpoint of an adapter, and .* trains the whole model"):
+    with pytest.raises(
+        UsageError, match=r"a checkpoint of an adapter, and .* trains the whole model"
+    ):
         checkpoint.starting_point(whole)
     plain = load_model(qwen, torch.float32, CPU)
     of_model = checkpoint.save_step(
-        plain, whole.model_copy(update={"save_path": str(tmp_path / "out")}), Stepper(plain, whole), step=2, version=2
+        plain,
+        whole.model_copy(update={"save_path": str(tmp_path / "out")}),
+        Stepper(plain, whole),
+        step=2,
+        version=2,
     )
     with pytest.raises(UsageError, match=r"a checkpoint of a whole model, and .* trains adapters"):
         checkpoint.starting_point(config(qwen, resume=str(of_model.path)))
-    assert checkpoint.starting_point(config(qwen, resume="auto", save_path=str(tmp_path / "out"))).step == 1
+    assert (
+        checkpoint.starting_point(config(qwen, resume="auto", save_path=str(tmp_path / "out"))).step
+        == 1
+    )
 
 
 def test_the_final_model_is_an_adapter_of_its_base(qwen: Path, tmp_path: Path) -> None:
     settings = config(qwen)
-    saved = checkpoint.save(adapted(qwen), settings, tmp_path / "final_model", step=4, version=4, stepper=None)
+    saved = checkpoint.save(
+        adapted(qwen), settings, tmp_path / "final_model", step=4, version=4, stepper=None
+    )
     described = json.loads((saved.path / "adapter_config.json").read_text())
     assert described["base_model_name_or_path"] == str(qwen)
     assert (described["r"], described["lora_alpha"], described["lora_dropout"]) == (4, 8, 0.0)
@@ -283,7 +348,13 @@ def other(qwen: Path, tmp_path: Path) -> Path:
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(2)
-    made = LoraConfig(r=6, lora_alpha=3, target_modules=["q_proj", "up_proj"], use_rslora=True, init_lora_weights=False)
+    made = LoraConfig(
+        r=6,
+        lora_alpha=3,
+        target_modules=["q_proj", "up_proj"],
+        use_rslora=True,
+        init_lora_weights=False,
+    )
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(qwen, dtype=torch.float32), made)
     assert isinstance(model, PeftModel)
     model.save_pretrained(str(tmp_path / "other"))
@@ -295,9 +366,14 @@ def test_training_goes_on_from_an_adapter(qwen: Path, other: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    settings = TrainingConfig(model_name=str(qwen), weight_bridge_mode="lora_only", lora_adapter_path=str(other))
+    settings = TrainingConfig(
+        model_name=str(qwen), weight_bridge_mode="lora_only", lora_adapter_path=str(other)
+    )
     assert (settings.lora_r, settings.lora_alpha, settings.lora_use_rslora) == (6, 3, True)
-    assert settings.lora_target_modules == ["q_proj", "up_proj"] and settings.lora_layer_indices is None
+    assert (
+        settings.lora_target_modules == ["q_proj", "up_proj"]
+        and settings.lora_layer_indices is None
+    )
     assert parse_args(settings.to_args()) == settings
     model = adapted(qwen, settings)
     load_adapter(model, other)
@@ -312,7 +388,11 @@ def test_training_goes_on_from_an_adapter(qwen: Path, other: Path) -> None:
     ("fields", "changed", "says"),
     [
         ({"lora_r": 4}, {}, r"--lora-r 4: the adapter in .* has 6"),
-        ({"lora_target_modules": "q_proj v_proj"}, {}, r"--lora-target-modules .*has \['q_proj', 'up_proj'\]"),
+        (
+            {"lora_target_modules": "q_proj v_proj"},
+            {},
+            r"--lora-target-modules .*has \['q_proj', 'up_proj'\]",
+        ),
         ({"lora_layer_indices": [0]}, {}, r"--lora-layer-indices \[0\]: .* has None"),
         ({}, {"use_dora": True}, "DoRA cannot be trained here"),
         ({}, {"modules_to_save": ["lm_head"]}, "whole layers"),
@@ -332,7 +412,8 @@ def test_what_an_adapter_cannot_be_is_said(
     file = other / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changed))
     settings, problems = validate(
-        {"model_name": "m", "weight_bridge_mode": "lora_only", "lora_adapter_path": str(other)} | fields
+        {"model_name": "m", "weight_bridge_mode": "lora_only", "lora_adapter_path": str(other)}
+        | fields
     )
     assert settings is None and re.search(says, " ".join(problems)), problems
 
@@ -341,9 +422,14 @@ def test_what_an_adapter_cannot_be_is_said(
 def test_the_merged_export_is_a_model_by_itself(
     base: Path, tmp_path: Path, dtype: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In float32 exact, in bfloat16 each weight rounded once, which is said. The adapter lies beside it."""
+    """In float32 exact, in bfloat16 each weight rounded once, which is said. The adapter lies
+    beside it."""
     settings = config(
-        base, save_path=str(tmp_path), lora_merged_export=True, lora_target_modules="all-linear", dtype=dtype
+        base,
+        save_path=str(tmp_path),
+        lora_merged_export=True,
+        lora_target_modules="all-linear",
+        dtype=dtype,
     )
     torch.manual_seed(3)
     model = load_model(base, getattr(torch, dtype), CPU)
@@ -359,6 +445,8 @@ def test_the_merged_export_is_a_model_by_itself(
     load_adapter(exact, tmp_path / "final_adapter")
     plain = sequence_logprobs(load_model(base, torch.float32, CPU), PROMPT, COMPLETION)
     wanted, found = (sequence_logprobs(each, PROMPT, COMPLETION) for each in (exact, merged))
-    off, moved = (max(abs(a - b) for a, b in zip(wanted, each, strict=True)) for each in (found, plain))
+    off, moved = (
+        max(abs(a - b) for a, b in zip(wanted, each, strict=True)) for each in (found, plain)
+    )
     assert off < (1e-5 if dtype == "float32" else moved)
     assert ("rounds each weight once" in capsys.readouterr().out) == (dtype == "bfloat16")

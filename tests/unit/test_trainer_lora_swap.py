@@ -1,4 +1,5 @@
-"""Adapter modes: a server that dies exactly inside a publish costs no step, and its successor gets that adapter."""
+"""Adapter modes: a server that dies exactly inside a publish costs no step, and its successor gets
+that adapter."""
 
 from __future__ import annotations
 
@@ -43,9 +44,12 @@ VICTIM = 2
 
 
 class AdapterEngine(Engine):
-    """Takes adapters. At the load of `victim` it dies in the way `death`, and another one takes its place."""
+    """Takes adapters. At the load of `victim` it dies in the way `death`, and another one takes its
+    place."""
 
-    def __init__(self, folder: Path, base: Path, death: str | None = None, back_after_s: float | None = 0.3) -> None:
+    def __init__(
+        self, folder: Path, base: Path, death: str | None = None, back_after_s: float | None = 0.3
+    ) -> None:
         super().__init__(folder, plain_model(base))
         self.death, self.back_after_s, self.life, self.falls = death, back_after_s, 1, False
         self.serves: dict[str, Any] | None = None
@@ -71,7 +75,11 @@ class AdapterEngine(Engine):
             raise Refused(*ANSWERS[death])
         if death != "before it has read the adapter":
             tensors = load_file(Path(body["path"]) / "adapter_model.safetensors")
-            self.serves = {"version": body["weight_version"], "path": body["path"], "tensors": tensors}
+            self.serves = {
+                "version": body["weight_version"],
+                "path": body["path"],
+                "tensors": tensors,
+            }
             self.loads.append((self.life, body["weight_version"]))
             self.held = False
         if death is not None:
@@ -92,7 +100,9 @@ class AdapterEngine(Engine):
         for tensor in old.values():
             tensor.fill_(9e9)  # whoever computes with memory of a dead process gets noise
         self._write_manifest(place)
-        write_manifest(self.manifest.model_copy(update={"instance_id": f"i-{self.life}"}), self.manifest_path)
+        write_manifest(
+            self.manifest.model_copy(update={"instance_id": f"i-{self.life}"}), self.manifest_path
+        )
         self.dead = False
 
 
@@ -106,12 +116,20 @@ def run(engine: AdapterEngine, base: Path, folder: Path, **fields: Any) -> dict[
     torch.manual_seed(1)
     batches = [[group(engine, [3, 12, 4, 13], 4, 3) for _ in range(4)] for _ in range(STEPS)]
     settings = run_config(
-        engine, base, folder,
+        engine,
+        base,
+        folder,
         **{
-            "weight_bridge_mode": "lora_only", "training_steps": STEPS, "probe_interval": 0, "lora_r": 4,
-            "vllm_urls": [engine.url], "vllm_config_path": None, "engine_timeout": 10, **fields,
+            "weight_bridge_mode": "lora_only",
+            "training_steps": STEPS,
+            "probe_interval": 0,
+            "lora_r": 4,
+            "vllm_urls": [engine.url],
+            "vllm_config_path": None,
+            "engine_timeout": 10,
+            **fields,
         },
-    )  # fmt: skip
+    )
     torch.manual_seed(3)
     train(settings, api=Recorded(batches))  # type: ignore[arg-type]
     return load_file(folder / "out" / "final_model" / "adapter_model.safetensors")
@@ -127,17 +145,29 @@ def straight(base: Path, tmp_path: Path) -> dict[str, torch.Tensor]:
 DEATHS = ["before it has read the adapter", "after it has taken it, answer lost", *ANSWERS]
 
 
-@pytest.mark.parametrize("death", [*DEATHS[:2], *(pytest.param(death, marks=pytest.mark.slow) for death in DEATHS[2:])])
+@pytest.mark.parametrize(
+    "death", [*DEATHS[:2], *(pytest.param(death, marks=pytest.mark.slow) for death in DEATHS[2:])]
+)
 def test_a_server_that_dies_at_the_swap_costs_no_step(
-    base: Path, tmp_path: Path, straight: dict[str, torch.Tensor], death: str, capsys: pytest.CaptureFixture[str]
+    base: Path,
+    tmp_path: Path,
+    straight: dict[str, torch.Tensor],
+    death: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     engine = AdapterEngine(tmp_path, base, death)
     final = run(engine, base, tmp_path)
-    assert final.keys() == straight.keys() and all(torch.equal(final[name], straight[name]) for name in final)
+    assert final.keys() == straight.keys() and all(
+        torch.equal(final[name], straight[name]) for name in final
+    )
     lost = [(1, VICTIM)] if death == DEATHS[1] else []
     successor = [(2, version) for version in range(VICTIM, STEPS + 1)]
-    taken = list(dict.fromkeys(engine.loads))  # a successor that came between being met and its load is given it twice
-    assert taken == [(1, version) for version in range(VICTIM)] + lost + successor, "each version, in order"
+    taken = list(
+        dict.fromkeys(engine.loads)
+    )  # a successor that came between being met and its load is given it twice
+    assert taken == [(1, version) for version in range(VICTIM)] + lost + successor, (
+        "each version, in order"
+    )
     assert engine.serves is not None and not engine.held
     assert all(torch.equal(engine.serves["tensors"][name], final[name]) for name in final)
     shown = capsys.readouterr().out
@@ -148,7 +178,11 @@ def test_a_server_that_dies_at_the_swap_costs_no_step(
 
 @pytest.mark.parametrize("death", DEATHS[:2])
 def test_over_one_copy_the_base_comes_from_the_new_server(
-    base: Path, tmp_path: Path, straight: dict[str, torch.Tensor], death: str, capsys: pytest.CaptureFixture[str]
+    base: Path,
+    tmp_path: Path,
+    straight: dict[str, torch.Tensor],
+    death: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Adapter and optimizer stay in the trainer, which goes on as if nothing had happened."""
     engine = AdapterEngine(tmp_path, base, death)
@@ -157,7 +191,10 @@ def test_over_one_copy_the_base_comes_from_the_new_server(
     assert engine.serves is not None
     assert all(torch.equal(engine.serves["tensors"][name], final[name]) for name in final)
     shown = capsys.readouterr().out
-    assert "no memory for the base model" in shown and "The base model lies in the memory of the new server" in shown
+    assert (
+        "no memory for the base model" in shown
+        and "The base model lies in the memory of the new server" in shown
+    )
 
 
 def test_memory_of_a_dead_server_is_let_go_of(base: Path, tmp_path: Path) -> None:
@@ -172,7 +209,9 @@ def test_memory_of_a_dead_server_is_let_go_of(base: Path, tmp_path: Path) -> Non
     with subprocess.Popen(["true"]) as ended:
         shared._memory._process = psutil.Process(ended.pid)
     shared.let_go_of_the_dead()
-    assert all(bool(len(p)) == p.requires_grad for p in model.parameters()), "the adapter alone is left"
+    assert all(bool(len(p)) == p.requires_grad for p in model.parameters()), (
+        "the adapter alone is left"
+    )
     shared.follow("i-1")
     assert {name: p.shape for name, p in model.named_parameters()} == sizes
 
@@ -180,22 +219,30 @@ def test_memory_of_a_dead_server_is_let_go_of(base: Path, tmp_path: Path) -> Non
 def over_one_copy(engine: AdapterEngine) -> dict[str, Any]:
     """Settings of a trainer without memory for the base model."""
     return {
-        "weight_bridge_mode": "lora_only", "single_copy": True, "vllm_urls": None,
-        "vllm_port": int(engine.url.rpartition(":")[2]), "vllm_config_path": str(engine.manifest_path),
-    }  # fmt: skip
+        "weight_bridge_mode": "lora_only",
+        "single_copy": True,
+        "vllm_urls": None,
+        "vllm_port": int(engine.url.rpartition(":")[2]),
+        "vllm_config_path": str(engine.manifest_path),
+    }
 
 
-def test_a_server_that_does_not_come_back_ends_the_run_with_the_step_saved(base: Path, tmp_path: Path) -> None:
+def test_a_server_that_does_not_come_back_ends_the_run_with_the_step_saved(
+    base: Path, tmp_path: Path
+) -> None:
     engine = AdapterEngine(tmp_path, base, DEATHS[0], back_after_s=None)
     with pytest.raises(EngineGone, match=r"does not answer .* \(waited 0 s\)"):
         run(engine, base, tmp_path, engine_timeout=0.4, resume="auto", checkpoint_interval=1)
     assert engine.loads == [(1, 0), (1, 1)]
     saved = {path.name for path in (tmp_path / "out").glob("adapter_step_*")}
-    assert f"adapter_step_{VICTIM}" in saved, f"the update that could not be published is not lost: {saved}"
+    assert f"adapter_step_{VICTIM}" in saved, (
+        f"the update that could not be published is not lost: {saved}"
+    )
 
 
 def test_a_refused_adapter_is_no_death(base: Path, tmp_path: Path) -> None:
-    """What a living server refuses is refused again tomorrow: the run ends at once, in its words."""
+    """What a living server refuses is refused again tomorrow: the run ends at once, in its
+    words."""
 
     class Refusing(AdapterEngine):
         def _load(self, body: dict[str, Any]) -> None:
@@ -212,7 +259,8 @@ def test_a_refused_adapter_is_no_death(base: Path, tmp_path: Path) -> None:
 def test_a_full_disk_at_the_swap_is_waited_out(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It ended the attempt of the trainer, though the checkpoint that followed waited for the same room."""
+    """It ended the attempt of the trainer, though the checkpoint that followed waited for the same
+    room."""
     failures = iter([SafetensorError("I/O error: No space left on device (os error 28)")] * 2)
     save = lora.write_adapter
 
@@ -227,8 +275,11 @@ def test_a_full_disk_at_the_swap_is_waited_out(
     assert capsys.readouterr().out.count("Training pauses until there is room") == 2
 
 
-def test_a_crash_of_any_kind_costs_no_step(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The weights are the trainer's own: what is trained is saved, and the next attempt goes on from there."""
+def test_a_crash_of_any_kind_costs_no_step(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The weights are the trainer's own: what is trained is saved, and the next attempt goes on
+    from there."""
     engine = AdapterEngine(tmp_path, base)
     torch.manual_seed(1)
     batches = [[group(engine, [3, 12, 4, 13], 4, 3) for _ in range(4)] for _ in range(2)]
@@ -240,9 +291,18 @@ def test_a_crash_of_any_kind_costs_no_step(base: Path, tmp_path: Path, capsys: p
             return super().next_batch(step, on_idle)
 
     settings = run_config(
-        engine, base, tmp_path, weight_bridge_mode="lora_only", training_steps=STEPS, probe_interval=0, lora_r=4,
-        vllm_urls=[engine.url], vllm_config_path=None, engine_timeout=10, checkpoint_interval=0,
-    )  # fmt: skip
+        engine,
+        base,
+        tmp_path,
+        weight_bridge_mode="lora_only",
+        training_steps=STEPS,
+        probe_interval=0,
+        lora_r=4,
+        vllm_urls=[engine.url],
+        vllm_config_path=None,
+        engine_timeout=10,
+        checkpoint_interval=0,
+    )
     with pytest.raises(KeyError, match="a fault of ours"):
         train(settings, api=Breaking(batches))  # type: ignore[arg-type]
     assert {path.name for path in (tmp_path / "out").glob("adapter_step_*")} == {"adapter_step_2"}
@@ -276,19 +336,33 @@ class Restarts:
 
 @pytest.mark.parametrize("fails", [False, True], ids=["restarted", "overtaken by a crash"])
 def test_a_restart_every_few_steps(
-    base: Path, tmp_path: Path, straight: dict[str, torch.Tensor], fails: bool, monkeypatch: pytest.MonkeyPatch
+    base: Path,
+    tmp_path: Path,
+    straight: dict[str, torch.Tensor],
+    fails: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The server gets an adapter at the restarts only, each is prepared for, and training is the same."""
+    """The server gets an adapter at the restarts only, each is prepared for, and training is the
+    same."""
     engine = AdapterEngine(tmp_path, base)
     lifecycle = Restarts(engine, fails=fails)
     monkeypatch.setattr(lora, "make_lifecycle", lambda *_, **__: lifecycle)
     final = run(
-        engine, base, tmp_path, weight_bridge_mode="lora_restart", vllm_restart_interval=2, vllm_urls=None,
+        engine,
+        base,
+        tmp_path,
+        weight_bridge_mode="lora_restart",
+        vllm_restart_interval=2,
+        vllm_urls=None,
         vllm_port=int(engine.url.rpartition(":")[2]),
-    )  # fmt: skip
+    )
     assert all(torch.equal(final[name], straight[name]) for name in straight)
     # One that crashed begins at any moment, and is given what is of now.
-    assert [v for v in dict.fromkeys(v for _, v in engine.loads) if not (fails and v == 3)] == [0, 2, 4]
+    assert [v for v in dict.fromkeys(v for _, v in engine.loads) if not (fails and v == 3)] == [
+        0,
+        2,
+        4,
+    ]
     asked = [each for each in lifecycle.asked if each != "ensure"]
     restart = "adapter of version {}".format
     assert asked == ["prepare", restart(2), "prepare", "prepare", restart(4), "prepare", "close"]

@@ -1,4 +1,5 @@
-"""Every objective: its clip truth table, REINFORCE at ratio 1, float64 gradients, no split changes anything."""
+"""Every objective: its clip truth table, REINFORCE at ratio 1, float64 gradients, no split changes
+anything."""
 
 from __future__ import annotations
 
@@ -14,7 +15,15 @@ from hypothesis import strategies as st
 
 from tests.unit.trainer_rollouts import Beside, plain_logprobs, rollouts_of
 from trainer_core.config import TrainingConfig
-from trainer_core.objective.loss import Bounds, Correction, Sequences, cispo_loss, correct, grpo_loss, gspo_loss
+from trainer_core.objective.loss import (
+    Bounds,
+    Correction,
+    Sequences,
+    cispo_loss,
+    correct,
+    grpo_loss,
+    gspo_loss,
+)
 from trainer_core.objective.registry import OBJECTIVES, Counts, Objective, count
 from trainer_core.optim import Stepper
 from trainer_core.policy.load import load_model
@@ -26,22 +35,40 @@ from trainer_core.world import ALONE
 
 CPU = torch.device("cpu")
 ALL = sorted(OBJECTIVES)
-RATIOS = [{}, {"ratio_base": "proximal"}, {"ratio_base": "proximal", "tis_mask": "token", "tis_mask_high": 3.0},
-          {"ratio_base": "proximal", "tis_mask": "sequence", "tis_mask_low": 0.2}]  # fmt: skip
+RATIOS = [
+    {},
+    {"ratio_base": "proximal"},
+    {"ratio_base": "proximal", "tis_mask": "token", "tis_mask_high": 3.0},
+    {"ratio_base": "proximal", "tis_mask": "sequence", "tis_mask_low": 0.2},
+]
 
 
 def _config(**fields: object) -> TrainingConfig:
-    return TrainingConfig.model_validate({"model_name": "m", "optimizer": "adamw", "max_grad_norm": 0, **fields})
+    return TrainingConfig.model_validate(
+        {"model_name": "m", "optimizer": "adamw", "max_grad_norm": 0, **fields}
+    )
 
 
-DAPO = dict(zip(("clip_eps", "clip_eps_high"), Objective(_config(objective="dapo")).clip, strict=True))
+DAPO = dict(
+    zip(("clip_eps", "clip_eps_high"), Objective(_config(objective="dapo")).clip, strict=True)
+)
 TABLE = [
     # loss function, options, ratio, advantage, loss / A at that ratio, gradient of the loss
-    *[(grpo_loss, {}, r, a, loss, grad) for r, a, loss, grad in [
-        (1.0, 1.0, -1.0, -1.0), (1.0, -1.0, 1.0, 1.0), (1.5, 1.0, -1.2, 0.0), (1.5, -1.0, 1.5, 1.5),
-        (0.5, 1.0, -0.5, -0.5), (0.5, -1.0, 0.8, 0.0), (3.0, -1.0, 3.0, 3.0), (1.1, 1.0, -1.1, -1.1),
-        (0.9, -1.0, 0.9, 0.9), (2.0, 0.0, 0.0, 0.0),
-    ]],
+    *[
+        (grpo_loss, {}, r, a, loss, grad)
+        for r, a, loss, grad in [
+            (1.0, 1.0, -1.0, -1.0),
+            (1.0, -1.0, 1.0, 1.0),
+            (1.5, 1.0, -1.2, 0.0),
+            (1.5, -1.0, 1.5, 1.5),
+            (0.5, 1.0, -0.5, -0.5),
+            (0.5, -1.0, 0.8, 0.0),
+            (3.0, -1.0, 3.0, 3.0),
+            (1.1, 1.0, -1.1, -1.1),
+            (0.9, -1.0, 0.9, 0.9),
+            (2.0, 0.0, 0.0, 0.0),
+        ]
+    ],
     (grpo_loss, DAPO, 1.25, 1.0, -1.25, -1.25),  # inside the higher bound
     (grpo_loss, DAPO, 1.30, 1.0, -1.28, 0.0),
     (grpo_loss, DAPO, 0.75, -1.0, 0.8, 0.0),
@@ -55,10 +82,12 @@ TABLE = [
     (grpo_loss, {"dual_clip": 3.0}, 2.0, -1.0, 2.0, 2.0),
     (grpo_loss, {"dual_clip": 3.0}, 5.0, 1.0, -1.2, 0.0),
     (gspo_loss, {"dual_clip": 3.0}, 5.0, -1.0, 3.0, 0.0),
-]  # fmt: skip
+]
 
 
-def _one(function: Callable[..., object], ratio: float, advantage: float, **options: object) -> tuple[float, float]:
+def _one(
+    function: Callable[..., object], ratio: float, advantage: float, **options: object
+) -> tuple[float, float]:
     """Loss and its gradient by the logprob, for a sequence of one token."""
     rollout = torch.tensor([-1.0], dtype=torch.float64)
     logprob = (rollout + math.log(ratio)).requires_grad_()
@@ -72,17 +101,30 @@ def _one(function: Callable[..., object], ratio: float, advantage: float, **opti
 
 @pytest.mark.parametrize(("function", "options", "ratio", "advantage", "loss", "gradient"), TABLE)
 def test_clip_truth_table(
-    function: Callable[..., object], options: dict[str, object], ratio: float, advantage: float, loss: float,
+    function: Callable[..., object],
+    options: dict[str, object],
+    ratio: float,
+    advantage: float,
+    loss: float,
     gradient: float,
-) -> None:  # fmt: skip
+) -> None:
     assert _one(function, ratio, advantage, **options) == pytest.approx((loss, gradient), abs=1e-9)
 
 
 @pytest.mark.parametrize(
     ("ratio", "advantage", "weight"),
-    [(1.0, 1.0, 1.0), (10.0, 1.0, 5.0), (10.0, -1.0, 5.0), (0.01, 1.0, 0.01), (0.01, -1.0, 0.01), (3.0, -2.0, 3.0)],
+    [
+        (1.0, 1.0, 1.0),
+        (10.0, 1.0, 5.0),
+        (10.0, -1.0, 5.0),
+        (0.01, 1.0, 0.01),
+        (0.01, -1.0, 0.01),
+        (3.0, -2.0, 3.0),
+    ],
 )
-def test_cispo_clips_the_weight_and_keeps_the_gradient(ratio: float, advantage: float, weight: float) -> None:
+def test_cispo_clips_the_weight_and_keeps_the_gradient(
+    ratio: float, advantage: float, weight: float
+) -> None:
     loss, gradient = _one(cispo_loss, ratio, advantage)
     assert gradient == pytest.approx(-weight * advantage)
     assert loss == pytest.approx(-weight * advantage * (math.log(ratio) - 1.0))
@@ -99,20 +141,25 @@ def test_ratio_one_is_reinforce(name: str, denominator: str) -> None:
     advantages = torch.randn(6)
     objective = Objective(_config(objective=name, loss_denominator=denominator))
     sums = objective.sums(logprobs, logprobs.detach(), advantages, Sequences(ids, 3), None)
-    weights = 1 / torch.tensor([3.0, 3, 3, 1, 2, 2]) if denominator == "sequences" else torch.ones(6)
+    weights = (
+        1 / torch.tensor([3.0, 3, 3, 1, 2, 2]) if denominator == "sequences" else torch.ones(6)
+    )
     got = torch.autograd.grad(sums.loss, logits, retain_graph=True)[0]
     expected = torch.autograd.grad(-(weights * logprobs * advantages).sum(), logits)[0]
     torch.testing.assert_close(got, expected, atol=1e-7, rtol=1e-6)
 
 
 def test_gspo_has_one_ratio_for_a_sequence() -> None:
-    """Against eq. 5 and 7 written down as they are, where all tokens of a sequence have one advantage."""
+    """Against eq. 5 and 7 written down as they are, where all tokens of a sequence have one
+    advantage."""
     torch.manual_seed(0)
     ids = torch.tensor([0, 0, 0, 1, 1])
     logprobs = torch.randn(5, dtype=torch.float64, requires_grad=True)
     rollout = logprobs.detach() + torch.tensor([0.5, -0.1, 0.2, -0.4, 0.1], dtype=torch.float64)
     advantages = torch.tensor([1.0, 1.0, 1.0, -2.0, -2.0], dtype=torch.float64)
-    sums = gspo_loss(logprobs, rollout, advantages, clip_eps=0.1, clip_eps_high=0.1, sequences=Sequences(ids, 2))
+    sums = gspo_loss(
+        logprobs, rollout, advantages, clip_eps=0.1, clip_eps_high=0.1, sequences=Sequences(ids, 2)
+    )
     gap = logprobs - rollout
     ratios = [gap[:3].mean().exp(), gap[3:].mean().exp()]
     clipped = [r.clamp(0.9, 1.1) for r in ratios]
@@ -124,20 +171,27 @@ def test_gspo_has_one_ratio_for_a_sequence() -> None:
         gspo_loss(logprobs, rollout, advantages)
 
 
-def _published(name: str, logprobs: torch.Tensor, base: torch.Tensor, advantage: torch.Tensor) -> torch.Tensor:
+def _published(
+    name: str, logprobs: torch.Tensor, base: torch.Tensor, advantage: torch.Tensor
+) -> torch.Tensor:
     """Loss of each token of one sequence, [T], as the papers write it."""
     ratio = (logprobs - base).exp()
     if name == "gspo":
-        # eq. 14, since weights differ within a sequence; that it is eq. 5 where they do not has its own test
+        # eq. 14, since weights differ within a sequence; that it is eq. 5 where they do not has its
+        # own test
         ratio = (logprobs - base).mean().exp().detach() * (logprobs - logprobs.detach()).exp()
     if name == "cispo":
         return -ratio.clamp(0.0, 5.0).detach() * advantage * logprobs
     low, high = {"dapo": (0.8, 1.28), "gspo": (1 - 3e-4, 1 + 4e-4)}.get(name, (0.8, 1.2))
     clipped = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
-    return -torch.where(advantage < 0, torch.maximum(clipped, 3.0 * advantage), clipped)  # the dual clip's default
+    return -torch.where(
+        advantage < 0, torch.maximum(clipped, 3.0 * advantage), clipped
+    )  # the dual clip's default
 
 
-def _reference(model: torch.nn.Module, rollouts: list[Rollout], config: TrainingConfig) -> torch.Tensor:
+def _reference(
+    model: torch.nn.Module, rollouts: list[Rollout], config: TrainingConfig
+) -> torch.Tensor:
     """The step's loss in float64, sequence by sequence."""
     per = {"dr_grpo": "constant", "gspo": "sequences"}.get(config.objective, "tokens")
     total, tokens, sequences = torch.zeros((), dtype=torch.float64), 0, 0
@@ -146,26 +200,44 @@ def _reference(model: torch.nn.Module, rollouts: list[Rollout], config: Training
         rollout = torch.from_numpy(r.logprobs[r.trained]).double()
         rollout = torch.where(rollout.isnan(), logprobs.detach(), rollout)
         advantage = torch.from_numpy(r.advantages[r.trained]).double()
-        base, weight, keep = rollout, torch.ones_like(rollout), torch.ones_like(rollout, dtype=torch.bool)
+        base, weight, keep = (
+            rollout,
+            torch.ones_like(rollout),
+            torch.ones_like(rollout, dtype=torch.bool),
+        )
         if config.ratio_base == "proximal":
             base = logprobs.detach()
             weight = (base - rollout).exp()
-            inside = {"none": weight * 0 + 1, "token": weight, "sequence": (base - rollout).mean().exp() + weight * 0}
+            inside = {
+                "none": weight * 0 + 1,
+                "token": weight,
+                "sequence": (base - rollout).mean().exp() + weight * 0,
+            }
             judged = inside[config.tis_mask]
             keep = (judged >= config.tis_mask_low) & (judged <= config.tis_mask_high)
             weight = weight.clamp(max=config.tis_cap)
         if not keep.any():
             continue
         q = (logprobs - rollout).exp()
-        loss = weight[keep] * _published(config.objective, logprobs[keep], base[keep], advantage[keep])
-        loss = loss + config.kl_coef * (q - 1 - q.log()).clamp(max=10.0)[keep]  # where verl bounds it, too
+        loss = weight[keep] * _published(
+            config.objective, logprobs[keep], base[keep], advantage[keep]
+        )
+        loss = (
+            loss + config.kl_coef * (q - 1 - q.log()).clamp(max=10.0)[keep]
+        )  # where verl bounds it, too
         total = total + (loss.mean() if per == "sequences" else loss.sum())
         tokens, sequences = tokens + int(keep.sum()), sequences + 1
-    return total / {"tokens": tokens, "sequences": sequences, "constant": sequences * config.seq_len}[per]
+    return (
+        total
+        / {"tokens": tokens, "sequences": sequences, "constant": sequences * config.seq_len}[per]
+    )
 
 
 def _gradient(
-    model: torch.nn.Module, rows: list[PackedRow], config: TrainingConfig, others: Counts | None = None
+    model: torch.nn.Module,
+    rows: list[PackedRow],
+    config: TrainingConfig,
+    others: Counts | None = None,
 ) -> tuple[StepOutcome, torch.Tensor]:
     world = ALONE if others is None else Beside(others)
     outcome = accumulate(model, Stepper(model, config), rows, Objective(config), 1, world=world)
@@ -174,7 +246,9 @@ def _gradient(
 
 def _equals_float64(base: Path, rollouts: list[Rollout], config: TrainingConfig) -> StepOutcome:
     """Loss and gradient of a step are those of the formulas in float64."""
-    outcome, gradient = _gradient(load_model(str(base), torch.float32, CPU), pack(rollouts, 60), config)
+    outcome, gradient = _gradient(
+        load_model(str(base), torch.float32, CPU), pack(rollouts, 60), config
+    )
     exact = load_model(str(base), torch.float64, CPU)
     exact.base_model.rotary_emb.double()
     loss = _reference(exact, rollouts, config)
@@ -185,7 +259,9 @@ def _equals_float64(base: Path, rollouts: list[Rollout], config: TrainingConfig)
     return outcome
 
 
-@pytest.mark.parametrize("ratio", RATIOS, ids=["rollout", "proximal", "token-mask", "sequence-mask"])
+@pytest.mark.parametrize(
+    "ratio", RATIOS, ids=["rollout", "proximal", "token-mask", "sequence-mask"]
+)
 @pytest.mark.parametrize("name", ALL)
 def test_gradient_against_float64(base: Path, name: str, ratio: dict[str, object]) -> None:
     rollouts = rollouts_of(spread=6.0)
@@ -202,31 +278,52 @@ def test_a_single_step_asks_the_model_once_unless_a_mask_wants_to_know_first(
 ) -> None:
     asked = []
     monkeypatch.setattr(
-        "trainer_core.step.row_logprobs", lambda model, row: asked.append(row) or row_logprobs(model, row)
+        "trainer_core.step.row_logprobs",
+        lambda model, row: asked.append(row) or row_logprobs(model, row),
     )
     config = _config(ratio_base="proximal", tis_mask=mask)
-    outcome, _ = _gradient(load_model(str(base), torch.float32, CPU), pack(rollouts_of(), 10_000), config)
-    assert len(asked) == passes and outcome.ratio_mean == pytest.approx(1.0) and outcome.tis_mean is not None
+    outcome, _ = _gradient(
+        load_model(str(base), torch.float32, CPU), pack(rollouts_of(), 10_000), config
+    )
+    assert (
+        len(asked) == passes
+        and outcome.ratio_mean == pytest.approx(1.0)
+        and outcome.tis_mean is not None
+    )
 
 
 @pytest.mark.parametrize("ratio", RATIOS[:2], ids=["rollout", "proximal"])
 @pytest.mark.parametrize("name", ALL)
-def test_missing_logprobs_are_the_trainers_own(base: Path, name: str, ratio: dict[str, object]) -> None:
-    """Some sequences came without, one with some: the loss is that of the trainer's own there, as a constant, and what
-    is measured against the server's are the others alone."""
+def test_missing_logprobs_are_the_trainers_own(
+    base: Path, name: str, ratio: dict[str, object]
+) -> None:
+    """Some sequences came without, one with some: the loss is that of the trainer's own there, as a
+    constant, and what is measured against the server's are the others alone."""
     rollouts = rollouts_of()
     measured = 0
     for number, each in enumerate(rollouts):
-        missing = np.arange(len(each.tokens)) % 2 == 0 if number == 4 else np.full(len(each.tokens), number % 3 == 0)
+        missing = (
+            np.arange(len(each.tokens)) % 2 == 0
+            if number == 4
+            else np.full(len(each.tokens), number % 3 == 0)
+        )
         each.logprobs[missing] = np.nan
         measured += int((each.trained & ~missing).sum())
     config = _config(objective=name, kl_coef=0.05, **ratio)
     outcome = _equals_float64(base, rollouts, config)
-    assert outcome.tokens == sum(int(each.trained.sum()) for each in rollouts) > outcome.diffs.tokens == measured > 0
+    assert (
+        outcome.tokens
+        == sum(int(each.trained.sum()) for each in rollouts)
+        > outcome.diffs.tokens
+        == measured
+        > 0
+    )
     assert math.isfinite(outcome.diffs.abs_diff)
 
 
-@pytest.mark.parametrize("ratio", RATIOS, ids=["rollout", "proximal", "token-mask", "sequence-mask"])
+@pytest.mark.parametrize(
+    "ratio", RATIOS, ids=["rollout", "proximal", "token-mask", "sequence-mask"]
+)
 @pytest.mark.parametrize("name", ALL)
 def test_no_split_changes_anything(base: Path, name: str, ratio: dict[str, object]) -> None:
     """Rows of any size, any order, and ranks: the same loss and gradient."""
@@ -241,7 +338,10 @@ def test_no_split_changes_anything(base: Path, name: str, ratio: dict[str, objec
         assert (whole.clip_low, whole.clip_high) == pytest.approx((split.clip_low, split.clip_high))
     halves = [pack(rollouts[:5], 40), pack(rollouts[5:], 40)]
     counts = [_counts(model, rows, config) for rows in halves]
-    ranks = [_gradient(model, rows, config, others) for rows, others in zip(halves, counts[::-1], strict=True)]
+    ranks = [
+        _gradient(model, rows, config, others)
+        for rows, others in zip(halves, counts[::-1], strict=True)
+    ]
     torch.testing.assert_close(gradient, ranks[0][1] + ranks[1][1], atol=1e-6, rtol=1e-5)
     assert whole.loss == pytest.approx(sum(outcome.loss for outcome, _ in ranks), abs=1e-6)
 
@@ -250,7 +350,12 @@ def _counts(model: torch.nn.Module, rows: list[PackedRow], config: TrainingConfi
     objective, found = Objective(config), []
     for row in rows:
         sequences = Sequences(row.sequences, len(row.lengths))
-        found.append((sequences, objective.correction(row_logprobs(model, row).detach(), row.logprobs, sequences)))
+        found.append(
+            (
+                sequences,
+                objective.correction(row_logprobs(model, row).detach(), row.logprobs, sequences),
+            )
+        )
     return count(found, CPU)
 
 
@@ -259,7 +364,10 @@ def test_a_longer_batch_of_the_same_weighs_the_same(base: Path) -> None:
     model = load_model(str(base), torch.float32, CPU)
     rollouts = rollouts_of(6)
     for name in ALL:
-        once, twice = (_gradient(model, pack(r, 64), _config(objective=name))[1] for r in (rollouts, rollouts * 2))
+        once, twice = (
+            _gradient(model, pack(r, 64), _config(objective=name))[1]
+            for r in (rollouts, rollouts * 2)
+        )
         torch.testing.assert_close(once, twice, atol=1e-6, rtol=1e-5)
 
 
@@ -269,13 +377,17 @@ def test_proximal_ratio_is_one_and_the_weight_is_what_is_left(base: Path) -> Non
     outcome, _ = _gradient(model, pack(rollouts, 64), _config(ratio_base="proximal", tis_cap=1.5))
     assert (outcome.ratio_mean, outcome.clip_fraction) == (1.0, 0.0)
     with torch.no_grad():
-        gaps = torch.cat([plain_logprobs(model, r) - torch.from_numpy(r.logprobs[r.trained]) for r in rollouts])
+        gaps = torch.cat(
+            [plain_logprobs(model, r) - torch.from_numpy(r.logprobs[r.trained]) for r in rollouts]
+        )
     assert outcome.tis_mean == pytest.approx(gaps.exp().clamp(max=1.5).mean().item(), rel=1e-4)
     assert outcome.tis_truncated == pytest.approx((gaps.exp() > 1.5).double().mean().item())
     assert outcome.tis_masked == 0
     plain, _ = _gradient(load_model(str(base), torch.float32, CPU), pack(rollouts, 64), _config())
     assert (plain.tis_mean, plain.tis_truncated, plain.tis_masked) == (None, None, None)
-    assert plain.kl_k3 == pytest.approx(outcome.kl_k3, rel=1e-5), "k3 is against the rollout policy in both"
+    assert plain.kl_k3 == pytest.approx(outcome.kl_k3, rel=1e-5), (
+        "k3 is against the rollout policy in both"
+    )
 
 
 def test_all_masked_is_no_gradient_and_no_crash(base: Path) -> None:
@@ -288,17 +400,26 @@ def test_all_masked_is_no_gradient_and_no_crash(base: Path) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(st.tuples(st.floats(-30, 0), st.floats(-30, 0)), min_size=1, max_size=20), st.floats(0.5, 10),
+    st.lists(st.tuples(st.floats(-30, 0), st.floats(-30, 0)), min_size=1, max_size=20),
+    st.floats(0.5, 10),
     st.sampled_from(["none", "token", "sequence"]),
-)  # fmt: skip
-def test_weights_stay_within_their_bounds(pairs: list[tuple[float, float]], cap: float, mask: str) -> None:
+)
+def test_weights_stay_within_their_bounds(
+    pairs: list[tuple[float, float]], cap: float, mask: str
+) -> None:
     base, rollout = torch.tensor(pairs).T.clone().requires_grad_()
     sequences = Sequences(torch.zeros(len(pairs), dtype=torch.int64), 1)
     found = correct(base, rollout.detach(), Bounds(cap, mask, 0.5, 2.0), sequences)
     ratio = (base - rollout).detach().exp()
-    assert (found.weight > 0).all() and (found.weight <= cap * (1 + 1e-6)).all() and not found.weight.requires_grad
+    assert (
+        (found.weight > 0).all()
+        and (found.weight <= cap * (1 + 1e-6)).all()
+        and not found.weight.requires_grad
+    )
     assert (found.truncated == (ratio > cap)).all()
-    torch.testing.assert_close(found.weight[~found.truncated], ratio.clamp(min=math.exp(-20))[~found.truncated])
+    torch.testing.assert_close(
+        found.weight[~found.truncated], ratio.clamp(min=math.exp(-20))[~found.truncated]
+    )
     if mask == "none":
         assert found.keep is None
     elif mask == "token":
@@ -310,14 +431,18 @@ def test_weights_stay_within_their_bounds(pairs: list[tuple[float, float]], cap:
 def test_ids_of_sequences_in_a_row() -> None:
     rollouts = rollouts_of(7)
     (row,) = pack(rollouts, 10_000)
-    sizes = sorted(((np.flatnonzero(r.trained)[-1], r.trained.sum()) for r in rollouts), key=lambda pair: -pair[0])
+    sizes = sorted(
+        ((np.flatnonzero(r.trained)[-1], r.trained.sum()) for r in rollouts),
+        key=lambda pair: -pair[0],
+    )
     assert row.sequences.tolist() == [i for i, (_, size) in enumerate(sizes) for _ in range(size)]
 
 
 @pytest.mark.parametrize("ratio", RATIOS[:2], ids=["rollout", "proximal"])
 @pytest.mark.parametrize("name", ALL)
 def test_a_bandit_converges(name: str, ratio: dict[str, object]) -> None:
-    """Ten arms, sequences of three pulls, rollouts one update old: the policy finds the arm that pays."""
+    """Ten arms, sequences of three pulls, rollouts one update old: the policy finds the arm that
+    pays."""
     torch.manual_seed(0)
     logits = torch.zeros(10, requires_grad=True)
     config = _config(objective=name, **ratio)
@@ -328,7 +453,11 @@ def test_a_bandit_converges(name: str, ratio: dict[str, object]) -> None:
         pulls = torch.multinomial(stale.softmax(-1), 64 * 3, replacement=True)
         rewards = (pulls == 7).double().view(64, 3).mean(1).view(8, 8)
         centred = rewards - rewards.mean(1, keepdim=True)
-        scale = rewards.std(1, unbiased=False, keepdim=True).clamp(min=1e-8) if objective.advantage_std else 1.0
+        scale = (
+            rewards.std(1, unbiased=False, keepdim=True).clamp(min=1e-8)
+            if objective.advantage_std
+            else 1.0
+        )
         advantages = (centred / scale).flatten()[ids].float()
         logprobs, sampled = logits.log_softmax(-1)[pulls], stale.log_softmax(-1)[pulls]
         sequences = Sequences(ids, 64)
@@ -354,7 +483,9 @@ def test_one_wrong_logprob_does_not_outweigh_the_batch() -> None:
             ids = Sequences(torch.arange(40_000) // 100, 400)
             shares = {}
             for bound in ({}, {"dual_clip": 0}):
-                sums = Objective(_config(objective=name, **bound)).sums(logprobs, rollout, advantages, ids, None)
+                sums = Objective(_config(objective=name, **bound)).sums(
+                    logprobs, rollout, advantages, ids, None
+                )
                 (gradient,) = torch.autograd.grad(sums.loss, logprobs)
                 shares["dual_clip" in bound] = (gradient[7].abs() / gradient.norm()).item()
                 assert sums.ratio_max.item() == pytest.approx(math.exp(min(gap, 20.0)), rel=0.5)
@@ -366,30 +497,49 @@ def test_one_wrong_logprob_does_not_outweigh_the_batch() -> None:
 def test_what_no_objective_takes_is_refused() -> None:
     one, rows = torch.zeros(5), Sequences(torch.zeros(5, dtype=torch.int64), 1)
     for function in (grpo_loss, gspo_loss, cispo_loss):
-        with pytest.raises(TypeError, match="no objective takes klcoef; choose from kl_coef, dual_clip"):
+        with pytest.raises(
+            TypeError, match="no objective takes klcoef; choose from kl_coef, dual_clip"
+        ):
             function(one, one, one, sequences=rows, klcoef=0.1)
         for values in ((one, one[:, None], one), (one, one, one[:, None]), (one, one[:4], one)):
-            with pytest.raises(ValueError, match=r"one value for each of T tokens .* are \[5\], but"):
+            with pytest.raises(
+                ValueError, match=r"one value for each of T tokens .* are \[5\], but"
+            ):
                 function(*values, sequences=rows)
         with pytest.raises(ValueError, match=r"sequences.ids \[4\]"):
             function(one, one, one, sequences=Sequences(rows.ids[:4], 1))
         with pytest.raises(ValueError, match=r"which is not \[T\]"):
-            function(*[torch.zeros(2, 3)] * 3, sequences=rows._replace(ids=torch.zeros(2, 3, dtype=torch.int64)))
+            function(
+                *[torch.zeros(2, 3)] * 3,
+                sequences=rows._replace(ids=torch.zeros(2, 3, dtype=torch.int64)),
+            )
         with pytest.raises(ValueError, match=r"correction.keep \[3\]"):
-            function(one, one, one, sequences=rows, correction=Correction(one, one, one > 0, one[:3] > 0))
+            function(
+                one, one, one, sequences=rows, correction=Correction(one, one, one > 0, one[:3] > 0)
+            )
 
 
 def test_published_settings_and_what_overrides_them() -> None:
     published = {"cispo": (1.0, 4.0), "dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4), "grpo": (0.2, 0.2)}
-    assert {name: Objective(_config(objective=name)).clip for name in ALL} == {**published, "dr_grpo": (0.2, 0.2)}
+    assert {name: Objective(_config(objective=name)).clip for name in ALL} == {
+        **published,
+        "dr_grpo": (0.2, 0.2),
+    }
     assert Objective(_config(objective="gspo", clip_eps=0.1)).clip == (0.1, 0.1)
     assert Objective(_config(objective="gspo", clip_eps_high=0.1)).clip == (3e-4, 0.1)
-    assert [Objective(_config(objective=name)).advantage_std for name in ("grpo", "dr_grpo")] == [True, False]
+    assert [Objective(_config(objective=name)).advantage_std for name in ("grpo", "dr_grpo")] == [
+        True,
+        False,
+    ]
     assert Objective(_config(objective="dr_grpo", advantage_std=True)).advantage_std
     chosen = Objective(_config(objective="dapo", max_completion_tokens=20480)).selection(100)
     assert (chosen.drop_flat, chosen.overlong_buffer, chosen.vocab_size) == (True, 4096, 100)
     assert Objective(_config(max_completion_tokens=20480)).selection().overlong_buffer == 0
     counts = Counts(torch.tensor(30.0), torch.tensor(4.0))
-    by = {per: Objective(_config(loss_denominator=per, max_completion_tokens=10)).denominator(counts).item()
-          for per in ("tokens", "sequences", "constant")}  # fmt: skip
+    by = {
+        per: Objective(_config(loss_denominator=per, max_completion_tokens=10))
+        .denominator(counts)
+        .item()
+        for per in ("tokens", "sequences", "constant")
+    }
     assert by == {"tokens": 30, "sequences": 4, "constant": 40}

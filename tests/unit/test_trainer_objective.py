@@ -47,7 +47,9 @@ def test_ratio_one_is_reinforce() -> None:
     logits = torch.randn(50, 7, requires_grad=True)
     labels, advantages = torch.randint(7, (50,)), torch.randn(50)
     logprobs = logits.log_softmax(-1).gather(1, labels[:, None])[:, 0]
-    grpo = torch.autograd.grad(grpo_loss(logprobs, logprobs.detach(), advantages).loss, logits, retain_graph=True)[0]
+    grpo = torch.autograd.grad(
+        grpo_loss(logprobs, logprobs.detach(), advantages).loss, logits, retain_graph=True
+    )[0]
     reinforce = torch.autograd.grad(-(logprobs * advantages).sum(), logits)[0]
     torch.testing.assert_close(grpo, reinforce, atol=1e-7, rtol=1e-6)
 
@@ -58,7 +60,9 @@ def test_sums_count_what_they_say() -> None:
     assert sums.tokens.item() == 4
     assert sums.clipped.item() == 2
     assert sums.ratio.item() == pytest.approx(4.1, abs=1e-5)
-    assert sums.kl_k3.item() == pytest.approx(sum(r - 1 - math.log(r) for r in ratio.tolist()), abs=1e-5)
+    assert sums.kl_k3.item() == pytest.approx(
+        sum(r - 1 - math.log(r) for r in ratio.tolist()), abs=1e-5
+    )
 
 
 def test_kl_pulls_back_to_the_rollout_policy() -> None:
@@ -81,14 +85,23 @@ def test_half_precision_input_is_computed_in_float32() -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.tuples(st.floats(-8, 0), st.floats(-8, 0), st.floats(-3, 3)), min_size=2, max_size=30), st.data())
-def test_sums_add_up_over_any_split(tokens: list[tuple[float, float, float]], data: st.DataObject) -> None:
+@given(
+    st.lists(
+        st.tuples(st.floats(-8, 0), st.floats(-8, 0), st.floats(-3, 3)), min_size=2, max_size=30
+    ),
+    st.data(),
+)
+def test_sums_add_up_over_any_split(
+    tokens: list[tuple[float, float, float]], data: st.DataObject
+) -> None:
     cut = data.draw(st.integers(1, len(tokens) - 1))
     columns = torch.tensor(tokens).T
     whole = grpo_loss(*columns, kl_coef=0.1)
     parts = [grpo_loss(*columns[:, :cut], kl_coef=0.1), grpo_loss(*columns[:, cut:], kl_coef=0.1)]
     for field in whole._fields:
-        total = (max if field == "ratio_max" else sum)(getattr(part, field).item() for part in parts)
+        total = (max if field == "ratio_max" else sum)(
+            getattr(part, field).item() for part in parts
+        )
         assert getattr(whole, field).item() == pytest.approx(total, rel=1e-4, abs=1e-4)
 
 

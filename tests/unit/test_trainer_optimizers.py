@@ -1,4 +1,5 @@
-"""Optimizers: half-precision weights travel as far as float32 ones, schedules, and state that survives a checkpoint."""
+"""Optimizers: half-precision weights travel as far as float32 ones, schedules, and state that
+survives a checkpoint."""
 
 from __future__ import annotations
 
@@ -42,12 +43,17 @@ class Weights(torch.nn.Module):
 def _gradients(model: Weights, step: int) -> None:
     """The same noisy gradients with a drift for every run."""
     generator = torch.Generator().manual_seed(step)
-    loss = sum((p * (torch.randn(p.shape, generator=generator) + 1).to(p.dtype)).sum() for p in model.parameters())
+    loss = sum(
+        (p * (torch.randn(p.shape, generator=generator) + 1).to(p.dtype)).sum()
+        for p in model.parameters()
+    )
     loss.backward()  # type: ignore[union-attr]
 
 
 def _config(**fields: Any) -> TrainingConfig:
-    return TrainingConfig.model_validate({"model_name": "m", "lr": LR, "max_grad_norm": 0, **fields})
+    return TrainingConfig.model_validate(
+        {"model_name": "m", "lr": LR, "max_grad_norm": 0, **fields}
+    )
 
 
 def _train(model: Weights, stepper: Stepper, steps: range) -> None:
@@ -76,10 +82,14 @@ def exact() -> dict[str, torch.Tensor]:
 def test_bf16_weights_travel_with_the_float32_ones(
     optimizer: str, masters: str, exact: dict[str, torch.Tensor]
 ) -> None:
-    """At lr 1e-6 over 100 steps: at least 95 % of the distance, and (at random, so on average) in its direction."""
+    """At lr 1e-6 over 100 steps: at least 95 % of the distance, and (at random, so on average) in
+    its direction."""
     if _optimizer(optimizer) not in exact:
         exact[optimizer] = _travel(torch.float32, optimizer=optimizer)
-    moved, wanted = _travel(torch.bfloat16, optimizer=optimizer, master_weights=masters), exact[optimizer]
+    moved, wanted = (
+        _travel(torch.bfloat16, optimizer=optimizer, master_weights=masters),
+        exact[optimizer],
+    )
     distance = (moved.norm() / wanted.norm()).item()
     along = (moved @ wanted / (wanted @ wanted)).item()
     print(f"{optimizer} {masters}: {distance:.3f} of the distance, {along:.3f} along it")
@@ -128,7 +138,9 @@ def test_stochastic_rounding_is_right_on_average() -> None:
 @pytest.mark.parametrize("begin", [0, (1 << 31) - 1000, (1 << 32) - 700])
 def test_dice_do_not_depend_on_how_a_parameter_is_cut(begin: int) -> None:
     def of(key: int, first: int, rows: int) -> torch.Tensor:
-        return dice(salt(key.to_bytes(8), begin + first, torch.device("cpu")), torch.Size([rows, 50]))
+        return dice(
+            salt(key.to_bytes(8), begin + first, torch.device("cpu")), torch.Size([rows, 50])
+        )
 
     whole = of(7, 0, 40)
     assert torch.equal(whole[25:], of(7, 25 * 50, 15))
@@ -144,7 +156,12 @@ def test_dice_of_neighbours_and_of_two_steps_have_nothing_to_do_with_each_other(
     salts = [salt(key.to_bytes(8), 0, torch.device("cpu")) for key in (1, 2)]
     first, second = (dice(each, torch.Size([200_000])).double() / 65536 for each in salts)
     assert first.mean().item() == pytest.approx(0.5, abs=0.004)
-    pairs = ((first[1:], first[:-1]), (first[64:], first[:-64]), (first, second), (first[1:], second[:-1]))
+    pairs = (
+        (first[1:], first[:-1]),
+        (first[64:], first[:-64]),
+        (first, second),
+        (first[1:], second[:-1]),
+    )
     for one, other in pairs:
         assert abs(torch.corrcoef(torch.stack([one, other]))[0, 1].item()) < 0.012
 
@@ -166,12 +183,16 @@ def test_stochastic_rounding_is_refused_where_it_cannot_be() -> None:
         Stepper(Weights(torch.float16), _config(optimizer="adamw", master_weights="stochastic"))
     with pytest.raises(ValueError, match="needs --dtype bfloat16"):
         _config(master_weights="stochastic", dtype="float16")
-    Stepper(Weights(torch.float32), _config(optimizer="adamw", master_weights="stochastic"))  # nothing to round
+    Stepper(
+        Weights(torch.float32), _config(optimizer="adamw", master_weights="stochastic")
+    )  # nothing to round
 
 
 @pytest.mark.parametrize("masters", MASTERS)
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit", "adafactor"])
-def test_state_through_json_and_safetensors_is_exact(tmp_path: Path, optimizer: str, masters: str) -> None:
+def test_state_through_json_and_safetensors_is_exact(
+    tmp_path: Path, optimizer: str, masters: str
+) -> None:
     """Six steps straight equal three, a checkpoint, and three more: bit for bit."""
     fields = {"optimizer": _optimizer(optimizer), "master_weights": masters, "lr": 1e-3}
     straight, cut = Weights(torch.bfloat16), Weights(torch.bfloat16)
@@ -184,7 +205,9 @@ def test_state_through_json_and_safetensors_is_exact(tmp_path: Path, optimizer: 
     resumed = Weights(torch.bfloat16)
     resumed.load_state_dict(cut.state_dict())
     after = Stepper(resumed, _config(**fields))
-    after.load_state_dict(join_tensors(json.loads(json.dumps(plain)), load_file(tmp_path / "state.safetensors")))
+    after.load_state_dict(
+        join_tensors(json.loads(json.dumps(plain)), load_file(tmp_path / "state.safetensors"))
+    )
     _train(resumed, after, range(4, 7))
     assert torch.equal(straight.flat(), resumed.flat())
     theirs, mine = (split_tensors(s.state_dict())[1] for s in (first, after))
@@ -202,12 +225,16 @@ def test_a_resumed_run_takes_its_own_decay_and_betas() -> None:
             Stepper(Weights(torch.bfloat16), edited).optimizer.param_groups,
         )
         assert found["weight_decay"] == 0.1
-        assert {k: v for k, v in found.items() if k != "params"} == {k: v for k, v in wanted.items() if k != "params"}
+        assert {k: v for k, v in found.items() if k != "params"} == {
+            k: v for k, v in wanted.items() if k != "params"
+        }
 
 
 @pytest.mark.parametrize("masters", ["kahan", "stochastic"])
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
-def test_a_part_at_a_time_is_the_same_step(monkeypatch: pytest.MonkeyPatch, optimizer: str, masters: str) -> None:
+def test_a_part_at_a_time_is_the_same_step(
+    monkeypatch: pytest.MonkeyPatch, optimizer: str, masters: str
+) -> None:
     """Bit for bit, though never more than one parameter has float32 memory of its own."""
     ends = []
     for size, most in ((1 << 26, 2), (64, 1)):
@@ -226,7 +253,10 @@ def test_a_part_at_a_time_is_the_same_step(monkeypatch: pytest.MonkeyPatch, opti
         stepper.set_lr(1)
         stepper.compute()
         assert max(seen) == most and len(seen) == 3 - most
-        assert all(copy.dtype == torch.float32 for copy in stepper.copies().values()) and len(stepper.copies()) == 2
+        assert (
+            all(copy.dtype == torch.float32 for copy in stepper.copies().values())
+            and len(stepper.copies()) == 2
+        )
         stepper.write()
         assert not stepper.copies()
         ends.append(model.flat() if masters == "kahan" else model.flat().sign())
@@ -236,7 +266,9 @@ def test_a_part_at_a_time_is_the_same_step(monkeypatch: pytest.MonkeyPatch, opti
 def test_another_optimizers_state_is_refused() -> None:
     model = Weights(torch.bfloat16)
     state = Stepper(model, _config(optimizer="adamw", master_weights="kahan")).state_dict()
-    with pytest.raises(UsageError, match="kahan over 2 parameters, this run has adamw and fp32 over 2"):
+    with pytest.raises(
+        UsageError, match="kahan over 2 parameters, this run has adamw and fp32 over 2"
+    ):
         Stepper(model, _config(optimizer="adamw")).load_state_dict(state)
 
 
@@ -253,13 +285,21 @@ def test_tensor_trees_keep_keys_and_share_memory() -> None:
 
 def test_schedules() -> None:
     def rates(**fields: Any) -> list[float]:
-        return [learning_rate(_config(lr=1.0, training_steps=8, **fields), step) for step in range(1, 9)]
+        return [
+            learning_rate(_config(lr=1.0, training_steps=8, **fields), step) for step in range(1, 9)
+        ]
 
     assert rates() == [1.0] * 8
     assert rates(warmup_steps=4) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0]
-    assert rates(warmup_steps=4, lr_schedule="linear") == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 0.75, 0.5, 0.25])
+    assert rates(warmup_steps=4, lr_schedule="linear") == pytest.approx(
+        [0.25, 0.5, 0.75, 1.0, 1.0, 0.75, 0.5, 0.25]
+    )
     cosine = rates(lr_schedule="cosine", lr_min=0.2)
-    assert cosine[0] == 1.0 and cosine[4] == pytest.approx(0.6) and cosine == sorted(cosine, reverse=True)
+    assert (
+        cosine[0] == 1.0
+        and cosine[4] == pytest.approx(0.6)
+        and cosine == sorted(cosine, reverse=True)
+    )
     assert 0.2 < cosine[7] < 0.25, "the last step still does something"
     assert learning_rate(_config(lr=1.0, training_steps=8, lr_schedule="linear"), 20) == 0.0
     with pytest.raises(ValueError, match="--lr-min"):
@@ -273,7 +313,8 @@ def _trained(
     resumed: dict[str, Any] | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """Weights after six steps; with `resumed` the last three are another stepper's, from a checkpoint."""
+    """Weights after six steps; with `resumed` the last three are another stepper's, from a
+    checkpoint."""
     model = Weights(dtype)
     stepper = Stepper(model, _config(**fields))
     _train(model, stepper, range(1, 4))
@@ -283,7 +324,9 @@ def _trained(
         weights, model = model.state_dict(), Weights(dtype)
         model.load_state_dict(weights)
         stepper = Stepper(model, _config(**resumed))
-        stepper.load_state_dict(join_tensors(json.loads(json.dumps(plain)), load_file(tmp_path / "state.safetensors")))
+        stepper.load_state_dict(
+            join_tensors(json.loads(json.dumps(plain)), load_file(tmp_path / "state.safetensors"))
+        )
     _train(model, stepper, range(4, 7))
     return model.flat()
 
@@ -297,9 +340,12 @@ def test_what_lies_in_the_hosts_memory_is_stepped_alike(
     """Bit for bit, part by part, clipped, and over a resume in either direction."""
     monkeypatch.setattr("trainer_core.optim.PART_PARAMETERS", 64)
     fields = {
-        "optimizer": _optimizer(optimizer), "master_weights": masters, "lr": 1e-3, "max_grad_norm": 0.5,
+        "optimizer": _optimizer(optimizer),
+        "master_weights": masters,
+        "lr": 1e-3,
+        "max_grad_norm": 0.5,
         "gradient_dtype": gradients,
-    }  # fmt: skip
+    }
     offloaded = fields | {"optimizer_offload": True}
     wanted = _trained(tmp_path, fields)
     assert torch.equal(_trained(tmp_path, offloaded), wanted)
@@ -308,26 +354,40 @@ def test_what_lies_in_the_hosts_memory_is_stepped_alike(
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
-def test_what_is_stepped_in_place_keeps_its_state_where_it_is(tmp_path: Path, optimizer: str) -> None:
-    """float32 weights, such as adapters: an offload has nothing to do there, and a resume does not take it away."""
+def test_what_is_stepped_in_place_keeps_its_state_where_it_is(
+    tmp_path: Path, optimizer: str
+) -> None:
+    """float32 weights, such as adapters: an offload has nothing to do there, and a resume does not
+    take it away."""
     fields = {"optimizer": optimizer, "lr": 1e-3}
     offloaded = fields | {"optimizer_offload": True}
     wanted = _trained(tmp_path, fields, dtype=torch.float32)
-    assert torch.equal(_trained(tmp_path, offloaded, resumed=offloaded, dtype=torch.float32), wanted)
+    assert torch.equal(
+        _trained(tmp_path, offloaded, resumed=offloaded, dtype=torch.float32), wanted
+    )
 
 
 @pytest.mark.parametrize("masters", MASTERS)
-def test_between_two_steps_the_device_holds_none_of_it(monkeypatch: pytest.MonkeyPatch, masters: str) -> None:
+def test_between_two_steps_the_device_holds_none_of_it(
+    monkeypatch: pytest.MonkeyPatch, masters: str
+) -> None:
     """Three parameters of a part each: one comes, one is stepped, one goes."""
     monkeypatch.setattr("trainer_core.optim.PART_PARAMETERS", 64)
     monkeypatch.setattr("trainer_core.optim.SMALL", 64)
     model = torch.nn.ParameterList(torch.randn(128, 64).bfloat16() for _ in range(6))
-    stepper = Stepper(model, _config(optimizer="adamw", master_weights=masters, optimizer_offload=True))
+    stepper = Stepper(
+        model, _config(optimizer="adamw", master_weights=masters, optimizer_offload=True)
+    )
     seen = []
 
     def held() -> int:
         kept = [*stepper.masters, *getattr(stepper.half, "lost", [])]
-        kept += [v for state in stepper.optimizer.state.values() for v in state.values() if v.numel() > 64]
+        kept += [
+            v
+            for state in stepper.optimizer.state.values()
+            for v in state.values()
+            if v.numel() > 64
+        ]
         return sum(tensor.untyped_storage().nbytes() for tensor in kept)
 
     step = stepper.optimizer.step
@@ -350,7 +410,11 @@ def test_bfloat16_gradients_stay_where_they_are_and_are_clipped_alike(masters: s
     for gradients in ("float32", "bfloat16"):
         model = Weights(torch.bfloat16)
         config = _config(
-            optimizer="adafactor", master_weights=masters, lr=1e-3, gradient_dtype=gradients, max_grad_norm=0.5
+            optimizer="adafactor",
+            master_weights=masters,
+            lr=1e-3,
+            gradient_dtype=gradients,
+            max_grad_norm=0.5,
         )
         stepper = Stepper(model, config)
         _gradients(model, 1)  # one row: nothing is lost by adding up
@@ -365,7 +429,9 @@ def test_bfloat16_gradients_stay_where_they_are_and_are_clipped_alike(masters: s
         assert not stepper.gradients
         ends.append(model.flat())
     assert norms[0] == pytest.approx(norms[1], rel=1e-6) and norms[0] > 0.5
-    torch.testing.assert_close(ends[0], ends[1], rtol=2**-7, atol=1e-6)  # a unit in the last place of bfloat16
+    torch.testing.assert_close(
+        ends[0], ends[1], rtol=2**-7, atol=1e-6
+    )  # a unit in the last place of bfloat16
 
 
 def test_gradients_add_up_in_bfloat16_where_that_is_said() -> None:

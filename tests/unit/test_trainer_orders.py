@@ -13,12 +13,20 @@ import torch
 
 from atropos_common.run_dir import ENV_NODE_ADDRESS
 from trainer_core.ranks import ENV_MEETING
-from trainer_core.weight_sync.orders import FIRST_WORD, SECRET_BYTES, Follower, Meeting, Order, Orders
+from trainer_core.weight_sync.orders import (
+    FIRST_WORD,
+    SECRET_BYTES,
+    Follower,
+    Meeting,
+    Order,
+    Orders,
+)
 from trainer_core.weight_sync.outgoing import Outgoing
 
 
 def test_strangers_who_say_nothing_hold_up_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One after another, each had `FIRST_WORD_S`; half a minute of them, and the ranks came too late."""
+    """One after another, each had `FIRST_WORD_S`; half a minute of them, and the ranks came too
+    late."""
     monkeypatch.setenv(ENV_MEETING, "/shared/ranks")
     monkeypatch.setenv(ENV_NODE_ADDRESS, "127.0.0.2")
     monkeypatch.setattr("trainer_core.weight_sync.orders.FIRST_WORD_S", 600.0)
@@ -31,7 +39,9 @@ def test_strangers_who_say_nothing_hold_up_no_rank(monkeypatch: pytest.MonkeyPat
         stranger.sendall(b"0")
     made: list[Follower] = []
     thread = threading.Thread(
-        target=lambda: made.append(Follower(meeting, 1, torch.device("cpu"), Outgoing.__new__(Outgoing)))
+        target=lambda: made.append(
+            Follower(meeting, 1, torch.device("cpu"), Outgoing.__new__(Outgoing))
+        )
     )
     thread.start()
     meeting_all = threading.Thread(target=orders.meet, daemon=True)

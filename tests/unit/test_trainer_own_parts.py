@@ -41,7 +41,9 @@ def generator() -> Iterator[Groups]:
     yield from BATCHES
 
 
-@pytest.mark.parametrize("source", [BATCHES, [{"batch": b} for b in BATCHES], generator(), Lines(), NoArguments()])
+@pytest.mark.parametrize(
+    "source", [BATCHES, [{"batch": b} for b in BATCHES], generator(), Lines(), NoArguments()]
+)
 def test_sources_of_every_shape(base: Path, tmp_path: Path, source: Any) -> None:
     """Five steps are asked for, so that each comes to its end."""
     result = train(offline_config(base, tmp_path, training_steps=STEPS + 1), rollouts=source)
@@ -71,7 +73,8 @@ class ThreeArguments:
         (Wrong(None), r"Wrong returned NoneType as a batch"),
         (
             Wrong({"tokens": [[1]]}),
-            r"Wrong returned dict with the keys tokens as a batch. fix: a batch is a list of groups",
+            r"Wrong returned dict with the keys tokens as a batch. fix: a batch is a list of "
+            r"groups",
         ),
         ([group_of(1)], r"list returned dict with the keys tokens, masks"),
     ],
@@ -100,15 +103,22 @@ def test_a_callback_needs_only_the_methods_that_it_has(base: Path, tmp_path: Pat
 
 def test_a_wrong_callback_is_found_before_the_model_loads(base: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="callbacks"):
-        train(offline_config(tmp_path / "no model", tmp_path), rollouts=BATCHES, callbacks=[object()])  # type: ignore[list-item]
+        train(
+            offline_config(tmp_path / "no model", tmp_path), rollouts=BATCHES, callbacks=[object()]
+        )  # type: ignore[list-item]
 
 
 def test_names_of_other_frameworks_lead_to_ours(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(FOREIGN.values()) <= TrainingConfig.model_fields.keys()
     assert not FOREIGN.keys() & TrainingConfig.model_fields.keys()
-    with pytest.raises(UsageError, match=r"beta: no such setting. fix: it is called ref_kl_coef here\nlearning_rate: "):
+    with pytest.raises(
+        UsageError,
+        match=r"beta: no such setting. fix: it is called ref_kl_coef here\nlearning_rate: ",
+    ):
         TrainingConfig(model_name="m", learning_rate=1e-5, beta=0.1)
-    with pytest.raises(UsageError, match=r"training_step: no such setting. fix: training_steps may be meant"):
+    with pytest.raises(
+        UsageError, match=r"training_step: no such setting. fix: training_steps may be meant"
+    ):
         TrainingConfig(model_name="m", training_step=3)
     assert main(["--model-name", "m", "--learning-rate", "1e-5", "--num-generations=8"]) == 2
     said = capsys.readouterr().err
@@ -121,7 +131,8 @@ def test_a_score_that_json_cannot_hold_is_named(base: Path, tmp_path: Path) -> N
     bad["scores"][1] = float("nan")
     path = write_lines(tmp_path / "r.jsonl", [{"batch": BATCHES[0]}, {"batch": [bad, group_of(3)]}])
     with pytest.raises(
-        UsageError, match=r"line 2: scores holds NaN, which JSON does not allow. fix: remove that group"
+        UsageError,
+        match=r"line 2: scores holds NaN, which JSON does not allow. fix: remove that group",
     ):
         train(offline_config(base, tmp_path), rollouts=path)
 

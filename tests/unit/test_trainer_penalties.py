@@ -1,4 +1,5 @@
-"""KL to a frozen reference and to a teacher: float64 formulas, packing, adapters, and what they are where they end."""
+"""KL to a frozen reference and to a teacher: float64 formulas, packing, adapters, and what they are
+where they end."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ REF, DISTILL = 0.3, 0.7
 
 def _config(base: Path, **fields: object) -> TrainingConfig:
     own = {"ref_kl_coef": REF, "distill_coef": DISTILL, "ratio_base": "proximal"} | fields
-    return TrainingConfig.model_validate({"model_name": str(base), "optimizer": "adamw", "max_grad_norm": 0, **own})
+    return TrainingConfig.model_validate(
+        {"model_name": str(base), "optimizer": "adamw", "max_grad_norm": 0, **own}
+    )
 
 
 def _moved(base: Path, dtype: torch.dtype) -> torch.nn.Module:
@@ -45,7 +48,8 @@ def _moved(base: Path, dtype: torch.dtype) -> torch.nn.Module:
 
 
 def _sent(rollouts: list[Rollout]) -> list[Rollout]:
-    """Some bring logprobs of a reference, some of those with a gap; some a teacher, for some tokens or all."""
+    """Some bring logprobs of a reference, some of those with a gap; some a teacher, for some tokens
+    or all."""
     rng = np.random.default_rng(5)
     made = []
     for i, r in enumerate(rollouts):
@@ -62,7 +66,8 @@ def _sent(rollouts: list[Rollout]) -> list[Rollout]:
 
 
 def _teacher_kl(model: torch.nn.Module, r: Rollout) -> tuple[torch.Tensor, int]:
-    """Sum over the trained tokens with a teacher of KL over K + 1 outcomes, from full logits; and how many."""
+    """Sum over the trained tokens with a teacher of KL over K + 1 outcomes, from full logits; and
+    how many."""
     total, count = torch.zeros((), dtype=torch.float64), 0
     if r.teacher is None:
         return total, count
@@ -78,15 +83,23 @@ def _teacher_kl(model: torch.nn.Module, r: Rollout) -> tuple[torch.Tensor, int]:
     return total, count
 
 
-def _by_hand(policy: torch.nn.Module, frozen: torch.nn.Module, rollouts: list[Rollout]) -> dict[str, torch.Tensor]:
-    """The step of GRPO with `ratio_base = proximal` (so ratio 1), in float64, sequence by sequence."""
-    sums = {name: torch.zeros((), dtype=torch.float64) for name in ("loss", "tokens", "ref", "taught", "distill")}
+def _by_hand(
+    policy: torch.nn.Module, frozen: torch.nn.Module, rollouts: list[Rollout]
+) -> dict[str, torch.Tensor]:
+    """The step of GRPO with `ratio_base = proximal` (so ratio 1), in float64, sequence by
+    sequence."""
+    sums = {
+        name: torch.zeros((), dtype=torch.float64)
+        for name in ("loss", "tokens", "ref", "taught", "distill")
+    }
     for r in rollouts:
         logprobs = plain_logprobs(policy, r)
         with torch.no_grad():
             own = plain_logprobs(frozen, r)
         sent = (
-            torch.full_like(own, math.nan) if r.reference is None else torch.from_numpy(r.reference[r.trained]).double()
+            torch.full_like(own, math.nan)
+            if r.reference is None
+            else torch.from_numpy(r.reference[r.trained]).double()
         )
         gap = torch.where(sent.isnan(), own, sent) - logprobs
         k3 = (gap.exp() - 1 - gap).clamp(max=10.0)  # where verl bounds it, too
@@ -102,16 +115,26 @@ def _by_hand(policy: torch.nn.Module, frozen: torch.nn.Module, rollouts: list[Ro
     return sums
 
 
-def _step(policy: torch.nn.Module, rollouts: list[Rollout], config: TrainingConfig, budget: int) -> StepOutcome:
+def _step(
+    policy: torch.nn.Module, rollouts: list[Rollout], config: TrainingConfig, budget: int
+) -> StepOutcome:
     return accumulate(
-        policy, Stepper(policy, config), pack(rollouts, budget), Objective(config), 1,
+        policy,
+        Stepper(policy, config),
+        pack(rollouts, budget),
+        Objective(config),
+        1,
         reference=Reference(config, policy, CPU),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("budget", [1, 60])
 def test_step_against_float64(base: Path, budget: int) -> None:
-    rollouts, policy, exact = _sent(rollouts_of()), _moved(base, torch.float32), _moved(base, torch.float64)
+    rollouts, policy, exact = (
+        _sent(rollouts_of()),
+        _moved(base, torch.float32),
+        _moved(base, torch.float64),
+    )
     outcome = _step(policy, rollouts, _config(base), budget)
     frozen = load_model(base, torch.float64, CPU)
     frozen.base_model.rotary_emb.double()
@@ -126,7 +149,8 @@ def test_step_against_float64(base: Path, budget: int) -> None:
 
 
 def test_adapters_off_are_the_reference_and_on_again_afterwards(base: Path) -> None:
-    """At the base model's own weights, whatever the adapters have become; their gradient stays theirs."""
+    """At the base model's own weights, whatever the adapters have become; their gradient stays
+    theirs."""
     config = _config(base, weight_bridge_mode="lora_only", distill_coef=0.0)
     policy = load_model(base, torch.float32, CPU)
     add_adapter(policy, config)
@@ -134,12 +158,17 @@ def test_adapters_off_are_the_reference_and_on_again_afterwards(base: Path) -> N
     trained = [p for p in policy.parameters() if p.requires_grad]
     with torch.no_grad():
         for parameter in trained:
-            parameter += 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+            parameter += 0.3 * torch.randn(
+                parameter.shape, generator=torch.Generator().manual_seed(1)
+            )
         before = torch.cat([plain_logprobs(policy, r) for r in rollouts])
         frozen = load_model(base, torch.float32, CPU)
         gaps = torch.cat([plain_logprobs(frozen, r) for r in rollouts]) - before
     outcome = _step(policy, rollouts, config, 60)
-    assert outcome.ref_kl == pytest.approx((gaps.exp() - 1 - gaps).mean().item(), rel=1e-4) and outcome.ref_kl > 1e-3
+    assert (
+        outcome.ref_kl == pytest.approx((gaps.exp() - 1 - gaps).mean().item(), rel=1e-4)
+        and outcome.ref_kl > 1e-3
+    )
     assert outcome.distill_kl is None
     assert all(p.requires_grad and p.grad is not None for p in trained)
     assert sum(p.requires_grad for p in policy.parameters()) == len(trained)
@@ -158,8 +187,14 @@ def test_k3_stays_finite_and_knows_no_reference() -> None:
     logprobs = torch.tensor([-1.0, -1.0, -50.0], requires_grad=True)
     values = reference_kl(logprobs, torch.tensor([math.nan, -1.5, -0.1]))
     values.sum().backward()
-    assert values[0] == 0 and values[1].item() == pytest.approx(math.exp(-0.5) - 0.5) and values.isfinite().all()
-    assert logprobs.grad is not None and logprobs.grad.tolist() == pytest.approx([0.0, 1 - math.exp(-0.5), 0.0])
+    assert (
+        values[0] == 0
+        and values[1].item() == pytest.approx(math.exp(-0.5) - 0.5)
+        and values.isfinite().all()
+    )
+    assert logprobs.grad is not None and logprobs.grad.tolist() == pytest.approx(
+        [0.0, 1 - math.exp(-0.5), 0.0]
+    )
 
 
 @pytest.mark.parametrize("k", [1, 3, 16])
@@ -182,4 +217,8 @@ def test_no_teacher_is_no_term_and_no_gradient() -> None:
     values = teacher_kl(logprobs, torch.tensor([[-math.inf, -math.inf], [0.0, -math.inf]]))
     values.sum().backward()
     assert values[0] == 0 and values[1] > 0 and logprobs.grad is not None
-    assert logprobs.grad[0].tolist() == [0, 0] and logprobs.grad[1][1] == 0 and logprobs.grad.isfinite().all()
+    assert (
+        logprobs.grad[0].tolist() == [0, 0]
+        and logprobs.grad[1][1] == 0
+        and logprobs.grad.isfinite().all()
+    )

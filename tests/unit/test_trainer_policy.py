@@ -1,4 +1,5 @@
-"""The policy: packed rows equal one-by-one forwards, gradients do not depend on the split, float64 agrees."""
+"""The policy: packed rows equal one-by-one forwards, gradients do not depend on the split, float64
+agrees."""
 
 from __future__ import annotations
 
@@ -33,10 +34,14 @@ def model(base: Path) -> torch.nn.Module:
 
 
 def _config(**fields: object) -> TrainingConfig:
-    return TrainingConfig.model_validate({"model_name": "m", "optimizer": "adamw", "lr": 1e-3, **fields})
+    return TrainingConfig.model_validate(
+        {"model_name": "m", "optimizer": "adamw", "lr": 1e-3, **fields}
+    )
 
 
-def _gradient(model: torch.nn.Module, rows: list[PackedRow], **fields: object) -> tuple[StepOutcome, torch.Tensor]:
+def _gradient(
+    model: torch.nn.Module, rows: list[PackedRow], **fields: object
+) -> tuple[StepOutcome, torch.Tensor]:
     stepper = Stepper(model, _config(max_grad_norm=0, **fields))
     outcome = accumulate(model, stepper, rows, Objective(stepper.config), 1)
     return outcome, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
@@ -46,7 +51,8 @@ def _gradient(model: torch.nn.Module, rows: list[PackedRow], **fields: object) -
 def test_code_that_came_with_a_model_is_neither_run_nor_asked_about(
     model_type: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """transformers asks on a terminal, and waits for the answer, where nobody has said that it must not be run."""
+    """transformers asks on a terminal, and waits for the answer, where nobody has said that it must
+    not be run."""
     asked: list[object] = []
     monkeypatch.setattr("builtins.input", lambda *words: asked.append(words) or "y")
     hostile = shutil.copytree(base, tmp_path / "hostile")
@@ -73,7 +79,9 @@ def test_packed_forward_equals_one_by_one(model: torch.nn.Module, base: Path) ->
     packed = row_logprobs(model, row)
     plain = load_model(str(base), torch.float32, CPU)
     ordered = sorted(rollouts, key=lambda r: np.flatnonzero(r.trained)[-1], reverse=True)
-    torch.testing.assert_close(packed, torch.cat([plain_logprobs(plain, r) for r in ordered]), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(
+        packed, torch.cat([plain_logprobs(plain, r) for r in ordered]), atol=1e-6, rtol=1e-5
+    )
     assert packed.dtype == torch.float32
 
 
@@ -90,18 +98,23 @@ class OneHot(torch.nn.Module):
         return self.head
 
     def base_model(self, input_ids: torch.Tensor, **_: object) -> SimpleNamespace:
-        return SimpleNamespace(last_hidden_state=torch.nn.functional.one_hot((input_ids + 1) % 14, 14).float())
+        return SimpleNamespace(
+            last_hidden_state=torch.nn.functional.one_hot((input_ids + 1) % 14, 14).float()
+        )
 
 
 def test_labels_are_shifted_by_exactly_one() -> None:
-    """Counting sequences are certain under a policy that counts; off by one in any place they are impossible."""
+    """Counting sequences are certain under a policy that counts; off by one in any place they are
+    impossible."""
     rng = np.random.default_rng(0)
     rollouts = []
     for length in (5, 9, 3, 12):
         zeros = np.zeros(length, dtype=np.float32)
         trained = rng.random(length) < 0.6
         trained[0], trained[-1] = False, True
-        rollouts.append(Rollout((np.arange(length) + length) % 14, trained, zeros, zeros, 1.0, 0.0, "", ()))
+        rollouts.append(
+            Rollout((np.arange(length) + length) % 14, trained, zeros, zeros, 1.0, 0.0, "", ())
+        )
     for budget in (1, 14, 100):
         for row in pack(rollouts, budget):
             logprobs = row_logprobs(OneHot(), row)
@@ -165,17 +178,29 @@ def test_chunks_of_the_head_agree_in_value_and_gradient(monkeypatch: pytest.Monk
     torch.testing.assert_close(whole, parts)
     expected = torch.autograd.grad(whole.sum(), [hidden, weight])
     torch.testing.assert_close(torch.autograd.grad(parts.sum(), [hidden, weight]), expected)
-    kept = chunked_scores(hidden, weight, None, labels, temperatures, chunk_elements=55, keep=True).logprobs
+    kept = chunked_scores(
+        hidden, weight, None, labels, temperatures, chunk_elements=55, keep=True
+    ).logprobs
     with monkeypatch.context() as patched:
         patched.setattr("trainer_core.policy.logprobs._logits", None)  # nothing is computed twice
         again = torch.autograd.grad(kept.sum(), [hidden, weight])
-    assert all(map(torch.equal, again, torch.autograd.grad(
-        chunked_scores(hidden, weight, None, labels, temperatures, chunk_elements=55).logprobs.sum(), [hidden, weight]
-    )))  # fmt: skip
+    assert all(
+        map(
+            torch.equal,
+            again,
+            torch.autograd.grad(
+                chunked_scores(
+                    hidden, weight, None, labels, temperatures, chunk_elements=55
+                ).logprobs.sum(),
+                [hidden, weight],
+            ),
+        )
+    )
 
 
 def test_a_float32_head_does_not_round_logits() -> None:
-    """Of half-precision states and weights it is what float64 says; rounded logits are off by hundreds of that."""
+    """Of half-precision states and weights it is what float64 says; rounded logits are off by
+    hundreds of that."""
     torch.manual_seed(0)
     hidden, weight = (torch.randn(n, 64).bfloat16().requires_grad_() for n in (37, 11))
     labels, ones = torch.randint(11, (37,)), torch.ones(37)
@@ -200,7 +225,9 @@ def test_the_head_of_a_run_is_the_head_of_all_its_scores(base: Path) -> None:
     assert torch.equal(row_logprobs(model, row), half)
     use_head(model, "float32")
     wide = row_logprobs(model, row)
-    assert torch.equal(wide, row_logprobs(model, row, head_dtype=torch.float32)) and not torch.equal(wide, half)
+    assert torch.equal(
+        wide, row_logprobs(model, row, head_dtype=torch.float32)
+    ) and not torch.equal(wide, half)
     assert torch.equal(row_logprobs(model, row, head_dtype=torch.bfloat16), half)
 
 
@@ -211,7 +238,8 @@ def test_temperature_scales_logits(model: torch.nn.Module) -> None:
 
 
 def test_entropy_is_that_of_the_distribution_that_was_sampled_from(base: Path) -> None:
-    """Against the sum written out, at each token's temperature; half of them cold, some logits far from 0."""
+    """Against the sum written out, at each token's temperature; half of them cold, some logits far
+    from 0."""
     rollouts = rollouts_of()
     exact = load_model(str(base), torch.float64, CPU)
     exact.base_model.rotary_emb.double()
@@ -226,7 +254,9 @@ def test_entropy_is_that_of_the_distribution_that_was_sampled_from(base: Path) -
     assert outcome.entropy == pytest.approx(sums / tokens, rel=1e-6)
     far = torch.tensor([[900.0, 900.0, -900.0]])
     sure = chunked_scores(torch.ones(1, 1), far.T, None, torch.tensor([0]), torch.ones(1))
-    assert sure.entropy.item() == pytest.approx(np.log(2)) and sure.logprobs.item() == pytest.approx(-np.log(2))
+    assert sure.entropy.item() == pytest.approx(
+        np.log(2)
+    ) and sure.logprobs.item() == pytest.approx(-np.log(2))
     assert not sure.entropy.requires_grad
 
 
@@ -236,7 +266,9 @@ def test_sequence_logprobs_sum_to_one(model: torch.nn.Module) -> None:
 
 
 def test_equal_scores_leave_no_gradient(model: torch.nn.Module) -> None:
-    rollouts = [Rollout(**{**r.__dict__, "advantages": np.zeros_like(r.advantages)}) for r in rollouts_of(4)]
+    rollouts = [
+        Rollout(**{**r.__dict__, "advantages": np.zeros_like(r.advantages)}) for r in rollouts_of(4)
+    ]
     outcome, gradient = _gradient(model, pack(rollouts, 1000))
     assert outcome.loss == 0 and not gradient.any()
 
@@ -258,7 +290,11 @@ def test_gradient_is_clipped_to_the_norm(model: torch.nn.Module) -> None:
 def test_tied_embedding_is_stepped_once(model: torch.nn.Module) -> None:
     stepper = Stepper(model, _config())
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    assert len(stepper.params) == len({p.data_ptr() for p in stepper.params}) == len(list(model.parameters()))
+    assert (
+        len(stepper.params)
+        == len({p.data_ptr() for p in stepper.params})
+        == len(list(model.parameters()))
+    )
 
 
 def test_bf16_weights_travel_with_master_weights(base: Path) -> None:
@@ -287,7 +323,9 @@ def test_warmup_is_linear(model: torch.nn.Module) -> None:
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor"])
 def test_optimizers_learn(model: torch.nn.Module, name: str) -> None:
-    rollouts = [Rollout(**{**r.__dict__, "advantages": np.ones_like(r.advantages)}) for r in rollouts_of(4)]
+    rollouts = [
+        Rollout(**{**r.__dict__, "advantages": np.ones_like(r.advantages)}) for r in rollouts_of(4)
+    ]
     rows = pack(rollouts, 1000)
     stepper = Stepper(model, _config(optimizer=name, clip_eps=100.0, lr=1e-3))
     losses = []
@@ -299,7 +337,9 @@ def test_optimizers_learn(model: torch.nn.Module, name: str) -> None:
     assert losses[-1] < losses[0] - 0.5
 
 
-def test_missing_bitsandbytes_is_a_clear_error(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_bitsandbytes_is_a_clear_error(
+    model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(__import__("sys").modules, "bitsandbytes.optim", None)
     with pytest.raises(UsageError, match=r"pip install bitsandbytes.*adamw"):
         Stepper(model, _config(optimizer="adamw_8bit"))
@@ -308,7 +348,10 @@ def test_missing_bitsandbytes_is_a_clear_error(model: torch.nn.Module, monkeypat
 def test_the_default_optimizer_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert for_device(TrainingConfig(model_name="m"), CPU).optimizer == "adamw"
     assert "adamw_8bit needs a GPU" in capsys.readouterr().out
-    assert for_device(TrainingConfig(model_name="m", optimizer="adamw_8bit"), CPU).optimizer == "adamw_8bit"
+    assert (
+        for_device(TrainingConfig(model_name="m", optimizer="adamw_8bit"), CPU).optimizer
+        == "adamw_8bit"
+    )
 
 
 def test_train_only_some_layers(demo_base: Path) -> None:
@@ -324,7 +367,10 @@ def test_train_only_some_layers(demo_base: Path) -> None:
 
 def _with_flat_ones(flat: int) -> list[Rollout]:
     """Twelve rollouts, the first `flat` of which have no advantage."""
-    return [replace(r, advantages=r.advantages * 0) if i < flat else r for i, r in enumerate(rollouts_of(spread=6.0))]
+    return [
+        replace(r, advantages=r.advantages * 0) if i < flat else r
+        for i, r in enumerate(rollouts_of(spread=6.0))
+    ]
 
 
 @pytest.mark.parametrize("fields", [{}, {"ratio_base": "proximal"}], ids=["rollout", "proximal"])
@@ -332,17 +378,22 @@ def _with_flat_ones(flat: int) -> list[Rollout]:
 def test_rows_without_advantage_need_no_backward_pass(
     base: Path, monkeypatch: pytest.MonkeyPatch, objective: str, fields: dict[str, str]
 ) -> None:
-    """Loss, gradient and all that is told are the same to the last bit; only the others are differentiated."""
+    """Loss, gradient and all that is told are the same to the last bit; only the others are
+    differentiated."""
     rows = pack(_with_flat_ones(7), 40)
     flat = [row for row in rows if not row.advantages.any()]
-    assert len(flat) >= 2 and sum(bool(row.advantages.all()) for row in rows) == len(rows) - len(flat)
+    assert len(flat) >= 2 and sum(bool(row.advantages.all()) for row in rows) == len(rows) - len(
+        flat
+    )
     found, differentiated = [], []
     for always in (False, True):
         if always:
             monkeypatch.setattr(Objective, "teaches", lambda *_: True)
         model = load_model(str(base), torch.float32, CPU)
         seen: list[bool] = []
-        model.base_model.register_forward_hook(lambda *_, seen=seen: seen.append(torch.is_grad_enabled()))
+        model.base_model.register_forward_hook(
+            lambda *_, seen=seen: seen.append(torch.is_grad_enabled())
+        )
         found.append(_gradient(model, rows, objective=objective, seq_len=32, **fields))
         differentiated.append(sum(seen))
     assert differentiated == [len(rows) - len(flat), len(rows)]
@@ -351,11 +402,15 @@ def test_rows_without_advantage_need_no_backward_pass(
 
 
 def test_another_term_of_the_loss_needs_all_of_them(base: Path) -> None:
-    outcome, gradient = _gradient(load_model(str(base), torch.float32, CPU), pack(_with_flat_ones(12), 40), kl_coef=0.1)
+    outcome, gradient = _gradient(
+        load_model(str(base), torch.float32, CPU), pack(_with_flat_ones(12), 40), kl_coef=0.1
+    )
     assert outcome.loss > 0 and gradient.norm() > 0
     config = _config(max_grad_norm=0)
     model = load_model(str(base), torch.float32, CPU)
     stepper = Stepper(model, config)
     outcome = accumulate(model, stepper, pack(_with_flat_ones(12), 40), Objective(config), 1)
     assert outcome.loss == 0 and outcome.finite
-    assert all(p.grad is not None and not p.grad.any() for p in stepper.params), "0, so that momentum moves on"
+    assert all(p.grad is not None and not p.grad.any() for p in stepper.params), (
+        "0, so that momentum moves on"
+    )

@@ -1,4 +1,5 @@
-"""The probe's requests: all under way together, none left behind, and nothing that waits for ever."""
+"""The probe's requests: all under way together, none left behind, and nothing that waits for
+ever."""
 
 from __future__ import annotations
 
@@ -62,7 +63,10 @@ class Engine:
 def _prober(*engines: Engine) -> LogprobProbe:
     config = TrainingConfig(model_name="m", probe_prompts=len(PROMPTS), max_model_len=64)
     prober = LogprobProbe(engines, config)  # type: ignore[arg-type]
-    rollouts = [SimpleNamespace(tokens=torch.tensor(prompt), prompt_length=len(prompt)) for prompt in PROMPTS]
+    rollouts = [
+        SimpleNamespace(tokens=torch.tensor(prompt), prompt_length=len(prompt))
+        for prompt in PROMPTS
+    ]
     prober.learn(SimpleNamespace(rollouts=rollouts))  # type: ignore[arg-type]
     return prober
 
@@ -112,7 +116,9 @@ def test_answers_bring_the_experts_that_they_took() -> None:
     assert found is not None
     answers = [found.anchor[1], *(one for _, *both in found.answers for one in both)]
     assert len(asked) == len(answers) == ALL
-    assert sorted(int(one.experts[0, 0, 0]) for one in answers if one.experts is not None) == [*range(1, ALL + 1)]
+    assert sorted(int(one.experts[0, 0, 0]) for one in answers if one.experts is not None) == [
+        *range(1, ALL + 1)
+    ]
     prober.close()
 
 
@@ -151,7 +157,8 @@ def test_of_several_servers_each_has_its_turn() -> None:
 
 
 def test_a_close_in_the_middle_leaves_no_thread_that_waits() -> None:
-    """Of many closes at any moment: a request that is cancelled before it begins is one that `wait` never ends for."""
+    """Of many closes at any moment: a request that is cancelled before it begins is one that `wait`
+    never ends for."""
     for attempt in range(60):
         prober = _prober(Engine())
         prober.start(1, 0)
@@ -176,7 +183,8 @@ class Heard(World):
 
 
 def test_every_rank_looks_for_a_cause_as_rank_0_does(tmp_path: Path) -> None:
-    """Each would go another way with its own figures, and wait for the others in a pass that they never make."""
+    """Each would go another way with its own figures, and wait for the others in a pass that they
+    never make."""
     torch.manual_seed(0)
     models, rollouts = [], rollouts_of(4, longest=30)
     for each in range(2):
@@ -191,11 +199,16 @@ def test_every_rank_looks_for_a_cause_as_rank_0_does(tmp_path: Path) -> None:
 
     def causes(model: torch.nn.Module, world: World) -> tuple[Alignment, int]:
         passes: list[Any] = []
-        with patch.object(probe, "head_scores", lambda *args: passes.append(args) or head_scores(*args)):
+        with patch.object(
+            probe, "head_scores", lambda *args: passes.append(args) or head_scores(*args)
+        ):
             found = explain(judged, model, rollouts, [], step=1, lag_max=0, world=world)
         return found, len(passes)
 
     rank_0 = Heard()
     found, alone = causes(models[0], rank_0), causes(models[1], ALONE)
-    assert found[0].cause.startswith("temperature: the rollouts' logprobs fit 0.60") and found[0] != alone[0]
+    assert (
+        found[0].cause.startswith("temperature: the rollouts' logprobs fit 0.60")
+        and found[0] != alone[0]
+    )
     assert causes(models[1], Heard(rank_0.said)) == found

@@ -1,4 +1,5 @@
-"""Which models train: every architecture of the zoo is proved, logprobs and gradients; each known wrong is caught."""
+"""Which models train: every architecture of the zoo is proved, logprobs and gradients; each known
+wrong is caught."""
 
 from __future__ import annotations
 
@@ -21,7 +22,13 @@ from trainer_core.optim import Stepper
 from trainer_core.policy import attention, logprobs
 from trainer_core.policy.attention import register
 from trainer_core.policy.load import load_model
-from trainer_core.policy.logprobs import LogitTransform, chunked_scores, row_logprobs, row_scores, whole_row
+from trainer_core.policy.logprobs import (
+    LogitTransform,
+    chunked_scores,
+    row_logprobs,
+    row_scores,
+    whole_row,
+)
 from trainer_core.policy.proof import prove
 from trainer_core.probe import _Scored
 from trainer_core.report import MfuMeter
@@ -57,17 +64,21 @@ def test_the_windows_of_cohere_2_are_the_server_s(tmp_path: Path) -> None:
     assert (ours - apart).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("name", [*TRAINED, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
+@pytest.mark.parametrize(
+    "name", [*TRAINED, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)]
+)
 def test_an_architecture_is_computed_right(name: str) -> None:
     """Logprobs by the proof, and gradients of all parameters against the model's own eager code."""
     model = _made(name)
     assert prove(model) < 1e-4
-    assert MfuMeter(model, torch.device("cpu")).flops([30, 20], 8) > 0, "its sizes are known to whoever counts"
+    assert MfuMeter(model, torch.device("cpu")).flops([30, 20], 8) > 0, (
+        "its sizes are known to whoever counts"
+    )
     with torch.no_grad():
         row = whole_row(SEQUENCES)
-        assert torch.allclose(_Scored(model, row, ALONE).train, row_logprobs(model, row), atol=1e-5), (
-            "nor is a cause made up"
-        )
+        assert torch.allclose(
+            _Scored(model, row, ALONE).train, row_logprobs(model, row), atol=1e-5
+        ), "nor is a cause made up"
     row_logprobs(model, whole_row(SEQUENCES)).sum().backward()
     packed = {n: p.grad for n, p in model.named_parameters()}
     model.zero_grad(set_to_none=True)
@@ -84,7 +95,8 @@ def test_an_architecture_is_computed_right(name: str) -> None:
 
 
 def test_half_precision_is_proved_in_float32() -> None:
-    """On weights of bfloat16 the bound is as sharp, and every parameter is its own again afterwards."""
+    """On weights of bfloat16 the bound is as sharp, and every parameter is its own again
+    afterwards."""
     model = _made("Qwen3-MoE", torch.bfloat16)
     before = dict(model.named_parameters())
     assert prove(model) < 1e-4
@@ -121,8 +133,16 @@ def _nothing(patch: pytest.MonkeyPatch) -> None:
     """The configuration is enough."""
 
 
-CHANGING: dict[str, Any] = {"rope_theta": 10000.0, "original_max_position_embeddings": 26, "factor": 4.0}
-LONGROPE = CHANGING | {"rope_type": "longrope", "short_factor": [1.0] * 16, "long_factor": [4.0] * 16}
+CHANGING: dict[str, Any] = {
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 26,
+    "factor": 4.0,
+}
+LONGROPE = CHANGING | {
+    "rope_type": "longrope",
+    "short_factor": [1.0] * 16,
+    "long_factor": [4.0] * 16,
+}
 PLANTED: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None], str]] = {
     "soft-capping of logits": ("Gemma 2", _no_last_word, "final_logit_softcapping = 3.0"),
     "soft-capping of scores": ("Gemma 2", _whole_without(5), "attn_logit_softcapping = 2.0"),
@@ -141,15 +161,21 @@ PLANTED: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None], str]] = {
 def test_what_is_planted_wrong_is_caught(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, plant, cause = PLANTED[what]
     monkeypatch.setitem(
-        ZOO, "longrope", Architecture("LlamaConfig", {"rope_parameters": LONGROPE, "max_position_embeddings": 104})
+        ZOO,
+        "longrope",
+        Architecture("LlamaConfig", {"rope_parameters": LONGROPE, "max_position_embeddings": 104}),
     )
     dynamic = CHANGING | {"rope_type": "dynamic"}
     monkeypatch.setitem(
-        ZOO, "dynamic", Architecture("LlamaConfig", {"rope_parameters": dynamic, "max_position_embeddings": 26})
+        ZOO,
+        "dynamic",
+        Architecture("LlamaConfig", {"rope_parameters": dynamic, "max_position_embeddings": 26}),
     )
     model = _made(name)
     plant(monkeypatch)
-    with pytest.raises(UsageError, match=r"does not compute \w+ right: packed sequences are off by") as refused:
+    with pytest.raises(
+        UsageError, match=r"does not compute \w+ right: packed sequences are off by"
+    ) as refused:
         prove(model)
     assert cause in str(refused.value)
 
@@ -163,7 +189,9 @@ def test_what_does_not_go_our_way_at_all_is_refused_in_words(name: str) -> None:
     assert name == "Llama 4" or "its attention layers drop the keyword" in str(refused.value)
 
 
-def test_a_class_that_fails_without_a_word_is_refused_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_class_that_fails_without_a_word_is_refused_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def fails(*_: Any, **__: Any) -> torch.Tensor:
         raise NotImplementedError
 
@@ -185,12 +213,17 @@ def test_the_last_word_has_its_gradient(labels: int) -> None:
         inputs = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
         if chunked:
             bent = LogitTransform(0.7, 2.5)
-            scores = chunked_scores(*inputs, None, wanted, temperatures, chunk_elements=33, transform=bent)
+            scores = chunked_scores(
+                *inputs, None, wanted, temperatures, chunk_elements=33, transform=bent
+            )
             own, entropy = scores.logprobs, scores.entropy
         else:
             logits = 2.5 * torch.tanh(0.7 * inputs[0] @ inputs[1].T / 2.5) / temperatures[:, None]
             shares = logits.log_softmax(-1)
-            own, entropy = shares.gather(1, wanted.view(9, -1)).view(wanted.shape), -(shares.exp() * shares).sum(1)
+            own, entropy = (
+                shares.gather(1, wanted.view(9, -1)).view(wanted.shape),
+                -(shares.exp() * shares).sum(1),
+            )
         (own * torch.arange(own.numel(), dtype=own.dtype).view(own.shape)).sum().backward()
         ways.append([own, entropy, *(value.grad for value in inputs)])
     for mine, plain in zip(*ways, strict=True):
@@ -220,21 +253,37 @@ def test_the_balance_loss_is_that_of_transformers(name: str) -> None:
 
 def routing_of(model: torch.nn.Module, tokens: torch.Tensor) -> list[torch.Tensor]:
     model.set_attn_implementation("eager")
-    return list(model.base_model(input_ids=tokens[None], use_cache=False, output_router_logits=True).router_logits)
+    return list(
+        model.base_model(
+            input_ids=tokens[None], use_cache=False, output_router_logits=True
+        ).router_logits
+    )
 
 
 def test_the_balance_loss_is_part_of_a_step() -> None:
     """As the setting or config.json asks; a dense model has nothing to balance."""
-    config = TrainingConfig.model_validate({"model_name": "m", "optimizer": "adamw", "max_grad_norm": 0})
+    config = TrainingConfig.model_validate(
+        {"model_name": "m", "optimizer": "adamw", "max_grad_norm": 0}
+    )
     rollouts = [
-        Rollout(tokens.numpy(), np.arange(len(tokens)) > 3, *np.zeros((2, len(tokens)), np.float32), 1.0, 0.0, "", ())
+        Rollout(
+            tokens.numpy(),
+            np.arange(len(tokens)) > 3,
+            *np.zeros((2, len(tokens)), np.float32),
+            1.0,
+            0.0,
+            "",
+            (),
+        )
         for tokens in SEQUENCES
     ]
     norms = []
     for coefficient in (0.0, 0.5):
         objective = Objective(config.model_copy(update={"router_aux_loss_coef": coefficient}))
         model = _made("Qwen3-MoE")
-        norms.append(accumulate(model, Stepper(model, config), pack(rollouts, 100), objective, 1).grad_norm)
+        norms.append(
+            accumulate(model, Stepper(model, config), pack(rollouts, 100), objective, 1).grad_norm
+        )
     assert norms[0] == 0 < norms[1], "advantages are all 0, so the balance is all there is"
     assert balance_coefficient(model, None) == 0 and balance_coefficient(model, 0.2) == 0.2
     model.config.output_router_logits = True
@@ -247,14 +296,29 @@ def test_the_balance_loss_is_part_of_a_step() -> None:
 @pytest.mark.parametrize("objective", ["grpo", "dr_grpo", "gspo"])
 @pytest.mark.parametrize("masked", [False, True])
 def test_the_balance_loss_does_not_depend_on_the_denominator(objective: str, masked: bool) -> None:
-    """One value per row, by its share of the step's tokens, against transformers' function in float64."""
-    fields: dict[str, Any] = {"model_name": "m", "optimizer": "adamw", "max_grad_norm": 0, "seq_len": 2048}
+    """One value per row, by its share of the step's tokens, against transformers' function in
+    float64."""
+    fields: dict[str, Any] = {
+        "model_name": "m",
+        "optimizer": "adamw",
+        "max_grad_norm": 0,
+        "seq_len": 2048,
+    }
     if masked:  # every token: nothing of the objective is left
-        mask = {"ratio_base": "proximal", "tis_mask": "token", "tis_mask_low": 0, "tis_mask_high": 1e-6}
+        mask = {
+            "ratio_base": "proximal",
+            "tis_mask": "token",
+            "tis_mask_low": 0,
+            "tis_mask_high": 1e-6,
+        }
         fields |= {**mask, "max_completion_tokens": 1000}
-    config = TrainingConfig.model_validate(fields | {"objective": objective, "router_aux_loss_coef": 0.5})
+    config = TrainingConfig.model_validate(
+        fields | {"objective": objective, "router_aux_loss_coef": 0.5}
+    )
     rollouts = [
-        Rollout(t.numpy(), np.arange(len(t)) > 3, *np.full((2, len(t)), 0, np.float32), 1.0, 0.0, "", ())
+        Rollout(
+            t.numpy(), np.arange(len(t)) > 3, *np.full((2, len(t)), 0, np.float32), 1.0, 0.0, "", ()
+        )
         for t in SEQUENCES
     ]
     model = _made("Qwen3-MoE")

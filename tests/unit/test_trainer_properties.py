@@ -1,4 +1,5 @@
-"""Whatever run-api hands over: trained on rightly, or left out and counted; refused only where nothing has logprobs."""
+"""Whatever run-api hands over: trained on rightly, or left out and counted; refused only where
+nothing has logprobs."""
 
 from __future__ import annotations
 
@@ -25,11 +26,13 @@ VOCABULARY, SEQ_LEN = 30, 6
 CPU = torch.device("cpu")
 
 
-# Strategies stand here and not where something is drawn: each new one is checked when it is first drawn from, which
-# takes longer than the drawing.
+# Strategies stand here and not where something is drawn: each new one is checked when it is first
+# drawn from, which takes longer than the drawing.
 YES_OR_NO, ONE_IN_FOUR = st.booleans(), st.integers(0, 3)
 LOGPROB = st.one_of(st.floats(-20, 0), st.sampled_from([1.0, -9999.0, 0.0005]))
-TOKENS = st.lists(st.tuples(st.integers(0, VOCABULARY - 1), YES_OR_NO, LOGPROB), min_size=1, max_size=8)
+TOKENS = st.lists(
+    st.tuples(st.integers(0, VOCABULARY - 1), YES_OR_NO, LOGPROB), min_size=1, max_size=8
+)
 SCORE = st.one_of(st.floats(-5, 5), st.sampled_from([0.0, 1.0, 1e6]))
 ADVANTAGE = st.floats(-3, 3)
 OVERRIDE = st.sampled_from([{}, {"set_advantage_to_zero": True}, {"temperature": 0.5}])
@@ -51,7 +54,9 @@ MEMBERS = st.lists(sequences(), min_size=1, max_size=3)
 @st.composite
 def groups(draw: st.DrawFn) -> dict[str, Any]:
     members = draw(MEMBERS)
-    group: dict[str, Any] = {name: [m[name] for m in members] for name in ("tokens", "masks", "inference_logprobs")}
+    group: dict[str, Any] = {
+        name: [m[name] for m in members] for name in ("tokens", "masks", "inference_logprobs")
+    }
     group["scores"] = [draw(SCORE) for _ in members]
     if draw(YES_OR_NO):
         group["overrides"] = [dict(draw(OVERRIDE)) for _ in members]
@@ -61,12 +66,37 @@ def groups(draw: st.DrawFn) -> dict[str, Any]:
 
 
 JUNK: list[Any] = [
-    None, True, 3, -1, VOCABULARY, 10**30, 10**400, 2.5, math.nan, -math.inf, -1e300, 1e39, "3", 
-    "\x1b]52;c;x\x07\ud800", [], {}, [[]], [None], [[None]], [["x"]], [[1.5]], [[-5]], [[[[]]]],
-    {"temperature": "hot"}, {"env": ["x"]},
+    None,
+    True,
+    3,
+    -1,
+    VOCABULARY,
+    10**30,
+    10**400,
+    2.5,
+    math.nan,
+    -math.inf,
+    -1e300,
+    1e39,
+    "3",
+    "\x1b]52;c;x\x07\ud800",
+    [],
+    {},
+    [[]],
+    [None],
+    [[None]],
+    [["x"]],
+    [[1.5]],
+    [[-5]],
+    [[[[]]]],
+    {"temperature": "hot"},
+    {"env": ["x"]},
     {"env": "y" * 10_000},
-]  # fmt: skip
-TEMPERATURES = [{"temperature": value} for value in (1e-40, 1e39, 10**400, math.nan, -math.inf, -1, "1", 0, None, True)]
+]
+TEMPERATURES = [
+    {"temperature": value}
+    for value in (1e-40, 1e39, 10**400, math.nan, -math.inf, -1, "1", 0, None, True)
+]
 NEARLY: dict[str, st.SearchStrategy[Any]] = {
     "tokens": st.sampled_from([VOCABULARY, VOCABULARY - 1, 10**9, -1, 2.5, "3", True]),
     "masks": st.sampled_from([VOCABULARY, -1, IGNORED, 0, None]),
@@ -78,13 +108,21 @@ NEARLY: dict[str, st.SearchStrategy[Any]] = {
 """What one entry of a field may be, right or almost."""
 EXTRA = ("advantages", "overrides", "generation_params", "group_overrides", "env_id", "images")
 KEY = st.text(max_size=3)
-nested = st.recursive(st.sampled_from(JUNK), lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEY, inner))
-garbage = nested.map(copy.deepcopy)  # what is drawn is spoilt further, and the next one would get it so
+nested = st.recursive(
+    st.sampled_from(JUNK), lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEY, inner)
+)
+garbage = nested.map(
+    copy.deepcopy
+)  # what is drawn is spoilt further, and the next one would get it so
 
 
 def _spoil_an_entry(draw: st.DrawFn, group: dict[str, Any]) -> None:
     """One value of one sequence, in tokens together with its mask."""
-    name = draw(st.sampled_from([name for name in NEARLY if isinstance(group.get(name), list) and group[name]]))
+    name = draw(
+        st.sampled_from(
+            [name for name in NEARLY if isinstance(group.get(name), list) and group[name]]
+        )
+    )
     rows, value = group[name], draw(NEARLY[name])
     row = draw(st.integers(0, len(rows) - 1))
     if not isinstance(rows[row], list):
@@ -92,14 +130,19 @@ def _spoil_an_entry(draw: st.DrawFn, group: dict[str, Any]) -> None:
     elif rows[row]:
         place = draw(st.integers(0, len(rows[row]) - 1))
         rows[row][place] = value
-        with contextlib.suppress(IndexError, KeyError, TypeError):  # where the mask is spoilt already
+        with contextlib.suppress(
+            IndexError, KeyError, TypeError
+        ):  # where the mask is spoilt already
             if name == "tokens" and group["masks"][row][place] != IGNORED:
                 group["masks"][row][place] = value
 
 
 SEVERAL = st.lists(groups(), min_size=1, max_size=3)
 HOW = st.sampled_from([*["entry"] * 6, "table", "field", "row", "short", "long", "gone", "group"])
-TABLE, TEMPERATURE = st.sampled_from(["generation_params", "group_overrides"]), st.sampled_from(TEMPERATURES)
+TABLE, TEMPERATURE = (
+    st.sampled_from(["generation_params", "group_overrides"]),
+    st.sampled_from(TEMPERATURES),
+)
 
 
 @st.composite
@@ -144,7 +187,12 @@ def _sequences(group: Any) -> int:
 
 def _read(raw: list[Any], **selection: Any) -> Batch:
     """Without the one exception that there is, so that everything else is seen."""
-    return read_batch(raw, seq_len=SEQ_LEN, selection=Selection(vocab_size=VOCABULARY, **selection), logprobs_seen=True)
+    return read_batch(
+        raw,
+        seq_len=SEQ_LEN,
+        selection=Selection(vocab_size=VOCABULARY, **selection),
+        logprobs_seen=True,
+    )
 
 
 def _judge(raw: list[Any], batch: Batch) -> None:
@@ -184,7 +232,9 @@ def _finite_gradient(name: str, row: Any) -> None:
 
 @settings(max_examples=examples(150), deadline=None)
 @given(st.lists(groups(), min_size=0, max_size=4), st.booleans(), st.booleans())
-def test_well_formed_batches_train_or_are_counted(raw: list[dict[str, Any]], drop: bool, mask: bool) -> None:
+def test_well_formed_batches_train_or_are_counted(
+    raw: list[dict[str, Any]], drop: bool, mask: bool
+) -> None:
     batch = _read(raw, drop_flat=drop, max_completion=4, overlong_buffer=2, overlong_mask=mask)
     _judge(raw, batch)
     zeroed = [
@@ -199,13 +249,21 @@ def test_well_formed_batches_train_or_are_counted(raw: list[dict[str, Any]], dro
 
 @settings(max_examples=examples(400), deadline=None)
 @given(broken(), st.booleans(), st.booleans())
-def test_broken_groups_are_left_out_and_the_rest_trains(raw: list[Any], std: bool, long: bool) -> None:
-    more: dict[str, Any] = {"max_completion": 4, "overlong_buffer": 2, "overlong_mask": True} if long else {}
+def test_broken_groups_are_left_out_and_the_rest_trains(
+    raw: list[Any], std: bool, long: bool
+) -> None:
+    more: dict[str, Any] = (
+        {"max_completion": 4, "overlong_buffer": 2, "overlong_mask": True} if long else {}
+    )
     selection = Selection(vocab_size=VOCABULARY, **more)
-    batch = read_batch(raw, seq_len=SEQ_LEN, selection=selection, logprobs_seen=True, advantage_std=std)
+    batch = read_batch(
+        raw, seq_len=SEQ_LEN, selection=selection, logprobs_seen=True, advantage_std=std
+    )
     _judge(raw, batch)
     # The same words on a screen, whatever was in it.
-    assert all(text.isprintable() for text in (*batch.examples.values(), *batch.left_out, *batch.remarks))
+    assert all(
+        text.isprintable() for text in (*batch.examples.values(), *batch.left_out, *batch.remarks)
+    )
 
 
 @settings(max_examples=examples(200), deadline=None)
@@ -222,8 +280,13 @@ def test_only_a_first_batch_without_any_logprobs_is_refused(raw: list[Any]) -> N
 
 @settings(max_examples=examples(100), deadline=None)
 @given(groups(), st.lists(garbage, max_size=4))
-def test_a_good_group_trains_beside_whatever_comes_with_it(good: dict[str, Any], others: list[Any]) -> None:
+def test_a_good_group_trains_beside_whatever_comes_with_it(
+    good: dict[str, Any], others: list[Any]
+) -> None:
     alone, beside = _read([good]), _read([*others, good])
     assert [r.digests for r in beside.rollouts] == [r.digests for r in alone.rollouts]
     for one, other in zip(alone.rollouts, beside.rollouts, strict=True):
-        assert np.array_equal(one.advantages, other.advantages) and one.temperature == other.temperature
+        assert (
+            np.array_equal(one.advantages, other.advantages)
+            and one.temperature == other.temperature
+        )

@@ -29,5 +29,7 @@ def test_the_example_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.Monk
     lines = said.read_text().splitlines()
     assert "rollouts.jsonl has no more rollouts" in lines[-1]
     ratios = ast.literal_eval(lines[-1][lines[-1].index("[") :])
-    assert len(ratios) == 8 and max(ratios) > 1.05, "the second minibatch sees what the first has changed"
+    assert len(ratios) == 8 and max(ratios) > 1.05, (
+        "the second minibatch sees what the first has changed"
+    )
     assert (tmp_path / "trained_model_checkpoints" / "final_model" / "model.safetensors").is_file()

@@ -1,4 +1,5 @@
-"""run-api forgets the trainer, belongs to another, loses a batch, is slow or dies: the real one, on its own port."""
+"""run-api forgets the trainer, belongs to another, loses a batch, is slow or dies: the real one, on
+its own port."""
 
 from __future__ import annotations
 
@@ -28,17 +29,25 @@ from trainer_core.rollouts.client import RunApi
 
 SIZE = 4
 REGISTRATION = {
-    "wandb_group": "", "wandb_project": "", "batch_size": SIZE, "max_token_len": 8, "checkpoint_dir": "",
-    "save_checkpoint_interval": 1, "num_steps": 9,
-}  # fmt: skip
+    "wandb_group": "",
+    "wandb_project": "",
+    "batch_size": SIZE,
+    "max_token_len": 8,
+    "checkpoint_dir": "",
+    "save_checkpoint_interval": 1,
+    "num_steps": 9,
+}
 GROUP = {
-    "tokens": [[5, 6], [5, 7]], "masks": [[-100, 6], [-100, 7]], "scores": [1.0, 0.0],
+    "tokens": [[5, 6], [5, 7]],
+    "masks": [[-100, 6], [-100, 7]],
+    "scores": [1.0, 0.0],
     "inference_logprobs": [[1.0, -1.0], [1.0, -1.0]],
-}  # fmt: skip
+}
 
 
 class Side:
-    """A trainer's client of a run-api, waiting in a thread of its own; and anybody's plain requests."""
+    """A trainer's client of a run-api, waiting in a thread of its own; and anybody's plain
+    requests."""
 
     def __init__(self, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("trainer_core.rollouts.client.REGISTRATION_CHECK_S", 0.1)
@@ -63,7 +72,9 @@ class Side:
     def send(self, *groups: dict[str, Any]) -> None:
         for each in groups:
             answer = self.http.post(
-                "/scored_data", content=json.dumps(each), headers={"content-type": "application/json"}
+                "/scored_data",
+                content=json.dumps(each),
+                headers={"content-type": "application/json"},
             )
             assert answer.status_code == 200
 
@@ -91,7 +102,9 @@ def _until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
         time.sleep(0.02)
 
 
-def test_a_reset_in_the_middle_of_a_wait_is_seen_and_registered_anew(side: Side, capsys: Any) -> None:
+def test_a_reset_in_the_middle_of_a_wait_is_seen_and_registered_anew(
+    side: Side, capsys: Any
+) -> None:
     side.open(0).result(10)
     waiting = side.wait_for_batch(7)
     assert side.http.get("/reset_data").status_code == 200
@@ -105,8 +118,11 @@ def test_a_reset_in_the_middle_of_a_wait_is_seen_and_registered_anew(side: Side,
 
 
 @pytest.mark.parametrize("fresh", [False, True])
-def test_groups_that_came_before_the_registration_do_not_keep_it_out(side: Side, fresh: bool) -> None:
-    """An environment goes on sending to a run-api that was reset, or is new: `/register` is ignored from then on."""
+def test_groups_that_came_before_the_registration_do_not_keep_it_out(
+    side: Side, fresh: bool
+) -> None:
+    """An environment goes on sending to a run-api that was reset, or is new: `/register` is ignored
+    from then on."""
     if not fresh:
         side.open(0).result(10)
         side.http.get("/reset_data")
@@ -120,15 +136,22 @@ def test_groups_that_came_before_the_registration_do_not_keep_it_out(side: Side,
     assert side.http.get("/status").json()["current_step"] == 4
 
 
-def test_another_trainers_run_api_is_left_alone_and_named_until_it_is_free(side: Side, capsys: Any) -> None:
+def test_another_trainers_run_api_is_left_alone_and_named_until_it_is_free(
+    side: Side, capsys: Any
+) -> None:
     stranger = {**REGISTRATION, "batch_size": 2, "starting_step": 5}
     side.http.post("/register", json=stranger)
     side.send(GROUP)
     opening = side.open(0)
     time.sleep(0.5)
-    assert not opening.done() and side.http.get("/status").json()["queue_size"] == 1, "the stranger's batch stays"
+    assert not opening.done() and side.http.get("/status").json()["queue_size"] == 1, (
+        "the stranger's batch stays"
+    )
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "another trainer" in line]
-    assert "batches of 2 sequences, this trainer asks for 4" in line and "atropos-tui restart api" in line
+    assert (
+        "batches of 2 sequences, this trainer asks for 4" in line
+        and "atropos-tui restart api" in line
+    )
     side.http.get("/reset_data")
     opening.result(10)
     assert side.info() == SIZE
@@ -145,20 +168,31 @@ def test_another_trainers_run_api_is_left_alone_and_named_until_it_is_free(side:
         waiting.result(10)
 
 
-def test_a_registration_of_the_same_size_with_another_length_is_named(side: Side, capsys: Any) -> None:
+def test_a_registration_of_the_same_size_with_another_length_is_named(
+    side: Side, capsys: Any
+) -> None:
     side.http.post("/register", json={**REGISTRATION, "max_token_len": 99, "starting_step": 0})
     side.open(0).result(10)
     assert "max_token_len 99, this trainer asks for 8" in capsys.readouterr().out
 
 
 def test_a_batch_that_run_api_cannot_send_is_lost_alone(side: Side, capsys: Any) -> None:
-    """NaN comes in and does not come out: `GET /batch` takes the batch and fails, and so does `/latest_example`."""
+    """NaN comes in and does not come out: `GET /batch` takes the batch and fails, and so does
+    `/latest_example`."""
     side.open(0).result(10)
-    side.send({**GROUP, "scores": [float("nan"), 1.0]}, GROUP, GROUP, GROUP, {**GROUP, "scores": [float("inf"), 1.0]})
+    side.send(
+        {**GROUP, "scores": [float("nan"), 1.0]},
+        GROUP,
+        GROUP,
+        GROUP,
+        {**GROUP, "scores": [float("inf"), 1.0]},
+    )
     found = [side.api.next_batch(0) for _ in range(2)]
     assert sorted(map(len, found)) == [0, 2], "the lost one is empty"
     began = time.monotonic()
-    assert "1 groups queued" in side.api._why_empty() and time.monotonic() - began < 5, "/latest_example fails, too"
+    assert "1 groups queued" in side.api._why_empty() and time.monotonic() - began < 5, (
+        "/latest_example fails, too"
+    )
     assert "not reachable" not in capsys.readouterr().out
 
 
@@ -166,7 +200,9 @@ def test_an_empty_queue_is_explained_by_who_is_registered(side: Side) -> None:
     from atroposlib.api import app
 
     side.open(0).result(10)
-    assert "check that an environment is running" in side.api._why_empty(), "a run-api that lists nobody"
+    assert "check that an environment is running" in side.api._why_empty(), (
+        "a run-api that lists nobody"
+    )
     add_listing(app)
     try:
         assert "no environment is registered there" in side.api._why_empty()
@@ -214,7 +250,11 @@ class RunApiProcess:
     """run-api as a program on one port, to be killed and started again there."""
 
     def __init__(self, module: str) -> None:
-        self.words = ["atropos_api"] if module == "door" else ["uvicorn", "atroposlib.api:app", "--log-level", "error"]
+        self.words = (
+            ["atropos_api"]
+            if module == "door"
+            else ["uvicorn", "atroposlib.api:app", "--log-level", "error"]
+        )
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -237,7 +277,8 @@ class RunApiProcess:
 
 
 class Sender:
-    """An environment that knows nothing: it posts groups sampled from the engine for as long as somebody takes them."""
+    """An environment that knows nothing: it posts groups sampled from the engine for as long as
+    somebody takes them."""
 
     def __init__(self, url: str, engine: Engine) -> None:
         self.stop = threading.Event()
@@ -264,11 +305,19 @@ class Sender:
 def test_run_api_restarted_and_reset_under_load_costs_the_trainer_no_step(
     engine: Engine, base: Path, tmp_path: Path, capsys: Any, module: str
 ) -> None:
-    """Killed and reset while groups come in all the time: one attempt, every step once, in order."""
+    """Killed and reset while groups come in all the time: one attempt, every step once, in
+    order."""
     api = RunApiProcess(module)
     sender = Sender(api.url, engine)
     config = run_config(
-        engine, base, tmp_path, api.url, training_steps=20, engine_timeout=60, api_timeout=60, probe_interval=0
+        engine,
+        base,
+        tmp_path,
+        api.url,
+        training_steps=20,
+        engine_timeout=60,
+        api_timeout=60,
+        probe_interval=0,
     )
     with ThreadPoolExecutor(1) as pool:
         run = pool.submit(train, config)
@@ -280,13 +329,21 @@ def test_run_api_restarted_and_reset_under_load_costs_the_trainer_no_step(
                     api.kill()
                     api.start()
                 else:
-                    httpx.get(f"{api.url}/reset_data", headers={TOKEN_HEADER: TOKEN}).raise_for_status()
+                    httpx.get(
+                        f"{api.url}/reset_data", headers={TOKEN_HEADER: TOKEN}
+                    ).raise_for_status()
             result = run.result(90)
         finally:
             sender.close()
             api.kill()
     assert (result.done, result.step, result.weight_version) == (True, 20, 20)
-    records = [parse_line(line) for line in (tmp_path / "out" / "telemetry.jsonl").read_text().splitlines()]
+    records = [
+        parse_line(line) for line in (tmp_path / "out" / "telemetry.jsonl").read_text().splitlines()
+    ]
     steps = [record for record in records if isinstance(record, StepRecord)]
-    assert [(record.step, record.attempt) for record in steps] == [(step, 1) for step in range(1, 21)]
-    assert capsys.readouterr().out.count("✓ Registered with run-api") == 3, "once at the start, once after each trouble"
+    assert [(record.step, record.attempt) for record in steps] == [
+        (step, 1) for step in range(1, 21)
+    ]
+    assert capsys.readouterr().out.count("✓ Registered with run-api") == 3, (
+        "once at the start, once after each trouble"
+    )

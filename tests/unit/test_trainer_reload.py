@@ -1,4 +1,5 @@
-"""Mode `none`: what the server loads and when, what it goes through otherwise, and what is left on the disk."""
+"""Mode `none`: what the server loads and when, what it goes through otherwise, and what is left on
+the disk."""
 
 from __future__ import annotations
 
@@ -49,8 +50,10 @@ class LoadingEngine(Engine):
 
     def info(self) -> dict[str, Any]:
         return super().info() | {
-            "instance_id": f"i-{self.life}", "load_obstacle": self.obstacle, "started_from": self.started_from,
-        }  # fmt: skip
+            "instance_id": f"i-{self.life}",
+            "load_obstacle": self.obstacle,
+            "started_from": self.started_from,
+        }
 
     def restart(self) -> None:
         """A new process: held, with the base weights or those noted."""
@@ -75,19 +78,28 @@ class LoadingEngine(Engine):
         if not body["at_restart"]:
             self.version, self.held = body["weight_version"], False
         return {
-            "instance_id": f"i-{self.life}", "weight_version": self.version, "tensors": 1, "bytes": 1,
+            "instance_id": f"i-{self.life}",
+            "weight_version": self.version,
+            "tensors": 1,
+            "bytes": 1,
             "phases": {"load": 0.25, "resume": 0.125},
-        }  # fmt: skip
+        }
 
     def _write(self, tensors: dict[str, torch.Tensor]) -> None:
-        views = {name: view for (name, _), (_, view) in zip(self.model.named_parameters(), self.pairs, strict=True)}
+        views = {
+            name: view
+            for (name, _), (_, view) in zip(self.model.named_parameters(), self.pairs, strict=True)
+        }
         assert tensors.keys() == views.keys(), "unfused names, a tied head once"
         with self.lock:
             for name, view in views.items():
                 view.copy_(tensors[name])
 
     def holds(self, model: torch.nn.Module) -> bool:
-        return all(torch.equal(view, param) for (_, view), param in zip(self.pairs, model.parameters(), strict=True))
+        return all(
+            torch.equal(view, param)
+            for (_, view), param in zip(self.pairs, model.parameters(), strict=True)
+        )
 
 
 class Restarter:
@@ -120,8 +132,18 @@ def engine(tmp_path: Path, base: Path) -> Iterator[LoadingEngine]:
     made.close()
 
 
-def config(engine: LoadingEngine, base: Path, tmp_path: Path, url: str = "http://127.0.0.1:9", **fields: Any) -> Any:
-    settings = {"weight_bridge_mode": "none", "vllm_port": engine.server.server_port, "vllm_config_path": None}
+def config(
+    engine: LoadingEngine,
+    base: Path,
+    tmp_path: Path,
+    url: str = "http://127.0.0.1:9",
+    **fields: Any,
+) -> Any:
+    settings = {
+        "weight_bridge_mode": "none",
+        "vllm_port": engine.server.server_port,
+        "vllm_config_path": None,
+    }
     return run_config(engine, base, tmp_path, url, **{"engine_timeout": 5.0, **settings, **fields})
 
 
@@ -150,10 +172,16 @@ def nudge(model: torch.nn.Module, by: float = 0.5) -> Callable[[], None]:
 
 
 def folders(sync: Reload) -> list[str]:
-    return sorted(path.name.split("-")[0] for path in sync._folder.iterdir()) if sync._folder.exists() else []
+    return (
+        sorted(path.name.split("-")[0] for path in sync._folder.iterdir())
+        if sync._folder.exists()
+        else []
+    )
 
 
-def test_a_folder_behind_a_link_is_named_as_it_was_given(make: Any, engine: LoadingEngine, tmp_path: Path) -> None:
+def test_a_folder_behind_a_link_is_named_as_it_was_given(
+    make: Any, engine: LoadingEngine, tmp_path: Path
+) -> None:
     """A node may reach that disk under the link's name alone."""
     (tmp_path / "disk").mkdir()
     (tmp_path / "shared").symlink_to(tmp_path / "disk")
@@ -163,7 +191,9 @@ def test_a_folder_behind_a_link_is_named_as_it_was_given(make: Any, engine: Load
     assert engine.loads == [(1, False)] and engine.loaded_from.is_relative_to(tmp_path / "shared")
 
 
-def test_every_third_step_is_loaded_and_the_folder_before_goes(make: Any, engine: LoadingEngine) -> None:
+def test_every_third_step_is_loaded_and_the_folder_before_goes(
+    make: Any, engine: LoadingEngine
+) -> None:
     sync = make()
     model = sync.attach(Start())
     assert engine.loads == [], "the base weights are there already"
@@ -181,7 +211,9 @@ def test_every_third_step_is_loaded_and_the_folder_before_goes(make: Any, engine
     assert not sync._folder.exists()
 
 
-def test_what_is_written_is_unfused_float32_and_whole_under_its_name(make: Any, engine: LoadingEngine) -> None:
+def test_what_is_written_is_unfused_float32_and_whole_under_its_name(
+    make: Any, engine: LoadingEngine
+) -> None:
     sync = make(vllm_restart_interval=1)
     model = sync.attach(Start())
     seen: dict[str, Any] = {}
@@ -197,7 +229,9 @@ def test_what_is_written_is_unfused_float32_and_whole_under_its_name(make: Any, 
     assert all(torch.equal(seen[name], param) for name, param in model.named_parameters())
 
 
-def test_a_server_that_serves_other_weights_gets_those_of_the_start(make: Any, engine: LoadingEngine) -> None:
+def test_a_server_that_serves_other_weights_gets_those_of_the_start(
+    make: Any, engine: LoadingEngine
+) -> None:
     engine.version, engine.held = 7, False
     nudge(engine.model)()
     sync = make()
@@ -206,7 +240,9 @@ def test_a_server_that_serves_other_weights_gets_those_of_the_start(make: Any, e
     assert engine.holds(model)
 
 
-def test_a_restarted_server_gets_the_present_weights_not_the_last_published(make: Any, engine: LoadingEngine) -> None:
+def test_a_restarted_server_gets_the_present_weights_not_the_last_published(
+    make: Any, engine: LoadingEngine
+) -> None:
     sync = make()
     model = sync.attach(Start())
     for version in (1, 2, 3, 4):
@@ -266,11 +302,17 @@ def test_refused_weights_end_the_run(make: Any, engine: LoadingEngine) -> None:
 def test_a_restart_begins_with_the_new_weights(make: Any, engine: LoadingEngine, why: str) -> None:
     restarter = Restarter(engine)
     engine.obstacle = None if why == "asked" else "its weights are quantized (fp8)"
-    sync = make(restarter, vllm_restart_interval=2, engine_reload="restart" if why == "asked" else "in_place")
+    sync = make(
+        restarter,
+        vllm_restart_interval=2,
+        engine_reload="restart" if why == "asked" else "in_place",
+    )
     model = sync.attach(Start())
     reports = [sync.publish(version, nudge(model)) for version in range(1, 5)]
     assert engine.loads == [(2, True), (2, False), (4, True), (4, False)]
-    assert ("engine_reload is restart" if why == "asked" else "quantized (fp8)") in restarter.reasons[0]
+    assert (
+        "engine_reload is restart" if why == "asked" else "quantized (fp8)"
+    ) in restarter.reasons[0]
     assert (len(restarter.reasons), engine.life, engine.version) == (2, 3, 4)
     assert reports[1].phases.keys() == {"write", "save", "restart"}
     assert reports[1].phases["restart"] >= 0.1, "the restart itself is counted"
@@ -288,7 +330,10 @@ def test_a_server_of_somebody_else_is_not_restarted(make: Any, engine: LoadingEn
     engine.obstacle = NOTHING
     sync = make(Restarter(engine, can_restart=False), vllm_restart_interval=1)
     model = sync.attach(Start())
-    with pytest.raises(UsageError, match=r"ATROPOS_WEIGHT_UPDATES=1.*not ours to restart: let the trainer start its"):
+    with pytest.raises(
+        UsageError,
+        match=r"ATROPOS_WEIGHT_UPDATES=1.*not ours to restart: let the trainer start its",
+    ):
         sync.publish(1, nudge(model))
 
 
@@ -297,7 +342,9 @@ def test_of_several_servers_none_is_restarted(make: Any, engine: LoadingEngine) 
     engine.obstacle = NOTHING
     sync = make(vllm_restart_interval=1, vllm_urls=[engine.url, engine.url])
     model = sync.attach(Start())
-    with pytest.raises(UsageError, match=r"not ours to restart: of several servers none is .* mode broadcast"):
+    with pytest.raises(
+        UsageError, match=r"not ours to restart: of several servers none is .* mode broadcast"
+    ):
         sync.publish(1, nudge(model))
 
 
@@ -312,7 +359,9 @@ def test_a_full_disk_is_said_and_nothing_half_written_stays(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("trainer_core.weight_sync.none_reload.save_torch_state_dict", full)
-    with pytest.raises(TrainerError, match=r"version 1 cannot be written into .*No space left.*Free [\d.]+ GB"):
+    with pytest.raises(
+        TrainerError, match=r"version 1 cannot be written into .*No space left.*Free [\d.]+ GB"
+    ):
         sync.publish(1, nudge(model))
     assert folders(sync) == []
     assert (engine.loads, engine.version) == ([], 0)
@@ -330,7 +379,9 @@ def test_where_somebody_waits_for_room_a_full_disk_ends_nothing(
     def full_twice(tensors: Any, folder: Path) -> None:
         save(tensors, folder)
         if len(waited) < 2:
-            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+            raise SafetensorError(
+                "Error while serializing: I/O error: No space left on device (os error 28)"
+            )
 
     monkeypatch.setattr(none_reload, "save_torch_state_dict", full_twice)
     sync.publish(1, nudge(model))

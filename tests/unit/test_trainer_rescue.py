@@ -1,4 +1,5 @@
-"""The server dies in single copy: what the trainer saves, and that the next attempt goes on as if nothing had been."""
+"""The server dies in single copy: what the trainer saves, and that the next attempt goes on as if
+nothing had been."""
 
 from __future__ import annotations
 
@@ -53,7 +54,13 @@ DEATHS = {
 
 
 def _config(engine: Engine, base: Path, folder: Path, **fields: Any) -> TrainingConfig:
-    wanted = {"training_steps": STEPS, "resume": "auto", "probe_interval": 0, "warmup_steps": 3, **fields}
+    wanted = {
+        "training_steps": STEPS,
+        "resume": "auto",
+        "probe_interval": 0,
+        "warmup_steps": 3,
+        **fields,
+    }
     return run_config(engine, base, folder, **wanted)
 
 
@@ -77,7 +84,11 @@ SLOW = {(death, masters) for death in list(DEATHS)[1:] for masters in MASTERS[1:
 def test_the_next_attempt_goes_on_bit_for_bit(
     base: Path, tmp_path: Path, death: str, masters: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fields = {"dtype": "float32"} if masters == "float32" else {"dtype": "bfloat16", "master_weights": masters}
+    fields = (
+        {"dtype": "float32"}
+        if masters == "float32"
+        else {"dtype": "bfloat16", "master_weights": masters}
+    )
     dtype = getattr(torch, fields["dtype"])
     folders = [tmp_path / name for name in ("straight", "died", "again")]
     for folder in folders:
@@ -113,7 +124,8 @@ def test_the_next_attempt_goes_on_bit_for_bit(
 def test_over_cuda_the_copies_are_the_weights(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layers: list[int] | None
 ) -> None:
-    """The rule for a GPU, on memory that this test may break: nothing of the server's is read again."""
+    """The rule for a GPU, on memory that this test may break: nothing of the server's is read
+    again."""
     engine = Engine(tmp_path, plain_model(base).to(torch.bfloat16))
     config = _config(engine, base, tmp_path, dtype="bfloat16", train_layer_indices=layers)
     import threading
@@ -138,7 +150,9 @@ def test_over_cuda_the_copies_are_the_weights(
     engine.close()
 
 
-def test_without_a_copy_it_says_what_is_lost(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_copy_it_says_what_is_lost(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import threading
 
     engine = Engine(tmp_path, plain_model(base).to(torch.bfloat16))
@@ -154,7 +168,9 @@ def test_an_error_of_the_gpu_is_the_server_s_end_where_it_has_ended(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def illegal(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be ...")
+        raise RuntimeError(
+            "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be ..."
+        )
 
     engine = Engine(tmp_path, plain_model(base))
     batches = [[group(engine, [3, 12, 4, 13], 4, 3) for _ in range(4)] for _ in range(2)]
@@ -171,6 +187,9 @@ def test_an_error_of_the_gpu_is_the_server_s_end_where_it_has_ended(
     with pytest.raises(EngineGone, match="has ended"):
         train(_config(engine, base, tmp_path), api=Dying(batches))  # type: ignore[arg-type]
     said = capsys.readouterr().out
-    assert "lost with the server: the GPU does not answer any more (CUDA error: an illegal memory access" in said
+    assert (
+        "lost with the server: the GPU does not answer any more (CUDA error: an illegal "
+        "memory access" in said
+    )
     assert "There is no checkpoint" in said
     engine.close()

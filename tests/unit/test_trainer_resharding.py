@@ -1,4 +1,5 @@
-"""Trainer state in a file for each rank that wrote it, cut for as many as go on: moments, 8-bit scales, few rows."""
+"""Trainer state in a file for each rank that wrote it, cut for as many as go on: moments, 8-bit
+scales, few rows."""
 
 from __future__ import annotations
 
@@ -26,7 +27,11 @@ def rows_of(shape: tuple[int, ...], rank: int, ranks: int) -> Rows:
 def state_of(rows: Rows, moments: torch.Tensor, block: int) -> dict[str, torch.Tensor]:
     """What a rank writes of `moments`: its rows, the scales of their blocks, and a counter."""
     mine = moments[rows.first : rows.first + rows.count]
-    scales = torch.stack([part.abs().amax() for part in mine.flatten().split(block)]) if mine.numel() else None
+    scales = (
+        torch.stack([part.abs().amax() for part in mine.flatten().split(block)])
+        if mine.numel()
+        else None
+    )
     found = {"state1": mine.contiguous(), "absmax1": scales, "step": torch.tensor(7.0)}
     return {name: tensor for name, tensor in found.items() if tensor is not None and mine.numel()}
 
@@ -34,14 +39,21 @@ def state_of(rows: Rows, moments: torch.Tensor, block: int) -> dict[str, torch.T
 def written(folder: Path, moments: torch.Tensor, ranks: int, block: int) -> list[Any]:
     files = []
     for rank in range(ranks):
-        save_file(state_of(rows_of(tuple(moments.shape), rank, ranks), moments, block), folder / f"{ranks}.{rank}")
+        save_file(
+            state_of(rows_of(tuple(moments.shape), rank, ranks), moments, block),
+            folder / f"{ranks}.{rank}",
+        )
         files.append(safe_open(folder / f"{ranks}.{rank}", "pt"))
     return files
 
 
 def state(files: list[Any]) -> dict[str, Any]:
     entry = {name: SavedTensor(name, files) for name in ("state1", "absmax1", "step")}
-    return {"optimizer": {"state": {0: entry}}, "weights": {"lost": [entry["state1"]], "steps": 3}, "name": "x"}
+    return {
+        "optimizer": {"state": {0: entry}},
+        "weights": {"lost": [entry["state1"]], "steps": 3},
+        "name": "x",
+    }
 
 
 @settings(max_examples=60, deadline=None)

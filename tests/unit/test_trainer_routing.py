@@ -66,17 +66,21 @@ def _gradients(model: nn.Module, row: PackedRow) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", REPLAYED)
 def test_its_own_choice_changes_no_bit(name: str, dtype: torch.dtype) -> None:
     model = _made(name, dtype)
-    plain, gradients = row_logprobs(model, _replaying(None)).detach(), _gradients(model, _replaying(None))
+    plain, gradients = (
+        row_logprobs(model, _replaying(None)).detach(),
+        _gradients(model, _replaying(None)),
+    )
     shape = replay_in(model)
     own = own_experts(model, _replaying(None))
-    assert own.shape == (COUNT, len(shape.sparse), shape.chosen) and list(shape.sparse) == sparse_layers(
-        model.config.to_dict()
-    )
+    assert own.shape == (COUNT, len(shape.sparse), shape.chosen) and list(
+        shape.sparse
+    ) == sparse_layers(model.config.to_dict())
     for experts in (None, own, torch.full_like(own, -1)):
         assert torch.equal(row_logprobs(model, _replaying(experts)), plain)
         again = _gradients(model, _replaying(experts))
         assert again.keys() == gradients.keys()
-        # Half precision does not tell a softmax of what is chosen from shares of all, which are rounded elsewhere.
+        # Half precision does not tell a softmax of what is chosen from shares of all, which are
+        # rounded elsewhere.
         ambiguous = (name, dtype) == ("GPT-OSS", torch.bfloat16)
         for n in again:
             atol = 0.02 * gradients[n].abs().max().item() if ambiguous else 0.0
@@ -107,7 +111,8 @@ def _plain_or_renormalised(values: torch.Tensor, router: Any) -> torch.Tensor:
 
 
 def _plain(name: str, experts: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Logprobs and gradients by transformers' own code, a sequence at a time, with routers written out here."""
+    """Logprobs and gradients by transformers' own code, a sequence at a time, with routers written
+    out here."""
     model = build(name)
     model.set_attn_implementation("eager")
     model.config._experts_implementation = "eager"
@@ -118,7 +123,9 @@ def _plain(name: str, experts: torch.Tensor) -> tuple[torch.Tensor, dict[str, to
     def written_out(place: int, router: Any) -> Callable[[torch.Tensor], tuple[torch.Tensor, ...]]:
         def forward(hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
             at = given[-1][:, place].long()
-            logits = hidden.reshape(-1, hidden.shape[-1]) @ router.weight.T + getattr(router, "bias", 0)
+            logits = hidden.reshape(-1, hidden.shape[-1]) @ router.weight.T + getattr(
+                router, "bias", 0
+            )
             return logits, BY_HAND[name](logits, at, router), at
 
         return forward
@@ -132,7 +139,9 @@ def _plain(name: str, experts: torch.Tensor) -> tuple[torch.Tensor, dict[str, to
         parts.append(shares.gather(1, tokens[1:, None])[:, 0])
     values = torch.cat(parts)
     values.sum().backward()
-    return values.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return values.detach(), {
+        name: p.grad for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 @pytest.mark.parametrize("name", REPLAYED)
@@ -141,8 +150,12 @@ def test_another_choice_is_computed_as_by_hand(name: str) -> None:
     model = _made(name)
     experts = _foreign(replay_in(model))
     wanted, gradients = _plain(name, experts)
-    torch.testing.assert_close(row_logprobs(model, _replaying(experts)).detach(), wanted, atol=2e-5, rtol=1e-4)
-    assert (row_logprobs(model, _replaying(None)).detach() - wanted).abs().max() > 0.01, "it is another choice"
+    torch.testing.assert_close(
+        row_logprobs(model, _replaying(experts)).detach(), wanted, atol=2e-5, rtol=1e-4
+    )
+    assert (row_logprobs(model, _replaying(None)).detach() - wanted).abs().max() > 0.01, (
+        "it is another choice"
+    )
     mine = _gradients(model, _replaying(experts))
     assert any("router" in n or "gate.weight" in n for n in mine), "routers learn"
     for n, gradient in gradients.items():
@@ -161,7 +174,9 @@ def test_what_is_not_known_is_chosen_as_before() -> None:
     own = own_experts(model, _replaying(half))
     assert not torch.equal(own[half[:, 0, 0] < 0], known[half[:, 0, 0] < 0])
     filled = torch.where(half >= 0, half, own)
-    assert torch.equal(row_logprobs(model, _replaying(half)), row_logprobs(model, _replaying(filled)))
+    assert torch.equal(
+        row_logprobs(model, _replaying(half)), row_logprobs(model, _replaying(filled))
+    )
 
 
 @pytest.mark.parametrize("name", ["Qwen3-MoE", "GLM-4-MoE"])
@@ -175,21 +190,37 @@ def test_layers_computed_anew_take_the_same_experts(name: str) -> None:
     assert all(torch.equal(again[n], wanted[n]) for n in wanted)
     routing: list[torch.Tensor] = []
     row_scores(model, row, routing=routing)
-    assert [each.shape for each in routing] == [(COUNT, model.config.num_local_experts)] * len(routing)
+    assert [each.shape for each in routing] == [(COUNT, model.config.num_local_experts)] * len(
+        routing
+    )
 
 
 def test_rows_side_by_side_do_not_mix_up_their_experts() -> None:
     """Threads share one model; a step with them is the step without."""
     model = _made("Qwen3-MoE")
     shape = replay_in(model)
-    config = TrainingConfig.model_validate({"model_name": "m", "optimizer": "adamw", "max_grad_norm": 0})
+    config = TrainingConfig.model_validate(
+        {"model_name": "m", "optimizer": "adamw", "max_grad_norm": 0}
+    )
     experts = [part.numpy() for part in _foreign(shape).split([len(s) for s in SEQUENCES])]
     rollouts = []
-    for i, (tokens, mine) in enumerate(itertools.islice(itertools.cycle(zip(SEQUENCES, experts, strict=True)), 8)):
+    for i, (tokens, mine) in enumerate(
+        itertools.islice(itertools.cycle(zip(SEQUENCES, experts, strict=True)), 8)
+    ):
         zeros = np.zeros(len(tokens), np.float32)
         trained = np.arange(len(tokens)) > 3
         rollouts.append(
-            Rollout(tokens.numpy(), trained, zeros, zeros + (-1.0) ** i, 1.0, 0.0, "", (), experts=np.roll(mine, i, 0))
+            Rollout(
+                tokens.numpy(),
+                trained,
+                zeros,
+                zeros + (-1.0) ** i,
+                1.0,
+                0.0,
+                "",
+                (),
+                experts=np.roll(mine, i, 0),
+            )
         )
     found = []
     for threads, room in ((1, 400), (3, 40)):
@@ -199,21 +230,34 @@ def test_rows_side_by_side_do_not_mix_up_their_experts() -> None:
         outcome = accumulate(model, Stepper(model, config), rows, objective, 1, threads=threads)
         found.append((outcome.loss, outcome.grad_norm, outcome.diffs.train))
     assert found[0] == pytest.approx(found[1], rel=1e-5)
-    plain = accumulate(model, Stepper(model, config), pack([replace(r, experts=None) for r in rollouts], 400),
-                       Objective(config), 1)  # fmt: skip
+    plain = accumulate(
+        model,
+        Stepper(model, config),
+        pack([replace(r, experts=None) for r in rollouts], 400),
+        Objective(config),
+        1,
+    )
     assert plain.diffs.train != pytest.approx(found[0][2], rel=1e-4)
 
 
 def test_a_rounded_engine_is_met_again_with_its_choice() -> None:
-    """The engine computes in bfloat16, the trainer in float32: with its choice what is left is rounding."""
+    """The engine computes in bfloat16, the trainer in float32: with its choice what is left is
+    rounding."""
     trainer, engine = _made("Qwen3-MoE"), _made("Qwen3-MoE", torch.bfloat16)
     replay_in(trainer)
     replay_in(engine)
-    row = whole_row([torch.randint(3, 128, (200,), generator=torch.Generator().manual_seed(1)) for _ in range(4)])
+    row = whole_row(
+        [
+            torch.randint(3, 128, (200,), generator=torch.Generator().manual_seed(1))
+            for _ in range(4)
+        ]
+    )
     with torch.no_grad():
         theirs = row_logprobs(engine, row)
         taken = own_experts(engine, row)
-        assert (taken.sort(-1).values != own_experts(trainer, row).sort(-1).values).any(), "some are nearly equal"
+        assert (taken.sort(-1).values != own_experts(trainer, row).sort(-1).values).any(), (
+            "some are nearly equal"
+        )
         without = (row_logprobs(trainer, row) - theirs).abs()
         replayed = (row_logprobs(trainer, replace(row, experts=taken)) - theirs).abs()
     assert replayed.mean() < without.mean() and replayed.max() < without.max()
@@ -252,7 +296,9 @@ def test_the_probe_compares_with_the_engine_s_choice() -> None:
     asked = ProbeAnswers([(prompt, done, done)], (prompt, done))
     assert compare(model, asked).both.abs_mean == pytest.approx(0, abs=1e-6)
     blind = replace(done, experts=None)
-    assert compare(model, ProbeAnswers([(prompt, blind, blind)], (prompt, blind))).both.abs_mean > 0.01
+    assert (
+        compare(model, ProbeAnswers([(prompt, blind, blind)], (prompt, blind))).both.abs_mean > 0.01
+    )
 
 
 # What is asked of servers
@@ -269,7 +315,9 @@ class Server:
     error: Exception | None = None
     asked: int = 0
 
-    def learn(self, prompt: list[int], completion: list[int], layers: int = 2, most: int = 8) -> np.ndarray[Any, Any]:
+    def learn(
+        self, prompt: list[int], completion: list[int], layers: int = 2, most: int = 8
+    ) -> np.ndarray[Any, Any]:
         count = len(prompt) + len(completion) - 1
         dice = np.random.default_rng(count)
         experts = dice.random((count, layers, most)).argsort(-1)[..., :2].astype(np.uint8)
@@ -305,30 +353,49 @@ def test_turns_are_asked_for_one_by_one_and_put_together() -> None:
     RoutingAsker([server], SHAPE).fill(batch)
     experts = batch.rollouts[0].experts
     assert experts is not None and experts.dtype == np.int16
-    assert (experts[:5] == first).all() and (experts[5:11] == second[5:]).all() and (experts[11] == -1).all()
+    assert (
+        (experts[:5] == first).all()
+        and (experts[5:11] == second[5:]).all()
+        and (experts[11] == -1).all()
+    )
     assert batch.routing_replayed == 1.0 and server.asked == 1
 
 
 def test_several_servers_are_asked_until_one_knows() -> None:
-    left, right, gone, old = Server(), Server(), Server(error=EngineGone("away")), Server(error=EngineError("no route"))
+    left, right, gone, old = (
+        Server(),
+        Server(),
+        Server(error=EngineGone("away")),
+        Server(error=EngineError("no route")),
+    )
     tokens = list(range(10, 20))
     right.learn(tokens[:4], tokens[4:])
     left.learn(tokens[:2], tokens[2:7])
-    rollouts = [_rollout(tokens, [(4, 10)]), _rollout(tokens[:7], [(2, 7)]), _rollout([9, 9, 9, 9], [(1, 4)])]
+    rollouts = [
+        _rollout(tokens, [(4, 10)]),
+        _rollout(tokens[:7], [(2, 7)]),
+        _rollout([9, 9, 9, 9], [(1, 4)]),
+    ]
     asker = RoutingAsker([gone, old, left, right], SHAPE)
     batch = Batch(rollouts)
     asker.fill(batch)
     assert [r.experts is not None for r in batch.rollouts] == [True, True, False]
     assert batch.routing_replayed == pytest.approx((9 + 6) / (9 + 6 + 3))
     asker.fill(Batch([rollouts[0]]))
-    assert (gone.asked, old.asked, left.asked, right.asked) == (2, 1, 2, 2), "one that cannot tell is not asked again"
+    assert (gone.asked, old.asked, left.asked, right.asked) == (2, 1, 2, 2), (
+        "one that cannot tell is not asked again"
+    )
     assert Batch([]).routing_replayed is None, "nobody asked"
 
 
 def test_a_batch_is_asked_for_as_it_is_read_and_little_is_said(tmp_path: Path, capsys: Any) -> None:
     """The warning has the share of its own batch, and comes once a minute."""
-    known = {"tokens": [[5, 6], [5, 7]], "masks": [[-100, 6], [-100, 7]], "scores": [1.0, 0.0],
-             "inference_logprobs": [[1.0, -1.0], [1.0, -1.0]]}  # fmt: skip
+    known = {
+        "tokens": [[5, 6], [5, 7]],
+        "masks": [[-100, 6], [-100, 7]],
+        "scores": [1.0, 0.0],
+        "inference_logprobs": [[1.0, -1.0], [1.0, -1.0]],
+    }
     unknown = known | {"tokens": [[8, 6], [8, 7]]}
     server = Server()
     server.learn([5], [6])
@@ -336,10 +403,15 @@ def test_a_batch_is_asked_for_as_it_is_read_and_little_is_said(tmp_path: Path, c
     batches = iter([[known], [known, unknown], [unknown]])
     api: Any = SimpleNamespace(next_batch=lambda step, on_idle=None: next(batches))
     source = BatchSource(
-        TrainingConfig(model_name="m", save_path=str(tmp_path), batch_size=2), api, Telemetry(tmp_path / "t.jsonl"),
-        selection=Selection(), advantage_std=True, lag_meter=LagMeter([]), while_waiting=lambda: None,
+        TrainingConfig(model_name="m", save_path=str(tmp_path), batch_size=2),
+        api,
+        Telemetry(tmp_path / "t.jsonl"),
+        selection=Selection(),
+        advantage_std=True,
+        lag_meter=LagMeter([]),
+        while_waiting=lambda: None,
         routing=RoutingAsker([server], SHAPE),
-    )  # fmt: skip
+    )
     assert [source.next_batch(step, 0)[0].routing_replayed for step in range(3)] == [1.0, 0.5, 0.0]
     said = [line for line in capsys.readouterr().out.splitlines() if "little routing" in line]
     assert len(said) == 1 and "50% of the tokens of this one" in said[0]
@@ -361,7 +433,9 @@ def test_tokens_that_an_engine_left_empty_are_not_known() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"layers": 4}, {"most": 200}])
-def test_experts_of_another_model_are_not_taken(wrong: dict[str, int], capsys: pytest.CaptureFixture[str]) -> None:
+def test_experts_of_another_model_are_not_taken(
+    wrong: dict[str, int], capsys: pytest.CaptureFixture[str]
+) -> None:
     server = Server()
     server.learn([1, 2, 3], [4, 5, 6, 7], **wrong)
     assert RoutingAsker([server], SHAPE).of_answer([1, 2, 3], [4, 5, 6, 7]) is None

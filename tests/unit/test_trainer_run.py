@@ -1,4 +1,5 @@
-"""Whole runs: single copy on a shared file, atroposlib's run-api, an inference server that decodes from the file."""
+"""Whole runs: single copy on a shared file, atroposlib's run-api, an inference server that decodes
+from the file."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from tests.unit.trainer_stand_ins import (
     plain_model,
     run_config,
     slice_of,
-)  # fmt: skip
+)
 from trainer_core import checkpoint
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import ApiError, EngineError, EngineGone, NonFiniteError, UsageError
@@ -49,7 +50,9 @@ def api() -> Iterator[RunApiThread]:
     made.close()
 
 
-def _attach(engine: Engine, base: Path, tmp_path: Path, start: Start | None = None, **fields: Any) -> tuple[Any, Any]:
+def _attach(
+    engine: Engine, base: Path, tmp_path: Path, start: Start | None = None, **fields: Any
+) -> tuple[Any, Any]:
     sync = SingleCopy(run_config(engine, base, tmp_path, **fields), CPU, threading.Event())
     return sync, sync.attach(start or Start())
 
@@ -63,7 +66,9 @@ def test_every_parameter_is_a_view(engine: Engine, base: Path) -> None:
     original = load_model(str(base), torch.float32, CPU)
     for name, value in original.named_parameters():
         torch.testing.assert_close(model.get_parameter(name), value, atol=0, rtol=0)
-    for (name, ours), (_, theirs) in zip(model.named_buffers(), original.named_buffers(), strict=True):
+    for (name, ours), (_, theirs) in zip(
+        model.named_buffers(), original.named_buffers(), strict=True
+    ):
         torch.testing.assert_close(ours, theirs, atol=0, rtol=0, msg=name)
     qkv = tensors["model.layers.1.self_attn.qkv_proj.weight"]
     k_proj = model.get_parameter("model.layers.1.self_attn.k_proj.weight")
@@ -84,14 +89,19 @@ GATE = "model.layers.0.mlp.gate_proj.weight"
             lambda tensors, views: tensors.update({"model.extra.weight": torch.ones(3)}),
             "model.extra.weight: a tensor of",
         ),
-        (lambda tensors, views: setattr(views[GATE], "shape", [64]), r"gate_proj.weight: \[.*\] does not fit"),
+        (
+            lambda tensors, views: setattr(views[GATE], "shape", [64]),
+            r"gate_proj.weight: \[.*\] does not fit",
+        ),
         (
             lambda tensors, views: setattr(views[GATE], "stride", [0, 1]),
             "gate_proj.weight: no view covers its 1 parts",
         ),
     ],
 )
-def test_a_partial_mapping_is_refused_with_the_list(engine: Engine, base: Path, break_it: Any, words: str) -> None:
+def test_a_partial_mapping_is_refused_with_the_list(
+    engine: Engine, base: Path, break_it: Any, words: str
+) -> None:
     shard = engine.manifest.ranks[0].model_copy(deep=True)
     tensors = open_tensors(shard, CPU)
     break_it(tensors, shard.views)
@@ -134,7 +144,9 @@ def test_a_trainer_that_died_while_it_proved_the_sharing_leaves_nothing(
         ({"dtype": "float31"}, "a type float31"),
     ],
 )
-def test_an_entry_that_lies_elsewhere_is_refused(engine: Engine, change: dict[str, Any], words: str) -> None:
+def test_an_entry_that_lies_elsewhere_is_refused(
+    engine: Engine, change: dict[str, Any], words: str
+) -> None:
     shard = engine.manifest.ranks[0].model_copy(deep=True)
     name = "model.embed_tokens.weight"
     shard.param_mappings[name] = shard.param_mappings[name].model_copy(update=change)
@@ -142,17 +154,23 @@ def test_an_entry_that_lies_elsewhere_is_refused(engine: Engine, change: dict[st
         open_tensors(shard, CPU)
 
 
-def test_a_server_with_other_memory_is_found_out(engine: Engine, base: Path, tmp_path: Path) -> None:
+def test_a_server_with_other_memory_is_found_out(
+    engine: Engine, base: Path, tmp_path: Path
+) -> None:
     engine.stale = True
     with pytest.raises(EngineError, match="does not see the trainer's writes"):
         _attach(engine, base, tmp_path)
     assert engine.held, "nothing may be generated from weights that are not shared"
 
 
-def test_publish_writes_between_pause_and_resume(engine: Engine, base: Path, tmp_path: Path) -> None:
+def test_publish_writes_between_pause_and_resume(
+    engine: Engine, base: Path, tmp_path: Path
+) -> None:
     sync, _ = _attach(engine, base, tmp_path)
     engine.calls.clear()
-    report = sync.publish(1, lambda: engine.calls.append(f"write while paused={engine.paused} dirty={engine.dirty}"))
+    report = sync.publish(
+        1, lambda: engine.calls.append(f"write while paused={engine.paused} dirty={engine.dirty}")
+    )
     assert engine.calls == ["/bridge/pause", "write while paused=True dirty=True", "/bridge/resume"]
     assert list(report.phases) == ["pause", "write", "device_sync", "resume"]
     assert report.seconds == pytest.approx(sum(report.phases.values()))
@@ -165,11 +183,20 @@ def test_publish_writes_between_pause_and_resume(engine: Engine, base: Path, tmp
         ({"config": {"hidden_size": 64}}, ManifestError, "another model.*hidden_size 128 here, 64"),
         ({"instance_id": "old"}, ManifestError, "server instance old"),
         ({"server_create_time": 1.0}, ManifestError, "is gone"),
-        ({"tensor_parallel_size": 2}, UsageError, "a rank for each worker.*torchrun --nproc-per-node 2"),
+        (
+            {"tensor_parallel_size": 2},
+            UsageError,
+            "a rank for each worker.*torchrun --nproc-per-node 2",
+        ),
     ],
 )
 def test_a_foreign_manifest_is_refused(
-    engine: Engine, base: Path, tmp_path: Path, changes: dict[str, Any], error: type[Exception], words: str
+    engine: Engine,
+    base: Path,
+    tmp_path: Path,
+    changes: dict[str, Any],
+    error: type[Exception],
+    words: str,
 ) -> None:
     write_manifest(engine.manifest.model_copy(update=changes), engine.manifest_path)
     with pytest.raises(error, match=words):
@@ -183,7 +210,9 @@ def test_dtype_and_device_must_agree(engine: Engine, base: Path, tmp_path: Path)
         open_tensors(engine.manifest.ranks[0], torch.device("cuda"))
 
 
-def test_a_used_server_gets_the_base_weights_back(engine: Engine, base: Path, tmp_path: Path) -> None:
+def test_a_used_server_gets_the_base_weights_back(
+    engine: Engine, base: Path, tmp_path: Path
+) -> None:
     engine.version = 7
     before = engine.tensors["model.norm.weight"].clone()
     engine.tensors["model.norm.weight"].add_(1.0)
@@ -193,7 +222,9 @@ def test_a_used_server_gets_the_base_weights_back(engine: Engine, base: Path, tm
     sync.close()
 
 
-def test_a_pause_that_a_dead_trainer_left_is_taken_over(engine: Engine, base: Path, tmp_path: Path) -> None:
+def test_a_pause_that_a_dead_trainer_left_is_taken_over(
+    engine: Engine, base: Path, tmp_path: Path
+) -> None:
     engine.version, engine.held, engine.paused = 0, False, True
     sync, _ = _attach(engine, base, tmp_path)
     assert engine.calls.index("/bridge/pause") < engine.calls.index("/bridge/resume")
@@ -205,7 +236,9 @@ def _records(path: Path) -> list[Any]:
     return [parse_line(line) for line in path.read_text().splitlines()]
 
 
-def _run(config: TrainingConfig, engine: Engine, api: RunApiThread, stop: threading.Event | None = None) -> TrainResult:
+def _run(
+    config: TrainingConfig, engine: Engine, api: RunApiThread, stop: threading.Event | None = None
+) -> TrainResult:
     env = EnvThread(api.url, engine, groups=4, size=4)
     try:
         return train(config, stop=stop)
@@ -220,22 +253,41 @@ def _when_version(engine: Engine, version: int, act: Any) -> None:
 
 
 def test_a_whole_run(
-    engine: Engine, api: RunApiThread, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    engine: Engine,
+    api: RunApiThread,
+    base: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    config = run_config(engine, base, tmp_path, api.url, training_steps=12, checkpoint_interval=5, benchmark=True)
+    config = run_config(
+        engine, base, tmp_path, api.url, training_steps=12, checkpoint_interval=5, benchmark=True
+    )
     result = _run(config, engine, api)
     out = capsys.readouterr().out
     assert (result.done, result.step, result.weight_version, engine.version) == (True, 12, 12, 12)
     records = _records(tmp_path / "out" / "telemetry.jsonl")
     assert [r.seq for r in records] == list(range(len(records)))
     kinds = {r.kind for r in records}
-    assert kinds == {"step", "alignment", "timing", "memory", "sync", "rollout", "checkpoint", "benchmark"}
+    assert kinds == {
+        "step",
+        "alignment",
+        "timing",
+        "memory",
+        "sync",
+        "rollout",
+        "checkpoint",
+        "benchmark",
+    }
     steps = [r for r in records if isinstance(r, StepRecord)]
     assert [s.step for s in steps] == list(range(1, 13)) == [s.weight_version for s in steps]
     described = (Path(__file__).parents[2] / "docs" / "telemetry.md").read_text(encoding="utf-8")
     own = steps[0].model_dump(exclude={*TrainerRecord.model_fields, "step"})
-    assert not [name for name in own if f"`{name}`" not in described], "docs/telemetry.md lists every field"
-    assert sum(s.reward_mean for s in steps[-3:]) > sum(s.reward_mean for s in steps[:3]), "it learns"
+    assert not [name for name in own if f"`{name}`" not in described], (
+        "docs/telemetry.md lists every field"
+    )
+    assert sum(s.reward_mean for s in steps[-3:]) > sum(s.reward_mean for s in steps[:3]), (
+        "it learns"
+    )
     assert all(s.policy_lag_max is not None and 0 <= s.policy_lag_max <= 3 for s in steps)
     alignments = [r for r in records if r.kind == "alignment"]
     assert all(a.verdict in ("ok", "drift") and a.probe_tokens == 32 for a in alignments)
@@ -243,9 +295,12 @@ def test_a_whole_run(
     rollout = next(r for r in records if r.kind == "rollout")
     assert re.fullmatch(r"\d\+2=", rollout.prompt) and rollout.env == "even"
     for line in (
-        "✓ inference_logprobs found in batch (sample len: 7)", "BENCHMARK SUMMARY (shared_vllm)", "Mapped 24/24 params",
-        "Starting from the base model", "step 12/12",
-    ):  # fmt: skip
+        "✓ inference_logprobs found in batch (sample len: 7)",
+        "BENCHMARK SUMMARY (shared_vllm)",
+        "Mapped 24/24 params",
+        "Starting from the base model",
+        "step 12/12",
+    ):
         assert line in out, line
     served = plain_model(tmp_path / "out" / "final_model")
     for name, value in served.named_parameters():
@@ -253,17 +308,26 @@ def test_a_whole_run(
     saved = load_file(tmp_path / "out" / "final_model" / "model.safetensors")
     assert "lm_head.weight" not in saved
     assert torch.equal(saved["model.norm.weight"], engine.tensors["model.norm.weight"])
-    assert [p.name for p in checkpoint.complete_checkpoints(tmp_path / "out")] == ["step_5", "step_10"]
+    assert [p.name for p in checkpoint.complete_checkpoints(tmp_path / "out")] == [
+        "step_5",
+        "step_10",
+    ]
 
 
-def test_learning_rate_zero_changes_no_weight(engine: Engine, api: RunApiThread, base: Path, tmp_path: Path) -> None:
+def test_learning_rate_zero_changes_no_weight(
+    engine: Engine, api: RunApiThread, base: Path, tmp_path: Path
+) -> None:
     before = {name: t.clone() for name, t in engine.tensors.items()}
     _run(run_config(engine, base, tmp_path, api.url, lr=0.0), engine, api)
     assert all(torch.equal(t, before[name]) for name, t in engine.tensors.items())
 
 
 def test_stop_saves_and_resume_goes_on(
-    engine: Engine, api: RunApiThread, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    engine: Engine,
+    api: RunApiThread,
+    base: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     stop = threading.Event()
     config = run_config(engine, base, tmp_path, api.url, training_steps=500, resume="auto")
@@ -276,7 +340,11 @@ def test_stop_saves_and_resume_goes_on(
     engine.version, engine.held = None, True
     api.close()
     again = RunApiThread()
-    second = _run(config.model_copy(update={"atropos_url": again.url, "training_steps": first.step + 2}), engine, again)
+    second = _run(
+        config.model_copy(update={"atropos_url": again.url, "training_steps": first.step + 2}),
+        engine,
+        again,
+    )
     status = httpx.get(f"{again.url}/status").json()["current_step"]
     again.close()
     out = capsys.readouterr().out
@@ -288,9 +356,13 @@ def test_stop_saves_and_resume_goes_on(
     assert steps == list(range(1, first.step + 3))
 
 
-def test_sigterm_acts_after_the_step_and_saves(engine: Engine, api: RunApiThread, base: Path, tmp_path: Path) -> None:
+def test_sigterm_acts_after_the_step_and_saves(
+    engine: Engine, api: RunApiThread, base: Path, tmp_path: Path
+) -> None:
     """The trainer as a program, stopped in the middle of its run."""
-    config = run_config(engine, base, tmp_path, api.url, training_steps=100_000, engine_timeout=60, api_timeout=60)
+    config = run_config(
+        engine, base, tmp_path, api.url, training_steps=100_000, engine_timeout=60, api_timeout=60
+    )
     env = EnvThread(api.url, engine, groups=4, size=4)
     said = tmp_path / "said"
     child = forked(TRAINER, "trainer_core.__main__:main", config.to_args(), said)
@@ -306,11 +378,17 @@ def test_sigterm_acts_after_the_step_and_saves(engine: Engine, api: RunApiThread
     assert steps == list(range(1, engine.version + 1)) and saved.name == f"step_{steps[-1]}"
     assert f"Stopped after step {steps[-1]}. Last checkpoint: {saved}" in out
     weights = load_file(saved / "model.safetensors")
-    assert torch.equal(weights["model.norm.weight"], engine.tensors["model.norm.weight"]), "what the server has"
+    assert torch.equal(weights["model.norm.weight"], engine.tensors["model.norm.weight"]), (
+        "what the server has"
+    )
 
 
 def test_engine_gone_ends_the_run(
-    engine: Engine, api: RunApiThread, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    engine: Engine,
+    api: RunApiThread,
+    base: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     threading.Thread(target=_when_version, args=(engine, 2, engine.die), daemon=True).start()
     config = run_config(engine, base, tmp_path, api.url, training_steps=10_000, rollout_samples=0)
@@ -330,18 +408,31 @@ def test_resumed_equals_never_stopped_bit_for_bit(
         (tmp_path / name).mkdir()
         model = plain_model(base).to(getattr(torch, dtype))
         engine = Engine(tmp_path / name, model)
-        batches = ends[0][1] if ends else [[group(engine, [3, 12, 4, 13], 4, 3) for _ in range(4)] for _ in range(4)]
+        batches = (
+            ends[0][1]
+            if ends
+            else [[group(engine, [3, 12, 4, 13], 4, 3) for _ in range(4)] for _ in range(4)]
+        )
         for steps in cuts:
             config = run_config(
-                engine, base, tmp_path / name, training_steps=steps, checkpoint_interval=2, resume="auto", dtype=dtype,
-                probe_interval=0, warmup_steps=3,
-            )  # fmt: skip
+                engine,
+                base,
+                tmp_path / name,
+                training_steps=steps,
+                checkpoint_interval=2,
+                resume="auto",
+                dtype=dtype,
+                probe_interval=0,
+                warmup_steps=3,
+            )
             train(config, api=Recorded(batches))  # type: ignore[arg-type]
             if steps == 2:
                 for tensor in engine.tensors.values():
                     tensor.zero_()
                 engine.version, engine.held = None, True
-        ends.append((load_file(tmp_path / name / "out" / "final_model" / "model.safetensors"), batches))
+        ends.append(
+            (load_file(tmp_path / name / "out" / "final_model" / "model.safetensors"), batches)
+        )
         engine.close()
     (straight, _), (cut, _) = ends
     assert straight.keys() == cut.keys()
@@ -350,7 +441,9 @@ def test_resumed_equals_never_stopped_bit_for_bit(
 
 def test_keep_checkpoints_and_half_written_ones(engine: Engine, base: Path, tmp_path: Path) -> None:
     batches = [[group(engine, [3, 12, 4, 13], 4, 3) for _ in range(4)]] * 4
-    config = run_config(engine, base, tmp_path, checkpoint_interval=1, keep_checkpoints=2, probe_interval=0)
+    config = run_config(
+        engine, base, tmp_path, checkpoint_interval=1, keep_checkpoints=2, probe_interval=0
+    )
     train(config, api=Recorded(batches))  # type: ignore[arg-type]
     out = tmp_path / "out"
     assert [p.name for p in checkpoint.complete_checkpoints(out)] == ["step_3", "step_4"]
@@ -362,12 +455,16 @@ def test_keep_checkpoints_and_half_written_ones(engine: Engine, base: Path, tmp_
         checkpoint.starting_point(config.model_copy(update={"resume": str(out / "step_9")}))
     with pytest.raises(UsageError, match="--optimizer adamw and --master-weights fp32 over"):
         train(
-            config.model_copy(update={"resume": "auto", "optimizer": "adafactor", "training_steps": 5}),
+            config.model_copy(
+                update={"resume": "auto", "optimizer": "adafactor", "training_steps": 5}
+            ),
             api=Recorded(batches),  # type: ignore[arg-type]
         )
 
 
-def test_a_broken_batch_skips_the_update(engine: Engine, base: Path, tmp_path: Path, capsys: Any) -> None:
+def test_a_broken_batch_skips_the_update(
+    engine: Engine, base: Path, tmp_path: Path, capsys: Any
+) -> None:
     good = [group(engine, [3, 12, 4, 13], 4, 3) for _ in range(4)]
     bad = json.loads(json.dumps(good))
     bad[0]["advantages"] = [[3e38] * 7] * 4  # finite, but the gradient is not
@@ -381,13 +478,16 @@ def test_a_broken_batch_skips_the_update(engine: Engine, base: Path, tmp_path: P
 def test_a_run_that_learns_nothing_any_more_ends(
     engine: Engine, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three broken batches do, not two; the steps are told all the same, and no checkpoint comes of them."""
+    """Three broken batches do, not two; the steps are told all the same, and no checkpoint comes of
+    them."""
     monkeypatch.setattr("trainer_core.ending.MOST_SKIPPED", 3)
     good = [group(engine, [3, 12, 4, 13], 4, 3) for _ in range(4)]
     bad = json.loads(json.dumps(good))
     bad[0]["advantages"] = [[3e38] * 7] * 4
     batches = Recorded([bad, bad, good, bad, bad, bad, good])
-    with pytest.raises(NonFiniteError, match=r"in 3 steps in a row, so no update was made\. There is no checkpoint"):
+    with pytest.raises(
+        NonFiniteError, match=r"in 3 steps in a row, so no update was made\. There is no checkpoint"
+    ):
         train(run_config(engine, base, tmp_path, training_steps=7), api=batches)  # type: ignore[arg-type]
     steps = [r for r in _records(tmp_path / "out" / "telemetry.jsonl") if isinstance(r, StepRecord)]
     assert [s.weight_version for s in steps] == [0, 0, 1, 1, 1, 1]

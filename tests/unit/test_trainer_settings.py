@@ -1,4 +1,5 @@
-"""Whole runs with other than default settings: every objective learns, early ends, exact resume of every optimizer."""
+"""Whole runs with other than default settings: every objective learns, early ends, exact resume of
+every optimizer."""
 
 from __future__ import annotations
 
@@ -40,12 +41,18 @@ class OneBehind:
 
 
 def _steps(tmp_path: Path) -> list[StepRecord]:
-    records = [parse_line(line) for line in (tmp_path / "out" / "telemetry.jsonl").read_text().splitlines()]
+    records = [
+        parse_line(line) for line in (tmp_path / "out" / "telemetry.jsonl").read_text().splitlines()
+    ]
     return [r for r in records if isinstance(r, StepRecord)]
 
 
-def _train(engine: Engine, base: Path, tmp_path: Path, api: Any = None, **fields: Any) -> TrainResult:
-    config = run_config(engine, base, tmp_path, **{"probe_interval": 0, "rollout_samples": 0, **fields})
+def _train(
+    engine: Engine, base: Path, tmp_path: Path, api: Any = None, **fields: Any
+) -> TrainResult:
+    config = run_config(
+        engine, base, tmp_path, **{"probe_interval": 0, "rollout_samples": 0, **fields}
+    )
     return train(config, api=api or OneBehind(engine))  # type: ignore[arg-type]
 
 
@@ -53,7 +60,9 @@ def test_a_model_that_is_computed_wrong_is_not_trained(
     engine: Engine, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever its name: a logit scale that the model does not have."""
-    monkeypatch.setattr("trainer_core.policy.logprobs.logit_transform", lambda config: LogitTransform(0.5))
+    monkeypatch.setattr(
+        "trainer_core.policy.logprobs.logit_transform", lambda config: LogitTransform(0.5)
+    )
     with pytest.raises(UsageError, match="does not compute Qwen3ForCausalLM right"):
         _train(engine, base, tmp_path, training_steps=1)
     assert not (tmp_path / "out" / "telemetry.jsonl").exists(), "no step, and nothing saved"
@@ -63,7 +72,8 @@ OTHERS = (
     *({"objective": name} for name in ("grpo", "dr_grpo", "dapo", "cispo")),
     *({"objective": name, "ratio_base": "proximal"} for name in ("grpo", "cispo")),
 )
-"""Slow: each one's loss and gradient are proved in test_trainer_losses.py, and the demo learns by grpo."""
+"""Slow: each one's loss and gradient are proved in test_trainer_losses.py, and the demo learns by
+grpo."""
 
 
 @pytest.mark.parametrize(
@@ -82,14 +92,18 @@ def test_every_objective_learns(
     torch.manual_seed(0)
     engine = Engine(tmp_path, plain_model(demo_base))
     try:
-        _train(engine, demo_base, tmp_path, training_steps=25, gradient_checkpointing="on", **fields)
+        _train(
+            engine, demo_base, tmp_path, training_steps=25, gradient_checkpointing="on", **fields
+        )
     finally:
         engine.close()
     steps = _steps(tmp_path)
     assert sum(s.reward_mean for s in steps[-4:]) > sum(s.reward_mean for s in steps[:4]) + 1.0
     assert {s.objective for s in steps} == {fields["objective"]}
     for s in steps:
-        assert s.clip_fraction == pytest.approx((s.clip_fraction_low or 0) + (s.clip_fraction_high or 0))
+        assert s.clip_fraction == pytest.approx(
+            (s.clip_fraction_low or 0) + (s.clip_fraction_high or 0)
+        )
         assert s.kl_k3 is not None and s.kl_k3 >= 0
         if fields.get("ratio_base"):
             assert s.ratio_mean == pytest.approx(1.0, abs=1e-6) and s.tis_mean is not None
@@ -107,7 +121,12 @@ def _recorded(engine: Engine, count: int) -> list[Any]:
     [
         {"optimizer": "adamw", "master_weights": "kahan", "lr_schedule": "cosine"},
         {"optimizer": "adamw", "master_weights": "stochastic", "objective": "gspo"},
-        {"optimizer": "adafactor", "master_weights": "kahan", "ratio_base": "proximal", "objective": "dapo"},
+        {
+            "optimizer": "adafactor",
+            "master_weights": "kahan",
+            "ratio_base": "proximal",
+            "objective": "dapo",
+        },
         {"optimizer": "adamw_8bit", "master_weights": "fp32", "lr_schedule": "linear"},
         {"optimizer": "adamw_8bit", "master_weights": "stochastic", "objective": "cispo"},
     ],
@@ -129,8 +148,18 @@ def test_resumed_equals_never_stopped_bit_for_bit(
         for last in cuts:
             # Both attempts are of one run of 4 steps; the first is cut off by a stop.
             stop_after = {"api": Stopping(batches, last)}
-            result = _train(engine, base, tmp_path / name, training_steps=4, checkpoint_interval=1, resume="auto",
-                            dtype="bfloat16", warmup_steps=2, **stop_after, **fields)  # fmt: skip
+            result = _train(
+                engine,
+                base,
+                tmp_path / name,
+                training_steps=4,
+                checkpoint_interval=1,
+                resume="auto",
+                dtype="bfloat16",
+                warmup_steps=2,
+                **stop_after,
+                **fields,
+            )
             assert (result.step, result.done) == (last, last == 4)
             if last == 2:
                 for tensor in engine.tensors.values():
@@ -159,18 +188,29 @@ class Stopping(Recorded):
         return super().next_batch(step)
 
 
-def test_checkpoints_hold_no_pickle_and_load_in_plain_transformers(engine: Engine, base: Path, tmp_path: Path) -> None:
+def test_checkpoints_hold_no_pickle_and_load_in_plain_transformers(
+    engine: Engine, base: Path, tmp_path: Path
+) -> None:
     _train(engine, base, tmp_path, training_steps=2, checkpoint_interval=1)
     step = tmp_path / "out" / "step_2"
-    assert {p.suffix for p in step.rglob("*") if p.is_file()} <= {".json", ".safetensors", ".jinja", ".txt"}
+    assert {p.suffix for p in step.rglob("*") if p.is_file()} <= {
+        ".json",
+        ".safetensors",
+        ".jinja",
+        ".txt",
+    }
     assert load_file(step / "trainer_state" / "tensors.safetensors")
-    assert [p.name for p in step.glob("*.safetensors")] == ["model.safetensors"], "vLLM reads all of them as weights"
+    assert [p.name for p in step.glob("*.safetensors")] == ["model.safetensors"], (
+        "vLLM reads all of them as weights"
+    )
     for saved in (step, tmp_path / "out" / "final_model"):
         model = plain_model(saved)
         assert torch.isfinite(model(torch.tensor([[3, 12, 4]])).logits).all()
 
 
-def test_max_time_ends_well_while_waiting_for_a_batch(engine: Engine, base: Path, tmp_path: Path, capsys: Any) -> None:
+def test_max_time_ends_well_while_waiting_for_a_batch(
+    engine: Engine, base: Path, tmp_path: Path, capsys: Any
+) -> None:
     class Silent(OneBehind):
         def next_batch(self, step: int, on_idle: Any = None) -> Any:
             while step >= 1:
@@ -183,15 +223,30 @@ def test_max_time_ends_well_while_waiting_for_a_batch(engine: Engine, base: Path
     assert "Training finished: 1 steps (--max-time" in capsys.readouterr().out
 
 
-def test_stop_reward_ends_well_and_is_remembered(engine: Engine, base: Path, tmp_path: Path) -> None:
-    result = _train(engine, base, tmp_path, training_steps=50, stop_reward=0.0, stop_window=3, checkpoint_interval=1)
+def test_stop_reward_ends_well_and_is_remembered(
+    engine: Engine, base: Path, tmp_path: Path
+) -> None:
+    result = _train(
+        engine,
+        base,
+        tmp_path,
+        training_steps=50,
+        stop_reward=0.0,
+        stop_window=3,
+        checkpoint_interval=1,
+    )
     assert (result.done, result.step) == (True, 3) and "--stop-reward 0" in result.reason
     seen = json.loads((tmp_path / "out" / "step_3" / "trainer_state.json").read_text())["progress"]
     assert seen["rewards"] == [s.reward_mean for s in _steps(tmp_path)] and seen["elapsed_s"] > 0
-    assert checkpoint.starting_point(run_config(engine, base, tmp_path, resume="auto")).progress == seen
+    assert (
+        checkpoint.starting_point(run_config(engine, base, tmp_path, resume="auto")).progress
+        == seen
+    )
 
 
-def test_stop_on_mismatch_fails_and_saves_nothing(engine: Engine, base: Path, tmp_path: Path) -> None:
+def test_stop_on_mismatch_fails_and_saves_nothing(
+    engine: Engine, base: Path, tmp_path: Path
+) -> None:
     shifted = _recorded(engine, 4)
     for batch in shifted[2:]:
         for made in batch:
@@ -200,13 +255,24 @@ def test_stop_on_mismatch_fails_and_saves_nothing(engine: Engine, base: Path, tm
             ]
     with pytest.raises(MismatchError, match=r"--stop-on-mismatch.*not saved.*step_2"):
         _train(
-            engine, base, tmp_path, Recorded(shifted), training_steps=4, checkpoint_interval=1, stop_on_mismatch=True,
+            engine,
+            base,
+            tmp_path,
+            Recorded(shifted),
+            training_steps=4,
+            checkpoint_interval=1,
+            stop_on_mismatch=True,
             lr=0.0,
-        )  # fmt: skip
-    assert [p.name for p in checkpoint.complete_checkpoints(tmp_path / "out")] == ["step_1", "step_2"]
+        )
+    assert [p.name for p in checkpoint.complete_checkpoints(tmp_path / "out")] == [
+        "step_1",
+        "step_2",
+    ]
 
 
-def test_a_run_on_two_cores_learns_the_same(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_on_two_cores_learns_the_same(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`torch_threads` = 2: rows side by side in two threads, and the weights of a run on one."""
     monkeypatch.setenv("ATROPOS_TOKEN", TOKEN)
     seen: dict[int, set[int]] = {1: set(), 2: set()}
@@ -222,7 +288,14 @@ def test_a_run_on_two_cores_learns_the_same(base: Path, tmp_path: Path, monkeypa
             return row_scores(*args, **more)
 
         monkeypatch.setattr("trainer_core.step.row_scores", watched)
-        _train(engine, base, tmp_path / str(cores), Recorded(batches), training_steps=3, torch_threads=cores)
+        _train(
+            engine,
+            base,
+            tmp_path / str(cores),
+            Recorded(batches),
+            training_steps=3,
+            torch_threads=cores,
+        )
         ends.append(load_file(tmp_path / str(cores) / "out" / "final_model" / "model.safetensors"))
         engine.close()
     assert len(seen[1]) == 1 and len(seen[2]) >= 2
@@ -230,7 +303,9 @@ def test_a_run_on_two_cores_learns_the_same(base: Path, tmp_path: Path, monkeypa
         torch.testing.assert_close(one, ends[1][name], atol=1e-4, rtol=1e-3)
 
 
-def test_max_policy_lag_leaves_old_rollouts_out(engine: Engine, base: Path, tmp_path: Path, capsys: Any) -> None:
+def test_max_policy_lag_leaves_old_rollouts_out(
+    engine: Engine, base: Path, tmp_path: Path, capsys: Any
+) -> None:
     old = _recorded(engine, 1)[0]
 
     class Mixed(OneBehind):
@@ -238,7 +313,12 @@ def test_max_policy_lag_leaves_old_rollouts_out(engine: Engine, base: Path, tmp_
             return [*super().next_batch(step), old[0]]
 
     _train(engine, base, tmp_path, Mixed(engine), training_steps=4, max_policy_lag=2)
-    assert [s.left_out for s in _steps(tmp_path)] == [{}, {}, {}, {"older than --max-policy-lag 2": 4}]
+    assert [s.left_out for s in _steps(tmp_path)] == [
+        {},
+        {},
+        {},
+        {"older than --max-policy-lag 2": 4},
+    ]
     assert [(s.too_old, s.policy_lag_bound) for s in _steps(tmp_path)] == [(0, None)] * 3 + [(4, 2)]
     assert [s.policy_lag_max for s in _steps(tmp_path)] == [0, 1, 2, 1]
     assert "4 sequences left out: older than --max-policy-lag 2" in capsys.readouterr().out
@@ -249,9 +329,20 @@ def test_every_setting_can_be_set_from_a_profile(tmp_path: Path) -> None:
     from trainer_core.__main__ import parse_args
     from trainer_core.config import TrainingConfig
 
-    sets = ["objective=gspo", "ratio_base=proximal", "tis_mask=token", "clip_eps_high=0.3", "master_weights=kahan",
-            "max_time=2h", "stop_reward=0.95", "max_policy_lag=2", "lr_schedule=cosine", "use_tensorboard=true",
-            "gradient_checkpointing=on", "advantage_std=false"]  # fmt: skip
+    sets = [
+        "objective=gspo",
+        "ratio_base=proximal",
+        "tis_mask=token",
+        "clip_eps_high=0.3",
+        "master_weights=kahan",
+        "max_time=2h",
+        "stop_reward=0.95",
+        "max_policy_lag=2",
+        "lr_schedule=cosine",
+        "use_tensorboard=true",
+        "gradient_checkpointing=on",
+        "advantage_std=false",
+    ]
     profile, _ = load_profile("demo", [f"trainer.{text}" for text in sets])
     config = TrainingConfig.model_validate({"model_name": "m", **profile.trainer.settings})
     assert (config.objective, config.max_time, config.clip_eps_high) == ("gspo", 7200.0, 0.3)
@@ -265,5 +356,7 @@ def test_a_model_that_does_not_fit_says_the_ways_out(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
 
     monkeypatch.setattr("trainer_core.loop.accumulate", full)
-    with pytest.raises(MemoryFullError, match=r"(?s)Tried to allocate 20 GiB.*--pack-tokens below 8192"):
+    with pytest.raises(
+        MemoryFullError, match=r"(?s)Tried to allocate 20 GiB.*--pack-tokens below 8192"
+    ):
         _train(engine, base, tmp_path)

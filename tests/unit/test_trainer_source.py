@@ -26,9 +26,12 @@ from trainer_core.rollouts.source import UNSENDABLE, BatchSource, LagMeter
 from trainer_core.telemetry import Telemetry
 
 GOOD = {
-    "tokens": [[5, 6], [5, 7]], "masks": [[-100, 6], [-100, 7]], "scores": [1.0, 0.0],
-    "inference_logprobs": [[1.0, -1.0], [1.0, -1.0]], "env_id": 0,
-}  # fmt: skip
+    "tokens": [[5, 6], [5, 7]],
+    "masks": [[-100, 6], [-100, 7]],
+    "scores": [1.0, 0.0],
+    "inference_logprobs": [[1.0, -1.0], [1.0, -1.0]],
+    "env_id": 0,
+}
 BAD = {**GOOD, "masks": [[6], [7]], "env_id": 1}
 FOREIGN = {**GOOD, "tokens": [[5, 600], [5, 7]], "masks": [[-100, 600], [-100, 7]], "env_id": 1}
 BLIND = {**GOOD, "inference_logprobs": None, "env_id": 1}
@@ -50,30 +53,49 @@ class Feed:
 def _intake(tmp_path: Path, batches: list[Any], **fields: Any) -> BatchSource:
     config = TrainingConfig(model_name="m", save_path=str(tmp_path), batch_size=4, **fields)
     return BatchSource(
-        config, Feed(batches), Telemetry(tmp_path / "t.jsonl"), selection=Selection(vocab_size=512),  # type: ignore[arg-type]
-        advantage_std=True, lag_meter=LagMeter([]), while_waiting=lambda: None,
-    )  # fmt: skip
+        config,
+        Feed(batches),
+        Telemetry(tmp_path / "t.jsonl"),
+        selection=Selection(vocab_size=512),  # type: ignore[arg-type]
+        advantage_std=True,
+        lag_meter=LagMeter([]),
+        while_waiting=lambda: None,
+    )
 
 
 def _diagnosed(text: str) -> dict[str, str]:
     """Rule -> fix, of what a trainer printed."""
-    looks = LogScanner(part("trainer", role=Role.TRAINER), Names("api", "arithmetic", "vllm", "trainer"))
+    looks = LogScanner(
+        part("trainer", role=Role.TRAINER), Names("api", "arithmetic", "vllm", "trainer")
+    )
     return {found.rule: found.fix for found in looks.scan([text.encode()], 0.0)}
 
 
-def test_a_thousand_malformed_batches_in_a_row_do_not_end_the_run(tmp_path: Path, capsys: Any) -> None:
+def test_a_thousand_malformed_batches_in_a_row_do_not_end_the_run(
+    tmp_path: Path, capsys: Any
+) -> None:
     intake = _intake(tmp_path, [[BAD, BAD]] * 400 + [[FOREIGN]] * 600 + [[{}], [None, 3], [GOOD]])
     batch, lags = intake.next_batch(4, 0)
     assert len(batch.rollouts) == len(lags) == 2
     assert batch.left_out == {
-        "malformed masks": 1600, "token ids outside of the vocabulary": 1200, "malformed tokens": 1,
+        "malformed masks": 1600,
+        "token ids outside of the vocabulary": 1200,
+        "malformed tokens": 1,
         "malformed group": 2,
-    }  # fmt: skip
-    faults = {reason: sum(each[reason] for each in batch.faults_by_env.values()) for reason in batch.left_out}
-    assert faults == batch.left_out and set(batch.fault_examples) == set(batch.faults_by_env), "by environment"
+    }
+    faults = {
+        reason: sum(each[reason] for each in batch.faults_by_env.values())
+        for reason in batch.left_out
+    }
+    assert faults == batch.left_out and set(batch.fault_examples) == set(batch.faults_by_env), (
+        "by environment"
+    )
     said = capsys.readouterr().out
     assert len(said.splitlines()) < 12, "each reason once a minute"
-    assert "4 sequences left out: malformed masks; group 0 of the batch (environment 'env 1'), sequence 0" in said
+    assert (
+        "4 sequences left out: malformed masks; group 0 of the batch (environment 'env 1'), "
+        "sequence 0" in said
+    )
     assert "vocabulary has 512 tokens: the environment uses another model's tokenizer" in said
     assert "nothing to train on in the last 10 batches" in said and "fix: correct" in said
     assert "rollouts_left_out" in _diagnosed(said)
@@ -102,18 +124,23 @@ def test_a_batch_that_run_api_lost_counts(tmp_path: Path, capsys: Any) -> None:
 
 
 def test_above_a_share_the_run_ends_in_words(tmp_path: Path, capsys: Any) -> None:
-    """Not before there are enough batches to speak of a share, and not for what is left out of good ones."""
+    """Not before there are enough batches to speak of a share, and not for what is left out of good
+    ones."""
     most = {"max_left_out": 0.6}
     halves = _intake(tmp_path, [[BAD, GOOD]] * 60, **most)
     for step in range(60):
         halves.next_batch(step, 0)
     intake = _intake(tmp_path, [[BAD, GOOD]] * 16 + [[BAD, BAD, GOOD]] * 40, **most)
     taken = 0
-    with pytest.raises(TooMuchLeftOut, match=r"malformed masks \(.*'env 1'.*max_left_out under \[trainer\]"):
+    with pytest.raises(
+        TooMuchLeftOut, match=r"malformed masks \(.*'env 1'.*max_left_out under \[trainer\]"
+    ):
         for taken in range(56):
             intake.next_batch(taken, 0)
     assert taken == 16 + 10, "(20 + 11) of (40 + 11) groups are bad in the window then"
-    flat = _intake(tmp_path, [[GOOD, {**GOOD, "scores": [1, 1]}, {**GOOD, "scores": [1, 1]}]] * 30, **most)
+    flat = _intake(
+        tmp_path, [[GOOD, {**GOOD, "scores": [1, 1]}, {**GOOD, "scores": [1, 1]}]] * 30, **most
+    )
     flat.selection = Selection(drop_flat=True)
     for step in range(30):
         flat.next_batch(step, 0)
@@ -137,15 +164,22 @@ def test_a_baseline_lasts_over_batches(tmp_path: Path) -> None:
     assert advantages == [0.0, 1.0]
 
 
-def test_an_environment_without_logprobs_among_others_ends_nothing(tmp_path: Path, capsys: Any) -> None:
-    """Nor does a whole batch of its groups, once others came with logprobs; the diagnosis speaks all the same."""
-    intake = _intake(tmp_path, [[GOOD, BLIND], [BLIND, BLIND], [BLIND], [GOOD]], missing_logprobs="refuse")
+def test_an_environment_without_logprobs_among_others_ends_nothing(
+    tmp_path: Path, capsys: Any
+) -> None:
+    """Nor does a whole batch of its groups, once others came with logprobs; the diagnosis speaks
+    all the same."""
+    intake = _intake(
+        tmp_path, [[GOOD, BLIND], [BLIND, BLIND], [BLIND], [GOOD]], missing_logprobs="refuse"
+    )
     assert intake.next_batch(0, 0)[0].left_out == {"without inference_logprobs": 2}
     assert "no_logprobs" in _diagnosed(capsys.readouterr().out)
     assert intake.next_batch(1, 0)[0].left_out == {"without inference_logprobs": 6}
 
 
-def test_rollouts_of_unknown_age_are_named_where_a_lag_is_asked_for(tmp_path: Path, capsys: Any) -> None:
+def test_rollouts_of_unknown_age_are_named_where_a_lag_is_asked_for(
+    tmp_path: Path, capsys: Any
+) -> None:
     _intake(tmp_path, [[GOOD]]).next_batch(0, 0)
     assert "unknown age" not in capsys.readouterr().out
     _intake(tmp_path, [[GOOD]], max_policy_lag=2).next_batch(0, 0)
@@ -153,12 +187,16 @@ def test_rollouts_of_unknown_age_are_named_where_a_lag_is_asked_for(tmp_path: Pa
 
 
 def test_many_short_turns_are_asked_for_in_parts() -> None:
-    """As many as a server takes at a time: more would be refused, and the lag unknown from then on."""
+    """As many as a server takes at a time: more would be refused, and the lag unknown from then
+    on."""
     count = MOST_DIGESTS + 3
     tokens = [5, 6] * count
     raw = {
-        "tokens": [tokens], "masks": [[-100, 6] * count], "scores": [1.0], "inference_logprobs": [[1.0, -1.0] * count],
-    }  # fmt: skip
+        "tokens": [tokens],
+        "masks": [[-100, 6] * count],
+        "scores": [1.0],
+        "inference_logprobs": [[1.0, -1.0] * count],
+    }
     asked: list[int] = []
 
     def versions(digests: list[str]) -> list[tuple[int, int] | None]:
@@ -172,8 +210,13 @@ def test_many_short_turns_are_asked_for_in_parts() -> None:
 def test_a_dump_that_cannot_be_written_ends_nothing(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "file").write_text("")
     intake = _intake(tmp_path, [[GOOD]])
-    intake.config = intake.config.model_copy(update={"dump_last_batch": True, "save_path": str(tmp_path / "file")})
-    assert intake.next_batch(0, 0)[0].rollouts and "could not be written to temp.json" in capsys.readouterr().out
+    intake.config = intake.config.model_copy(
+        update={"dump_last_batch": True, "save_path": str(tmp_path / "file")}
+    )
+    assert (
+        intake.next_batch(0, 0)[0].rollouts
+        and "could not be written to temp.json" in capsys.readouterr().out
+    )
 
 
 @pytest.fixture
@@ -184,13 +227,22 @@ def api() -> Iterator[RunApiThread]:
 
 
 def test_a_run_beside_a_broken_environment_records_what_it_left_out(
-    engine: Engine, api: RunApiThread, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    engine: Engine,
+    api: RunApiThread,
+    base: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Through the real run-api: every batch has a good group, one with some trouble or of equal scores, now and then
-    NaN."""
+    """Through the real run-api: every batch has a good group, one with some trouble or of equal
+    scores, now and then NaN."""
     good = group(engine, [3, 12, 4, 13], 4, 3)
     troubles: list[dict[str, Any]] = []
-    for name, value in (("masks", [[1]] * 4), ("scores", [1.0]), ("inference_logprobs", None), ("tokens", None)):
+    for name, value in (
+        ("masks", [[1]] * 4),
+        ("scores", [1.0]),
+        ("inference_logprobs", None),
+        ("tokens", None),
+    ):
         bad = copy.deepcopy(good)
         bad[name] = [[99_999, *row[1:]] for row in bad["tokens"]] if name == "tokens" else value
         troubles.append(bad)
@@ -200,7 +252,9 @@ def test_a_run_beside_a_broken_environment_records_what_it_left_out(
     def send() -> None:
         import httpx
 
-        with httpx.Client(base_url=api.url, limits=httpx.Limits(max_keepalive_connections=0)) as http:
+        with httpx.Client(
+            base_url=api.url, limits=httpx.Limits(max_keepalive_connections=0)
+        ) as http:
             for i in range(10_000):
                 while not stop.is_set() and http.get("/status").json()["queue_size"] > 2:
                     stop.wait(0.01)
@@ -209,29 +263,42 @@ def test_a_run_beside_a_broken_environment_records_what_it_left_out(
                 odd = {**good, "scores": [float("nan")] * 4} if i % 6 == 5 else troubles[i % 6]
                 for each in (good, odd):
                     body = json.dumps({**each, "env_id": None})
-                    http.post("/scored_data", content=body, headers={"content-type": "application/json"})
+                    http.post(
+                        "/scored_data", content=body, headers={"content-type": "application/json"}
+                    )
 
     sender = threading.Thread(target=send, daemon=True)
     sender.start()
     try:
         config = run_config(
-            engine, base, tmp_path, api.url, training_steps=12, batch_size=4, gradient_accumulation_steps=2,
+            engine,
+            base,
+            tmp_path,
+            api.url,
+            training_steps=12,
+            batch_size=4,
+            gradient_accumulation_steps=2,
             missing_logprobs="refuse",
             api_timeout=30,
-        )  # fmt: skip
+        )
         result = train(config)
     finally:
         stop.set()
         sender.join(5)
     assert result.done and result.step == 12
-    records = [parse_line(line) for line in (tmp_path / "out" / "telemetry.jsonl").read_text().splitlines()]
+    records = [
+        parse_line(line) for line in (tmp_path / "out" / "telemetry.jsonl").read_text().splitlines()
+    ]
     steps = [record for record in records if isinstance(record, StepRecord)]
     assert [record.step for record in steps] == list(range(1, 13))
     seen = {reason for record in steps for reason in record.left_out}
     assert {
-        "malformed masks", "malformed scores", "without inference_logprobs", "token ids outside of the vocabulary",
+        "malformed masks",
+        "malformed scores",
+        "without inference_logprobs",
+        "token ids outside of the vocabulary",
         UNSENDABLE,
-    } == seen  # fmt: skip
+    } == seen
     assert any(record.groups_by_env == {"even": 1, "flat": 1} for record in steps)
     assert {"flat": 1} in [
         record.flat_groups_by_env for record in steps

@@ -25,7 +25,8 @@ def _config(**fields: Any) -> TrainingConfig:
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [("90", 90), ("90s", 90), ("30m", 1800), ("2h", 7200), ("1d12h", 129600), ("1.5h", 5400)]
+    ("text", "seconds"),
+    [("90", 90), ("90s", 90), ("30m", 1800), ("2h", 7200), ("1d12h", 129600), ("1.5h", 5400)],
 )
 def test_durations(text: str, seconds: float) -> None:
     config = parse_args(["--model", "m", "--max-time", text])
@@ -65,7 +66,9 @@ def test_reward_over_a_full_window_and_over_restarts() -> None:
     assert later.reason() is None
     later.saw(1.2)
     later.saw(1.3)
-    assert "the mean reward of 3 steps, 0.900, is at least --stop-reward 0.8" in (later.reason() or "")
+    assert "the mean reward of 3 steps, 0.900, is at least --stop-reward 0.8" in (
+        later.reason() or ""
+    )
     later.saw(float("nan"))
     assert later.reason() is None, "what is no number reaches nothing"
 
@@ -76,7 +79,9 @@ def _rollout() -> Rollout:
 
 
 def test_what_is_too_old_is_left_out_and_counted() -> None:
-    def after(lags: list[int | None], most: int | None) -> tuple[list[int | None], dict[str, int], int]:
+    def after(
+        lags: list[int | None], most: int | None
+    ) -> tuple[list[int | None], dict[str, int], int]:
         batch = Batch([_rollout() for _ in lags])
         return (
             leave_out_by_lag(batch, lags, {} if most is None else {UNNAMED: most}),
@@ -95,13 +100,20 @@ def test_what_is_too_old_is_left_out_and_counted() -> None:
 def _group(scores: list[float], lengths: list[int], **more: Any) -> dict[str, Any]:
     tokens = [[5, *range(6, 6 + n)] for n in lengths]
     return {
-        "tokens": tokens, "masks": [[-100, *row[1:]] for row in tokens], "scores": scores,
-        "inference_logprobs": [[1.0, *[-0.5] * n] for n in lengths], **more,
-    }  # fmt: skip
+        "tokens": tokens,
+        "masks": [[-100, *row[1:]] for row in tokens],
+        "scores": scores,
+        "inference_logprobs": [[1.0, *[-0.5] * n] for n in lengths],
+        **more,
+    }
 
 
 def test_dapo_leaves_equal_scores_out_and_keeps_their_reward() -> None:
-    raw = [_group([1.0, 1.0], [2, 2]), _group([1.0, 0.0], [2, 2]), _group([1, 1], [2, 2], advantages=[[1], [2]])]
+    raw = [
+        _group([1.0, 1.0], [2, 2]),
+        _group([1.0, 0.0], [2, 2]),
+        _group([1, 1], [2, 2], advantages=[[1], [2]]),
+    ]
     kept = read_batch(raw, seq_len=64, selection=Selection(drop_flat=True))
     assert kept.left_out == {"in a group of equal scores": 2} and len(kept.rollouts) == 4
     assert kept.scores.mean() == pytest.approx(5 / 6), "the reward is that of all sequences"
@@ -111,7 +123,14 @@ def test_dapo_leaves_equal_scores_out_and_keeps_their_reward() -> None:
 def test_soft_overlong_punishment_is_dapos() -> None:
     """Equation 13, with a limit of 20 tokens of which the last 4 are the buffer."""
     chosen = Selection(max_completion=20, overlong_buffer=4)
-    assert [chosen.punishment(n) for n in (10, 16, 17, 18, 20, 25)] == [0.0, 0.0, 0.25, 0.5, 1.0, 1.0]
+    assert [chosen.punishment(n) for n in (10, 16, 17, 18, 20, 25)] == [
+        0.0,
+        0.0,
+        0.25,
+        0.5,
+        1.0,
+        1.0,
+    ]
     assert Selection(max_completion=20).punishment(20) == 0.0
     raw = [_group([1.0, 1.0], [3, 18])]
     batch = read_batch(raw, seq_len=64, advantage_std=False, selection=chosen)
@@ -122,8 +141,12 @@ def test_soft_overlong_punishment_is_dapos() -> None:
 def test_overlong_completions_are_masked_and_counted() -> None:
     chosen = Selection(max_completion=5, overlong_mask=True)
     batch = read_batch([_group([1.0, 0.0, 0.0], [3, 5, 7])], seq_len=64, selection=chosen)
-    assert len(batch.rollouts) == 1 and batch.left_out == {"cut off at --max-completion-tokens 5": 2}
-    assert float(batch.rollouts[0].advantages[1]) > 0, "they still are what the others are compared with"
+    assert len(batch.rollouts) == 1 and batch.left_out == {
+        "cut off at --max-completion-tokens 5": 2
+    }
+    assert float(batch.rollouts[0].advantages[1]) > 0, (
+        "they still are what the others are compared with"
+    )
 
 
 def test_overlong_is_a_turn_not_a_rollout() -> None:
@@ -135,9 +158,14 @@ def test_overlong_is_a_turn_not_a_rollout() -> None:
     batch = read_batch([raw], seq_len=64, selection=Selection(max_completion=5, overlong_mask=True))
     assert len(batch.rollouts) == 2 and not batch.left_out
     buffered = read_batch(
-        [raw], seq_len=64, advantage_std=False, selection=Selection(max_completion=5, overlong_buffer=2)
+        [raw],
+        seq_len=64,
+        advantage_std=False,
+        selection=Selection(max_completion=5, overlong_buffer=2),
     )
-    assert [float(r.advantages[1]) for r in buffered.rollouts] == [0.5, -0.5], "3 of 5 tokens are not in the buffer"
+    assert [float(r.advantages[1]) for r in buffered.rollouts] == [0.5, -0.5], (
+        "3 of 5 tokens are not in the buffer"
+    )
 
 
 @pytest.mark.parametrize(
@@ -172,9 +200,13 @@ def test_a_failing_tracker_never_stops_training(
             calls.append("log")
             raise ConnectionError("no route")
 
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **_: Broken(), Table=list))
+    monkeypatch.setitem(
+        sys.modules, "wandb", types.SimpleNamespace(init=lambda **_: Broken(), Table=list)
+    )
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    trackers = Trackers(_config(use_wandb=True, use_tensorboard=True, save_path=str(tmp_path / "out")))
+    trackers = Trackers(
+        _config(use_wandb=True, use_tensorboard=True, save_path=str(tmp_path / "out"))
+    )
     for step in (1, 2):
         trackers.log(step, {"train/loss": 0.5})
     trackers.finish({"steps": 2})
@@ -206,12 +238,21 @@ def test_wandb_offline(tmp_path: Path) -> None:
     """In a process of its own: the client starts a service."""
     pytest.importorskip("wandb", reason="wandb is not installed")
     code = (
-        "from trainer_core.config import TrainingConfig; from trainer_core.telemetry import Trackers\n"
-        "t = Trackers(TrainingConfig(model_name='m', use_wandb=True, wandb_project='p', wandb_group='g'))\n"
+        "from trainer_core.config import TrainingConfig; from trainer_core.telemetry import "
+        "Trackers\n"
+        "t = Trackers(TrainingConfig(model_name='m', use_wandb=True, wandb_project='p', "
+        "wandb_group='g'))\n"
         "t.log(1, {'train/loss': 0.5}); t.finish({'steps': 1})"
     )
-    env = {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=100)
+    env = {
+        "WANDB_MODE": "offline",
+        "WANDB_DIR": str(tmp_path),
+        "HOME": str(tmp_path),
+        "PATH": "/usr/bin:/bin",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0, done.stderr
     assert "W&B run (offline)" in done.stdout and "failed" not in done.stdout
     (run,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")

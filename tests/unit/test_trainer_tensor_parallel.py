@@ -16,14 +16,22 @@ from trainer_core.policy.load import attach_views, empty_model
 from trainer_core.policy.tensor_parallel import TensorParallel
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)], ids="{} ranks".format)
+@pytest.fixture(
+    scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)], ids="{} ranks".format
+)
 def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What each rank found."""
     folder, size = tmp_path_factory.mktemp("ranks"), request.param
     ended = run_ranks(
-        "tests.unit.tensor_parallel_ranks:everything", folder, *selected(request, "model"), size=size, limit_s=150.0
+        "tests.unit.tensor_parallel_ranks:everything",
+        folder,
+        *selected(request, "model"),
+        size=size,
+        limit_s=150.0,
     )
-    assert [rank.code for rank in ended] == [0] * size, "\n".join(rank.output[-3000:] for rank in ended)
+    assert [rank.code for rank in ended] == [0] * size, "\n".join(
+        rank.output[-3000:] for rank in ended
+    )
     return [json.loads((folder / f"answer.{rank}").read_text()) for rank in range(size)]
 
 
@@ -50,18 +58,31 @@ def test_layers_are_one_graph_for_the_compiler(answers: list[Any]) -> None:
 
 
 def test_a_checkpoint_in_parts_is_a_model_and_goes_on_in_as_many(answers: list[Any]) -> None:
-    assert [rank["resume"]["read"] for rank in answers] == [1, *[0] * (len(answers) - 1)], "rank 0 alone reads it"
+    assert [rank["resume"]["read"] for rank in answers] == [1, *[0] * (len(answers) - 1)], (
+        "rank 0 alone reads it"
+    )
     for rank in answers:
         assert rank["resume"]["equal"]
         refused = rank["resume"]["refused"]
-        assert f"a policy in {len(answers)} parts, and this run has 1. fix: continue with single copy" in refused
+        assert (
+            f"a policy in {len(answers)} parts, and this run has 1. fix: continue with single copy"
+            in refused
+        )
 
 
 @pytest.mark.parametrize(
     ("name", "rows", "words"),
     [
-        ("mlp.down_proj.weight", True, r"model.layers.0.mlp.gate_proj, whose split outputs no layer sums"),
-        ("input_layernorm.weight", True, r"model.layers.0.input_layernorm.weight, a \w+Norm, split by rows"),
+        (
+            "mlp.down_proj.weight",
+            True,
+            r"model.layers.0.mlp.gate_proj, whose split outputs no layer sums",
+        ),
+        (
+            "input_layernorm.weight",
+            True,
+            r"model.layers.0.input_layernorm.weight, a \w+Norm, split by rows",
+        ),
         ("embed_tokens.weight", False, r"model.embed_tokens.weight, a Embedding, split by columns"),
     ],
 )
@@ -74,11 +95,20 @@ def test_what_is_cut_in_another_way_is_refused_by_name(name: str, rows: bool, wo
             if each.endswith(name):
                 dim = 0 if rows else 1
                 part = parameter.detach().chunk(2, dim)[rank].contiguous()
-                begin = [rank * size // 2 if at == dim else 0 for at, size in enumerate(parameter.shape)]
-                tensors[each], shards[rank].views[each] = part, TensorView(
-                    parameter=each, offset=0, shape=list(part.shape), stride=list(part.stride()), begin=begin,
-                    whole=list(parameter.shape),
-                )  # fmt: skip
+                begin = [
+                    rank * size // 2 if at == dim else 0 for at, size in enumerate(parameter.shape)
+                ]
+                tensors[each], shards[rank].views[each] = (
+                    part,
+                    TensorView(
+                        parameter=each,
+                        offset=0,
+                        shape=list(part.shape),
+                        stride=list(part.stride()),
+                        begin=begin,
+                        whole=list(parameter.shape),
+                    ),
+                )
     model = empty_model(whole.config, next(whole.parameters()).dtype)
     attach_views(model, tensors, shards[1])
     with pytest.raises(UsageError, match=words):

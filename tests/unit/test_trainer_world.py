@@ -1,4 +1,5 @@
-"""The ranks of a trainer: values and errors of rank 0 on all, sums, and what becomes of the others when one ends."""
+"""The ranks of a trainer: values and errors of rank 0 on all, sums, and what becomes of the others
+when one ends."""
 
 from __future__ import annotations
 
@@ -37,12 +38,20 @@ class Odd(TrainerError):
 def all_of_it(_: Path) -> int:
     """On each rank: what a step asks of its world."""
     world = joined()
-    rows = world.share(lambda: {"rows": [torch.arange(3), torch.ones(2, dtype=torch.bool)], "rank": world.rank})
-    assert rows["rank"] == 0 and rows["rows"][0].tolist() == [0, 1, 2] and rows["rows"][1].dtype == torch.bool
+    rows = world.share(
+        lambda: {"rows": [torch.arange(3), torch.ones(2, dtype=torch.bool)], "rank": world.rank}
+    )
+    assert (
+        rows["rank"] == 0
+        and rows["rows"][0].tolist() == [0, 1, 2]
+        and rows["rows"][1].dtype == torch.bool
+    )
     assert world.total(torch.tensor([1.0, world.rank])).tolist() == [2.0, 1.0]
     assert world.largest(torch.tensor([world.rank, -world.rank])).tolist() == [1, 0]
     assert world.gather("x" * world.rank) == ["", "x"]
-    assert world.mesh is not None and world.mesh.mesh_dim_names == ("fsdp",) and world.mesh.size() == 2
+    assert (
+        world.mesh is not None and world.mesh.mesh_dim_names == ("fsdp",) and world.mesh.size() == 2
+    )
 
     def fail() -> None:
         raise EngineGone("no server", answered=True)
@@ -71,7 +80,8 @@ def test_values_errors_and_sums_are_the_same_on_every_rank(tmp_path: Path) -> No
 
 
 def dies_while_others_wait(folder: Path, how: str) -> int:
-    """Rank 1 ends while rank 0 waits: for a batch, or in a collective that nobody else will come to."""
+    """Rank 1 ends while rank 0 waits: for a batch, or in a collective that nobody else will come
+    to."""
     world = joined()
     world.agree(None)
     if world.rank == 1:
@@ -131,7 +141,9 @@ def dies_while_a_group_forms(folder: Path, before: str) -> int:
 
 @pytest.mark.parametrize("before", ["the control group", "the model's group", "a group of some"])
 def test_end_of_one_is_seen_while_they_meet(tmp_path: Path, before: str) -> None:
-    first, second = run_ranks("tests.unit.test_trainer_world:dies_while_a_group_forms", tmp_path, before)
+    first, second = run_ranks(
+        "tests.unit.test_trainer_world:dies_while_a_group_forms", tmp_path, before
+    )
     assert first.code in (5, GONE_CODE) and "rank 1 has ended" in first.output, first
     assert second.code == -signal.SIGKILL
     assert first.at - float((tmp_path / "died").read_text()) < LIMIT_S
@@ -166,7 +178,9 @@ def test_words_without_the_secret_are_not_unpickled(tmp_path: Path) -> None:
     assert not (tmp_path / "poisoned").exists()
 
 
-def test_meeting_place_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_meeting_place_of_somebody_else_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
     meeting_place(os.getpid()).chmod(0o755)
     with pytest.raises(UsageError, match="other users have access to"):

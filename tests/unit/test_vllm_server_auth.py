@@ -38,7 +38,9 @@ def over(app: ASGIApp, *, own: bool) -> ASGIApp:
     """`app` as requests reach it over a connection of this user, or of another one."""
 
     async def served(scope: Scope, receive: Receive, send: Send) -> None:
-        connection = Connection(ConnectionLimits(), "127.0.0.1", os.geteuid() if own else 65534, lambda: None, own=own)
+        connection = Connection(
+            ConnectionLimits(), "127.0.0.1", os.geteuid() if own else 65534, lambda: None, own=own
+        )
         await app({**scope, "state": {SCOPE_KEY: connection}}, receive, send)
         connection.end()
 
@@ -53,7 +55,8 @@ def app_behind_the_door(
     gate: GenerationHold | None = None, host: str = "127.0.0.1", hold_timeout_s: float = 5.0
 ) -> Starlette:
     app = Starlette(
-        routes=[Route("/{rest:path}", echo, methods=["GET", "POST"])], middleware=[Middleware(AuthMiddleware)]
+        routes=[Route("/{rest:path}", echo, methods=["GET", "POST"])],
+        middleware=[Middleware(AuthMiddleware)],
     )
     gate = gate or GenerationHold(held=False)
     app.state.atropos_door = Access(TOKEN, allowed_hosts(host), gate, hold_timeout_s)
@@ -98,7 +101,13 @@ def test_a_path_is_control_until_known_to_be_harmless(path: str, kind: str) -> N
 
 @pytest.mark.parametrize(
     ("header", "name"),
-    [("localhost:9001", "localhost"), ("LOCALHOST", "localhost"), ("[::1]:80", "::1"), ("::1", "::1"), ("a.b", "a.b")],
+    [
+        ("localhost:9001", "localhost"),
+        ("LOCALHOST", "localhost"),
+        ("[::1]:80", "::1"),
+        ("::1", "::1"),
+        ("a.b", "a.b"),
+    ],
 )
 def test_host_names(header: str, name: str) -> None:
     assert host_name(header) == name
@@ -140,7 +149,9 @@ async def test_held_generation_waits_for_the_release_with_its_body() -> None:
     waiting = asyncio.create_task(http.post("/generate", content="x" * 100_000))
     await asyncio.sleep(0.05)
     assert not waiting.done()
-    passed = await http.post("/v1/completions", content="trusted", headers={"X-Atropos-Token": TOKEN})
+    passed = await http.post(
+        "/v1/completions", content="trusted", headers={"X-Atropos-Token": TOKEN}
+    )
     assert passed.json()["body"] == "trusted"
     assert (await http.get("/health")).status_code == 200
     assert not waiting.done()
@@ -149,13 +160,20 @@ async def test_held_generation_waits_for_the_release_with_its_body() -> None:
     assert not gate.held
 
 
-@pytest.mark.parametrize("origin", ["http://evil.example", "null", "https://localhost.evil.example:9001"])
+@pytest.mark.parametrize(
+    "origin", ["http://evil.example", "null", "https://localhost.evil.example:9001"]
+)
 async def test_a_web_page_of_another_site_cannot_generate(origin: str) -> None:
-    """A `text/plain` POST needs no preflight: the page cannot read the answer, but the GPU works for it."""
+    """A `text/plain` POST needs no preflight: the page cannot read the answer, but the GPU works
+    for it."""
     http, _ = client()
-    answer = await http.post("/generate", content="{}", headers={"Origin": origin, "Content-Type": "text/plain"})
+    answer = await http.post(
+        "/generate", content="{}", headers={"Origin": origin, "Content-Type": "text/plain"}
+    )
     assert answer.status_code == 403 and "another site" in answer.json()["error"]
-    assert (await http.post("/generate", headers={"Origin": "http://localhost:9001"})).status_code == 200
+    assert (
+        await http.post("/generate", headers={"Origin": "http://localhost:9001"})
+    ).status_code == 200
 
 
 @pytest.mark.parametrize("site", ["cross-site", "same-site"])
@@ -168,7 +186,14 @@ async def test_a_tag_of_another_page_cannot_generate(site: str) -> None:
         assert (await http.get("/docs", headers={"Sec-Fetch-Site": own})).status_code == 200
 
 
-GENERATING = ["/generate", "/v1/completions", "/invocations", "/inference/v1/generate", "/tokenize", "/health_generate"]
+GENERATING = [
+    "/generate",
+    "/v1/completions",
+    "/invocations",
+    "/inference/v1/generate",
+    "/tokenize",
+    "/health_generate",
+]
 
 
 @pytest.mark.parametrize("path", GENERATING)
@@ -181,14 +206,18 @@ async def test_another_user_needs_the_key_for_what_takes_the_engines_time(path: 
         refused = await http.post(path)
         assert refused.status_code == 401 and "[vllm] open = true" in refused.json()["error"]
         assert (await http.post(path, headers={"Authorization": "Bearer x"})).status_code == 401
-        assert (await http.post(path, headers={"Authorization": f"Bearer {door_key(TOKEN)}"})).status_code == 200
+        assert (
+            await http.post(path, headers={"Authorization": f"Bearer {door_key(TOKEN)}"})
+        ).status_code == 200
         for free in ("/health", "/metrics", "/v1/models"):
             assert (await http.get(free)).status_code == 200
         door.open = True
         assert (await http.post(path)).status_code == 200
 
 
-async def test_a_body_has_a_limit_counted_where_it_does_not_say_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_body_has_a_limit_counted_where_it_does_not_say_its_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(auth, "MAX_BODY", 1000)
     http, _ = client()
     sent = 0
@@ -213,7 +242,11 @@ async def test_what_is_held_has_a_limit_over_all_requests(monkeypatch: pytest.Mo
     waiting = [asyncio.create_task(http.post("/generate", content=b"x" * 1000)) for _ in range(2)]
     await asyncio.sleep(0.05)
     full = await http.post("/generate", content=b"x" * 1000)
-    assert full.status_code == 503 and "wait for it" in full.json()["error"] and full.headers["Retry-After"]
+    assert (
+        full.status_code == 503
+        and "wait for it" in full.json()["error"]
+        and full.headers["Retry-After"]
+    )
     gate.release()
     assert [len((await task).json()["body"]) for task in waiting] == [1000, 1000]
 
@@ -230,7 +263,8 @@ uvicorn.run(app, port={port}, log_level="error", http=ConnectionLimits().protoco
 
 @needs_another_user
 def test_large_bodies_of_another_user_leave_the_runs_own_their_room() -> None:
-    """Twenty bodies of 31 MB, each sent but for its last byte, shared one limit with the environments' prompts."""
+    """Twenty bodies of 31 MB, each sent but for its last byte, shared one limit with the
+    environments' prompts."""
     size, port = 31 * 2**20, free_port()
     head = "POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: {}\r\n\r\n"
 
@@ -266,7 +300,10 @@ def test_half_a_gigabyte_is_refused_at_once_and_never_held() -> None:
             peer = _connected(port)
             before = psutil.Process(server.pid).memory_info().rss
             begun = time.monotonic()
-            peer.sendall(f"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: {body}\r\n\r\n".encode())
+            peer.sendall(
+                f"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: "
+                f"{body}\r\n\r\n".encode()
+            )
             assert peer.recv(100).startswith(b"HTTP/1.1 413")
             took = time.monotonic() - begun
             assert psutil.Process(server.pid).memory_info().rss - before < 8 * 2**20
@@ -276,7 +313,8 @@ def test_half_a_gigabyte_is_refused_at_once_and_never_held() -> None:
 
 
 def test_many_bodies_that_never_end_take_no_more_than_their_room() -> None:
-    """Each below the limit, and sent but for its last byte; who sends little, or has the token, is answered."""
+    """Each below the limit, and sent but for its last byte; who sends little, or has the token, is
+    answered."""
     size, port = 31 * 2**20, free_port()
     code = SERVE.format(port=port)
     head = "POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: {}\r\n{}\r\n"
@@ -333,10 +371,16 @@ async def test_a_client_that_leaves_during_the_hold_never_reaches_the_engine() -
         sent.append(message)
 
     app = Starlette()
-    app.state.atropos_door = Access(TOKEN, allowed_hosts(None), GenerationHold(held=True), 5.0, open=True)
+    app.state.atropos_door = Access(
+        TOKEN, allowed_hosts(None), GenerationHold(held=True), 5.0, open=True
+    )
     scope = {
-        "type": "http", "app": app, "path": "/generate", "method": "POST", "headers": [(b"host", b"localhost")],
-    }  # fmt: skip
+        "type": "http",
+        "app": app,
+        "path": "/generate",
+        "method": "POST",
+        "headers": [(b"host", b"localhost")],
+    }
     await asyncio.wait_for(AuthMiddleware(inner)(scope, receive, send), timeout=2)  # type: ignore[arg-type]
     assert (reached, sent) == ([], [])
 
@@ -350,7 +394,8 @@ async def test_a_fault_refuses_health_and_generation_with_its_reason() -> None:
     assert (await http.get("/bridge/info", headers={"X-Atropos-Token": TOKEN})).status_code == 200
 
 
-# ------------------------------------------------------------------------------------------- no engine behind the door
+# ------------------------------------------------------------------------------------------- no
+# engine behind the door
 
 
 class Failing:
@@ -359,7 +404,8 @@ class Failing:
     def __init__(self, how: str, **door: object) -> None:
         self.how = how
         app = Starlette(
-            routes=[Route("/{rest:path}", self.route, methods=["POST"])], middleware=[Middleware(AuthMiddleware)]
+            routes=[Route("/{rest:path}", self.route, methods=["POST"])],
+            middleware=[Middleware(AuthMiddleware)],
         )
         self.door = app.state.atropos_door = Access(
             TOKEN, allowed_hosts(None), GenerationHold(held=False), instance_id="i-1", **door
@@ -376,19 +422,25 @@ class Failing:
 
 
 @pytest.mark.parametrize("how", ["400", "500", "503", "raises"])
-@pytest.mark.parametrize("path", ["/generate", "/lora/load", "/bridge/transfer/update", "/v1/completions"])
+@pytest.mark.parametrize(
+    "path", ["/generate", "/lora/load", "/bridge/transfer/update", "/v1/completions"]
+)
 async def test_without_an_engine_every_failure_is_503_with_the_reason(how: str, path: str) -> None:
     answer = await Failing(how, engine_died=lambda: True).http.post(path)
     assert (answer.status_code, answer.json()) == (503, {"error": ENGINE_DIED})
 
 
-@pytest.mark.parametrize(("how", "status"), [("400", 400), ("500", 500), ("raises", 500), ("200", 200)])
+@pytest.mark.parametrize(
+    ("how", "status"), [("400", 400), ("500", 500), ("raises", 500), ("200", 200)]
+)
 async def test_with_an_engine_a_route_speaks_for_itself(how: str, status: int) -> None:
     assert (await Failing(how).http.post("/lora/load")).status_code == status
 
 
 async def test_what_a_dead_engine_had_answered_already_is_delivered() -> None:
-    assert (await Failing("200", engine_died=lambda: True).http.post("/generate")).status_code == 200
+    assert (
+        await Failing("200", engine_died=lambda: True).http.post("/generate")
+    ).status_code == 200
 
 
 async def test_a_server_that_ends_takes_no_new_work() -> None:
@@ -401,7 +453,9 @@ async def test_a_server_that_ends_takes_no_new_work() -> None:
 
 async def test_a_request_for_another_server_is_not_carried_out() -> None:
     app = Failing("200")
-    assert (await app.http.post("/bridge/resume", headers={INSTANCE_HEADER: "i-1"})).status_code == 200
+    assert (
+        await app.http.post("/bridge/resume", headers={INSTANCE_HEADER: "i-1"})
+    ).status_code == 200
     answer = await app.http.post("/bridge/resume", headers={INSTANCE_HEADER: "i-0"})
     assert answer.status_code == 503 and "i-0 is gone" in answer.json()["error"]
 
@@ -410,7 +464,9 @@ def test_the_door_knows_of_the_end_before_those_who_act_on_the_signal() -> None:
     seen: list[bool] = []
     before = signal.signal(signal.SIGUSR1, lambda *_: seen.append(door.ending))
     try:
-        door = Access(TOKEN, allowed_hosts(None), GenerationHold(held=False), signals=(signal.SIGUSR1,))
+        door = Access(
+            TOKEN, allowed_hosts(None), GenerationHold(held=False), signals=(signal.SIGUSR1,)
+        )
         door.watch_signals()
         door.watch_signals()
         os.kill(os.getpid(), signal.SIGUSR1)

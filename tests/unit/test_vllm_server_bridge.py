@@ -1,4 +1,5 @@
-"""The bridge's order of engine calls, its lease and its stamp, with an engine that records what it is told."""
+"""The bridge's order of engine calls, its lease and its stamp, with an engine that records what it
+is told."""
 
 from __future__ import annotations
 
@@ -76,7 +77,9 @@ def config(tmp_path: Path) -> ServerConfig:
 
 def make(config: ServerConfig, *, held: bool = False) -> tuple[WeightBridge, RecordingEngine]:
     engine = RecordingEngine()
-    return WeightBridge(engine, config=config, gate=GenerationHold(held=held), model="m", vllm_version="0"), engine
+    return WeightBridge(
+        engine, config=config, gate=GenerationHold(held=held), model="m", vllm_version="0"
+    ), engine
 
 
 async def test_a_publish_pauses_resets_then_resumes_and_stamps(config: ServerConfig) -> None:
@@ -88,7 +91,10 @@ async def test_a_publish_pauses_resets_then_resumes_and_stamps(config: ServerCon
     assert (info.paused, info.dirty, info.held, info.weight_version) == (False, False, False, 7)
     assert not bridge.gate.held
     assert bridge.history.current == 7
-    assert json.loads(config.state_path.read_text()) == {"instance_id": config.instance_id, "weight_version": 7}
+    assert json.loads(config.state_path.read_text()) == {
+        "instance_id": config.instance_id,
+        "weight_version": 7,
+    }
     assert config.state_path.stat().st_mode & 0o777 == 0o600
 
 
@@ -155,16 +161,24 @@ async def test_an_engine_that_may_have_gone_on_is_stopped_again(config: ServerCo
     assert not info.paused and info.weight_version == 1
 
 
-async def test_a_lease_that_ends_without_a_resume_of_the_engine_is_a_fault(config: ServerConfig) -> None:
+async def test_a_lease_that_ends_without_a_resume_of_the_engine_is_a_fault(
+    config: ServerConfig,
+) -> None:
     bridge, engine = make(config)
     await bridge.pause(PauseRequest(lease_s=0.05))
     engine.resets = False
     await asyncio.sleep(0.2)
-    assert "the engine did not go on" in str(bridge.state.fault) and bridge.gate.refusal == bridge.state.fault
+    assert (
+        "the engine did not go on" in str(bridge.state.fault)
+        and bridge.gate.refusal == bridge.state.fault
+    )
 
 
-async def test_sleep_and_pause_keep_out_of_each_other_s_way(config: ServerConfig, tmp_path: Path) -> None:
-    """Asleep there are no weights to write to; and vLLM goes on generating at a wake-up, paused or not."""
+async def test_sleep_and_pause_keep_out_of_each_other_s_way(
+    config: ServerConfig, tmp_path: Path
+) -> None:
+    """Asleep there are no weights to write to; and vLLM goes on generating at a wake-up, paused or
+    not."""
     bridge, engine = make(config)
     for name in ("sleep", "wake_up"):
         setattr(engine, name, lambda *_, name=name: asyncio.sleep(0, engine.calls.append(name)))
@@ -187,10 +201,21 @@ async def test_a_broadcast_is_refused_where_layers_do_not_follow(config: ServerC
     bridge, engine = make(config)
     bridge.not_in_place = "it computes from a copy of layers.1.kv_b_proj.weight"
     request = TransferInit(
-        backend="gloo", address="127.0.0.1", port=5000, key="k", secret=b"s" * 32, first_rank=1, world_size=2,
-        timeout_s=1, chunk_bytes=1, tensors=[],
-    )  # fmt: skip
-    with pytest.raises(BrokenTransfer, match=r"^refused: .*a copy of layers.1.kv_b_proj.weight.*none, which restarts"):
+        backend="gloo",
+        address="127.0.0.1",
+        port=5000,
+        key="k",
+        secret=b"s" * 32,
+        first_rank=1,
+        world_size=2,
+        timeout_s=1,
+        chunk_bytes=1,
+        tensors=[],
+    )
+    with pytest.raises(
+        BrokenTransfer,
+        match=r"^refused: .*a copy of layers.1.kv_b_proj.weight.*none, which restarts",
+    ):
         await Transfers(bridge).join(request)
     assert engine.calls == []
 
@@ -201,7 +226,11 @@ async def test_what_one_rank_says_of_a_broadcast_is_heard(
     """No rank raises: vLLM would leave the others' answers for the calls that follow."""
     bridge, engine = make(config)
     monkeypatch.setattr(broadcast, "_update", lambda *_: asyncio.sleep(0))
-    said: list[str | None] = [None, "no data from the trainer", "refused: is it the same model on both sides?"]
+    said: list[str | None] = [
+        None,
+        "no data from the trainer",
+        "refused: is it the same model on both sides?",
+    ]
     engine.collective_rpc = lambda method: asyncio.sleep(0, said)  # type: ignore[attr-defined]
     for name in ("start_weight_update", "finish_weight_update"):
         setattr(engine, name, lambda: asyncio.sleep(0))
@@ -210,7 +239,9 @@ async def test_what_one_rank_says_of_a_broadcast_is_heard(
         await Transfers(bridge).update(update)
     assert "half received" in str(bridge.gate.refusal) and bridge.state.weight_version is None
     said[:] = [None, None, None]
-    assert (await Transfers(bridge).update(update)).weight_version == bridge.state.weight_version == 2
+    assert (
+        (await Transfers(bridge).update(update)).weight_version == bridge.state.weight_version == 2
+    )
     assert bridge.gate.refusal is None
 
 
@@ -220,7 +251,9 @@ async def test_a_resume_without_a_pause_pauses_first(config: ServerConfig) -> No
     assert engine.calls == ["pause:keep", "reset:True", "resume"]
 
 
-async def test_a_stopped_trainer_that_wakes_cannot_declare_anothers_half_written_weights(config: ServerConfig) -> None:
+async def test_a_stopped_trainer_that_wakes_cannot_declare_anothers_half_written_weights(
+    config: ServerConfig,
+) -> None:
     bridge, engine = make(config)
     await bridge.pause(PauseRequest(dirty=True, holder="old"))
     await bridge.pause(PauseRequest(dirty=True, holder="new"))
@@ -230,7 +263,9 @@ async def test_a_stopped_trainer_that_wakes_cannot_declare_anothers_half_written
     assert bridge.state.paused and bridge.state.dirty and "resume" not in engine.calls
     await bridge.resume(ResumeRequest(weight_version=5, holder="new"))
     assert not bridge.state.paused and bridge.state.weight_version == 5
-    await bridge.resume(ResumeRequest(weight_version=6, holder="anyone"))  # its own pause goes with it
+    await bridge.resume(
+        ResumeRequest(weight_version=6, holder="anyone")
+    )  # its own pause goes with it
 
 
 async def test_a_cache_that_cannot_be_reset_keeps_the_engine_paused(config: ServerConfig) -> None:
@@ -280,7 +315,12 @@ async def test_renewing_a_lease_does_not_pause_twice(config: ServerConfig) -> No
 async def test_health_generates_unless_legitimately_paused(config: ServerConfig) -> None:
     bridge, _ = make(config, held=True)
     health = await bridge.health_generate(SlowGenerator())  # type: ignore[arg-type]
-    assert json.loads(bytes(health.body)) == {"paused": False, "tokens": 1, "held": True, "weight_version": None}
+    assert json.loads(bytes(health.body)) == {
+        "paused": False,
+        "tokens": 1,
+        "held": True,
+        "weight_version": None,
+    }
     probing = asyncio.create_task(bridge.health_generate(SlowGenerator(60)))  # type: ignore[arg-type]
     await asyncio.sleep(0.02)
     await bridge.pause(PauseRequest(lease_s=5))
@@ -290,10 +330,15 @@ async def test_health_generates_unless_legitimately_paused(config: ServerConfig)
     await bridge.resume(ResumeRequest(weight_version=1))
 
 
-async def test_health_tells_why_generation_fails(config: ServerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_health_tells_why_generation_fails(
+    config: ServerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bridge, _ = make(config)
     broken = await bridge.health_generate(SlowGenerator(error=ValueError("no")))  # type: ignore[arg-type]
-    assert (broken.status_code, json.loads(bytes(broken.body))) == (503, {"error": "generation fails: ValueError: no"})
+    assert (broken.status_code, json.loads(bytes(broken.body))) == (
+        503,
+        {"error": "generation fails: ValueError: no"},
+    )
     monkeypatch.setattr("vllm_server.bridge.PROBE_TIMEOUT_S", 0.1)
     slow = await bridge.health_generate(SlowGenerator(60))  # type: ignore[arg-type]
     assert slow.status_code == 503
@@ -328,9 +373,17 @@ async def test_weights_come_from_the_loopback_or_from_where_the_configuration_sa
     app = FastAPI()
     app.include_router(broadcast.make_router(Transfers(bridge)))
     request = TransferInit(
-        backend="gloo", address=address, port=5000, key="k", secret=b"s" * 32, first_rank=1, world_size=2, timeout_s=1,
-        chunk_bytes=1, tensors=[],
-    )  # fmt: skip
+        backend="gloo",
+        address=address,
+        port=5000,
+        key="k",
+        secret=b"s" * 32,
+        first_rank=1,
+        world_size=2,
+        timeout_s=1,
+        chunk_bytes=1,
+        tensors=[],
+    )
     transport: Any = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
         answer = await http.post("/bridge/transfer/init", json=request.model_dump())
@@ -350,7 +403,10 @@ async def test_routes_speak_the_contract(config: ServerConfig) -> None:
     transport: Any = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
         info = (await http.get("/bridge/info")).json()
-        assert 0 < info["idle_s"] <= (now := bridge.info().model_dump()).pop("idle_s") and info == now | info
+        assert (
+            0 < info["idle_s"] <= (now := bridge.info().model_dump()).pop("idle_s")
+            and info == now | info
+        )
         answer = await http.post("/bridge/versions", json={"digests": ["d", "e"]})
         assert answer.json() == {"versions": [[1, 2], None]}
         assert (await http.post("/bridge/pause", json={"lease_s": -1})).status_code == 400
@@ -362,9 +418,14 @@ async def test_routes_speak_the_contract(config: ServerConfig) -> None:
         assert (await http.post("/bridge/resume", json={"weight_version": 3})).status_code == 409
         await http.post("/bridge/pause")
         assert (await http.post("/bridge/resume")).status_code == 422
-        assert (await http.post("/bridge/resume", json={"weight_version": 3})).json()["weight_version"] == 3
+        assert (await http.post("/bridge/resume", json={"weight_version": 3})).json()[
+            "weight_version"
+        ] == 3
         assert (await http.post("/bridge/sleep")).status_code == 501
-        paths = {route["path"] for route in (await http.get("/bridge/list_endpoints")).json()["endpoints"]}
+        paths = {
+            route["path"]
+            for route in (await http.get("/bridge/list_endpoints")).json()["endpoints"]
+        }
         assert {"/bridge/info", "/bridge/resume", "/health_generate"} <= paths
         debug = (await http.get("/bridge/debug")).json()
         assert debug["spans_kept"] == 1

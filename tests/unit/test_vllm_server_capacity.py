@@ -1,4 +1,5 @@
-"""The ceiling of an engine: learned from steps with a known cost, and unknown where the steps do not tell it."""
+"""The ceiling of an engine: learned from steps with a known cost, and unknown where the steps do
+not tell it."""
 
 from __future__ import annotations
 
@@ -15,8 +16,11 @@ FIXED_S, EACH_S = 1.83e-3, 2.92e-5
 """A 0.5B model on one H100: 17,300 tokens a second at 64 requests, 23,000 at 128, 31,300 at 512."""
 
 
-def curve(slots: int, sequences: list[int], *, fixed: float = FIXED_S, each: float = EACH_S) -> StepCurve:
-    """A curve of steps with these numbers of sequences, a third of them slowed down by a neighbour."""
+def curve(
+    slots: int, sequences: list[int], *, fixed: float = FIXED_S, each: float = EACH_S
+) -> StepCurve:
+    """A curve of steps with these numbers of sequences, a third of them slowed down by a
+    neighbour."""
     found, rng = StepCurve(slots), random.Random(1)
     for n in sequences:
         one = fixed + each * n
@@ -32,7 +36,9 @@ def test_few_sequences_with_their_cost_tell_the_rate_at_many() -> None:
 
 
 @pytest.mark.parametrize("sequences", [[1], [1, 2], [1, 2, 4], [4] * 3, [60], [40, 60]])
-def test_an_engine_that_had_few_requests_or_always_as_many_has_no_known_ceiling(sequences: list[int]) -> None:
+def test_an_engine_that_had_few_requests_or_always_as_many_has_no_known_ceiling(
+    sequences: list[int],
+) -> None:
     assert curve(1024, sequences).ceiling() is None
 
 
@@ -67,7 +73,8 @@ def test_a_few_steps_say_nothing() -> None:
 
 
 def test_steps_that_reach_the_server_together_are_not_fast() -> None:
-    """A server whose process is the limit reads twenty steps at once, then none for twenty steps' time."""
+    """A server whose process is the limit reads twenty steps at once, then none for twenty steps'
+    time."""
     found = StepCurve(1000)
     for at in range(4000):
         found.add(1000, 1.0 if at % 20 == 19 else 1e-5)
@@ -110,10 +117,16 @@ def test_steps_are_heard_as_vllm_tells_them() -> None:
     engine = SimpleNamespace(logger_manager=SimpleNamespace(stat_loggers=loggers))
     assert compat.hear_steps(engine, heard.append)
     scheduler = SimpleNamespace(num_running_reqs=3, num_waiting_reqs=1, kv_cache_usage=0.25)
-    loggers[0].record(scheduler, SimpleNamespace(num_generation_tokens=3), mm_cache_stats=None, engine_idx=1)
+    loggers[0].record(
+        scheduler, SimpleNamespace(num_generation_tokens=3), mm_cache_stats=None, engine_idx=1
+    )
     loggers[0].record(scheduler, None, mm_cache_stats=None, engine_idx=1)
-    loggers[0].record(None, SimpleNamespace(num_generation_tokens=2), mm_cache_stats=None, engine_idx=0)
+    loggers[0].record(
+        None, SimpleNamespace(num_generation_tokens=2), mm_cache_stats=None, engine_idx=0
+    )
     loggers[0].log()
     loggers[0].record_sleep_state(1, 2)
     assert heard == [Step(1, 3, 3, 1, 0.25), Step(0, 2, None, None, None)]
-    assert not compat.hear_steps(SimpleNamespace(logger_manager=None), heard.append), "--disable-log-stats"
+    assert not compat.hear_steps(SimpleNamespace(logger_manager=None), heard.append), (
+        "--disable-log-stats"
+    )

@@ -51,7 +51,9 @@ def test_its_temporary_folder_goes_with_it(monkeypatch: pytest.MonkeyPatch) -> N
     assert tempfile.gettempdir() == before
 
 
-def test_a_temporary_folder_too_deep_for_sockets_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_temporary_folder_too_deep_for_sockets_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     deep = tmp_path / ("deep" * 20)
     deep.mkdir()
     monkeypatch.setenv("TMPDIR", str(deep))
@@ -76,9 +78,13 @@ def test_a_temporary_folder_that_cannot_be_made_is_said(
 
 def test_a_full_environment_is_taken_as_given(tmp_path: Path) -> None:
     env = {
-        "VLLM_ENABLE_SHARED_WEIGHTS": "1", "LOGDIR": str(tmp_path), "ATROPOS_TOKEN": "0123456789abcdef",
-        "ATROPOS_HOLD_GENERATION": "1", "ATROPOS_SHM_NAME": "my-run.vllm", "ATROPOS_ALLOWED_HOSTS": "Node7, box.lan",
-    }  # fmt: skip
+        "VLLM_ENABLE_SHARED_WEIGHTS": "1",
+        "LOGDIR": str(tmp_path),
+        "ATROPOS_TOKEN": "0123456789abcdef",
+        "ATROPOS_HOLD_GENERATION": "1",
+        "ATROPOS_SHM_NAME": "my-run.vllm",
+        "ATROPOS_ALLOWED_HOSTS": "Node7, box.lan",
+    }
     config = ServerConfig.from_env(env)
     assert config.manifest_path == tmp_path / "vllm_bridge_config.json"
     assert config.state_path == tmp_path / "state.json"
@@ -91,7 +97,9 @@ def test_a_full_environment_is_taken_as_given(tmp_path: Path) -> None:
 
 
 def test_the_manifest_path_wins_over_logdir(tmp_path: Path) -> None:
-    config = ServerConfig.from_env({"LOGDIR": "/elsewhere", "VLLM_BRIDGE_CONFIG_PATH": str(tmp_path / "m.json")})
+    config = ServerConfig.from_env(
+        {"LOGDIR": "/elsewhere", "VLLM_BRIDGE_CONFIG_PATH": str(tmp_path / "m.json")}
+    )
     assert config.manifest_path == tmp_path / "m.json"
     assert config.bridge_dir == tmp_path
 
@@ -147,9 +155,14 @@ def test_environment_for_vllm_on_the_cpu() -> None:
 
 
 def test_helpers_of_vllm_keep_out_of_the_working_directory_where_the_server_does() -> None:
-    code = "from vllm_server.config import prepare_environment as p; env = {}; p(env, cpu=True); print('safe', env)"
+    code = (
+        "from vllm_server.config import prepare_environment as p; env = {}; p(env, cpu=True); "
+        "print('safe', env)"
+    )
     for flags, safe in (["-P"], True), ([], False):
-        said = subprocess.run([sys.executable, *flags, "-c", code], capture_output=True, text=True, check=True).stdout
+        said = subprocess.run(
+            [sys.executable, *flags, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
         assert ("'PYTHONSAFEPATH': '1'" in said) == safe
 
 
@@ -158,7 +171,11 @@ def test_environment_for_vllm_on_a_gpu_keeps_what_the_user_set() -> None:
     assert prepare_environment(env, cpu=False) == []
     assert env["VLLM_PLUGINS"] == "atropos_bridge,other"
     assert "TORCHDYNAMO_DISABLE" not in env
-    env = {"TORCHDYNAMO_DISABLE": "0", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "7", "ATROPOS_SAMPLING": "as_asked"}
+    env = {
+        "TORCHDYNAMO_DISABLE": "0",
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "7",
+        "ATROPOS_SAMPLING": "as_asked",
+    }
     prepare_environment(env, cpu=True)
     assert "VLLM_ENFORCE_STRICT_TOOL_CALLING" not in env, "sampled as asked"
     assert env["TORCHDYNAMO_DISABLE"] == "0"
@@ -202,7 +219,9 @@ def test_a_hub_id_is_left_to_the_hub() -> None:
     start.check_model("Qwen/Qwen3-0.6B")
 
 
-def test_a_taken_port_is_refused_with_the_one_who_has_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_taken_port_is_refused_with_the_one_who_has_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "config.json").write_text("{}")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -222,17 +241,23 @@ def test_a_taken_port_is_refused_with_the_one_who_has_it(tmp_path: Path, capsys:
         (["--model", "Qwen/Qwen3-0.6B", "--port", "many"], "--port many"),
     ],
 )
-def test_mistakes_cost_one_line_and_exit_2(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_cost_one_line_and_exit_2(
+    argv: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert start.main(argv) == 2
     error = capsys.readouterr().err
     assert says in error
     assert len(error.strip().splitlines()) == 1
 
 
-def test_vllm_missing_says_how_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_vllm_missing_says_how_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     real = start.importlib.util.find_spec
     monkeypatch.setattr(
-        start.importlib.util, "find_spec", lambda name, *rest: None if name == "vllm" else real(name, *rest)
+        start.importlib.util,
+        "find_spec",
+        lambda name, *rest: None if name == "vllm" else real(name, *rest),
     )
     monkeypatch.setattr(start, "check_port", lambda host, port: None)
     assert start.main(["--model", "Qwen/Qwen3-0.6B"]) == 2
@@ -241,10 +266,13 @@ def test_vllm_missing_says_how_to_install(monkeypatch: pytest.MonkeyPatch, capsy
 
 def test_help_and_config_import_neither_vllm_nor_torch() -> None:
     code = (
-        "import sys; from vllm_server.__main__ import main; import vllm_server.config, vllm_server.plugin; "
+        "import sys; from vllm_server.__main__ import main; import vllm_server.config, "
+        "vllm_server.plugin; "
         "assert main(['--help']) == 0; "
         "assert not {'vllm', 'torch', 'fastapi'} & set(sys.modules), sorted(sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=20, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "--model MODEL" in done.stdout

@@ -1,4 +1,5 @@
-"""Copies noted once from the model's own loader: they do what it did, or it is said that they cannot."""
+"""Copies noted once from the model's own loader: they do what it did, or it is said that they
+cannot."""
 
 from __future__ import annotations
 
@@ -34,9 +35,10 @@ class Fused(torch.nn.Module):
 
 
 SENT = [
-    SentTensor(name="embed", dtype="float32", shape=[5, 4]), SentTensor(name="first", dtype="float32", shape=[4, 4]),
+    SentTensor(name="embed", dtype="float32", shape=[5, 4]),
+    SentTensor(name="first", dtype="float32", shape=[4, 4]),
     SentTensor(name="second", dtype="float32", shape=[2, 4]),
-]  # fmt: skip
+]
 
 
 def loaded(model: Fused, sent: list[SentTensor]) -> tuple[CopyRecorder, torch.Tensor]:
@@ -80,10 +82,13 @@ def test_every_tensor_that_was_copied_as_it_is_has_its_view() -> None:
     recorder, _ = loaded(model, SENT)
     views, without = recorder.views()
     assert not without
-    assert {name: (view.parameter, view.offset, view.shape, view.stride) for name, view in views.items()} == {
-        "embed": ("embed", 0, [5, 4], [4, 1]), "first": ("both", 0, [4, 4], [4, 1]),
+    assert {
+        name: (view.parameter, view.offset, view.shape, view.stride) for name, view in views.items()
+    } == {
+        "embed": ("embed", 0, [5, 4], [4, 1]),
+        "first": ("both", 0, [4, 4], [4, 1]),
         "second": ("both", 16, [2, 4], [4, 1]),
-    }  # fmt: skip
+    }
 
 
 def test_a_tensor_of_which_this_rank_has_nothing_is_a_part_without_rows() -> None:
@@ -102,14 +107,21 @@ def test_a_tensor_of_which_this_rank_has_nothing_is_a_part_without_rows() -> Non
     recorder, _ = loaded(Last(), SENT[:1])  # type: ignore[arg-type]
     views, without = recorder.views()
     assert not without and not recorder.gaps()
-    assert (views["embed"].shape, views["embed"].begin, views["embed"].whole) == ([0, 4], [0, 0], [5, 4])
+    assert (views["embed"].shape, views["embed"].begin, views["embed"].whole) == (
+        [0, 4],
+        [0, 0],
+        [5, 4],
+    )
 
 
 def test_every_tensor_without_a_view_is_told_why() -> None:
     class Odd(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.one, self.two = torch.nn.Parameter(torch.zeros(4, 4)), torch.nn.Parameter(torch.zeros(4, 4))
+            self.one, self.two = (
+                torch.nn.Parameter(torch.zeros(4, 4)),
+                torch.nn.Parameter(torch.zeros(4, 4)),
+            )
             self.wide = torch.nn.Parameter(torch.zeros(2, 4))
             self.register_buffer("scale", torch.zeros(4))
 
@@ -124,10 +136,19 @@ def test_every_tensor_without_a_view_is_told_why() -> None:
             self.wide.data[:, :1].copy_(given["backwards"][2:].view(2, 1))
             self.wide.data[:, 1:2].copy_(given["backwards"][:2].view(2, 1))
 
-    shapes = {"twice": (2, 4), "halved": (2, 4), "buffer": (4,), "spread": (1, 4), "backwards": (4,), "unread": (3,)}
+    shapes = {
+        "twice": (2, 4),
+        "halved": (2, 4),
+        "buffer": (4,),
+        "spread": (1, 4),
+        "backwards": (4,),
+        "unread": (3,),
+    }
     recorder = CopyRecorder(model := Odd())
     with recorder, torch.no_grad():
-        model.load_weights(recorder.give([(name, torch.ones(shape)) for name, shape in shapes.items()]))
+        model.load_weights(
+            recorder.give([(name, torch.ones(shape)) for name, shape in shapes.items()])
+        )
     views, without = recorder.views()
     assert not views
     assert without == {
@@ -161,7 +182,9 @@ def test_a_tied_head_and_another_rank_s_layers_are_no_such_tensors() -> None:
 
     class PassingOver(Fused):
         def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
-            super().load_weights([pair for pair in weights if pair[0] in ("embed", "first", "second")])
+            super().load_weights(
+                [pair for pair in weights if pair[0] in ("embed", "first", "second")]
+            )
 
     model = PassingOver()
     model.config = SimpleNamespace(tie_word_embeddings=True)  # type: ignore[assignment]

@@ -1,4 +1,5 @@
-"""Why a server ended: it was told to, or its engine died. vLLM serves and takes signals; the engine is a stand-in."""
+"""Why a server ended: it was told to, or its engine died. vLLM serves and takes signals; the engine
+is a stand-in."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ class Engine:
     is_running = False
     vllm_config = SimpleNamespace(shutdown_timeout=0)
     engine_core = SimpleNamespace(
-        resources=SimpleNamespace(engine_manager=SimpleNamespace(processes=[SimpleNamespace(exitcode=None)]))
+        resources=SimpleNamespace(
+            engine_manager=SimpleNamespace(processes=[SimpleNamespace(exitcode=None)])
+        )
     )
 
     def shutdown(self, timeout: float) -> None:
@@ -72,15 +75,22 @@ def engine_dies(served: FastAPI) -> None:
     ids=["the engine died", "SIGTERM", "SIGINT"],
 )
 async def test_only_a_server_that_was_told_to_end_ends_well(
-    end: Callable[[FastAPI], None], code: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    end: Callable[[FastAPI], None],
+    code: int,
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+) -> None:
     """Nobody has sent a request before."""
     engine, served = Engine(), FastAPI(lifespan=as_vllm)
     served.add_middleware(AuthMiddleware)
     served.state.engine_client = engine
     served.state.atropos_door = Access(
-        "token", allowed_hosts(None), GenerationHold(held=False), signals=(signal.SIGTERM, signal.SIGINT)
+        "token",
+        allowed_hosts(None),
+        GenerationHold(held=False),
+        signals=(signal.SIGTERM, signal.SIGINT),
     )
 
     @contextlib.asynccontextmanager
@@ -97,7 +107,9 @@ async def test_only_a_server_that_was_told_to_end_ends_well(
 
     monkeypatch.setattr(app, "start_engine", start_engine)
     monkeypatch.setattr(app, "build", build)
-    args = app.parse_arguments(["--model", "any", "--port", "0", "--distributed-executor-backend", "mp"])
+    args = app.parse_arguments(
+        ["--model", "any", "--port", "0", "--distributed-executor-backend", "mp"]
+    )
     config = ServerConfig.from_env({"LOGDIR": str(tmp_path)})
     ending = asyncio.create_task(end_when_it_serves())
     with caplog.at_level("INFO", logger="vllm_server.app"):
@@ -114,19 +126,29 @@ def test_a_bridge_directory_that_cannot_be_made_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["it ends", "the next one begins"])
-def test_a_killed_trainer_leaves_no_counter(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch counts in /dev/shm who has an engine's memory open, and who was killed is counted for ever."""
+def test_a_killed_trainer_leaves_no_counter(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch counts in /dev/shm who has an engine's memory open, and who was killed is counted for
+    ever."""
     monkeypatch.setattr(app, "SHARED_MEMORY", tmp_path)
     with subprocess.Popen(["true"]) as ended:
         pass
     gone, here = ended.pid, os.getpid()
-    mine, others = (f"torch_{gone}_17_0", f"cuda.shm.{os.getuid()}.{gone:x}.1"), ("torch_1_2_3", "torch_x", "else")
+    mine, others = (
+        (f"torch_{gone}_17_0", f"cuda.shm.{os.getuid()}.{gone:x}.1"),
+        ("torch_1_2_3", "torch_x", "else"),
+    )
     living = f"torch_{here}_17_0"
     for name in (*mine, *others, living):
         (tmp_path / name).touch()
-    config = ServerConfig.from_env({"LOGDIR": str(tmp_path / "run"), "VLLM_ENABLE_SHARED_WEIGHTS": "1"})
+    config = ServerConfig.from_env(
+        {"LOGDIR": str(tmp_path / "run"), "VLLM_ENABLE_SHARED_WEIGHTS": "1"}
+    )
     config.bridge_dir.mkdir(mode=0o700, parents=True)
-    write_manifest(_offering(f"/{mine[0]}", f"/{living}", "/torch_x", "/../else"), config.manifest_path)
+    write_manifest(
+        _offering(f"/{mine[0]}", f"/{living}", "/torch_x", "/../else"), config.manifest_path
+    )
     (app.clean_up if how == "it ends" else app.prepare_bridge_dir)(config)
     assert not config.manifest_path.exists()
     assert {path.name for path in tmp_path.iterdir()} - {"run"} == {*others, living}
@@ -136,16 +158,31 @@ def _offering(*counters: str) -> Manifest:
     """Memory of a GPU, with torch's counters of these names."""
     entries = {
         f"p{number}": TensorEntry(
-            shape=[2], stride=[1], dtype="float32",
+            shape=[2],
+            stride=[1],
+            dtype="float32",
             ipc_handle=CudaIpc(
-                device=0, handle="", storage_bytes=8, storage_offset_bytes=0,
-                ref_counter_handle=base64.b64encode(counter.encode()).decode(), ref_counter_offset=0, event_handle="",
+                device=0,
+                handle="",
+                storage_bytes=8,
+                storage_offset_bytes=0,
+                ref_counter_handle=base64.b64encode(counter.encode()).decode(),
+                ref_counter_offset=0,
+                event_handle="",
                 event_sync_required=True,
             ),
         )
         for number, counter in enumerate(counters)
-    }  # fmt: skip
+    }
     return Manifest(
-        model="m", architecture="A", config={}, instance_id="i", server_pid=1, server_create_time=0.0, base_url="",
-        vllm_version="0", tensor_parallel_size=1, ranks={0: Shard(kind="cuda_ipc", param_mappings=entries, views={})},
-    )  # fmt: skip
+        model="m",
+        architecture="A",
+        config={},
+        instance_id="i",
+        server_pid=1,
+        server_create_time=0.0,
+        base_url="",
+        vllm_version="0",
+        tensor_parallel_size=1,
+        ranks={0: Shard(kind="cuda_ipc", param_mappings=entries, views={})},
+    )

@@ -110,10 +110,14 @@ class FakeEngine:
     model_config = SimpleNamespace(get_vocab_size=lambda: 14)
 
     def get_tokenizer(self) -> Any:
-        return SimpleNamespace(encode=lambda text: [int(c) for c in text], decode=lambda ids: "".join(map(str, ids)))
+        return SimpleNamespace(
+            encode=lambda text: [int(c) for c in text], decode=lambda ids: "".join(map(str, ids))
+        )
 
 
-async def answer(monkeypatch: pytest.MonkeyPatch, raw: bytes, outputs: list[Any]) -> tuple[dict[str, Any], Generator]:
+async def answer(
+    monkeypatch: pytest.MonkeyPatch, raw: bytes, outputs: list[Any]
+) -> tuple[dict[str, Any], Generator]:
     history, spans = VersionHistory(), SpanStore()
     history.change(4, 100.0)
     history.change(5, 200.0)
@@ -135,7 +139,10 @@ def output(tokens: list[int], values: list[float], first: float, last: float) ->
     completion = SimpleNamespace(text="t", token_ids=tokens, logprobs=entries, finish_reason="stop")
     times = SimpleNamespace(first_token_ts=first, last_token_ts=last)
     return SimpleNamespace(
-        outputs=[completion], metrics=times, prompt_logprobs=[None, {4: logprob(-2.0)}], num_cached_tokens=0
+        outputs=[completion],
+        metrics=times,
+        prompt_logprobs=[None, {4: logprob(-2.0)}],
+        num_cached_tokens=0,
     )
 
 
@@ -162,7 +169,9 @@ async def test_the_answer_has_the_contract_s_shape_and_the_digest_finds_its_vers
     assert generator.completions == 2
 
 
-async def test_tokens_outside_the_vocabulary_never_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_tokens_outside_the_vocabulary_never_reach_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with pytest.raises(RequestError, match="vocabulary of 14"):
         await answer(monkeypatch, b'{"prompt": [14]}', [])
 

@@ -1,4 +1,5 @@
-"""Which layers are tried, that they are put back, and what a server makes of one that does not follow."""
+"""Which layers are tried, that they are put back, and what a server makes of one that does not
+follow."""
 
 from __future__ import annotations
 
@@ -51,7 +52,11 @@ class Server:
         self.resets = 0
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
-        do = {"atropos_parameter_kinds": kinds, "atropos_nudge": nudge, "atropos_put_back": put_back}[method]
+        do = {
+            "atropos_parameter_kinds": kinds,
+            "atropos_nudge": nudge,
+            "atropos_put_back": put_back,
+        }[method]
         return [do(self.model, *args)]
 
     async def reset_prefix_cache(self) -> bool:
@@ -59,14 +64,23 @@ class Server:
         return True
 
     async def first_token(self, body: Any) -> tuple[int, float]:
-        assert len(body.prompt.prompt_token_ids) == 17 and body.prompt.cache_salt and not body.for_training
+        assert (
+            len(body.prompt.prompt_token_ids) == 17
+            and body.prompt.cache_salt
+            and not body.for_training
+        )
         with torch.no_grad():
             logprobs = self.model(torch.tensor(body.prompt.prompt_token_ids))[-1].log_softmax(-1)
         return 7, float(logprobs[7])
 
 
 def test_one_of_each_kind_from_the_middle() -> None:
-    assert kinds(Model()) == ["embed.weight", "layers.1.qkv.weight", "layers.1.qkv.bias", "layers.1.norm.weight"]
+    assert kinds(Model()) == [
+        "embed.weight",
+        "layers.1.qkv.weight",
+        "layers.1.qkv.bias",
+        "layers.1.norm.weight",
+    ]
 
 
 class OtherLayer(Layer):
@@ -78,9 +92,13 @@ def test_layers_of_another_class_or_shape_are_of_another_kind() -> None:
     model.layers[0] = OtherLayer()
     model.layers[0].qkv = torch.nn.Linear(8, 16)
     assert set(kinds(model)) == {
-        "embed.weight", "layers.0.qkv.weight", "layers.2.qkv.weight", "layers.0.qkv.bias", "layers.2.qkv.bias",
+        "embed.weight",
+        "layers.0.qkv.weight",
+        "layers.2.qkv.weight",
+        "layers.0.qkv.bias",
+        "layers.2.qkv.bias",
         "layers.1.norm.weight",
-    }  # fmt: skip
+    }
 
 
 def test_every_expert_is_changed_but_no_stack_is_copied_whole() -> None:
@@ -102,7 +120,11 @@ async def test_a_parameter_of_another_rank_is_tried_where_it_is() -> None:
         async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
             (mine,) = await super().collective_rpc(method, args)
             other = torch.nn.Linear(3, 3)
-            do = {"atropos_parameter_kinds": kinds, "atropos_nudge": nudge, "atropos_put_back": put_back}[method]
+            do = {
+                "atropos_parameter_kinds": kinds,
+                "atropos_nudge": nudge,
+                "atropos_put_back": put_back,
+            }[method]
             return [do(other, *args), mine]
 
     server = TwoRanks(Model())
@@ -118,7 +140,9 @@ def test_a_nudge_is_undone_to_the_bit(dtype: torch.dtype) -> None:
         nudge(model, name)
         changed = model.get_parameter(name).detach() != before[name]
         assert changed[: graph_check.ROWS].float().mean() > 0.9
-        assert name != "embed.weight" or not changed[graph_check.ROWS :].any(), "no copy of a whole vocabulary"
+        assert name != "embed.weight" or not changed[graph_check.ROWS :].any(), (
+            "no copy of a whole vocabulary"
+        )
         put_back(model, name)
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
     assert not graph_check._kept

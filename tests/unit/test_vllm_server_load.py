@@ -57,14 +57,23 @@ async def _through_the_door() -> None:
         await go_on.wait()
         return JSONResponse({})
 
-    app = Starlette(routes=[Route("/{rest:path}", answer, methods=["POST"])], middleware=[Middleware(AuthMiddleware)])
-    door = app.state.atropos_door = Access("secret", allowed_hosts("127.0.0.1"), GenerationHold(held=True), open=True)
+    app = Starlette(
+        routes=[Route("/{rest:path}", answer, methods=["POST"])],
+        middleware=[Middleware(AuthMiddleware)],
+    )
+    door = app.state.atropos_door = Access(
+        "secret", allowed_hosts("127.0.0.1"), GenerationHold(held=True), open=True
+    )
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:9001") as http:
         held = asyncio.ensure_future(http.post("/generate"))
-        control = asyncio.ensure_future(http.post("/bridge/pause", headers={TOKEN_HEADER: "secret"}))
+        control = asyncio.ensure_future(
+            http.post("/bridge/pause", headers={TOKEN_HEADER: "secret"})
+        )
         await begun.wait()
-        assert (door.load.requests, door.load.under_way) == (0, 0), "one is held, the other makes no token"
+        assert (door.load.requests, door.load.under_way) == (0, 0), (
+            "one is held, the other makes no token"
+        )
         door.gate.release()
         while not door.load.under_way:
             await asyncio.sleep(0.001)
@@ -79,8 +88,12 @@ def test_prometheus_shows_the_counts_under_their_names() -> None:
     version: list[int | None] = [None]
     capacity: list[float | None] = [None]
     registry.register(LoadMetrics(load, 128, lambda: version[0], lambda: capacity[0]))
-    assert METRIC_VERSION not in generate_latest(registry).decode(), "nothing is said of weights without a name"
-    assert METRIC_CAPACITY not in generate_latest(registry).decode(), "nor of a capacity that is not known"
+    assert METRIC_VERSION not in generate_latest(registry).decode(), (
+        "nothing is said of weights without a name"
+    )
+    assert METRIC_CAPACITY not in generate_latest(registry).decode(), (
+        "nor of a capacity that is not known"
+    )
     version[0], capacity[0] = 7, 24_000.0
     clock.now += 12.25
     with load.request():

@@ -28,7 +28,9 @@ def test_a_parameter_of_another_layout_is_told_by_its_sample(dtype: torch.dtype)
         assert loaders._same(sample, weight), "whatever the default device is"
     assert not loaders._same(sample, weight.roll(16, dims=1)), "ups before gates"
     assert not loaders._same(sample, weight.transpose(1, 2).contiguous().view(3, 32, 16))
-    assert not loaders._same(sample, weight.float() if dtype == torch.bfloat16 else weight.bfloat16())
+    assert not loaders._same(
+        sample, weight.float() if dtype == torch.bfloat16 else weight.bfloat16()
+    )
     assert not loaders._same(sample, torch.nn.functional.pad(weight, (0, 32)))
 
 
@@ -40,7 +42,10 @@ def test_a_parameter_of_another_layout_is_told_by_its_sample(dtype: torch.dtype)
             LoadTrace({"a": VIEW}, {}, ["layers.1.w13_weight"]),
             "lays out 1 parameters anew .*w13_weight.*triton.*[(]lora_only",
         ),
-        (LoadTrace({"a": VIEW}, {"b": "is a buffer of the model, b"}, []), "1 tensors .* b is a buffer .*broadcast"),
+        (
+            LoadTrace({"a": VIEW}, {"b": "is a buffer of the model, b"}, []),
+            "1 tensors .* b is a buffer .*broadcast",
+        ),
     ],
 )
 def test_weights_that_cannot_be_shared_say_why_and_what_works(
@@ -62,7 +67,9 @@ class Server(Engine):
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         return (
-            [None, self.reason] if method.endswith("why_not_in_place") else await super().collective_rpc(method, args)
+            [None, self.reason]
+            if method.endswith("why_not_in_place")
+            else await super().collective_rpc(method, args)
         )
 
 
@@ -70,7 +77,10 @@ async def test_a_server_that_takes_weights_says_what_does_not_follow() -> None:
     server: Any = Server(Model())
     assert await app.why_not_in_place(server, server) is None
     server.model.stale = True
-    assert await app.why_not_in_place(server, server) == "it computes from a copy of layers.1.norm.weight"
+    assert (
+        await app.why_not_in_place(server, server)
+        == "it computes from a copy of layers.1.norm.weight"
+    )
     server.reason = "laid out anew"
     assert await app.why_not_in_place(server, server) == "laid out anew", "as one of its ranks says"
     server.model_config = SimpleNamespace(quantization="fp8")
@@ -85,7 +95,9 @@ class Experts(torch.nn.Module):
         self.w13_weight = torch.nn.Parameter(torch.randn(4, 6, 5), requires_grad=False)
         self.w2_weight = torch.nn.Parameter(torch.randn(4, 5, 3), requires_grad=False)
         self.activation = SimpleNamespace(value=activation)
-        self.quant_method = SimpleNamespace(moe_kernel=SimpleNamespace(fused_experts=SimpleNamespace()))
+        self.quant_method = SimpleNamespace(
+            moe_kernel=SimpleNamespace(fused_experts=SimpleNamespace())
+        )
 
     def repack(self) -> None:
         self.w13_weight = torch.nn.Parameter(self.w13_weight.flip(1), requires_grad=False)
@@ -102,9 +114,15 @@ def test_experts_on_a_cpu_compute_from_their_parameters() -> None:
     ids, weights = torch.stack([torch.randperm(4)[:2] for _ in range(7)]), torch.rand(7, 2)
     w13.data.mul_(2)
     experts.quant_method.moe_kernel.fused_experts.apply(
-        output=output, hidden_states=hidden, w1=experts.w13_weight, w2=w2, topk_weights=weights, topk_ids=ids,
-        activation=None, apply_router_weight_on_input=False,
-    )  # fmt: skip
+        output=output,
+        hidden_states=hidden,
+        w1=experts.w13_weight,
+        w2=w2,
+        topk_weights=weights,
+        topk_ids=ids,
+        activation=None,
+        apply_router_weight_on_input=False,
+    )
     for row, chosen, share, answer in zip(hidden, ids, weights, output, strict=True):
         parts = []
         for expert, part in zip(chosen.tolist(), share, strict=True):
@@ -123,8 +141,11 @@ def test_experts_of_a_kind_that_is_not_known_stay_vllm_s() -> None:
 
 
 def test_convolutions_are_packed_by_vllm_as_their_kernel_needs_it() -> None:
-    """Plain they would be read as if they were packed: gated delta nets were 1.6 nats off, and nothing said so."""
-    model = torch.nn.ModuleDict({"conv1d": torch.nn.Conv1d(8, 8, 4, groups=8), "proj": torch.nn.Linear(8, 8)})
+    """Plain they would be read as if they were packed: gated delta nets were 1.6 nats off, and
+    nothing said so."""
+    model = torch.nn.ModuleDict(
+        {"conv1d": torch.nn.Conv1d(8, 8, 4, groups=8), "proj": torch.nn.Linear(8, 8)}
+    )
     plain = PlainLayers(model)
     assert not hasattr(model["conv1d"], "_cpu_skip_gemm_dispatch"), "so that vLLM packs it"
     assert model["proj"]._cpu_skip_gemm_dispatch

@@ -1,4 +1,5 @@
-"""Adapters come and go while requests run: fresh names, the newest for all, the old one only as long as needed."""
+"""Adapters come and go while requests run: fresh names, the newest for all, the old one only as
+long as needed."""
 
 from __future__ import annotations
 
@@ -62,13 +63,19 @@ class Models:
 
 
 @pytest.fixture
-def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[ServedAdapters, Models, LoraEngine, WeightBridge]:
+def parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[ServedAdapters, Models, LoraEngine, WeightBridge]:
     monkeypatch.setattr(lora, "linear_shapes", lambda _: SHAPES)
-    monkeypatch.setattr(compat, "load_adapter_request", lambda n, p: SimpleNamespace(lora_name=n, lora_path=p))
+    monkeypatch.setattr(
+        compat, "load_adapter_request", lambda n, p: SimpleNamespace(lora_name=n, lora_path=p)
+    )
     engine, models = LoraEngine(), Models()
     config = ServerConfig.from_env({"LOGDIR": str(tmp_path / "bridge")})
     config.bridge_dir.mkdir()
-    bridge = WeightBridge(engine, config=config, gate=GenerationHold(held=True), model="base", vllm_version="0")
+    bridge = WeightBridge(
+        engine, config=config, gate=GenerationHold(held=True), model="base", vllm_version="0"
+    )
     return ServedAdapters(bridge, models, tmp_path), models, engine, bridge
 
 
@@ -78,13 +85,17 @@ def adapter(folder: Path, rank: int = 2, **tensors: tuple[int, int]) -> str:
     (folder / "adapter_config.json").write_text(json.dumps({"r": rank}))
     shapes = {f"{name}.lora_A.weight": (rank, into) for name, (_, into) in SHAPES.items()}
     shapes |= {f"{name}.lora_B.weight": (out, rank) for name, (out, _) in SHAPES.items()}
-    shapes |= {f"model.layers.0.self_attn.{name}.lora_A.weight": shape for name, shape in tensors.items()}
+    shapes |= {
+        f"model.layers.0.self_attn.{name}.lora_A.weight": shape for name, shape in tensors.items()
+    }
     saved = {f"base_model.model.{name}": torch.zeros(shape) for name, shape in shapes.items()}
     save_file(saved, folder / "adapter_model.safetensors")
     return str(folder)
 
 
-async def test_the_newest_answers_under_the_base_name_and_the_old_one_leaves(parts: Any, tmp_path: Path) -> None:
+async def test_the_newest_answers_under_the_base_name_and_the_old_one_leaves(
+    parts: Any, tmp_path: Path
+) -> None:
     adapters, models, engine, bridge = parts
     first = await adapters.load(adapter(tmp_path / "v0"), 0)
     second = await adapters.load(adapter(tmp_path / "v1"), 1)
@@ -114,8 +125,11 @@ async def test_a_request_ends_on_the_adapter_it_began_with(parts: Any, tmp_path:
     assert old[0].lora_name not in models.lora_requests
 
 
-async def test_requests_of_vllm_s_own_routes_keep_an_adapter_too(parts: Any, tmp_path: Path) -> None:
-    """They go to the engine without passing through here; its files must stay until they have ended."""
+async def test_requests_of_vllm_s_own_routes_keep_an_adapter_too(
+    parts: Any, tmp_path: Path
+) -> None:
+    """They go to the engine without passing through here; its files must stay until they have
+    ended."""
     adapters, models, engine, _ = parts
     old = await adapters.load(adapter(tmp_path / "v3"), 3)
     engine.output_processor.request_states["cmpl-1"] = SimpleNamespace(lora_name=old.name)
@@ -158,7 +172,9 @@ async def test_unloading_goes_back_to_the_base_model(parts: Any, tmp_path: Path)
     assert bridge.state.weight_version is None, "nobody has said yet that base weights may answer"
     await adapters.load(adapter(tmp_path / "v1"), 1)
     info = await adapters.unload()
-    assert (bridge.state.weight_version, bridge.history.current) == (0, 0), "what answers now is no version 1"
+    assert (bridge.state.weight_version, bridge.history.current) == (0, 0), (
+        "what answers now is no version 1"
+    )
     await asyncio.sleep(0.01)
     assert (info.name, info.weight_version) == (None, None)
     assert models.lora_requests == {}
@@ -167,7 +183,9 @@ async def test_unloading_goes_back_to_the_base_model(parts: Any, tmp_path: Path)
         assert nothing is None
 
 
-async def test_what_cannot_be_an_adapter_is_refused_and_nothing_changes(parts: Any, tmp_path: Path) -> None:
+async def test_what_cannot_be_an_adapter_is_refused_and_nothing_changes(
+    parts: Any, tmp_path: Path
+) -> None:
     adapters, models, _, bridge = parts
     inside = adapter(tmp_path / "v1")
     (tmp_path / "empty").mkdir()
@@ -201,7 +219,9 @@ async def test_the_routes_and_a_server_without_lora(parts: Any, tmp_path: Path) 
         body = {"path": adapter(tmp_path / "v1"), "weight_version": 5}
         assert (await http.post("/lora/load", json=body)).json()["weight_version"] == 5
         assert (await http.get("/lora/status")).json()["max_lora_rank"] == 16
-        assert (await http.post("/lora/load", json={**body, "weight_version": -1})).status_code == 422
+        assert (
+            await http.post("/lora/load", json={**body, "weight_version": -1})
+        ).status_code == 422
         assert (await http.post("/lora/unload")).json()["name"] is None
         bridge.engine.vllm_config = SimpleNamespace(lora_config=None)
         plain = ServedAdapters(bridge, Models(), None)

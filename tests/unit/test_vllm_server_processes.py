@@ -58,7 +58,10 @@ def test_real_threads_are_counted() -> None:
 
 
 def test_the_user_may_forbid_it(task_folder: Path) -> None:
-    assert plugin.why_not_fork(ONE | {"ATROPOS_FORK_ENGINE": "0"}, cpu=True) == "ATROPOS_FORK_ENGINE is not 1"
+    assert (
+        plugin.why_not_fork(ONE | {"ATROPOS_FORK_ENGINE": "0"}, cpu=True)
+        == "ATROPOS_FORK_ENGINE is not 1"
+    )
 
 
 @pytest.mark.parametrize(
@@ -106,18 +109,24 @@ time.sleep(600)
 def server() -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen([sys.executable, "-c", FORKS], stdout=subprocess.PIPE, text=True)
     yield process
-    for each in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []:
+    for each in (
+        psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+    ):
         each.kill()
     process.kill()
     process.communicate()
 
 
-def test_a_forked_engine_dies_with_the_server_and_holds_no_port(server: subprocess.Popen[str]) -> None:
+def test_a_forked_engine_dies_with_the_server_and_holds_no_port(
+    server: subprocess.Popen[str],
+) -> None:
     assert server.stdout is not None
     name, engine, own, socket_is = server.stdout.readline().split()
     assert name == "engine" and socket_is == "/dev/null"
     child, grandchild = psutil.Process(int(engine)), psutil.Process(int(own))
-    assert grandchild.is_running() and grandchild.status() != psutil.STATUS_ZOMBIE, "not ours to end"
+    assert grandchild.is_running() and grandchild.status() != psutil.STATUS_ZOMBIE, (
+        "not ours to end"
+    )
     server.kill()
     server.wait()
     child.wait(5)

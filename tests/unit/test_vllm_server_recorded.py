@@ -1,4 +1,5 @@
-"""Logprobs that nobody asked for: recorded beside vLLM's routes, found by prompt, bounded, and put into rollouts."""
+"""Logprobs that nobody asked for: recorded beside vLLM's routes, found by prompt, bounded, and put
+into rollouts."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ from vllm_server.versions import VersionHistory
 PROMPT = [5, 6]
 
 
-def _found(store: CompletionStore, ids: list[int], prompt: list[int] = PROMPT) -> KnownLogprobs | None:
+def _found(
+    store: CompletionStore, ids: list[int], prompt: list[int] = PROMPT
+) -> KnownLogprobs | None:
     return store.look_up(prompt_digest(prompt), ids)
 
 
@@ -30,9 +33,9 @@ def test_a_completion_is_found_by_its_prompt_and_how_it_begins() -> None:
     store = CompletionStore()
     store.remember(PROMPT, [7, 8, 9], [-0.5, -1.0, -1.5], temperature=0.5, oldest_version=3)
     store.remember(PROMPT, [7, 9], [-0.25, -2.0], temperature=1.0, oldest_version=4)
-    assert _found(store, [7, 8]) == KnownLogprobs(logprobs=[-0.5, -1.0], temperature=0.5, oldest_version=3), (
-        "its end may be cut off"
-    )
+    assert _found(store, [7, 8]) == KnownLogprobs(
+        logprobs=[-0.5, -1.0], temperature=0.5, oldest_version=3
+    ), "its end may be cut off"
     latest = _found(store, [7])
     assert latest is not None and latest.logprobs == [-0.25], "of two alike the later one"
     assert _found(store, [8]) is None and _found(store, [7], [5]) is None
@@ -42,7 +45,9 @@ def test_what_a_chat_template_puts_behind_a_completion_hides_nothing() -> None:
     """ChatML ends a turn with a newline behind the engine's last token."""
     store = CompletionStore()
     store.remember(PROMPT, [7, 2], [-0.5, -1.0], temperature=1.0, oldest_version=3)
-    store.remember(PROMPT, [7, 2, 4, 2], [-0.5, -1.0, -2.0, -3.0], temperature=1.0, oldest_version=4)
+    store.remember(
+        PROMPT, [7, 2, 4, 2], [-0.5, -1.0, -2.0, -3.0], temperature=1.0, oldest_version=4
+    )
     found = _found(store, [7, 2, 9])
     assert found is not None and found.logprobs == [-0.5, -1.0] and found.oldest_version == 3
     found = _found(store, [7, 2, 4, 2, 9])
@@ -52,7 +57,8 @@ def test_what_a_chat_template_puts_behind_a_completion_hides_nothing() -> None:
 
 
 def test_the_newline_of_a_chatml_template_costs_no_logprobs_and_is_not_trained() -> None:
-    """From the template to the batch: the tokens are those that atroposlib's `tokenize_for_trainer` makes."""
+    """From the template to the batch: the tokens are those that atroposlib's `tokenize_for_trainer`
+    makes."""
     from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
 
     tokenizer = text_tokenizer()
@@ -61,11 +67,15 @@ def test_the_newline_of_a_chatml_template_costs_no_logprobs_and_is_not_trained()
         "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
     question, answer = {"role": "user", "content": "2+2"}, {"role": "assistant", "content": "four"}
-    prompt = tokenizer.apply_chat_template([question], add_generation_prompt=True, return_dict=False)
+    prompt = tokenizer.apply_chat_template(
+        [question], add_generation_prompt=True, return_dict=False
+    )
     engine = encode("four")
     made = tokenize_for_trainer(_TokenIds(tokenizer), [question, answer])
     asked = [token for token in made["masks"] if token != -100]
-    assert asked == [*engine, *encode("\n")[:-1]], "the template's newline is behind the engine's end token"
+    assert asked == [*engine, *encode("\n")[:-1]], (
+        "the template's newline is behind the engine's end token"
+    )
 
     store = CompletionStore()
     store.remember(prompt, engine, [-0.5] * 5, temperature=1.0, oldest_version=3)
@@ -75,11 +85,14 @@ def test_the_newline_of_a_chatml_template_costs_no_logprobs_and_is_not_trained()
     assert batch.logprobs_from == {"engine": 2}
     for rollout in batch.rollouts:
         assert rollout.complete and rollout.trained.sum() == 5 and not rollout.trained[-1]
-        assert rollout.logprobs[rollout.trained].tolist() == [-0.5] * 5 and rollout.oldest_version == 3
+        assert (
+            rollout.logprobs[rollout.trained].tolist() == [-0.5] * 5 and rollout.oldest_version == 3
+        )
 
 
 class _TokenIds:
-    """A tokenizer whose chat template gives token ids, as with the transformers for which atroposlib is written."""
+    """A tokenizer whose chat template gives token ids, as with the transformers for which
+    atroposlib is written."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -94,13 +107,18 @@ class _TokenIds:
 def test_the_oldest_prompts_go_first() -> None:
     store = CompletionStore(most_bytes=3 * (3 * 8 + OVERHEAD))
     for prompt in range(6):
-        store.remember([9], [], [], temperature=1.0, oldest_version=0)  # one that was given up takes no room
+        store.remember(
+            [9], [], [], temperature=1.0, oldest_version=0
+        )  # one that was given up takes no room
         store.remember([prompt], [1, 2, 3], [-1.0] * 3, temperature=1.0, oldest_version=0)
-    assert [_found(store, [1], [prompt]) is not None for prompt in range(6)] == [False] * 3 + [True] * 3
+    assert [_found(store, [1], [prompt]) is not None for prompt in range(6)] == [False] * 3 + [
+        True
+    ] * 3
 
 
 def _run(params: Any, store: CompletionStore) -> Any:
-    """One request to an engine that computes logprobs where it is asked to; what it was asked with."""
+    """One request to an engine that computes logprobs where it is asked to; what it was asked
+    with."""
     seen = []
 
     async def generate(prompt: Any, given: Any, request_id: str, **_: Any) -> AsyncIterator[Any]:
@@ -114,7 +132,12 @@ def _run(params: Any, store: CompletionStore) -> Any:
     history.change(2, 1.0)
 
     async def request() -> int:
-        return len([output async for output in record(generate, store, history)("a", params, "id", priority=1)])
+        return len(
+            [
+                output
+                async for output in record(generate, store, history)("a", params, "id", priority=1)
+            ]
+        )
 
     assert asyncio.run(request()) == 2
     return seen[0]
@@ -132,10 +155,14 @@ def test_plainly_sampled_text_is_recorded_and_the_caller_sees_nothing_of_it() ->
 @pytest.mark.parametrize(
     "options",
     [
-        {"top_p": 0.9}, {"top_k": 3}, {"logit_bias": {3: 1.0}}, {"thinking_token_budget": 0}, {"logprobs": 1},
+        {"top_p": 0.9},
+        {"top_k": 3},
+        {"logit_bias": {3: 1.0}},
+        {"thinking_token_budget": 0},
+        {"logprobs": 1},
         {"output_kind": 1},
     ],
-)  # fmt: skip
+)
 def test_what_would_be_another_distribution_is_not(options: dict[str, Any]) -> None:
     """Nor what asks for logprobs itself, nor a stream of deltas."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -162,7 +189,9 @@ def test_what_is_missing_is_asked_for_turn_by_turn() -> None:
     first, second = _batch(), _batch()
 
     def ask(prompts: list[str], completions: list[list[int]]) -> list[KnownLogprobs | None]:
-        return [store.look_up(prompt, ids) for prompt, ids in zip(prompts, completions, strict=True)]
+        return [
+            store.look_up(prompt, ids) for prompt, ids in zip(prompts, completions, strict=True)
+        ]
 
     def gone(prompts: list[str], completions: list[list[int]]) -> list[KnownLogprobs | None]:
         raise EngineGone("away")

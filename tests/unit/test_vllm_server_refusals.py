@@ -1,4 +1,5 @@
-"""Refused requests are said in the log: each reason once and then counted, at a bounded cost. On real ASGI apps."""
+"""Refused requests are said in the log: each reason once and then counted, at a bounded cost. On
+real ASGI apps."""
 
 from __future__ import annotations
 
@@ -24,17 +25,22 @@ from vllm_server.refusals import REASON_CHARACTERS, REASONS, PlainSampling, Refu
 
 
 def app(sampling: str = "refuse") -> FastAPI:
-    """Our body check on /generate, and vLLM's form of errors on /v1, behind what the server puts around its routes."""
+    """Our body check on /generate, and vLLM's form of errors on /v1, behind what the server puts
+    around its routes."""
     served = FastAPI()
     for middleware in (PlainSampling, AuthMiddleware, Refusals):
         served.add_middleware(middleware)
     served.state.atropos_sampling_policy = sampling
-    served.state.atropos_door = Access("secret", allowed_hosts("127.0.0.1"), GenerationHold(held=False), open=True)
+    served.state.atropos_door = Access(
+        "secret", allowed_hosts("127.0.0.1"), GenerationHold(held=False), open=True
+    )
 
     @served.post("/generate")
     async def generate(request: Request) -> Any:
         try:
-            body, left_out = under_policy(parse_body(await request.body()), served.state.atropos_sampling_policy)
+            body, left_out = under_policy(
+                parse_body(await request.body()), served.state.atropos_sampling_policy
+            )
         except RequestError as error:
             return error_response(400, str(error))
         if left_out:
@@ -45,7 +51,9 @@ def app(sampling: str = "refuse") -> FastAPI:
     @served.post("/v1/chat/completions")
     async def chat(request: Request) -> Any:
         words = (await request.json())["say"]
-        return JSONResponse({"error": {"message": words, "type": "BadRequestError", "code": 400}}, status_code=400)
+        return JSONResponse(
+            {"error": {"message": words, "type": "BadRequestError", "code": 400}}, status_code=400
+        )
 
     return served
 
@@ -90,10 +98,16 @@ async def test_a_refusal_is_said_at_once_then_counted_and_counted_at_the_end(
             refused = await http.post("/generate", json=rollout(top_p=0.95 - number / 1000))
             assert refused.status_code == 400 and "Send top_p=1, or" in refused.json()["error"]
         (first,) = said(caplog)
-        assert first.startswith("refused 1 request to /generate (400): top_p=0.95: changes the distribution")
-        assert "Send top_p=1, or" in first and "[of 1 since " in first, "what was answered before does not count"
+        assert first.startswith(
+            "refused 1 request to /generate (400): top_p=0.95: changes the distribution"
+        )
+        assert "Send top_p=1, or" in first and "[of 1 since " in first, (
+            "what was answered before does not count"
+        )
         await asyncio.sleep(1.1)
-        assert [line.partition(":")[0] for line in said(caplog)[1:]] == ["refused 20 requests to /generate (400)"]
+        assert [line.partition(":")[0] for line in said(caplog)[1:]] == [
+            "refused 20 requests to /generate (400)"
+        ]
         for _ in range(30):
             await http.post("/generate", json=rollout(top_p=0.95))
         await http.post("/generate", json=rollout())
@@ -104,24 +118,36 @@ async def test_a_refusal_is_said_at_once_then_counted_and_counted_at_the_end(
     assert "[of 51 since " in said(caplog)[2]
 
 
-async def test_options_that_are_left_out_are_said_once_then_counted(caplog: pytest.LogCaptureFixture) -> None:
+async def test_options_that_are_left_out_are_said_once_then_counted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     served = app("plain")
     async with client(served) as http:
         for number in range(7):
-            assert (await http.post("/generate", json=rollout(top_p=0.9 + number / 100))).status_code == 200
+            assert (
+                await http.post("/generate", json=rollout(top_p=0.9 + number / 100))
+            ).status_code == 200
         assert (await http.post("/generate", json=rollout())).status_code == 200
         await end(served)
     first, last = said(caplog)
-    assert first.startswith("adjusted 1 request to /generate: top_p=0.9 left out: changes the distribution")
+    assert first.startswith(
+        "adjusted 1 request to /generate: top_p=0.9 left out: changes the distribution"
+    )
     assert 'sampling = "as_asked"' in first
-    assert last.startswith("adjusted 7 requests to /generate: top_p=0.9 left out") and "[of 8 since " in last
+    assert (
+        last.startswith("adjusted 7 requests to /generate: top_p=0.9 left out")
+        and "[of 8 since " in last
+    )
 
 
 async def test_requests_under_way_count_as_let_in(caplog: pytest.LogCaptureFixture) -> None:
-    """So that five long prompts among sixty-four do not look like an engine that refuses everything."""
+    """So that five long prompts among sixty-four do not look like an engine that refuses
+    everything."""
     served = app()
     async with client(served) as http:
-        good = [asyncio.create_task(http.post("/generate", json=rollout(seed=300))) for _ in range(6)]
+        good = [
+            asyncio.create_task(http.post("/generate", json=rollout(seed=300))) for _ in range(6)
+        ]
         await asyncio.sleep(0.1)
         await http.post("/generate", json=rollout(top_k=5))
         await asyncio.gather(*good)
@@ -151,7 +177,9 @@ async def test_every_generating_route_and_whoever_refuses(caplog: pytest.LogCapt
         assert words in line
 
 
-async def test_strangers_can_neither_fill_the_log_nor_forge_lines(caplog: pytest.LogCaptureFixture) -> None:
+async def test_strangers_can_neither_fill_the_log_nor_forge_lines(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     served = app()
     async with client(served) as http:
         for number in range(500):
@@ -174,7 +202,9 @@ async def test_another_user_makes_no_line_that_a_diagnosis_would_blame_on_an_env
     served = app()
     transport: Any = httpx.ASGITransport(app=over(served, own=False))
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:9001") as http:
-        assert (await http.post("/v1/chat/completions", json={"say": "no such model"})).status_code == 400
+        assert (
+            await http.post("/v1/chat/completions", json={"say": "no such model"})
+        ).status_code == 400
     assert said(caplog) == []
 
 
@@ -216,7 +246,8 @@ def test_the_words_of_an_answer(body: bytes, reason: str) -> None:
 
 
 async def test_answers_cost_nothing_to_speak_of(caplog: pytest.LogCaptureFixture) -> None:
-    """A rollout takes milliseconds at least; the watching around its answer is a few microseconds of it."""
+    """A rollout takes milliseconds at least; the watching around its answer is a few microseconds
+    of it."""
 
     async def answers(scope: Any, receive: Any, send: Any) -> None:
         await Response(b"x" * 4096)(scope, receive, send)

@@ -1,4 +1,5 @@
-"""`/bridge/load`: what is refused before anything is touched, what a broken load leaves, what waits for a restart."""
+"""`/bridge/load`: what is refused before anything is touched, what a broken load leaves, what waits
+for a restart."""
 
 from __future__ import annotations
 
@@ -28,7 +29,11 @@ from vllm_server.config import ENV_START_WEIGHTS, ServerConfig
 from vllm_server.weights import reload
 from vllm_server.weights.reload import BrokenLoad, RefusedWeights, Reloader, make_router
 
-SHAPES = {"model.embed_tokens.weight": (6, 4), "model.layers.0.mlp.up_proj.weight": (8, 4), "lm_head.weight": (6, 4)}
+SHAPES = {
+    "model.embed_tokens.weight": (6, 4),
+    "model.layers.0.mlp.up_proj.weight": (8, 4),
+    "lm_head.weight": (6, 4),
+}
 
 
 class LoadingEngine(RecordingEngine):
@@ -52,21 +57,31 @@ class LoadingEngine(RecordingEngine):
         if self.breaks is not None:
             raise self.breaks
         ranks = ({"load": 0.1, "device_sync": 0.3}, {"load": 0.2, "device_sync": 0.1})
-        found = [{"tensors": 3.0, "bytes": 320.0, "without_place": self.without_place, **rank} for rank in ranks]
+        found = [
+            {"tensors": 3.0, "bytes": 320.0, "without_place": self.without_place, **rank}
+            for rank in ranks
+        ]
         return [found[0], {"failed": self.failed}] if self.failed else found
 
 
 def arguments(model: Path, **given: Any) -> Namespace:
     facts: dict[str, Any] = {
-        "model": str(model), "load_format": "auto", "enable_lora": False, "data_parallel_size": 1, "revision": None,
+        "model": str(model),
+        "load_format": "auto",
+        "enable_lora": False,
+        "data_parallel_size": 1,
+        "revision": None,
         "download_dir": None,
-    }  # fmt: skip
+    }
     return Namespace(**facts | given)
 
 
 def checkpoint(folder: Path, **shapes: tuple[int, ...] | None) -> Path:
-    """A folder of weights as in `SHAPES`; `shapes` by name (dots as `__`) replaces one, null leaves it out."""
-    wanted: dict[str, Any] = SHAPES | {name.replace("__", "."): shape for name, shape in shapes.items()}
+    """A folder of weights as in `SHAPES`; `shapes` by name (dots as `__`) replaces one, null leaves
+    it out."""
+    wanted: dict[str, Any] = SHAPES | {
+        name.replace("__", "."): shape for name, shape in shapes.items()
+    }
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: torch.ones(shape) for name, shape in wanted.items() if shape is not None}
     save_file(tensors, folder / "model.safetensors")
@@ -79,14 +94,17 @@ class Site:
     def __init__(self, root: Path) -> None:
         self.run = root / "run"
         self.environment = {
-            "LOGDIR": str(self.run / "bridge" / "vllm"), "ATROPOS_RUN_DIR": str(self.run),
+            "LOGDIR": str(self.run / "bridge" / "vllm"),
+            "ATROPOS_RUN_DIR": str(self.run),
             "ATROPOS_WEIGHT_UPDATES": "1",
-        }  # fmt: skip
+        }
         self.model = checkpoint(root / "model")
         self.new = checkpoint(self.run / "weights" / "v3")
         self.start()
 
-    def start(self, engine: LoadingEngine | None = None, *, not_in_place: str | None = None, **flags: Any) -> None:
+    def start(
+        self, engine: LoadingEngine | None = None, *, not_in_place: str | None = None, **flags: Any
+    ) -> None:
         """A new server process, in effect; `not_in_place` is what it found out about its layers."""
         self.engine = engine or LoadingEngine()
         self.config = ServerConfig.from_env(self.environment)
@@ -96,7 +114,9 @@ class Site:
             reload.prepare_start(self.config, args, plain=False)
         self.load_format = args.load_format
         self.gate = GenerationHold(held=True)
-        self.bridge = WeightBridge(self.engine, config=self.config, gate=self.gate, model="m", vllm_version="0")
+        self.bridge = WeightBridge(
+            self.engine, config=self.config, gate=self.gate, model="m", vllm_version="0"
+        )
         self.bridge.not_in_place = not_in_place
         self.reloader = Reloader(self.bridge, args)
 
@@ -132,7 +152,9 @@ def test_a_load_pauses_writes_resets_the_cache_and_resumes_as_the_new_version(si
     told = answer.json()
     assert (told["weight_version"], told["tensors"], told["bytes"]) == (3, 3, 320)
     assert told["phases"].keys() == {"pause", "load", "device_sync", "resume"}
-    assert (told["phases"]["load"], told["phases"]["device_sync"]) == (0.2, 0.3), "the slowest rank counts"
+    assert (told["phases"]["load"], told["phases"]["device_sync"]) == (0.2, 0.3), (
+        "the slowest rank counts"
+    )
     info = site.bridge.info()
     assert (info.weight_version, info.paused, info.dirty, info.held) == (3, False, False, False)
     assert json.loads(site.config.state_path.read_text())["weight_version"] == 3
@@ -148,7 +170,10 @@ def test_completions_in_flight_are_treated_as_asked(site: Site) -> None:
     [
         ({"lm_head__weight": None}, "lm_head.weight is missing"),
         ({"lm_head__weight": (7, 4)}, r"lm_head.weight is \[7, 4\], not \[6, 4\]"),
-        ({"model__layers__1__mlp__up_proj__weight": (8, 4)}, "model.layers.1.mlp.up_proj.weight is not of this model"),
+        (
+            {"model__layers__1__mlp__up_proj__weight": (8, 4)},
+            "model.layers.1.mlp.up_proj.weight is not of this model",
+        ),
     ],
 )
 def test_weights_of_another_model_are_refused_before_anything_is_touched(
@@ -207,8 +232,14 @@ def test_a_tied_head_may_be_there_or_not(site: Site) -> None:
 
 
 @pytest.mark.parametrize("fault", ["breaks", "hangs", "failed"])
-def test_a_load_that_breaks_off_leaves_nobody_served_until_one_succeeds(site: Site, fault: str) -> None:
-    setattr(site.engine, fault, {"breaks": RuntimeError("cannot read"), "hangs": True, "failed": "cannot read"}[fault])
+def test_a_load_that_breaks_off_leaves_nobody_served_until_one_succeeds(
+    site: Site, fault: str
+) -> None:
+    setattr(
+        site.engine,
+        fault,
+        {"breaks": RuntimeError("cannot read"), "hangs": True, "failed": "cannot read"}[fault],
+    )
     with pytest.raises(BrokenLoad, match=r"weights are mixed: (cannot read|no end after 0.05 s)"):
         site.load(lease_s=0.05)
     info = site.bridge.info()
@@ -222,7 +253,9 @@ def test_a_load_that_breaks_off_leaves_nobody_served_until_one_succeeds(site: Si
     assert not site.bridge.info().dirty
 
 
-def test_a_model_without_a_place_for_a_tensor_is_a_final_refusal_and_serves_nobody(site: Site) -> None:
+def test_a_model_without_a_place_for_a_tensor_is_a_final_refusal_and_serves_nobody(
+    site: Site,
+) -> None:
     site.engine.without_place = "vLLM's Fused has no place for 1 of the tensors"
     answer = site.post(path=str(site.new), weight_version=3)
     assert (answer.status_code, answer.json()["error"]) == (409, site.engine.without_place)
@@ -255,7 +288,9 @@ def test_a_start_folder_that_is_gone_is_compared_by_the_model(site: Site) -> Non
 
 
 def test_frequencies_of_old_checkpoints_are_no_weights(site: Site) -> None:
-    old = checkpoint(site.run / "weights" / "old", model__layers__0__self_attn__rotary_emb__inv_freq=(4,))
+    old = checkpoint(
+        site.run / "weights" / "old", model__layers__0__self_attn__rotary_emb__inv_freq=(4,)
+    )
     assert site.post(path=str(old), weight_version=4).status_code == 200
 
 
@@ -283,7 +318,9 @@ def test_weights_noted_for_a_restart_are_what_the_next_server_begins_with(site: 
     assert site.bridge.info().weight_version == 3
     assert not site.gate.held
     site.load(version=4)
-    assert "atropos_load_weights:v3" in site.engine.calls, "a second load of the same folder is a load"
+    assert "atropos_load_weights:v3" in site.engine.calls, (
+        "a second load of the same folder is a load"
+    )
 
 
 def test_a_note_that_leads_nowhere_is_not_followed(site: Site) -> None:
@@ -301,7 +338,11 @@ def test_a_note_that_leads_nowhere_is_not_followed(site: Site) -> None:
 @pytest.mark.parametrize(
     ("proved", "flags", "says"),
     [
-        ("it computes from a copy of layers.1.kv_b_proj", {}, "runs: it computes from a copy of layers.1"),
+        (
+            "it computes from a copy of layers.1.kv_b_proj",
+            {},
+            "runs: it computes from a copy of layers.1",
+        ),
         (None, {"enable_lora": True}, "--enable-lora"),
         (None, {"cpu_offload_gb": 4}, "--cpu-offload-gb"),
         (None, {"data_parallel_size": 2}, "--data-parallel-size"),

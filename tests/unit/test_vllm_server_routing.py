@@ -1,4 +1,5 @@
-"""Which experts completions took: kept from vLLM's outputs in every form, bounded, found by tokens, served."""
+"""Which experts completions took: kept from vLLM's outputs in every form, bounded, found by tokens,
+served."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ def _experts(count: int, largest: int = 8) -> np.ndarray[Any, Any]:
     return np.arange(count * 4).reshape(count, 2, 2) % largest
 
 
-def _found(store: RoutingStore, ids: list[int], start: int = 0, prompt: list[int] = PROMPT) -> list[Any] | None:
+def _found(
+    store: RoutingStore, ids: list[int], start: int = 0, prompt: list[int] = PROMPT
+) -> list[Any] | None:
     found = store.look_up(prompt_digest(prompt), ids, start)
     return None if found is None else found.tolist()
 
@@ -52,14 +55,22 @@ def test_a_completion_is_found_by_its_prompt_and_how_it_begins() -> None:
     store, whole = RoutingStore(), _experts(5)
     store.remember(PROMPT, [1, 2, 3], whole)
     assert _found(store, [1, 2, 3]) == whole.tolist()
-    assert _found(store, [1, 2], start=2) == whole[2:4].tolist(), "its end may be cut off; the last token has none"
-    assert _found(store, [2]) is None and _found(store, [1, 2, 3, 4]) is None and _found(store, [1], prompt=[5]) is None
+    assert _found(store, [1, 2], start=2) == whole[2:4].tolist(), (
+        "its end may be cut off; the last token has none"
+    )
+    assert (
+        _found(store, [2]) is None
+        and _found(store, [1, 2, 3, 4]) is None
+        and _found(store, [1], prompt=[5]) is None
+    )
     store.remember(PROMPT, [1, 2, 9], whole + 1)
     assert _found(store, [1]) == (whole + 1)[:3].tolist(), "of two alike the later one"
 
 
 def test_numbers_take_as_few_bytes_as_they_need() -> None:
-    assert compact(_experts(4)).dtype == np.uint8 and compact(_experts(100, 300)).dtype == np.dtype("<u2")
+    assert compact(_experts(4)).dtype == np.uint8 and compact(_experts(100, 300)).dtype == np.dtype(
+        "<u2"
+    )
     assert (compact(_experts(100, 300)) == _experts(100, 300)).all()
 
 
@@ -68,7 +79,9 @@ def test_the_oldest_prompts_go_first_and_are_counted() -> None:
     store = RoutingStore(most_bytes=3 * each)
     for prompt in range(7):
         store.remember([prompt, 0, 0], [1, 2, 3], _experts(5))
-    assert [_found(store, [1], prompt=[i, 0, 0]) is not None for i in range(7)] == [False] * 4 + [True] * 3
+    assert [_found(store, [1], prompt=[i, 0, 0]) is not None for i in range(7)] == [False] * 4 + [
+        True
+    ] * 3
     assert (store.bytes, store.dropped) == (3 * each, 4)
     store.remember([9, 9, 9], [1, 2, 3], _experts(4 * each))
     assert (store.bytes, store.dropped) == (0, 8), "one that is larger than all is not kept either"
@@ -82,7 +95,9 @@ def _outputs(kind: str) -> list[Any]:
     """Two completions, [1, 2] and [3, 4], as vLLM tells them in its three ways."""
     first, second = {"routed_experts": _experts(4)}, {"routed_experts": _experts(4) + 1}
     told = {
-        "final": [[_completion(0, [1, 2], "stop", **first), _completion(1, [3, 4], "length", **second)]],
+        "final": [
+            [_completion(0, [1, 2], "stop", **first), _completion(1, [3, 4], "length", **second)]
+        ],
         "deltas": [
             [_completion(0, [1], None)],
             [_completion(1, [3], None)],
@@ -95,7 +110,10 @@ def _outputs(kind: str) -> list[Any]:
             [_completion(0, [1, 2], "stop", **first), _completion(1, [3, 4], "stop", **second)],
         ],
     }[kind]
-    return [SimpleNamespace(outputs=each, prompt_token_ids=PROMPT, finished=each is told[-1]) for each in told]
+    return [
+        SimpleNamespace(outputs=each, prompt_token_ids=PROMPT, finished=each is told[-1])
+        for each in told
+    ]
 
 
 @pytest.mark.parametrize("kind", ["final", "deltas", "whole"])
@@ -117,7 +135,10 @@ def test_every_completion_of_a_request_is_kept(kind: str) -> None:
         return len([output async for output in asking("p", params, "id")])
 
     assert asyncio.run(request()) == len(_outputs(kind))
-    assert _found(store, [1, 2]) == _experts(4).tolist() and _found(store, [3, 4]) == (_experts(4) + 1).tolist()
+    assert (
+        _found(store, [1, 2]) == _experts(4).tolist()
+        and _found(store, [3, 4]) == (_experts(4) + 1).tolist()
+    )
     assert store.bytes == 2 * (4 * 4 + 2 * 4 + OVERHEAD), "once each"
 
 
@@ -133,7 +154,8 @@ def test_every_completion_of_a_request_is_kept(kind: str) -> None:
     ],
 )
 def test_the_forms_of_vllm_s_versions(prompt: Any, completion: Any, kept: Any, caplog: Any) -> None:
-    """Prompt and completion together or apart, with the last token or without; what covers less is not kept."""
+    """Prompt and completion together or apart, with the last token or without; what covers less is
+    not kept."""
     store = RoutingStore()
     done = _completion(0, [1, 2], "stop", routed_experts=completion)
     output = SimpleNamespace(outputs=[done], prompt_token_ids=PROMPT, prompt_routed_experts=prompt)
@@ -152,10 +174,14 @@ async def test_where_outputs_bring_none_the_worker_is_asked() -> None:
     store = RoutingStore()
     request = KeptRequest(RoutingKeeper(store, ask), deltas=False)
     for reason in (None, "stop", "stop"):
-        await request.see(SimpleNamespace(outputs=[_completion(0, [1, 2], reason)], prompt_token_ids=PROMPT))
+        await request.see(
+            SimpleNamespace(outputs=[_completion(0, [1, 2], reason)], prompt_token_ids=PROMPT)
+        )
     assert asked == [[5, 6, 7, 1, 2]] and _found(store, [1, 2]) == _experts(4).tolist()
     aborted = KeptRequest(RoutingKeeper(store, ask), deltas=False)
-    await aborted.see(SimpleNamespace(outputs=[_completion(0, [8], "abort")], prompt_token_ids=PROMPT))
+    await aborted.see(
+        SimpleNamespace(outputs=[_completion(0, [8], "abort")], prompt_token_ids=PROMPT)
+    )
     assert len(asked) == 1
 
 
@@ -164,8 +190,12 @@ async def test_where_outputs_bring_none_the_worker_is_asked() -> None:
 
 def _served(store: RoutingStore | None, tmp_path: Path) -> tuple[FastAPI, WeightBridge]:
     config = ServerConfig.from_env({"LOGDIR": str(tmp_path)})
-    engine: Any = SimpleNamespace(vllm_config=SimpleNamespace(cache_config=SimpleNamespace(block_size=32)))
-    bridge = WeightBridge(engine, config=config, gate=GenerationHold(held=False), model="m", vllm_version="0")
+    engine: Any = SimpleNamespace(
+        vllm_config=SimpleNamespace(cache_config=SimpleNamespace(block_size=32))
+    )
+    bridge = WeightBridge(
+        engine, config=config, gate=GenerationHold(held=False), model="m", vllm_version="0"
+    )
     bridge.routing = store
     app = FastAPI()
     app.include_router(bridge_routes.make_router(bridge, Any, app, sleep_mode=False))  # type: ignore[arg-type]
@@ -185,11 +215,15 @@ async def test_the_trainer_reads_what_the_server_kept(largest: int, tmp_path: Pa
     store.remember(PROMPT, list(range(88)), whole)
     app, bridge = _served(store, tmp_path)
     assert bridge.info().records_routing
-    asked = RoutingRequest(prompts=[prompt_digest(PROMPT)] * 2, completions=[list(range(88)), [3]], starts=[2, 0])
+    asked = RoutingRequest(
+        prompts=[prompt_digest(PROMPT)] * 2, completions=[list(range(88)), [3]], starts=[2, 0]
+    )
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://s") as http:
         answer = await http.post("/bridge/routing", json=asked.model_dump())
     client = ServerClient(
-        "http://s", "", transport=httpx.MockTransport(lambda _: httpx.Response(200, content=answer.content))
+        "http://s",
+        "",
+        transport=httpx.MockTransport(lambda _: httpx.Response(200, content=answer.content)),
     )
     first, second = client.routing(asked.prompts, asked.completions, asked.starts)
     assert first is not None and (first == whole[2:]).all() and second is None
@@ -199,11 +233,15 @@ async def test_a_server_that_records_nothing_says_how_it_would(tmp_path: Path) -
     app, bridge = _served(None, tmp_path)
     assert not bridge.info().records_routing
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://s") as http:
-        answer = await http.post("/bridge/routing", json={"prompts": [], "completions": [], "starts": []})
+        answer = await http.post(
+            "/bridge/routing", json={"prompts": [], "completions": [], "starts": []}
+        )
     client = ServerClient(
         "http://s",
         "",
-        transport=httpx.MockTransport(lambda _: httpx.Response(answer.status_code, content=answer.content)),
+        transport=httpx.MockTransport(
+            lambda _: httpx.Response(answer.status_code, content=answer.content)
+        ),
     )
     with pytest.raises(EngineError, match="start it with --enable-return-routed-experts"):
         client.routing([], [], [])
@@ -223,7 +261,9 @@ class Runner:
     """vLLM's, as far as the recorder sees it: two requests in blocks of 4 slots."""
 
     model_config = SimpleNamespace(
-        get_total_num_hidden_layers=lambda: 2, get_num_experts_per_tok=lambda: 2, get_num_experts=lambda: 8
+        get_total_num_hidden_layers=lambda: 2,
+        get_num_experts_per_tok=lambda: 2,
+        get_num_experts=lambda: 8,
     )
 
     def __init__(self, groups: int = 1) -> None:
@@ -239,7 +279,9 @@ class Runner:
         self.executed.append(scheduled)
 
     def begin(self, name: str, prompt: list[int], blocks: list[int]) -> Any:
-        self.requests[name] = SimpleNamespace(prompt_token_ids=prompt, output_token_ids=[], block_ids=(blocks,))
+        self.requests[name] = SimpleNamespace(
+            prompt_token_ids=prompt, output_token_ids=[], block_ids=(blocks,)
+        )
         self.input_batch.req_id_to_index[name] = 0
         return self.requests[name]
 
@@ -248,13 +290,17 @@ class Runner:
 def context(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The forward pass that is under way."""
     here = SimpleNamespace(slot_mapping={})
-    module = "vllm.model_executor.layers.fused_moe.routed_experts_capturer.bind_routed_experts_capturer"
+    module = (
+        "vllm.model_executor.layers.fused_moe.routed_experts_capturer.bind_routed_experts_capturer"
+    )
     monkeypatch.setattr(module, lambda model, capturer: None)
     monkeypatch.setattr("vllm.forward_context.get_forward_context", lambda: here)
     return here
 
 
-def _compute(recorder: SlotRecorder, context: Any, slots: list[int], seed: int) -> np.ndarray[Any, Any]:
+def _compute(
+    recorder: SlotRecorder, context: Any, slots: list[int], seed: int
+) -> np.ndarray[Any, Any]:
     """One pass over tokens in these slots; what their routers chose."""
     chosen = np.random.default_rng(seed).integers(0, 8, (len(slots), 2, 2))
     context.slot_mapping = {"layer": torch.tensor(slots)}
@@ -264,7 +310,8 @@ def _compute(recorder: SlotRecorder, context: Any, slots: list[int], seed: int) 
 
 
 def test_experts_lie_where_keys_and_values_do(context: Any) -> None:
-    """Two passes over a request in blocks 2 and 0, padded rows beside it; a second one shares the first block."""
+    """Two passes over a request in blocks 2 and 0, padded rows beside it; a second one shares the
+    first block."""
     runner = Runner()
     recorder = SlotRecorder(runner)
     recorder.capture(0, torch.zeros(3, 2))  # a pass of nobody's
@@ -281,7 +328,9 @@ def test_experts_lie_where_keys_and_values_do(context: Any) -> None:
     own = _compute(recorder, context, [12], 3)
     other.output_token_ids = [8]
     shared = recorder.look_up([1, 2, 3, 4, 9, 8])
-    assert shared is not None and (shared == np.concatenate([first[:4], own])).all(), "from the prefix cache"
+    assert shared is not None and (shared == np.concatenate([first[:4], own])).all(), (
+        "from the prefix cache"
+    )
     assert recorder.look_up([1, 2, 3, 4, 4]) is None
 
 
@@ -310,7 +359,8 @@ def test_a_model_of_several_caches_is_refused(context: Any) -> None:
 
 def _flags(**given: Any) -> Namespace:
     return Namespace(
-        **{"enable_return_routed_experts": True, "enforce_eager": True, "worker_extension_cls": ""} | given
+        **{"enable_return_routed_experts": True, "enforce_eager": True, "worker_extension_cls": ""}
+        | given
     )
 
 

@@ -1,4 +1,5 @@
-"""What leaks into returned logprobs is left out, taken or refused in rollouts, and left alone elsewhere."""
+"""What leaks into returned logprobs is left out, taken or refused in rollouts, and left alone
+elsewhere."""
 
 from __future__ import annotations
 
@@ -52,13 +53,30 @@ def test_what_to_send_instead_can_be_sent() -> None:
         said = instead(leaks(option))
         if said != f"Leave out {name}":
             neutral = json.loads(said.removeprefix(f"Send {name}="))
-            assert under_policy(parse_body(json.dumps({"prompt": [3], name: neutral}).encode()), "refuse")
-    assert instead(["top_p=0.9", "logit_bias={'5': 1.0}"]) == "Send top_p=1 and leave out logit_bias"
+            assert under_policy(
+                parse_body(json.dumps({"prompt": [3], name: neutral}).encode()), "refuse"
+            )
+    assert (
+        instead(["top_p=0.9", "logit_bias={'5': 1.0}"]) == "Send top_p=1 and leave out logit_bias"
+    )
 
 
 def test_what_atroposlib_sends_and_greedy_evaluation_pass() -> None:
-    rollout = {"prompt": {"prompt_token_ids": [3]}, "logprobs": 0, "n": 8, "max_tokens": 4, "temperature": 1.0}
-    scoring = {"prompt": [3], "prompt_logprobs": 1, "n": 1, "temperature": 0.0, "top_p": 1.0, "max_tokens": 1}
+    rollout = {
+        "prompt": {"prompt_token_ids": [3]},
+        "logprobs": 0,
+        "n": 8,
+        "max_tokens": 4,
+        "temperature": 1.0,
+    }
+    scoring = {
+        "prompt": [3],
+        "prompt_logprobs": 1,
+        "n": 1,
+        "temperature": 0.0,
+        "top_p": 1.0,
+        "max_tokens": 1,
+    }
     for asked in (rollout, scoring, {"prompt": [3], "temperature": 0.0, "top_p": 0.5, "top_k": 1}):
         under_policy(parse_body(json.dumps(asked).encode()), "refuse")
     assert leaks({"temperature": 0.0, "repetition_penalty": 1.2}) == ["repetition_penalty=1.2"]
@@ -72,7 +90,9 @@ def _model(source: str, **asked: Any) -> Any:
     )
 
 
-def test_a_model_s_own_defaults_are_not_applied_and_it_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_s_own_defaults_are_not_applied_and_it_is_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with caplog.at_level(logging.INFO):
         assert served_defaults(_model("vllm", temperature=0.6, top_p=0.8, top_k=20)) == {}
         assert "asks for top_p=0.8, top_k=20: not applied" in caplog.text
@@ -84,7 +104,11 @@ def test_a_model_s_own_defaults_are_not_applied_and_it_is_said(caplog: pytest.Lo
 
 
 async def _asked(
-    path: str, body: bytes, defaults: dict[str, Any] | None = None, policy: str = "refuse", split: str = ""
+    path: str,
+    body: bytes,
+    defaults: dict[str, Any] | None = None,
+    policy: str = "refuse",
+    split: str = "",
 ) -> httpx.Response:
     app = FastAPI()
     app.add_middleware(PlainSampling)
@@ -95,7 +119,10 @@ async def _asked(
     async def route(request: Request) -> dict[str, Any]:
         raw = await request.body()
         seen = json.loads(raw) if raw.endswith(b"}") and b"prompt" in raw else {}
-        return {"bytes": len(raw), "options": {name: value for name, value in seen.items() if name != "prompt"}}
+        return {
+            "bytes": len(raw),
+            "options": {name: value for name, value in seen.items() if name != "prompt"},
+        }
 
     transport: Any = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
@@ -116,12 +143,18 @@ async def _asked(
         ({"logprobs": 1, "response_format": {"type": "json_object"}}, {}, 400),
         ({"logprobs": 1, "response_format": {"type": "text"}}, {}, 200),
         ({"logprobs": True, "tool_choice": "required"}, {}, 400),
-        ({"logprobs": True, "tool_choice": {"type": "function", "function": {"name": "look"}}}, {}, 400),
+        (
+            {"logprobs": True, "tool_choice": {"type": "function", "function": {"name": "look"}}},
+            {},
+            400,
+        ),
         ({"logprobs": True, "tool_choice": "auto"}, {}, 200),
         ({"logprobs": True, "thinking_token_budget": 0}, {}, 400),
     ],
 )
-async def test_vllm_s_own_routes(body: dict[str, Any], defaults: dict[str, Any], status: int) -> None:
+async def test_vllm_s_own_routes(
+    body: dict[str, Any], defaults: dict[str, Any], status: int
+) -> None:
     raw = json.dumps({"prompt": "x" * 70_000, **body}).encode()
     answer = await _asked("/v1/completions", raw, defaults)
     assert answer.status_code == status, answer.text
@@ -144,14 +177,23 @@ async def test_it_leaves_the_rest_alone() -> None:
         ({"top_p": 0.9}, {}, "eval", {"top_p": 0.9}, None),
         ({"top_p": 0.9}, {}, "", {"top_p": 0.9}, None),
         ({}, {"top_p": 0.8}, "train", {"top_p": 1}, "top_p"),
-        ({"repetition_penalty": 1.1, "logit_bias": {"5": 1.0}}, {}, "train",
-         {"repetition_penalty": 1, "logit_bias": None}, "repetition_penalty, logit_bias"),
+        (
+            {"repetition_penalty": 1.1, "logit_bias": {"5": 1.0}},
+            {},
+            "train",
+            {"repetition_penalty": 1, "logit_bias": None},
+            "repetition_penalty, logit_bias",
+        ),
         ({"temperature": 0.0, "top_p": 0.5}, {}, "train", {"temperature": 0.0, "top_p": 0.5}, None),
         ({"tool_choice": "required"}, {}, "train", {"tool_choice": None}, "tool_choice"),
     ],
-)  # fmt: skip
+)
 async def test_rollouts_over_v1_sample_plainly(
-    asked: dict[str, Any], defaults: dict[str, Any], split: str, reaches: dict[str, Any], left_out: str | None
+    asked: dict[str, Any],
+    defaults: dict[str, Any],
+    split: str,
+    reaches: dict[str, Any],
+    left_out: str | None,
 ) -> None:
     """An environment that asks for text alone says by its header what it is for."""
     raw = json.dumps({"prompt": "x", **asked}).encode()
@@ -178,13 +220,19 @@ def test_raw_logprobs_are_those_of_each_request_s_temperature() -> None:
     sampler, logits = Sampler(), torch.randn(2, 5)
     scale_raw_logprobs(sampler)
     wanted = torch.stack([(logits[0] / 0.5).log_softmax(-1), logits[1].log_softmax(-1)])
-    mixed, greedy = SimpleNamespace(temperature=torch.tensor([0.5, 0.0])), SimpleNamespace(temperature=None)
+    mixed, greedy = (
+        SimpleNamespace(temperature=torch.tensor([0.5, 0.0])),
+        SimpleNamespace(temperature=None),
+    )
     torch.testing.assert_close(sampler(logits, sampling_metadata=mixed), wanted)
     torch.testing.assert_close(sampler(logits, greedy), logits.log_softmax(-1))
 
 
 def test_a_thinking_budget_is_taken_away_and_never_replaced() -> None:
     """-1, which does nothing today, has meant no thinking at all in other releases."""
-    assert without(["thinking_token_budget", "top_k"]) == {"thinking_token_budget": None, "top_k": 0}
+    assert without(["thinking_token_budget", "top_k"]) == {
+        "thinking_token_budget": None,
+        "top_k": 0,
+    }
     assert instead(leaks({"thinking_token_budget": 5})) == "Leave out thinking_token_budget"
     assert not leaks({"thinking_token_budget": -1})

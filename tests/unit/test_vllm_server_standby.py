@@ -1,4 +1,5 @@
-"""A server that waits: it imports first, takes nothing before `go`, and its engine process waits with it."""
+"""A server that waits: it imports first, takes nothing before `go`, and its engine process waits
+with it."""
 
 from __future__ import annotations
 
@@ -26,14 +27,25 @@ print(asked and plugin.is_told_to_go(), "json.tool" in sys.modules, os.environ.g
 def test_a_server_that_waits_imports_first_and_goes_when_told(said: str, answer: str) -> None:
     environment = os.environ | {"ATROPOS_WAIT_FOR_GO": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", WAITS], input=said, env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-c", WAITS],
+        input=said,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    assert done.stdout.split() == [answer, "True", "None"], "a process that executes itself again does not wait again"
+    assert done.stdout.split() == [answer, "True", "None"], (
+        "a process that executes itself again does not wait again"
+    )
 
 
 def test_others_do_not_wait_at_all() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", WAITS], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True
+        [sys.executable, "-c", WAITS],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout.split() == ["False", "False", "None"]
 
@@ -76,9 +88,13 @@ def waiting(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[subproce
     script = tmp_path / "server.py"
     script.write_text(SERVER)
     process = subprocess.Popen(
-        [sys.executable, script, *request.param], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-    )  # fmt: skip
+        [sys.executable, script, *request.param],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
     yield process
     process.kill()
     process.wait()
@@ -127,8 +143,11 @@ def test_nobody_needs_it_any_more(waiting: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.parametrize("waiting", [["0", "refused"]], indirect=True)
-def test_a_server_that_fails_while_it_waits_ends_with_its_own_code(waiting: subprocess.Popen[str]) -> None:
-    """Its engine is no daemon here, so the interpreter waits for it, as it does when vLLM has ended its own."""
+def test_a_server_that_fails_while_it_waits_ends_with_its_own_code(
+    waiting: subprocess.Popen[str],
+) -> None:
+    """Its engine is no daemon here, so the interpreter waits for it, as it does when vLLM has ended
+    its own."""
     begun(waiting).kill()
     assert waiting.wait(10) == 3, "Python aborts (-6) over a thread that waits inside `sys.stdin`"
 

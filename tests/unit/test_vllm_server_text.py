@@ -30,10 +30,19 @@ def flat(*positions: dict[int, float]) -> FlatLogprobs:
 
 def test_both_forms_of_logprobs_give_the_same_answer() -> None:
     positions = [{5: -0.5, 7: -0.1}, {1: -math.inf}]
-    usual: list[Any] = [{token: Logprob(value) for token, value in each.items()} for each in positions]
+    usual: list[Any] = [
+        {token: Logprob(value) for token, value in each.items()} for each in positions
+    ]
     expected = [[{"5": -0.5, "7": -0.1}], [{"1": -9999.0}]]
-    assert completion_logprobs([5, 1], usual) == completion_logprobs([5, 1], flat(*positions)) == expected
-    assert [list(each[0]) for each in completion_logprobs([5, 1], flat(*positions))] == [["5", "7"], ["1"]]
+    assert (
+        completion_logprobs([5, 1], usual)
+        == completion_logprobs([5, 1], flat(*positions))
+        == expected
+    )
+    assert [list(each[0]) for each in completion_logprobs([5, 1], flat(*positions))] == [
+        ["5", "7"],
+        ["1"],
+    ]
 
 
 def test_a_sampled_token_among_the_most_likely_is_listed_once() -> None:
@@ -52,13 +61,20 @@ def byte_level() -> PreTrainedTokenizerFast:
     """A byte-level tokenizer without merges, and one special token."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
-    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    core.pre_tokenizer, core.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     core.add_special_tokens([AddedToken("<eos>", special=True)])
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>")
 
 
-def text(tokenizer: Any, prompt: list[int], ids: list[int], finish: str = "length", **params: Any) -> str:
-    given = SimpleNamespace(**{"skip_special_tokens": True, "include_stop_str_in_output": False} | params)
+def text(
+    tokenizer: Any, prompt: list[int], ids: list[int], finish: str = "length", **params: Any
+) -> str:
+    given = SimpleNamespace(
+        **{"skip_special_tokens": True, "include_stop_str_in_output": False} | params
+    )
     return text_of(tokenizer, prompt, SimpleNamespace(token_ids=ids, finish_reason=finish), given)
 
 
@@ -93,15 +109,23 @@ def test_a_first_word_keeps_its_space() -> None:
 
 @pytest.mark.parametrize(
     ("fields", "waits"),
-    [({}, True), ({"stop": "x"}, False), ({"skip_special_tokens": False}, True),
-     ({"skip_special_tokens": False, "spaces_between_special_tokens": False}, False)],
-)  # fmt: skip
+    [
+        ({}, True),
+        ({"stop": "x"}, False),
+        ({"skip_special_tokens": False}, True),
+        ({"skip_special_tokens": False, "spaces_between_special_tokens": False}, False),
+    ],
+)
 async def test_text_waits_unless_it_can_stop_the_completion(
     byte_level: PreTrainedTokenizerFast, fields: dict[str, Any], waits: bool
 ) -> None:
-    engine = SimpleNamespace(model_config=SimpleNamespace(get_vocab_size=lambda: 300), get_tokenizer=lambda: byte_level)
+    engine = SimpleNamespace(
+        model_config=SimpleNamespace(get_vocab_size=lambda: 300), get_tokenizer=lambda: byte_level
+    )
     generator = Generator(engine, history=VersionHistory(), spans=SpanStore(), model_names=["m"])
     body = parse_body(b'{"prompt": [1]}').model_copy(update=fields)
     assert (await generator._text_at_the_end(body) is not None) is waits
     engine.get_tokenizer = lambda: object()
-    assert await generator._text_at_the_end(body) is None, "a tokenizer of another kind is left to vLLM"
+    assert await generator._text_at_the_end(body) is None, (
+        "a tokenizer of another kind is left to vLLM"
+    )

@@ -42,7 +42,9 @@ def test_a_later_server_knows_what_an_earlier_one_generated(tmp_path: Path) -> N
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_full_disk_at_a_rewrite_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_at_a_rewrite_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "versions.txt"
     kept = SpanStore(path, capacity=2)
     for number in range(3):
@@ -83,7 +85,14 @@ def test_history_knows_the_version_at_each_moment() -> None:
     history = VersionHistory()
     history.change(1, 10.0)
     history.change(2, 20.0)
-    assert [history.span(moment, moment)[0] for moment in (0.0, 9.99, 10.0, 19.99, 20.0, 99.0)] == [0, 0, 1, 1, 2, 2]
+    assert [history.span(moment, moment)[0] for moment in (0.0, 9.99, 10.0, 19.99, 20.0, 99.0)] == [
+        0,
+        0,
+        1,
+        1,
+        2,
+        2,
+    ]
     assert history.current == 2
 
 
@@ -112,15 +121,24 @@ def test_history_is_bounded_and_answers_the_oldest_kept_before_its_start() -> No
     assert history.span(0.0, 8.5) == (7, 8)
 
 
-@given(st.lists(st.tuples(st.integers(0, 50), st.floats(0.01, 5)), max_size=30), st.floats(0, 100), st.floats(0, 50))
-def test_span_agrees_with_looking_at_each_change(changes: list[tuple[int, float]], first: float, length: float) -> None:
+@given(
+    st.lists(st.tuples(st.integers(0, 50), st.floats(0.01, 5)), max_size=30),
+    st.floats(0, 100),
+    st.floats(0, 50),
+)
+def test_span_agrees_with_looking_at_each_change(
+    changes: list[tuple[int, float]], first: float, length: float
+) -> None:
     history, now, moments = VersionHistory(), 0.0, []
     for version, gap in changes:
         now += gap
         history.change(version, now)
         moments.append(now)
     last = first + length
-    seen = [history.span(moment, moment)[0] for moment in (first, last, *(m for m in moments if first <= m <= last))]
+    seen = [
+        history.span(moment, moment)[0]
+        for moment in (first, last, *(m for m in moments if first <= m <= last))
+    ]
     assert history.span(first, last) == (min(seen), max(seen))
 
 

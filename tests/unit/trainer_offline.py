@@ -19,11 +19,13 @@ def group_of(seed: int, size: int = 4, **extra: Any) -> dict[str, Any]:
     prompt = [3 + seed % 5, 12, 4, 13]
     made = [rng.integers(3, 14, rng.integers(2, 7)).tolist() for _ in range(size)]
     return {
-        "tokens": [prompt + ids for ids in made], "masks": [[-100] * 4 + ids for ids in made],
+        "tokens": [prompt + ids for ids in made],
+        "masks": [[-100] * 4 + ids for ids in made],
         "scores": [float(sum(i % 2 for i in ids)) + rng.random() for ids in made],
-        "inference_logprobs": [[1.0] * 4 + rng.uniform(-3, -1, len(ids)).tolist() for ids in made], "env_id": 0,
+        "inference_logprobs": [[1.0] * 4 + rng.uniform(-3, -1, len(ids)).tolist() for ids in made],
+        "env_id": 0,
         **extra,
-    }  # fmt: skip
+    }
 
 
 def write_lines(path: Path, lines: list[Any]) -> Path:
@@ -35,8 +37,16 @@ def offline_config(base: Path, tmp_path: Path, **fields: Any) -> TrainingConfig:
     """Four steps of two groups of four, of the model in `base`, in float32 on the CPU."""
     return TrainingConfig.model_validate(
         {
-            "model_name": str(base), "dtype": "float32", "device": "cpu", "optimizer": "adamw", "lr": 1e-3,
-            "training_steps": STEPS, "batch_size": 4, "gradient_accumulation_steps": 2, "checkpoint_interval": 0,
-            "save_path": str(tmp_path / "offline"), **fields,
+            "model_name": str(base),
+            "dtype": "float32",
+            "device": "cpu",
+            "optimizer": "adamw",
+            "lr": 1e-3,
+            "training_steps": STEPS,
+            "batch_size": 4,
+            "gradient_accumulation_steps": 2,
+            "checkpoint_interval": 0,
+            "save_path": str(tmp_path / "offline"),
+            **fields,
         }
-    )  # fmt: skip
+    )

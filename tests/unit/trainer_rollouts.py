@@ -1,4 +1,5 @@
-"""Made-up rollouts, and their logprobs by plain transformers: one sequence at a time, full logits."""
+"""Made-up rollouts, and their logprobs by plain transformers: one sequence at a time, full
+logits."""
 
 from __future__ import annotations
 
@@ -10,8 +11,11 @@ from trainer_core.rollouts.batch import Rollout
 from trainer_core.world import World
 
 
-def rollouts_of(count: int = 12, *, seed: int = 0, longest: int = 20, spread: float = 3.0) -> list[Rollout]:
-    """Rollouts of 3 to `longest` tokens below 14, with logprobs down to -`spread` and one advantage each."""
+def rollouts_of(
+    count: int = 12, *, seed: int = 0, longest: int = 20, spread: float = 3.0
+) -> list[Rollout]:
+    """Rollouts of 3 to `longest` tokens below 14, with logprobs down to -`spread` and one advantage
+    each."""
     rng = np.random.default_rng(seed)
     made = []
     for i in range(count):
@@ -19,10 +23,16 @@ def rollouts_of(count: int = 12, *, seed: int = 0, longest: int = 20, spread: fl
         trained = np.arange(length) >= rng.integers(1, length)
         made.append(
             Rollout(
-                rng.integers(0, 14, length), trained, rng.uniform(-spread, 0, length).astype(np.float32),
-                np.full(length, rng.normal(), dtype=np.float32), 1.0 if i % 2 else 0.7, 0.0, "", (),
+                rng.integers(0, 14, length),
+                trained,
+                rng.uniform(-spread, 0, length).astype(np.float32),
+                np.full(length, rng.normal(), dtype=np.float32),
+                1.0 if i % 2 else 0.7,
+                0.0,
+                "",
+                (),
             )
-        )  # fmt: skip
+        )
     return made
 
 

@@ -1,5 +1,6 @@
-"""Stand-ins for the trainer's neighbours: an inference server whose weights lie fused in a shared file and that really
-decodes from them, atroposlib's own run-api in a thread, and an environment that plays rollouts into it."""
+"""Stand-ins for the trainer's neighbours: an inference server whose weights lie fused in a shared
+file and that really decodes from them, atroposlib's own run-api in a thread, and an environment
+that plays rollouts into it."""
 
 from __future__ import annotations
 
@@ -15,7 +16,14 @@ import psutil
 import torch
 
 from atropos_common.bridge import completion_digest
-from atropos_common.manifest import CudaIpc, Manifest, Shard, TensorEntry, TensorView, write_manifest
+from atropos_common.manifest import (
+    CudaIpc,
+    Manifest,
+    Shard,
+    TensorEntry,
+    TensorView,
+    write_manifest,
+)
 from tests.unit.json_server import JsonServer
 from trainer_core.config import TrainingConfig
 
@@ -25,11 +33,14 @@ TOKEN = "unit-test-token"
 
 
 def fused_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The model's parameters as vLLM keeps them: q,k,v and gate,up in one, the vocabulary padded."""
+    """The model's parameters as vLLM keeps them: q,k,v and gate,up in one, the vocabulary
+    padded."""
     params = {name: p.detach() for name, p in model.named_parameters()}
     found: dict[str, torch.Tensor] = {}
     for name, value in params.items():
-        fused = next((f for f, parts in FUSED.items() for part in parts if f".{part}." in name), None)
+        fused = next(
+            (f for f, parts in FUSED.items() for part in parts if f".{part}." in name), None
+        )
         if fused is None:
             if name in ("model.embed_tokens.weight", "lm_head.weight"):
                 value = torch.nn.functional.pad(value, (0, 0, 0, -len(value) % VOCAB_PADDING))
@@ -42,12 +53,20 @@ def fused_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def cuda_handle(tensor: torch.Tensor) -> CudaIpc:
     """The tensor's storage as a CUDA IPC handle in plain fields."""
-    device, handle, size, offset, counter, counter_offset, event, sync = tensor.untyped_storage()._share_cuda_()
+    device, handle, size, offset, counter, counter_offset, event, sync = (
+        tensor.untyped_storage()._share_cuda_()
+    )
     text = [base64.b64encode(raw).decode() for raw in (handle, counter, event)]
     return CudaIpc(
-        device=device, handle=text[0], storage_bytes=size, storage_offset_bytes=offset, ref_counter_handle=text[1],
-        ref_counter_offset=counter_offset, event_handle=text[2], event_sync_required=sync,
-    )  # fmt: skip
+        device=device,
+        handle=text[0],
+        storage_bytes=size,
+        storage_offset_bytes=offset,
+        ref_counter_handle=text[1],
+        ref_counter_offset=counter_offset,
+        event_handle=text[2],
+        event_sync_required=sync,
+    )
 
 
 def slice_of(tensors: dict[str, torch.Tensor], name: str, param: torch.Tensor) -> torch.Tensor:
@@ -123,41 +142,70 @@ class Engine:
     def _write_manifest(self, path: Path) -> None:
         entries = {
             name: TensorEntry(
-                shape=list(t.shape), stride=list(t.stride()), dtype=str(t.dtype)[6:], offset=t.storage_offset(),
+                shape=list(t.shape),
+                stride=list(t.stride()),
+                dtype=str(t.dtype)[6:],
+                offset=t.storage_offset(),
                 ipc_handle=cuda_handle(t) if t.is_cuda else None,
             )
             for name, t in self.tensors.items()
-        }  # fmt: skip
+        }
         views = {name: self._where(name, param) for name, param in self.model.named_parameters()}
         if self.device.type == "cuda":
             shard = Shard(kind="cuda_ipc", param_mappings=entries, views=views)
         else:
-            shard = Shard(kind="shm", shm_path=str(path), shm_bytes=self.size, param_mappings=entries, views=views)
+            shard = Shard(
+                kind="shm",
+                shm_path=str(path),
+                shm_bytes=self.size,
+                param_mappings=entries,
+                views=views,
+            )
         self.manifest = Manifest(
-            model="m", architecture="Qwen3ForCausalLM", config=self.model.config.to_dict(), instance_id="i-1",
-            server_pid=os.getpid(), server_create_time=psutil.Process().create_time(), base_url=self.url,
-            vllm_version="0", ranks={0: shard},
-        )  # fmt: skip
+            model="m",
+            architecture="Qwen3ForCausalLM",
+            config=self.model.config.to_dict(),
+            instance_id="i-1",
+            server_pid=os.getpid(),
+            server_create_time=psutil.Process().create_time(),
+            base_url=self.url,
+            vllm_version="0",
+            ranks={0: shard},
+        )
         write_manifest(self.manifest, self.manifest_path)
 
     def _where(self, name: str, param: torch.Tensor) -> TensorView:
         part = slice_of(self.tensors, name, param)
-        whole = next(each for each, tensor in self.tensors.items() if tensor.data_ptr() <= part.data_ptr()
-                     < tensor.data_ptr() + tensor.nbytes)  # fmt: skip
+        whole = next(
+            each
+            for each, tensor in self.tensors.items()
+            if tensor.data_ptr() <= part.data_ptr() < tensor.data_ptr() + tensor.nbytes
+        )
         return TensorView(
-            parameter=whole, offset=part.storage_offset() - self.tensors[whole].storage_offset(),
-            shape=list(part.shape), stride=list(part.stride()),
-        )  # fmt: skip
+            parameter=whole,
+            offset=part.storage_offset() - self.tensors[whole].storage_offset(),
+            shape=list(part.shape),
+            stride=list(part.stride()),
+        )
 
     def info(self) -> dict[str, Any]:
         return {
-            "instance_id": "i-1", "model": "m", "vllm_version": "0", "weight_version": self.version, "held": self.held,
-            "paused": self.paused, "dirty": self.dirty, "shared_weights": True,
-        }  # fmt: skip
+            "instance_id": "i-1",
+            "model": "m",
+            "vllm_version": "0",
+            "weight_version": self.version,
+            "held": self.held,
+            "paused": self.paused,
+            "dirty": self.dirty,
+            "shared_weights": True,
+        }
 
     @torch.no_grad()
-    def sample(self, prompt: list[int], count: int, size: int) -> list[tuple[list[int], list[float]]]:
-        """`size` completions from the weights in the file, at temperature 1; their digests are remembered."""
+    def sample(
+        self, prompt: list[int], count: int, size: int
+    ) -> list[tuple[list[int], list[float]]]:
+        """`size` completions from the weights in the file, at temperature 1; their digests are
+        remembered."""
         with self.lock:
             version = self.version or 0
             if not self.stale:
@@ -170,8 +218,12 @@ class Engine:
                 choice = torch.multinomial(last.exp(), 1)
                 tokens = torch.cat([tokens, choice], dim=1)
                 logprobs.append(last.gather(1, choice))
-        found = list(zip(tokens[:, len(prompt) :].tolist(), torch.cat(logprobs, dim=1).tolist(), strict=True))
-        self.digests |= {completion_digest(ids, values): (version, version) for ids, values in found}
+        found = list(
+            zip(tokens[:, len(prompt) :].tolist(), torch.cat(logprobs, dim=1).tolist(), strict=True)
+        )
+        self.digests |= {
+            completion_digest(ids, values): (version, version) for ids, values in found
+        }
         return found
 
     def answer(self, path: str, body: dict[str, Any]) -> Any:
@@ -184,7 +236,9 @@ class Engine:
         elif path == "/bridge/versions":
             return {"versions": [self.digests.get(d) for d in body["digests"]]}
         elif path == "/generate":
-            ((ids, logprobs),) = self.sample(body["prompt"]["prompt_token_ids"], body["max_tokens"], 1)
+            ((ids, logprobs),) = self.sample(
+                body["prompt"]["prompt_token_ids"], body["max_tokens"], 1
+            )
             return {
                 "logprobs": [[[{str(i): p}] for i, p in zip(ids, logprobs, strict=True)]],
                 "finish_reasons": ["length"],
@@ -237,17 +291,24 @@ def group(engine: Engine, prompt: list[int], size: int, count: int) -> dict[str,
 
 
 class EnvThread:
-    """Keeps run-api's queue at one batch, sampling from the engine while it is neither held nor paused."""
+    """Keeps run-api's queue at one batch, sampling from the engine while it is neither held nor
+    paused."""
 
     def __init__(self, url: str, engine: Engine, *, groups: int, size: int) -> None:
         self.stop = threading.Event()
-        self.thread = threading.Thread(target=self._run, args=(url, engine, groups, size), daemon=True)
+        self.thread = threading.Thread(
+            target=self._run, args=(url, engine, groups, size), daemon=True
+        )
         self.thread.start()
 
     def _run(self, url: str, engine: Engine, groups: int, size: int) -> None:
         with httpx.Client(base_url=url) as http:
             while not self.stop.wait(0.005):
-                if engine.held or engine.paused or http.get("/status").json()["queue_size"] >= groups:
+                if (
+                    engine.held
+                    or engine.paused
+                    or http.get("/status").json()["queue_size"] >= groups
+                ):
                     continue
                 for i in range(groups):
                     http.post("/scored_data", json=group(engine, [3 + i % 5, 12, 4, 13], size, 3))
@@ -271,12 +332,24 @@ def run_config(
     """A run of four steps against `engine`; `fields` go on top."""
     return TrainingConfig.model_validate(
         {
-            "model_name": str(base), "weight_bridge_mode": "shared_vllm", "dtype": "float32", "device": "cpu",
-            "optimizer": "adamw", "lr": 1e-3, "training_steps": 4, "batch_size": 4, "gradient_accumulation_steps": 4,
-            "checkpoint_interval": 0, "vllm_config_path": str(engine.manifest_path), "atropos_url": url,
-            "save_path": str(tmp_path / "out"), "engine_timeout": 0.3, "api_timeout": 0.3, **fields,
+            "model_name": str(base),
+            "weight_bridge_mode": "shared_vllm",
+            "dtype": "float32",
+            "device": "cpu",
+            "optimizer": "adamw",
+            "lr": 1e-3,
+            "training_steps": 4,
+            "batch_size": 4,
+            "gradient_accumulation_steps": 4,
+            "checkpoint_interval": 0,
+            "vllm_config_path": str(engine.manifest_path),
+            "atropos_url": url,
+            "save_path": str(tmp_path / "out"),
+            "engine_timeout": 0.3,
+            "api_timeout": 0.3,
+            **fields,
         }
-    )  # fmt: skip
+    )
 
 
 class Recorded:

@@ -1,4 +1,5 @@
-"""Inference servers for tests of the broadcast: real HTTP, real gloo groups, a dictionary of tensors for a model."""
+"""Inference servers for tests of the broadcast: real HTTP, real gloo groups, a dictionary of
+tensors for a model."""
 
 from __future__ import annotations
 
@@ -15,14 +16,22 @@ from vllm_server.weights import collectives
 from vllm_server.weights.copy_recorder import Copies, CopyRecorder, named_views
 
 Fault = Literal[
-    "dies at join", "never comes", "never connects", "dies at update", "never receives", "refuses", "breaks",
-    "a worker dies at join", "a worker dies at update", "a worker hangs at update",
-]  # fmt: skip
+    "dies at join",
+    "never comes",
+    "never connects",
+    "dies at update",
+    "never receives",
+    "refuses",
+    "breaks",
+    "a worker dies at join",
+    "a worker dies at update",
+    "a worker hangs at update",
+]
 
 
 class Worker:
-    """One rank of a server. With a model of vLLM's kind it takes what comes as `BroadcastEngine` does: by the model's
-    own loader first, then by the copies that were noted there."""
+    """One rank of a server. With a model of vLLM's kind it takes what comes as `BroadcastEngine`
+    does: by the model's own loader first, then by the copies that were noted there."""
 
     def __init__(self, model: Any = None) -> None:
         self.model = model
@@ -36,14 +45,20 @@ class Worker:
     def join(self, init: TransferInit, rank: int) -> None:
         self.leave()
         self.parts, self._copies = chunks(init.tensors, init.chunk_bytes), []
-        self._buffers = [torch.empty(max(p.nbytes for p in self.parts), dtype=torch.uint8) for _ in range(SLOTS)]
+        self._buffers = [
+            torch.empty(max(p.nbytes for p in self.parts), dtype=torch.uint8) for _ in range(SLOTS)
+        ]
         self.link = collectives.join(init, rank, torch.device("cpu"))
 
     def receive(self) -> None:
         if self.link is None:
             raise collectives.LinkError("in no group")
         try:
-            link, recorder, known = self.link, CopyRecorder(self.model or torch.nn.Module()), len(self._copies)
+            link, recorder, known = (
+                self.link,
+                CopyRecorder(self.model or torch.nn.Module()),
+                len(self._copies),
+            )
             for index, part in enumerate(self.parts):
                 buffer = self._buffers[index % SLOTS][: part.nbytes]
                 link.receive(part, buffer, index % SLOTS)
@@ -56,7 +71,9 @@ class Worker:
                     self._copies.append(recorder.take())
             link.finish()
             if self.model is not None:
-                self.kept.append([parameter.detach().clone() for parameter in self.model.parameters()])
+                self.kept.append(
+                    [parameter.detach().clone() for parameter in self.model.parameters()]
+                )
         except collectives.LinkError:
             self.leave()
             raise
@@ -71,7 +88,12 @@ class Receiver:
     """A server with `workers` ranks that takes broadcasts, or fails in the way of `fault`."""
 
     def __init__(
-        self, workers: int = 1, *, receives: str | None = "gloo", instance: str = "a", models: Sequence[Any] = ()
+        self,
+        workers: int = 1,
+        *,
+        receives: str | None = "gloo",
+        instance: str = "a",
+        models: Sequence[Any] = (),
     ) -> None:
         self.workers = [Worker(model) for model in models] or [Worker() for _ in range(workers)]
         self.receives, self.instance = receives, instance
@@ -107,9 +129,13 @@ class Receiver:
 
     def info(self) -> dict[str, Any]:
         return {
-            "instance_id": self.instance, "model": "m", "vllm_version": "0", "weight_version": self.version,
-            "workers": len(self.workers), "receives": self.receives,
-        }  # fmt: skip
+            "instance_id": self.instance,
+            "model": "m",
+            "vllm_version": "0",
+            "weight_version": self.version,
+            "workers": len(self.workers),
+            "receives": self.receives,
+        }
 
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         if path == "/bridge/transfer/init":
@@ -129,13 +155,20 @@ class Receiver:
         elif self.fault in ("never comes", "never connects"):
             if self.fault == "never connects":
                 for rank in range(init.first_rank, init.first_rank + len(self.workers)):
-                    threading.Thread(target=collectives.Lifeline, args=(init, rank), daemon=True).start()
+                    threading.Thread(
+                        target=collectives.Lifeline, args=(init, rank), daemon=True
+                    ).start()
             threading.Event().wait(3)
         elif self.fault == "a worker dies at join":
             self._all([(self.workers[0].join, (init, init.first_rank))])
             self.die()  # so does vLLM's engine without one of its workers
         else:
-            return self._all([(worker.join, (init, init.first_rank + i)) for i, worker in enumerate(self.workers)])
+            return self._all(
+                [
+                    (worker.join, (init, init.first_rank + i))
+                    for i, worker in enumerate(self.workers)
+                ]
+            )
         return 503, {}
 
     def _update(self, version: int) -> tuple[int, Any]:
@@ -160,7 +193,10 @@ class Receiver:
             status, answer = self._all([(worker.receive, ()) for worker in self.workers])
             if status == 200:
                 self.version = version
-                answer = {"weight_version": version, "phases": {"pause": 0.0, "receive": 0.001, "resume": 0.0}}
+                answer = {
+                    "weight_version": version,
+                    "phases": {"pause": 0.0, "receive": 0.001, "resume": 0.0},
+                }
             return status, answer
         return 503, {}
 
@@ -174,7 +210,8 @@ class Receiver:
             except collectives.LinkError as error:
                 errors.append(str(error))
             except (AttributeError, IndexError):
-                pass  # it has left its group in the middle of a call: killed, or asked to join another
+                # it has left its group in the middle of a call: killed, or asked to join another
+                pass
 
         threads = [threading.Thread(target=run, args=each, daemon=True) for each in work]
         for thread in threads:

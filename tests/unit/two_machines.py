@@ -1,6 +1,8 @@
-"""Two machines on this one: namespaces of the network with a cable between them, without being root.
+"""Two machines on this one: namespaces of the network with a cable between them, without being
+root.
 
-python -m tests.unit.two_machines PROGRAM...     # runs PROGRAM on 10.77.0.1; what it runs by `elsewhere` is 10.77.0.2
+python -m tests.unit.two_machines PROGRAM...     # runs PROGRAM on 10.77.0.1; what it runs by
+`elsewhere` is 10.77.0.2
 """
 
 from __future__ import annotations
@@ -41,7 +43,19 @@ def main(program: list[str]) -> int:
     os.environ[ENV_OTHER] = str(other.pid)
     for words in (
         ["ip", "link", "set", "lo", "up"],
-        ["ip", "link", "add", "here", "type", "veth", "peer", "name", "there", "netns", str(other.pid)],
+        [
+            "ip",
+            "link",
+            "add",
+            "here",
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "there",
+            "netns",
+            str(other.pid),
+        ],
         ["ip", "addr", "add", f"{OWN}/24", "dev", "here"],
         ["ip", "link", "set", "here", "up"],
         elsewhere("ip", "addr", "add", f"{OTHER}/24", "dev", "there"),

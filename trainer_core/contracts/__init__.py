@@ -15,5 +15,7 @@ NEED_TORCH = ("group",)
 
 for _module in pkgutil.iter_modules(atropos_common.__path__):
     if _module.name not in NEED_TORCH:
-        sys.modules[f"{__name__}.{_module.name}"] = importlib.import_module(f"atropos_common.{_module.name}")
+        sys.modules[f"{__name__}.{_module.name}"] = importlib.import_module(
+            f"atropos_common.{_module.name}"
+        )
 sys.modules[f"{__name__}.hosts"] = sys.modules[f"{__name__}.http"]

@@ -45,7 +45,9 @@ class Thresholds:
         step."""
         if not self.follows:
             return self
-        return replace(self, ok=min(max(self.ok, FIRST_PROBE * first), self.mismatch), follows=False)
+        return replace(
+            self, ok=min(max(self.ok, FIRST_PROBE * first), self.mismatch), follows=False
+        )
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,9 @@ def diff_sums(train: Sequence[float], inference: Sequence[float]) -> DiffSums:
     """Sums over T tokens of two lists of logprobs."""
     diffs = [a - b for a, b in zip(train, inference, strict=True)]
     largest = reduce(_max, map(abs, diffs), 0.0)
-    return DiffSums(len(diffs), sum(diffs), sum(map(abs, diffs)), largest, sum(train), sum(inference))
+    return DiffSums(
+        len(diffs), sum(diffs), sum(map(abs, diffs)), largest, sum(train), sum(inference)
+    )
 
 
 def thresholds(dtype: str, ok: float | None = None, mismatch: float | None = None) -> Thresholds:
@@ -121,7 +125,10 @@ def thresholds(dtype: str, ok: float | None = None, mismatch: float | None = Non
     bounds = Thresholds(0.1, 0.5) if half else Thresholds(1e-3, 0.05)
     least = bounds.ok if ok is None else ok
     return Thresholds(
-        least, max(least, bounds.mismatch if mismatch is None else mismatch), half, follows=half and ok is None
+        least,
+        max(least, bounds.mismatch if mismatch is None else mismatch),
+        half,
+        follows=half and ok is None,
     )
 
 
@@ -136,7 +143,12 @@ class AlignmentGate:
         """Rollouts of the last step that was ok, and their oldest version; used without a probe."""
 
     def judge(
-        self, rollouts: DiffSums, probe: ProbeDiffs | None, *, lag_max: float | None = None, version: int = 0
+        self,
+        rollouts: DiffSums,
+        probe: ProbeDiffs | None,
+        *,
+        lag_max: float | None = None,
+        version: int = 0,
     ) -> Alignment:
         """Return the verdict on one step; the caller may add a better cause (`explained`).
 
@@ -154,7 +166,9 @@ class AlignmentGate:
             if alignment.verdict == "ok":
                 # A later disagreement is compared with this state: which side has moved since?
                 self._agreed = probe.anchor or probe.both
-                self.bounds = self.bounds.after(max(probe.fresh.abs_mean or 0.0, probe.cached.abs_mean or 0.0))
+                self.bounds = self.bounds.after(
+                    max(probe.fresh.abs_mean or 0.0, probe.cached.abs_mean or 0.0)
+                )
         outlier = alignment.cause.startswith(OUTLIER)
         if alignment.verdict == "ok" or outlier:
             more = self._judge_rollouts(rollouts, probe, lag_max, oldest)
@@ -169,7 +183,9 @@ class AlignmentGate:
         if worst == "ok":
             return Alignment("ok")
         if not math.isfinite(probe.both.abs_diff):
-            return Alignment("mismatch", f"{BROKEN_WEIGHTS}: a logprob is not a finite number on one side")
+            return Alignment(
+                "mismatch", f"{BROKEN_WEIGHTS}: a logprob is not a finite number on one side"
+            )
         if worst == "drift" and (lone := _outlier(probe, self.bounds)):
             return Alignment(worst, f"{OUTLIER}: {lone}")
         # Only the cached side differs, so the prefix cache has keys and values of old weights.
@@ -183,13 +199,19 @@ class AlignmentGate:
         return Alignment(worst, f"{OTHER_WEIGHTS}: trainer and server differ from the start")
 
     def _judge_rollouts(
-        self, rollouts: DiffSums, probe: ProbeDiffs | None, lag_max: float | None, oldest: float | None
+        self,
+        rollouts: DiffSums,
+        probe: ProbeDiffs | None,
+        lag_max: float | None,
+        oldest: float | None,
     ) -> Alignment:
         mean = rollouts.abs_mean
         if mean is None:
             return Alignment("ok", "no rollout token has a logprob")
         if not math.isfinite(mean):
-            return Alignment("mismatch", f"{BROKEN_WEIGHTS}: a logprob of the batch is not a finite number")
+            return Alignment(
+                "mismatch", f"{BROKEN_WEIGHTS}: a logprob of the batch is not a finite number"
+            )
         if lag_max == 0:  # the same weights on both sides, as in the probe
             verdict = _grade(rollouts, self.bounds)
             if verdict != "ok" and mean >= ROLLOUT_MISMATCH:
@@ -200,7 +222,9 @@ class AlignmentGate:
             return Alignment("ok")
         if probe is None and (how := self._stale(rollouts, oldest)):
             return Alignment("mismatch", f"{STALE_WEIGHTS}: {how}")
-        if lag_max is not None and lag_max <= 1 and mean >= ROLLOUT_MISMATCH:  # more than one update can explain
+        if (
+            lag_max is not None and lag_max <= 1 and mean >= ROLLOUT_MISMATCH
+        ):  # more than one update can explain
             return Alignment("mismatch", _FRESH)
         lag = "unknown" if lag_max is None else f"up to {lag_max:g}"
         far: Verdict = "mismatch" if probe is None and mean >= ROLLOUT_MISMATCH else "drift"
@@ -215,7 +239,11 @@ class AlignmentGate:
         if oldest is not None and version is not None and oldest <= version:
             return None  # no newer version has arrived, so equal answers are only lag
         train, inference = _moved(then, rollouts)
-        return _how_stale(then, rollouts) if train >= ROLLOUT_DRIFT and inference <= STILL * train else None
+        return (
+            _how_stale(then, rollouts)
+            if train >= ROLLOUT_DRIFT and inference <= STILL * train
+            else None
+        )
 
 
 def _outlier(probe: ProbeDiffs, bounds: Thresholds) -> str | None:
@@ -229,7 +257,10 @@ def _outlier(probe: ProbeDiffs, bounds: Thresholds) -> str | None:
         others = (sums.abs_diff - sums.abs_max) / max(sums.tokens - 1, 1)
         if not bounds.half or sums.tokens < 2 or others > OUTLIER_OTHERS * bounds.ok:
             return None
-        lone = f"one of {sums.tokens} tokens differs by {sums.abs_max:.2g} nats, the others by {others:.2g} on average"
+        lone = (
+            f"one of {sums.tokens} tokens differs by {sums.abs_max:.2g} nats, the others by "
+            f"{others:.2g} on average"
+        )
     return lone
 
 
@@ -239,7 +270,10 @@ def _fresh_cause(mean: float, probe: ProbeDiffs | None) -> str:
     seen = probe.fresh.abs_mean if probe is not None else None
     if seen is None or seen <= ALIKE * mean:
         return _FRESH
-    return f"{OTHER_WEIGHTS}: fresh rollouts differ by {mean:.2g}, and so does the probe, by {seen:.2g}"
+    return (
+        f"{OTHER_WEIGHTS}: fresh rollouts differ by {mean:.2g}, and so does the probe, by "
+        f"{seen:.2g}"
+    )
 
 
 def _moved(then: DiffSums, now: DiffSums) -> tuple[float, float]:
@@ -258,7 +292,8 @@ def _alike(then: DiffSums, now: DiffSums) -> str | None:
         return None
     train, inference = _moved(then, now)
     return (
-        f"both sides moved alike (means by {train:.2g} here, {inference:.2g} there), tokens differ on average by "
+        f"both sides moved alike (means by {train:.2g} here, {inference:.2g} there), tokens "
+        f"differ on average by "
         f"{now.abs_mean or 0.0:.2g} nats, {noise:.2g} before"
     )
 
@@ -268,7 +303,8 @@ def _how_stale(then: DiffSums, now: DiffSums) -> str:
     if inference <= STILL * train:
         return f"the server's mean stands still while the trainer's has moved by {train:.2g}"
     return (
-        f"the server follows only in part (means moved by {inference:.2g} there, {train:.2g} here): a tensor is not "
+        f"the server follows only in part (means moved by {inference:.2g} there, {train:.2g} "
+        f"here): a tensor is not "
         "shared, or a compiled graph uses a copy"
     )
 
@@ -281,7 +317,8 @@ OUTLIER_OTHERS = 0.4
 """Share of the bound below which the other tokens' mean shows a single rounded token; above it, all
 drift."""
 _FRESH = (
-    f"{SAMPLING}: fresh rollouts differ: top-p, top-k, min-p or penalties, a temperature missing in "
+    f"{SAMPLING}: fresh rollouts differ: top-p, top-k, min-p or penalties, a temperature "
+    f"missing in "
     "generation_params, or raw logprobs"
 )
 FIRST_PROBE = 2.0

@@ -35,7 +35,7 @@ from trainer_core.objective.loss import Formula, LossSums, Sequences, from_funct
 
 def own_loss(
     config: TrainingConfig, function: Formula | None, device: torch.device
-) -> Callable[..., LossSums] | None:  # fmt: skip
+) -> Callable[..., LossSums] | None:
     """The function `config.loss` or `function`, as an objective; None if neither is set.
 
     Raises:
@@ -44,7 +44,11 @@ def own_loss(
     """
     if function is None and config.loss is None:
         return None
-    name = f"--loss {config.loss}" if function is None else f"loss_fn {getattr(function, '__name__', function)}"
+    name = (
+        f"--loss {config.loss}"
+        if function is None
+        else f"loss_fn {getattr(function, '__name__', function)}"
+    )
     found = find_function(config.loss or "") if function is None else function
     try:
         inspect.signature(found).bind("logprobs", "rollout_logprobs", "advantages", "sequences")
@@ -56,7 +60,10 @@ def own_loss(
     lost = [flag(term) for term in alone if getattr(config, term)]
     lost += ["--ratio-base proximal"] if sums and config.ratio_base == "proximal" else []
     if lost:
-        raise LossError(f"{name} returns LossSums, which excludes {', '.join(lost)}. fix: return losses by token")
+        raise LossError(
+            f"{name} returns LossSums, which excludes {', '.join(lost)}. fix: return losses "
+            f"by token"
+        )
     return from_function(found, name)
 
 
@@ -72,7 +79,9 @@ def find_function(name: str) -> Formula:
     try:
         imported = import_module(module)
     except Exception as error:  # a foreign module may raise anything
-        raise LossError(f"--loss {name}: cannot import {module} ({type(error).__name__}: {error})") from error
+        raise LossError(
+            f"--loss {name}: cannot import {module} ({type(error).__name__}: {error})"
+        ) from error
     if not hasattr(imported, attribute):
         raise LossError(f"--loss {name}: the module {module} has no {attribute}")
     found: Formula = getattr(imported, attribute)
@@ -101,7 +110,7 @@ def _try(function: Formula, name: str, device: torch.device) -> bool:
 
     total = from_function(noted, f"{name}, tried on six tokens,")(
         logprobs, rollout, advantages, sequences=sequences
-    ).loss  # fmt: skip
+    ).loss
     # A wrong result is reported below instead of as torch's own exception.
     if total.requires_grad and not total.ndim:
         total.backward()

@@ -122,9 +122,15 @@ class _Terms(NamedTuple):
 
 
 def grpo_loss(
-    logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, advantages: torch.Tensor, *, clip_eps: float = 0.2,
-    clip_eps_high: float | None = None, per_sequence: bool = False, **common: Unpack[Common],
-) -> LossSums:  # fmt: skip
+    logprobs: torch.Tensor,
+    rollout_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    *,
+    clip_eps: float = 0.2,
+    clip_eps_high: float | None = None,
+    per_sequence: bool = False,
+    **common: Unpack[Common],
+) -> LossSums:
     """Sum over tokens of -min(r A, clip(r, 1 - low, 1 + high) A) + kl_coef k3.
 
     The pessimistic bound of PPO (Schulman et al. 2017, eq. 7) with group-relative advantages
@@ -155,9 +161,15 @@ def grpo_loss(
 
 
 def gspo_loss(
-    logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, advantages: torch.Tensor, *, clip_eps: float = 3e-4,
-    clip_eps_high: float | None = 4e-4, per_sequence: bool = True, **common: Unpack[Common],
-) -> LossSums:  # fmt: skip
+    logprobs: torch.Tensor,
+    rollout_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    *,
+    clip_eps: float = 3e-4,
+    clip_eps_high: float | None = 4e-4,
+    per_sequence: bool = True,
+    **common: Unpack[Common],
+) -> LossSums:
     """Sum over sequences of the mean over their tokens of -min(s A, clip(s, 1 - low, 1 + high) A).
 
     s = (pi(y) / pi_base(y)) ** (1 / |y|) is one ratio for the whole sequence (GSPO, Zheng et al.
@@ -185,9 +197,15 @@ def gspo_loss(
 
 
 def cispo_loss(
-    logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, advantages: torch.Tensor, *, clip_eps: float = 1.0,
-    clip_eps_high: float | None = 4.0, per_sequence: bool = False, **common: Unpack[Common],
-) -> LossSums:  # fmt: skip
+    logprobs: torch.Tensor,
+    rollout_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    *,
+    clip_eps: float = 1.0,
+    clip_eps_high: float | None = 4.0,
+    per_sequence: bool = False,
+    **common: Unpack[Common],
+) -> LossSums:
     """Sum over tokens of -sg(clip(r, 1 - low, 1 + high)) A log pi: clips the weight, and every
     token keeps its gradient.
 
@@ -224,9 +242,15 @@ def from_function(formula: Formula, name: str) -> Callable[..., LossSums]:
     """
 
     def own(
-        logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, advantages: torch.Tensor, *, clip_eps: float = 0.2,
-        clip_eps_high: float | None = None, per_sequence: bool = False, **common: Unpack[Common],
-    ) -> LossSums:  # fmt: skip
+        logprobs: torch.Tensor,
+        rollout_logprobs: torch.Tensor,
+        advantages: torch.Tensor,
+        *,
+        clip_eps: float = 0.2,
+        clip_eps_high: float | None = None,
+        per_sequence: bool = False,
+        **common: Unpack[Common],
+    ) -> LossSums:
         _check(logprobs, rollout_logprobs, advantages, common)
         sequences, correction = common.get("sequences"), common.get("correction")
         if sequences is None:
@@ -235,13 +259,19 @@ def from_function(formula: Formula, name: str) -> Callable[..., LossSums]:
         try:
             made = formula(logprobs, base, advantages, sequences)
         except Exception as error:
-            if isinstance(error, RuntimeError) and logprobs.is_cuda:  # out of memory, or a lost server
+            if (
+                isinstance(error, RuntimeError) and logprobs.is_cuda
+            ):  # out of memory, or a lost server
                 raise
             raise LossError(f"{name} raised {type(error).__name__}: {error}") from error
         if isinstance(made, LossSums):
             return made
         if not isinstance(made, torch.Tensor) or made.shape != logprobs.shape:
-            got = f"shape {list(made.shape)}" if isinstance(made, torch.Tensor) else type(made).__name__
+            got = (
+                f"shape {list(made.shape)}"
+                if isinstance(made, torch.Tensor)
+                else type(made).__name__
+            )
             wanted = f"the loss of each token, [{len(logprobs)}], or LossSums"
             raise LossError(f"{name} returned {got}; it must return {wanted}")
         low, high = _range(clip_eps, clip_eps_high)
@@ -253,16 +283,23 @@ def from_function(formula: Formula, name: str) -> Callable[..., LossSums]:
 
 def _check(
     logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, advantages: torch.Tensor, common: Common
-) -> None:  # fmt: skip
+) -> None:
     """Raises TypeError for an unknown keyword, ValueError for values that are not [T]."""
     if unknown := sorted(common.keys() - Common.__annotations__.keys()):
-        raise TypeError(f"no objective takes {', '.join(unknown)}; choose from {', '.join(Common.__annotations__)}")
+        raise TypeError(
+            f"no objective takes {', '.join(unknown)}; choose from "
+            f"{', '.join(Common.__annotations__)}"
+        )
     given = {"logprobs": logprobs, "rollout_logprobs": rollout_logprobs, "advantages": advantages}
     if (sequences := common.get("sequences")) is not None:
         given["sequences.ids"] = sequences.ids
     if (correction := common.get("correction")) is not None:
         given |= {f"correction.{k}": v for k, v in correction._asdict().items() if v is not None}
-    wrong = [f"{name} {list(value.shape)}" for name, value in given.items() if value.shape != logprobs.shape]
+    wrong = [
+        f"{name} {list(value.shape)}"
+        for name, value in given.items()
+        if value.shape != logprobs.shape
+    ]
     if wrong or logprobs.ndim != 1:
         raise ValueError(
             f"one value for each of T tokens is expected: logprobs are {list(logprobs.shape)}"
@@ -270,7 +307,9 @@ def _check(
         )
 
 
-def _clipped(ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float, dual_clip: float | None) -> _Terms:
+def _clipped(
+    ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float, dual_clip: float | None
+) -> _Terms:
     """-min(r A, clip(r) A); for A < 0 at most dual_clip |A|."""
     loss = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
     if dual_clip is not None:
@@ -280,9 +319,15 @@ def _clipped(ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: fl
 
 
 def _sums(
-    terms: _Terms, logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, advantages: torch.Tensor,
-    low: float, high: float, per_sequence: bool, common: Common,
-) -> LossSums:  # fmt: skip
+    terms: _Terms,
+    logprobs: torch.Tensor,
+    rollout_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    low: float,
+    high: float,
+    per_sequence: bool,
+    common: Common,
+) -> LossSums:
     correction, loss = common.get("correction"), terms.loss
     if correction is not None:
         # Before KL and penalty, which are not importance-sampled.
@@ -302,22 +347,31 @@ def _sums(
     keep = torch.ones_like(terms.ratio, dtype=torch.bool) if kept is None else kept
     under, above = (terms.ratio < low) & keep, (terms.ratio > high) & keep
     bound = common.get("dual_clip")
-    dual = torch.zeros_like(keep) if bound is None else (terms.ratio > bound) & (advantages < 0) & keep
+    dual = (
+        torch.zeros_like(keep) if bound is None else (terms.ratio > bound) & (advantages < 0) & keep
+    )
 
     def of_kept(values: torch.Tensor) -> torch.Tensor:
         # `where` instead of a product: a masked token may be NaN or infinite.
         return values if kept is None else torch.where(kept, values, 0.0)
 
     return LossSums(
-        loss=of_kept(loss).sum(), ratio=of_kept(terms.ratio).sum(), clipped=under.sum() + above.sum(),
-        kl_k3=of_kept(k3.detach()).sum(), tokens=keep.sum(dtype=loss.dtype), clipped_low=under.sum(),
-        clipped_high=above.sum(), dual_clipped=dual.sum(),
+        loss=of_kept(loss).sum(),
+        ratio=of_kept(terms.ratio).sum(),
+        clipped=under.sum() + above.sum(),
+        kl_k3=of_kept(k3.detach()).sum(),
+        tokens=keep.sum(dtype=loss.dtype),
+        clipped_low=under.sum(),
+        clipped_high=above.sum(),
+        dual_clipped=dual.sum(),
         # The appended 0 covers a row without kept tokens.
         ratio_max=torch.cat([of_kept(terms.ratio), terms.ratio.new_zeros(1)]).max(),
-    )  # fmt: skip
+    )
 
 
-def _log_ratio(logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, common: Common) -> torch.Tensor:
+def _log_ratio(
+    logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, common: Common
+) -> torch.Tensor:
     correction = common.get("correction")
     return _bounded(logprobs, rollout_logprobs if correction is None else correction.base)
 
@@ -358,7 +412,10 @@ class Bounds:
 
 
 def correct(
-    base: torch.Tensor, rollout_logprobs: torch.Tensor, bounds: Bounds, sequences: Sequences | None = None
+    base: torch.Tensor,
+    rollout_logprobs: torch.Tensor,
+    bounds: Bounds,
+    sequences: Sequences | None = None,
 ) -> Correction:
     """Compute weight and mask of T tokens.
 
@@ -425,7 +482,9 @@ def teacher_kl(logprobs: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
     # [T, K]: padding has -inf.
     named = teacher > -torch.inf
     ours, theirs = torch.where(named, logprobs, -torch.inf), teacher
-    inside = torch.where(named, logprobs.exp() * (logprobs - torch.where(named, theirs, 0.0)), 0.0).sum(1)
+    inside = torch.where(
+        named, logprobs.exp() * (logprobs - torch.where(named, theirs, 0.0)), 0.0
+    ).sum(1)
     tail = (1.0 - ours.exp().sum(1)).clamp(min=LEAST_TAIL)
     left = (1.0 - theirs.exp().sum(1)).clamp(min=LEAST_TAIL)
     return torch.where(named.any(1), inside + tail * (tail.log() - left.log()), 0.0)
@@ -439,11 +498,20 @@ def balance_coefficient(model: nn.Module, asked: float | None) -> float:
         UsageError: the model has no experts to balance.
     """
     config = model.config
-    own = getattr(config, "router_aux_loss_coef", None) if getattr(config, "output_router_logits", False) else 0.0
+    own = (
+        getattr(config, "router_aux_loss_coef", None)
+        if getattr(config, "output_router_logits", False)
+        else 0.0
+    )
     wanted = own or 0.0 if asked is None else asked
-    if wanted and "router_logits" not in (getattr(model.base_model, "_can_record_outputs", None) or {}):
+    if wanted and "router_logits" not in (
+        getattr(model.base_model, "_can_record_outputs", None) or {}
+    ):
         name = type(model).__name__
-        raise UsageError(f"--router-aux-loss-coef {wanted:g}: {name} has no experts to balance. fix: drop the flag")
+        raise UsageError(
+            f"--router-aux-loss-coef {wanted:g}: {name} has no experts to balance. fix: drop "
+            f"the flag"
+        )
     return wanted
 
 
@@ -462,5 +530,7 @@ def balance_loss(router_logits: Sequence[torch.Tensor], chosen: int) -> torch.Te
     shares = logits.float().softmax(-1)
     experts = shares.shape[1]
     # Shares of chosen tokens have no gradient; it flows through the mean probabilities.
-    loads = torch.bincount(shares.topk(chosen, dim=-1).indices.flatten(), minlength=experts) / len(shares)
+    loads = torch.bincount(shares.topk(chosen, dim=-1).indices.flatten(), minlength=experts) / len(
+        shares
+    )
     return experts * (loads * shares.mean(0)).sum()

@@ -46,7 +46,9 @@ OBJECTIVES: dict[str, PublishedObjective] = {
     # groups of equal scores left out and the soft overlong punishment (eq. 13) in
     # `rollouts/batch.py`. Equals TRL's `loss_type="dapo"` (divided by `num_items_in_batch`) and
     # verl's vanilla loss with `clip_ratio_high=0.28` and `token-mean`.
-    "dapo": PublishedObjective(loss.grpo_loss, clip=(0.2, 0.28), drops_flat_groups=True, overlong=0.2),
+    "dapo": PublishedObjective(
+        loss.grpo_loss, clip=(0.2, 0.28), drops_flat_groups=True, overlong=0.2
+    ),
     "gspo": PublishedObjective(loss.gspo_loss, clip=(3e-4, 4e-4), per="sequences"),
     "cispo": PublishedObjective(loss.cispo_loss, clip=(1.0, 4.0)),
 }
@@ -67,7 +69,9 @@ class Counts:
 class Objective:
     """A published objective with the settings of a run."""
 
-    def __init__(self, config: TrainingConfig, formula: Callable[..., loss.LossSums] | None = None) -> None:
+    def __init__(
+        self, config: TrainingConfig, formula: Callable[..., loss.LossSums] | None = None
+    ) -> None:
         """Combine the configuration with the published defaults.
 
         Args:
@@ -75,15 +79,21 @@ class Objective:
                 defaults stay.
         """
         published = OBJECTIVES[config.objective]
-        self.published = published = published if formula is None else replace(published, loss=formula)
+        self.published = published = (
+            published if formula is None else replace(published, loss=formula)
+        )
         self.per: Per = config.loss_denominator or published.per
         self.length = config.max_completion_tokens or config.seq_len
         self.clip = _clip(config, published)
-        self.advantage_std = published.advantage_std if config.advantage_std is None else config.advantage_std
+        self.advantage_std = (
+            published.advantage_std if config.advantage_std is None else config.advantage_std
+        )
         self.bounds: Bounds | None = None
         """None: the ratio is against the rollout policy."""
         if config.ratio_base == "proximal":
-            self.bounds = Bounds(config.tis_cap, config.tis_mask, config.tis_mask_low, config.tis_mask_high)
+            self.bounds = Bounds(
+                config.tis_cap, config.tis_mask, config.tis_mask_low, config.tis_mask_high
+            )
         self.ref_kl_coef, self.distill_coef = config.ref_kl_coef, config.distill_coef
         self.balance_coef = config.router_aux_loss_coef or 0.0
         """Weight of the routers' balance loss; without the setting, the model's configuration
@@ -91,7 +101,9 @@ class Objective:
         self._config = config
         self._own_formula = formula is not None
 
-    def selection(self, vocab_size: int | None = None, end_tokens: frozenset[int] = frozenset()) -> Selection:
+    def selection(
+        self, vocab_size: int | None = None, end_tokens: frozenset[int] = frozenset()
+    ) -> Selection:
         """The choice of sequences for this objective.
 
         Args:
@@ -103,10 +115,17 @@ class Objective:
         if buffer is None:
             buffer = round((longest or 0) * self.published.overlong)
         return Selection(
-            self.published.drops_flat_groups, longest, buffer, config.overlong_penalty, config.overlong_mask,
-            vocab_size, end_tokens, config.group_of_one, reference=config.ref_kl_coef > 0,
+            self.published.drops_flat_groups,
+            longest,
+            buffer,
+            config.overlong_penalty,
+            config.overlong_mask,
+            vocab_size,
+            end_tokens,
+            config.group_of_one,
+            reference=config.ref_kl_coef > 0,
             teacher=config.distill_coef > 0,
-        )  # fmt: skip
+        )
 
     def teaches(self, advantages: Any) -> bool:
         """True if tokens with these advantages (array or tensor) may have a gradient. Tokens with
@@ -116,21 +135,38 @@ class Objective:
         return bool(self._own_formula or any(terms) or advantages.any())
 
     def sums(
-        self, logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, advantages: torch.Tensor,
-        sequences: Sequences, correction: Correction | None, penalty: torch.Tensor | None = None,
-    ) -> loss.LossSums:  # fmt: skip
+        self,
+        logprobs: torch.Tensor,
+        rollout_logprobs: torch.Tensor,
+        advantages: torch.Tensor,
+        sequences: Sequences,
+        correction: Correction | None,
+        penalty: torch.Tensor | None = None,
+    ) -> loss.LossSums:
         """Sums over the T tokens of one row; divide the loss by `denominator` of the whole step."""
         low, high = self.clip
         return self.published.loss(
-            logprobs, rollout_logprobs, advantages, clip_eps=low, clip_eps_high=high, kl_coef=self._config.kl_coef,
-            dual_clip=self._config.dual_clip or None, sequences=sequences, correction=correction, penalty=penalty,
+            logprobs,
+            rollout_logprobs,
+            advantages,
+            clip_eps=low,
+            clip_eps_high=high,
+            kl_coef=self._config.kl_coef,
+            dual_clip=self._config.dual_clip or None,
+            sequences=sequences,
+            correction=correction,
+            penalty=penalty,
             per_sequence=self.per == "sequences",
-        )  # fmt: skip
+        )
 
-    def correction(self, base: torch.Tensor, rollout_logprobs: torch.Tensor, sequences: Sequences) -> Correction | None:
+    def correction(
+        self, base: torch.Tensor, rollout_logprobs: torch.Tensor, sequences: Sequences
+    ) -> Correction | None:
         """Weight and mask against the trainer's logprobs `base` at batch start; None with
         `ratio_base = rollout`."""
-        return None if self.bounds is None else correct(base, rollout_logprobs, self.bounds, sequences)
+        return (
+            None if self.bounds is None else correct(base, rollout_logprobs, self.bounds, sequences)
+        )
 
     def denominator(self, counts: Counts) -> torch.Tensor:
         """Divisor of the loss of a whole optimizer step; at least 1, for a step with every token
@@ -145,10 +181,15 @@ def objective_hint(config: TrainingConfig) -> str:
     """Advice about a missing setting that disables a part of the objective; empty if there is
     none."""
     published = OBJECTIVES[config.objective]
-    if not published.overlong or config.max_completion_tokens is not None or config.overlong_buffer is not None:
+    if (
+        not published.overlong
+        or config.max_completion_tokens is not None
+        or config.overlong_buffer is not None
+    ):
         return ""
     return (
-        f"--objective {config.objective} without --max-completion-tokens does not punish long completions. "
+        f"--objective {config.objective} without --max-completion-tokens does not punish "
+        f"long completions. "
         "fix: set it to the environment's limit, or set --overlong-buffer 0 to accept this"
     )
 
@@ -159,7 +200,9 @@ def count(rows: Iterable[tuple[Sequences, Correction | None]], device: torch.dev
     counts = Counts(zero, zero)
     for sequences, correction in rows:
         keep = None if correction is None else correction.keep
-        ones = torch.ones_like(sequences.ids, dtype=torch.float64) if keep is None else keep.double()
+        ones = (
+            torch.ones_like(sequences.ids, dtype=torch.float64) if keep is None else keep.double()
+        )
         # A sequence counts if at least one of its tokens is kept.
         counts += Counts(ones.sum(), (sequences.totals(ones) > 0).sum().double())
     return counts

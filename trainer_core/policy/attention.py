@@ -60,15 +60,22 @@ class Layout:
 
 
 def layout(
-    lengths: tuple[int, ...], device: torch.device, dtype: torch.dtype, context: Context | None = None
+    lengths: tuple[int, ...],
+    device: torch.device,
+    dtype: torch.dtype,
+    context: Context | None = None,
 ) -> Layout:
     """Build the layout of a row with these sequence lengths, for weights of `dtype`."""
     varlen = device.type == "cuda" and dtype in HALF
     longest = max(lengths)
-    starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device, non_blocking=True)
+    starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(
+        device, non_blocking=True
+    )
     if varlen:
         # The next power of two: every new value would make torch.compile compile again.
-        return Layout(varlen, lengths, max(256, 1 << (longest - 1).bit_length()), starts, None, None, context)
+        return Layout(
+            varlen, lengths, max(256, 1 << (longest - 1).bit_length()), starts, None, None, context
+        )
     if min(lengths) == longest:
         return Layout(varlen, lengths, longest, starts, None, None, context)
     cells = torch.arange(longest)
@@ -87,7 +94,9 @@ def register() -> str:
 
     for name, function in ((NAME, packed_attention), (NAME_FLASH4, _packed_by_flash4)):
         AttentionInterface.register(name, function)
-        AttentionMaskInterface.register(name, lambda *args, **kwargs: None)  # `packing` replaces masks
+        AttentionMaskInterface.register(
+            name, lambda *args, **kwargs: None
+        )  # `packing` replaces masks
     return NAME
 
 
@@ -130,19 +139,30 @@ def packed_attention(
     if packing is None:
         raise ValueError("its attention layers drop the keyword `packing`")
     if attention_mask is not None or dropout:
-        raise ValueError("packed attention takes its layout from `packing`, without mask and dropout")
+        raise ValueError(
+            "packed attention takes its layout from `packing`, without mask and dropout"
+        )
     if packing.context is not None:
         # Context parallelism: exchange a part of the tokens with all heads for all tokens with a
         # part of the heads.
         query, key, value, s_aux = packing.context.heads(query, key, value, s_aux)
-    result = _attend(query[0], key[0], value[0], packing, scaling, sliding_window, softcap, s_aux, by_flash4)
+    result = _attend(
+        query[0], key[0], value[0], packing, scaling, sliding_window, softcap, s_aux, by_flash4
+    )
     return (result if packing.context is None else packing.context.tokens(result)), None
 
 
 def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Layout, scaling: float | None,
-    window: int | None, softcap: float | None, sinks: torch.Tensor | None, by_flash4: bool,
-) -> torch.Tensor:  # fmt: skip
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packing: Layout,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    by_flash4: bool,
+) -> torch.Tensor:
     """Return [1, N, heads, head_dim]."""
     groups = query.shape[0] // key.shape[0]
     # The kernel takes half precision and limited head sizes; the start-up proof runs in float32.
@@ -156,9 +176,13 @@ def _attend(
 
 
 def _flash4(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Layout, scaling: float | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packing: Layout,
+    scaling: float | None,
     window: int | None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     query, key, value = (x.transpose(0, 1) for x in (query, key, value))
     longest = packing.max_length
     window = window if window and window < longest else None
@@ -166,9 +190,14 @@ def _flash4(
 
 
 def _varlen(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Layout, groups: int,
-    scaling: float | None, window: int | None,
-) -> torch.Tensor:  # fmt: skip
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packing: Layout,
+    groups: int,
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     query, key, value = (x.transpose(0, 1) for x in (query, key, value))
@@ -182,9 +211,17 @@ def _varlen(
     if narrower > 0:  # MLA: values are narrower than keys, and the kernel needs one size
         value = F.pad(value, (0, narrower))
     result: torch.Tensor = varlen_attn(
-        query, key, value, starts, starts, longest, longest,
-        window_size=(window - 1 if window and window < longest else -1, 0), scale=scaling, **more,
-    )  # fmt: skip
+        query,
+        key,
+        value,
+        starts,
+        starts,
+        longest,
+        longest,
+        window_size=(window - 1 if window and window < longest else -1, 0),
+        scale=scaling,
+        **more,
+    )
     return result[..., :size]
 
 
@@ -201,9 +238,14 @@ _KERNEL_GROUPS = _kernel_groups()
 
 
 def _padded(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Layout, groups: int,
-    scaling: float | None, window: int | None,
-) -> torch.Tensor:  # fmt: skip
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packing: Layout,
+    groups: int,
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
     longest = packing.max_length
     sequences = packing.cumulative.numel() - 1
 
@@ -220,7 +262,12 @@ def _padded(
         gap = cells[:, None] - cells[None, :]
         mask = (gap >= 0) & (gap < window)
     result = F.scaled_dot_product_attention(
-        batch(query, 1), batch(key, groups), batch(value, groups), attn_mask=mask, is_causal=mask is None, scale=scaling
+        batch(query, 1),
+        batch(key, groups),
+        batch(value, groups),
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scaling,
     )
     result = result.transpose(1, 2).flatten(0, 1)  # [S * longest, heads, head_dim]
     return result if packing.unpad is None else result.index_select(0, packing.unpad)
@@ -228,10 +275,16 @@ def _padded(
 
 @torch.compiler.disable  # lengths change with every row
 def one_by_one(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Layout, groups: int,
-    scaling: float | None = None, window: int | None = None, softcap: float | None = None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packing: Layout,
+    groups: int,
+    scaling: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
     sinks: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Attention that no kernel here supports: [1, N, heads, head_dim] from query [heads, N,
     head_dim] and key and value [kv_heads, N, head_dim].
 
@@ -242,16 +295,30 @@ def one_by_one(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     parts = zip(*(x.split(packing.lengths, dim=1) for x in (query, key, value)), strict=True)
     results = [
-        checkpoint(_whole, *part, scale, window, softcap, sinks, use_reentrant=False, preserve_rng_state=False)
+        checkpoint(
+            _whole,
+            *part,
+            scale,
+            window,
+            softcap,
+            sinks,
+            use_reentrant=False,
+            preserve_rng_state=False,
+        )
         for part in parts
     ]
     return torch.cat(results, dim=1).transpose(0, 1)[None]
 
 
 def _whole(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None,
-    softcap: float | None, sinks: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
     """Return [heads, n, head_dim] for one sequence."""
     scores = query @ key.transpose(1, 2) * scale
     # The softmax runs in float32 at least, as in the kernels.
@@ -275,7 +342,9 @@ def _whole(
 def kernels() -> Any | None:
     """The flash-attn-4 interface module; None if it is missing or cannot be imported."""
     # The compiler warns once per argument that it passes through.
-    warnings.filterwarnings("ignore", message="Argument .* cannot be converted to a JitArgument", category=UserWarning)
+    warnings.filterwarnings(
+        "ignore", message="Argument .* cannot be converted to a JitArgument", category=UserWarning
+    )
     try:
         return importlib.import_module("flash_attn.cute.interface")
     except Exception:  # an incompatible cutlass fails with various exception types
@@ -283,9 +352,15 @@ def kernels() -> Any | None:
 
 
 def flash4(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor, longest: int, *,
-    scale: float | None = None, window: int | None = None,
-) -> torch.Tensor:  # fmt: skip
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    starts: torch.Tensor,
+    longest: int,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+) -> torch.Tensor:
     """Causal attention within each sequence of a packed row.
 
     Args:
@@ -299,23 +374,37 @@ def flash4(
         [N, heads, value_dim].
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    out, _ = _flash4_forward(query, key, value, starts, longest, scale, -1 if window is None else window - 1)
+    out, _ = _flash4_forward(
+        query, key, value, starts, longest, scale, -1 if window is None else window - 1
+    )
     return out
 
 
-def _flash4_arguments(starts: torch.Tensor, longest: int, scale: float, left: int) -> dict[str, Any]:
+def _flash4_arguments(
+    starts: torch.Tensor, longest: int, scale: float, left: int
+) -> dict[str, Any]:
     return {
-        "cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": longest, "max_seqlen_k": longest,
-        "softmax_scale": scale, "causal": left < 0, "window_size_left": None if left < 0 else left,
+        "cu_seqlens_q": starts,
+        "cu_seqlens_k": starts,
+        "max_seqlen_q": longest,
+        "max_seqlen_k": longest,
+        "softmax_scale": scale,
+        "causal": left < 0,
+        "window_size_left": None if left < 0 else left,
         "window_size_right": None if left < 0 else 0,
-    }  # fmt: skip
+    }
 
 
 @torch.library.custom_op("atropos::flash4_forward", mutates_args=())
 def _flash4_forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor, longest: int, scale: float,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    starts: torch.Tensor,
+    longest: int,
+    scale: float,
     left: int,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor]:
     found = kernels()._flash_attn_fwd(  # type: ignore[union-attr]  # callers check `kernels()`
         query, key, value, **_flash4_arguments(starts, longest, scale, left), return_lse=True
     )
@@ -326,19 +415,39 @@ def _flash4_forward(
 @_flash4_forward.register_fake
 def _(query, key, value, *_):  # type: ignore[no-untyped-def]
     tokens, heads, _ = query.shape
-    return query.new_empty(tokens, heads, value.shape[-1]), query.new_empty(heads, tokens, dtype=torch.float32)
+    return query.new_empty(tokens, heads, value.shape[-1]), query.new_empty(
+        heads, tokens, dtype=torch.float32
+    )
 
 
 @torch.library.custom_op("atropos::flash4_backward", mutates_args=())
 def _flash4_backward(
-    to_out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor,
-    sums: torch.Tensor, starts: torch.Tensor, longest: int, scale: float, left: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    to_query, to_key, to_value = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
+    to_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    sums: torch.Tensor,
+    starts: torch.Tensor,
+    longest: int,
+    scale: float,
+    left: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    to_query, to_key, to_value = (
+        torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value)
+    )
     kernels()._flash_attn_bwd(  # type: ignore[union-attr]
-        query, key, value, out, to_out, sums, dq=to_query, dk=to_key, dv=to_value,
+        query,
+        key,
+        value,
+        out,
+        to_out,
+        sums,
+        dq=to_query,
+        dk=to_key,
+        dv=to_value,
         **_flash4_arguments(starts, longest, scale, left),
-    )  # fmt: skip
+    )
     return to_query, to_key, to_value
 
 
@@ -347,12 +456,16 @@ def _(to_out, query, key, value, *_):  # type: ignore[no-untyped-def]
     return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
 
 
-def _flash4_keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _flash4_keep(
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]
+) -> None:
     query, key, value, starts, *ctx.rest = inputs
     ctx.save_for_backward(query, key, value, *output, starts)
 
 
-def _flash4_differentiate(ctx: Any, to_out: torch.Tensor, to_sums: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _flash4_differentiate(
+    ctx: Any, to_out: torch.Tensor, to_sums: torch.Tensor
+) -> tuple[torch.Tensor | None, ...]:
     found = _flash4_backward(to_out.contiguous(), *ctx.saved_tensors, *ctx.rest)
     # No gradients for starts, longest, scale and left.
     return *found, None, None, None, None

@@ -53,7 +53,11 @@ def checkpoint_layout(model: torch.nn.Module) -> dict[str, Spot | None]:
     found: dict[str, Spot | None] = {}
     for name, tensor in converted.items():
         owner = owners.get(tensor.untyped_storage()._cdata)
-        spot = Spot(owner, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()) if owner else None
+        spot = (
+            Spot(owner, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+            if owner
+            else None
+        )
         found[name] = spot
     return found
 

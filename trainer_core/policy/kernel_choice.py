@@ -14,7 +14,15 @@ from torch import nn
 
 from trainer_core.config import AttentionKernel
 from trainer_core.errors import UsageError
-from trainer_core.policy.attention import HALF, NAME_FLASH4, PROVEN, flash4, kernels, layout, one_by_one
+from trainer_core.policy.attention import (
+    HALF,
+    NAME_FLASH4,
+    PROVEN,
+    flash4,
+    kernels,
+    layout,
+    one_by_one,
+)
 from trainer_core.policy.sharding import compute_dtype
 
 BOUND = 0.01
@@ -37,7 +45,9 @@ def use_attention(model: nn.Module, kernel: AttentionKernel) -> str:
     """
     if next(model.parameters()).device.type != "cuda" or compute_dtype(model) not in HALF:
         if kernel == "flash_attention_4":
-            raise UsageError(f"--attention-kernel {kernel} needs a GPU and half precision; use auto")
+            raise UsageError(
+                f"--attention-kernel {kernel} needs a GPU and half precision; use auto"
+            )
         return "sdpa"
     why_not = "" if kernel == "flash_attention_2" else _why_not_flash4(model)
     if kernel == "flash_attention_4" and why_not:
@@ -68,19 +78,31 @@ def _heads(model: nn.Module) -> tuple[tuple[Any, Any, Any, Any], int | None]:
     config = model.config.get_text_config()  # type: ignore[union-attr, operator]
 
     def first_of(*names: str) -> Any:
-        return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
+        return next(
+            (value for name in names if (value := getattr(config, name, None)) is not None), None
+        )
 
     heads, latent = first_of("num_attention_heads"), first_of("kv_lora_rank")  # MLA
     hidden = first_of("hidden_size")
-    size = first_of("qk_head_dim", "head_dim") or (hidden // heads if isinstance(heads, int) and hidden else None)
+    size = first_of("qk_head_dim", "head_dim") or (
+        hidden // heads if isinstance(heads, int) and hidden else None
+    )
     # MLA expands its latent vector to keys for every query head.
     kv_heads = heads if latent else first_of("num_key_value_heads", "num_attention_heads")
-    return (heads, kv_heads, size, first_of("v_head_dim") if latent else size), first_of("sliding_window")
+    return (heads, kv_heads, size, first_of("v_head_dim") if latent else size), first_of(
+        "sliding_window"
+    )
 
 
 @cache
 def wrong_kernels(
-    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, size: int, value_size: int, window: int | None
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    size: int,
+    value_size: int,
+    window: int | None,
 ) -> str:
     """Reason not to use FlashAttention 4 for this shape on `device`; empty if it is correct.
 
@@ -90,8 +112,15 @@ def wrong_kernels(
     packing = layout(_LENGTHS, device, dtype)
     generator = torch.Generator(device).manual_seed(0)
     query, key, value, to_out = (
-        torch.randn(sum(_LENGTHS), number, width, generator=generator, device=device, dtype=dtype).requires_grad_()
-        for number, width in ((heads, size), (kv_heads, size), (kv_heads, value_size), (heads, value_size))
+        torch.randn(
+            sum(_LENGTHS), number, width, generator=generator, device=device, dtype=dtype
+        ).requires_grad_()
+        for number, width in (
+            (heads, size),
+            (kv_heads, size),
+            (kv_heads, value_size),
+            (heads, value_size),
+        )
     )
     try:
         out = flash4(query, key, value, packing.cumulative, max(_LENGTHS), window=window)
@@ -100,9 +129,14 @@ def wrong_kernels(
         return f"it does not run: {type(error).__name__}: {str(error)[:200]}"
     wide = [x.detach().float().requires_grad_() for x in (query, key, value)]
     # The kernel takes [N, heads, size], `one_by_one` takes [heads, N, size].
-    out = one_by_one(*(x.transpose(0, 1) for x in wide), packing, heads // kv_heads, window=window)[0]
+    out = one_by_one(*(x.transpose(0, 1) for x in wide), packing, heads // kv_heads, window=window)[
+        0
+    ]
     exact = out.detach(), *torch.autograd.grad(out, wide, to_out.float())
-    far = max(float((mine.float() - theirs).norm() / theirs.norm()) for mine, theirs in zip(found, exact, strict=True))
+    far = max(
+        float((mine.float() - theirs).norm() / theirs.norm())
+        for mine, theirs in zip(found, exact, strict=True)
+    )
     # Written so that NaN counts as wrong.
     if not far < BOUND:
         return f"results for heads of size {size} are wrong, relative error {far:.2g}"

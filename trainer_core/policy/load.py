@@ -29,12 +29,22 @@ from trainer_core.policy.tensor_parallel import parallel_of
 from trainer_core.world import ALONE, World
 
 SAME_MODEL = (
-    "architectures", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings", "rms_norm_eps",
-)  # fmt: skip
+    "architectures",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "tie_word_embeddings",
+    "rms_norm_eps",
+)
 """Fields of config.json that must agree on both sides."""
 
-ANOTHER_MODE = "Another weight bridge mode needs no shared tensors: broadcast, lora_only, lora_restart or none"
+ANOTHER_MODE = (
+    "Another weight bridge mode needs no shared tensors: broadcast, lora_only, lora_restart or none"
+)
 _LAYER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
 
 
@@ -53,7 +63,9 @@ def load_config(model_name: str, *, frozen: bool = False, shared: bool = False) 
     try:
         config = AutoConfig.from_pretrained(model_name, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        raise UsageError(f"--model-name {model_name}: no model there ({first_line(error)})") from None
+        raise UsageError(
+            f"--model-name {model_name}: no model there ({first_line(error)})"
+        ) from None
     if refused := why_refused(config.to_dict(), frozen=frozen, shared=shared):
         raise UsageError(f"--model-name {model_name}: {refused[0]}; {refused[1]}")
     return _plain(config)
@@ -95,7 +107,9 @@ def empty_model(config: Any, dtype: torch.dtype) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     with _parameters_without_memory(), _packed_attention(config):
-        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=register())
+        model: nn.Module = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=register()
+        )
     return _windows_as_served(model).eval()
 
 
@@ -112,7 +126,9 @@ def _packed_attention(config: Any) -> Iterator[None]:
         if error.args != (register(),):
             raise
         name = (config.architectures or [type(config).__name__])[0]
-        raise UsageError(f"{name} does not train here: {OWN_ATTENTION[0]}; {OWN_ATTENTION[1]}") from None
+        raise UsageError(
+            f"{name} does not train here: {OWN_ATTENTION[0]}; {OWN_ATTENTION[1]}"
+        ) from None
 
 
 @contextmanager
@@ -149,7 +165,11 @@ def load_model(model_name: str | Path, dtype: torch.dtype, device: torch.device)
         return _dequantized(model_name, method, config, dtype).to(device)
     with _packed_attention(config):
         model: nn.Module = AutoModelForCausalLM.from_pretrained(
-            model_name, config=config, dtype=dtype, attn_implementation=register(), trust_remote_code=False
+            model_name,
+            config=config,
+            dtype=dtype,
+            attn_implementation=register(),
+            trust_remote_code=False,
         )
     return _windows_as_served(model).to(device).eval()
 
@@ -158,13 +178,24 @@ def _dequantized(model_name: str | Path, method: str, config: Any, dtype: torch.
     import transformers
     from transformers import AutoModelForCausalLM
 
-    kind = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config", "compressed-tensors": "CompressedTensorsConfig"}
+    kind = {
+        "fp8": "FineGrainedFP8Config",
+        "mxfp4": "Mxfp4Config",
+        "compressed-tensors": "CompressedTensorsConfig",
+    }
     how = getattr(transformers, kind[method])(dequantize=True) if method in kind else None
     more = {"quantization_config": how} if how is not None else {}
     try:
-        with warnings.catch_warnings(action="ignore", category=UserWarning):  # `how` overrides the config
+        with warnings.catch_warnings(
+            action="ignore", category=UserWarning
+        ):  # `how` overrides the config
             read = AutoModelForCausalLM.from_pretrained(
-                model_name, config=config, dtype=dtype, trust_remote_code=False, device_map="cpu", **more
+                model_name,
+                config=config,
+                dtype=dtype,
+                trust_remote_code=False,
+                device_map="cpu",
+                **more,
             )
         weights = (read if how is not None else read.dequantize(dtype)).state_dict()
     except (ImportError, ValueError, RuntimeError, KeyError) as error:
@@ -174,7 +205,9 @@ def _dequantized(model_name: str | Path, method: str, config: Any, dtype: torch.
     model = empty_model(_plain(config), dtype)
     wanted = model.state_dict()
     if missing := sorted(wanted.keys() - weights.keys()):
-        raise UsageError(f"--model-name {model_name}: quantized ({method}), and without {', '.join(missing[:3])}")
+        raise UsageError(
+            f"--model-name {model_name}: quantized ({method}), and without {', '.join(missing[:3])}"
+        )
     model.load_state_dict({name: weights[name].to(dtype) for name in wanted}, assign=True)
     model.tie_weights()  # type: ignore[operator]
     return model.requires_grad_(True)
@@ -191,7 +224,9 @@ def _windows_as_served(model: nn.Module) -> nn.Module:
     return model
 
 
-def attach_views(model: nn.Module, tensors: Mapping[str, torch.Tensor], shard: Shard, *, verbose: bool = False) -> int:
+def attach_views(
+    model: nn.Module, tensors: Mapping[str, torch.Tensor], shard: Shard, *, verbose: bool = False
+) -> int:
     """Make every parameter of `model`, or this rank's part of it, a trainable view of the server's
     `tensors`; return their number.
 
@@ -211,15 +246,21 @@ def attach_views(model: nn.Module, tensors: Mapping[str, torch.Tensor], shard: S
     for name, spot in checkpoint_layout(model).items():
         view = shard.views.get(name)
         if spot is None:
-            problems.append(f"{name}: transformers computes it from its parameters, so it cannot be shared")
+            problems.append(
+                f"{name}: transformers computes it from its parameters, so it cannot be shared"
+            )
         elif spot.parameter not in wanted:
             problems.append(f"{name}: it is a buffer, and the server shares only parameters")
         elif view is None:
             problems.append(f"{name}: missing on the server")
         elif tuple(view.whole or view.shape) != spot.shape:
-            problems.append(f"{name}: {list(spot.shape)} does not fit the server's {view.whole or view.shape}")
+            problems.append(
+                f"{name}: {list(spot.shape)} does not fit the server's {view.whole or view.shape}"
+            )
         elif view.begin is not None and spot.shape != tuple(wanted[spot.parameter].shape):
-            problems.append(f"{name}: it is split over ranks, and is only a part of {spot.parameter}")
+            problems.append(
+                f"{name}: it is split over ranks, and is only a part of {spot.parameter}"
+            )
         else:
             parts[spot.parameter].append((spot, view))
     # Several checkpoint tensors, such as experts or q, k and v, may form one parameter.
@@ -233,17 +274,29 @@ def attach_views(model: nn.Module, tensors: Mapping[str, torch.Tensor], shard: S
         boxes = [Box(s.shape, s.stride, s.offset, tuple(v.stride), v.offset) for s, v in pairs]
         place = joined(shape, boxes) if part is None else (part.offset, tuple(part.stride))
         if len(sources) > 1 or place is None:
-            problems.append(f"{name}: no view covers its {len(pairs)} parts in the server's {', '.join(sources)}")
+            problems.append(
+                f"{name}: no view covers its {len(pairs)} parts in the server's "
+                f"{', '.join(sources)}"
+            )
             continue
         tensor = tensors[sources.pop()]
         views[name] = tensor.as_strided(shape, place[1], tensor.storage_offset() + place[0])
         if verbose:
-            print(f"  {name} {list(shape)} <- {pairs[0][1].parameter} from element {place[0]}, stride {list(place[1])}")
+            print(
+                f"  {name} {list(shape)} <- {pairs[0][1].parameter} from element {place[0]}, "
+                f"stride {list(place[1])}"
+            )
     unused = set(tensors) - {view.parameter for pairs in parts.values() for _, view in pairs}
-    problems += [f"{name}: a tensor of the server that this model does not have" for name in sorted(unused)]
+    problems += [
+        f"{name}: a tensor of the server that this model does not have" for name in sorted(unused)
+    ]
     print(f"Mapped {len(views)}/{len(wanted)} params")
     if problems:
-        raise UsageError("the server's tensors do not fit the model:\n  " + "\n  ".join(problems) + f"\n{ANOTHER_MODE}")
+        raise UsageError(
+            "the server's tensors do not fit the model:\n  "
+            + "\n  ".join(problems)
+            + f"\n{ANOTHER_MODE}"
+        )
     _install(model, views)
     return len(views)
 
@@ -263,7 +316,9 @@ def _install(model: nn.Module, views: Mapping[str, torch.Tensor]) -> None:
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
     """The model's decoder layers, under any attribute name."""
-    return next(module for module in model.base_model.modules() if isinstance(module, nn.ModuleList))
+    return next(
+        module for module in model.base_model.modules() if isinstance(module, nn.ModuleList)
+    )
 
 
 def train_only(model: nn.Module, layers: list[int] | None) -> None:
@@ -293,12 +348,17 @@ def copy_weights(model: nn.Module, source: str | Path, world: World = ALONE) -> 
     """
     parallel = parallel_of(model)
     ours = dict(model.named_parameters())
-    shapes = {name: ours[name].shape if parallel is None else torch.Size(parallel.part(name).whole) for name in ours}
+    shapes = {
+        name: ours[name].shape if parallel is None else torch.Size(parallel.part(name).whole)
+        for name in ours
+    }
 
     def read() -> dict[str, torch.Tensor]:
         loaded = load_model(source, next(iter(ours.values())).dtype, torch.device("cpu"))
         theirs = {name: param.detach() for name, param in loaded.named_parameters()}
-        odd = sorted(theirs.keys() ^ ours.keys()) or [name for name in ours if theirs[name].shape != shapes[name]]
+        odd = sorted(theirs.keys() ^ ours.keys()) or [
+            name for name in ours if theirs[name].shape != shapes[name]
+        ]
         if odd:
             raise UsageError(f"{source} holds another model: {', '.join(odd[:5])}")
         return theirs
@@ -324,4 +384,6 @@ def dimensions(model: nn.Module) -> Dimensions:
     config = model.config.to_dict() | {"num_hidden_layers": len(decoder_layers(model))}
     # `to_dict` has class-specific names; these attributes exist under their common names.
     config |= {name: getattr(model.config, name) for name in ("hidden_size", "vocab_size")}
-    return Dimensions.of(config, head_norms=any("q_norm" in name for name, _ in model.named_modules()))
+    return Dimensions.of(
+        config, head_norms=any("q_norm" in name for name, _ in model.named_modules())
+    )

@@ -34,16 +34,22 @@ class TokenScores(NamedTuple):
     """[T] float32 of the whole distribution, without gradient."""
 
 
-def row_logprobs(model: torch.nn.Module, row: PackedRow, *, head_dtype: torch.dtype | None = None) -> torch.Tensor:
+def row_logprobs(
+    model: torch.nn.Module, row: PackedRow, *, head_dtype: torch.dtype | None = None
+) -> torch.Tensor:
     """Logprobs of the labels of `row`, [T] float32, in nats, at each token's temperature; arguments
     as in `row_scores`."""
     return row_scores(model, row, head_dtype=head_dtype).logprobs
 
 
 def row_scores(
-    model: torch.nn.Module, row: PackedRow, *, head_dtype: torch.dtype | None = None,
-    labels: torch.Tensor | None = None, routing: list[torch.Tensor] | None = None,
-) -> TokenScores:  # fmt: skip
+    model: torch.nn.Module,
+    row: PackedRow,
+    *,
+    head_dtype: torch.dtype | None = None,
+    labels: torch.Tensor | None = None,
+    routing: list[torch.Tensor] | None = None,
+) -> TokenScores:
     """Compute logprobs of the labels of `row`, and the entropy at those positions.
 
     Args:
@@ -57,37 +63,54 @@ def row_scores(
     """
     labels, context = row.labels if labels is None else labels, context_of(model)
     if context is not None:
-        return gathered(model, lambda: _shared_scores(model, row, head_dtype, labels, routing, context))
+        return gathered(
+            model, lambda: _shared_scores(model, row, head_dtype, labels, routing, context)
+        )
 
     def compute() -> TokenScores:
-        return _head_scores(model, _predicting_states(model, row, routing), labels, row.temperatures, head_dtype)
+        return _head_scores(
+            model, _predicting_states(model, row, routing), labels, row.temperatures, head_dtype
+        )
 
     return gathered(model, compute)
 
 
 def _shared_scores(
-    model: torch.nn.Module, row: PackedRow, head_dtype: torch.dtype | None, labels: torch.Tensor,
-    routing: list[torch.Tensor] | None, context: Context,
-) -> TokenScores:  # fmt: skip
+    model: torch.nn.Module,
+    row: PackedRow,
+    head_dtype: torch.dtype | None,
+    labels: torch.Tensor,
+    routing: list[torch.Tensor] | None,
+    context: Context,
+) -> TokenScores:
     """Scores of the whole row, of which this rank computes a part."""
     part = context.part(row)
     hidden = _part_states(model, part, len(row.tokens), routing, context)
-    own = _head_scores(model, hidden, labels[part.labels], row.temperatures[part.labels], head_dtype)
+    own = _head_scores(
+        model, hidden, labels[part.labels], row.temperatures[part.labels], head_dtype
+    )
     return TokenScores(*(context.whole(each, part.labels, len(labels)) for each in own))
 
 
 def head_scores(
-    model: torch.nn.Module, hidden: torch.Tensor, labels: torch.Tensor, temperatures: torch.Tensor, *,
+    model: torch.nn.Module,
+    hidden: torch.Tensor,
+    labels: torch.Tensor,
+    temperatures: torch.Tensor,
+    *,
     head_dtype: torch.dtype | None = None,
-) -> TokenScores:  # fmt: skip
+) -> TokenScores:
     """Score labels from the hidden states that predict them, [T, H], as `row_scores` does."""
     return gathered(model, lambda: _head_scores(model, hidden, labels, temperatures, head_dtype))
 
 
 def _head_scores(
-    model: torch.nn.Module, hidden: torch.Tensor, labels: torch.Tensor, temperatures: torch.Tensor,
+    model: torch.nn.Module,
+    hidden: torch.Tensor,
+    labels: torch.Tensor,
+    temperatures: torch.Tensor,
     head_dtype: torch.dtype | None,
-) -> TokenScores:  # fmt: skip
+) -> TokenScores:
     head = model.get_output_embeddings()
     weight, bias = head.weight, getattr(head, "bias", None)
     head_dtype = head_dtype or head_type(model)
@@ -98,10 +121,16 @@ def _head_scores(
         hidden, weight = hidden.to(head_dtype), weight.to(head_dtype)
         bias = None if bias is None else bias.to(head_dtype)
     return chunked_scores(
-        hidden, weight, bias, labels, temperatures, transform=logit_transform(model.config), wide=wide,
+        hidden,
+        weight,
+        bias,
+        labels,
+        temperatures,
+        transform=logit_transform(model.config),
+        wide=wide,
         keep=getattr(model, "keeps_logits", False),
         vocabulary=None if (parallel := parallel_of(model)) is None else parallel.vocabulary,
-    )  # fmt: skip
+    )
 
 
 def head_type(model: torch.nn.Module) -> torch.dtype:
@@ -128,20 +157,30 @@ def predicting_states(model: torch.nn.Module, row: PackedRow) -> torch.Tensor:
 
 
 def _part_states(
-    model: torch.nn.Module, part: RowPart, count: int, routing: list[torch.Tensor] | None, context: Context
+    model: torch.nn.Module,
+    part: RowPart,
+    count: int,
+    routing: list[torch.Tensor] | None,
+    context: Context,
 ) -> torch.Tensor:
     """Hidden states that predict this part's labels; `count` is the number of tokens of the whole
     row."""
     own_routing: list[torch.Tensor] | None = None if routing is None else []
-    hidden = _states(model, part.tokens, part.positions, part.lengths, own_routing, part.experts, context)
+    hidden = _states(
+        model, part.tokens, part.positions, part.lengths, own_routing, part.experts, context
+    )
     if routing is not None and own_routing is not None:
         # The last rank's part may end in padding, which has router logits as well.
         here = context.tokens_of(count)
-        routing += [context.whole(each[: here.stop - here.start], here, count) for each in own_routing]
+        routing += [
+            context.whole(each[: here.stop - here.start], here, count) for each in own_routing
+        ]
     return hidden.index_select(0, part.predict)
 
 
-def _predicting_states(model: torch.nn.Module, row: PackedRow, routing: list[torch.Tensor] | None) -> torch.Tensor:
+def _predicting_states(
+    model: torch.nn.Module, row: PackedRow, routing: list[torch.Tensor] | None
+) -> torch.Tensor:
     """Hidden states that predict the row's labels, [T, H]."""
     # A recurrent state (Mamba, linear attention) would leak into the next sequence of the row.
     apart = len(row.lengths) > 1 and carries_state(vars(model.config))
@@ -150,15 +189,21 @@ def _predicting_states(model: torch.nn.Module, row: PackedRow, routing: list[tor
     experts = [None] * len(parts) if row.experts is None else row.experts.split(sizes)
     each = zip(row.tokens.split(sizes), row.positions.split(sizes), parts, experts, strict=True)
     hidden = [
-        _states(model, tokens, positions, lengths, routing, chosen) for tokens, positions, lengths, chosen in each
+        _states(model, tokens, positions, lengths, routing, chosen)
+        for tokens, positions, lengths, chosen in each
     ]
     return torch.cat(hidden).index_select(0, row.predict)
 
 
 def _states(
-    model: torch.nn.Module, tokens: torch.Tensor, positions: torch.Tensor, lengths: tuple[int, ...],
-    routing: list[torch.Tensor] | None, experts: torch.Tensor | None, context: Context | None = None,
-) -> torch.Tensor:  # fmt: skip
+    model: torch.nn.Module,
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+    lengths: tuple[int, ...],
+    routing: list[torch.Tensor] | None,
+    experts: torch.Tensor | None,
+    context: Context | None = None,
+) -> torch.Tensor:
     """[N, H] of the tokens on this rank, sequence after sequence."""
     output = model.base_model(
         input_ids=tokens[None],
@@ -175,27 +220,37 @@ def _states(
 
 
 @torch.no_grad()
-def sequence_logprobs(model: torch.nn.Module, prompt: list[int], completion: list[int]) -> list[float]:
+def sequence_logprobs(
+    model: torch.nn.Module, prompt: list[int], completion: list[int]
+) -> list[float]:
     """Logprobs of each token of `completion` after `prompt`, in nats, at temperature 1."""
     return completions_logprobs(model, [(prompt, completion)])[0]
 
 
 @torch.no_grad()
 def completions_logprobs(
-    model: torch.nn.Module, pairs: list[tuple[list[int], list[int]]], *, head_dtype: torch.dtype | None = None,
+    model: torch.nn.Module,
+    pairs: list[tuple[list[int], list[int]]],
+    *,
+    head_dtype: torch.dtype | None = None,
     experts: Sequence[NDArray[np.int16] | None] | None = None,
-) -> list[list[float]]:  # fmt: skip
+) -> list[list[float]]:
     """Logprobs as in `sequence_logprobs` for several (prompt, completion) pairs, packed into one
     row; `head_dtype` as in `row_logprobs`.
 
     Args:
         experts: chosen experts of each pair's tokens, as `Rollout.experts`.
     """
-    row = whole_row([torch.tensor([*prompt, *completion]) for prompt, completion in pairs], [len(p) for p, _ in pairs])
+    row = whole_row(
+        [torch.tensor([*prompt, *completion]) for prompt, completion in pairs],
+        [len(p) for p, _ in pairs],
+    )
     if experts is not None:
         lengths = [len(prompt) + len(completion) for prompt, completion in pairs]
         row = replace(row, experts=packed_experts(list(experts), lengths))
-    values = row_logprobs(model, row.to(next(model.parameters()).device), head_dtype=head_dtype).tolist()
+    values = row_logprobs(
+        model, row.to(next(model.parameters()).device), head_dtype=head_dtype
+    ).tolist()
     ends = [0, *accumulate(len(completion) for _, completion in pairs)]
     return [values[a:b] for a, b in pairwise(ends)]
 
@@ -208,7 +263,9 @@ def whole_row(sequences: list[torch.Tensor], prompts: list[int] | None = None) -
     parts = zip(starts, prompts, sequences, strict=False)
     flat = torch.cat(sequences)
     # The state at position n predicts token n + 1, so positions shift left by one.
-    where = torch.cat([torch.arange(a + first - 1, a + len(tokens) - 1) for a, first, tokens in parts]).to(flat.device)
+    where = torch.cat(
+        [torch.arange(a + first - 1, a + len(tokens) - 1) for a, first, tokens in parts]
+    ).to(flat.device)
     nothing = torch.zeros(len(where), device=flat.device)
     return PackedRow(
         tokens=flat,
@@ -278,7 +335,16 @@ def chunked_scores(
     # number fewer to pass on.
     cap = None if transform.cap is None else transform.cap / transform.scale
     values = _HeadScores.apply(
-        hidden, weight, bias, labels, temperatures / transform.scale, size, cap, wide, keep, vocabulary
+        hidden,
+        weight,
+        bias,
+        labels,
+        temperatures / transform.scale,
+        size,
+        cap,
+        wide,
+        keep,
+        vocabulary,
     )
     return TokenScores(*values)
 
@@ -293,9 +359,19 @@ class _HeadScores(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor,
-                temperatures: torch.Tensor, size: int, cap: float | None, wide: bool, keep: bool,
-                vocabulary: Vocabulary | None) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        temperatures: torch.Tensor,
+        size: int,
+        cap: float | None,
+        wide: bool,
+        keep: bool,
+        vocabulary: Vocabulary | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         parts, ctx.kept = [], []
         if vocabulary is not None:
             labels = labels - vocabulary.begin
@@ -307,7 +383,9 @@ class _HeadScores(torch.autograd.Function):
                 ctx.kept.append(logits)
         # No labels: concatenation needs at least one tensor.
         if not parts:
-            nothing = temperatures.new_zeros(0, dtype=torch.promote_types(weight.dtype, torch.float32))
+            nothing = temperatures.new_zeros(
+                0, dtype=torch.promote_types(weight.dtype, torch.float32)
+            )
             parts = [(nothing.new_zeros(labels.shape), nothing, nothing)]
         logprobs, normalizers, entropy = map(torch.cat, zip(*parts, strict=True))
         ctx.save_for_backward(hidden, weight, bias, labels, temperatures, normalizers)
@@ -330,7 +408,13 @@ class _HeadScores(torch.autograd.Function):
             to_logits = logits.to(weight.dtype)
             if logits.shape[1]:
                 to_logits = _spread(
-                    logits, labels[part], temperatures[part], normalizers[part], grads[0][part], ctx.cap, weight.dtype
+                    logits,
+                    labels[part],
+                    temperatures[part],
+                    normalizers[part],
+                    grads[0][part],
+                    ctx.cap,
+                    weight.dtype,
                 )
             if to_hidden is not None:
                 torch.mm(to_logits, weight, out=to_hidden[part])
@@ -339,12 +423,22 @@ class _HeadScores(torch.autograd.Function):
             if to_bias is not None:
                 to_bias += to_logits.sum(0, dtype=wide)
         return (
-            to_hidden, None if to_weight is None else to_weight.to(weight.dtype),
-            None if to_bias is None else to_bias.to(weight.dtype), None, None, None, None, None, None, None,
-        )  # fmt: skip
+            to_hidden,
+            None if to_weight is None else to_weight.to(weight.dtype),
+            None if to_bias is None else to_bias.to(weight.dtype),
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
-def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wide: bool) -> torch.Tensor:
+def _logits(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wide: bool
+) -> torch.Tensor:
     """hidden @ weight.T + bias; with `wide` in float32, the dtype of the products' sum."""
     if not wide:
         return F.linear(hidden, weight, bias)
@@ -403,7 +497,9 @@ def _pick_own(
 
 
 @compiled_on_cuda
-def _scaled(logits: torch.Tensor, temperatures: torch.Tensor, cap: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _scaled(
+    logits: torch.Tensor, temperatures: torch.Tensor, cap: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits after cap and temperature, [T, V] in float32, and their maximum at each position,
     [T]."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -419,14 +515,21 @@ def _own_sums(scaled: torch.Tensor, largest: torch.Tensor, labels: torch.Tensor)
     here = (labels >= 0) & (labels < scaled.shape[1])
     own = torch.where(here, scaled.gather(1, labels.clamp(0, scaled.shape[1] - 1)), 0.0)
     weights = scaled.exp()
-    return torch.cat([own, weights.sum(1, keepdim=True), (weights * scaled).sum(1, keepdim=True)], dim=1)
+    return torch.cat(
+        [own, weights.sum(1, keepdim=True), (weights * scaled).sum(1, keepdim=True)], dim=1
+    )
 
 
 @compiled_on_cuda
 def _spread(
-    logits: torch.Tensor, labels: torch.Tensor, temperatures: torch.Tensor, normalizers: torch.Tensor,
-    grads: torch.Tensor, cap: float | None, dtype: torch.dtype,
-) -> torch.Tensor:  # fmt: skip
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    temperatures: torch.Tensor,
+    normalizers: torch.Tensor,
+    grads: torch.Tensor,
+    cap: float | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
     """Gradient of the logits, [T, V] in `dtype`, from the gradient of the logprobs."""
     wide = logits.to(normalizers.dtype)
     bent = wide if cap is None else cap * torch.tanh(wide / cap)
@@ -436,7 +539,9 @@ def _spread(
     if labels.ndim == 2:
         here = (labels >= 0) & (labels < logits.shape[1])  # with other ranks' labels elsewhere
         own = torch.where(here, grads, 0.0)
-        result = (-share * grads.sum(1, keepdim=True)).scatter_add(1, labels.clamp(0, logits.shape[1] - 1), own)
+        result = (-share * grads.sum(1, keepdim=True)).scatter_add(
+            1, labels.clamp(0, logits.shape[1] - 1), own
+        )
         result = result.div(temperatures[:, None])
     else:
         own = torch.arange(logits.shape[1], device=logits.device)[None, :] == labels[:, None]

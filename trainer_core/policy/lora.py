@@ -41,14 +41,22 @@ def add_adapter(model: nn.Module, config: TrainingConfig) -> int:
     if wrong := [i for i in config.lora_layer_indices or [] if i >= count]:
         raise UsageError(f"--lora-layer-indices {wrong}: the model has layers 0-{count - 1}")
     if config.lora_dropout and "lora_dropout" in config.model_fields_set:
-        print(f"--lora-dropout {config.lora_dropout} is ignored: policy ratios between two dropout masks are noise")
+        print(
+            f"--lora-dropout {config.lora_dropout} is ignored: policy ratios between two "
+            f"dropout masks are noise"
+        )
     # Freeze first: peft adds parameters that require a gradient.
     model.requires_grad_(False)
     settings = LoraConfig(
-        r=config.lora_r, lora_alpha=config.lora_alpha, lora_dropout=0.0, target_modules=targets,
-        layers_to_transform=config.lora_layer_indices, task_type="CAUSAL_LM", use_rslora=config.lora_use_rslora,
+        r=config.lora_r,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=0.0,
+        target_modules=targets,
+        layers_to_transform=config.lora_layer_indices,
+        task_type="CAUSAL_LM",
+        use_rslora=config.lora_use_rslora,
         base_model_name_or_path=config.model_name,
-    )  # fmt: skip
+    )
     inject_adapter_in_model(settings, model, adapter_name=_ADAPTER)
     model.peft_config = {_ADAPTER: settings}  # type: ignore[assignment]
     for parameter in model.parameters():
@@ -63,18 +71,24 @@ def _targets(model: nn.Module, wanted: list[str]) -> list[str]:
     """Target module names in the model. The head is excluded: its product is computed in chunks
     from its weight."""
     head = model.get_output_embeddings()
-    linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head)
+    linear = (
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head
+    )
     names = {name.rpartition(".")[2] for name in linear}
     if not names:
         raise UsageError(
-            f"adapters need linear layers, and {type(model).__name__} has none (GPT-2's are convolutions): train all "
+            f"adapters need linear layers, and {type(model).__name__} has none (GPT-2's are "
+            f"convolutions): train all "
             "weights with --weight-bridge-mode broadcast, shared_vllm or none"
         )
     if wanted == [ALL_LINEAR]:
         return sorted(names)
     if missing := sorted(set(wanted) - names):
         raise UsageError(
-            f"--lora-target-modules {' '.join(missing)}: choose from {' '.join(sorted(names))}; or {ALL_LINEAR} for all"
+            f"--lora-target-modules {' '.join(missing)}: choose from "
+            f"{' '.join(sorted(names))}; or {ALL_LINEAR} for all"
         )
     return wanted
 
@@ -133,14 +147,20 @@ def merged_model(model: nn.Module, config: TrainingConfig, folder: Path) -> nn.M
 
     dtype = next(iter(base_parameters(model).values())).dtype
     if dtype != torch.float32:
-        print(f"Merging the adapter in {dtype} rounds each weight once, so logprobs differ slightly from training")
+        print(
+            f"Merging the adapter in {dtype} rounds each weight once, so logprobs differ "
+            f"slightly from training"
+        )
     base = load_model(config.model_name, dtype, torch.device("cpu"))
     merged: nn.Module = PeftModel.from_pretrained(base, str(folder)).merge_and_unload()
     return merged
 
 
 def write_adapter(
-    model: nn.Module, folder: Path, dtype: torch.dtype | None = None, values: Mapping[str, torch.Tensor] | None = None
+    model: nn.Module,
+    folder: Path,
+    dtype: torch.dtype | None = None,
+    values: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Write the two files of an adapter into `folder`, in `dtype`; default: as kept, in float32.
 
@@ -183,19 +203,27 @@ def read_adapter(model: nn.Module, folder: Path) -> dict[str, torch.Tensor]:
     mine = adapter_parameters(model)
     if odd := sorted(mine.keys() ^ saved.keys()):
         raise UsageError(
-            f"{folder} has an adapter for other modules ({odd[0].removeprefix(ADAPTER_PREFIX)}): use its "
-            f"--lora-target-modules {' '.join(sorted(settings.get('target_modules', [])))} and --lora-layer-indices"
+            f"{folder} has an adapter for other modules "
+            f"({odd[0].removeprefix(ADAPTER_PREFIX)}): use its "
+            f"--lora-target-modules {' '.join(sorted(settings.get('target_modules', [])))} "
+            f"and --lora-layer-indices"
         )
     for name, parameter in mine.items():
         if saved[name].shape != parameter.shape:
             raise UsageError(
                 f"{folder} has an adapter of another shape: {name.removeprefix(ADAPTER_PREFIX)} "
-                f"{list(saved[name].shape)} there, {list(parameter.shape)} here (its --lora-r is {settings.get('r')})"
+                f"{list(saved[name].shape)} there, {list(parameter.shape)} here (its "
+                f"--lora-r is {settings.get('r')})"
             )
     # Scale and rsLoRA change the effect of the same values.
     ours = model.peft_config[_ADAPTER]  # type: ignore[index]
     if settings.get("lora_alpha") != ours.lora_alpha:
-        raise UsageError(f"{folder} was trained with --lora-alpha {settings.get('lora_alpha')}, not {ours.lora_alpha}")
+        raise UsageError(
+            f"{folder} was trained with --lora-alpha {settings.get('lora_alpha')}, not "
+            f"{ours.lora_alpha}"
+        )
     if settings.get("use_rslora", False) != ours.use_rslora:
-        raise UsageError(f"{folder} was trained with --lora-use-rslora {str(not ours.use_rslora).lower()}")
+        raise UsageError(
+            f"{folder} was trained with --lora-use-rslora {str(not ours.use_rslora).lower()}"
+        )
     return dict(saved)

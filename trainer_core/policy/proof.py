@@ -47,7 +47,10 @@ def prove(model: nn.Module) -> float:
     """
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(0)
-    sequences = [torch.randint(model.config.vocab_size, (n,), generator=generator).to(device) for n in _LENGTHS]
+    sequences = [
+        torch.randint(model.config.vocab_size, (n,), generator=generator).to(device)
+        for n in _LENGTHS
+    ]
     row = whole_row(sequences)
     try:
         with torch.no_grad(), _short_windows(model), _in_float32(model):
@@ -62,7 +65,10 @@ def prove(model: nn.Module) -> float:
         what = f"its forward pass failed ({type(error).__name__}: {first_line(error)})"
         raise UsageError(_refusal(model, what)) from error
     largest = differences.max().item()
-    exact = all(parameter.dtype in _HALF or parameter.element_size() >= 4 for parameter in model.parameters())
+    exact = all(
+        parameter.dtype in _HALF or parameter.element_size() >= 4
+        for parameter in model.parameters()
+    )
     if not largest <= (BOUND if exact else COARSE) or not coarse <= COARSE:  # NaN fails, too
         found = f"{largest:.2g} nats from its own forward pass ({coarse:.2g} as it trains)"
         raise UsageError(_refusal(model, f"packed sequences are off by up to {found}"))
@@ -75,8 +81,10 @@ def _refusal(model: nn.Module, what: str) -> str:
         likely.append("attention sinks (s_aux)")
     cause = f"; likely because of {', '.join(likely)}" if likely else ""
     return (
-        f"the trainer does not compute {type(model).__name__} right: {what}{cause}. Its gradients would be wrong. "
-        "docs/models.md lists the supported architectures; please report this one with its config.json"
+        f"the trainer does not compute {type(model).__name__} right: {what}{cause}. Its "
+        f"gradients would be wrong. "
+        "docs/models.md lists the supported architectures; please report this one with its "
+        "config.json"
     )
 
 

@@ -32,9 +32,15 @@ class Reference:
     """
 
     def __init__(
-        self, config: TrainingConfig, policy: nn.Module, device: torch.device, world: World = ALONE, *,
-        resumed: Path | None = None, origin: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        config: TrainingConfig,
+        policy: nn.Module,
+        device: torch.device,
+        world: World = ALONE,
+        *,
+        resumed: Path | None = None,
+        origin: str | None = None,
+    ) -> None:
         """Load or reuse the model, and print which.
 
         Args:
@@ -54,17 +60,23 @@ class Reference:
                 self._start = {name: value.to(device).float() for name, value in values.items()}
             print(f"Frozen reference of --ref-kl-coef: {folder or 'the model without the adapter'}")
             return
-        model = load_for(world, config.model_name, compute_dtype(policy), device).requires_grad_(False)
+        model = load_for(world, config.model_name, compute_dtype(policy), device).requires_grad_(
+            False
+        )
         self._model = shard(model, world, device, config)
         use_head(self._model, config.head_dtype)
         use_attention(self._model, config.attention_kernel)
         if config.routing_replay:  # otherwise the KL would include different choices of experts
             replay_in(self._model)
         size = sum(p.numel() * p.element_size() for p in self._model.parameters())
-        print(f"Frozen reference of --ref-kl-coef: {config.model_name}, a copy of {size / 1e9:.2f} GB")
+        print(
+            f"Frozen reference of --ref-kl-coef: {config.model_name}, a copy of {size / 1e9:.2f} GB"
+        )
 
     @torch.no_grad()
-    def fill(self, rows: Sequence[PackedRow], threads: int = 1, world: World = ALONE) -> list[PackedRow]:
+    def fill(
+        self, rows: Sequence[PackedRow], threads: int = 1, world: World = ALONE
+    ) -> list[PackedRow]:
         """Complete `reference` in each row: the environment's value if it sent one, else this
         model's.
 
@@ -73,7 +85,9 @@ class Reference:
             threads, world: as in `step.accumulate`.
         """
         # Running the model is a collective, so all ranks run it for a row if one of them needs it.
-        lacks = anywhere(world, [row.reference is None or bool(row.reference.isnan().any()) for row in rows])
+        lacks = anywhere(
+            world, [row.reference is None or bool(row.reference.isnan().any()) for row in rows]
+        )
 
         def complete(item: tuple[PackedRow, bool], _: int) -> PackedRow:
             row, lacking = item
@@ -97,7 +111,11 @@ class Reference:
     def _frozen(self) -> AbstractContextManager[None]:
         if not self._adapted:
             return nullcontext()
-        return adapters_off(self._model) if self._start is None else adapter_values(self._model, self._start)
+        return (
+            adapters_off(self._model)
+            if self._start is None
+            else adapter_values(self._model, self._start)
+        )
 
 
 def _starting_adapter(resumed: Path | None, origin: str | None) -> Path | None:

@@ -37,7 +37,9 @@ def _share(_: nn.Module, logits: torch.Tensor, experts: torch.Tensor) -> torch.T
     return logits.softmax(-1, dtype=torch.float32).gather(1, experts)
 
 
-def _share_of_chosen(router: nn.Module, logits: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+def _share_of_chosen(
+    router: nn.Module, logits: torch.Tensor, experts: torch.Tensor
+) -> torch.Tensor:
     """Qwen3-MoE with norm_topk_prob, Mixtral."""
     values = _share(router, logits, experts)
     return values / values.sum(-1, keepdim=True)
@@ -59,7 +61,13 @@ def _sigmoid_of_chosen(router: Any, logits: torch.Tensor, experts: torch.Tensor)
     return values / (values.sum(-1, keepdim=True) + 1e-20) * router.routed_scaling_factor
 
 
-_FORMULAS: tuple[Weigh, ...] = (_share, _share_of_chosen, _softmax_of_chosen, _sigmoid, _sigmoid_of_chosen)
+_FORMULAS: tuple[Weigh, ...] = (
+    _share,
+    _share_of_chosen,
+    _softmax_of_chosen,
+    _sigmoid,
+    _sigmoid_of_chosen,
+)
 
 
 class _Here(threading.local):
@@ -84,7 +92,9 @@ def replay_in(model: nn.Module) -> RouterShape:
     routers = _routers(model)
     if sorted(routers) != sparse_layers(config):
         raise UsageError(_refusal(model, f"it has routers only in layers {sorted(routers)}"))
-    tokens = torch.randint(model.config.vocab_size, (_SHOWN,), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        model.config.vocab_size, (_SHOWN,), generator=torch.Generator().manual_seed(0)
+    )
     returned = _returned(model, routers, whole_row([tokens]))
     for place, (layer, router) in enumerate(routers.items()):
         decoder_layer = decoder_layers(model)[layer]
@@ -93,8 +103,13 @@ def replay_in(model: nn.Module) -> RouterShape:
         decoder_layer.register_forward_hook(_leave, always_call=True)
         # A tensor, because a number would give torch.compile a different graph for every layer.
         which = torch.tensor([place], device=next(model.parameters()).device)
-        router.register_forward_hook(partial(_choose, which, _formula(model, router, returned[place])))
-    chosen, experts = config["num_experts_per_tok"], next(config[n] for n in _COUNTS if config.get(n))
+        router.register_forward_hook(
+            partial(_choose, which, _formula(model, router, returned[place]))
+        )
+    chosen, experts = (
+        config["num_experts_per_tok"],
+        next(config[n] for n in _COUNTS if config.get(n)),
+    )
     return RouterShape(len(decoder_layers(model)), tuple(sorted(routers)), chosen, experts)
 
 
@@ -109,7 +124,9 @@ def _routers(model: nn.Module) -> dict[int, nn.Module]:
     if not isinstance(kind, type):
         raise UsageError(_refusal(model, "transformers does not record their logits"))
     layers = enumerate(decoder_layers(model))
-    return {i: module for i, layer in layers for module in layer.modules() if isinstance(module, kind)}
+    return {
+        i: module for i, layer in layers for module in layer.modules() if isinstance(module, kind)
+    }
 
 
 def _enter(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -165,12 +182,15 @@ def _formula(model: nn.Module, router: nn.Module, output: Any) -> Weigh:
                 continue
             if torch.equal(again, weights):
                 return weigh
-    raise UsageError(_refusal(model, f"{type(router).__name__} weighs experts by an unknown formula"))
+    raise UsageError(
+        _refusal(model, f"{type(router).__name__} weighs experts by an unknown formula")
+    )
 
 
 def _refusal(model: nn.Module, why: str) -> str:
     return (
-        f"--routing-replay: the routers of {type(model).__name__} cannot replay the engine's choice: {why}. "
+        f"--routing-replay: the routers of {type(model).__name__} cannot replay the engine's "
+        f"choice: {why}. "
         "fix: drop the flag"
     )
 
@@ -178,4 +198,6 @@ def _refusal(model: nn.Module, why: str) -> str:
 def own_experts(model: nn.Module, row: PackedRow) -> torch.Tensor:
     """Experts that the routers of `replay_in` choose for `row`, [N, sparse layers, K] int16. If the
     row has recorded experts, higher layers see the states that those produce."""
-    return torch.stack([output[2].to(torch.int16) for output in _returned(model, _routers(model), row)], dim=1)
+    return torch.stack(
+        [output[2].to(torch.int16) for output in _returned(model, _routers(model), row)], dim=1
+    )

@@ -50,14 +50,18 @@ def load_for(world: World, name: str | Path, dtype: torch.dtype, device: torch.d
     if world.size == 1:
         return load_model(name, dtype, device)
     fields = vars(load_config(str(name), frozen=True))  # the policy's own check ran before
-    if refused := why_not_spread(fields) or why_not_shared(fields, world.context.size if world.context else 1):
+    if refused := why_not_spread(fields) or why_not_shared(
+        fields, world.context.size if world.context else 1
+    ):
         raise UsageError(f"--model-name {name}: {': '.join(refused)}")
     if world.rank == 0:
         return load_model(name, dtype, torch.device("cpu"))
     return empty_model(load_config(str(name), frozen=True), dtype)
 
 
-def shard(model: nn.Module, world: World, device: torch.device, config: TrainingConfig) -> nn.Module:
+def shard(
+    model: nn.Module, world: World, device: torch.device, config: TrainingConfig
+) -> nn.Module:
     """Move `model` to `device` and shard it over all ranks in place; a single rank's model is
     returned as it is. A collective.
 
@@ -70,17 +74,27 @@ def shard(model: nn.Module, world: World, device: torch.device, config: Training
     compute = world.share(lambda: next(model.parameters()).dtype)
     named = dict(model.named_parameters())
     adapters = {name for name in named if config.trains_adapters and named[name].requires_grad}
-    source = {name: parameter.detach() for name, parameter in named.items()} | dict(model.named_buffers())
+    source = {name: parameter.detach() for name, parameter in named.items()} | dict(
+        model.named_buffers()
+    )
     stored = world.share(lambda: {name: tensor.dtype for name, tensor in source.items()})
     # FSDP needs one dtype per group and at least one dimension.
     odd = {name for name in named if stored[name] != compute or not named[name].ndim} | adapters
-    slim = config.master_weights != "fp32" or config.gradient_dtype != "float32" or config.optimizer_offload
+    slim = (
+        config.master_weights != "fp32"
+        or config.gradient_dtype != "float32"
+        or config.optimizer_offload
+    )
     # Rows that become float32 master weights.
     wide = set() if slim else {name for name in named if named[name].requires_grad} - odd
-    _without_memory(model, stored | dict.fromkeys(wide, torch.promote_types(compute, torch.float32)))
+    _without_memory(
+        model, stored | dict.fromkeys(wide, torch.promote_types(compute, torch.float32))
+    )
     whole = {parameter for name, parameter in model.named_parameters() if name in odd}
     policy = MixedPrecisionPolicy(
-        param_dtype=compute, reduce_dtype=torch.promote_types(compute, torch.float32), cast_forward_inputs=False
+        param_dtype=compute,
+        reduce_dtype=torch.promote_types(compute, torch.float32),
+        cast_forward_inputs=False,
     )
     for part in [*decoder_layers(model), model]:
         fully_shard(part, mesh=world.mesh, mp_policy=policy, ignored_params=whole)
@@ -169,7 +183,10 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     if (parallel := parallel_of(model)) is not None:
         return {name: whole for name, whole in parallel.gathered() if whole is not None}
     if not hasattr(model, "compute_gathered"):
-        return {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in checkpoint_tensors(model).items()}
+        return {
+            name: tensor.to("cpu", copy=True).contiguous()
+            for name, tensor in checkpoint_tensors(model).items()
+        }
     dtype, kept = compute_dtype(model), {}
     for name, parameter in model.named_parameters():
         whole = parameter.detach()
@@ -181,14 +198,18 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     # Views of a larger parameter, such as experts, get memory of their own: files store them
     # separately.
     own = torch.contiguous_format
-    return {n: t if t.nbytes == t.untyped_storage().nbytes() else t.clone(memory_format=own)
-            for n, t in tensors.items()}  # fmt: skip
+    return {
+        n: t if t.nbytes == t.untyped_storage().nbytes() else t.clone(memory_format=own)
+        for n, t in tensors.items()
+    }
 
 
 def _without_memory(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
     """Replace the model's parameters by ones of these dtypes without memory; ties are kept."""
     empty = {
-        parameter: nn.Parameter(torch.empty_like(parameter, dtype=dtypes[name], device="meta"), parameter.requires_grad)
+        parameter: nn.Parameter(
+            torch.empty_like(parameter, dtype=dtypes[name], device="meta"), parameter.requires_grad
+        )
         for name, parameter in model.named_parameters()
     }
     for module in model.modules():
@@ -199,9 +220,12 @@ def _without_memory(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None
 
 @torch.no_grad()
 def _distribute(
-    model: nn.Module, world: World, device: torch.device, source: Mapping[str, torch.Tensor],
+    model: nn.Module,
+    world: World,
+    device: torch.device,
+    source: Mapping[str, torch.Tensor],
     stored: Mapping[str, torch.dtype],
-) -> None:  # fmt: skip
+) -> None:
     """Allocate every tensor of `model` and fill it from rank 0's `source`."""
     model.to_empty(device=device)
     for name, tensor in {**dict(model.named_parameters()), **dict(model.named_buffers())}.items():
@@ -210,7 +234,9 @@ def _distribute(
         else:
             whole = torch.empty(tensor.shape, dtype=stored[name], device=device)
         if isinstance(tensor, DTensor):
-            local(tensor).copy_(local(distribute_tensor(whole, tensor.device_mesh, tensor.placements)))
+            local(tensor).copy_(
+                local(distribute_tensor(whole, tensor.device_mesh, tensor.placements))
+            )
         else:
             # Buffers and unsharded parameters are the same on every rank.
             dist.broadcast(whole, 0)

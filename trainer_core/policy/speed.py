@@ -41,7 +41,9 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def use_cores(model: nn.Module, config: TrainingConfig, device: torch.device, ranks: int = 1) -> int:
+def use_cores(
+    model: nn.Module, config: TrainingConfig, device: torch.device, ranks: int = 1
+) -> int:
     """Set torch's threads for this model; return the threads for `accumulate`, 1 if operations are
     split instead.
 
@@ -64,7 +66,9 @@ def _cores() -> int:
     return int(wanted) if wanted.isdigit() and int(wanted) else len(os.sched_getaffinity(0))
 
 
-def in_threads(work: Callable[[Item, int], Result], items: Sequence[Item], threads: int) -> list[Result]:
+def in_threads(
+    work: Callable[[Item, int], Result], items: Sequence[Item], threads: int
+) -> list[Result]:
     """Call work(item, thread) for every item, item i in thread i % threads; return results in the
     order of the items."""
     if threads == 1:
@@ -105,7 +109,11 @@ class ThreadGradients:
 def _sum(total: torch.Tensor | None, more: torch.Tensor | None) -> torch.Tensor | None:
     if more is None or total is None:
         # Copy: autograd may return the same tensor for two parameters.
-        return total if more is None else more.to(torch.promote_types(more.dtype, torch.float32), copy=True)
+        return (
+            total
+            if more is None
+            else more.to(torch.promote_types(more.dtype, torch.float32), copy=True)
+        )
     return total.add_(more)
 
 
@@ -115,7 +123,10 @@ def use_memory(device: torch.device) -> None:
     Otherwise passes of different lengths fragment the memory: an eighth of an H200 with 8B
     parameters.
     """
-    if device.type == "cuda" and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+    if (
+        device.type == "cuda"
+        and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys()
+    ):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")  # type: ignore[attr-defined]
 
 
@@ -158,9 +169,17 @@ def _is_sharded(model: nn.Module) -> bool:
 
 
 def use_checkpointing(
-    model: nn.Module, mode: str, *, tokens: int, optimizer: str, device: torch.device, offload: bool = False,
-    gradient_bytes: int = model_math.GRADIENT_BYTES, compiled: bool = False, world: World = ALONE,
-) -> int:  # fmt: skip
+    model: nn.Module,
+    mode: str,
+    *,
+    tokens: int,
+    optimizer: str,
+    device: torch.device,
+    offload: bool = False,
+    gradient_bytes: int = model_math.GRADIENT_BYTES,
+    compiled: bool = False,
+    world: World = ALONE,
+) -> int:
     """Set up gradient checkpointing for `mode` (auto, on or off); print the decision and return the
     number of recomputed layers. With auto it is the smallest number that fits in memory; if that is
     0 and the logits of the largest pass fit as well, they are kept for the backward pass.
@@ -183,7 +202,9 @@ def use_checkpointing(
         # All ranks must recompute the same layers, or their collectives would not match; the
         # smallest room decides.
         free, total = _memory(device)
-        room = model_math.room_for_activations(free - gradients - state - gathered_bytes(model), total)
+        room = model_math.room_for_activations(
+            free - gradients - state - gathered_bytes(model), total
+        )
         room = min(world.gather(room))
         kept = functools.partial(activations, model, tokens, compiled)
         recomputed = model_math.layers_recomputed(kept, layers_reached(model), room)
@@ -192,8 +213,10 @@ def use_checkpointing(
         logits = tokens * dimensions(model).vocab * width
         model.keeps_logits = not recomputed and wanted + logits <= room  # type: ignore[assignment]
         print(
-            f"Gradient checkpointing {f'on, {recomputed} of {len(layers)} layers' if recomputed else 'off'}: "
-            f"{tokens} tokens need about {wanted / 1e9:.1f} GB, {max(0, room) / 1e9:.1f} GB are free for them"
+            f"Gradient checkpointing "
+            f"{f'on, {recomputed} of {len(layers)} layers' if recomputed else 'off'}: "
+            f"{tokens} tokens need about {wanted / 1e9:.1f} GB, {max(0, room) / 1e9:.1f} GB "
+            f"are free for them"
         )
     if recomputed:
         # Layers below the lowest trained one keep nothing, so recomputing them would save nothing.
@@ -207,15 +230,23 @@ def use_checkpointing(
     return recomputed
 
 
-def activations(model: nn.Module, tokens: int, compiled: bool = False, recomputed: int = 0) -> model_math.Activations:
+def activations(
+    model: nn.Module, tokens: int, compiled: bool = False, recomputed: int = 0
+) -> model_math.Activations:
     """Activations that a GPU keeps from the forward pass of `tokens` tokens for a backward pass
     that recomputes `recomputed` layers."""
     trained = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
     return model_math.activation_bytes(
-        dimensions(model), tokens, width=compute_dtype(model).itemsize, on_gpu=True, compiled=compiled,
-        recomputed=recomputed, layers=layers_reached(model), largest=max(map(math.prod, trained.values()), default=0),
+        dimensions(model),
+        tokens,
+        width=compute_dtype(model).itemsize,
+        on_gpu=True,
+        compiled=compiled,
+        recomputed=recomputed,
+        layers=layers_reached(model),
+        largest=max(map(math.prod, trained.values()), default=0),
         adapters=model_math.Adapters.of(trained, len(decoder_layers(model))),
-    )  # fmt: skip
+    )
 
 
 def gathered_bytes(model: nn.Module) -> int:
@@ -239,7 +270,9 @@ def layers_reached(model: nn.Module) -> int:
     layers = decoder_layers(model)
     if any(p.requires_grad for p in model.get_input_embeddings().parameters()):
         return len(layers)
-    trained = [i for i, layer in enumerate(layers) if any(p.requires_grad for p in layer.parameters())]
+    trained = [
+        i for i, layer in enumerate(layers) if any(p.requires_grad for p in layer.parameters())
+    ]
     return len(layers) - min(trained) if trained else 0
 
 

@@ -94,7 +94,11 @@ class TensorParallel:
             UsageError: a parameter is split in an unsupported way; lists all of them.
         """
         self.rank, self.size = rank, len(shards)
-        layout = [(name, spot.parameter) for name, spot in checkpoint_layout(model).items() if spot is not None]
+        layout = [
+            (name, spot.parameter)
+            for name, spot in checkpoint_layout(model).items()
+            if spot is not None
+        ]
         self.names = {parameter: name for name, parameter in layout}
         """Parameter name -> checkpoint name."""
         self.parameters = dict(model.named_parameters())
@@ -107,17 +111,28 @@ class TensorParallel:
             name: tuple(rank for rank, part in enumerate(parts) if part == parts[self.rank])
             for name, parts in self.parts.items()
         }
-        every = {tuple(r for r, p in enumerate(parts) if p == part) for parts in self.parts.values() for part in parts}
+        every = {
+            tuple(r for r, p in enumerate(parts) if p == part)
+            for parts in self.parts.values()
+            for part in parts
+        }
         shared = sorted(ranks for ranks in every if len(ranks) > 1)
         # `new_group` is a collective, so all ranks create all groups in the same order.
         self._groups: dict[tuple[int, ...], Any] = {
-            ranks: dist.group.WORLD if len(ranks) == self.size else dist.new_group(list(ranks)) for ranks in shared
+            ranks: dist.group.WORLD if len(ranks) == self.size else dist.new_group(list(ranks))
+            for ranks in shared
         }
-        problems = [f"{name}, stacked with others in {where}" for name, where in layout if self.names[where] != name]
+        problems = [
+            f"{name}, stacked with others in {where}"
+            for name, where in layout
+            if self.names[where] != name
+        ]
         problems += self._install(model)
         if problems:
             raise UsageError(
-                "the trainer cannot split this model over ranks:\n  " + "\n  ".join(problems) + f"\n{ANOTHER_WAY}"
+                "the trainer cannot split this model over ranks:\n  "
+                + "\n  ".join(problems)
+                + f"\n{ANOTHER_WAY}"
             )
 
     def part(self, name: str) -> ParameterPart:
@@ -139,13 +154,19 @@ class TensorParallel:
     def settle(self) -> None:
         """Overwrite each copied parameter with the values of the first rank that holds it."""
         for ranks, group in self._groups.items():
-            copies = [self.parameters[name] for name, holders in sorted(self._holders.items()) if holders == ranks]
+            copies = [
+                self.parameters[name]
+                for name, holders in sorted(self._holders.items())
+                if holders == ranks
+            ]
             if not copies:
                 continue
             # One broadcast per group instead of one per parameter.
             flat = torch.cat([copy.reshape(-1) for copy in copies])
             dist.broadcast(flat, ranks[0], group=group)
-            for copy, values in zip(copies, flat.split([copy.numel() for copy in copies]), strict=True):
+            for copy, values in zip(
+                copies, flat.split([copy.numel() for copy in copies]), strict=True
+            ):
                 copy.copy_(values.view(copy.shape))
 
     @torch.no_grad()
@@ -175,7 +196,11 @@ class TensorParallel:
             # Only the first rank that holds a part sends it.
             for rank in [rank for rank, part in enumerate(parts) if parts.index(part) == rank]:
                 if whole is not None:
-                    values = own if rank == 0 else torch.empty(parts[rank].shape, dtype=own.dtype, device=own.device)
+                    values = (
+                        own
+                        if rank == 0
+                        else torch.empty(parts[rank].shape, dtype=own.dtype, device=own.device)
+                    )
                     if rank:
                         dist.recv(values, rank)
                     parts[rank].take(whole).copy_(values)
@@ -187,33 +212,52 @@ class TensorParallel:
         """Change how the modules of `model` compute; yield a description of each unsupported
         parameter."""
         known = {id(parameter): name for name, parameter in self.parameters.items()}
-        layers = {layer for module in model.modules() if isinstance(module, nn.ModuleList) for layer in module}
+        layers = {
+            layer
+            for module in model.modules()
+            if isinstance(module, nn.ModuleList)
+            for layer in module
+        }
         ends = (model.get_input_embeddings(), model.get_output_embeddings())
         by_rows, regions = {}, []
         for path, module in model.named_modules():
-            cuts = {leaf: self._cut(known[id(p)]) for leaf, p in module._parameters.items() if p is not None}
+            cuts = {
+                leaf: self._cut(known[id(p)])
+                for leaf, p in module._parameters.items()
+                if p is not None
+            }
             if not any(cuts.values()):
                 continue
             if module in ends and set(cuts.values()) == {BY_ROWS}:
                 self._install_end(model, module)
             elif module in ends or type(module) is not nn.Linear or cuts not in _LINEAR:
                 kind = type(module).__name__
-                yield from (f"{path}.{leaf}, a {kind}, split {cut}" for leaf, cut in cuts.items() if cut)
+                yield from (
+                    f"{path}.{leaf}, a {kind}, split {cut}" for leaf, cut in cuts.items() if cut
+                )
             elif cuts["weight"] == BY_ROWS:
                 by_rows[path] = module
             else:
                 module.__class__ = ColumnsLinear
                 regions.append(model.get_submodule(path.rpartition(".")[0]))
                 if regions[-1] in layers or regions[-1] is model:
-                    yield f"{path}, which shares no submodule with the layers that compute its input"
+                    yield (
+                        f"{path}, which shares no submodule with the layers that compute its input"
+                    )
         inside = {module for region in regions for module in region.modules()}
-        yield from (f"{path}, whose split outputs no layer sums" for path, m in by_rows.items() if m not in inside)
+        yield from (
+            f"{path}, whose split outputs no layer sums"
+            for path, m in by_rows.items()
+            if m not in inside
+        )
         for region in dict.fromkeys(regions):
             self._install_region(region, known)
 
     def _install_end(self, model: nn.Module, module: nn.Module) -> None:
         """Set up the embedding or the head; tied weights have the same rows."""
-        parts = next(parts for name, parts in self.parts.items() if self.parameters[name] is module.weight)
+        parts = next(
+            parts for name, parts in self.parts.items() if self.parameters[name] is module.weight
+        )
         own, most = parts[self.rank], max(part.shape[0] for part in parts)
         rows = Vocabulary(own.begin[0], own.shape[0], most, own.whole[0])
         if module is model.get_output_embeddings():
@@ -227,7 +271,9 @@ class TensorParallel:
 
     def _install_region(self, region: nn.Module, known: Mapping[int, str]) -> None:
         region.register_forward_pre_hook(_enter_region, with_kwargs=True)
-        if hasattr(region, "num_key_value_groups"):  # transformers' own attention repeats key heads by this factor
+        if hasattr(
+            region, "num_key_value_groups"
+        ):  # transformers' own attention repeats key heads by this factor
             region.num_key_value_groups = len(region.q_proj.weight) // len(region.k_proj.weight)
         for module in region.modules():
             for leaf, parameter in module._parameters.items():
@@ -244,7 +290,11 @@ class TensorParallel:
         cuts = {dim for part in parts for dim in part.cuts}
         if not cuts:
             return ""
-        return BY_DIMENSION.get(min(cuts), f"in dimension {min(cuts)}") if len(cuts) == 1 else "in several dimensions"
+        return (
+            BY_DIMENSION.get(min(cuts), f"in dimension {min(cuts)}")
+            if len(cuts) == 1
+            else "in several dimensions"
+        )
 
 
 def parallel_of(model: nn.Module) -> TensorParallel | None:
@@ -274,9 +324,11 @@ class ColumnsLinear(nn.Linear):
 BY_ROWS, BY_COLUMNS = "by rows", "by columns"
 BY_DIMENSION = {0: BY_ROWS, 1: BY_COLUMNS}
 _LINEAR = (
-    {"weight": BY_ROWS}, {"weight": BY_ROWS, "bias": BY_ROWS}, {"weight": BY_COLUMNS},
+    {"weight": BY_ROWS},
+    {"weight": BY_ROWS, "bias": BY_ROWS},
+    {"weight": BY_COLUMNS},
     {"weight": BY_COLUMNS, "bias": ""},
-)  # fmt: skip
+)
 """Supported splits of a linear layer: by outputs (rows) or by inputs (columns)."""
 
 
@@ -328,8 +380,12 @@ def _enter_region(
     return args, {**kwargs, "hidden_states": enter(kwargs["hidden_states"])}
 
 
-def _look_up(module: nn.Embedding, forward: Callable[[torch.Tensor], torch.Tensor], rows: Vocabulary,
-             tokens: torch.Tensor) -> torch.Tensor:  # fmt: skip
+def _look_up(
+    module: nn.Embedding,
+    forward: Callable[[torch.Tensor], torch.Tensor],
+    rows: Vocabulary,
+    tokens: torch.Tensor,
+) -> torch.Tensor:
     if rows.size:
         here, elsewhere = rows.own(tokens)
         own = forward(here).masked_fill(elsewhere[..., None], 0)

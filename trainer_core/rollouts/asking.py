@@ -64,9 +64,11 @@ class ServersInTurn(Generic[Server]):
         self._otherwise = otherwise
 
     def ask(
-        self, wanted: list[_Turn], question: Callable[[Server, list[_Turn]], Sequence[Answer | None]],
+        self,
+        wanted: list[_Turn],
+        question: Callable[[Server, list[_Turn]], Sequence[Answer | None]],
         take: Callable[[_Turn, Answer], bool],
-    ) -> list[_Turn]:  # fmt: skip
+    ) -> list[_Turn]:
         """Return the turns that no server knows, in request order.
 
         Args:
@@ -82,7 +84,9 @@ class ServersInTurn(Generic[Server]):
                     answers = question(server, part)
                     asked += len(part)
                     pairs = zip(part, answers, strict=True)
-                    left += [turn for turn, answer in pairs if answer is None or not take(turn, answer)]
+                    left += [
+                        turn for turn, answer in pairs if answer is None or not take(turn, answer)
+                    ]
             except EngineGone:
                 pass  # unreachable now; ask it again for the next batch
             except EngineError as error:
@@ -105,7 +109,9 @@ class ServersInTurn(Generic[Server]):
             yield part
 
 
-def _named(sequences: Sequence[NDArray[np.int64]], turns: list[_Turn]) -> tuple[list[str], list[list[int]]]:
+def _named(
+    sequences: Sequence[NDArray[np.int64]], turns: list[_Turn]
+) -> tuple[list[str], list[list[int]]]:
     prompts = [prompt_digest(sequences[turn.sequence][: turn.start].tolist()) for turn in turns]
     return prompts, [sequences[turn.sequence][turn.start : turn.end].tolist() for turn in turns]
 
@@ -114,7 +120,9 @@ class MissingAsker:
     """Fill missing logprobs of batches from the servers."""
 
     def __init__(self, servers: Sequence[AsksLogprobs]) -> None:
-        self._servers = ServersInTurn(servers, LOGPROB_TOKENS, "Missing logprobs are computed by the trainer")
+        self._servers = ServersInTurn(
+            servers, LOGPROB_TOKENS, "Missing logprobs are computed by the trainer"
+        )
 
     def fill(self, batch: Batch) -> None:
         """Fill the rollouts of `batch` with the servers' logprobs and the matching temperature, and
@@ -146,14 +154,22 @@ class MissingAsker:
             end = gap.start + len(known.logprobs)
             rollout.logprobs[gap.start : end] = known.logprobs
             rollout.trained[end : gap.end] = False
-            before = known.oldest_version if rollout.oldest_version is None else rollout.oldest_version
+            before = (
+                known.oldest_version if rollout.oldest_version is None else rollout.oldest_version
+            )
             oldest = min(known.oldest_version, before)
-            rollouts[gap.sequence] = replace(rollout, temperature=known.temperature, oldest_version=oldest)
+            rollouts[gap.sequence] = replace(
+                rollout, temperature=known.temperature, oldest_version=oldest
+            )
             return True
 
         lacking = {gap.sequence for gap in gaps}
         left = {gap.sequence for gap in self._servers.ask(gaps, question, take)}
-        counts = {"environment": len(rollouts) - len(lacking), "engine": len(lacking - left), "trainer": len(left)}
+        counts = {
+            "environment": len(rollouts) - len(lacking),
+            "engine": len(lacking - left),
+            "trainer": len(left),
+        }
         batch.logprobs_from.update({source: count for source, count in counts.items() if count})
 
 
@@ -173,7 +189,9 @@ class RoutingAsker:
     """Fetch recorded experts of sequences from the servers."""
 
     def __init__(self, servers: Sequence[AsksRouting], shape: RouterShape) -> None:
-        self._servers = ServersInTurn(servers, ROUTING_TOKENS, "[WARNING] routers use their own choice")
+        self._servers = ServersInTurn(
+            servers, ROUTING_TOKENS, "[WARNING] routers use their own choice"
+        )
         self._shape = shape
 
     def fill(self, batch: Batch) -> None:
@@ -182,12 +200,15 @@ class RoutingAsker:
         turns = [segments(rollout.trained) for rollout in batch.rollouts]
         found = self.look_up([rollout.tokens for rollout in batch.rollouts], turns)
         batch.rollouts = [
-            replace(rollout, experts=experts) for rollout, experts in zip(batch.rollouts, found, strict=True)
+            replace(rollout, experts=experts)
+            for rollout, experts in zip(batch.rollouts, found, strict=True)
         ]
 
     def of_answer(self, prompt: list[int], token_ids: list[int]) -> NDArray[np.int16] | None:
         """Experts of prompt and answer; None if no server knows them."""
-        return self.look_up([np.array([*prompt, *token_ids])], [[(len(prompt), len(prompt) + len(token_ids))]])[0]
+        return self.look_up(
+            [np.array([*prompt, *token_ids])], [[(len(prompt), len(prompt) + len(token_ids))]]
+        )[0]
 
     def look_up(
         self, sequences: Sequence[NDArray[np.int64]], generated: Sequence[list[tuple[int, int]]]
@@ -204,7 +225,9 @@ class RoutingAsker:
             begin = 0
             for start, end in ranges:
                 turns.append(_Turn(i, begin, start, end))
-                begin = end - 1  # the engine reads a completion's last token only in the next request
+                begin = (
+                    end - 1
+                )  # the engine reads a completion's last token only in the next request
 
         def question(ask: AsksRouting, part: list[_Turn]) -> list[NDArray[np.int16] | None]:
             answers = ask(*_named(sequences, part), [turn.begin for turn in part])
@@ -215,7 +238,9 @@ class RoutingAsker:
             if len(experts) != turn.end - 1 - turn.begin:
                 return False
             if (into := whole[turn.sequence]) is None:
-                into = np.full((len(sequences[turn.sequence]), *experts.shape[1:]), -1, dtype=np.int16)
+                into = np.full(
+                    (len(sequences[turn.sequence]), *experts.shape[1:]), -1, dtype=np.int16
+                )
                 whole[turn.sequence] = into
             into[turn.begin : turn.end - 1] = experts
             return True
@@ -232,10 +257,14 @@ class RoutingAsker:
         shape = self._shape
         if experts.shape[1] == shape.layers:
             experts = experts[:, list(shape.sparse)]
-        if experts.shape[1:] != (len(shape.sparse), shape.chosen) or (experts >= shape.experts).any():
+        if (
+            experts.shape[1:] != (len(shape.sparse), shape.chosen)
+            or (experts >= shape.experts).any()
+        ):
             layers, chosen = experts.shape[1:]
             raise EngineError(
-                f"a server recorded {chosen} experts in each of {layers} layers, numbers up to {experts.max()}; this "
+                f"a server recorded {chosen} experts in each of {layers} layers, numbers up "
+                f"to {experts.max()}; this "
                 f"model takes {shape.chosen} of {shape.experts} in {len(shape.sparse)} layers"
             )
         taken = experts.astype(np.int16)

@@ -49,7 +49,8 @@ WINDOW = 256
 
 NO_LOGPROBS = (
     "GRPO requires inference_logprobs for importance sampling, and {what}. "
-    "Only server_type=vllm calls /generate, which returns them: set --openai.server_type vllm in the environment, and "
+    "Only server_type=vllm calls /generate, which returns them: set --openai.server_type "
+    "vllm in the environment, and "
     "point its base_url at a server with /generate (python -m vllm_server)"
 )
 UNNAMED = "unnamed"
@@ -57,11 +58,13 @@ UNNAMED = "unnamed"
 WITHOUT_LOGPROBS = "without inference_logprobs"
 """Reason for leaving a sequence out."""
 RECOMPUTED = (
-    "sequences came without inference_logprobs, and no server knows theirs: the trainer uses its own "
+    "sequences came without inference_logprobs, and no server knows theirs: the trainer uses "
+    "its own "
     "(missing_logprobs = recompute), so their ratio starts at 1 whatever the policy lag"
 )
 ASKED = (
-    "sequences came without inference_logprobs: the trainer uses those that the engine computed when it made them "
+    "sequences came without inference_logprobs: the trainer uses those that the engine "
+    "computed when it made them "
     "(missing_logprobs = recompute)"
 )
 
@@ -210,7 +213,9 @@ class Batch:
 
     @property
     def scores(self) -> NDArray[np.float64]:
-        return np.array([*(r.score for r in self.rollouts), *self.unselected_scores], dtype=np.float64)
+        return np.array(
+            [*(r.score for r in self.rollouts), *self.unselected_scores], dtype=np.float64
+        )
 
     @property
     def completion_tokens_mean(self) -> float | None:
@@ -239,9 +244,13 @@ class Batch:
         """Share of tokens with experts recorded by the engine; None if not requested."""
         if not self.asked_routing:
             return None
-        known = sum(int((r.experts[:, 0, 0] >= 0).sum()) for r in self.rollouts if r.experts is not None)
+        known = sum(
+            int((r.experts[:, 0, 0] >= 0).sum()) for r in self.rollouts if r.experts is not None
+        )
         # Routers see each sequence up to its last trained token, which is itself not read.
-        return known / max(1, sum(int(np.flatnonzero(r.trained)[-1]) for r in self.rollouts if r.trained.any()))
+        return known / max(
+            1, sum(int(np.flatnonzero(r.trained)[-1]) for r in self.rollouts if r.trained.any())
+        )
 
     def leave_out(self, reason: str, count: int, example: str = "", env: str = "") -> None:
         """Count `count` sequences that do not train.
@@ -264,17 +273,25 @@ class Batch:
             self.faults_by_env.setdefault(env, Counter()).update(reasons)
             self.fault_examples.setdefault(env, other.fault_examples[env])
         self.too_old += other.too_old
-        self.policy_lag_bound = other.policy_lag_bound if self.policy_lag_bound is None else self.policy_lag_bound
-        self.groups, self.flat_groups = self.groups + other.groups, self.flat_groups + other.flat_groups
+        self.policy_lag_bound = (
+            other.policy_lag_bound if self.policy_lag_bound is None else self.policy_lag_bound
+        )
+        self.groups, self.flat_groups = (
+            self.groups + other.groups,
+            self.flat_groups + other.flat_groups,
+        )
         for mine, theirs in (
-            (self.groups_by_env, other.groups_by_env), (self.flat_by_env, other.flat_by_env),
-            (self.logprobs_from, other.logprobs_from), (self.unused, other.unused),
-        ):  # fmt: skip
+            (self.groups_by_env, other.groups_by_env),
+            (self.flat_by_env, other.flat_by_env),
+            (self.logprobs_from, other.logprobs_from),
+            (self.unused, other.unused),
+        ):
             mine.update(theirs)
         for kept, more in (
-            (self.completion_tokens, other.completion_tokens), (self.reached_limit, other.reached_limit),
+            (self.completion_tokens, other.completion_tokens),
+            (self.reached_limit, other.reached_limit),
             (self.ended, other.ended),
-        ):  # fmt: skip
+        ):
             kept += more
         self.unselected_scores += other.unselected_scores
 
@@ -319,7 +336,9 @@ class _Running:
         mean = (self.count * self.mean + new * float(scores.mean())) / total
         old_part = self.count * (self.variance + (self.mean - mean) ** 2)
         # Each part's variance around the new mean.
-        self.variance = (old_part + new * (float(scores.var()) + (float(scores.mean()) - mean) ** 2)) / total
+        self.variance = (
+            old_part + new * (float(scores.var()) + (float(scores.mean()) - mean) ** 2)
+        ) / total
         self.mean, self.count = mean, min(total, WINDOW)
 
 
@@ -338,7 +357,9 @@ class Baselines:
         """Count, mean and variance of each environment, for a checkpoint."""
         return {env: [each.count, each.mean, each.variance] for env, each in self._running.items()}
 
-    def advantages(self, env: str, scores: NDArray[np.float64], *, std: bool) -> NDArray[np.float64]:
+    def advantages(
+        self, env: str, scores: NDArray[np.float64], *, std: bool
+    ) -> NDArray[np.float64]:
         """Scores minus the running mean (these scores included), divided by the running standard
         deviation; zeros if that deviation is below `FLAT` times max(1, |mean|).
 
@@ -357,10 +378,16 @@ class Baselines:
 
 
 def read_batch(
-    groups: Sequence[Any], *, seq_len: int, temperature: float = 1.0, advantage_std: bool = True,
-    selection: Selection | None = None, logprobs_seen: bool = False, recompute: bool = False,
+    groups: Sequence[Any],
+    *,
+    seq_len: int,
+    temperature: float = 1.0,
+    advantage_std: bool = True,
+    selection: Selection | None = None,
+    logprobs_seen: bool = False,
+    recompute: bool = False,
     baselines: Baselines | None = None,
-) -> Batch:  # fmt: skip
+) -> Batch:
     """Check the groups of one `GET /batch`, whatever they contain.
 
     Args:
@@ -378,7 +405,9 @@ def read_batch(
     Raises:
         MissingLogprobs: no sequence of this batch or an earlier one has logprobs.
     """
-    reader = _Reader(Batch([]), seq_len, temperature, advantage_std, selection or Selection(), recompute)
+    reader = _Reader(
+        Batch([]), seq_len, temperature, advantage_std, selection or Selection(), recompute
+    )
     baselines = baselines or Baselines()
     reader.read(groups, baselines)
     batch = reader.batch
@@ -416,7 +445,9 @@ class _Reader:
 
     def read(self, raws: Sequence[Any], baselines: Baselines) -> None:
         """Add each group, or leave it out as a whole."""
-        parsed = [(raw, self._parse(f"group {index} of the batch", raw)) for index, raw in enumerate(raws)]
+        parsed = [
+            (raw, self._parse(f"group {index} of the batch", raw)) for index, raw in enumerate(raws)
+        ]
         good = [(raw, *found) for raw, found in parsed if found is not None]
         # Groups of one share a baseline, so all scores are read before any advantage is computed.
         lone = self._lone([(group, scores) for _, group, scores in good], baselines)
@@ -441,8 +472,12 @@ class _Reader:
                 if select.overlong_buffer:
                     # Advantages are computed from the punished scores, the mean reward from the
                     # original ones.
-                    scores = scores - np.array([select.punishment(_longest_turn(mask)) for mask in group.masks])
-                values = scores if len(scores) == 1 else group_advantages(scores, std=self.advantage_std)
+                    scores = scores - np.array(
+                        [select.punishment(_longest_turn(mask)) for mask in group.masks]
+                    )
+                values = (
+                    scores if len(scores) == 1 else group_advantages(scores, std=self.advantage_std)
+                )
                 if not (np.abs(values).max() <= FLOAT32_MAX and np.isfinite(scores.std())):
                     what = f"{group.where}: scores up to {np.abs(scores).max():g}"
                     raise Malformed("scores are too far apart to compare", what)
@@ -461,7 +496,11 @@ class _Reader:
         self, groups: list[tuple[Group, NDArray[np.float64]]], baselines: Baselines
     ) -> dict[int, NDArray[np.float64]]:
         """Advantages, [1], of groups of one that bring none, by index in `groups`."""
-        alone = [i for i, (group, scores) in enumerate(groups) if len(scores) == 1 and not group.advantages]
+        alone = [
+            i
+            for i, (group, scores) in enumerate(groups)
+            if len(scores) == 1 and not group.advantages
+        ]
         if self.selection.group_of_one == "score":
             return {i: groups[i][1] for i in alone}
         found = {}
@@ -472,7 +511,9 @@ class _Reader:
             found.update({i: values[at : at + 1] for at, i in enumerate(places)})
         return found
 
-    def _take_group(self, raw: dict[str, Any], group: Group, judged: list[_Judged], *, flat: bool) -> None:
+    def _take_group(
+        self, raw: dict[str, Any], group: Group, judged: list[_Judged], *, flat: bool
+    ) -> None:
         batch, name = self.batch, group.env or UNNAMED
         batch.groups += 1
         batch.groups_by_env[name] += 1
@@ -481,7 +522,9 @@ class _Reader:
         if flat:
             batch.flat_groups += 1
             batch.flat_by_env[name] += 1
-        batch.unused.update(unused(raw, reference=self.selection.reference, teacher=self.selection.teacher))
+        batch.unused.update(
+            unused(raw, reference=self.selection.reference, teacher=self.selection.teacher)
+        )
         for each, mask in zip(judged, group.masks, strict=True):
             self._take(each, mask, flat and not group.teacher_ids)
 
@@ -493,34 +536,53 @@ class _Reader:
         logprobs = group.logprobs[i] if group.logprobs else None
         same_length(spot, len(tokens), masks=group.masks[i])
         if len(tokens) > self.seq_len:
-            return _Judged(None, f"longer than --seq-len {self.seq_len}", f"{spot}: {len(tokens)} tokens")
+            return _Judged(
+                None, f"longer than --seq-len {self.seq_len}", f"{spot}: {len(tokens)} tokens"
+            )
         ids = token_ids(spot, tokens, self.selection.vocab_size)
         generated = masked_tokens(spot, group.masks[i], ids)
         given = group.advantages[i] if group.advantages else None
         values_of = advantages(spot, override, given, shared, len(ids))
         heat = temperature(spot, (override, *group.tables), self.temperature)
         if not generated[1:].any():
-            return _Judged(None, "nothing generated", f"{spot}: masks is {IGNORED} after the first token")
+            return _Judged(
+                None, "nothing generated", f"{spot}: masks is {IGNORED} after the first token"
+            )
         if logprobs is None and not self.recompute:
-            return _Judged(None, WITHOUT_LOGPROBS, NO_LOGPROBS.format(what=f"{group.where} has none"))
-        values = np.full(len(ids), PLACEHOLDER) if logprobs is None else rollout_logprobs(spot, logprobs, generated)
+            return _Judged(
+                None, WITHOUT_LOGPROBS, NO_LOGPROBS.format(what=f"{group.where} has none")
+            )
+        values = (
+            np.full(len(ids), PLACEHOLDER)
+            if logprobs is None
+            else rollout_logprobs(spot, logprobs, generated)
+        )
         # A positive value is a placeholder: a logprob is at most 0.
         real = generated & (values <= POSITIVE_TOLERANCE)
         own = values[generated]
         seen = (
-            (len(own), float(own.sum()), int((own > POSITIVE_TOLERANCE).sum())) if logprobs is not None else (0, 0.0, 0)
+            (len(own), float(own.sum()), int((own > POSITIVE_TOLERANCE).sum()))
+            if logprobs is not None
+            else (0, 0.0, 0)
         )
         usable = generated.copy() if self.recompute else real.copy()
         # No position predicts the first token.
         usable[0] = False
         if not usable.any():
             what = "only placeholders" if (own == PLACEHOLDER).all() else "no real one"
-            return _Judged(None, WITHOUT_LOGPROBS, NO_LOGPROBS.format(what=f"{spot} has {what}"), *seen)
+            return _Judged(
+                None, WITHOUT_LOGPROBS, NO_LOGPROBS.format(what=f"{spot} has {what}"), *seen
+            )
         known = np.where(real, values, np.nan) if self.recompute else values
         given_logprobs = logprobs or []
         rollout = Rollout(
-            tokens=ids, trained=usable, logprobs=np.where(usable, known, 0.0).astype(np.float32),
-            advantages=values_of, temperature=heat, score=float(group.scores[i]), env=group.env,
+            tokens=ids,
+            trained=usable,
+            logprobs=np.where(usable, known, 0.0).astype(np.float32),
+            advantages=values_of,
+            temperature=heat,
+            score=float(group.scores[i]),
+            env=group.env,
             # Digests let the servers recognize their completions; a segment with placeholders
             # cannot match.
             digests=tuple(
@@ -528,15 +590,21 @@ class _Reader:
                 for a, b in segments(generated)
                 if given_logprobs and real[a:b].all()
             ),
-            reference=reference_logprobs(spot, group.reference[i], generated) if group.reference else None,
+            reference=reference_logprobs(spot, group.reference[i], generated)
+            if group.reference
+            else None,
             teacher=self._teacher(spot, group, i, usable),
-        )  # fmt: skip
+        )
         return _Judged(rollout, "", "", *seen)
 
-    def _teacher(self, spot: str, group: Group, i: int, usable: NDArray[np.bool_]) -> Teacher | None:
+    def _teacher(
+        self, spot: str, group: Group, i: int, usable: NDArray[np.bool_]
+    ) -> Teacher | None:
         if not group.teacher_ids:
             return None
-        return teacher_of(spot, group.teacher_ids[i], group.teacher_logprobs[i], usable, self.selection.vocab_size)
+        return teacher_of(
+            spot, group.teacher_ids[i], group.teacher_logprobs[i], usable, self.selection.vocab_size
+        )
 
     def _take(self, judged: _Judged, mask: list[Any], flat: bool) -> None:
         """Keep the rollout, unless the objective leaves it out."""

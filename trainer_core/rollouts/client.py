@@ -133,12 +133,16 @@ class RunApi:
         self.stop = stop
         self.timeout_s = timeout_s
         self._http = httpx.Client(
-            base_url=self.url, timeout=ANSWER_S, limits=LIMITS, transport=transport, trust_env=False,
+            base_url=self.url,
+            timeout=ANSWER_S,
+            limits=LIMITS,
+            transport=transport,
+            trust_env=False,
             # `trust_env=False`: a proxy of the environment must not get the run's traffic.
             verify=certificates(self.url),
             # run-api would take longer to compress a batch than to send it.
             headers={"Accept-Encoding": "identity"} | door_headers(os.environ),
-        )  # fmt: skip
+        )
         self._step = 0
         """Optimizer steps done, for a new registration."""
         self._ready: RawBatch | None = None
@@ -200,7 +204,11 @@ class RunApi:
             ready, self._ready = self._ready, None
             return ready
         pause, began = POLL_FIRST_S, time.monotonic()
-        next_check, next_message, next_registration_check = began + IDLE_CHECK_S, began + COMPLAIN_AFTER_S, began
+        next_check, next_message, next_registration_check = (
+            began + IDLE_CHECK_S,
+            began + COMPLAIN_AFTER_S,
+            began,
+        )
         while True:
             if time.monotonic() >= next_registration_check:
                 self._check_registration()
@@ -254,7 +262,9 @@ class RunApi:
 
     def _register(self) -> dict[str, Any]:
         """Register, and return run-api's `/info` afterwards."""
-        answer = self._call("POST", "/register", json={**self.registration, "starting_step": self._step})
+        answer = self._call(
+            "POST", "/register", json={**self.registration, "starting_step": self._step}
+        )
         # A refusal may come with status 200.
         if "uuid" not in answer:
             raise ApiError(f"run-api at {self.url} refused the trainer: {answer}")
@@ -268,7 +278,9 @@ class RunApi:
         """
         for token in ("", os.environ.get(ENV_TOKEN, "")):
             try:
-                answer = self._http.get("/reset_data", headers={TOKEN_HEADER: token} if token else {})
+                answer = self._http.get(
+                    "/reset_data", headers={TOKEN_HEADER: token} if token else {}
+                )
             except httpx.HTTPError:
                 return
             if answer.status_code != httpx.codes.FORBIDDEN:
@@ -278,11 +290,15 @@ class RunApi:
         self._complained_at = -COMPLAIN_AFTER_S
         size, longest = info.get("batch_size"), info.get("max_token_len")
         reach(REGISTERED)
-        print(f"✓ Registered with run-api at {self.url}: {size} sequences a step, starting at step {self._step}")
+        print(
+            f"✓ Registered with run-api at {self.url}: {size} sequences a step, starting at "
+            f"step {self._step}"
+        )
         wanted = self.registration.get("max_token_len")
         if longest != wanted:
             print(
-                f"[WARNING] run-api has an earlier registration: environments get max_token_len {longest}, this "
+                f"[WARNING] run-api has an earlier registration: environments get "
+                f"max_token_len {longest}, this "
                 f"trainer asks for {wanted}. Training continues. fix: {RESTART}"
             )
 
@@ -295,11 +311,13 @@ class RunApi:
         why = "ignores the registration, because groups came before it: Trainer not registered"
         if size != NO_TRAINER:
             why = (
-                f"holds another trainer's registration and allows only one: it serves batches of {size} sequences, "
+                f"holds another trainer's registration and allows only one: it serves "
+                f"batches of {size} sequences, "
                 f"this trainer asks for {wanted}"
             )
         print(
-            f"[WARNING] run-api at {self.url} {why}. Waiting until that changes. fix: {RESTART}, or match "
+            f"[WARNING] run-api at {self.url} {why}. Waiting until that changes. fix: "
+            f"{RESTART}, or match "
             "--batch-size x --gradient-accumulation-steps"
         )
 
@@ -310,7 +328,10 @@ class RunApi:
         after = {AFTER_HEADER: self._after}
         answer = Background(lambda: self._call("GET", "/batch", headers=after), self.stop).answer()
         if answer.get("status") == "error":
-            print(f"run-api says: {answer.get('message', answer)} Registering again at step {self._step}.")
+            print(
+                f"run-api says: {answer.get('message', answer)} Registering again at step "
+                f"{self._step}."
+            )
             self._registered = False
             self._check_registration()
         elif answer.get("status") == FAILED:
@@ -328,7 +349,11 @@ class RunApi:
         return batch
 
     def _call(
-        self, method: str, path: str, json: dict[str, Any] | None = None, headers: dict[str, str] | None = None
+        self,
+        method: str,
+        path: str,
+        json: dict[str, Any] | None = None,
+        headers: dict[str, str] | None = None,
     ) -> dict[str, Any]:
         """Return one answer, retrying through outages of up to `timeout_s` seconds; includes the
         batch's name if it has one."""
@@ -338,13 +363,19 @@ class RunApi:
         patience = max(ANSWER_S, self.timeout_s) if path == "/batch" else ANSWER_S
         while True:
             try:
-                response = self._http.request(method, path, json=json, headers=headers, timeout=patience)
+                response = self._http.request(
+                    method, path, json=json, headers=headers, timeout=patience
+                )
                 if response.status_code < 500:
                     if printed_at:
                         print(f"run-api is back after {time.monotonic() - began:.1f} s")
                     response.raise_for_status()
                     answer = msgspec.json.decode(response.content)
-                    named = {name: response.headers[name] for name in (BATCH_HEADER,) if name in response.headers}
+                    named = {
+                        name: response.headers[name]
+                        for name in (BATCH_HEADER,)
+                        if name in response.headers
+                    }
                     return {**answer, **named} if isinstance(answer, dict) else {}
                 if path == "/batch":
                     return {"status": FAILED}
@@ -353,13 +384,17 @@ class RunApi:
                 problem = str(error) or type(error).__name__
                 # The connection failed after the request was sent, so run-api may have removed a
                 # batch already.
-                broken_off = isinstance(error, httpx.ReadError | httpx.ReadTimeout | httpx.RemoteProtocolError)
+                broken_off = isinstance(
+                    error, httpx.ReadError | httpx.ReadTimeout | httpx.RemoteProtocolError
+                )
                 if path == "/batch" and broken_off and not self.keeps_batches:
                     problem += "; a batch in transit may be lost"
             except (httpx.HTTPStatusError, ValueError, RecursionError) as error:
                 problem = f"unexpected answer: {error}"
                 if not self._opened:
-                    raise ApiError(f"{self.url}{path} is not a run-api: {error}. fix: check --atropos-url") from None
+                    raise ApiError(
+                        f"{self.url}{path} is not a run-api: {error}. fix: check --atropos-url"
+                    ) from None
             away = time.monotonic() - began
             if away > self.timeout_s:
                 raise ApiError(
@@ -383,8 +418,13 @@ class RunApi:
         """Describe the registered environments that have sent nothing since the last batch."""
         envs = self._get_once("/envs").get("envs")
         if not isinstance(envs, list):  # upstream run-api has no /envs
-            return "check that an environment is running and registered here, and that its inference server answers"
-        names = [str(env.get("name")) for env in envs if isinstance(env, dict) and env.get("connected")]
+            return (
+                "check that an environment is running and registered here, and that its "
+                "inference server answers"
+            )
+        names = [
+            str(env.get("name")) for env in envs if isinstance(env, dict) and env.get("connected")
+        ]
         if not names:
             return "no environment is registered there"
         return f"nothing since the last batch from {', '.join(names)}, which is registered there"
@@ -398,9 +438,15 @@ class RunApi:
         size = self.registration["batch_size"]
         # run-api only builds batches of whole groups.
         if group and size % group:
-            return f"groups of {group} never add up to a batch of {size}: make the batch size a multiple of {group}"
+            return (
+                f"groups of {group} never add up to a batch of {size}: make the batch size a "
+                f"multiple of {group}"
+            )
         if queue * group >= size:
-            return f"{queue} groups queued, but none of them add up to a batch of {size} sequences: {RESTART}"
+            return (
+                f"{queue} groups queued, but none of them add up to a batch of {size} sequences: "
+                f"{RESTART}"
+            )
         return f"{queue} groups queued, not yet a batch of {size} sequences"
 
 

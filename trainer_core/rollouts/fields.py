@@ -49,7 +49,8 @@ WHY_UNUSED = {
     "distill_token_ids": "distill_coef under [trainer] is 0",
     "messages": "the trainer uses tokens and masks",
     "messages.reward": "send advantages instead, which may differ by token",
-    "scores": "the group's own advantages replace them; advantage_std, overlong_buffer, group_of_one and dropping "
+    "scores": "the group's own advantages replace them; advantage_std, overlong_buffer, "
+    "group_of_one and dropping "
     "flat groups have no effect (overlong_mask has)",
 }
 """Why a field is ignored, or what makes the trainer use it."""
@@ -90,7 +91,9 @@ class Group:
     """generation_params and group_overrides."""
 
     @classmethod
-    def parse(cls, where: str, group: Any, *, reference: bool = False, teacher: bool = False) -> Group:
+    def parse(
+        cls, where: str, group: Any, *, reference: bool = False, teacher: bool = False
+    ) -> Group:
         """Check a group and split it into its fields.
 
         Args:
@@ -104,27 +107,72 @@ class Group:
         env = environment(group)
         where = f"{where} (environment {env!r})" if env else where
         if _holds_something(group.get("images")):
-            raise Malformed(WITH_IMAGES, f"{where}: the trainer reads text only, and would train image tokens as text")
-        names = ["tokens", "masks", "scores", "inference_logprobs", "advantages", "overrides", "ref_logprobs", *TEACHER]
+            raise Malformed(
+                WITH_IMAGES,
+                f"{where}: the trainer reads text only, and would train image tokens as text",
+            )
+        names = [
+            "tokens",
+            "masks",
+            "scores",
+            "inference_logprobs",
+            "advantages",
+            "overrides",
+            "ref_logprobs",
+            *TEACHER,
+        ]
         asked = {"ref_logprobs": reference, **dict.fromkeys(TEACHER, teacher)}
         # In the order of `names`, which the unpacking below relies on.
-        columns = {name: _rows(where, group, name) if asked.get(name, True) else [] for name in names}
-        tokens, masks, scores, logprobs, advantages, overrides, ref, teacher_ids, teacher_logprobs = columns.values()
+        columns = {
+            name: _rows(where, group, name) if asked.get(name, True) else [] for name in names
+        }
+        (
+            tokens,
+            masks,
+            scores,
+            logprobs,
+            advantages,
+            overrides,
+            ref,
+            teacher_ids,
+            teacher_logprobs,
+        ) = columns.values()
         if not tokens:
             raise _wrong("tokens", f"{where}: tokens holds no sequence")
         given = {name: columns[name] for name in names[3:] if columns[name]}
         same_length(where, len(tokens), masks=masks, scores=scores, **given)
-        _lists_only(where, "sequence", **{name: columns[name] for name in names if name not in ("scores", "overrides")})
+        _lists_only(
+            where,
+            "sequence",
+            **{name: columns[name] for name in names if name not in ("scores", "overrides")},
+        )
         if bool(teacher_ids) != bool(teacher_logprobs):
-            raise _wrong(TEACHER[0], f"{where}: {' and '.join(TEACHER)} belong together; one of them is missing")
+            raise _wrong(
+                TEACHER[0],
+                f"{where}: {' and '.join(TEACHER)} belong together; one of them is missing",
+            )
         values = _numbers(where, "scores", scores)
         if not np.isfinite(values).all():
-            raise Malformed("score is not a finite number", f"{where}: scores holds NaN or Infinity")
-        tables = tuple(table(where, name, group.get(name)) for name in ("generation_params", "group_overrides"))
+            raise Malformed(
+                "score is not a finite number", f"{where}: scores holds NaN or Infinity"
+            )
+        tables = tuple(
+            table(where, name, group.get(name)) for name in ("generation_params", "group_overrides")
+        )
         return cls(
-            where, env, tokens, masks, values, logprobs, advantages, overrides, ref, teacher_ids, teacher_logprobs,
+            where,
+            env,
+            tokens,
+            masks,
+            values,
+            logprobs,
+            advantages,
+            overrides,
+            ref,
+            teacher_ids,
+            teacher_logprobs,
             tables,
-        )  # fmt: skip
+        )
 
 
 def _holds_something(value: Any, levels: int = 4) -> bool:
@@ -141,7 +189,9 @@ def unused(group: dict[str, Any], *, reference: bool, teacher: bool) -> Iterator
         reference, teacher: as in `Group.parse`.
     """
     read = {"ref_logprobs": reference, "distill_token_ids": teacher, "messages": False}
-    yield from (name for name, is_read in read.items() if not is_read and _holds_something(group.get(name)))
+    yield from (
+        name for name, is_read in read.items() if not is_read and _holds_something(group.get(name))
+    )
     rows: Any = group.get("messages")
     rows = rows if isinstance(rows, list) else []
     messages = [m for row in rows if isinstance(row, list) for m in row if isinstance(m, dict)]
@@ -172,7 +222,9 @@ def same_length(where: str, count: int, **lists: Any) -> None:
         if not isinstance(values, list):
             raise _wrong(name, f"{where}: {name} is not a list")
         if len(values) != count:
-            raise _wrong(name, f"{where}: {name} has {len(values)} entries where tokens has {count}")
+            raise _wrong(
+                name, f"{where}: {name} has {len(values)} entries where tokens has {count}"
+            )
 
 
 def _lists_only(where: str, of: str, **columns: list[Any]) -> None:
@@ -187,18 +239,26 @@ def _numbers(spot: str, name: str, values: list[Any], *, whole: bool = False) ->
         # `type`, because a bool is an instance of int.
         if set(map(type, values)) <= ({int} if whole else {int, float}):
             return np.asarray(values, dtype=np.int64 if whole else np.float64)
-    raise _wrong(name, f"{spot}: {name} must be a list of {'whole numbers' if whole else 'numbers'}")
+    raise _wrong(
+        name, f"{spot}: {name} must be a list of {'whole numbers' if whole else 'numbers'}"
+    )
 
 
-def token_ids(spot: str, tokens: list[Any], vocabulary: int | None, *, name: str = "tokens") -> NDArray[np.int64]:
+def token_ids(
+    spot: str, tokens: list[Any], vocabulary: int | None, *, name: str = "tokens"
+) -> NDArray[np.int64]:
     """[L] int64. An id outside of the vocabulary would crash a GPU process, so it is refused."""
     ids = _numbers(spot, name, tokens, whole=True)
     if (ids < 0).any():
-        raise Malformed(OUT_OF_VOCABULARY, f"{spot}: {name} holds id {ids.min()}, and token ids are not negative")
+        raise Malformed(
+            OUT_OF_VOCABULARY,
+            f"{spot}: {name} holds id {ids.min()}, and token ids are not negative",
+        )
     if vocabulary is not None and (ids >= vocabulary).any():
         raise Malformed(
             OUT_OF_VOCABULARY,
-            f"{spot}: {name} holds id {ids.max()}, but the model's vocabulary has {vocabulary} tokens: the environment "
+            f"{spot}: {name} holds id {ids.max()}, but the model's vocabulary has "
+            f"{vocabulary} tokens: the environment "
             "uses another model's tokenizer",
         )
     return ids
@@ -256,7 +316,10 @@ def masked_tokens(spot: str, masks: list[Any], ids: NDArray[np.int64]) -> NDArra
     if (labels[generated] != ids[generated]).any():
         wanted = f"{IGNORED} where a token does not train, and the token id where it does"
         if set(np.unique(labels)) <= {0, 1}:
-            raise _wrong("masks", f"{spot}: masks holds 0 and 1, another framework's convention. fix: put {wanted}")
+            raise _wrong(
+                "masks",
+                f"{spot}: masks holds 0 and 1, another framework's convention. fix: put {wanted}",
+            )
         raise _wrong("masks", f"{spot}: masks must be {wanted}")
     return generated
 
@@ -269,7 +332,9 @@ def rollout_logprobs(
     values = _numbers(spot, name, given)
     own = values[generated]
     if not np.isfinite(own).all() or (own < LOWEST_LOGPROB).any():
-        raise _wrong(name, f"{spot}: {name} holds NaN, Infinity or a number below {LOWEST_LOGPROB:g}")
+        raise _wrong(
+            name, f"{spot}: {name} holds NaN, Infinity or a number below {LOWEST_LOGPROB:g}"
+        )
     return values
 
 
@@ -293,7 +358,9 @@ def advantages(
     return values
 
 
-def reference_logprobs(spot: str, given: list[Any], generated: NDArray[np.bool_]) -> NDArray[np.float32]:
+def reference_logprobs(
+    spot: str, given: list[Any], generated: NDArray[np.bool_]
+) -> NDArray[np.float32]:
     """[L] float32 of `ref_logprobs`, NaN for placeholders."""
     values = rollout_logprobs(spot, given, generated, name="ref_logprobs")
     return np.where(values <= POSITIVE_TOLERANCE, values, np.nan).astype(np.float32)
@@ -310,7 +377,11 @@ class Teacher:
 
 
 def teacher_of(
-    spot: str, ids: list[Any], logprobs: list[Any], generated: NDArray[np.bool_], vocabulary: int | None
+    spot: str,
+    ids: list[Any],
+    logprobs: list[Any],
+    generated: NDArray[np.bool_],
+    vocabulary: int | None,
 ) -> Teacher | None:
     """Read the teacher's tokens of generated positions; None if there are none. Entry i describes
     token i, as in vLLM's prompt_logprobs."""
@@ -321,12 +392,17 @@ def teacher_of(
     _lists_only(spot, "token", distill_token_ids=named, distill_logprobs=values)
     counts = [len(row) for row in named]
     if counts != [len(row) for row in values]:
-        raise _wrong(TEACHER[1], f"{spot}: distill_logprobs has another number of entries than distill_token_ids")
+        raise _wrong(
+            TEACHER[1],
+            f"{spot}: distill_logprobs has another number of entries than distill_token_ids",
+        )
     # Check all positions in one call: K may differ from position to position.
     flat_ids = token_ids(spot, list(chain.from_iterable(named)), vocabulary, name=TEACHER[0])
     flat = _numbers(spot, TEACHER[1], list(chain.from_iterable(values)))
     if not np.isfinite(flat).all() or (flat > POSITIVE_TOLERANCE).any():
-        raise _wrong(TEACHER[1], f"{spot}: distill_logprobs holds NaN, Infinity or a number above 0")
+        raise _wrong(
+            TEACHER[1], f"{spot}: distill_logprobs holds NaN, Infinity or a number above 0"
+        )
     if any(len(set(row)) < len(row) for row in named):
         raise _wrong(TEACHER[0], f"{spot}: distill_token_ids names a token twice at one position")
     if not len(flat):
@@ -334,6 +410,8 @@ def teacher_of(
     # filled: [L, K] bool, True where the teacher has a token.
     filled = np.zeros((len(generated), max(counts)), dtype=bool)
     filled[where] = np.arange(max(counts)) < np.array(counts)[:, None]
-    teacher = Teacher(np.zeros(filled.shape, dtype=np.int64), np.full(filled.shape, -np.inf, dtype=np.float32))
+    teacher = Teacher(
+        np.zeros(filled.shape, dtype=np.int64), np.full(filled.shape, -np.inf, dtype=np.float32)
+    )
     teacher.ids[filled], teacher.logprobs[filled] = flat_ids, flat
     return teacher

@@ -42,7 +42,8 @@ class OwnSource:
             self._ask = lambda step, on_idle: next(batches)
         else:
             raise UsageError(
-                f"rollouts: {self.name} is not a source of batches. fix: pass a file's path, an iterable of batches, "
+                f"rollouts: {self.name} is not a source of batches. fix: pass a file's path, "
+                f"an iterable of batches, "
                 f"or an object with next_batch(step, on_idle); {SHAPE}"
             )
 
@@ -60,7 +61,10 @@ class OwnSource:
         batch = given.get("batch") if isinstance(given, dict) else given
         if not isinstance(batch, list | tuple):
             keys = f" with the keys {', '.join(map(str, given))}" if isinstance(given, dict) else ""
-            raise UsageError(f"rollouts: {self.name} returned {type(given).__name__}{keys} as a batch. fix: {SHAPE}")
+            raise UsageError(
+                f"rollouts: {self.name} returned {type(given).__name__}{keys} as a batch. "
+                f"fix: {SHAPE}"
+            )
         return list(batch)
 
     def close(self) -> None:

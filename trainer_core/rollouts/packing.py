@@ -103,7 +103,9 @@ def pack(rollouts: Sequence[Rollout], max_tokens: int, threads: int = 1) -> list
 def packing_order(rollouts: Sequence[Rollout]) -> list[Rollout]:
     """Sequences that train, in the order of rows: longest first; those without any advantage
     last."""
-    return sorted((r for r in rollouts if r.trained.any()), key=lambda r: (_is_flat(r), -_needed(r)))
+    return sorted(
+        (r for r in rollouts if r.trained.any()), key=lambda r: (_is_flat(r), -_needed(r))
+    )
 
 
 def _is_flat(rollout: Rollout) -> bool:
@@ -132,7 +134,9 @@ def _equal_room(lengths: Sequence[int], max_tokens: int, threads: int) -> int:
     fewest = len(_cuts(lengths, max_tokens)) - 1
     rows = threads * -(-fewest // threads)
     # The number of rows falls as the size grows, so a binary search finds the smallest size.
-    return 1 + bisect_left(range(1, max_tokens), True, key=lambda room: len(_cuts(lengths, room)) - 1 <= rows)
+    return 1 + bisect_left(
+        range(1, max_tokens), True, key=lambda room: len(_cuts(lengths, room)) - 1 <= rows
+    )
 
 
 def _row(members: list[tuple[int, Rollout]]) -> PackedRow:
@@ -155,13 +159,17 @@ def _row(members: list[tuple[int, Rollout]]) -> PackedRow:
         advantages=column([r.advantages[at] for r, at in pairs]),
         temperatures=column([np.full(len(at), r.temperature, dtype=np.float32) for r, at in pairs]),
         reference=_reference(pairs),
-        base=column([r.base[at] for r, at in pairs if r.base is not None]) if pairs[0][0].base is not None else None,
+        base=column([r.base[at] for r, at in pairs if r.base is not None])
+        if pairs[0][0].base is not None
+        else None,
         experts=packed_experts([r.experts for _, r in members], lengths),
         **_teacher(pairs),
     )
 
 
-def packed_experts(parts: Sequence[NDArray[np.int16] | None], lengths: Sequence[int]) -> torch.Tensor | None:
+def packed_experts(
+    parts: Sequence[NDArray[np.int16] | None], lengths: Sequence[int]
+) -> torch.Tensor | None:
     """`PackedRow.experts` for sequences of these lengths, from the known experts of each one's
     first tokens."""
     known = next((part for part in parts if part is not None), None)
@@ -183,7 +191,10 @@ def _reference(pairs: Pairs) -> torch.Tensor | None:
     if all(r.reference is None for r, _ in pairs):
         return None
     # NaN makes the trainer's own reference fill the gap.
-    parts = [np.full(len(at), np.nan, dtype=np.float32) if r.reference is None else r.reference[at] for r, at in pairs]
+    parts = [
+        np.full(len(at), np.nan, dtype=np.float32) if r.reference is None else r.reference[at]
+        for r, at in pairs
+    ]
     return torch.from_numpy(np.concatenate(parts))
 
 
@@ -205,7 +216,9 @@ def _teacher(pairs: Pairs) -> dict[str, torch.Tensor]:
     return {"teacher_ids": torch.from_numpy(ids), "teacher_logprobs": torch.from_numpy(logprobs)}
 
 
-def assign_rows(rows: Sequence[PackedRow], ranks: int, learns: Callable[[PackedRow], bool]) -> list[list[int]]:
+def assign_rows(
+    rows: Sequence[PackedRow], ranks: int, learns: Callable[[PackedRow], bool]
+) -> list[list[int]]:
     """Assign rows to ranks, by index: the same number on each, with about equal tokens; -1 is an
     empty row.
 

@@ -41,7 +41,9 @@ class Provenance(Protocol):
     def versions(self, digests: list[str]) -> list[tuple[int, int] | None]:
         """Oldest and newest weight version of each completion; None if unknown."""
 
-    def logprobs(self, prompts: list[str], completions: list[list[int]]) -> list[KnownLogprobs | None]:
+    def logprobs(
+        self, prompts: list[str], completions: list[list[int]]
+    ) -> list[KnownLogprobs | None]:
         """Logprobs that the engine computed with each completion, by prompt digest and completion
         tokens; None if unknown."""
 
@@ -90,7 +92,9 @@ class RecordedRollouts:
             raise UsageError(f"--rollouts {path}: {error.strerror}") from None
         self._places = _places(self._file, self.path, batch_size)
         if not self._places:
-            raise UsageError(f"--rollouts {path}: it has no complete batch of {batch_size} sequences")
+            raise UsageError(
+                f"--rollouts {path}: it has no complete batch of {batch_size} sequences"
+            )
         # Only the first line: it identifies a file that may still grow.
         self._digest = blake2b(self._read(self._places[0].offsets[0]), digest_size=8).hexdigest()
         """Digest of the first line, by which a checkpoint recognizes the file."""
@@ -113,7 +117,11 @@ class RecordedRollouts:
         lines = [self._read(offset) for offset in self._places[self._next].offsets]
         self._next += 1
         self._line = msgspec.json.decode(lines[0], type=RecordedLine)
-        return self._line.batch if self._line.batch is not None else [msgspec.json.decode(line) for line in lines]
+        return (
+            self._line.batch
+            if self._line.batch is not None
+            else [msgspec.json.decode(line) for line in lines]
+        )
 
     def position(self) -> dict[str, Any]:
         """Position of the next batch, for a checkpoint. It differs from the step after batches that
@@ -131,7 +139,10 @@ class RecordedRollouts:
         batches further on if the recording starts later."""
         # `before`: steps that were done before the recording began.
         before = self._places[0].step - 1
-        return bisect_left([place.step for place in self._places], step + 1 if step >= before else before + step + 1)
+        return bisect_left(
+            [place.step for place in self._places],
+            step + 1 if step >= before else before + step + 1,
+        )
 
     def _read(self, offset: int) -> bytes:
         self._file.seek(offset)
@@ -151,9 +162,13 @@ class RecordedRollouts:
         """See `Provenance`."""
         return [self._line.versions.get(digest) for digest in digests]
 
-    def logprobs(self, prompts: list[str], completions: list[list[int]]) -> list[KnownLogprobs | None]:
+    def logprobs(
+        self, prompts: list[str], completions: list[list[int]]
+    ) -> list[KnownLogprobs | None]:
         """See `Provenance`."""
-        found = (self._line.logprobs.get(_name(*pair)) for pair in zip(prompts, completions, strict=True))
+        found = (
+            self._line.logprobs.get(_name(*pair)) for pair in zip(prompts, completions, strict=True)
+        )
         return [None if known is None else KnownLogprobs.model_validate(known) for known in found]
 
     def close(self) -> None:
@@ -202,7 +217,10 @@ def _places(file: BinaryIO, path: Path, batch_size: int) -> list[_Place]:
             places.append(_Place(groups, places[-1].step + 1 if places else 1))
             groups, held = [], 0
     if groups:
-        print(f"[WARNING] {path}: its last {held} sequences do not fill a batch of {batch_size} and are left out")
+        print(
+            f"[WARNING] {path}: its last {held} sequences do not fill a batch of "
+            f"{batch_size} and are left out"
+        )
     return places
 
 
@@ -224,12 +242,18 @@ def _head(line: bytes, path: Path, number: int) -> _Head | None:
         if not_json := re.search(rb'"(\w+)":[^"]*?(NaN|-?Infinity)', line):
             field, value = (part.decode() for part in not_json.groups())
             raise UsageError(
-                f"--rollouts {path}, line {number}: {field} holds {value}, which JSON does not allow. fix: remove that "
+                f"--rollouts {path}, line {number}: {field} holds {value}, which JSON does "
+                f"not allow. fix: remove that "
                 "group, or put a number there (json.dumps writes NaN unless allow_nan is False)"
             ) from None
-        raise UsageError(f"--rollouts {path}, line {number}: not a batch or group of rollouts ({error})") from None
+        raise UsageError(
+            f"--rollouts {path}, line {number}: not a batch or group of rollouts ({error})"
+        ) from None
     if head.batch is None and head.tokens is None:
-        raise UsageError(f'--rollouts {path}, line {number}: neither {{"batch": [...]}} nor a group with `tokens`')
+        raise UsageError(
+            f'--rollouts {path}, line {number}: neither {{"batch": [...]}} nor a group with '
+            f"`tokens`"
+        )
     return head
 
 
@@ -249,12 +273,16 @@ class Recorder:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             # 0600: rollouts may contain private text. O_APPEND, so that a resumed run continues the
             # file.
-            self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._file = os.open(
+                self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600
+            )
             cut_torn_line(self._file)
         except OSError as error:
             raise UsageError(f"--record-rollouts {path}: {error.strerror}") from None
 
-    def write(self, step: int, version: int, batch: RawBatch, lag_bounds: dict[str, int] | None = None) -> None:
+    def write(
+        self, step: int, version: int, batch: RawBatch, lag_bounds: dict[str, int] | None = None
+    ) -> None:
         """Write the batch of optimizer step `step`, trained at weights `version`. The first failure
         prints a warning; training continues."""
         self._line.batch, self._line.step, self._line.weight_version = batch, step, version
@@ -282,7 +310,9 @@ class Recorder:
 
     def add_logprobs(self, names: list[str], answers: list[KnownLogprobs | None]) -> None:
         pairs = zip(names, answers, strict=True)
-        self._line.logprobs |= {name: known.model_dump() for name, known in pairs if known is not None}
+        self._line.logprobs |= {
+            name: known.model_dump() for name, known in pairs if known is not None
+        }
 
     def close(self) -> None:
         os.close(self._file)
@@ -299,7 +329,9 @@ class _RecordedProvenance:
         self._recorder.add_versions(digests, answers)
         return answers
 
-    def logprobs(self, prompts: list[str], completions: list[list[int]]) -> list[KnownLogprobs | None]:
+    def logprobs(
+        self, prompts: list[str], completions: list[list[int]]
+    ) -> list[KnownLogprobs | None]:
         answers = self._server.logprobs(prompts, completions)
         names = [_name(*pair) for pair in zip(prompts, completions, strict=True)]
         self._recorder.add_logprobs(names, answers)

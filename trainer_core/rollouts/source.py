@@ -23,7 +23,16 @@ from atropos_common.stages import FIRST_BATCH, reach
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import ApiError, EngineError, EngineGone, MissingLogprobs, TooMuchLeftOut
 from trainer_core.rollouts.asking import MissingAsker, RoutingAsker
-from trainer_core.rollouts.batch import ASKED, RECOMPUTED, UNNAMED, Baselines, Batch, Rollout, Selection, read_batch
+from trainer_core.rollouts.batch import (
+    ASKED,
+    RECOMPUTED,
+    UNNAMED,
+    Baselines,
+    Batch,
+    Rollout,
+    Selection,
+    read_batch,
+)
 from trainer_core.rollouts.client import Background, RawBatch, RolloutSource, RunApi
 from trainer_core.rollouts.fields import NOT_READ, WHY_UNUSED
 from trainer_core.rollouts.own import MOST_USELESS, OwnSource
@@ -40,14 +49,18 @@ MOST_NAMED = 50
 """Limit of ignored fields that are printed; an environment may send any number."""
 
 UNSENDABLE = "lost in run-api, which could not send their batch (HTTP 500)"
-UNSENDABLE_WHY = "one of its groups has NaN or Infinity, which JSON does not allow; the others are lost with it"
+UNSENDABLE_WHY = (
+    "one of its groups has NaN or Infinity, which JSON does not allow; the others are lost with it"
+)
 UNKNOWN_AGE = "rollouts are of unknown age, so --max-policy-lag does not apply to them"
 
 ENOUGH_REPLAYED = 0.9
 LITTLE_REPLAYED = "batches in which little routing is replayed"
 NOT_REPLAYED = (
-    "{share:.0%} of the tokens of this one. No server knows the experts of the others, so routers choose for them: "
-    "it was restarted, its memory for them is full, or an environment sends other tokens than the server read"
+    "{share:.0%} of the tokens of this one. No server knows the experts of the others, so "
+    "routers choose for them: "
+    "it was restarted, its memory for them is full, or an environment sends other tokens "
+    "than the server read"
 )
 
 Lags = list[int | None]
@@ -68,7 +81,9 @@ class LagMeter:
         versions = iter(self._ask([digest for r in rollouts for digest in r.digests]))
         lags: Lags = []
         for rollout in rollouts:
-            oldest = [pair[0] for pair in (next(versions) for _ in rollout.digests) if pair is not None]
+            oldest = [
+                pair[0] for pair in (next(versions) for _ in rollout.digests) if pair is not None
+            ]
             oldest += [] if rollout.oldest_version is None else [rollout.oldest_version]
             lags.append(version - min(oldest) if oldest else None)
         return lags
@@ -82,7 +97,10 @@ class LagMeter:
         known: list[tuple[int, int] | None] = [None] * len(digests)
         for ask in list(self._servers):
             try:
-                parts = [ask(digests[at : at + MOST_DIGESTS]) for at in range(0, len(digests), MOST_DIGESTS)]
+                parts = [
+                    ask(digests[at : at + MOST_DIGESTS])
+                    for at in range(0, len(digests), MOST_DIGESTS)
+                ]
             except EngineGone as error:
                 print(f"Policy lag of this batch is unknown: {error}")
             except EngineError as error:
@@ -136,9 +154,12 @@ class EmptyBatches:
             reasons = Counter(self.held.left_out)
             reason, count = reasons.most_common(1)[0] if reasons else ("they are empty", 0)
             print(
-                f"[WARNING] nothing to train on in the last {self._batches} batches ({now - self._began:.0f} s): "
-                f"{count} sequences left out: {reason}. Training continues with the first usable batch. fix: correct "
-                "or stop the environment that sends them, or change the setting that the reason names"
+                f"[WARNING] nothing to train on in the last {self._batches} batches "
+                f"({now - self._began:.0f} s): "
+                f"{count} sequences left out: {reason}. Training continues with the first "
+                f"usable batch. fix: correct "
+                "or stop the environment that sends them, or change the setting that the "
+                "reason names"
             )
 
 
@@ -159,16 +180,22 @@ class LeftOutShare:
         good = len(batch.rollouts) + len(batch.unselected_scores)
         # An objective's own choice is counted in both.
         bad = sum(batch.left_out.values()) - len(batch.unselected_scores)
-        faults = Counter({reason: count for reason, count in batch.left_out.items() if batch.examples[reason]})
+        faults = Counter(
+            {reason: count for reason, count in batch.left_out.items() if batch.examples[reason]}
+        )
         self._batches.append((bad, good + bad, faults))
-        left_out, total = sum(bad for bad, _, _ in self._batches), sum(count for _, count, _ in self._batches)
+        left_out, total = (
+            sum(bad for bad, _, _ in self._batches),
+            sum(count for _, count, _ in self._batches),
+        )
         if len(self._batches) < LEFT_OUT_WINDOW or left_out <= self._most * total:
             return
         counts = sum((faults for _, _, faults in self._batches), Counter[str]())
         reasons = ", ".join(f"{reason} ({count})" for reason, count in counts.most_common(3))
         example = next(filter(None, batch.examples.values()), "none in the newest batch")
         raise TooMuchLeftOut(
-            f"{left_out} of the last {total} sequences cannot train, more than max_left_out = {self._most:g}: "
+            f"{left_out} of the last {total} sequences cannot train, more than max_left_out "
+            f"= {self._most:g}: "
             f"{reasons}. Example: {example}. fix: correct the environment or remove it, "
             "or raise max_left_out under [trainer]"
         )
@@ -260,7 +287,8 @@ class BatchSource:
             streak.add(batch)
             if isinstance(self.api, OwnSource) and streak.useless >= MOST_USELESS:
                 raise TooMuchLeftOut(
-                    f"rollouts: the last {streak.useless} batches of {self.api.name} have nothing to train on: "
+                    f"rollouts: the last {streak.useless} batches of {self.api.name} have "
+                    f"nothing to train on: "
                     f"{self.left_out_in_words()}. fix: correct the groups, or end with RolloutsEnd"
                 )
 
@@ -269,7 +297,11 @@ class BatchSource:
         the environment's own bound."""
         if (most := self.config.max_policy_lag) is not None:
             return dict.fromkeys(batch.groups_by_env, most)
-        derived = {env: lag_bound(self.config, ahead) for env, ahead in batch.ahead.items() if ahead is not None}
+        derived = {
+            env: lag_bound(self.config, ahead)
+            for env, ahead in batch.ahead.items()
+            if ahead is not None
+        }
         return self.lag_meter.bounds(derived)
 
     def state(self) -> dict[str, Any]:
@@ -283,7 +315,9 @@ class BatchSource:
         if not reasons:
             return ""
         parts = ", ".join(f"{reason} ({count})" for reason, count in reasons.most_common(3))
-        example = next(filter(None, map(self._left_out.examples.get, dict(reasons.most_common()))), "")
+        example = next(
+            filter(None, map(self._left_out.examples.get, dict(reasons.most_common()))), ""
+        )
         text = f"{reasons.total()} of {reasons.total()} sequences were left out: {parts}"
         return f"{text}. Example: {example}" if example else text
 
@@ -301,7 +335,9 @@ class BatchSource:
                         raise
             return self._read(self.api.next_batch(step, on_idle=self.while_waiting))
         except MissingLogprobs as error:
-            self.telemetry.write(AlignmentRecord, step + 1, verdict="mismatch", cause=f"{MISSING}: {error}")
+            self.telemetry.write(
+                AlignmentRecord, step + 1, verdict="mismatch", cause=f"{MISSING}: {error}"
+            )
             raise
 
     def _read(self, raw: RawBatch) -> Batch:
@@ -313,10 +349,15 @@ class BatchSource:
             lost.leave_out(UNSENDABLE, self.config.sequences_per_step, UNSENDABLE_WHY)
             return lost
         batch = read_batch(
-            raw, seq_len=self.config.seq_len, temperature=self.config.temperature, advantage_std=self.advantage_std,
-            selection=self.selection, logprobs_seen=self._greeted,
-            recompute=self.config.missing_logprobs == "recompute", baselines=self.baselines,
-        )  # fmt: skip
+            raw,
+            seq_len=self.config.seq_len,
+            temperature=self.config.temperature,
+            advantage_std=self.advantage_std,
+            selection=self.selection,
+            logprobs_seen=self._greeted,
+            recompute=self.config.missing_logprobs == "recompute",
+            baselines=self.baselines,
+        )
         batch.raw = raw if self.record is not None else []
         if self.routing is not None:
             self.routing.fill(batch)
@@ -338,7 +379,9 @@ class BatchSource:
             self._greeted = True
             print(f"✓ inference_logprobs found in batch (sample len: {batch.sample_len})")
         if batch.logprob_warning:
-            self._warnings.count("batches with inference_logprobs that are not logprobs", 1, batch.logprob_warning)
+            self._warnings.count(
+                "batches with inference_logprobs that are not logprobs", 1, batch.logprob_warning
+            )
         for reason, count in batch.left_out.items():
             self._warnings.count(f"sequences left out: {reason}", count, batch.examples[reason])
         for text, count in batch.remarks.items():
@@ -346,7 +389,10 @@ class BatchSource:
         # Once per field and run.
         for name in sorted(batch.unused.keys() - self._named)[: MOST_NAMED - len(self._named)]:
             self._named.add(name)
-            print(f"[NOTE] an environment sends {name}, which is not used: {WHY_UNUSED.get(name, NOT_READ)}")
+            print(
+                f"[NOTE] an environment sends {name}, which is not used: "
+                f"{WHY_UNUSED.get(name, NOT_READ)}"
+            )
 
     def _warn_of_routing(self, batch: Batch) -> None:
         replayed = batch.routing_replayed
@@ -365,10 +411,16 @@ def lag_bound(config: TrainingConfig, ahead: int) -> int:
     batch = config.minibatches * config.epochs if config.mode == "shared_vllm" else 1
     reloads = config.mode in ("none", "lora_restart")  # the engine may be behind the trainer
     # `overlap_publish` is True or False: engines may be one version behind.
-    return 2 * ahead * batch + (config.vllm_restart_interval - 1 if reloads else 0) + config.overlap_publish
+    return (
+        2 * ahead * batch
+        + (config.vllm_restart_interval - 1 if reloads else 0)
+        + config.overlap_publish
+    )
 
 
-def leave_out_by_lag(batch: Batch, lags: Lags, bounds: Mapping[str, int], *, keep_unknown: bool = True) -> Lags:
+def leave_out_by_lag(
+    batch: Batch, lags: Lags, bounds: Mapping[str, int], *, keep_unknown: bool = True
+) -> Lags:
     """Leave out rollouts older than their environment's bound, and rollouts of abandoned weights:
     versions from before a return to a checkpoint, which no update leads to. `keep_unknown` keeps
     rollouts of unknown age."""
@@ -376,7 +428,11 @@ def leave_out_by_lag(batch: Batch, lags: Lags, bounds: Mapping[str, int], *, kee
     def reason(rollout: Rollout, lag: int | None) -> str | None:
         most = bounds.get(rollout.env or UNNAMED)
         if lag is None:
-            return None if keep_unknown or most is None else f"of unknown age, with --max-policy-lag {most}"
+            return (
+                None
+                if keep_unknown or most is None
+                else f"of unknown age, with --max-policy-lag {most}"
+            )
         # Newer than the policy: published before a return to a checkpoint.
         if lag < 0:
             return "generated by weights that a restart gave up"
@@ -388,5 +444,7 @@ def leave_out_by_lag(batch: Batch, lags: Lags, bounds: Mapping[str, int], *, kee
     why = [reason(rollout, lag) for rollout, lag in zip(batch.rollouts, lags, strict=True)]
     for text in filter(None, why):
         batch.leave_out(text, 1)
-    batch.rollouts = [rollout for rollout, out in zip(batch.rollouts, why, strict=True) if out is None]
+    batch.rollouts = [
+        rollout for rollout, out in zip(batch.rollouts, why, strict=True) if out is None
+    ]
     return [lag for lag, out in zip(lags, why, strict=True) if out is None]

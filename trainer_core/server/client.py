@@ -84,10 +84,15 @@ class ServerClient:
         # The server lets only the holder of a pause end it.
         self._holder = uuid.uuid4().hex
         self._http = httpx.Client(
-            base_url=self.base_url, headers=headers, timeout=timeout_s, limits=LIMITS, transport=transport,
+            base_url=self.base_url,
+            headers=headers,
+            timeout=timeout_s,
+            limits=LIMITS,
+            transport=transport,
             # No proxy of the environment between trainer and server.
-            trust_env=False, verify=certificates(self.base_url),
-        )  # fmt: skip
+            trust_env=False,
+            verify=certificates(self.base_url),
+        )
 
     def info(self) -> BridgeInfo:
         info: BridgeInfo = _parse(BridgeInfo, self._call("GET", "/bridge/info"))
@@ -103,10 +108,17 @@ class ServerClient:
         return info
 
     def pause(
-        self, *, dirty: bool, lease_s: float = 60.0, in_flight: InFlight = "keep", wait_s: float = 30.0
+        self,
+        *,
+        dirty: bool,
+        lease_s: float = 60.0,
+        in_flight: InFlight = "keep",
+        wait_s: float = 30.0,
     ) -> BridgeInfo:
         """Stop generation as in `PauseRequest`; `dirty` before writing weights."""
-        request = PauseRequest(lease_s=lease_s, dirty=dirty, in_flight=in_flight, wait_s=wait_s, holder=self._holder)
+        request = PauseRequest(
+            lease_s=lease_s, dirty=dirty, in_flight=in_flight, wait_s=wait_s, holder=self._holder
+        )
         return _parse(BridgeInfo, self._call("POST", "/bridge/pause", request, more_s=wait_s))
 
     def resume(self, weight_version: int) -> BridgeInfo:
@@ -119,32 +131,48 @@ class ServerClient:
         answer = self._call("POST", "/bridge/versions", VersionsRequest(digests=digests))
         return _parse(VersionsResponse, answer).versions
 
-    def logprobs(self, prompts: list[str], completions: list[list[int]]) -> list[KnownLogprobs | None]:
+    def logprobs(
+        self, prompts: list[str], completions: list[list[int]]
+    ) -> list[KnownLogprobs | None]:
         """Logprobs recorded with each completion, as in `LogprobsRequest`; None if unknown."""
-        answer = self._call("POST", "/bridge/logprobs", LogprobsRequest(prompts=prompts, completions=completions))
+        answer = self._call(
+            "POST", "/bridge/logprobs", LogprobsRequest(prompts=prompts, completions=completions)
+        )
         return _parse(LogprobsResponse, answer).found
 
-    def routing(self, prompts: list[str], completions: list[list[int]], starts: list[int]) -> list[NDArray[Any] | None]:
+    def routing(
+        self, prompts: list[str], completions: list[list[int]], starts: list[int]
+    ) -> list[NDArray[Any] | None]:
         """Recorded experts of each completion, as in `RoutingRequest`; None if unknown."""
         request = RoutingRequest(prompts=prompts, completions=completions, starts=starts)
         found = _parse(RoutingResponse, self._call("POST", "/bridge/routing", request)).found
         try:
             return [
-                None if each is None
-                else np.frombuffer(base64.b64decode(each.data), "<u2" if each.wide else "u1").reshape(each.shape)
+                None
+                if each is None
+                else np.frombuffer(
+                    base64.b64decode(each.data), "<u2" if each.wide else "u1"
+                ).reshape(each.shape)
                 for each in found
-            ]  # fmt: skip
+            ]
         except ValueError as error:
-            raise EngineError(f"{self.base_url}/bridge/routing: malformed answer ({error})") from None
+            raise EngineError(
+                f"{self.base_url}/bridge/routing: malformed answer ({error})"
+            ) from None
 
     def join_transfer(self, request: TransferInit) -> BridgeInfo:
         """Make every worker join the trainer's process group; wait for it."""
-        return _parse(BridgeInfo, self._call("POST", "/bridge/transfer/init", request, more_s=request.timeout_s))
+        return _parse(
+            BridgeInfo,
+            self._call("POST", "/bridge/transfer/init", request, more_s=request.timeout_s),
+        )
 
     def receive(self, request: TransferUpdate) -> TransferReport:
         """Receive the group's broadcast and serve those weights; wait for it."""
         more_s = request.wait_s + request.timeout_s
-        return _parse(TransferReport, self._call("POST", "/bridge/transfer/update", request, more_s=more_s))
+        return _parse(
+            TransferReport, self._call("POST", "/bridge/transfer/update", request, more_s=more_s)
+        )
 
     def load_weights(self, request: LoadWeightsRequest) -> WeightsLoaded:
         """Serve the weights in a folder, now or from the next start on; wait for it."""
@@ -184,7 +212,8 @@ class ServerClient:
             return GeneratedTokens(ids, logprobs, (answer.get("cached_tokens") or [None])[0])
         except (KeyError, IndexError, TypeError, ValueError, AttributeError, StopIteration):
             raise EngineError(
-                f"{self.base_url}/generate answers without logprobs. fix: serve with python -m vllm_server"
+                f"{self.base_url}/generate answers without logprobs. fix: serve with python "
+                f"-m vllm_server"
             ) from None
 
     def close(self) -> None:
@@ -196,14 +225,25 @@ class ServerClient:
         limit_s = AWAY_S if self.away else self._timeout_s + more_s
         headers = {INSTANCE_HEADER: self.instance} if self.instance else {}
         try:
-            response = self._http.request(method, path, json=payload, headers=headers, timeout=limit_s)
+            response = self._http.request(
+                method, path, json=payload, headers=headers, timeout=limit_s
+            )
         except httpx.TransportError as error:
             detail = str(error) or type(error).__name__
-            raise EngineGone(f"the inference server at {self.base_url} does not answer {path} ({detail})") from None
+            raise EngineGone(
+                f"the inference server at {self.base_url} does not answer {path} ({detail})"
+            ) from None
         if response.status_code >= 400:
-            what = f"{self.base_url}{path}: HTTP {response.status_code} {_error_text(response)}{_hint(response)}"
+            what = (
+                f"{self.base_url}{path}: HTTP {response.status_code} "
+                f"{_error_text(response)}{_hint(response)}"
+            )
             # 5xx may pass, so callers retry it; 4xx is our own mistake.
-            raise EngineGone(what, answered=True) if response.status_code >= 500 else EngineError(what)
+            raise (
+                EngineGone(what, answered=True)
+                if response.status_code >= 500
+                else EngineError(what)
+            )
         try:
             return response.json()
         except ValueError:
@@ -256,7 +296,11 @@ class EngineMeter:
 
 
 def _idle_share(pairs: Sequence[tuple[BridgeInfo, BridgeInfo]], seconds: float) -> float | None:
-    grown = [now.idle_s - then.idle_s for then, now in pairs if now.idle_s is not None and then.idle_s is not None]
+    grown = [
+        now.idle_s - then.idle_s
+        for then, now in pairs
+        if now.idle_s is not None and then.idle_s is not None
+    ]
     # Clocks of two machines differ slightly, so a share may exceed 1.
     return min(1.0, sum(grown) / len(grown) / seconds) if grown else None
 
@@ -264,7 +308,11 @@ def _idle_share(pairs: Sequence[tuple[BridgeInfo, BridgeInfo]], seconds: float) 
 def _capacity_share(pairs: Sequence[tuple[BridgeInfo, BridgeInfo]], seconds: float) -> float | None:
     tokens = ceiling = 0.0
     for then, now in pairs:
-        if now.capacity_tokens_per_s and now.generated_tokens is not None and then.generated_tokens is not None:
+        if (
+            now.capacity_tokens_per_s
+            and now.generated_tokens is not None
+            and then.generated_tokens is not None
+        ):
             tokens += now.generated_tokens - then.generated_tokens
             ceiling += now.capacity_tokens_per_s
     # The maximum is an estimate, so real speed may exceed it.
@@ -293,4 +341,6 @@ def _parse(kind: Any, answer: Any) -> Any:
     try:
         return kind.model_validate(answer)
     except ValidationError as error:
-        raise EngineError(f"unexpected answer, not a {kind.__name__}: {error.errors()[0]['msg']}") from None
+        raise EngineError(
+            f"unexpected answer, not a {kind.__name__}: {error.errors()[0]['msg']}"
+        ) from None

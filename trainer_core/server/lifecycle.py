@@ -70,9 +70,13 @@ Answer = TypeVar("Answer", bound=BaseModel)
 
 
 def wait_for_server(
-    ready: Callable[[], T], timeout_s: float, stop: threading.Event, *,
-    meanwhile: tuple[type[Exception], ...] = (EngineGone,), coming: Callable[[], str | None] = lambda: None,
-) -> T:  # fmt: skip
+    ready: Callable[[], T],
+    timeout_s: float,
+    stop: threading.Event,
+    *,
+    meanwhile: tuple[type[Exception], ...] = (EngineGone,),
+    coming: Callable[[], str | None] = lambda: None,
+) -> T:
     """Return the result of `ready` once it stops raising one of `meanwhile`; print each new reason
     for waiting.
 
@@ -121,7 +125,9 @@ class Supervised:
         self.stop = stop
         # The supervisor listens on a Unix socket, so the host name below is arbitrary.
         transport = httpx.HTTPTransport(uds=socket, limits=LIMITS, verify=certificates("http:"))
-        self._http = httpx.Client(base_url="http://supervisor", transport=transport, timeout=ANSWER_S, trust_env=False)
+        self._http = httpx.Client(
+            base_url="http://supervisor", transport=transport, timeout=ANSWER_S, trust_env=False
+        )
 
     def ensure(self) -> None:
         """Do nothing: the supervisor starts the server, also after a crash."""
@@ -134,7 +140,9 @@ class Supervised:
         with suppress(EngineGone, EngineError):
             for engine in self._engines():
                 if engine.port in ports and engine.state in ON_ITS_WAY:
-                    return f"{engine.name} is {engine.state}" + (f" ({engine.reason})" if engine.reason else "")
+                    return f"{engine.name} is {engine.state}" + (
+                        f" ({engine.reason})" if engine.reason else ""
+                    )
         return None
 
     def prepare(self) -> None:
@@ -160,7 +168,9 @@ class Supervised:
                 return
             if state.status == "failed":
                 self._pause()  # if the stack is shutting down, this trainer gets its stop now
-                raise EngineGone(f"the restart of {name} failed: {state.detail or 'see atropos-tui why ' + name}")
+                raise EngineGone(
+                    f"the restart of {name} failed: {state.detail or 'see atropos-tui why ' + name}"
+                )
             self._wait_until(deadline, f"the restart of {name} is not done")
 
     def close(self) -> None:
@@ -176,11 +186,18 @@ class Supervised:
         engine = next((c for c in engines if c.port == self.config.vllm_port), None)
         if engine is None:
             ports = ", ".join(f"{c.name} at {c.port}" for c in engines) or "none"
-            raise UsageError(f"--vllm-port {self.config.vllm_port}: this run has no engine there. Its engines: {ports}")
+            raise UsageError(
+                f"--vllm-port {self.config.vllm_port}: this run has no engine there. Its "
+                f"engines: {ports}"
+            )
         return engine
 
     def _engines(self) -> list[ComponentStatus]:
-        return [c for c in self._request("GET", "/status", RunStatus).components if c.role is Role.ENGINE]
+        return [
+            c
+            for c in self._request("GET", "/status", RunStatus).components
+            if c.role is Role.ENGINE
+        ]
 
     def _submit(self, name: str, deadline: float) -> str:
         """Submit the restart and return the command's id; wait while another command on the engine
@@ -192,7 +209,9 @@ class Supervised:
             except _Refused as refused:
                 # 409: another command on the engine is running.
                 if refused.status != 409:
-                    raise EngineError(f"the supervisor does not restart {name}: {refused}") from None
+                    raise EngineError(
+                        f"the supervisor does not restart {name}: {refused}"
+                    ) from None
                 self._wait_until(deadline, f"the supervisor does not restart {name}: {refused}")
 
     def _wait_until(self, deadline: float, what: str) -> None:
@@ -204,11 +223,15 @@ class Supervised:
         if self.stop.wait(POLL_S):
             raise Stopped
 
-    def _request(self, method: str, path: str, kind: type[Answer], body: BaseModel | None = None) -> Answer:
+    def _request(
+        self, method: str, path: str, kind: type[Answer], body: BaseModel | None = None
+    ) -> Answer:
         """Send a request; raise _Refused for a refusal, EngineGone if the supervisor does not
         answer."""
         try:
-            response = self._http.request(method, path, content=body.model_dump_json() if body else None)
+            response = self._http.request(
+                method, path, content=body.model_dump_json() if body else None
+            )
         except httpx.TransportError as error:
             detail = str(error) or type(error).__name__
             raise EngineGone(f"the supervisor does not answer {path} ({detail})") from None
@@ -238,9 +261,12 @@ class ServerChild:
     """
 
     def __init__(
-        self, config: TrainingConfig, stop: threading.Event, flags: Sequence[str] = (),
+        self,
+        config: TrainingConfig,
+        stop: threading.Event,
+        flags: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.config = config
         self.stop = stop
         self.flags = list(flags)
@@ -296,7 +322,8 @@ class ServerChild:
         """
         if self._foreign:
             raise UsageError(
-                f"{self.url} was not started by this trainer, so it cannot restart it. fix: end it and let the "
+                f"{self.url} was not started by this trainer, so it cannot restart it. fix: "
+                f"end it and let the "
                 "trainer start its own, or run the stack with atropos-tui"
             )
         print(f"Restarting the server at {self.url}: {reason}")
@@ -362,11 +389,22 @@ class ServerChild:
         env = self._environment() | {ENV_TOKEN: token} | ({ENV_WAIT_FOR_GO: "1"} if waits else {})
         with self.log.open("ab") as out:
             return subprocess.Popen(
-                [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()), "", *self.command()],
-                env=env, stdin=subprocess.PIPE if waits else subprocess.DEVNULL, stdout=out, stderr=out,
+                [
+                    sys.executable,
+                    "-I",
+                    "-S",
+                    parent_death.__file__,
+                    str(os.getpid()),
+                    "",
+                    *self.command(),
+                ],
+                env=env,
+                stdin=subprocess.PIPE if waits else subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
                 # A session of its own, so that one signal reaches all of vLLM's processes.
                 start_new_session=True,
-            )  # fmt: skip
+            )
 
     def _release_standby(self) -> subprocess.Popen[bytes] | None:
         """Start the standby server's engine and return its process; None without a live standby
@@ -387,12 +425,27 @@ class ServerChild:
         """Command line of the server."""
         config = self.config
         return [
-            sys.executable, "-P", "-m", "vllm_server", "--model", config.model_name, "--host", "127.0.0.1",
-            "--port", str(config.vllm_port), "--dtype", config.dtype, "--seed", str(config.seed),
-            "--gpu-memory-utilization", str(config.gpu_memory_utilization),
-            "--max-model-len", str(config.max_model_len), *self.flags,
+            sys.executable,
+            "-P",
+            "-m",
+            "vllm_server",
+            "--model",
+            config.model_name,
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(config.vllm_port),
+            "--dtype",
+            config.dtype,
+            "--seed",
+            str(config.seed),
+            "--gpu-memory-utilization",
+            str(config.gpu_memory_utilization),
+            "--max-model-len",
+            str(config.max_model_len),
+            *self.flags,
             *([f"--{ROUTING_FLAG}"] if config.routing_replay else []),
-        ]  # fmt: skip
+        ]
 
     def _environment(self) -> dict[str, str]:
         # The same variables at every start, because they are part of vLLM's compile cache key.
@@ -411,7 +464,9 @@ class ServerChild:
             if (code := process.poll()) is not None:
                 # Wrong flags fail again at every start, so callers must not retry.
                 kind = UsageError if code == USAGE else EngineError
-                raise kind(f"the inference server ended with exit code {code}; {self._last_lines()}")
+                raise kind(
+                    f"the inference server ended with exit code {code}; {self._last_lines()}"
+                )
             return engine.info()
 
         with closing(ServerClient(self.url, timeout_s=10.0)) as engine:
@@ -435,7 +490,10 @@ class ServerChild:
             try:
                 process.wait(GRACE_S)
             except subprocess.TimeoutExpired:
-                print(f"The inference server (pid {process.pid}) did not end within {GRACE_S:.0f} s: killing it")
+                print(
+                    f"The inference server (pid {process.pid}) did not end within "
+                    f"{GRACE_S:.0f} s: killing it"
+                )
         _kill_session(process)
 
 
@@ -453,7 +511,11 @@ Lifecycle = Supervised | ServerChild
 
 
 def make_lifecycle(
-    config: TrainingConfig, stop: threading.Event, *, flags: Sequence[str] = (), env: Mapping[str, str] | None = None
+    config: TrainingConfig,
+    stop: threading.Event,
+    *,
+    flags: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
 ) -> Lifecycle:
     """The supervisor if there is one (`ATROPOS_CONTROL_SOCKET`), else a child of this process.
 

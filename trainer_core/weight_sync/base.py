@@ -140,7 +140,12 @@ class WeightSync(ABC):
 
     def _report(self, version: int, phases: dict[str, float], moved: bool) -> SyncReport:
         return SyncReport(
-            self.config.mode, version, sum(phases.values()), phases, moved=moved, left_out=dict(self.left_out)
+            self.config.mode,
+            version,
+            sum(phases.values()),
+            phases,
+            moved=moved,
+            left_out=dict(self.left_out),
         )
 
     @abstractmethod
@@ -168,10 +173,14 @@ class WeightSync(ABC):
         for engine in self.engines:
             engine.close()
 
-    def _await_server(self, ready: Callable[[], T], meanwhile: tuple[type[Exception], ...] = (EngineGone,)) -> T:
+    def _await_server(
+        self, ready: Callable[[], T], meanwhile: tuple[type[Exception], ...] = (EngineGone,)
+    ) -> T:
         """Return the result of `ready` once it raises none of `meanwhile`; see
         `wait_for_server`."""
-        return wait_for_server(ready, self.config.engine_timeout, self.stop, meanwhile=meanwhile, coming=self._coming)
+        return wait_for_server(
+            ready, self.config.engine_timeout, self.stop, meanwhile=meanwhile, coming=self._coming
+        )
 
 
 class SeparateWeights(WeightSync):
@@ -221,7 +230,10 @@ class SeparateWeights(WeightSync):
         from trainer_core.policy.load import dtype_of, load_config
         from trainer_core.policy.sharding import load_for
 
-        dtype = dtype_of(load_config(self.config.model_name, frozen=self.config.trains_adapters), self.config.dtype)
+        dtype = dtype_of(
+            load_config(self.config.model_name, frozen=self.config.trains_adapters),
+            self.config.dtype,
+        )
         return load_for(self.world, weights or self.config.model_name, dtype, self.device)
 
     def _publish(self, version: int, write: Callable[[], None], clock: Phases) -> bool:
@@ -239,7 +251,10 @@ class SeparateWeights(WeightSync):
         try:
             return self._deliver(clock)
         except Stopped:
-            print(f"Stopped before every server had version {self.version}; the update is complete here")
+            print(
+                f"Stopped before every server had version {self.version}; the update is "
+                f"complete here"
+            )
             return False
 
     @abstractmethod
@@ -297,7 +312,9 @@ class SeparateWeights(WeightSync):
 class WrittenWeights(SeparateWeights):
     """Base of the strategies whose servers load each version from a folder on this machine."""
 
-    def __init__(self, config: TrainingConfig, device: torch.device, stop: threading.Event, what: str) -> None:
+    def __init__(
+        self, config: TrainingConfig, device: torch.device, stop: threading.Event, what: str
+    ) -> None:
         """Args:
         what: what is written (weights, adapters); the name of a folder."""
         super().__init__(config, device, stop)
@@ -334,7 +351,8 @@ class WrittenWeights(SeparateWeights):
                 shutil.rmtree(aside, ignore_errors=True)
                 if self.wait_for_room is None or not (words := why_full(error)):
                     raise TrainerError(
-                        f"{what} of version {self.version} cannot be written into {self._folder}: {error}. The server "
+                        f"{what} of version {self.version} cannot be written into "
+                        f"{self._folder}: {error}. The server "
                         f"keeps the older version. {room} there, or put the run on another disk"
                     ) from None
                 self.wait_for_room(self._folder, words)
@@ -351,9 +369,11 @@ _STRATEGIES: dict[Mode, tuple[str, str]] = {
 
 def make_sync(
     config: TrainingConfig, device: torch.device, stop: threading.Event, world: World = ALONE
-) -> WeightSync:  # fmt: skip
+) -> WeightSync:
     """The strategy for `config.mode`; with recorded rollouts one without a server."""
     module, name = _STRATEGIES[config.mode] if config.rollouts is None else ("offline", "Offline")
-    made: WeightSync = getattr(import_module(f"trainer_core.weight_sync.{module}"), name)(config, device, stop)
+    made: WeightSync = getattr(import_module(f"trainer_core.weight_sync.{module}"), name)(
+        config, device, stop
+    )
     made.world = world
     return made

@@ -31,7 +31,13 @@ from trainer_core.errors import EngineError, EngineGone, UsageError
 from trainer_core.policy.sharding import compute_dtype
 from trainer_core.server.client import ServerClient
 from trainer_core.weight_sync.base import FIRST_PAUSE_S, LOOK_S, Phases, SeparateWeights
-from trainer_core.weight_sync.collectives import BroadcastGroup, Rendezvous, Stage, connect, meeting_point
+from trainer_core.weight_sync.collectives import (
+    BroadcastGroup,
+    Rendezvous,
+    Stage,
+    connect,
+    meeting_point,
+)
 from trainer_core.weight_sync.orders import Calls, Follower, Order, Orders
 from trainer_core.weight_sync.outgoing import CHUNK_BYTES, outgoing
 
@@ -52,7 +58,9 @@ T = TypeVar("T")
 class GroupBroke(EngineGone):
     """The group did not form, or broke; a new one may succeed."""
 
-    def __init__(self, message: str, lost: Iterable[str] = (), complained: Iterable[str] = ()) -> None:
+    def __init__(
+        self, message: str, lost: Iterable[str] = (), complained: Iterable[str] = ()
+    ) -> None:
         super().__init__(message)
         self.lost = set(lost)
         """Servers that are dead or silent."""
@@ -85,7 +93,9 @@ class Broadcast(SeparateWeights):
     def _spread(self, model: torch.nn.Module) -> torch.nn.Module:
         model = super()._spread(model)
         rank, size = self.world.rank, self.world.size
-        if self.device.type == "cuda" and self.device.index is None:  # new threads start on device 0
+        if (
+            self.device.type == "cuda" and self.device.index is None
+        ):  # new threads start on device 0
             self.device = torch.device("cuda", torch.cuda.current_device())
         self._outgoing = outgoing(model, compute_dtype(model), rank, size)
         self._orders = Orders(1 if rank else size)
@@ -125,7 +135,9 @@ class Broadcast(SeparateWeights):
             return super()._delivered(clock)
         delivery: Delivery = Future()
         self._delivery = delivery
-        threading.Thread(target=self._deliver_to, args=(delivery,), name="publish", daemon=True).start()
+        threading.Thread(
+            target=self._deliver_to, args=(delivery,), name="publish", daemon=True
+        ).start()
         return False
 
     def _deliver_to(self, delivery: Delivery) -> None:
@@ -215,7 +227,9 @@ class Broadcast(SeparateWeights):
         asked = [engine for engine in self.engines if engine not in self._looks]
         self._looks |= {engine: Calls({engine.base_url: engine.meet}) for engine in asked}
         deadline = time.monotonic() + wait_s
-        while time.monotonic() < deadline and not all(self._looks[engine].over() for engine in asked):
+        while time.monotonic() < deadline and not all(
+            self._looks[engine].over() for engine in asked
+        ):
             time.sleep(POLL_S)
         there: Members = {}
         for engine, look in list(self._looks.items()):
@@ -242,7 +256,11 @@ class Broadcast(SeparateWeights):
             EngineGone: no server is left, or with `everyone` one is missing; the message has the
                 reason.
         """
-        there = {e: info for e, info in self._look(ANSWER_S).items() if not self._rests.rests(info.instance_id)}
+        there = {
+            e: info
+            for e, info in self._look(ANSWER_S).items()
+            if not self._rests.rests(info.instance_id)
+        }
         for engine in there:
             engine.away = False
         while True:
@@ -262,7 +280,10 @@ class Broadcast(SeparateWeights):
         self._complained.clear()
         workers = sum(info.workers for info in there.values())
         ranks = "the trainer" if self.world.size == 1 else f"the trainer's {self.world.size} ranks"
-        print(f"✓ Broadcast group: {ranks} and {workers} workers of {', '.join(e.base_url for e in there)}")
+        print(
+            f"✓ Broadcast group: {ranks} and {workers} workers of "
+            f"{', '.join(e.base_url for e in there)}"
+        )
         for engine, info in there.items():
             self.left_out.pop(engine.base_url, None)
             self._rests.forget(info.instance_id)
@@ -304,15 +325,25 @@ class Broadcast(SeparateWeights):
         world_size = self.world.size + sum(info.workers for info in infos.values())
         meeting = self._meeting = Rendezvous(backend, *self._place, world_size, timeout_s)
         init = TransferInit(
-            backend=backend, address=meeting.address, port=meeting.port, key=meeting.key, secret=meeting.secret,
-            nccl_id=meeting.nccl_id, first_rank=self.world.size, world_size=world_size, timeout_s=timeout_s,
-            chunk_bytes=CHUNK_BYTES, tensors=self._outgoing.tensors,
-        )  # fmt: skip
+            backend=backend,
+            address=meeting.address,
+            port=meeting.port,
+            key=meeting.key,
+            secret=meeting.secret,
+            nccl_id=meeting.nccl_id,
+            first_rank=self.world.size,
+            world_size=world_size,
+            timeout_s=timeout_s,
+            chunk_bytes=CHUNK_BYTES,
+            tensors=self._outgoing.tensors,
+        )
         owners = {rank: f"rank {rank} of the trainer" for rank in range(self.world.size)}
         joins: dict[str, Callable[[], BridgeInfo]] = {}
         for engine, info in infos.items():
             first = len(owners)
-            joins[engine.base_url] = partial(engine.join_transfer, init.model_copy(update={"first_rank": first}))
+            joins[engine.base_url] = partial(
+                engine.join_transfer, init.model_copy(update={"first_rank": first})
+            )
             owners |= dict.fromkeys(range(first, first + info.workers), engine.base_url)
         self._orders.give(Order(do="join", group=init))
         joining = Calls(joins)
@@ -321,7 +352,9 @@ class Broadcast(SeparateWeights):
             return sorted({owners[rank] for rank in meeting.missing(stage)})
 
         come = f"did not come to {meeting.address}:{meeting.port}"
-        self._until(lambda: not meeting.missing("here"), joining, "rendezvous", partial(late, "here"), come)
+        self._until(
+            lambda: not meeting.missing("here"), joining, "rendezvous", partial(late, "here"), come
+        )
         if crowded := meeting.crowded(self.device):
             self._leave()
             raise UsageError(_on_one_gpu([[owners[rank] for rank in ranks] for ranks in crowded]))
@@ -332,8 +365,18 @@ class Broadcast(SeparateWeights):
             connecting.raise_failure()
             return connecting.over() and joining.over() and self._orders.done()
 
-        hint = " (NCCL_DEBUG=INFO tells why; NCCL_P2P_DISABLE, NCCL_SOCKET_IFNAME)" if backend == "nccl" else ""
-        self._until(connected, joining, "connect", partial(late, "connecting"), f"no connection over {backend}{hint}")
+        hint = (
+            " (NCCL_DEBUG=INFO tells why; NCCL_P2P_DISABLE, NCCL_SOCKET_IFNAME)"
+            if backend == "nccl"
+            else ""
+        )
+        self._until(
+            connected,
+            joining,
+            "connect",
+            partial(late, "connecting"),
+            f"no connection over {backend}{hint}",
+        )
         self._group = connecting.results()["the trainer"]
 
     def _backend(self, infos: Members) -> TransferBackend:
@@ -341,12 +384,14 @@ class Broadcast(SeparateWeights):
         for engine, info in infos.items():
             if info.receives is None:
                 raise UsageError(
-                    f"{engine.base_url} takes no broadcast: start it with ATROPOS_WEIGHT_UPDATES=1 (and without "
+                    f"{engine.base_url} takes no broadcast: start it with "
+                    f"ATROPOS_WEIGHT_UPDATES=1 (and without "
                     "VLLM_ENABLE_SHARED_WEIGHTS)"
                 )
             if info.receives != here:
                 raise UsageError(
-                    f"{engine.base_url} receives over {info.receives}, but the trainer is on {self.device}: both sides "
+                    f"{engine.base_url} receives over {info.receives}, but the trainer is on "
+                    f"{self.device}: both sides "
                     "need GPUs (other ones), or both the CPU; see --device"
                 )
         return here
@@ -359,22 +404,32 @@ class Broadcast(SeparateWeights):
             GroupBroke: names the server without complete weights.
         """
         request = TransferUpdate(
-            weight_version=self.version, timeout_s=self._limit_s, in_flight=self.config.in_flight,
+            weight_version=self.version,
+            timeout_s=self._limit_s,
+            in_flight=self.config.in_flight,
             wait_s=self.config.in_flight_timeout,
-        )  # fmt: skip
+        )
         group = self._group
         assert group is not None
         updates = Calls({engine.base_url: partial(engine.receive, request) for engine in members})
         self._orders.give(Order(do="send", version=self.version))
         group.send(self._outgoing)
         self._until(
-            lambda: group.sent() and updates.over() and self._orders.done(), updates, "transfer", updates.waiting,
+            lambda: group.sent() and updates.over() and self._orders.done(),
+            updates,
+            "transfer",
+            updates.waiting,
             "did not finish",
-        )  # fmt: skip
+        )
         return updates.results()
 
     def _until(
-        self, done: Callable[[], bool], calls: Calls[T], phase: str, late: Callable[[], list[str]], what: str
+        self,
+        done: Callable[[], bool],
+        calls: Calls[T],
+        phase: str,
+        late: Callable[[], list[str]],
+        what: str,
     ) -> None:
         """Poll until `done`. A failed server, a broken connection or the timeout ends the wait and
         the group.
@@ -395,10 +450,15 @@ class Broadcast(SeparateWeights):
                 if waited > min(NAME_S, timeout_s):
                     missing = late()
                     if waited > timeout_s:
-                        raise RuntimeError(f"{', '.join(missing)} {what} within {timeout_s:.0f} s".strip())
+                        raise RuntimeError(
+                            f"{', '.join(missing)} {what} within {timeout_s:.0f} s".strip()
+                        )
                     if not said:
                         said = True
-                        print(f"[WARNING] the broadcast waits (phase {phase}): {', '.join(missing)} {what}")
+                        print(
+                            f"[WARNING] the broadcast waits (phase {phase}): "
+                            f"{', '.join(missing)} {what}"
+                        )
                 time.sleep(POLL_S if waited < BRISK_S else 20 * POLL_S)
             calls.raise_failure()
         except (EngineGone, EngineError, RuntimeError) as error:
@@ -418,13 +478,17 @@ class Broadcast(SeparateWeights):
         for failure in failures.values():
             if isinstance(failure, EngineError):
                 return failure
-        dead = {name: e for name, e in failures.items() if isinstance(e, EngineGone) and not e.answered}
+        dead = {
+            name: e for name, e in failures.items() if isinstance(e, EngineGone) and not e.answered
+        }
         silent = [] if dead else [name for name in missing if name in calls.waiting()]
         causes = dead or ({} if silent else failures) or {"": error}
         said = [first_line(cause) for cause in causes.values()]
         text = "; ".join([*(f"no word from {name}" for name in silent), *said])
         lost = [*dead, *silent]
-        return GroupBroke(f"the broadcast broke (phase {phase}): {text}", lost, () if lost else failures)
+        return GroupBroke(
+            f"the broadcast broke (phase {phase}): {text}", lost, () if lost else failures
+        )
 
     def _leave(self) -> None:
         (group, self._group), (meeting, self._meeting) = (self._group, None), (self._meeting, None)
@@ -462,12 +526,15 @@ def require_nodes(config: TrainingConfig, env: Mapping[str, str] = os.environ) -
     """
     text = env.get("NUM_INFERENCE_NODES") or "0"
     if not text.isdecimal():
-        raise UsageError(f"NUM_INFERENCE_NODES={text}: a number of inference servers is needed, or 0")
+        raise UsageError(
+            f"NUM_INFERENCE_NODES={text}: a number of inference servers is needed, or 0"
+        )
     wanted, there = config.num_inference_nodes or int(text), len(config.engine_urls)
     if wanted and wanted != there:
         name = "--num-inference-nodes" if config.num_inference_nodes else "NUM_INFERENCE_NODES"
         raise UsageError(
-            f"{name} is {wanted}, but --vllm-urls names {there}: {' '.join(config.engine_urls)}. Name every server, or "
+            f"{name} is {wanted}, but --vllm-urls names {there}: "
+            f"{' '.join(config.engine_urls)}. Name every server, or "
             "leave the number out"
         )
 
@@ -475,8 +542,10 @@ def require_nodes(config: TrainingConfig, env: Mapping[str, str] = os.environ) -
 def _on_one_gpu(groups: Iterable[Iterable[str]]) -> str:
     several = "; ".join(" and ".join(names) for names in groups)
     return (
-        f"{several} are on one GPU, and NCCL connects one rank a GPU at most (it would say: invalid usage). Give each "
-        "GPUs of its own (vllm.gpus, trainer.gpus, or CUDA_VISIBLE_DEVICES), or use a mode for one GPU (shared_vllm, "
+        f"{several} are on one GPU, and NCCL connects one rank a GPU at most (it would say: "
+        f"invalid usage). Give each "
+        "GPUs of its own (vllm.gpus, trainer.gpus, or CUDA_VISIBLE_DEVICES), or use a mode "
+        "for one GPU (shared_vllm, "
         "lora_only)"
     )
 

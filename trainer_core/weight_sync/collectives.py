@@ -38,12 +38,17 @@ def meeting_point(init_method: str, env: Mapping[str, str] = os.environ) -> tupl
         UsageError: an invalid port, or an address that means every interface.
     """
     address, port = meeting_place(init_method, env)
-    named = f"MASTER_ADDR={address} MASTER_PORT={port}" if init_method == "env://" else f"--init-method {init_method}"
+    named = (
+        f"MASTER_ADDR={address} MASTER_PORT={port}"
+        if init_method == "env://"
+        else f"--init-method {init_method}"
+    )
     if not port.isdecimal() or int(port) > 65535:
         raise UsageError(f"{named}: a port from 1 to 65535 is needed, or 0 for any free one")
     if is_wildcard(address):
         raise UsageError(
-            f"{named}: that is every interface, and the group meets at one address. Name the one that the servers "
+            f"{named}: that is every interface, and the group meets at one address. Name the "
+            f"one that the servers "
             "reach; by default it is 127.0.0.1"
         )
     return address, int(port)
@@ -59,7 +64,9 @@ class Rendezvous:
     It lives as long as the group, so that ranks can see whether the trainer's rank 0 is alive.
     """
 
-    def __init__(self, backend: str, address: str, port: int, world_size: int, timeout_s: float) -> None:
+    def __init__(
+        self, backend: str, address: str, port: int, world_size: int, timeout_s: float
+    ) -> None:
         """Listen on `address` alone, not on every interface.
 
         Raises:
@@ -73,13 +80,21 @@ class Rendezvous:
             listener = socket.create_server((address, port), family=family)
         except OSError as error:
             raise UsageError(
-                f"the broadcast's group cannot meet at {address}:{port} ({error.strerror or error}): MASTER_ADDR and "
-                "MASTER_PORT, or --init-method tcp://HOST:PORT, must name an address of this machine and a free port"
+                f"the broadcast's group cannot meet at {address}:{port} "
+                f"({error.strerror or error}): MASTER_ADDR and "
+                "MASTER_PORT, or --init-method tcp://HOST:PORT, must name an address of this "
+                "machine and a free port"
             ) from None
         self.port = int(listener.getsockname()[1])
         timeout = timedelta(seconds=timeout_s)
         self._server: Any = dist.TCPStore(
-            address, self.port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+            address,
+            self.port,
+            None,
+            True,
+            timeout,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
         )
         # A separate client, so that a longer-lived store object does not keep the port.
         client = dist.TCPStore(address, self.port, None, False, timeout, wait_for_workers=False)
@@ -87,7 +102,9 @@ class Rendezvous:
 
     def missing(self, stage: Stage) -> list[int]:
         """Ranks that have not reported yet, or have not started to connect."""
-        return [rank for rank in range(1, self.world_size) if not self.store.check([f"{stage}/{rank}"])]
+        return [
+            rank for rank in range(1, self.world_size) if not self.store.check([f"{stage}/{rank}"])
+        ]
 
     def crowded(self, device: torch.device) -> list[list[int]]:
         """Ranks that would share one GPU, of those that have reported; rank 0 computes on
@@ -111,7 +128,9 @@ class Rendezvous:
 class GlooGroup:
     """Transfer through CPU memory."""
 
-    def __init__(self, store: SealedStore, rank: int, world_size: int, address: str, timeout_s: float) -> None:
+    def __init__(
+        self, store: SealedStore, rank: int, world_size: int, address: str, timeout_s: float
+    ) -> None:
         self._gloo = Gloo(store, rank, world_size, address, timeout_s)
         self._works: list[list[Any]] = [[] for _ in range(SLOTS)]
         self._sending: Iterator[None] = iter(())
@@ -133,7 +152,10 @@ class GlooGroup:
         for index, chunk in enumerate(what.chunks):
             slot = index % SLOTS
             yield from self._over(slot)
-            self._works[slot] = [self._gloo.broadcast(part, root) for part, root in cut(chunk, what.fill(chunk, slot))]
+            self._works[slot] = [
+                self._gloo.broadcast(part, root)
+                for part, root in cut(chunk, what.fill(chunk, slot))
+            ]
         for slot in range(SLOTS):
             yield from self._over(slot)
 
@@ -182,7 +204,9 @@ BroadcastGroup = GlooGroup | NcclGroup
 """The connected group of one trainer rank."""
 
 
-def connect(init: TransferInit, store: SealedStore, rank: int, device: torch.device) -> BroadcastGroup:
+def connect(
+    init: TransferInit, store: SealedStore, rank: int, device: torch.device
+) -> BroadcastGroup:
     """Connect `rank` of the trainer to all ranks that reported.
 
     Raises:

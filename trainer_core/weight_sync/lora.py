@@ -37,14 +37,18 @@ class LoraSwap(WrittenWeights):
     def __init__(self, config: TrainingConfig, device: torch.device, stop: threading.Event) -> None:
         super().__init__(config, device, stop, "adapters")
         if server_rank(config.lora_r) is None:
-            raise UsageError(f"--lora-r {config.lora_r}: vLLM serves adapters up to rank {LORA_RANKS[-1]}")
+            raise UsageError(
+                f"--lora-r {config.lora_r}: vLLM serves adapters up to rank {LORA_RANKS[-1]}"
+            )
         self._base = SharedBase(config, device, stop) if config.single_copy else None
 
     def load(self, weights: Path | None) -> torch.nn.Module:
         """The base model with the adapter in `weights`, or the configured start adapter, or a new
         one."""
         if self._base and self.world.size > 1:
-            raise UsageError("--single-copy with an adapter: the base lies on one GPU, so it takes one rank")
+            raise UsageError(
+                "--single-copy with an adapter: the base lies on one GPU, so it takes one rank"
+            )
         model = self._await_server(self._base.load) if self._base else super().load(None)
         self._dtype = next(model.parameters()).dtype
         count = add_adapter(model, self.config)
@@ -80,7 +84,9 @@ class LoraSwap(WrittenWeights):
             self._save()
         engine.load_adapter(str(self._path(self.version)), self.version)
 
-    def _await_server(self, ready: Callable[[], T], meanwhile: tuple[type[Exception], ...] = (EngineGone,)) -> T:
+    def _await_server(
+        self, ready: Callable[[], T], meanwhile: tuple[type[Exception], ...] = (EngineGone,)
+    ) -> T:
         def attempt() -> T:
             if self._base:
                 self._base.let_go_of_the_dead()
@@ -90,11 +96,17 @@ class LoraSwap(WrittenWeights):
 
     def _save(self) -> None:
         """Save the present adapter in the base model's dtype, which the server computes in."""
-        self._write_present(lambda folder: write_adapter(self.model, folder, self._dtype), "the adapter", "Make room")
+        self._write_present(
+            lambda folder: write_adapter(self.model, folder, self._dtype),
+            "the adapter",
+            "Make room",
+        )
 
     def _forget(self) -> None:
         """Remove adapters that no server can read again, also those of earlier attempts."""
-        newest = {self._path(version) for version in range(self.version - KEPT + 1, self.version + 1)}
+        newest = {
+            self._path(version) for version in range(self.version - KEPT + 1, self.version + 1)
+        }
         old = set(self._folder.glob("v*")) - newest
         try:
             known = [engine.adapters() for engine in self.engines] if old else []
@@ -108,10 +120,13 @@ class LoraSwap(WrittenWeights):
     def _require_lora(self, engine: ServerClient) -> None:
         status = engine.adapters()
         if not status.enabled:
-            raise UsageError(f"{engine.base_url} was started without --enable-lora: restart it with that flag")
+            raise UsageError(
+                f"{engine.base_url} was started without --enable-lora: restart it with that flag"
+            )
         if status.max_lora_rank is not None and status.max_lora_rank < self.config.lora_r:
             raise UsageError(
-                f"--lora-r {self.config.lora_r} is above the server's --max-lora-rank {status.max_lora_rank}: "
+                f"--lora-r {self.config.lora_r} is above the server's --max-lora-rank "
+                f"{status.max_lora_rank}: "
                 "lower the one or raise the other"
             )
 
@@ -147,7 +162,9 @@ class LoraRestart(LoraSwap):
             try:
                 self.lifecycle.restart(f"adapter of version {self.version}")
             except EngineGone as error:
-                print(f"[WARNING] {error}")  # a server that comes back gets the adapter from `check`
+                print(
+                    f"[WARNING] {error}"
+                )  # a server that comes back gets the adapter from `check`
         with clock("load"):
             for engine in self.engines:
                 self._serve_again(engine)
@@ -173,12 +190,16 @@ class SharedBase:
         manifest = self._manifest()
         if not manifest.base_url.endswith(f":{self._port}"):
             raise UsageError(
-                f"{self._memory.path} is of the server at {manifest.base_url}, not of --vllm-port {self._port}"
+                f"{self._memory.path} is of the server at {manifest.base_url}, not of "
+                f"--vllm-port {self._port}"
             )
         began = time.perf_counter()
         self._model = model = self._memory.map_model(manifest)
         self._instance = manifest.instance_id
-        print(f"Attached to {manifest.base_url} in {time.perf_counter() - began:.2f} s; no memory for the base model")
+        print(
+            f"Attached to {manifest.base_url} in {time.perf_counter() - began:.2f} s; no "
+            f"memory for the base model"
+        )
         return model
 
     def follow(self, instance: str) -> None:
@@ -191,7 +212,9 @@ class SharedBase:
             return
         manifest = self._manifest()
         if manifest.instance_id != instance:
-            raise EngineGone(f"{self._memory.path} belongs to an earlier server than {manifest.base_url}")
+            raise EngineGone(
+                f"{self._memory.path} belongs to an earlier server than {manifest.base_url}"
+            )
         fresh = dict(self._memory.map_model(manifest).named_parameters())
         for name, parameter in self._base().items():
             parameter.data = fresh[name].detach()

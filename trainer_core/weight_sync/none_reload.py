@@ -127,7 +127,9 @@ class Reload(WrittenWeights):
             engine.resume(self.version)  # it starts with the base model
             return
         path = self._present()
-        restart = "engine_reload is restart" if self.config.engine_reload == "restart" and named else None
+        restart = (
+            "engine_reload is restart" if self.config.engine_reload == "restart" and named else None
+        )
         reason = info.load_obstacle or restart
         if reason and (named or info.started_from != str(path)):
             self._restart(engine, path, reason)
@@ -145,9 +147,13 @@ class Reload(WrittenWeights):
         if self.lifecycle is None or not self.lifecycle.can_restart:
             way_out = "let the trainer start its own server, or run all with atropos-tui"
             if len(self.engines) > 1:
-                way_out = "of several servers none is restarted for that; take one, or mode broadcast or lora_only"
+                way_out = (
+                    "of several servers none is restarted for that; take one, or mode broadcast "
+                    "or lora_only"
+                )
             raise UsageError(
-                f"{engine.base_url} gets new weights by a restart only ({reason}), and it is not ours to restart: "
+                f"{engine.base_url} gets new weights by a restart only ({reason}), and it is "
+                f"not ours to restart: "
                 f"{way_out}"
             )
         engine.load_weights(self._request(path, at_restart=True))
@@ -156,9 +162,13 @@ class Reload(WrittenWeights):
 
     def _request(self, path: Path, *, at_restart: bool = False) -> LoadWeightsRequest:
         return LoadWeightsRequest(
-            path=str(path), weight_version=self.version, lease_s=self.config.engine_timeout, at_restart=at_restart,
-            in_flight=self.config.in_flight, wait_s=self.config.in_flight_timeout,
-        )  # fmt: skip
+            path=str(path),
+            weight_version=self.version,
+            lease_s=self.config.engine_timeout,
+            at_restart=at_restart,
+            in_flight=self.config.in_flight,
+            wait_s=self.config.in_flight_timeout,
+        )
 
     def _present(self) -> Path:
         """Folder of the present weights; writes it if necessary."""
@@ -174,7 +184,9 @@ class Reload(WrittenWeights):
         """Write the present weights in the checkpoint's layout."""
         size = sum(param.nbytes for param in self.model.parameters())
         self._write_present(
-            lambda folder: save_torch_state_dict(tensors, folder), "the weights", f"Free {2 * size / 1e9:.1f} GB"
+            lambda folder: save_torch_state_dict(tensors, folder),
+            "the weights",
+            f"Free {2 * size / 1e9:.1f} GB",
         )
 
     def _forget(self) -> None:

@@ -24,7 +24,9 @@ class Offline(WeightSync):
             adapted.world = self.world
             return self._spread(adapted.load(start.weights))
         dtype = dtype_of(load_config(config.model_name), config.dtype)
-        return self._spread(load_for(self.world, start.weights or config.model_name, dtype, self.device))
+        return self._spread(
+            load_for(self.world, start.weights or config.model_name, dtype, self.device)
+        )
 
     def _publish(self, version: int, write: Callable[[], None], clock: Phases) -> bool:
         with clock("write"):

@@ -96,10 +96,14 @@ class Orders:
             while len(self._lines) < len(self._others):
                 for rank, come in door.come(FIRST_WORD_S):
                     self._lines[rank] = come.makefile("rwb")
-                    threading.Thread(target=self._listen, args=(rank, self._lines[rank]), daemon=True).start()
+                    threading.Thread(
+                        target=self._listen, args=(rank, self._lines[rank]), daemon=True
+                    ).start()
                     until = time.monotonic() + MEET_S
                 if time.monotonic() > until:
-                    raise RankGone(f"not every rank of the trainer came for its orders within {MEET_S:.0f} s")
+                    raise RankGone(
+                        f"not every rank of the trainer came for its orders within {MEET_S:.0f} s"
+                    )
         self._close_door()
 
     def give(self, order: Order) -> None:
@@ -184,7 +188,10 @@ class RankDoor:
                     come.setblocking(False)
                     self._selector.register(come, selectors.EVENT_READ)
                     self._waiting[come] = time.monotonic(), b""
-            elif isinstance(key.fileobj, socket.socket) and (rank := self._rank_of(key.fileobj)) is not None:
+            elif (
+                isinstance(key.fileobj, socket.socket)
+                and (rank := self._rank_of(key.fileobj)) is not None
+            ):
                 yield rank, key.fileobj
         late = time.monotonic() - FIRST_WORD_S
         for stranger in [each for each, (since, _) in self._waiting.items() if since < late]:
@@ -285,7 +292,9 @@ class Follower:
     def _send(self, version: int) -> None:
         if self._group is None:
             raise RuntimeError("it is in no group")
-        self._until(lambda: self._written >= version, "transfer", f"it has not come to version {version}")
+        self._until(
+            lambda: self._written >= version, "transfer", f"it has not come to version {version}"
+        )
         self._group.send(self._what)
         self._until(self._group.sent, "transfer", "the others did not take its rows")
 
@@ -355,7 +364,9 @@ class Calls(Generic[T]):
         return not self.waiting()
 
     def waiting(self) -> list[str]:
-        return [name for name in self.names if name not in self._results and name not in self._failures]
+        return [
+            name for name in self.names if name not in self._results and name not in self._failures
+        ]
 
     def wait(self, timeout_s: float) -> None:
         """Wait until every call is over, at most `timeout_s`."""

@@ -91,7 +91,10 @@ class Shards:
                 owners = [(part.rank, math.prod(part.shape) * kind.itemsize) for part in found]
                 self.tensors.append(_sent(name, kind, spot, owners))
         self.chunks = chunks(self.tensors, CHUNK_BYTES)
-        room, device = max(chunk.nbytes for chunk in self.chunks), local(next(iter(named.values()))).device
+        room, device = (
+            max(chunk.nbytes for chunk in self.chunks),
+            local(next(iter(named.values()))).device,
+        )
         self._buffers = [torch.zeros(room, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
         self.ready: torch.cuda.Event | None = None
 
@@ -103,7 +106,9 @@ class Shards:
     def fill(self, chunk: Chunk, slot: int) -> torch.Tensor:
         buffer = self._buffers[slot][: chunk.nbytes]
         for placed in chunk.tensors:
-            whole = _view(buffer[placed.start - chunk.start :][: placed.tensor.nbytes], placed.tensor.dtype)
+            whole = _view(
+                buffer[placed.start - chunk.start :][: placed.tensor.nbytes], placed.tensor.dtype
+            )
             for part, param in self._own[placed.tensor.name]:
                 here = local(param)
                 rows = here.as_strided(part.shape, part.stride, here.storage_offset() + part.offset)
@@ -143,7 +148,9 @@ def into_one_piece(model: torch.nn.Module) -> tuple[torch.Tensor, list[SentTenso
     """
     named = dict(model.named_parameters())
     parts = parts_of(model)
-    tensors = [_sent(name, named[owner].dtype, spot) for owner in named for name, spot in parts[owner]]
+    tensors = [
+        _sent(name, named[owner].dtype, spot) for owner in named for name, spot in parts[owner]
+    ]
     placed, total = place(tensors)
     stream = torch.zeros(total, dtype=torch.uint8, device=next(model.parameters()).device)
     starts = {spot.tensor.name: spot.start for spot in placed}
@@ -171,14 +178,20 @@ def parts_of(model: torch.nn.Module) -> dict[str, list[tuple[str, Spot]]]:
     for name, spot in checkpoint_layout(model).items():
         if spot is None:
             raise UsageError(
-                f"mode broadcast cannot send {name}: transformers makes it anew from its parameters when it saves. Use "
+                f"mode broadcast cannot send {name}: transformers makes it anew from its "
+                f"parameters when it saves. Use "
                 "another weight bridge mode (none or lora_only)"
             )
         parts[spot.parameter].append((name, spot))
-    return {owner: sorted(parts[owner], key=lambda part: part[1].offset) for owner, _ in model.named_parameters()}
+    return {
+        owner: sorted(parts[owner], key=lambda part: part[1].offset)
+        for owner, _ in model.named_parameters()
+    }
 
 
-def _sent(name: str, dtype: torch.dtype, spot: Spot, owners: list[tuple[int, int]] | None = None) -> SentTensor:
+def _sent(
+    name: str, dtype: torch.dtype, spot: Spot, owners: list[tuple[int, int]] | None = None
+) -> SentTensor:
     kind: Any = str(dtype).removeprefix("torch.")
     return SentTensor(name=name, dtype=kind, shape=list(spot.shape), owners=owners or [])
 
@@ -194,7 +207,9 @@ def _bounds(name: str, param: torch.Tensor, size: int) -> list[int]:
     if not isinstance(param, DTensor) or not any(place.is_shard() for place in param.placements):
         return [0, *[param.numel()] * size]
     if tuple(param.placements) != (Shard(0),):
-        raise UsageError(f"mode broadcast sends parameters cut along their first dimension, and {name} is not")
+        raise UsageError(
+            f"mode broadcast sends parameters cut along their first dimension, and {name} is not"
+        )
     return [first * math.prod(param.shape[1:]) for first in row_bounds(param.shape[0], size)]
 
 
@@ -212,14 +227,19 @@ def _cut(name: str, spot: Spot, bounds: list[int]) -> Iterator[TensorPart]:
     ranks = [_rank_of(first, first + reach, bounds) for first in row_of]
     if None in ranks:
         raise UsageError(
-            f"mode broadcast cannot send {name} from several ranks: each has parts of its rows. Train on one GPU, or "
+            f"mode broadcast cannot send {name} from several ranks: each has parts of its "
+            f"rows. Train on one GPU, or "
             "use another weight bridge mode (none or lora_only)"
         )
     for rank, rows in groupby(range(shape[0]), key=lambda row: ranks[row]):
         mine = list(rows)
         assert rank is not None
         yield TensorPart(
-            rank, mine[0] * math.prod(shape[1:]), (len(mine), *shape[1:]), stride, row_of[mine[0]] - bounds[rank]
+            rank,
+            mine[0] * math.prod(shape[1:]),
+            (len(mine), *shape[1:]),
+            stride,
+            row_of[mine[0]] - bounds[rank],
         )
 
 

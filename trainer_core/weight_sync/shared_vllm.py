@@ -26,7 +26,14 @@ import torch
 
 from atropos_common.bridge import BridgeInfo
 from atropos_common.group import first_line
-from atropos_common.manifest import CudaIpc, Manifest, ManifestError, Shard, TensorEntry, read_manifest
+from atropos_common.manifest import (
+    CudaIpc,
+    Manifest,
+    ManifestError,
+    Shard,
+    TensorEntry,
+    read_manifest,
+)
 from atropos_common.run_dir import ENV_TOKEN, MANIFEST_NAME, RunDir
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import EngineError, EngineGone, UsageError
@@ -38,7 +45,7 @@ from trainer_core.policy.load import (
     empty_model,
     load_config,
     load_model,
-)  # fmt: skip
+)
 from trainer_core.policy.logprobs import sequence_logprobs
 from trainer_core.policy.tensor_parallel import TensorParallel, own_part, parallel_of
 from trainer_core.server.client import ServerClient
@@ -90,7 +97,10 @@ class SingleCopy(WeightSync):
         began = time.perf_counter()
         self._start = start
         self._model = model = self.world.together(lambda: self.map_model(manifest))
-        print(f"Attached to {manifest.base_url} in {time.perf_counter() - began:.2f} s; no weight memory of its own")
+        print(
+            f"Attached to {manifest.base_url} in {time.perf_counter() - began:.2f} s; no "
+            f"weight memory of its own"
+        )
         spoiled = any(self.world.gather(_spoiled(model)))
         clean = info.weight_version in (None, 0) and not info.dirty and not spoiled
         if info.paused:  # paused by a dead or stopped trainer, whose later resume no longer counts
@@ -98,7 +108,10 @@ class SingleCopy(WeightSync):
         if info.held and not info.paused and not info.dirty:
             self._prove_sharing(model)
         else:
-            print("Sharing not proved at attach (the server serves others, or is paused); the probe of each step tells")
+            print(
+                "Sharing not proved at attach (the server serves others, or is paused); the "
+                "probe of each step tells"
+            )
         self._place(model, start, clean=clean)
         self.world.share(lambda: self.engine.resume(start.version))
         return model
@@ -110,17 +123,24 @@ class SingleCopy(WeightSync):
         info = self.engine.meet()
         if info.instance_id != manifest.instance_id:
             raise ManifestError(
-                f"{self.path} belongs to server instance {manifest.instance_id}, but {manifest.base_url} is "
+                f"{self.path} belongs to server instance {manifest.instance_id}, but "
+                f"{manifest.base_url} is "
                 f"{info.instance_id}: remove the file and restart vLLM"
             )
         if info.eager_because:
-            print(f"[WARNING] the server decodes without CUDA graphs, slower than it could: {info.eager_because}")
+            print(
+                f"[WARNING] the server decodes without CUDA graphs, slower than it could: "
+                f"{info.eager_because}"
+            )
         return manifest, info
 
     def _publish(self, version: int, write: Callable[[], None], clock: Phases) -> bool:
         """Pause, write in place, synchronise the device, resume as `version`."""
         with clock("pause"):
-            in_flight = {"in_flight": self.config.in_flight, "wait_s": self.config.in_flight_timeout}
+            in_flight = {
+                "in_flight": self.config.in_flight,
+                "wait_s": self.config.in_flight_timeout,
+            }
             self._pause(dirty=True, lease_s=LEASE_S, **in_flight)
         with clock("write"):
             write()
@@ -146,7 +166,9 @@ class SingleCopy(WeightSync):
     def check(self) -> None:
         """Raise `EngineGone` if the server's process has ended."""
         if self._process is not None and _ended(self._process):
-            raise EngineGone(f"the inference server (pid {self._process.pid}) has ended, and the weights with it")
+            raise EngineGone(
+                f"the inference server (pid {self._process.pid}) has ended, and the weights with it"
+            )
 
     @torch.no_grad()
     def let_go(self, copies: Mapping[torch.Tensor, torch.Tensor]) -> str:
@@ -159,7 +181,9 @@ class SingleCopy(WeightSync):
         if self._lost is None:
             try:
                 lost = self._move_out(self._model, copies)
-            except RuntimeError as error:  # reading a dead process's memory makes every later use of the GPU fail
+            except (
+                RuntimeError
+            ) as error:  # reading a dead process's memory makes every later use of the GPU fail
                 lost = f"the GPU does not answer any more ({first_line(error)})"
             self._lost = next(filter(None, self.world.gather(lost)), "")
         return self._lost
@@ -170,15 +194,26 @@ class SingleCopy(WeightSync):
             for param in shared.values():
                 param.data = param.detach().clone()
             return ""
-        gone = [name for name, param in shared.items() if param.requires_grad and param not in copies]
+        gone = [
+            name for name, param in shared.items() if param.requires_grad and param not in copies
+        ]
         if gone:
-            return f"{len(gone)} trained tensors lay in its memory alone (--master-weights fp32 keeps a copy)"
+            return (
+                f"{len(gone)} trained tensors lay in its memory alone (--master-weights fp32 "
+                f"keeps a copy)"
+            )
         frozen = {}
         if len(copies) < len(shared):
             source = self._start.weights or self.config.model_name
-            frozen = dict(load_model(source, next(iter(shared.values())).dtype, torch.device("cpu")).named_parameters())
+            frozen = dict(
+                load_model(
+                    source, next(iter(shared.values())).dtype, torch.device("cpu")
+                ).named_parameters()
+            )
         for name, param in shared.items():
-            found = copies[param] if param in copies else own_part(model, name, frozen[name].detach())
+            found = (
+                copies[param] if param in copies else own_part(model, name, frozen[name].detach())
+            )
             param.data = found.to(param.device, param.dtype)
         return ""
 
@@ -188,7 +223,10 @@ class SingleCopy(WeightSync):
         self._process = _live_server(manifest, self.path)
         port = f":{self.config.vllm_port}"
         if "vllm_port" in self.config.model_fields_set and not manifest.base_url.endswith(port):
-            raise UsageError(f"{self.path} is of the server at {manifest.base_url}, not of --vllm-port {port[1:]}")
+            raise UsageError(
+                f"{self.path} is of the server at {manifest.base_url}, not of --vllm-port "
+                f"{port[1:]}"
+            )
         with closing(ServerClient(manifest.base_url, _token(self.path), timeout_s=5.0)) as engine:
             engine.info()
         return manifest
@@ -203,19 +241,28 @@ class SingleCopy(WeightSync):
         workers = manifest.tensor_parallel_size
         if workers > 1 and self.config.trains_adapters:
             raise UsageError(
-                f"the server runs with --tensor-parallel-size {workers}, so it has the base model in parts, and "
-                "adapters over the one copy need it whole: leave out --single-copy, or run the server on one GPU"
+                f"the server runs with --tensor-parallel-size {workers}, so it has the base "
+                f"model in parts, and "
+                "adapters over the one copy need it whole: leave out --single-copy, or run "
+                "the server on one GPU"
             )
         if workers != self.world.size:
             raise UsageError(
-                f"the server runs with --tensor-parallel-size {workers} and this trainer with {self.world.size} ranks: "
-                "single copy takes a rank for each worker, on the worker's GPU. In a profile: trainer.gpus = vllm.gpus "
-                f"(on a CPU trainer.processes = {workers}); by hand: torchrun --nproc-per-node {workers}"
+                f"the server runs with --tensor-parallel-size {workers} and this trainer "
+                f"with {self.world.size} ranks: "
+                "single copy takes a rank for each worker, on the worker's GPU. In a "
+                "profile: trainer.gpus = vllm.gpus "
+                f"(on a CPU trainer.processes = {workers}); by hand: torchrun "
+                f"--nproc-per-node {workers}"
             )
-        config = load_config(self.config.model_name, frozen=self.config.trains_adapters, shared=True)
+        config = load_config(
+            self.config.model_name, frozen=self.config.trains_adapters, shared=True
+        )
         odd = differences(config.to_dict(), manifest.config)
         if odd:
-            raise ManifestError(f"{self.path} is of another model, {manifest.model}: {'; '.join(odd)}")
+            raise ManifestError(
+                f"{self.path} is of another model, {manifest.model}: {'; '.join(odd)}"
+            )
         shards = self._shards(manifest)
         shard = shards[self.world.rank]
         dtype = one_dtype(shard, self.config.dtype)
@@ -233,13 +280,16 @@ class SingleCopy(WeightSync):
         Raises:
             ManifestError: there is no worker on a rank's GPU.
         """
-        if self.device.type != "cuda" or any(shard.gpu is None for shard in manifest.ranks.values()):
+        if self.device.type != "cuda" or any(
+            shard.gpu is None for shard in manifest.ranks.values()
+        ):
             return manifest.ranks
         places = {shard.gpu: shard for shard in manifest.ranks.values()}
         own = str(torch.cuda.get_device_properties(self.device).uuid)
         if own not in places:
             raise ManifestError(
-                f"this trainer computes on GPU {own}, the server's weights are on {', '.join(map(str, places))}: "
+                f"this trainer computes on GPU {own}, the server's weights are on "
+                f"{', '.join(map(str, places))}: "
                 "single copy needs the same ones (trainer.gpus = vllm.gpus)"
             )
         return {rank: places[uuid] for rank, uuid in enumerate(self.world.gather(own))}
@@ -285,8 +335,10 @@ class SingleCopy(WeightSync):
         theirs = answer.logprobs[0]
         if abs(changed[0] - theirs) > abs(unchanged[0] - theirs):
             raise EngineError(
-                f"the server does not see the trainer's writes: logprob {theirs:.4f} where the changed weights give "
-                f"{changed[0]:.4f} and the old ones {unchanged[0]:.4f}. Restart it with VLLM_ENABLE_SHARED_WEIGHTS=1"
+                f"the server does not see the trainer's writes: logprob {theirs:.4f} where "
+                f"the changed weights give "
+                f"{changed[0]:.4f} and the old ones {unchanged[0]:.4f}. Restart it with "
+                f"VLLM_ENABLE_SHARED_WEIGHTS=1"
             )
         print("✓ Sharing proved: the server's logprobs follow a value changed here")
 
@@ -345,7 +397,9 @@ def _live_server(manifest: Manifest, path: Path) -> psutil.Process:
     except psutil.Error:
         alive = same = False
     if not (alive and same):
-        raise ManifestError(f"{path}: its server (pid {manifest.server_pid}) is gone; start vLLM again")
+        raise ManifestError(
+            f"{path}: its server (pid {manifest.server_pid}) is gone; start vLLM again"
+        )
     return process
 
 
@@ -360,12 +414,15 @@ def one_dtype(shard: Shard, wanted: str) -> torch.dtype:
     if len(dtypes) != 1:
         named = "; ".join(f"{name} is {dtype}" for dtype, name in sorted(dtypes.items()))
         raise UsageError(
-            f"the server's tensors are of several types ({named}). Start it with --dtype; a model that keeps a part of "
+            f"the server's tensors are of several types ({named}). Start it with --dtype; a "
+            f"model that keeps a part of "
             f"itself in another type all the same cannot be shared. {ANOTHER_MODE}"
         )
     (dtype,) = dtypes
     if wanted not in ("auto", dtype):
-        raise UsageError(f"the server's weights are {dtype}, the trainer was told {wanted}: pass --dtype {dtype}")
+        raise UsageError(
+            f"the server's weights are {dtype}, the trainer was told {wanted}: pass --dtype {dtype}"
+        )
     return _dtype(dtype)
 
 
@@ -378,7 +435,9 @@ def open_tensors(shard: Shard, device: torch.device) -> dict[str, torch.Tensor]:
     if shard.kind == "shm":
         return _open_shm(shard, device)
     if device.type != "cuda":
-        raise ManifestError("the server's weights are on a GPU: train with --device cuda on the same one")
+        raise ManifestError(
+            "the server's weights are on a GPU: train with --device cuda on the same one"
+        )
     opened: dict[str, torch.Tensor] = {}
     for name, entry in shard.param_mappings.items():
         if entry.ipc_handle is None:
@@ -390,13 +449,19 @@ def open_tensors(shard: Shard, device: torch.device) -> dict[str, torch.Tensor]:
 def _open_shm(shard: Shard, device: torch.device) -> dict[str, torch.Tensor]:
     path = Path(shard.shm_path or "")
     if device.type != "cpu":
-        raise ManifestError(f"the server's weights are in {path}, CPU memory: train with --device cpu")
+        raise ManifestError(
+            f"the server's weights are in {path}, CPU memory: train with --device cpu"
+        )
     try:
         size = path.stat().st_size
     except OSError as error:
-        raise ManifestError(f"{path}: the server's weights are gone ({error.strerror}); restart vLLM") from None
+        raise ManifestError(
+            f"{path}: the server's weights are gone ({error.strerror}); restart vLLM"
+        ) from None
     if size < shard.shm_bytes:
-        raise ManifestError(f"{path}: {size} bytes, the manifest says {shard.shm_bytes}; restart vLLM")
+        raise ManifestError(
+            f"{path}: {size} bytes, the manifest says {shard.shm_bytes}; restart vLLM"
+        )
     storage = torch.UntypedStorage.from_file(str(path), shared=True, nbytes=shard.shm_bytes)
     return {name: _view(storage, entry, name) for name, entry in shard.param_mappings.items()}
 
@@ -405,10 +470,14 @@ def _open_cuda(ipc: CudaIpc, device: torch.device) -> torch.UntypedStorage:
     torch.cuda.init()
     storage: torch.UntypedStorage = torch.UntypedStorage._new_shared_cuda(
         device.index if device.index is not None else torch.cuda.current_device(),
-        base64.b64decode(ipc.handle), ipc.storage_bytes, ipc.storage_offset_bytes,
-        base64.b64decode(ipc.ref_counter_handle), ipc.ref_counter_offset,
-        base64.b64decode(ipc.event_handle), ipc.event_sync_required,
-    )  # fmt: skip
+        base64.b64decode(ipc.handle),
+        ipc.storage_bytes,
+        ipc.storage_offset_bytes,
+        base64.b64decode(ipc.ref_counter_handle),
+        ipc.ref_counter_offset,
+        base64.b64decode(ipc.event_handle),
+        ipc.event_sync_required,
+    )
     return storage
 
 
@@ -420,12 +489,23 @@ def _view(storage: torch.UntypedStorage, entry: TensorEntry, name: str) -> torch
     """
     empty = torch.empty(0, dtype=_dtype(entry.dtype), device=storage.device)
     try:
-        end = entry.offset + sum((n - 1) * step for n, step in zip(entry.shape, entry.stride, strict=True)) + 1
-        if min([entry.offset, *entry.shape, *entry.stride]) < 0 or end * empty.element_size() > storage.nbytes():
-            raise ValueError(f"of {storage.nbytes()} bytes it would take {end * empty.element_size()}")
+        end = (
+            entry.offset
+            + sum((n - 1) * step for n, step in zip(entry.shape, entry.stride, strict=True))
+            + 1
+        )
+        if (
+            min([entry.offset, *entry.shape, *entry.stride]) < 0
+            or end * empty.element_size() > storage.nbytes()
+        ):
+            raise ValueError(
+                f"of {storage.nbytes()} bytes it would take {end * empty.element_size()}"
+            )
         return empty.set_(storage, entry.offset, tuple(entry.shape), tuple(entry.stride))
     except (RuntimeError, ValueError) as error:
-        raise ManifestError(f"{name}: not a tensor of the server's memory ({error}); restart vLLM") from None
+        raise ManifestError(
+            f"{name}: not a tensor of the server's memory ({error}); restart vLLM"
+        ) from None
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -82,12 +82,14 @@ class Transfers:
     def _require_in_place(self, address: str) -> None:
         if not self.bridge.config.may_meet(address):
             raise BrokenTransfer(
-                f"{REFUSED}weights would come from {address}, which is not this machine's loopback; to take them from "
+                f"{REFUSED}weights would come from {address}, which is not this machine's "
+                f"loopback; to take them from "
                 f"there, start this server with {ENV_TRAINER_HOSTS}={address}"
             )
         if reason := self.bridge.not_in_place:
             raise BrokenTransfer(
-                f"{REFUSED}a broadcast would write weights in place, and {reason}. Use another weight bridge mode "
+                f"{REFUSED}a broadcast would write weights in place, and {reason}. Use "
+                f"another weight bridge mode "
                 "(none, which restarts the server where it must, or lora_only)"
             )
 
@@ -109,14 +111,17 @@ class Transfers:
 
         async def work_of_all() -> list[str | None]:
             await work
-            noted: list[str | None] = await self.bridge.engine.collective_rpc("atropos_transfer_failure")
+            noted: list[str | None] = await self.bridge.engine.collective_rpc(
+                "atropos_transfer_failure"
+            )
             return noted
 
         try:
             found = await asyncio.wait_for(work_of_all(), timeout_s + GRACE_S)
         except TimeoutError:
             raise BrokenTransfer(
-                f"a worker is stuck: no answer for {timeout_s + GRACE_S:.0f} s, {GRACE_S:.0f} s beyond its timeout; "
+                f"a worker is stuck: no answer for {timeout_s + GRACE_S:.0f} s, "
+                f"{GRACE_S:.0f} s beyond its timeout; "
                 "restart this server"
             ) from None
         except Exception as error:

@@ -95,12 +95,18 @@ class BroadcastEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
         self.shutdown()
         if (init_info.backend == "nccl") != (self.device.type == "cuda"):
             raise TransferRefused(
-                f"the trainer broadcasts over {init_info.backend}, and the weights here are on {self.device.type}"
+                f"the trainer broadcasts over {init_info.backend}, and the weights here are "
+                f"on {self.device.type}"
             )
         self._chunks = chunks(init_info.tensors, init_info.chunk_bytes)
-        self._copies, self._buffers = None, []  # free the old buffers first: there may be no memory for both
+        self._copies, self._buffers = (
+            None,
+            [],
+        )  # free the old buffers first: there may be no memory for both
         size = max(chunk.nbytes for chunk in self._chunks)
-        self._buffers = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(SLOTS)]
+        self._buffers = [
+            torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(SLOTS)
+        ]
         parallel = self.parallel_config
         replica = int(getattr(parallel, "data_parallel_index", 0) or 0)
         rank = init_info.first_rank + replica * parallel.world_size + parallel.rank
@@ -124,7 +130,9 @@ class BroadcastEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
         Failures that are kept: a broken transfer, no group, tensors that do not fill the model.
         """
         if self._link is None:
-            raise collectives.LinkError("this server is in no group: /bridge/transfer/init comes first")
+            raise collectives.LinkError(
+                "this server is in no group: /bridge/transfer/init comes first"
+            )
         now = [
             parameter.data_ptr() for parameter in self.model.parameters()
         ]  # recorded copies write to these addresses
@@ -147,7 +155,9 @@ class BroadcastEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
         """Trainer side in vLLM before 0.28; ours is `trainer_core.weight_sync.broadcast`."""
-        raise NotImplementedError("the trainer sends by itself: --weight-bridge-mode shared_vllm --use-shared-memory")
+        raise NotImplementedError(
+            "the trainer sends by itself: --weight-bridge-mode shared_vllm --use-shared-memory"
+        )
 
     def _load(self, link: collectives.Link) -> list[Copies] | None:
         """Receive through the model's own loader; return its copies, or None where copies alone do
@@ -165,14 +175,16 @@ class BroadcastEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
                 raise  # a retry may succeed
             except Exception as error:
                 raise TransferRefused(
-                    f"is it the same model on both sides? This one's loader does not take what the trainer sends "
+                    f"is it the same model on both sides? This one's loader does not take "
+                    f"what the trainer sends "
                     f"({type(error).__name__} {error})"
                 ) from error
             copies.append(recorder.take())
             link.emptied(slot)
         if gaps := recorder.gaps():
             raise TransferRefused(
-                f"is it the same model on both sides? What the trainer sends does not fill {len(gaps)} parameters: "
+                f"is it the same model on both sides? What the trainer sends does not fill "
+                f"{len(gaps)} parameters: "
                 f"{'; '.join(gaps[:5])}"
             )
         if reason := recorder.without_place():

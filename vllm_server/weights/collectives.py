@@ -9,7 +9,16 @@ import contextlib
 
 import torch
 
-from atropos_common.group import Gloo, Lifeline, LinkError, Nccl, cut, first_line, gpu_of, own_address
+from atropos_common.group import (
+    Gloo,
+    Lifeline,
+    LinkError,
+    Nccl,
+    cut,
+    first_line,
+    gpu_of,
+    own_address,
+)
 from atropos_common.transfer import SLOTS, Chunk, TransferInit
 
 REFUSED = "refused: "
@@ -53,7 +62,9 @@ def join(init: TransferInit, rank: int, device: torch.device) -> Link:
             return GlooLink(lifeline, rank, init)
         return NcclLink(lifeline, rank, init, device)
     except RuntimeError as error:
-        raise LinkError(f"rank {rank}: no {init.backend} connection (phase connect: {first_line(error)})") from None
+        raise LinkError(
+            f"rank {rank}: no {init.backend} connection (phase connect: {first_line(error)})"
+        ) from None
 
 
 class GlooLink(Link):
@@ -61,13 +72,17 @@ class GlooLink(Link):
 
     def __init__(self, lifeline: Lifeline, rank: int, init: TransferInit) -> None:
         self._lifeline = lifeline
-        self._gloo = Gloo(lifeline.store, rank, init.world_size, own_address(init.address), init.timeout_s)
+        self._gloo = Gloo(
+            lifeline.store, rank, init.world_size, own_address(init.address), init.timeout_s
+        )
 
     def receive(self, chunk: Chunk, buffer: torch.Tensor, slot: int) -> None:
         try:
             works = [self._gloo.broadcast(part, root) for part, root in cut(chunk, buffer)]
             self._lifeline.until(
-                lambda: all(work.is_completed() for work in works), "receive", "no data from the trainer"
+                lambda: all(work.is_completed() for work in works),
+                "receive",
+                "no data from the trainer",
             )
             for work in works:
                 work.wait()
@@ -83,9 +98,12 @@ class GlooLink(Link):
 class NcclLink(Link):
     """Broadcasts run on their own stream while the current stream empties the previous buffer."""
 
-    def __init__(self, lifeline: Lifeline, rank: int, init: TransferInit, device: torch.device) -> None:
+    def __init__(
+        self, lifeline: Lifeline, rank: int, init: TransferInit, device: torch.device
+    ) -> None:
         self._lifeline = lifeline
-        # Later releases change NCCL's environment for vLLM's own groups; the trainer uses the launch's.
+        # Later releases change NCCL's environment for vLLM's own groups; the trainer uses the
+        # launch's.
         with _as_launched():
             self._nccl = Nccl(init.nccl_id, rank, init.world_size, device)
         self._stream = torch.cuda.Stream(device)
@@ -105,7 +123,9 @@ class NcclLink(Link):
         done = torch.cuda.Event()
         done.record(torch.cuda.current_stream())
         self._lifeline.until(
-            done.query, "receive", "no data from the trainer, or NCCL is not connected (NCCL_DEBUG=INFO tells why),"
+            done.query,
+            "receive",
+            "no data from the trainer, or NCCL is not connected (NCCL_DEBUG=INFO tells why),",
         )
 
     def close(self) -> None:

@@ -40,9 +40,13 @@ class CopyRecorder(TorchDispatchMode):  # type: ignore[misc]
         self._given: list[tuple[int, int, str]] = []
         self._unread: set[str] = set()
         self._shapes: dict[str, tuple[int, ...]] = {}
-        self._boxes: defaultdict[str, defaultdict[str, list[Box]]] = defaultdict(lambda: defaultdict(list))
+        self._boxes: defaultdict[str, defaultdict[str, list[Box]]] = defaultdict(
+            lambda: defaultdict(list)
+        )
         self._places = self._named | dict(model.named_buffers())
-        self._names = {_storage(tensor): name for name, tensor in self._places.items() if tensor.numel()}
+        self._names = {
+            _storage(tensor): name for name, tensor in self._places.items() if tensor.numel()
+        }
         self._computed: set[str] = set()
         self._written: defaultdict[str, int] = defaultdict(int)
         self._targets: list[torch.Tensor] = []
@@ -53,7 +57,9 @@ class CopyRecorder(TorchDispatchMode):  # type: ignore[misc]
     def give(self, tensors: Iterable[Named]) -> list[Named]:
         """Set the tensors that the loader reads from now on, and return them for the call."""
         given = list(tensors)
-        self._given = sorted((each.data_ptr(), each.data_ptr() + each.nbytes, name) for name, each in given)
+        self._given = sorted(
+            (each.data_ptr(), each.data_ptr() + each.nbytes, name) for name, each in given
+        )
         self._unread.update(name for name, _ in given)
         self._shapes.update((name, tuple(each.shape)) for name, each in given)
         return given
@@ -83,11 +89,17 @@ class CopyRecorder(TorchDispatchMode):  # type: ignore[misc]
 
     def untouched(self) -> list[str]:
         """Parameters that received nothing."""
-        return [name for name, parameter in self._named.items() if parameter.numel() and not self._written[name]]
+        return [
+            name
+            for name, parameter in self._named.items()
+            if parameter.numel() and not self._written[name]
+        ]
 
     def passed_over(self) -> list[str]:
         """Given tensors that were not copied, as far as that is known."""
-        elsewhere = any(type(module).__name__ == OTHER_RANKS_LAYER for module in self.model.modules())
+        elsewhere = any(
+            type(module).__name__ == OTHER_RANKS_LAYER for module in self.model.modules()
+        )
         return sorted(self._unread - self._no_weights()) if self.whole and not elsewhere else []
 
     def views(self) -> tuple[dict[str, TensorView], dict[str, str]]:
@@ -113,15 +125,27 @@ class CopyRecorder(TorchDispatchMode):  # type: ignore[misc]
             return f"is a buffer of the model, {parameter}"
         if parameter in self._computed:
             return f"is computed with while it is loaded into {parameter}"
-        if not (filled := [box for box in parts if math.prod(box.shape)]):  # too small for this rank to have a part
+        if not (
+            filled := [box for box in parts if math.prod(box.shape)]
+        ):  # too small for this rank to have a part
             nothing = list(parts[0].shape)
             at = [0] * len(shape)
             return TensorView(
-                parameter=parameter, offset=0, shape=nothing, stride=[1] * len(shape), begin=at, whole=list(shape)
+                parameter=parameter,
+                offset=0,
+                shape=nothing,
+                stride=[1] * len(shape),
+                begin=at,
+                whole=list(shape),
             )
         if (place := joined_part(shape, filled)) is None:
             return f"does not lie evenly in {parameter}"
-        view = TensorView(parameter=parameter, offset=place.offset, shape=list(place.shape), stride=list(place.stride))
+        view = TensorView(
+            parameter=parameter,
+            offset=place.offset,
+            shape=list(place.shape),
+            stride=list(place.stride),
+        )
         if place.shape != shape:
             view.begin, view.whole = list(place.begin), list(shape)
         return view
@@ -129,21 +153,31 @@ class CopyRecorder(TorchDispatchMode):  # type: ignore[misc]
     def _no_weights(self) -> set[str]:
         """Given names without weights of their own, such as a tied head."""
         tied = getattr(getattr(self.model, "config", None), "tie_word_embeddings", False)
-        return {name for name in self._unread if name.endswith(NO_WEIGHT) or (tied and name == TIED_HEAD)}
+        return {
+            name
+            for name in self._unread
+            if name.endswith(NO_WEIGHT) or (tied and name == TIED_HEAD)
+        }
 
     def without_place(self) -> str | None:
         """Message about `passed_over`; None if every tensor found its place."""
         if not (names := self.passed_over()):
             return None
         return (
-            f"vLLM's {type(self.model).__name__} has no place for {len(names)} of the tensors, such as "
-            f"{', '.join(names[:3])}, and would answer without them. Is it the same model on both sides? If it is, "
+            f"vLLM's {type(self.model).__name__} has no place for {len(names)} of the "
+            f"tensors, such as "
+            f"{', '.join(names[:3])}, and would answer without them. Is it the same model on "
+            f"both sides? If it is, "
             "this release of vLLM does not serve it whole"
         )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         target = args[0] if args else None
-        if isinstance(target, torch.Tensor) and func._schema.is_mutable and _storage(target) in self._names:
+        if (
+            isinstance(target, torch.Tensor)
+            and func._schema.is_mutable
+            and _storage(target) in self._names
+        ):
             place = self._names[_storage(target)]
             self._written[place] += target.numel()
             if func is torch.ops.aten.copy_.default and (giver := self._giver(args[1])) is not None:
@@ -169,7 +203,11 @@ class CopyRecorder(TorchDispatchMode):  # type: ignore[misc]
         if index < 0:
             return None
         begin, end, name = self._given[index]
-        return (name, (start - begin) // source.element_size()) if start < end or not source.numel() else None
+        return (
+            (name, (start - begin) // source.element_size())
+            if start < end or not source.numel()
+            else None
+        )
 
 
 def named_views(chunk: Chunk, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:

@@ -63,7 +63,9 @@ def nudge(model: torch.nn.Module, name: str) -> None:
         return
     _kept[name] = part.detach().clone()
     generator = torch.Generator(part.device).manual_seed(len(_kept[name]))
-    noise = torch.empty(part.shape, dtype=torch.float32, device=part.device).normal_(generator=generator)
+    noise = torch.empty(part.shape, dtype=torch.float32, device=part.device).normal_(
+        generator=generator
+    )
     scale = max(float(part.float().square().mean().sqrt()), 0.1)
     part.add_((noise * scale).to(part.dtype))
 
@@ -104,7 +106,11 @@ async def stale_kinds(engine: Any, generator: Generator) -> list[str]:
         if _distance(before, changed) <= least:
             stale.append(name)
     await engine.reset_prefix_cache()
-    logger.info("%d of %d kinds of layers compute from the weights in place", len(names) - len(stale), len(names))
+    logger.info(
+        "%d of %d kinds of layers compute from the weights in place",
+        len(names) - len(stale),
+        len(names),
+    )
     return stale
 
 

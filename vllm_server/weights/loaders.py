@@ -52,7 +52,10 @@ _mapping: torch.UntypedStorage | None = None
 """Mapped file of this process, for `describe_shared_file`."""
 
 
-ANOTHER_MODE = "Single copy needs that; use another weight bridge mode (broadcast, lora_only, lora_restart or none)"
+ANOTHER_MODE = (
+    "Single copy needs that; use another weight bridge mode (broadcast, lora_only, lora_restart "
+    "or none)"
+)
 
 
 class SharedWeightsError(RuntimeError):
@@ -88,10 +91,14 @@ def why_not_in_place() -> str | None:
     """Reason against writing new weights over those of this worker's model; None if there is
     none."""
     if _trace is None:
-        return "how its weights were loaded was not recorded: leave out --load-format and --quantization"
+        return (
+            "how its weights were loaded was not recorded: leave out --load-format and "
+            "--quantization"
+        )
     if anew := _trace.laid_anew:
         return (
-            f"after loading vLLM lays out {len(anew)} parameters anew for its kernels, such as {anew[0]}; for a "
+            f"after loading vLLM lays out {len(anew)} parameters anew for its kernels, such "
+            f"as {anew[0]}; for a "
             "mixture of experts on a GPU --moe-backend triton leaves them as they are"
         )
     return None
@@ -114,7 +121,11 @@ class FolderLoader(DefaultModelLoader):
         self.keep_plain()
         if (recorder := self._recorder) is not None:
             now = dict(model.named_parameters())
-            anew = [name for name, was in self._samples.items() if name not in now or not _same(was, now[name])]
+            anew = [
+                name
+                for name, was in self._samples.items()
+                if name not in now or not _same(was, now[name])
+            ]
             _trace = LoadTrace(*recorder.views(), anew)
             self._recorder, self._samples = None, {}
         return model
@@ -154,8 +165,13 @@ class FolderLoader(DefaultModelLoader):
 
 def _sample(parameter: torch.Tensor) -> torch.Tensor:
     """Some values of a parameter, at the same places every time."""
-    drawn = torch.Generator("cpu").manual_seed(0)  # vLLM may have named another device as the default one
-    places = [torch.randint(max(size, 1), (SAMPLED,), generator=drawn, device="cpu") for size in parameter.shape]
+    drawn = torch.Generator("cpu").manual_seed(
+        0
+    )  # vLLM may have named another device as the default one
+    places = [
+        torch.randint(max(size, 1), (SAMPLED,), generator=drawn, device="cpu")
+        for size in parameter.shape
+    ]
     values = parameter.detach()
     if parameter.numel() and places:
         values = values[tuple(each.to(parameter.device) for each in places)]
@@ -166,7 +182,9 @@ def _same(sample: torch.Tensor, parameter: torch.Tensor) -> bool:
     """Compare bit for bit: unfilled memory may be NaN."""
     now = _sample(parameter)
     alike = (sample.dtype, sample.shape) == (now.dtype, now.shape)
-    return alike and torch.equal(sample.reshape(-1).view(torch.uint8), now.reshape(-1).view(torch.uint8))
+    return alike and torch.equal(
+        sample.reshape(-1).view(torch.uint8), now.reshape(-1).view(torch.uint8)
+    )
 
 
 class PlainLoader(FolderLoader):
@@ -220,7 +238,12 @@ def move_parameters(model: torch.nn.Module, path: Path) -> None:
     with torch.no_grad():
         for name, parameter in parameters.items():
             view = torch.empty(0, dtype=parameter.dtype)
-            view.set_(storage, offsets[name] // parameter.element_size(), parameter.size(), parameter.stride())
+            view.set_(
+                storage,
+                offsets[name] // parameter.element_size(),
+                parameter.size(),
+                parameter.stride(),
+            )
             view.copy_(parameter.data)
             parameter.data = view
     _mapping = storage
@@ -234,8 +257,10 @@ def _layout(parameters: dict[str, torch.nn.Parameter]) -> tuple[dict[str, int], 
         spans = extent(parameter.size(), parameter.stride())
         if parameter.device.type != "cpu" or parameter.numel() == 0 or spans != parameter.numel():
             raise SharedWeightsError(
-                f"{name} ({parameter.device}, shape {tuple(parameter.shape)}, stride {parameter.stride()}) is not a "
-                "plain dense CPU tensor; this model cannot run in single copy, use another weight bridge mode"
+                f"{name} ({parameter.device}, shape {tuple(parameter.shape)}, stride "
+                f"{parameter.stride()}) is not a "
+                "plain dense CPU tensor; this model cannot run in single copy, use another "
+                "weight bridge mode"
             )
         offsets[name] = end
         end += -(-parameter.numel() * parameter.element_size() // ALIGNMENT) * ALIGNMENT
@@ -246,16 +271,20 @@ def _create(path: Path, size: int) -> None:
     """Create `path` with `size` reserved bytes; replaces a file of an earlier server of this
     user."""
     if path.is_symlink() or (path.exists() and path.stat().st_uid != os.getuid()):
-        raise SharedWeightsError(f"{path} is in the way and not ours; set ATROPOS_SHM_NAME to another name")
+        raise SharedWeightsError(
+            f"{path} is in the way and not ours; set ATROPOS_SHM_NAME to another name"
+        )
     path.unlink(missing_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
-        # Reserving now turns a full /dev/shm into an error here rather than a SIGBUS at the first write.
+        # Reserving now turns a full /dev/shm into an error here rather than a SIGBUS at the first
+        # write.
         os.posix_fallocate(descriptor, 0, size)
     except OSError as error:
         path.unlink(missing_ok=True)
         raise SharedWeightsError(
-            f"{path}: cannot reserve {size / 1e6:.0f} MB ({error.strerror}); enlarge /dev/shm or use a smaller model"
+            f"{path}: cannot reserve {size / 1e6:.0f} MB ({error.strerror}); enlarge "
+            f"/dev/shm or use a smaller model"
         ) from error
     finally:
         os.close(descriptor)
@@ -271,7 +300,9 @@ def describe_shared_file(model: torch.nn.Module) -> Shard:
     entries = {}
     for name, parameter in _parameters(model):
         if parameter.untyped_storage().data_ptr() != _mapping.data_ptr():
-            raise SharedWeightsError(f"{name} left the shared file after loading; this model cannot run in single copy")
+            raise SharedWeightsError(
+                f"{name} left the shared file after loading; this model cannot run in single copy"
+            )
         entries[name] = _entry(parameter)
     return Shard(
         kind="shm",
@@ -292,11 +323,15 @@ def describe_cuda(model: torch.nn.Module) -> Shard:
     gpu = str(torch.cuda.get_device_properties(next(model.parameters()).device).uuid)
     for name, parameter in _parameters(model):
         if not parameter.is_cuda:
-            raise SharedWeightsError(f"{name} lies on {parameter.device}; single copy needs every parameter on the GPU")
+            raise SharedWeightsError(
+                f"{name} lies on {parameter.device}; single copy needs every parameter on the GPU"
+            )
         entry = _entry(parameter)
         entry.ipc_handle = _cuda_handle(parameter.untyped_storage())
         entries[name] = entry
-    return Shard(kind="cuda_ipc", gpu=gpu, param_mappings=entries, aliases=_aliases(model), views=_views())
+    return Shard(
+        kind="cuda_ipc", gpu=gpu, param_mappings=entries, aliases=_aliases(model), views=_views()
+    )
 
 
 def _views() -> dict[str, TensorView]:
@@ -306,12 +341,15 @@ def _views() -> dict[str, TensorView]:
         SharedWeightsError: some tensors have no place, or have lost it.
     """
     if reason := why_not_in_place():
-        raise SharedWeightsError(f"{reason}. Or use another weight bridge mode (lora_only, lora_restart or none)")
+        raise SharedWeightsError(
+            f"{reason}. Or use another weight bridge mode (lora_only, lora_restart or none)"
+        )
     assert _trace is not None, "or there would be a reason"
     if without := _trace.without_view:
         named = "; ".join(f"{name} {why}" for name, why in list(without.items())[:3])
         raise SharedWeightsError(
-            f"{len(without)} tensors of the checkpoint do not lie in vLLM's parameters as they are: {named}. "
+            f"{len(without)} tensors of the checkpoint do not lie in vLLM's parameters as "
+            f"they are: {named}. "
             f"{ANOTHER_MODE}"
         )
     return _trace.views
@@ -319,10 +357,13 @@ def _views() -> dict[str, TensorView]:
 
 def _cuda_handle(storage: torch.UntypedStorage) -> CudaIpc:
     try:
-        device, handle, size, offset, counter, counter_offset, event, event_sync = storage._share_cuda_()
+        device, handle, size, offset, counter, counter_offset, event, event_sync = (
+            storage._share_cuda_()
+        )
     except RuntimeError as error:
         raise SharedWeightsError(
-            f"CUDA IPC refused a parameter ({error}); unset PYTORCH_CUDA_ALLOC_CONF and do not use --enable-sleep-mode"
+            f"CUDA IPC refused a parameter ({error}); unset PYTORCH_CUDA_ALLOC_CONF and do "
+            f"not use --enable-sleep-mode"
         ) from error
     return CudaIpc(
         device=device,
@@ -358,7 +399,10 @@ def _aliases(model: torch.nn.Module) -> dict[str, str]:
 def _parameters(model: torch.nn.Module, **options: bool) -> Iterator[Named]:
     """`named_parameters` with the names of a model without adapters: LoRA wraps each layer, which
     is then called `base_layer`."""
-    return ((name.replace(".base_layer.", "."), param) for name, param in model.named_parameters(**options))
+    return (
+        (name.replace(".base_layer.", "."), param)
+        for name, param in model.named_parameters(**options)
+    )
 
 
 EXPERTS = ("w13_weight", "w2_weight")
@@ -381,12 +425,17 @@ class PlainLayers:
         self._weights: list[tuple[torch.nn.Module, str, torch.nn.Parameter]] = []
         for module in model.modules():
             weight = module._parameters.get("weight")
-            # The kernel of a causal convolution only accepts the packed weight, [channels, 1, width].
+            # The kernel of a causal convolution only accepts the packed weight, [channels, 1,
+            # width].
             if weight is not None and weight.ndim < 3:
                 self._weights.append((module, "weight", weight))
-                # vLLM's own switch (0.28 and later) for layers whose weight is read elsewhere: no repacking.
+                # vLLM's own switch (0.28 and later) for layers whose weight is read elsewhere: no
+                # repacking.
                 module._cpu_skip_gemm_dispatch = True  # type: ignore[assignment]
-            if all(name in module._parameters for name in EXPERTS) and "w13_bias" not in module._parameters:
+            if (
+                all(name in module._parameters for name in EXPERTS)
+                and "w13_bias" not in module._parameters
+            ):
                 self._weights += [(module, name, module.get_parameter(name)) for name in EXPERTS]
 
     def restore(self) -> None:
@@ -410,15 +459,24 @@ def _computes_plainly(experts: Any) -> bool:
         return False
 
     def apply(
-        output: torch.Tensor, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor,
-        topk_weights: torch.Tensor, topk_ids: torch.Tensor, *_: Any, apply_router_weight_on_input: bool, **__: Any,
-    ) -> None:  # fmt: skip
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        *_: Any,
+        apply_router_weight_on_input: bool,
+        **__: Any,
+    ) -> None:
         output.zero_()
         for expert in topk_ids.unique().tolist():
             rows, slots = (topk_ids == expert).nonzero(as_tuple=True)
             gate, up = linear(hidden_states[rows], w1[expert]).chunk(2, dim=-1)
             answer = linear(activation(gate) * up, w2[expert])
-            if not apply_router_weight_on_input:  # the weight is already applied to the hidden states
+            if (
+                not apply_router_weight_on_input
+            ):  # the weight is already applied to the hidden states
                 answer = answer * topk_weights[rows, slots, None].to(answer.dtype)
             output.index_add_(0, rows, answer)
 

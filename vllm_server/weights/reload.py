@@ -89,7 +89,9 @@ def prepare_start(config: ServerConfig, args: Namespace, *, plain: bool) -> None
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a checkpoint; `consolidated*` is Mistral's second copy under other
     names."""
-    return sorted(file for file in folder.glob("*.safetensors") if not file.name.startswith("consolidated"))
+    return sorted(
+        file for file in folder.glob("*.safetensors") if not file.name.startswith("consolidated")
+    )
 
 
 def shapes_in(folder: Path) -> Shapes:
@@ -118,7 +120,9 @@ def require_same(new: Shapes, own: Shapes, *, tied: bool) -> None:
         RefusedWeights: names the first tensors that differ.
     """
     passed = {TIED_HEAD} if tied else set()
-    own, new = ({name: of[name] for name in of if not name.endswith(NO_WEIGHT)} for of in (own, new))
+    own, new = (
+        {name: of[name] for name in of if not name.endswith(NO_WEIGHT)} for of in (own, new)
+    )
     odd = [f"{name} is missing" for name in sorted(own.keys() - new.keys() - passed)]
     odd += [f"{name} is not of this model" for name in sorted(new.keys() - own.keys() - passed)]
     odd += [
@@ -143,7 +147,9 @@ class Reloader:
             "it was started without ATROPOS_WEIGHT_UPDATES=1": not bridge.config.weight_updates,
             f"{bridge.not_in_place}": bridge.not_in_place,
             "it serves adapters (--enable-lora)": args.enable_lora,
-            "a part of its weights is offloaded (--cpu-offload-gb)": getattr(args, "cpu_offload_gb", 0),
+            "a part of its weights is offloaded (--cpu-offload-gb)": getattr(
+                args, "cpu_offload_gb", 0
+            ),
             "it has several replicas (--data-parallel-size)": int(args.data_parallel_size) > 1,
         }
         bridge.load_obstacle = next((reason for reason, holds in obstacles.items() if holds), None)
@@ -161,12 +167,20 @@ class Reloader:
         if request.at_restart:
             return self._note(folder, request)
         state = self.bridge.state
-        if self.bridge.started_from == str(folder) and state.weight_version is None and not state.dirty:
+        if (
+            self.bridge.started_from == str(folder)
+            and state.weight_version is None
+            and not state.dirty
+        ):
             return await self._as_started(request)
         if reason := self.bridge.load_obstacle:
-            raise RefusedWeights(f"weights cannot be loaded into this server while it runs: {reason}. Restart it")
+            raise RefusedWeights(
+                f"weights cannot be loaded into this server while it runs: {reason}. Restart it"
+            )
         own = await asyncio.to_thread(self._own_shapes)
-        require_same(shapes, own, tied=bool(self.bridge.engine.model_config.hf_config.tie_word_embeddings))
+        require_same(
+            shapes, own, tied=bool(self.bridge.engine.model_config.hf_config.tie_word_embeddings)
+        )
         async with self.bridge.lock:
             if self.bridge.sleeping:
                 raise RefusedWeights(ASLEEP)
@@ -178,14 +192,18 @@ class Reloader:
             await self.bridge.freeze_to_write(request, request.lease_s)
         try:
             found = await asyncio.wait_for(
-                self.bridge.engine.collective_rpc("atropos_load_weights", args=(str(folder),)), request.lease_s
+                self.bridge.engine.collective_rpc("atropos_load_weights", args=(str(folder),)),
+                request.lease_s,
             )
             if failed := next((rank["failed"] for rank in found if "failed" in rank), None):
                 raise RuntimeError(failed)
         except Exception as error:
             late = f"no end after {request.lease_s:g} s"
             what = late if isinstance(error, TimeoutError) else str(error) or repr(error)
-            fault = f"the load of {folder} broke off, so weights are mixed: {' '.join(what.split())[:300]}"
+            fault = (
+                f"the load of {folder} broke off, so weights are mixed: "
+                f"{' '.join(what.split())[:300]}"
+            )
             self.bridge.fail(fault)
             raise BrokenLoad(fault) from error
         if reason := next((rank["without_place"] for rank in found if rank["without_place"]), None):
@@ -197,7 +215,10 @@ class Reloader:
             await self.bridge.reset_prefix_cache()
             await self.bridge.declare(request.weight_version)
         logger.info(
-            "weights of version %d serve after %.3f s: %s", request.weight_version, sum(phases.values()), folder
+            "weights of version %d serve after %.3f s: %s",
+            request.weight_version,
+            sum(phases.values()),
+            folder,
         )
         return self._answer(phases, tensors=int(found[0]["tensors"]), size=int(found[0]["bytes"]))
 
@@ -220,18 +241,27 @@ class Reloader:
         if not config.weight_updates:
             raise RefusedWeights(f"{self.bridge.load_obstacle}")
         if config.private_dir:
-            raise RefusedWeights("a restarted server would not find these weights: start this one with LOGDIR=DIR")
+            raise RefusedWeights(
+                "a restarted server would not find these weights: start this one with LOGDIR=DIR"
+            )
         if self._args.load_format not in (*SAFETENSORS_FORMATS, FOLDER_FORMAT, PLAIN_FORMAT):
-            raise RefusedWeights(f"--load-format {self._args.load_format} does not read safetensors: leave it out")
+            raise RefusedWeights(
+                f"--load-format {self._args.load_format} does not read safetensors: leave it out"
+            )
         note = StartWeights(path=str(folder), weight_version=request.weight_version)
         write_private(config.start_weights_path, note.model_dump_json())
         return self._answer({})
 
-    def _answer(self, phases: dict[str, float], *, tensors: int = 0, size: int = 0) -> WeightsLoaded:
+    def _answer(
+        self, phases: dict[str, float], *, tensors: int = 0, size: int = 0
+    ) -> WeightsLoaded:
         return WeightsLoaded(
-            instance_id=self.bridge.config.instance_id, weight_version=self.bridge.state.weight_version,
-            tensors=tensors, bytes=size, phases=phases,
-        )  # fmt: skip
+            instance_id=self.bridge.config.instance_id,
+            weight_version=self.bridge.state.weight_version,
+            tensors=tensors,
+            bytes=size,
+            phases=phases,
+        )
 
     def _own_shapes(self) -> Shapes:
         """Shapes of the checkpoint that this server loaded.
@@ -240,8 +270,14 @@ class Reloader:
             RefusedWeights: it is not in safetensors, so there is nothing to compare with.
         """
         if self._own is None:
-            known = [Path(path).expanduser() for path in (self.bridge.started_from, self._args.model) if path]
-            folder = next((path for path in known if path.is_dir()), None)  # the trainer may have removed the first one
+            known = [
+                Path(path).expanduser()
+                for path in (self.bridge.started_from, self._args.model)
+                if path
+            ]
+            folder = next(
+                (path for path in known if path.is_dir()), None
+            )  # the trainer may have removed the first one
             self._own = shapes_in(folder or _downloaded(self._args))
         return self._own
 
@@ -258,12 +294,17 @@ def _downloaded(args: Namespace) -> Path:
     try:
         return Path(
             snapshot_download(
-                args.model, revision=args.revision, cache_dir=args.download_dir, local_files_only=True,
+                args.model,
+                revision=args.revision,
+                cache_dir=args.download_dir,
+                local_files_only=True,
                 allow_patterns=["*.safetensors"],
             )
-        )  # fmt: skip
+        )
     except (LocalEntryNotFoundError, ValueError) as error:
-        raise RefusedWeights(f"the files of {args.model} are not in the cache, to compare with: {error}") from None
+        raise RefusedWeights(
+            f"the files of {args.model} are not in the cache, to compare with: {error}"
+        ) from None
 
 
 def load_in_worker(worker: Any, path: str) -> dict[str, Any]:
@@ -297,7 +338,9 @@ def load_in_worker(worker: Any, path: str) -> dict[str, Any]:
     with recorder, set_current_vllm_config(worker.vllm_config):
         model.load_weights(recorder.one_by_one(tensors()))
     if left := recorder.untouched():
-        raise RuntimeError(f"{len(left)} parameters were not written, such as {', '.join(left[:3])}")
+        raise RuntimeError(
+            f"{len(left)} parameters were not written, such as {', '.join(left[:3])}"
+        )
     loaded = time.perf_counter()
     if first.is_cuda:
         torch.cuda.synchronize(first.device)

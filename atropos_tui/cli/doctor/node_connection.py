@@ -32,7 +32,8 @@ BOOT = (
 then its text. Input sent earlier is lost if a start-up file of the login shell reads standard
 input."""
 GUARD = (
-    "; in the login shell's start-up files (.bashrc) put `[ -t 0 ] &&` before lines that start a shell or ask questions"
+    "; in the login shell's start-up files (.bashrc) put `[ -t 0 ] &&` before lines that start a "
+    "shell or ask questions"
 )
 ANSWER_S = 30.0
 """Timeout in seconds; a busy srun takes some to begin a step, and so does Python on a cold network
@@ -94,12 +95,16 @@ class NodeConnection:
             NodeFault: it does not answer within `ANSWER_S`.
         """
         try:
-            # -I: neither the node's current folder nor its PYTHONPATH can change the probe. A session of its own, so
-            # that ^C here does not reach the launcher before `_close`.
+            # -I: neither the node's current folder nor its PYTHONPATH can change the probe. A
+            # session of its own, so that ^C here does not reach the launcher before `_close`.
             process = await asyncio.create_subprocess_exec(
-                *place.command(place.python, "-I", "-c", BOOT), limit=LONGEST_LINE, start_new_session=True,
-                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-            )  # fmt: skip
+                *place.command(place.python, "-I", "-c", BOOT),
+                limit=LONGEST_LINE,
+                start_new_session=True,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+            )
         except OSError as error:
             program = [*place.prefix, place.python][0]
             fix = "install the launcher's client here, or correct [cluster] launcher and python"
@@ -114,24 +119,35 @@ class NodeConnection:
             await line._close()
 
     async def ask(
-        self, question: str, *, limit_s: float = ANSWER_S, stage: Callable[[str], None] | None = None, **arguments: Any
+        self,
+        question: str,
+        *,
+        limit_s: float = ANSWER_S,
+        stage: Callable[[str], None] | None = None,
+        **arguments: Any,
     ) -> dict[str, Any]:
         """Ask one of `node_probe.ANSWERS`; `stage` is called with each stage of a long answer.
 
         Raises:
             NodeFault: no answer within `limit_s`, the probe has ended, or it failed.
         """
-        answer = await self._answer((json.dumps({"ask": question} | arguments) + "\n").encode(), limit_s, stage)
+        answer = await self._answer(
+            (json.dumps({"ask": question} | arguments) + "\n").encode(), limit_s, stage
+        )
         if "error" in answer:
             raise NodeFault(str(answer["error"]))
         return answer
 
-    async def _answer(self, sent: bytes, limit_s: float, stage: Callable[[str], None] | None) -> dict[str, Any]:
+    async def _answer(
+        self, sent: bytes, limit_s: float, stage: Callable[[str], None] | None
+    ) -> dict[str, Any]:
         stdin = self._process.stdin
         assert stdin is not None
         try:
             async with asyncio.timeout(limit_s):
-                with contextlib.suppress(ConnectionError):  # `_next` reports the end with its last lines
+                with contextlib.suppress(
+                    ConnectionError
+                ):  # `_next` reports the end with its last lines
                     stdin.write(sent)
                     await stdin.drain()
                 while "stage" in (answer := await self._next()):
@@ -139,7 +155,10 @@ class NodeConnection:
                         stage(answer["stage"])
         except TimeoutError:
             said = f" (last line: {self._errors[-1]})" if self._errors else ""
-            fix = f"try it by hand: {shlex.join(self._place.command(self._place.python, '--version'))}"
+            fix = (
+                f"try it by hand: "
+                f"{shlex.join(self._place.command(self._place.python, '--version'))}"
+            )
             fix += "" if self._listens else GUARD
             raise NodeFault(f"no answer within {limit_s:.0f} s{said}", fix) from None
         return answer
@@ -154,7 +173,12 @@ class NodeConnection:
                 return answer
         code = await self._process.wait()
         await asyncio.wait({self._reading}, timeout=LEAVE_S)
-        raise explain(self._errors, code, self._place.command(self._place.python, "--version"), self._place.host)
+        raise explain(
+            self._errors,
+            code,
+            self._place.command(self._place.python, "--version"),
+            self._place.host,
+        )
 
     async def _read_errors(self) -> None:
         assert self._process.stderr is not None

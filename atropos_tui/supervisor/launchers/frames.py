@@ -28,7 +28,9 @@ def head(kind: str, payload: bytes = b"") -> bytes:
 
 def is_own_peer(connection: socket.socket) -> bool:
     """Return True if the peer of a Unix socket is a process of this user."""
-    _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    _, uid, _ = struct.unpack(
+        "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    )
     return bool(uid == os.getuid())
 
 
@@ -45,8 +47,15 @@ class Connection:
         after: marker; everything up to it is skipped, and a frame `began` reports it.
     """
 
-    def __init__(self, reading: int, writing: int, patience_s: float | None = None, after: bytes = b"") -> None:
-        self.reading, self.writing, self._patience_s, self._after = reading, writing, patience_s, after
+    def __init__(
+        self, reading: int, writing: int, patience_s: float | None = None, after: bytes = b""
+    ) -> None:
+        self.reading, self.writing, self._patience_s, self._after = (
+            reading,
+            writing,
+            patience_s,
+            after,
+        )
         self._data = bytearray()
         self._frames: list[Frame] = []
 
@@ -64,7 +73,9 @@ class Connection:
                 waiting = select.poll()
                 waiting.register(self.writing, select.POLLOUT)
                 if not waiting.poll(None if self._patience_s is None else self._patience_s * 1000):
-                    raise ConnectionClosedError(f"nothing was read for {self._patience_s:g} s") from None
+                    raise ConnectionClosedError(
+                        f"nothing was read for {self._patience_s:g} s"
+                    ) from None
                 continue
             # writev may write any part of the frame: drop what is written, and go on.
             while parts and written >= len(parts[0]):

@@ -164,7 +164,11 @@ class Keeper:
     def _report(self) -> None:
         """Report a new problem of the log. Without a supervisor it waits for the next one."""
         lost = self._log.lost_bytes if self._log else 0
-        if self._line is not None and self._trouble and (self._log is None or lost > self._reported[1]):
+        if (
+            self._line is not None
+            and self._trouble
+            and (self._log is None or lost > self._reported[1])
+        ):
             words = self._trouble + (f"; {lost:,} bytes of output are lost so far" if lost else "")
             self._send("problem", words.encode())
             self._reported = time.monotonic(), lost

@@ -37,7 +37,14 @@ from atropos_tui.profile.spec import ComponentSpec, StackError, StackSpec
 from atropos_tui.supervisor import bare, procfs
 from atropos_tui.supervisor.launch import Launch, prepare
 from atropos_tui.supervisor.launchers.frames import Connection, Frame, is_own_peer
-from atropos_tui.supervisor.launchers.launcher import Inherited, Launcher, Living, OnExit, OnProblem, entry_of
+from atropos_tui.supervisor.launchers.launcher import (
+    Inherited,
+    Launcher,
+    Living,
+    OnExit,
+    OnProblem,
+    entry_of,
+)
 from atropos_tui.supervisor.logs import FULL, TAIL_BYTES, LogDrain
 from atropos_tui.supervisor.process import LaunchError, Local, remove_files
 from atropos_tui.supervisor.store import ProcessEntry, ProcessTable
@@ -157,7 +164,9 @@ class KeptProcess(Local):
             await asyncio.wait_for(self._left.wait(), SETTLE_S)
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.keeper_pid, signal.SIGKILL)  # the connection is open, so the pid is not reused
+                os.kill(
+                    self.keeper_pid, signal.SIGKILL
+                )  # the connection is open, so the pid is not reused
             await self._left.wait()
         if self._popen is not None:
             await asyncio.to_thread(self._popen.wait)
@@ -183,10 +192,16 @@ class Spare:
             # checks the user.
             listener.bind(f"\0{self.address}")
             listener.listen(8)
-            stderr = os.open(run.supervisor_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            stderr = os.open(
+                run.supervisor_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
+            )
             try:
                 self.popen = subprocess.Popen(
-                    [sys.executable, *bare("atropos_tui.supervisor.launchers.keeper"), str(listener.fileno())],
+                    [
+                        sys.executable,
+                        *bare("atropos_tui.supervisor.launchers.keeper"),
+                        str(listener.fileno()),
+                    ],
                     env={ENV_RUN_ID: run_id},
                     pass_fds=(listener.fileno(),),
                     stdin=subprocess.DEVNULL,
@@ -234,7 +249,14 @@ def lost(pid: int, ticks: int) -> Handle:
     """Return a stand-in for a killed keeper, whose component was killed with it."""
     reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     os.close(writing)
-    return Handle("", Connection(reading, -1), pid=pid, ticks=ticks, started_at=time.time(), exit_code=-signal.SIGKILL)
+    return Handle(
+        "",
+        Connection(reading, -1),
+        pid=pid,
+        ticks=ticks,
+        started_at=time.time(),
+        exit_code=-signal.SIGKILL,
+    )
 
 
 def attach(address: str) -> Handle:
@@ -337,7 +359,12 @@ class KeeperLauncher(Launcher):
     adoptable = True
 
     def __init__(
-        self, stack: StackSpec, group: str, socket: str, token: str, adoptable: Mapping[str, Adoptable]
+        self,
+        stack: StackSpec,
+        group: str,
+        socket: str,
+        token: str,
+        adoptable: Mapping[str, Adoptable],
     ) -> None:
         self._stack, self._group, self._token = stack, group, token
         self._notes = {"token": token, "socket": socket}
@@ -346,7 +373,12 @@ class KeeperLauncher(Launcher):
         self._spares = [self._spare() for _ in stack.components]
 
     def start(
-        self, spec: ComponentSpec, attempt: int, launch: Launch, on_exit: OnExit, on_problem: OnProblem
+        self,
+        spec: ComponentSpec,
+        attempt: int,
+        launch: Launch,
+        on_exit: OnExit,
+        on_problem: OnProblem,
     ) -> Living:
         group = procfs.part_group(self._group, spec.name, attempt)
         handle = self._start(launch, self._run.log(spec.name, attempt), group)
@@ -366,7 +398,9 @@ class KeeperLauncher(Launcher):
     def adopt(self, name: str, on_exit: OnExit, on_problem: OnProblem) -> Living:
         each = self._adoptable[name]
         log = ResumedDrain(self._run.log(name, each.entry.attempt), each.entry.seen)
-        return Living(KeptProcess(each.handle, log.take, on_exit, on_problem), log, each.launch, each.entry)
+        return Living(
+            KeptProcess(each.handle, log.take, on_exit, on_problem), log, each.launch, each.entry
+        )
 
     def close(self) -> None:
         while self._spares:
@@ -374,7 +408,15 @@ class KeeperLauncher(Launcher):
 
     def _start(self, launch: Launch, log: Path, group: str) -> Handle:
         cwd = launch.cwd or os.getcwd()  # noqa: PTH109
-        job = KeeperJob(launch.command, launch.env, cwd, group, str(log), self._stack.logs.max_bytes, self._notes)
+        job = KeeperJob(
+            launch.command,
+            launch.env,
+            cwd,
+            group,
+            str(log),
+            self._stack.logs.max_bytes,
+            self._notes,
+        )
         for _ in range(len(self._spares) + KEEPER_TRIES):
             with contextlib.suppress(KeeperError):  # the keeper was killed: use the next one
                 return self._started_by(self._spares.pop() if self._spares else self._spare(), job)
@@ -398,7 +440,9 @@ def claim(stack: StackSpec, run: RunDir) -> Inheritance:
         StackError: a live component cannot be compared with its plan; nothing was killed.
     """
     table = ProcessTable.load(run.journal_json)
-    reached = _reach(stack, table) if stack.survive and table and table.run_id == stack.run_id else {}
+    reached = (
+        _reach(stack, table) if stack.survive and table and table.run_id == stack.run_id else {}
+    )
     try:
         inheritance = _compare(stack, table, reached)
     except LaunchError as error:
@@ -478,7 +522,9 @@ def _reap_others(run_id: str, table: ProcessTable | None, inheritance: Inheritan
         if name not in inheritance.adoptable:
             with contextlib.suppress(OSError):
                 remove_files([Path(path) for path in entry.clears])
-            if procfs.is_group_of(table.group, run_id) and entry.group.startswith(f"{table.group}/"):
+            if procfs.is_group_of(table.group, run_id) and entry.group.startswith(
+                f"{table.group}/"
+            ):
                 procfs.remove_group(entry.group)
 
 

@@ -94,7 +94,12 @@ class Launcher:
     """Callback for a component that is up on another node; the entry has its pid."""
 
     def start(
-        self, spec: ComponentSpec, attempt: int, launch: Launch, on_exit: OnExit, on_problem: OnProblem
+        self,
+        spec: ComponentSpec,
+        attempt: int,
+        launch: Launch,
+        on_exit: OnExit,
+        on_problem: OnProblem,
     ) -> Living:
         """Execute the command of `launch`.
 
@@ -185,11 +190,20 @@ class DirectLauncher(Launcher):
     """
 
     def __init__(self, stack: StackSpec, group: str) -> None:
-        self._run, self._max_bytes, self._group = RunDir(Path(stack.run_dir)), stack.logs.max_bytes, group
+        self._run, self._max_bytes, self._group = (
+            RunDir(Path(stack.run_dir)),
+            stack.logs.max_bytes,
+            group,
+        )
         self._waiting: dict[str, Waiting] = {}
 
     def start(
-        self, spec: ComponentSpec, attempt: int, launch: Launch, on_exit: OnExit, on_problem: OnProblem
+        self,
+        spec: ComponentSpec,
+        attempt: int,
+        launch: Launch,
+        on_exit: OnExit,
+        on_problem: OnProblem,
     ) -> Living:
         file = LogFile(self._run.log(spec.name, attempt), self._max_bytes)
         group = procfs.part_group(self._group, spec.name, attempt)
@@ -202,7 +216,9 @@ class DirectLauncher(Launcher):
         # A standby process becomes a component only now.
         child.begin(lambda _: on_exit())
         entry = entry_of(child.pid, child.ticks, attempt, launch, group)
-        return Living(child, LogDrain(pipe, file, on_problem), launch, entry, waited=waited is not None)
+        return Living(
+            child, LogDrain(pipe, file, on_problem), launch, entry, waited=waited is not None
+        )
 
     def _take(self, name: str, attempt: int, launch: Launch) -> tuple[Child, int] | None:
         """Release the standby process of this attempt and return it with its pipe; None if there is
@@ -258,7 +274,12 @@ class HeldPorts:
     def hold(self, spec: ComponentSpec) -> bool:
         """Hold the component's port, if it has one to hold; return False if another process has
         it."""
-        if spec.port is not None and spec.port_held and not spec.is_far and spec.port not in self._held:
+        if (
+            spec.port is not None
+            and spec.port_held
+            and not spec.is_far
+            and spec.port not in self._held
+        ):
             with contextlib.suppress(OSError):
                 self._held[spec.port] = hold(spec.port)
             return spec.port in self._held
@@ -267,7 +288,11 @@ class HeldPorts:
     def is_free(self, spec: ComponentSpec) -> bool:
         """Return True if the component could listen on its port now; a port on another node counts
         as free."""
-        return spec.port is None or spec.is_far or (self.hold(spec) and ports.is_free(spec.port, held=spec.port_held))
+        return (
+            spec.port is None
+            or spec.is_far
+            or (self.hold(spec) and ports.is_free(spec.port, held=spec.port_held))
+        )
 
     def close(self) -> None:
         """Release the ports."""
@@ -310,7 +335,9 @@ class UsageSampler:
         far = self._launcher.machines()
         own = {**self._own, "heard_at": time.time()}
         return [
-            NodeStatus(**{**node.model_dump(), **(own if node.name in here else far.get(node.name, {}))})
+            NodeStatus(
+                **{**node.model_dump(), **(own if node.name in here else far.get(node.name, {}))}
+            )
             for node in stack.nodes
         ]
 
@@ -327,7 +354,9 @@ class UsageSampler:
 
     async def _measure_all(self) -> None:
         try:
-            here, elsewhere = await asyncio.gather(asyncio.to_thread(self._sample), self._launcher.usage())
+            here, elsewhere = await asyncio.gather(
+                asyncio.to_thread(self._sample), self._launcher.usage()
+            )
             self._usage = await self._with_gpus(here) | elsewhere
             self.gpus += self._launcher.cards()
         finally:
@@ -337,7 +366,10 @@ class UsageSampler:
         patience_s = GPU_PATIENCE_S if self._gpu_memory.reader.awake else 0.0
         members = {name: found.pids for name, found in usage.items()}
         held, cards = await self._gpu_memory.note(members, patience_s)
-        self.gpus = [GpuStatus(**card.figures(), held_bytes=self._gpu_memory.held_on(card, members)) for card in cards]
+        self.gpus = [
+            GpuStatus(**card.figures(), held_bytes=self._gpu_memory.held_on(card, members))
+            for card in cards
+        ]
         return {name: replace(found, gpu_bytes=held.get(name)) for name, found in usage.items()}
 
     def _sample(self) -> dict[str, Usage]:
@@ -360,7 +392,13 @@ class Host:
     """
 
     def __init__(
-        self, stack: StackSpec, guard: Guard, launcher: Launcher, socket: str, token: str, table: ProcessTable | None
+        self,
+        stack: StackSpec,
+        guard: Guard,
+        launcher: Launcher,
+        socket: str,
+        token: str,
+        table: ProcessTable | None,
     ) -> None:
         self.stack, self.guard, self.launcher = stack, guard, launcher
         self._socket, self._token = socket, token
@@ -399,7 +437,12 @@ class Host:
         return prepare(self.stack, spec, attempt, self._socket, self._token)
 
     def start(
-        self, spec: ComponentSpec, attempt: int, launch: Launch, on_exit: OnExit, on_problem: OnProblem
+        self,
+        spec: ComponentSpec,
+        attempt: int,
+        launch: Launch,
+        on_exit: OnExit,
+        on_problem: OnProblem,
     ) -> Living:
         """Start a component and enter it into tracker, guard and journal.
 
@@ -419,7 +462,10 @@ class Host:
                 raise
             fix = "check its command and cwd: atropos-tui plan shows them"
             if Path(str(error.filename or "/")).is_relative_to(self.stack.run_dir):
-                fix = f"make {self.stack.run_dir} readable and writable again, then atropos-tui up --resume it"
+                fix = (
+                    f"make {self.stack.run_dir} readable and writable again, then atropos-tui up "
+                    f"--resume it"
+                )
             raise LaunchError(f"cannot start {spec.name}: {error}", fix) from None
         self._enter(spec.name, living)
         return living
@@ -465,7 +511,9 @@ class Host:
 
     def _note_far(self, name: str, far: FarEntry) -> None:
         if name in self.table.components:
-            self.table.components[name] = self.table.components[name].model_copy(update={"far": far})
+            self.table.components[name] = self.table.components[name].model_copy(
+                update={"far": far}
+            )
             self._write_soon()
 
     def leave(self, spec: ComponentSpec, child: Leader, launch: Launch, *, done: bool) -> None:
@@ -510,7 +558,10 @@ class Host:
 
         def shared(gpu: int) -> bool:
             others = (other for other in self.table.components if other != name)
-            return any(gpu in self._gpus_of.get(other, ()) and not self.gpus.is_leaving(other) for other in others)
+            return any(
+                gpu in self._gpus_of.get(other, ()) and not self.gpus.is_leaving(other)
+                for other in others
+            )
 
         return shared
 
@@ -539,7 +590,11 @@ class Host:
 
 
 def entry_of(
-    pid: int, ticks: int | None = None, attempt: int = 0, launch: Launch | None = None, group: str = ""
+    pid: int,
+    ticks: int | None = None,
+    attempt: int = 0,
+    launch: Launch | None = None,
+    group: str = "",
 ) -> ProcessEntry:
     """Return the journal's entry for a live process."""
     if ticks is None:

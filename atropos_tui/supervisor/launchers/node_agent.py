@@ -125,7 +125,9 @@ class NodeAgent:
         else:
             self._take(self._line.pending())
             self._loop.add_reader(self._line.reading, self._receive)
-            self._tasks = {self._loop.create_task(work) for work in (self._watch_owner(), self._survey())}
+            self._tasks = {
+                self._loop.create_task(work) for work in (self._watch_owner(), self._survey())
+            }
             await self._over.wait()
         beats.close()
         await self._out.flush(OWNER_S)
@@ -133,7 +135,9 @@ class NodeAgent:
     def _failed(self, error: OSError | LaunchError) -> None:
         """Report a failed start: exit code 2 if another try would fail as well, otherwise 1."""
         reason = f"{error.problem}: {error.fix}" if isinstance(error, LaunchError) else str(error)
-        lasting = isinstance(error, LaunchError | FileNotFoundError | NotADirectoryError | PermissionError)
+        lasting = isinstance(
+            error, LaunchError | FileNotFoundError | NotADirectoryError | PermissionError
+        )
         self._out.send("output", f"atropos: cannot start on {platform.node()}: {reason}\n".encode())
         self._out.send("exit", b"2" if lasting else b"1")
         remove_files(self._leaves)
@@ -152,10 +156,17 @@ class NodeAgent:
         os.set_blocking(self._pipe, False)
         self._tracker.add(self._name, self._child.pid)
         mine = procfs.read(os.getpid())
-        self._out.send("kept", json.dumps({
-            "pid": self._child.pid, "ticks": self._child.ticks, "end_pid": os.getpid(),
-            "end_ticks": mine.ticks if mine else 0,
-        }).encode())  # fmt: skip
+        self._out.send(
+            "kept",
+            json.dumps(
+                {
+                    "pid": self._child.pid,
+                    "ticks": self._child.ticks,
+                    "end_pid": os.getpid(),
+                    "end_ticks": mine.ticks if mine else 0,
+                }
+            ).encode(),
+        )
         self._resume()
         # After `kept`: the supervisor must know the pids before the exit.
         self._child.begin(lambda child: self._out.send("exit", str(child.exit_code).encode()))
@@ -293,13 +304,19 @@ class NodeAgent:
             sys.path.append(self._job["packages"])
             from atropos_tui.gpu import Nvml
 
-            self._driver = Nvml(os.environ.get("CUDA_VISIBLE_DEVICES"))  # the same numbering as in `environment`
+            self._driver = Nvml(
+                os.environ.get("CUDA_VISIBLE_DEVICES")
+            )  # the same numbering as in `environment`
         try:
             cards = self._driver.read()
         except Exception:  # no driver, or a broken one: report nothing
             return {}
-        held = {card.index: sum(size or 0 for pid, size in (card.processes or {}).items() if pid in pids)
-                for card in cards}  # fmt: skip
+        held = {
+            card.index: sum(
+                size or 0 for pid, size in (card.processes or {}).items() if pid in pids
+            )
+            for card in cards
+        }
         known = any(pid in pids for card in cards for pid in card.processes or ())
         rows = [card.figures() | {"held_bytes": held[card.index]} for card in cards]
         return {"cards": rows, "gpu_bytes": sum(held.values()) if known else None}
@@ -316,7 +333,9 @@ def sweep(job: Mapping[str, Any]) -> int:
     tracker.add(job["name"], job["pid"] or -1)
     killed: set[tuple[int, int]] = set()
     give_up = time.monotonic() + SWEEP_S
-    while (rows := [row for row in tracker.members(job["name"]) if row.pid not in mine]) and time.monotonic() < give_up:
+    while (
+        rows := [row for row in tracker.members(job["name"]) if row.pid not in mine]
+    ) and time.monotonic() < give_up:
         for row in rows:
             procfs.send(row, signal.SIGKILL)
             killed.add(row.key)

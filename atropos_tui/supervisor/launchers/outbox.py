@@ -160,7 +160,9 @@ class Channels:
         self._out.send("open", _NUMBER.pack(self._opened))
         await self.carry(self._opened, reader, writer)
 
-    async def carry(self, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def carry(
+        self, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         """Send the bytes of `reader` until its end; `take` writes the answers to `writer`."""
         self._writers[number] = writer
         for kind, payload in self._early.pop(number, ()):

@@ -30,10 +30,16 @@ class Relay:
     async def begin(self, command: list[str]) -> str:
         """Start the command. Return the problem, or ""."""
         # Ray's own variables and its GPU mask of the actor would mislead the component.
-        env = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "CUDA_VISIBLE"))}
+        env = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("RAY_", "CUDA_VISIBLE"))
+        }
         pipe = asyncio.subprocess.PIPE
         try:
-            self.child = await asyncio.create_subprocess_exec(*command, env=env, stdin=pipe, stdout=pipe, stderr=pipe)
+            self.child = await asyncio.create_subprocess_exec(
+                *command, env=env, stdin=pipe, stdout=pipe, stderr=pipe
+            )
         except OSError as error:
             return f"{command[0]} cannot be started there: {error.strerror}"
         return ""
@@ -64,7 +70,14 @@ class Relay:
 def node_id(nodes: list[dict[str, Any]], wanted: str) -> str | None:
     """Return Ray's id of the live node with this name or address, or None."""
     alive = (node for node in nodes if node["Alive"])
-    return next((node["NodeID"] for node in alive if wanted in (node["NodeName"], node["NodeManagerAddress"])), None)
+    return next(
+        (
+            node["NodeID"]
+            for node in alive
+            if wanted in (node["NodeName"], node["NodeManagerAddress"])
+        ),
+        None,
+    )
 
 
 def _inwards(ray: Any, relay: Any) -> None:
@@ -94,11 +107,17 @@ def main() -> int:
         from ray.exceptions import RayError
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
     except ImportError:
-        return _failed("ray is not installed for this interpreter: pip install ray, the version of the cluster")
+        return _failed(
+            "ray is not installed for this interpreter: pip install ray, the version of the cluster"
+        )
     try:
-        ray.init(address=options.address or "auto", log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(
+            address=options.address or "auto", log_to_driver=False, logging_level=logging.ERROR
+        )
     except (ConnectionError, RayError, RuntimeError, ValueError) as error:
-        return _failed(f"no Ray cluster at {options.address or os.environ.get('RAY_ADDRESS', 'auto')}: {error}")
+        return _failed(
+            f"no Ray cluster at {options.address or os.environ.get('RAY_ADDRESS', 'auto')}: {error}"
+        )
     node = node_id(ray.nodes(), options.node)
     if node is None:
         there = ", ".join(sorted(each["NodeName"] for each in ray.nodes() if each["Alive"]))
@@ -108,7 +127,9 @@ def main() -> int:
     remote: Any = ray.remote
     try:
         # Several calls at once: one for stdin and one for each output stream.
-        relay = remote(num_cpus=0, max_concurrency=8, max_restarts=0, scheduling_strategy=strategy)(Relay).remote()
+        relay = remote(num_cpus=0, max_concurrency=8, max_restarts=0, scheduling_strategy=strategy)(
+            Relay
+        ).remote()
         if wrong := ray.get(relay.begin.remote(options.command), timeout=START_S):
             return _failed(wrong)
         threading.Thread(target=_inwards, args=(ray, relay), daemon=True).start()
@@ -120,7 +141,9 @@ def main() -> int:
         errors.join(1)
         return code if code >= 0 else 128 - code
     except (RayError, TimeoutError) as error:
-        return _failed(f"Ray lost the node {options.node}, or the actor there: {str(error).splitlines()[0]}")
+        return _failed(
+            f"Ray lost the node {options.node}, or the actor there: {str(error).splitlines()[0]}"
+        )
     except BrokenPipeError:
         return 255
 

@@ -38,7 +38,14 @@ from atropos_tui.profile.spec import ComponentSpec, StackSpec
 from atropos_tui.supervisor import procfs
 from atropos_tui.supervisor.launch import Launch, scratch_name
 from atropos_tui.supervisor.launchers.frames import Connection, head
-from atropos_tui.supervisor.launchers.launcher import DirectLauncher, Living, OnExit, OnProblem, Usage, entry_of
+from atropos_tui.supervisor.launchers.launcher import (
+    DirectLauncher,
+    Living,
+    OnExit,
+    OnProblem,
+    Usage,
+    entry_of,
+)
 from atropos_tui.supervisor.launchers.node_agent import ARGUMENTS, MAGIC, OWNER_BEAT_S
 from atropos_tui.supervisor.launchers.outbox import Beats, Channels, Outbox, number_of
 from atropos_tui.supervisor.logs import LogDrain, LogFile, read_some, widen
@@ -80,7 +87,9 @@ not wait for it."""
 def prefix_env(run_id: str) -> dict[str, str]:
     """Return the environment of a prefix: this process's, with the run's marker but without a
     component's, which would make it a member to kill."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("ATROPOS_")} | {ENV_RUN_ID: run_id}
+    return {
+        name: value for name, value in os.environ.items() if not name.startswith("ATROPOS_")
+    } | {ENV_RUN_ID: run_id}
 
 
 class StartedThere(BaseModel):
@@ -185,7 +194,12 @@ class Far:
         try:
             for kind, payload in frames:
                 self._take(kind, payload)
-        except (ValueError, TypeError, KeyError, struct.error):  # validate every frame of another machine
+        except (
+            ValueError,
+            TypeError,
+            KeyError,
+            struct.error,
+        ):  # validate every frame of another machine
             self._loop.remove_reader(self._line.reading)
             self._task(self._lose("it broke the protocol of the node agent"))
 
@@ -239,7 +253,9 @@ class Far:
             self._loop.remove_reader(self._stderr)
             return
         self._log.note(data)
-        lines = [line.strip() for line in data.decode(errors="replace").splitlines() if line.strip()]
+        lines = [
+            line.strip() for line in data.decode(errors="replace").splitlines() if line.strip()
+        ]
         telling = [line for line in lines if "error" in line.lower()] or lines
         self._last_line = telling[-1] if telling else self._last_line
 
@@ -248,7 +264,10 @@ class Far:
         self.machine = Machine.model_validate(found.pop("machine")).model_dump()
         self.usage = _USAGE.validate_python(found | {"at": time.time()})
         self.cards = [
-            GpuStatus(**card | {"held_bytes": {self._job["name"]: card["held_bytes"]}}, node=self.entry.node)
+            GpuStatus(
+                **card | {"held_bytes": {self._job["name"]: card["held_bytes"]}},
+                node=self.entry.node,
+            )
             for card in cards
         ]
         self._measured.set()
@@ -281,7 +300,10 @@ class Far:
         elif quiet_s > (SILENT_S if self._begun else LOGIN_S) and not self._reported:
             self._reported = True
             what = "has said nothing" if self._begun else "has not answered"
-            self._note(f"{self._where} {what} for {quiet_s:.0f} s{f': {self._last_line}' if self._last_line else ''}")
+            self._note(
+                f"{self._where} {what} for {quiet_s:.0f} "
+                f"s{f': {self._last_line}' if self._last_line else ''}"
+            )
 
     @property
     def outbox(self) -> Outbox | None:
@@ -355,7 +377,9 @@ class Far:
         hurrying.cancel()
         # The node agent is unreachable, but its component may still run.
         if self.lost and self._begun:
-            problem = await self._loop.run_in_executor(_SWEEPERS, sweep_there, self.entry, self._run_id)
+            problem = await self._loop.run_in_executor(
+                _SWEEPERS, sweep_there, self.entry, self._run_id
+            )
             if problem:
                 self._note(f"{self._where}: its remaining processes could not be killed: {problem}")
         return self._killed
@@ -402,7 +426,12 @@ class RemoteLauncher(DirectLauncher):
         self._beats = Beats(OWNER_BEAT_S, self._outboxes)
 
     def start(
-        self, spec: ComponentSpec, attempt: int, launch: Launch, on_exit: OnExit, on_problem: OnProblem
+        self,
+        spec: ComponentSpec,
+        attempt: int,
+        launch: Launch,
+        on_exit: OnExit,
+        on_problem: OnProblem,
     ) -> Living:
         if not spec.is_far:
             return super().start(spec, attempt, launch, on_exit, on_problem)
@@ -418,7 +447,9 @@ class RemoteLauncher(DirectLauncher):
             folders=folders,
             turn=turn_of_job() if self._stack.launcher == "slurm" else "",
         )
-        log = LogDrain(None, LogFile(self._run.log(spec.name, attempt), self._max_bytes), on_problem)
+        log = LogDrain(
+            None, LogFile(self._run.log(spec.name, attempt), self._max_bytes), on_problem
+        )
         try:
             far = Far(
                 entry,
@@ -445,7 +476,11 @@ class RemoteLauncher(DirectLauncher):
             "name": spec.name,
             "command": launch.command,
             "cwd": launch.cwd or os.getcwd(),  # noqa: PTH109
-            "env": {key: value for key, value in launch.env.items() if key in names or not OF_THIS_HOST.fullmatch(key)},
+            "env": {
+                key: value
+                for key, value in launch.env.items()
+                if key in names or not OF_THIS_HOST.fullmatch(key)
+            },
             "path": "" if "PATH" in names else launch.env.get("PATH", ""),
             "role": spec.role.value,
             "clears": entry.clears,
@@ -482,7 +517,9 @@ class RemoteLauncher(DirectLauncher):
         return list(found.values())
 
     def _alive(self) -> dict[str, Far]:
-        self._living = {name: far for name, far in self._living.items() if far.prefix.exit_code is None}
+        self._living = {
+            name: far for name, far in self._living.items() if far.prefix.exit_code is None
+        }
         return self._living
 
     async def _watch(self) -> None:
@@ -567,7 +604,8 @@ def sweep_nodes(table: ProcessTable | None) -> dict[str, Diagnosis]:
     problems = zip(entries, results, strict=True)
     return {
         entry.name: node_lost(
-            f"node {entry.node} ({entry.host}): processes of an earlier supervisor may still run there: {problem}"
+            f"node {entry.node} ({entry.host}): processes of an earlier supervisor may still "
+            f"run there: {problem}"
         )
         for entry, problem in problems
         if problem

@@ -38,7 +38,9 @@ class AlignmentPanel(TextPanel):
     def show(self, view: View) -> None:
         super().show(view)
         found = view.state.alignment
-        self.border_title = title("Alignment", (f"step {found.step}" if found else "no data", "quiet"))
+        self.border_title = title(
+            "Alignment", (f"step {found.step}" if found else "no data", "quiet")
+        )
 
     def lines(self, view: View, width: int, height: int) -> list[Text]:
         if (found := view.state.alignment) is None:
@@ -49,13 +51,19 @@ class AlignmentPanel(TextPanel):
         # What to do comes before the numbers: a low panel cuts the end.
         lines = [head]
         if found.verdict != "ok":
-            lines += self._wrapped("cause", found.cause, width) + self._wrapped("fix", fix_of(view), width)
+            lines += self._wrapped("cause", found.cause, width) + self._wrapped(
+                "fix", fix_of(view), width
+            )
         return [
             *lines,
             # Absolute differences of log-probabilities, trainer against engine.
             self._pair("", "mean", "max"),
-            self._pair("rollouts", number(found.logprob_diff_abs_mean), number(found.logprob_diff_abs_max)),
-            self._pair("probe", number(found.probe_diff_abs_mean), number(found.probe_diff_abs_max)),
+            self._pair(
+                "rollouts", number(found.logprob_diff_abs_mean), number(found.logprob_diff_abs_max)
+            ),
+            self._pair(
+                "probe", number(found.probe_diff_abs_mean), number(found.probe_diff_abs_max)
+            ),
             self._pair("", "inference", "training"),
             self._pair("logprob", number(found.inference_mean), number(found.train_mean)),
             self._pair("KL (k3)", number(found.kl_k3), ""),
@@ -83,8 +91,10 @@ class AlignmentPanel(TextPanel):
         room = max(8, width - 7)
         parts = Text(one_line(words)).wrap(self.app.console, room)[:3]
         heads = [f"{label:<7}", *[" " * 7] * (len(parts) - 1)]
-        return [Text.assemble((head, self.ink("dim")), part, end="", no_wrap=True)
-                for head, part in zip(heads, parts, strict=True)]  # fmt: skip
+        return [
+            Text.assemble((head, self.ink("dim")), part, end="", no_wrap=True)
+            for head, part in zip(heads, parts, strict=True)
+        ]
 
 
 def fix_of(view: View) -> str:

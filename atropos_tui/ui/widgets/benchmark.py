@@ -53,7 +53,9 @@ class Benchmark(TextPanel):
     def _line(self, label: str, value: str, rest: Text | str = "", tone: str = "") -> Text:
         line = self.labelled(label, _LABEL)
         line.append(f"{value:>{_VALUE}}", self.ink(tone) if tone else None)
-        return line.append("  ").append_text(rest if isinstance(rest, Text) else Text(rest, self.ink("dim")))
+        return line.append("  ").append_text(
+            rest if isinstance(rest, Text) else Text(rest, self.ink("dim"))
+        )
 
     def _split(self, speed: Pace, width: int) -> list[Text]:
         lines = [self._line("step", seconds_text(speed.step_s))]
@@ -61,7 +63,12 @@ class Benchmark(TextPanel):
         room = max(0, width - _LABEL - _VALUE - 2 - 6)
         for name, value in speed.parts.items():
             bar = Text(no_wrap=True, end="")
-            if value is not None and speed.step_s and math.isfinite(value) and math.isfinite(speed.step_s):
+            if (
+                value is not None
+                and speed.step_s
+                and math.isfinite(value)
+                and math.isfinite(speed.step_s)
+            ):
                 share = min(1.0, value / speed.step_s)
                 bar = progress_bar(share, room, self.ink("busy"), self.ink("track"))
                 bar.append(f" {share:4.0%}", self.ink("dim"))
@@ -84,7 +91,11 @@ class Benchmark(TextPanel):
                 for line in self._engine(view, row.name)
             ),
             self._line("steps/h", number(speed.steps_per_hour, 0)),
-            self._line("lag", number(lag, 1), f"versions, max {number(most, 0)}" if most is not None else "versions"),
+            self._line(
+                "lag",
+                number(lag, 1),
+                f"versions, max {number(most, 0)}" if most is not None else "versions",
+            ),
             *self._memory(view),
         ]
         if state.alignment:
@@ -92,17 +103,25 @@ class Benchmark(TextPanel):
             # Second, because a mismatch makes the throughput worthless.
             lines.insert(1, self._line("alignment", words, one_line(state.alignment.cause), tone))
         if state.benchmark:
-            lines.append(self._line("total", duration(state.benchmark.total_s), f"{state.benchmark.steps} steps"))
+            lines.append(
+                self._line(
+                    "total", duration(state.benchmark.total_s), f"{state.benchmark.steps} steps"
+                )
+            )
         return lines
 
     def _engine_use(self, speed: Pace) -> list[Text]:
         lines = []
         if speed.engine_capacity is not None:
             accepted = number(speed.accepted_per_s, 0)
-            words = "of the engine's tokens/s" + (f", {accepted} accepted" if speed.accepted_per_s is not None else "")
+            words = "of the engine's tokens/s" + (
+                f", {accepted} accepted" if speed.accepted_per_s is not None else ""
+            )
             lines.append(self._line("capacity", f"{speed.engine_capacity:.0%}", words))
         if speed.engine_idle is not None:
-            lines.append(self._line("engine idle", f"{speed.engine_idle:.0%}", "no requests in flight"))
+            lines.append(
+                self._line("engine idle", f"{speed.engine_idle:.0%}", "no requests in flight")
+            )
         return lines
 
     def _engine(self, view: View, name: str) -> list[Text]:
@@ -110,11 +129,17 @@ class Benchmark(TextPanel):
         label = one_line(name)[: _LABEL - 1]
         if rates is None:
             return [self._line(label, "–", "no metrics")]
-        running, waiting = (("–" if value is None else f"{value:.0f}") for value in (rates.running, rates.waiting))
+        running, waiting = (
+            ("–" if value is None else f"{value:.0f}") for value in (rates.running, rates.waiting)
+        )
         hits = "" if rates.prefix_hit_rate is None else f"prefix hits {rates.prefix_hit_rate:.0%}"
         used = "–" if rates.kv_use is None else f"{rates.kv_use:.0%}"
         return [
-            self._line(label, number(rates.generated_per_s, 0), f"tokens/s, {running} running, {waiting} waiting"),
+            self._line(
+                label,
+                number(rates.generated_per_s, 0),
+                f"tokens/s, {running} running, {waiting} waiting",
+            ),
             self._line("  KV cache", used, hits),
         ]
 
@@ -132,7 +157,12 @@ class Benchmark(TextPanel):
             lines.append(self._line("GPU memory", bytes_text(gpu.highest), words))
         words = f"peak memory, mean {bytes_text(rss.mean)}" if len(rss) else ""
         lines.append(self._line("trainer", bytes_text(rss.highest), words))
-        return [*lines, self._line("stack", bytes_text(sum(total)) if total else "–", "memory of all" if total else "")]
+        return [
+            *lines,
+            self._line(
+                "stack", bytes_text(sum(total)) if total else "–", "memory of all" if total else ""
+            ),
+        ]
 
 
 class Summary(VerticalScroll, Panel):
@@ -160,7 +190,9 @@ class Summary(VerticalScroll, Panel):
         text = render_benchmarks([mine, view.other] if view.other else [mine])
         if view.runs:
             text = f"{text}\n\n{summary(view.runs)}"
-        about = f"vs {one_line(view.other.run)} (x = ratio to this run)" if view.other else "c: compare"
+        about = (
+            f"vs {one_line(view.other.run)} (x = ratio to this run)" if view.other else "c: compare"
+        )
         self.set_title(title("Summary", (about, "quiet")))
         # An update causes a new layout, so skip it without a change.
         if text != self._text:

@@ -42,7 +42,16 @@ _COLUMNS: tuple[Column, ...] = (
 )
 """Title, width in cells without the gap, right-aligned. The last column takes the remaining
 width."""
-_DROP_ORDER = {"port": 24, "pid": 24, "probe": 24, "rst": 24, "err": 12, "up": 10, "memory": 10, "cpu": 10}
+_DROP_ORDER = {
+    "port": 24,
+    "pid": 24,
+    "probe": 24,
+    "rst": 24,
+    "err": 12,
+    "up": 10,
+    "memory": 10,
+    "cpu": 10,
+}
 """Columns to drop, in order, while the last one has fewer cells than this and than its longest
 text."""
 
@@ -115,9 +124,13 @@ class Components(DataTable[Text], Panel):
         self.statuses, self._now = list(view.status.components), view.now
         if view.status.exit_code == 0:  # earlier diagnoses no longer matter
             self.statuses = [row.model_copy(update={"diagnosis": ""}) for row in self.statuses]
-        self._news = {item.component: item.title for item in reversed(open_diagnoses(view.state, view.status))}
+        self._news = {
+            item.component: item.title for item in reversed(open_diagnoses(view.state, view.status))
+        }
         self._stale = bool(view.gone)
-        self._is_over = view.status.phase is Phase.ENDED and not any(row.pids for row in self.statuses)
+        self._is_over = view.status.phase is Phase.ENDED and not any(
+            row.pids for row in self.statuses
+        )
         self._retitle()
         if self._built == ([row.name for row in self.statuses], self._columns()):
             self._fill()
@@ -142,10 +155,16 @@ class Components(DataTable[Text], Panel):
 
     def _retitle(self) -> None:
         dead = sum(row.state is State.FAILED for row in self.statuses)
-        hidden = len(self.statuses) + self.header_height - self.content_size.height if self.content_size else 0
+        hidden = (
+            len(self.statuses) + self.header_height - self.content_size.height
+            if self.content_size
+            else 0
+        )
         # The table has no scrollbar, so the title tells of rows below.
         failed = (f"{dead} failed" if dead else "", "error")
-        self.set_title(title("Components", failed, (f"{hidden} more: ↑ ↓" if hidden > 0 else "", "warning")))
+        self.set_title(
+            title("Components", failed, (f"{hidden} more: ↑ ↓" if hidden > 0 else "", "warning"))
+        )
 
     def on_resize(self, event: events.Resize) -> None:
         if self.statuses:
@@ -182,8 +201,10 @@ class Components(DataTable[Text], Panel):
         names = max((len(row.name) for row in self.statuses), default=0)
         columns[0] = (columns[0][0], min(max(columns[0][1], names), 24 if wide else 12), False)
         nodes = max((len(row.node) for row in self.statuses), default=0)
-        columns = [(name, min(nodes, 12), right) if name == "node" else (name, width, right)
-                   for name, width, right in columns]  # fmt: skip
+        columns = [
+            (name, min(nodes, 12), right) if name == "node" else (name, width, right)
+            for name, width, right in columns
+        ]
         words = max((len(self._words(row)[0]) for row in self.statuses), default=0)
         for name, enough in _DROP_ORDER.items():
             if self._left(columns) < min(enough, words):
@@ -192,7 +213,11 @@ class Components(DataTable[Text], Panel):
         return columns
 
     def _left(self, columns: Sequence[Column]) -> int:
-        return self.content_size.width - sum(width + self._gap for _, width, _ in columns[:-1]) - self._gap
+        return (
+            self.content_size.width
+            - sum(width + self._gap for _, width, _ in columns[:-1])
+            - self._gap
+        )
 
     @property
     def _gap(self) -> int:
@@ -209,7 +234,9 @@ class Components(DataTable[Text], Panel):
         self._built = [item.name for item in self.statuses], columns
         self.clear(columns=True)
         for name, width, right in columns:
-            self.add_column(self._fit(name, width, right, ""), key=name or "last", width=width + self._gap)
+            self.add_column(
+                self._fit(name, width, right, ""), key=name or "last", width=width + self._gap
+            )
         for item in self.statuses:
             self.add_row(*self._cells(item, columns), key=item.name)
         self.move_cursor(row=min(max(row, 0), max(len(self.statuses) - 1, 0)))
@@ -218,7 +245,9 @@ class Components(DataTable[Text], Panel):
         _, columns = self._built
         changed = []
         for y, item in enumerate(self.statuses):
-            for x, ((name, _, _), cell) in enumerate(zip(columns, self._cells(item, columns), strict=True)):
+            for x, ((name, _, _), cell) in enumerate(
+                zip(columns, self._cells(item, columns), strict=True)
+            ):
                 if self.get_cell(item.name, name or "last") != cell:
                     self._writes_cells = True
                     self.update_cell(item.name, name or "last", cell)
@@ -227,7 +256,9 @@ class Components(DataTable[Text], Panel):
         for cell_at in changed:
             self.refresh_coordinate(cell_at)
 
-    def refresh(self, *regions: Region, repaint: bool = True, layout: bool = False, recompose: bool = False) -> Self:
+    def refresh(
+        self, *regions: Region, repaint: bool = True, layout: bool = False, recompose: bool = False
+    ) -> Self:
         # `update_cell` repaints the whole table. `_fill` repaints only the cells that changed.
         if self._writes_cells:
             return self
@@ -246,7 +277,10 @@ class Components(DataTable[Text], Panel):
             "component": (row.name, "bold"),
             "node": (row.node, ""),
             "state": (words, ink(self.app, tone)),
-            "probe": (health, ink(self.app, "error") if row.healthy is False and not coming else ""),
+            "probe": (
+                health,
+                ink(self.app, "error") if row.healthy is False and not coming else "",
+            ),
             "pid": (str(row.pid) if row.pid else "–", ""),
             "up": (duration(self._now - row.started_at) if row.pid and row.started_at else "–", ""),
             "rst": (str(row.restarts), ink(self.app, "warn") if row.restarts else "dim"),
@@ -257,7 +291,10 @@ class Components(DataTable[Text], Panel):
             "port": (str(row.port) if row.port else "–", "dim"),
             "": self._words(row),
         }
-        return [self._fit(texts[name][0], width, right, texts[name][1]) for name, width, right in columns]
+        return [
+            self._fit(texts[name][0], width, right, texts[name][1])
+            for name, width, right in columns
+        ]
 
     def _words(self, row: ComponentStatus) -> tuple[str, str | Style]:
         if row.name in self._news and row.state is State.HEALTHY:
@@ -274,7 +311,9 @@ def last_word(row: ComponentStatus) -> str:
     if row.state is State.STARTING:
         return doing(row)
     if row.waiting_for and row.state in (State.PENDING, State.BACKOFF):
-        return one_line(f"waits for {row.waiting_for}" if "wait" not in row.waiting_for else row.waiting_for)
+        return one_line(
+            f"waits for {row.waiting_for}" if "wait" not in row.waiting_for else row.waiting_for
+        )
     words = one_line(row.reason)
     if not words and row.exit_code and not row.state.has_process:
         words = f"exit code {row.exit_code}"

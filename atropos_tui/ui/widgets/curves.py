@@ -99,31 +99,123 @@ class Chart(Panel, can_focus=True):
     }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("left,h", "cursor(-1)", "Cursor", show=False, tooltip="Charts: read the values at the previous point"),
-        Binding("right", "cursor(1)", "Cursor", show=False, tooltip="Charts: read the values at the next point"),
-        Binding("shift+left", "cursor(-10)", "Cursor", show=False, tooltip="Charts: ten points back"),
-        Binding("shift+right", "cursor(10)", "Cursor", show=False, tooltip="Charts: ten points ahead"),
-        Binding("plus,equals_sign", "zoom(1)", "Nearer", show=False, tooltip="Charts: zoom in, around the cursor"),
+        Binding(
+            "left,h",
+            "cursor(-1)",
+            "Cursor",
+            show=False,
+            tooltip="Charts: read the values at the previous point",
+        ),
+        Binding(
+            "right",
+            "cursor(1)",
+            "Cursor",
+            show=False,
+            tooltip="Charts: read the values at the next point",
+        ),
+        Binding(
+            "shift+left", "cursor(-10)", "Cursor", show=False, tooltip="Charts: ten points back"
+        ),
+        Binding(
+            "shift+right", "cursor(10)", "Cursor", show=False, tooltip="Charts: ten points ahead"
+        ),
+        Binding(
+            "plus,equals_sign",
+            "zoom(1)",
+            "Nearer",
+            show=False,
+            tooltip="Charts: zoom in, around the cursor",
+        ),
         Binding("minus", "zoom(-1)", "Farther", show=False, tooltip="Charts: zoom out"),
-        Binding("less_than_sign,comma", "pan(-1)", "Pan", show=False, tooltip="Charts: move the window back"),
-        Binding("greater_than_sign,full_stop", "pan(1)", "Pan", show=False, tooltip="Charts: move the window ahead"),
-        Binding("w", "window", "Newest", show=False, tooltip="Charts: the newest 200 steps, 50 steps, or all"),
-        Binding("W", "plan", "Plan", show=False, tooltip="Charts: the axis to the planned end of the run, or to "
-                "the newest step"),
-        Binding("m", "smooth", "Smooth", show=False, tooltip="Charts: moving average over 10 points, over 50, or none"),
-        Binding("l", "log", "Log axis", show=False, tooltip="Charts: logarithmic or linear axis of this chart"),
-        Binding("b", "outliers", "Outliers", show=False, tooltip="Charts: cut outliers off the axis, or show all"),
+        Binding(
+            "less_than_sign,comma",
+            "pan(-1)",
+            "Pan",
+            show=False,
+            tooltip="Charts: move the window back",
+        ),
+        Binding(
+            "greater_than_sign,full_stop",
+            "pan(1)",
+            "Pan",
+            show=False,
+            tooltip="Charts: move the window ahead",
+        ),
+        Binding(
+            "w",
+            "window",
+            "Newest",
+            show=False,
+            tooltip="Charts: the newest 200 steps, 50 steps, or all",
+        ),
+        Binding(
+            "W",
+            "plan",
+            "Plan",
+            show=False,
+            tooltip="Charts: the axis to the planned end of the run, or to the newest step",
+        ),
+        Binding(
+            "m",
+            "smooth",
+            "Smooth",
+            show=False,
+            tooltip="Charts: moving average over 10 points, over 50, or none",
+        ),
+        Binding(
+            "l",
+            "log",
+            "Log axis",
+            show=False,
+            tooltip="Charts: logarithmic or linear axis of this chart",
+        ),
+        Binding(
+            "b",
+            "outliers",
+            "Outliers",
+            show=False,
+            tooltip="Charts: cut outliers off the axis, or show all",
+        ),
         Binding("x", "along", "Axis", show=False, tooltip="Charts: over steps, tokens or minutes"),
-        Binding("enter,z", "enlarge", "Full screen", show=False, tooltip="Charts: full screen, with all values "
-                "of the step; Esc returns"),
-        Binding("g", "ask('rollouts')", "Rollouts", show=False, tooltip="Charts: the rollouts of the step under the "
-                "cursor"),
-        Binding("o", "ask('log')", "Log", show=False, tooltip="Charts: the trainer's log at the step under the cursor"),
-        Binding("v", "ask('events')", "Events", show=False, tooltip="Charts: the events at the step under the cursor"),
-        Binding("y", "copy", "Copy", show=False, tooltip="Charts: copy the values under the cursor"),
-        Binding("escape", "back", "Back", show=False, tooltip="Charts: remove the cursor, the window, the full "
-                "screen, in this order"),
-    ]  # fmt: skip
+        Binding(
+            "enter,z",
+            "enlarge",
+            "Full screen",
+            show=False,
+            tooltip="Charts: full screen, with all values of the step; Esc returns",
+        ),
+        Binding(
+            "g",
+            "ask('rollouts')",
+            "Rollouts",
+            show=False,
+            tooltip="Charts: the rollouts of the step under the cursor",
+        ),
+        Binding(
+            "o",
+            "ask('log')",
+            "Log",
+            show=False,
+            tooltip="Charts: the trainer's log at the step under the cursor",
+        ),
+        Binding(
+            "v",
+            "ask('events')",
+            "Events",
+            show=False,
+            tooltip="Charts: the events at the step under the cursor",
+        ),
+        Binding(
+            "y", "copy", "Copy", show=False, tooltip="Charts: copy the values under the cursor"
+        ),
+        Binding(
+            "escape",
+            "back",
+            "Back",
+            show=False,
+            tooltip="Charts: remove the cursor, the window, the full screen, in this order",
+        ),
+    ]
 
     view: reactive[View | None] = reactive(None, layout=False)
 
@@ -187,8 +279,13 @@ class Chart(Panel, can_focus=True):
         if self._shows_runs:
             self._traces = self._traces_of_runs(view, lens)
         else:
-            found = [self._trace(curve, series, view, lens) for curve, series in curves_of(self.spec, view)]
-            self._traces = self._marked([trace for trace in found if len(trace.values)] or found[:1])
+            found = [
+                self._trace(curve, series, view, lens)
+                for curve, series in curves_of(self.spec, view)
+            ]
+            self._traces = self._marked(
+                [trace for trace in found if len(trace.values)] or found[:1]
+            )
 
     @property
     def _shows_runs(self) -> bool:
@@ -212,13 +309,20 @@ class Chart(Panel, can_focus=True):
         ends = [
             place
             for series in found
-            if (place := view.ruler.place(series.part(len(series) - 1, len(series)))[0]) <= MOST_STEPS
+            if (place := view.ruler.place(series.part(len(series) - 1, len(series)))[0])
+            <= MOST_STEPS
         ]
         for run in view.runs[1:]:
             if len(series := run.state.metric(self.spec.curves[0].metric)):
-                ends += Ruler(run.state, lens.along).place(series.part(len(series) - 1, len(series)))
+                ends += Ruler(run.state, lens.along).place(
+                    series.part(len(series) - 1, len(series))
+                )
         end = float(max([*ends, TINY]))
-        planned = view.info.training_steps or 0 if lens.along is Along.STEPS and lens.newest is None else 0
+        planned = (
+            view.info.training_steps or 0
+            if lens.along is Along.STEPS and lens.newest is None
+            else 0
+        )
         if planned > end:
             end = float(planned) if lens.whole_plan else axis_end(end, planned)
         return 0.0, end
@@ -242,20 +346,32 @@ class Chart(Panel, can_focus=True):
             smooth=average,
             span=lens.smoothing if average else 0,
             last=part.last,
-            read=Curve(view.ruler.place(part), part.values, self.ink(curve.colour)) if part.is_merged else None,
+            read=Curve(view.ruler.place(part), part.values, self.ink(curve.colour))
+            if part.is_merged
+            else None,
         )
 
     def _traces_of_runs(self, view: View, lens: Lens) -> list[Trace]:
         marks = line_marks(len(view.settings), 1 if self.app.no_color else len(RUN_COLOURS))
         found = []
-        for at, drawn in enumerate(lines(view.settings, self.spec.curves[0].metric, lens.along, lens.smoothing)):
+        for at, drawn in enumerate(
+            lines(view.settings, self.spec.curves[0].metric, lens.along, lens.smoothing)
+        ):
             if drawn:
                 band = (drawn.low, drawn.high) if drawn.low else None
                 colour = RUN_COLOURS[at % len(RUN_COLOURS)]
                 found.append(
-                    Trace(drawn.label, colour, drawn.places, drawn.values, mark=marks[at], band=band, last=drawn.last,
-                          span=drawn.smoothing)
-                )  # fmt: skip
+                    Trace(
+                        drawn.label,
+                        colour,
+                        drawn.places,
+                        drawn.values,
+                        mark=marks[at],
+                        band=band,
+                        last=drawn.last,
+                        span=drawn.smoothing,
+                    )
+                )
         return found
 
     # Title and plot.
@@ -282,7 +398,9 @@ class Chart(Panel, can_focus=True):
         if self._shows_runs:  # the view's legend line names the marks
             for count in range(len(values), 0, -1):
                 more = [("…", "quiet")] if count < len(values) else []
-                yield self._titled(full if count == len(values) else short, values[:count], [*more, *notes], gap=2)
+                yield self._titled(
+                    full if count == len(values) else short, values[:count], [*more, *notes], gap=2
+                )
                 yield self._titled(short, values[:count], more, gap=1)
             return
         yield self._titled(full, named, notes, gap=2)
@@ -296,9 +414,16 @@ class Chart(Panel, can_focus=True):
         if len(values) == 1:
             yield self._titled(short, values, [], gap=1)
 
-    def _titled(self, name: str, words: Sequence[str], notes: Sequence[tuple[str, str]], *, gap: int) -> Content:
+    def _titled(
+        self, name: str, words: Sequence[str], notes: Sequence[tuple[str, str]], *, gap: int
+    ) -> Content:
         pairs = zip(self._traces, words, strict=False)
-        return title(name, *((f"{trace.mark} {text}", trace.colour) for trace, text in pairs), *notes, gap=gap)
+        return title(
+            name,
+            *((f"{trace.mark} {text}", trace.colour) for trace, text in pairs),
+            *notes,
+            gap=gap,
+        )
 
     def _value(self, trace: Trace) -> str:
         cursor = self.view.lens.cursor if self.view and not self.spec.over_seconds else None
@@ -308,7 +433,9 @@ class Chart(Panel, can_focus=True):
         entries = []
         for trace in self._traces:
             label = one_line(trace.label)
-            entries.append(Entry(trace.mark, self.ink(trace.colour), (f"{label} {self._value(trace)}", label)))
+            entries.append(
+                Entry(trace.mark, self.ink(trace.colour), (f"{label} {self._value(trace)}", label))
+            )
         return legend_line(entries, width)
 
     def _notes(self, lens: Lens) -> list[tuple[str, str]]:
@@ -316,9 +443,16 @@ class Chart(Panel, can_focus=True):
         if any(trace.span for trace in self._traces):
             notes.append((f"~{lens.smoothing}", "quiet"))
         if lens.cursor is not None:
-            place = f"{lens.cursor:,.0f}" if lens.along is not Along.MINUTES else f"{lens.cursor:.2f} min"
+            place = (
+                f"{lens.cursor:,.0f}"
+                if lens.along is not Along.MINUTES
+                else f"{lens.cursor:.2f} min"
+            )
             first, last = self.view.cursor_steps if self.view else (0, 0)
-            notes.insert(0, (f"@{place}" + (f", mean of {last - first + 1}" if last > first else ""), "accent"))
+            notes.insert(
+                0,
+                (f"@{place}" + (f", mean of {last - first + 1}" if last > first else ""), "accent"),
+            )
         if self.spec.name in lens.other_axis:
             notes.append(("linear" if self.spec.log else "log", "quiet"))
         if lens.along is not Along.STEPS:
@@ -330,7 +464,11 @@ class Chart(Panel, can_focus=True):
         drawn_for = (self.view, self.content_size, self.app.theme)
         if drawn_for != self._drawn_for:
             self._drawn_for, self._strips = drawn_for, self._draw()
-        return self._strips[y] if y < len(self._strips) else Strip.blank(self.content_size.width, self.rich_style)
+        return (
+            self._strips[y]
+            if y < len(self._strips)
+            else Strip.blank(self.content_size.width, self.rich_style)
+        )
 
     def _draw(self) -> list[Strip]:
         width, height = self.content_size
@@ -354,9 +492,15 @@ class Chart(Panel, can_focus=True):
         low, high = self._bounds(log=log, cut=lens.cuts_outliers)
         marks = [] if self.spec.over_seconds else self.view.marks
         axes = Axes(
-            first=self._first, last=self._last, low=low, high=high, log=log, healthy=self.spec.healthy,
-            cursor=lens.cursor, marks=[(place, MARKS[mark.kind]) for place, mark in marks],
-        )  # fmt: skip
+            first=self._first,
+            last=self._last,
+            low=low,
+            high=high,
+            log=log,
+            healthy=self.spec.healthy,
+            cursor=lens.cursor,
+            marks=[(place, MARKS[mark.kind]) for place, mark in marks],
+        )
         named = {name: self.ink(name) for name in ("grid", "limit", "bad", "healthy")}
         pens = Ink(**named, axis=self.ink("dim"), mark=self.ink("dim"), cursor=self.ink("accent"))
         drawn = plot(curves, axes, pens, width, height - self._has_legend, bands)
@@ -384,7 +528,10 @@ class Chart(Panel, can_focus=True):
         # Per curve: an outlier of one curve must not hide the range of another.
         ranges = [sensible_range(values) or (min(values), max(values)) for values in seen]
         lowest, highest = min(low for low, _ in ranges), max(high for _, high in ranges)
-        return lowest if low is None and lowest > least else low, highest if high is None and highest < most else high
+        return (
+            lowest if low is None and lowest > least else low,
+            highest if high is None and highest < most else high,
+        )
 
     # Keys and the mouse.
 
@@ -399,10 +546,14 @@ class Chart(Panel, can_focus=True):
 
     def action_cursor(self, by: int) -> None:
         """Move the cursor by `by` points; without a cursor, start at the last point in view."""
-        places = next((trace.places for trace in self._traces if len(trace.places) and not trace.scatter), ())
+        places = next(
+            (trace.places for trace in self._traces if len(trace.places) and not trace.scatter), ()
+        )
         if self.view is None or not places:
             return
-        places = sorted(set(places))  # a point of merged steps is drawn twice, at its lowest and highest
+        places = sorted(
+            set(places)
+        )  # a point of merged steps is drawn twice, at its lowest and highest
         cursor, at = self.view.lens.cursor, len(places) - 1
         if cursor is not None:  # a mouse click may have put it between two points
             at = by + (bisect_right(places, cursor) - 1 if by > 0 else bisect_left(places, cursor))
@@ -412,7 +563,11 @@ class Chart(Panel, can_focus=True):
         if self.view is None:
             return
         lens = self.view.lens
-        width = (self._last - self._first) / ZOOM if direction > 0 else (self._last - self._first) * ZOOM
+        width = (
+            (self._last - self._first) / ZOOM
+            if direction > 0
+            else (self._last - self._first) * ZOOM
+        )
         whole = self._full_range(self.view, replace(lens, newest=None))
         if width >= whole[1] - whole[0]:
             self._change_lens(first=None, last=None, newest=None)
@@ -429,7 +584,9 @@ class Chart(Panel, can_focus=True):
             return
         width = self._last - self._first
         whole = self._full_range(self.view, replace(self.view.lens, newest=None))
-        first = min(max(self._first + direction * PAN * width, whole[0]), max(whole[1] - width, whole[0]))
+        first = min(
+            max(self._first + direction * PAN * width, whole[0]), max(whole[1] - width, whole[0])
+        )
         self._change_lens(first=first, last=first + width, newest=None)
 
     def action_window(self) -> None:
@@ -444,7 +601,9 @@ class Chart(Panel, can_focus=True):
         self._change_lens(first=None, last=None, newest=None if wanted is None else wanted * scale)
 
     def action_plan(self) -> None:
-        self._change_lens(whole_plan=not self._shared.whole_plan, first=None, last=None, newest=None)
+        self._change_lens(
+            whole_plan=not self._shared.whole_plan, first=None, last=None, newest=None
+        )
 
     def action_smooth(self) -> None:
         now = self._shared.smoothing
@@ -458,7 +617,13 @@ class Chart(Panel, can_focus=True):
 
     def action_along(self) -> None:
         # A window and a cursor on the old axis mean nothing on the new one.
-        self._change_lens(along=after(self._shared.along, list(Along)), first=None, last=None, newest=None, cursor=None)
+        self._change_lens(
+            along=after(self._shared.along, list(Along)),
+            first=None,
+            last=None,
+            newest=None,
+            cursor=None,
+        )
 
     def action_enlarge(self) -> None:
         self.post_message(self.Asked(self, "enlarge"))
@@ -575,11 +740,20 @@ def curves_of(spec: ChartSpec, view: View) -> list[tuple[CurveSpec, Series]]:
         if curve.metric == HELD_OUT:
             envs = {name.partition("/")[0] for name in view.state.evals}
             for at, (name, series) in enumerate(view.state.evals.items()):
-                label = (name.partition("/")[2] if len(envs) == 1 else name).replace("held_out", "held-out")
-                found.append((replace(curve, label=label, colour=SPLIT_COLOURS[at % len(SPLIT_COLOURS)]), series))
+                label = (name.partition("/")[2] if len(envs) == 1 else name).replace(
+                    "held_out", "held-out"
+                )
+                found.append(
+                    (
+                        replace(curve, label=label, colour=SPLIT_COLOURS[at % len(SPLIT_COLOURS)]),
+                        series,
+                    )
+                )
         elif curve.metric == QUEUE:  # sampled by the supervisor, so over seconds before now
             times, depths = view.gauges.queue()
-            found.append((curve, Series([round(time - times[-1]) for time in times], depths, times)))
+            found.append(
+                (curve, Series([round(time - times[-1]) for time in times], depths, times))
+            )
         else:
             found.append((curve, view.state.metric(curve.metric)))
     return found

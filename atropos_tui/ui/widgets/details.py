@@ -28,14 +28,19 @@ _LABEL = 12
 _DIAGNOSES = 5  # newest diagnoses that are listed
 COLUMN = 36  # cells of a metric's name with its value
 # Metrics with a chart are listed first, in the order of the charts.
-_ORDER = {curve.metric: at for at, curve in enumerate(curve for spec in CHARTS.values() for curve in spec.curves)}
+_ORDER = {
+    curve.metric: at
+    for at, curve in enumerate(curve for spec in CHARTS.values() for curve in spec.curves)
+}
 
 
 class Details(VerticalScroll, Panel):
     """Everything known about the selected component; scrolls."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("y", "copy", "Copy", show=False, tooltip="Component: copy all lines, with the command")
+        Binding(
+            "y", "copy", "Copy", show=False, tooltip="Component: copy all lines, with the command"
+        )
     ]
 
     def __init__(self) -> None:
@@ -51,7 +56,9 @@ class Details(VerticalScroll, Panel):
     def show(self, view: View) -> None:
         row = next((row for row in view.rows if row.name == view.selected), None)
         self.set_title(title("Component", (view.selected, "primary")))
-        text = Text("\n").join(self._lines(view, row) if row else [Text("no component is selected")])
+        text = Text("\n").join(
+            self._lines(view, row) if row else [Text("no component is selected")]
+        )
         # An update causes a new layout, so skip it without a change.
         if text != self._text:
             self._text = text
@@ -68,22 +75,36 @@ class Details(VerticalScroll, Panel):
     def _lines(self, view: View, row: ComponentStatus) -> Iterator[Text]:
         words, tone = state_text(row.state)
         since = f" for {duration(view.now - row.since)}" if row.since else ""
-        yield self._line("state", words, tone).append(since).append(f"   {one_line(row.reason)}", self.ink("dim"))
+        yield (
+            self._line("state", words, tone)
+            .append(since)
+            .append(f"   {one_line(row.reason)}", self.ink("dim"))
+        )
         if row.waiting_for:
             yield self._line("waits for", one_line(row.waiting_for))
         yield self._line("health", _health(row))
         yield self._line("attempt", f"{row.attempt}, {row.restarts} restarts after a crash")
-        yield self._line("processes", ", ".join(map(str, row.pids or ([row.pid] if row.pid else []))) or "none")
+        yield self._line(
+            "processes", ", ".join(map(str, row.pids or ([row.pid] if row.pid else []))) or "none"
+        )
         memory, gpu = bytes_text(row.memory_bytes), bytes_text(row.gpu_bytes)
         yield self._line("uses", f"CPU {percent(row.cpu_percent)}, memory {memory}, GPU {gpu}")
         if row.port:
             yield self._line("port", str(row.port))
-        yield from self._planned(next((item for item in view.info.components if item.name == row.name), None))
+        yield from self._planned(
+            next((item for item in view.info.components if item.name == row.name), None)
+        )
         if row.role is Role.ENGINE and row.port:
             yield from self._engines(view, row)
         for stage in row.stages:
-            at = f"after {duration(stage.reached_at - (row.started_at or 0))}" if stage.reached_at else "not yet"
-            usually = f" · {one_line(stage.usually)}" if stage.usually and not stage.reached_at else ""
+            at = (
+                f"after {duration(stage.reached_at - (row.started_at or 0))}"
+                if stage.reached_at
+                else "not yet"
+            )
+            usually = (
+                f" · {one_line(stage.usually)}" if stage.usually and not stage.reached_at else ""
+            )
             yield self._line("stage", f"{one_line(stage.name)}: {at}{usually}")
         if row.role == Role.TRAINER and view.state.ranks is not None:
             yield from self._ranks(view.state.ranks)
@@ -96,28 +117,48 @@ class Details(VerticalScroll, Panel):
             where = "CPU" if use.gpu is None else f"GPU {one_line(use.gpu)}"
             # Peak GPU memory, or the resident memory of a rank on the CPU.
             memory = bytes_text(use.rss_bytes if use.peak_bytes is None else use.peak_bytes)
-            words = f"{where}, memory {memory}, {use.tokens:,} tokens, alone {seconds_text(real(use.alone_s))}"
+            words = (
+                f"{where}, memory {memory}, {use.tokens:,} tokens, alone "
+                f"{seconds_text(real(use.alone_s))}"
+            )
             last = use is slowest and len(record.ranks) > 1
-            yield self._line(f"rank {use.rank}", f"{words}{', the slowest' if last else ''}", "warn" if last else "")
+            yield self._line(
+                f"rank {use.rank}",
+                f"{words}{', the slowest' if last else ''}",
+                "warn" if last else "",
+            )
 
     def _planned(self, plan: PlannedComponent | None) -> Iterator[Text]:
         if plan is None:
             return
         if plan.gpus:
-            yield self._line("on GPU" if len(plan.gpus) == 1 else "on GPUs", ", ".join(map(str, plan.gpus)))
+            yield self._line(
+                "on GPU" if len(plan.gpus) == 1 else "on GPUs", ", ".join(map(str, plan.gpus))
+            )
         if plan.depends_on:
-            yield self._line("depends on", ", ".join(f"{name} {what}" for name, what in plan.depends_on.items()))
+            yield self._line(
+                "depends on", ", ".join(f"{name} {what}" for name, what in plan.depends_on.items())
+            )
         yield self._line("command", one_line(" ".join(plan.command)))
 
     def _engines(self, view: View, chosen: ComponentStatus) -> Iterator[Text]:
-        yield self._line("engines", f"{'version':>8}{'running':>9}{'waiting':>9}{'tokens/s':>10}{'KV cache':>10}")
+        yield self._line(
+            "engines", f"{'version':>8}{'running':>9}{'waiting':>9}{'tokens/s':>10}{'KV cache':>10}"
+        )
         # All engines: a difference in weight version or load shows only side by side.
         for row in view.rows:
             if row.role is Role.ENGINE and row.port:
                 now = view.gauges.rates(row.name)
-                figures = (now.weight_version, now.running, now.waiting, now.generated_per_s) if now else (None,) * 4
+                figures = (
+                    (now.weight_version, now.running, now.waiting, now.generated_per_s)
+                    if now
+                    else (None,) * 4
+                )
                 widths = zip(figures, (8, 9, 9, 10), strict=True)
-                words = "".join(f"{'–' if value is None else f'{value:,.0f}':>{width}}" for value, width in widths)
+                words = "".join(
+                    f"{'–' if value is None else f'{value:,.0f}':>{width}}"
+                    for value, width in widths
+                )
                 share = "–" if now is None or now.kv_use is None else f"{now.kv_use:.0%}"
                 name = Text(f"{one_line(row.name):<{_LABEL}.{_LABEL - 1}}"[:_LABEL].ljust(_LABEL))
                 name.stylize("bold" if row is chosen else self.ink("dim"))
@@ -137,7 +178,10 @@ class Details(VerticalScroll, Panel):
 def _health(row: ComponentStatus) -> str:
     if row.healthy is None:
         return "no health check now"
-    words = f"{row.probe or 'probe'} {'passes' if row.healthy else 'fails'} in {seconds_text(row.probe_latency_s)}"
+    words = (
+        f"{row.probe or 'probe'} {'passes' if row.healthy else 'fails'} in "
+        f"{seconds_text(row.probe_latency_s)}"
+    )
     return words + (f": {one_line(row.probe_detail)}" if row.probe_detail else "")
 
 
@@ -182,7 +226,10 @@ class StepPanel(TextPanel):
         # A mean of weight versions has no meaning.
         of_many = len(set(view.cursor_steps)) > 1
         weights = None if of_many else view.state.metric("weight_version").at(step)
-        words = [clock(time) if time is not None else "", f"weights {weights:.0f}" if weights is not None else ""]
+        words = [
+            clock(time) if time is not None else "",
+            f"weights {weights:.0f}" if weights is not None else "",
+        ]
         return Text("  ".join(filter(None, words)), self.ink("dim"))
 
     def _time(self, view: View, step: int) -> Text | None:
@@ -190,7 +237,9 @@ class StepPanel(TextPanel):
         if not whole:
             return None
         parts = {name: view.state.metric(metric).at(step) for name, metric in PARTS.items()}
-        shares = "  ".join(f"{name} {100 * value / whole:.0f}%" for name, value in parts.items() if value)
+        shares = "  ".join(
+            f"{name} {100 * value / whole:.0f}%" for name, value in parts.items() if value
+        )
         return Text(f"{seconds_text(whole)}: {shares}", no_wrap=True, end="")
 
     def _cell(self, name: str, series: Series, step: int) -> Text:

@@ -26,10 +26,18 @@ class Events(Listing[Event]):
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding(
-            "enter", "choose", "Open", show=False, tooltip="Events: show evidence and fix of the event under the cursor"
+            "enter",
+            "choose",
+            "Open",
+            show=False,
+            tooltip="Events: show evidence and fix of the event under the cursor",
         ),
-        Binding("o", "go", "Log", show=False, tooltip="Events: show the component's log at that time"),
-        Binding("y", "copy", "Copy", show=False, tooltip="Events: copy the event, with evidence and fix"),
+        Binding(
+            "o", "go", "Log", show=False, tooltip="Events: show the component's log at that time"
+        ),
+        Binding(
+            "y", "copy", "Copy", show=False, tooltip="Events: copy the event, with evidence and fix"
+        ),
     ]
 
     @dataclass(eq=False)
@@ -67,7 +75,9 @@ class Events(Listing[Event]):
 
     def action_copy(self) -> None:
         if event := self.current:
-            self.app.copy_to_clipboard(f"{event.component} {event.mark} {event.text}\n{event.detail}".strip())
+            self.app.copy_to_clipboard(
+                f"{event.component} {event.mark} {event.text}\n{event.detail}".strip()
+            )
             self.app.notify("copied the event", timeout=2)
 
     def point(self, diagnosis: DiagnosisRecord) -> None:
@@ -79,7 +89,9 @@ class Events(Listing[Event]):
     def go_to(self, time: float) -> None:
         """Put the cursor on the newest event at or before `time` (Unix seconds), else on the
         oldest."""
-        self.cursor = next((at for at, item in enumerate(self.items) if item.time <= time), len(self.items) - 1)
+        self.cursor = next(
+            (at for at, item in enumerate(self.items) if item.time <= time), len(self.items) - 1
+        )
 
     def search(self, pattern: Pattern | None) -> str:
         """Show only matching events; return their number in words."""

@@ -37,9 +37,15 @@ class Header(TextPanel):
         right = Text.assemble((f"{glyph} {words}", self.ink(tone)))
         if status and status.started_at:
             # The clock stops at the last transition.
-            end = max((row.since or 0 for row in status.components), default=0) if _over(view) else view.now
+            end = (
+                max((row.since or 0 for row in status.components), default=0)
+                if _over(view)
+                else view.now
+            )
             right.append(f"  {duration(max(0.0, end - status.started_at))}", self.ink("dim"))
-        left = Text.assemble((one_line(info.name or (status.name if status else "")), self.ink("title")))
+        left = Text.assemble(
+            (one_line(info.name or (status.name if status else "")), self.ink("title"))
+        )
         for part in (info.mode or (status.mode if status else ""), info.short_model):
             if part:
                 left.append("  ·  ", self.ink("dim")).append(one_line(part), self.ink("dim"))
@@ -51,12 +57,17 @@ class Header(TextPanel):
     def _progress(self, view: View, width: int) -> Text:
         state, steps = view.state, view.info.training_steps
         if is_starting(view):
-            done, of = sum(row.state in (State.HEALTHY, State.COMPLETED) for row in view.rows), len(view.rows)
+            done, of = (
+                sum(row.state in (State.HEALTHY, State.COMPLETED) for row in view.rows),
+                len(view.rows),
+            )
             # The bar counts components while the stack starts, later steps.
             left, share, right = Text(f"{done}/{of} up "), done / max(of, 1), Text()
         else:
             speed = pace(state, steps)
-            left = Text(f"step {state.step}/{steps} " if steps else f"step {state.step} ", self.ink("title"))
+            left = Text(
+                f"step {state.step}/{steps} " if steps else f"step {state.step} ", self.ink("title")
+            )
             share = min(1.0, state.step / steps) if steps else 0.0
             right = Text(f" {share:.0%}  " if steps else " ")
             if not _over(view) and speed.eta_s is not None and state.step:
@@ -67,13 +78,18 @@ class Header(TextPanel):
         right.truncate(max(0, width - left.cell_len - 8), overflow="ellipsis")
         room = max(0, width - left.cell_len - right.cell_len)
         filled = self.ink("good" if _over(view) and share == 1 else "busy")
-        return left.append_text(progress_bar(share, room, filled, self.ink("track"))).append_text(right)
+        return left.append_text(progress_bar(share, room, filled, self.ink("track"))).append_text(
+            right
+        )
 
 
 def _shares(speed: Pace) -> str:
     # The idle share stands in while the capacity is unknown.
     used, idle = speed.engine_capacity, speed.engine_idle
-    known = {"trainer waits": speed.waiting, **({"engine idle": idle} if used is None else {"capacity used": used})}
+    known = {
+        "trainer waits": speed.waiting,
+        **({"engine idle": idle} if used is None else {"capacity used": used}),
+    }
     return "".join(f"  {name} {value:.0%}" for name, value in known.items() if value is not None)
 
 
@@ -95,20 +111,32 @@ def standing(view: View) -> tuple[str, str, str]:
         return "◔", "starting", "busy"
     alignment = view.state.alignment
     if alignment and alignment.verdict != "ok":
-        return "▲", f"logprob {alignment.verdict}", "bad" if alignment.verdict == "mismatch" else "warn"
+        return (
+            "▲",
+            f"logprob {alignment.verdict}",
+            "bad" if alignment.verdict == "mismatch" else "warn",
+        )
     is_trouble = view.verdict is not None and view.verdict.is_trouble
     return ("▲", "running", "warn") if is_trouble else ("●", "running", "good")
 
 
 def _ended(status: RunStatus) -> tuple[str, str, str]:
     if status.exit_code is None:
-        words = "supervisor silent" if status.phase is not Phase.ENDED else "supervisor gone, no result written"
+        words = (
+            "supervisor silent"
+            if status.phase is not Phase.ENDED
+            else "supervisor gone, no result written"
+        )
         return "▲", words, "bad"
     if status.exit_code == 0:
         return "✔", "done", "good"
     if status.exit_code == 130:
         return "■", "stopped by hand", "dim"
-    return "✖", f"ended with {status.exit_code}: {one_line(status.reason)}" if status.reason else "ended", "bad"
+    return (
+        "✖",
+        f"ended with {status.exit_code}: {one_line(status.reason)}" if status.reason else "ended",
+        "bad",
+    )
 
 
 def is_starting(view: View) -> bool:
@@ -140,7 +168,9 @@ class Notices(TextPanel):
 
     def show(self, view: View) -> None:
         found = view.verdict
-        self.diagnosis = found.diagnosis if found and found.diagnosis else next(iter(diagnoses(view)), None)
+        self.diagnosis = (
+            found.diagnosis if found and found.diagnosis else next(iter(diagnoses(view)), None)
+        )
         super().show(view)
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
@@ -161,7 +191,10 @@ class Notices(TextPanel):
             end = f"  (8 ⏎ fix{f', {more} more' if more > 0 else ''})" if self.diagnosis else ""
             lines = in_two(found.line, end, width, self.ink(f"text-{found.tone}"))
         words = notices(view)
-        return [*lines, *([Text(f"▲ {' · '.join(words)}", self.ink("warn"), no_wrap=True)] if words else [])]
+        return [
+            *lines,
+            *([Text(f"▲ {' · '.join(words)}", self.ink("warn"), no_wrap=True)] if words else []),
+        ]
 
 
 def in_two(words: str, end: str, width: int, style: Style) -> list[Text]:
@@ -169,7 +202,9 @@ def in_two(words: str, end: str, width: int, style: Style) -> list[Text]:
     first, rest = words, ""
     if len(words) + len(end) > width > 0:
         at = words.rfind(" ", 0, width + 1)
-        first, rest = (words[:at], f"  {words[at + 1 :]}") if at > 0 else (words[:width], words[width:])
+        first, rest = (
+            (words[:at], f"  {words[at + 1 :]}") if at > 0 else (words[:width], words[width:])
+        )
     last = Text(rest or first, style, no_wrap=True)
     last.truncate(max(0, width - len(end)), overflow="ellipsis")
     last.append(end)
@@ -188,10 +223,13 @@ def notices(view: View) -> list[str]:
     state = view.state
     words = [] if view.loaded else [f"reading the run's history: step {view.read_to:,}"]
     if view.bad_lines:
-        words.append(f"{counted(view.bad_lines, 'line')} of the run's streams skipped: not a valid record")
+        words.append(
+            f"{counted(view.bad_lines, 'line')} of the run's streams skipped: not a valid record"
+        )
     if state.newest_version > SCHEMA_VERSION:
         words.append(
-            f"a newer version wrote this run (schema {state.newest_version}, this one reads {SCHEMA_VERSION}): "
+            f"a newer version wrote this run (schema {state.newest_version}, this one reads "
+            f"{SCHEMA_VERSION}): "
             "what it added is not shown; update atropos-tui"
         )
     elif state.unknown:

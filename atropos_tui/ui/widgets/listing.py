@@ -76,13 +76,18 @@ class Listing(ScrollView, Panel, Generic[Item], can_focus=True):
         # On the first row the cursor stays there, so it follows the newest item.
         if self.cursor and before is not None:
             wanted = self.key_of(before)
-            self.cursor = next((at for at, item in enumerate(items) if self.key_of(item) == wanted), 0)
+            self.cursor = next(
+                (at for at, item in enumerate(items) if self.key_of(item) == wanted), 0
+            )
         self.refresh()
         self.post_message(self.Moved())
 
     def watch_cursor(self) -> None:
         # Scroll only as far as the cursor needs.
-        top, height = round(self.scroll_y), max(self.scrollable_content_region.height - self.head, 1)
+        top, height = (
+            round(self.scroll_y),
+            max(self.scrollable_content_region.height - self.head, 1),
+        )
         if self.cursor < top:
             self.scroll_to(y=self.cursor, animate=False)
         elif self.cursor >= top + height:
@@ -111,7 +116,10 @@ class Listing(ScrollView, Panel, Generic[Item], can_focus=True):
 
     def on_click(self, event: events.Click) -> None:
         at = event.get_content_offset(self)
-        if at is not None and self.head <= at.y < len(self.items) - self.scroll_offset.y + self.head:
+        if (
+            at is not None
+            and self.head <= at.y < len(self.items) - self.scroll_offset.y + self.head
+        ):
             self.cursor = at.y - self.head + self.scroll_offset.y
             # A double click opens the item.
             if event.chain == 2:

@@ -30,7 +30,12 @@ BENEATH_S = 1.0
 """Seconds between two repaints under a dialog, where every change repaints the whole screen."""
 ALL = "all components"
 TIME_CELLS = 9
-_LEVEL_WORDS = {"all": "", "warning": "warnings and errors", "error": "errors only", "most": "health polls hidden"}
+_LEVEL_WORDS = {
+    "all": "",
+    "warning": "warnings and errors",
+    "error": "errors only",
+    "most": "health polls hidden",
+}
 
 
 class LogView(ScrollView, Guarded, can_focus=True):
@@ -47,12 +52,30 @@ class LogView(ScrollView, Guarded, can_focus=True):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("k", "scroll_up", "Scroll Up", show=False),
         Binding("j", "scroll_down", "Scroll Down", show=False),
-        Binding("end,G", "follow_end", "End", show=False, tooltip="Log: jump to the newest line and follow"),
+        Binding(
+            "end,G",
+            "follow_end",
+            "End",
+            show=False,
+            tooltip="Log: jump to the newest line and follow",
+        ),
         Binding("home,g", "top", "Top", show=False, tooltip="Log: jump to the oldest line kept"),
         Binding("n", "find(1)", "Next match", show=False, tooltip="Log: next match of the search"),
-        Binding("N", "find(-1)", "Previous match", show=False, tooltip="Log: previous match of the search"),
+        Binding(
+            "N",
+            "find(-1)",
+            "Previous match",
+            show=False,
+            tooltip="Log: previous match of the search",
+        ),
         Binding("e", "error(1)", "Next error", show=False, tooltip="Log: jump to the next error"),
-        Binding("E", "error(-1)", "Previous error", show=False, tooltip="Log: jump to the previous error"),
+        Binding(
+            "E",
+            "error(-1)",
+            "Previous error",
+            show=False,
+            tooltip="Log: jump to the previous error",
+        ),
         Binding(
             "l",
             "level",
@@ -60,11 +83,31 @@ class LogView(ScrollView, Guarded, can_focus=True):
             show=False,
             tooltip="Log: all, warnings and errors, errors only, all but health polls",
         ),
-        Binding("ampersand", "app.filter_log", "Filter", show=False, tooltip="Log: show only lines that match"),
-        Binding("T", "times", "Times", show=False, tooltip="Log: show or hide the time of each line"),
+        Binding(
+            "ampersand",
+            "app.filter_log",
+            "Filter",
+            show=False,
+            tooltip="Log: show only lines that match",
+        ),
+        Binding(
+            "T", "times", "Times", show=False, tooltip="Log: show or hide the time of each line"
+        ),
         Binding("w", "wrap", "Wrap", show=False, tooltip="Log: wrap long lines"),
-        Binding("y", "copy", "Copy", show=False, tooltip="Log: copy the marked line, or all visible lines"),
-        Binding("x", "clear", "Clear", show=False, tooltip="Log: clear the view; the file keeps all lines"),
+        Binding(
+            "y",
+            "copy",
+            "Copy",
+            show=False,
+            tooltip="Log: copy the marked line, or all visible lines",
+        ),
+        Binding(
+            "x",
+            "clear",
+            "Clear",
+            show=False,
+            tooltip="Log: clear the view; the file keeps all lines",
+        ),
         Binding("o", "app.open_log", "Open", show=False, tooltip="Log: open the file in $EDITOR"),
     ]
 
@@ -98,7 +141,10 @@ class LogView(ScrollView, Guarded, can_focus=True):
     def switch(self, component: str) -> None:
         """Show another component; "": all."""
         self.component, self.path, self._names = component, None, 0
-        if self._level in ("all", "most"):  # health polls of all components would hide the other lines
+        if self._level in (
+            "all",
+            "most",
+        ):  # health polls of all components would hide the other lines
             self._level = "all" if component else "most"
         self.buffer.clear()
         self._marked = None
@@ -177,7 +223,9 @@ class LogView(ScrollView, Guarded, can_focus=True):
         row = self.buffer.row(y + offset_y)
         if row is None:
             if y == 0 and self.is_begun and not self.buffer:
-                return Strip([Segment("no output yet", ink(self.app, "dim"))]).crop_extend(0, width, background)
+                return Strip([Segment("no output yet", ink(self.app, "dim"))]).crop_extend(
+                    0, width, background
+                )
             return Strip.blank(width, background)
         number, part, entry, text = row
         style = ink(self.app, entry.kind)
@@ -309,7 +357,11 @@ class LogView(ScrollView, Guarded, can_focus=True):
         row = self.buffer.next_row(self._marked, step) if self._marked is not None else None
         if row is not None:
             return row
-        return round(self.scroll_y) if step > 0 else round(self.scroll_y) + self.scrollable_content_region.height - 1
+        return (
+            round(self.scroll_y)
+            if step > 0
+            else round(self.scroll_y) + self.scrollable_content_region.height - 1
+        )
 
     def _jump(self, number: int | None, otherwise: str) -> None:
         row = self.buffer.row_of(number) if number is not None else None
@@ -318,7 +370,9 @@ class LogView(ScrollView, Guarded, can_focus=True):
             return
         self._stop_following()
         self._marked = number
-        self.scroll_to(y=max(0, row - self.scrollable_content_region.height // 2), animate=False, force=True)
+        self.scroll_to(
+            y=max(0, row - self.scrollable_content_region.height // 2), animate=False, force=True
+        )
         self.refresh()
 
     def go_to(self, time: float) -> bool:

@@ -62,11 +62,19 @@ class MachinePanel(TextPanel):
         each = max(1, height // len(gpus))
         lines = [line for gpu in shown for line in self._gpu(view, gpu, width)[:each]]
         if len(shown) < len(gpus):
-            lines.append(self.labelled("", _LABEL).append(f"{len(gpus) - len(shown)} more: 6 shows them"))
+            lines.append(
+                self.labelled("", _LABEL).append(f"{len(gpus) - len(shown)} more: 6 shows them")
+            )
         return lines
 
     def _use(
-        self, view: View, label: str, split: Split, words: str, write: Callable[[float], str], width: int
+        self,
+        view: View,
+        label: str,
+        split: Split,
+        words: str,
+        write: Callable[[float], str],
+        width: int,
     ) -> list[Text]:
         # One-shot steps end before the run and hold nothing.
         order = [row.name for row in view.rows if row.role is not Role.PREPARE]
@@ -111,13 +119,23 @@ class MachinePanel(TextPanel):
     def _host(self, view: View, width: int) -> list[Text]:
         host = view.gauges.last.host if view.gauges.last else None
         if host is None:
-            words = "no figures yet" if view.status and view.status.phase is not Phase.ENDED else "not recorded"
+            words = (
+                "no figures yet"
+                if view.status and view.status.phase is not Phase.ENDED
+                else "not recorded"
+            )
             return [self.labelled(words, _LABEL)]
         rows, lines, samples = view.gauges.used(view.rows), list[Text](), list(view.gauges.samples)
         if memory := split_memory(rows, host):
-            lines += self._use(view, "memory", memory, _of(memory.used, memory.total), bytes_text, width)
-        held = [s.host.memory_used / s.host.memory_total if s.host.memory_used and s.host.memory_total else None
-                for s in samples]  # fmt: skip
+            lines += self._use(
+                view, "memory", memory, _of(memory.used, memory.total), bytes_text, width
+            )
+        held = [
+            s.host.memory_used / s.host.memory_total
+            if s.host.memory_used and s.host.memory_total
+            else None
+            for s in samples
+        ]
         lines.append(self._history("  past", held, width))
         if cpu := split_cpu(rows, host):
             # CPU amounts are percent of one core.
@@ -166,7 +184,9 @@ class Nodes(TextPanel):
         if view.status.phase is not Phase.ENDED:
             line.append(f"  {words}", self.ink(tone))
         # A lost node shows as a diagnosis of the components on it.
-        lost = next((row.diagnosis for row in rows if row.diagnosis and not row.state.is_resting), "")
+        lost = next(
+            (row.diagnosis for row in rows if row.diagnosis and not row.state.is_resting), ""
+        )
         below = Text(f"{'':<{width}}  ", no_wrap=True, end="")
         below.append(", ".join(row.name for row in rows) or "nothing runs there", self.ink("dim"))
         if lost:

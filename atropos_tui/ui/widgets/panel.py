@@ -107,7 +107,9 @@ class View:
         """Events with their place on the axis, the most important kind first."""
         found = sorted(marks(self.state), key=lambda mark: list(MARKS).index(mark.kind))
         # `Ruler.place` takes a series.
-        at = Series([mark.step for mark in found], [0.0] * len(found), [mark.time for mark in found])
+        at = Series(
+            [mark.step for mark in found], [0.0] * len(found), [mark.time for mark in found]
+        )
         return list(zip(self.ruler.place(at), found, strict=True))
 
     @cached_property

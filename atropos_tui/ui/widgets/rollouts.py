@@ -68,14 +68,44 @@ class Rollouts(Listing[RolloutRow]):
     rewards."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("enter", "choose", "Open", show=False, tooltip="Rollouts: open the completion under the cursor"),
-        Binding("m", "mark", "Mark", show=False, tooltip="Rollouts: mark this completion as the one to compare with"),
-        Binding("equals_sign,D", "diff", "Compare", show=False, tooltip="Rollouts: show what changed since the mark, "
-                "or since the same prompt in an earlier step"),
-        Binding("v", "only", "Which", show=False, tooltip="Rollouts: all, those worse than their group, flat groups"),
-        Binding("S", "order", "Order", show=False, tooltip="Rollouts: newest first, worst advantage first, best first"),
+        Binding(
+            "enter",
+            "choose",
+            "Open",
+            show=False,
+            tooltip="Rollouts: open the completion under the cursor",
+        ),
+        Binding(
+            "m",
+            "mark",
+            "Mark",
+            show=False,
+            tooltip="Rollouts: mark this completion as the one to compare with",
+        ),
+        Binding(
+            "equals_sign,D",
+            "diff",
+            "Compare",
+            show=False,
+            tooltip="Rollouts: show what changed since the mark, "
+            "or since the same prompt in an earlier step",
+        ),
+        Binding(
+            "v",
+            "only",
+            "Which",
+            show=False,
+            tooltip="Rollouts: all, those worse than their group, flat groups",
+        ),
+        Binding(
+            "S",
+            "order",
+            "Order",
+            show=False,
+            tooltip="Rollouts: newest first, worst advantage first, best first",
+        ),
         Binding("y", "copy", "Copy", show=False, tooltip="Rollouts: copy prompt and completion"),
-    ]  # fmt: skip
+    ]
 
     head = 1
 
@@ -108,7 +138,9 @@ class Rollouts(Listing[RolloutRow]):
 
     def show(self, view: View) -> None:
         # The list has a limit: when it is full, only its last item shows that it has changed.
-        if len(view.state.rollouts) == len(self._all) and (not self._all or view.state.rollouts[-1] is self._all[-1]):
+        if len(view.state.rollouts) == len(self._all) and (
+            not self._all or view.state.rollouts[-1] is self._all[-1]
+        ):
             return
         self._all = list(view.state.rollouts)
         self._fill()
@@ -156,8 +188,15 @@ class Rollouts(Listing[RolloutRow]):
             note = f"{len(self.items)} of {len(self._all)}"
         parts = [(note if self._all else "no data", "quiet")]
         parts.append((f"/ {one_line(self._pattern.text)}" if self._pattern else "", "accent"))
-        parts.append(({"all": "", "worse": "worse than their group", "flat": "flat groups"}[self._only], "warning"))
-        parts.append(("" if self._order == "newest" else f"{self._order} advantage first", "accent"))
+        parts.append(
+            (
+                {"all": "", "worse": "worse than their group", "flat": "flat groups"}[self._only],
+                "warning",
+            )
+        )
+        parts.append(
+            ("" if self._order == "newest" else f"{self._order} advantage first", "accent")
+        )
         if self._mark:
             parts.append((f"marked: step {self._mark.step}", "accent"))
         self.set_title(title("Rollouts", *parts))
@@ -181,7 +220,9 @@ class Rollouts(Listing[RolloutRow]):
 
     def go_to(self, step: int) -> None:
         """Put the cursor on the first completion of `step`, else of the newest earlier step."""
-        self.cursor = next((at for at, item in enumerate(self.items) if item.rollout.step <= step), self.cursor)
+        self.cursor = next(
+            (at for at, item in enumerate(self.items) if item.rollout.step <= step), self.cursor
+        )
 
     def point(self) -> None:
         rollout = self.current.rollout if self.current else None
@@ -245,7 +286,13 @@ class Rollouts(Listing[RolloutRow]):
         beside = f" ← {'…' if self._shared else ''}{asked}" if asked else ""
         # The question gives way to the answer: at most half of the space, none on narrow screens.
         if len(answered) + len(beside) > room:
-            beside = "" if room < ASKED else beside if len(beside) <= room // 2 else f"{beside[: room // 2 - 1]}…"
+            beside = (
+                ""
+                if room < ASKED
+                else beside
+                if len(beside) <= room // 2
+                else f"{beside[: room // 2 - 1]}…"
+            )
         line.append(" " * GAP).append(self._fitted(answered, room - len(beside)))
         line.append(beside, self.ink("dim"))
         # Search the line as drawn, so that the highlight fits the cut text.
@@ -258,7 +305,9 @@ class Rollouts(Listing[RolloutRow]):
         match."""
         if len(text) <= room:
             return text
-        hit = next((start for start, _ in self._pattern.spans(text)), None) if self._pattern else None
+        hit = (
+            next((start for start, _ in self._pattern.spans(text)), None) if self._pattern else None
+        )
         if hit is None and room >= BOTH_ENDS:
             end = room // 2
             return f"{text[: room - end - 1]}…{text[-end:]}"
@@ -274,7 +323,9 @@ def spread(rollouts: Sequence[RolloutRecord]) -> str:
     known = known_rewards(rollouts[:MOST_SPREAD])
     # Lowest to highest reward of this group; equal rewards are drawn at half height.
     low, high = min(known, default=0.0), max(known, default=0.0)
-    return sparkline([(reward - low) / (high - low) if high > low else 0.5 for reward in rewards], len(rewards))
+    return sparkline(
+        [(reward - low) / (high - low) if high > low else 0.5 for reward in rewards], len(rewards)
+    )
 
 
 class RolloutDetail(VerticalScroll, Guarded):
@@ -311,7 +362,9 @@ class RolloutDetail(VerticalScroll, Guarded):
             text.stylize(ink(self.app, "found"), start, end)
         self.query_one("#rollout-text", Static).update(text)
 
-    def _text(self, rollout: RolloutRecord, base: RolloutRecord | None, group: Sequence[RolloutRecord]) -> Text:
+    def _text(
+        self, rollout: RolloutRecord, base: RolloutRecord | None, group: Sequence[RolloutRecord]
+    ) -> Text:
         label = ink(self.app, "dim")
         text = Text()
         figures = [
@@ -323,14 +376,22 @@ class RolloutDetail(VerticalScroll, Guarded):
         if len(group) > 1:
             known = known_rewards(group) or [math.nan]
             # The list may hold only part of the group.
-            of = f", {len(group)} of {rollout.group_size}" if (rollout.group_size or 0) > len(group) else ""
-            figures.append(("group", f"{number(min(known), 2)} {spread(group)} {number(max(known), 2)}{of}"))
+            of = (
+                f", {len(group)} of {rollout.group_size}"
+                if (rollout.group_size or 0) > len(group)
+                else ""
+            )
+            figures.append(
+                ("group", f"{number(min(known), 2)} {spread(group)} {number(max(known), 2)}{of}")
+            )
         for name, value in figures:
             text.append(f"{name} ", label).append(f"{value}   ")
         for name in ("completion", "prompt"):
             text.append(f"\n\n{name}\n", label)
             new = plain_lines(getattr(rollout, name))
-            text.append_text(self._changes(plain_lines(getattr(base, name)), new) if base else Text(new))
+            text.append_text(
+                self._changes(plain_lines(getattr(base, name)), new) if base else Text(new)
+            )
         return text
 
     def _changes(self, old: str, new: str) -> Text:
@@ -342,4 +403,6 @@ class RolloutDetail(VerticalScroll, Guarded):
         }
         around = {"same": ("", ""), "gone": ("[-", "-]"), "new": ("{+", "+}")}
         parts = ((change, words, *around[change]) for change, words in diff(old, new))
-        return Text.assemble(*((f"{begin}{words}{end}", styles[change]) for change, words, begin, end in parts))
+        return Text.assemble(
+            *((f"{begin}{words}{end}", styles[change]) for change, words, begin, end in parts)
+        )

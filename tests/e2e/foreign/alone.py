@@ -1,4 +1,5 @@
-"""Groups of one, as games and long tasks have them, with atroposlib's default of leaving out groups of equal scores."""
+"""Groups of one, as games and long tasks have them, with atroposlib's default of leaving out groups
+of equal scores."""
 
 import random
 
@@ -27,9 +28,12 @@ class AloneEnv(BaseEnv):
         )
         right = self.tokenizer.decode(tokens).strip().startswith(str(sum(item)))
         return ScoredDataItem(
-            tokens=before + tokens, masks=[-100] * len(before) + tokens, scores=float(right),
-            inference_logprobs=[1.0] * len(before) + logprobs, overrides={"color": "blue"},
-        ), []  # fmt: skip
+            tokens=before + tokens,
+            masks=[-100] * len(before) + tokens,
+            scores=float(right),
+            inference_logprobs=[1.0] * len(before) + logprobs,
+            overrides={"color": "blue"},
+        ), []
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""An environment as most people write them: a bare server config for a port that nobody serves, top-p, wandb on, text
-in and out, and no logprobs."""
+"""An environment as most people write them: a bare server config for a port that nobody serves,
+top-p, wandb on, text in and out, and no logprobs."""
 
 import random
 
@@ -12,10 +12,19 @@ class SumsEnv(BaseEnv):
     @classmethod
     def config_init(cls):
         config = BaseEnvConfig(
-            tokenizer_name="nobody/nothing", group_size=4, max_token_length=512, use_wandb=True, wandb_name="sums",
-            rollout_server_url="http://localhost:8000", total_steps=1, batch_size=12, steps_per_eval=3,
-        )  # fmt: skip
-        return config, APIServerConfig(model_name="nobody/nothing", base_url="http://localhost:9004/v1", api_key="x")
+            tokenizer_name="nobody/nothing",
+            group_size=4,
+            max_token_length=512,
+            use_wandb=True,
+            wandb_name="sums",
+            rollout_server_url="http://localhost:8000",
+            total_steps=1,
+            batch_size=12,
+            steps_per_eval=3,
+        )
+        return config, APIServerConfig(
+            model_name="nobody/nothing", base_url="http://localhost:9004/v1", api_key="x"
+        )
 
     async def setup(self):
         self.rng = random.Random(0)
@@ -24,9 +33,16 @@ class SumsEnv(BaseEnv):
         return self.rng.randint(0, 9), self.rng.randint(0, 9)
 
     async def evaluate(self, *args, **kwargs):
-        answers = [await self.server.completion(prompt=f"{a}+1=", n=1, max_tokens=4, temperature=0.0, split="eval")
-                   for a in range(3)]  # fmt: skip
-        right = [answer.choices[0].text.strip().startswith(str(a + 1)) for a, answer in enumerate(answers)]
+        answers = [
+            await self.server.completion(
+                prompt=f"{a}+1=", n=1, max_tokens=4, temperature=0.0, split="eval"
+            )
+            for a in range(3)
+        ]
+        right = [
+            answer.choices[0].text.strip().startswith(str(a + 1))
+            for a, answer in enumerate(answers)
+        ]
         await self.evaluate_log({"percent_correct": sum(right) / len(right)})
 
     async def collect_trajectories(self, item):

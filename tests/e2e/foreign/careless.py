@@ -1,4 +1,5 @@
-"""A baseline in the place of server configs; every other rollout fails or is wrong in some way. It calls no cli()."""
+"""A baseline in the place of server configs; every other rollout fails or is wrong in some way. It
+calls no cli()."""
 
 import random
 
@@ -11,7 +12,9 @@ class CarelessEnv(BaseEnv):
 
     @classmethod
     def config_init(cls):
-        return BaseEnvConfig(tokenizer_name="a", group_size=2, ensure_scores_are_not_same=False), ServerBaseline()
+        return BaseEnvConfig(
+            tokenizer_name="a", group_size=2, ensure_scores_are_not_same=False
+        ), ServerBaseline()
 
     async def setup(self):
         self.rng, self.turn = random.Random(2), 0

@@ -1,5 +1,5 @@
-"""An environment whose scoring takes two seconds a group, as one with a sandbox or a judge does; where its name ends
-in "flat", its scores never differ."""
+"""An environment whose scoring takes two seconds a group, as one with a sandbox or a judge does;
+where its name ends in "flat", its scores never differ."""
 
 import asyncio
 import random

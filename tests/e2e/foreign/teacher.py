@@ -1,5 +1,5 @@
-"""A teacher beside the scores: at each generated token the one that is right there, nearly for certain, and one that is
-not; and logprobs of a reference, messages, advantages of its own."""
+"""A teacher beside the scores: at each generated token the one that is right there, nearly for
+certain, and one that is not; and logprobs of a reference, messages, advantages of its own."""
 
 import math
 import random
@@ -13,7 +13,10 @@ class TaughtEnv(BaseEnv):
     @classmethod
     def config_init(cls):
         config = BaseEnvConfig(
-            tokenizer_name="a", group_size=2, ensure_scores_are_not_same=False, include_messages=True
+            tokenizer_name="a",
+            group_size=2,
+            ensure_scores_are_not_same=False,
+            include_messages=True,
         )
         return config, [APIServerConfig(model_name="a")]
 
@@ -27,7 +30,8 @@ class TaughtEnv(BaseEnv):
         pass
 
     def teach(self, tokens, start, right):
-        """For each position the token that the right answer has there, and its last one ever after."""
+        """For each position the token that the right answer has there, and its last one ever
+        after."""
         ids, logprobs = [[] for _ in tokens], [[] for _ in tokens]
         for place in range(start, len(tokens)):
             wanted = right[min(place - start, len(right) - 1)]
@@ -42,9 +46,16 @@ class TaughtEnv(BaseEnv):
         )
         right = self.tokenizer.encode(prompt + str(sum(item)))[len(before) :]
         group = ScoredDataGroup(
-            tokens=[], masks=[], scores=[], inference_logprobs=[], advantages=[], ref_logprobs=[], distill_token_ids=[],
-            distill_logprobs=[], group_overrides={"note": "mine"},
-        )  # fmt: skip
+            tokens=[],
+            masks=[],
+            scores=[],
+            inference_logprobs=[],
+            advantages=[],
+            ref_logprobs=[],
+            distill_token_ids=[],
+            distill_logprobs=[],
+            group_overrides={"note": "mine"},
+        )
         for tokens, values in zip(completions, logprobs, strict=True):
             ids, taught = self.teach(before + tokens, len(before), right)
             group["tokens"].append(before + tokens)

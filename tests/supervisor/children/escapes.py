@@ -1,4 +1,5 @@
-"""Double-forks into a session of its own that ignores TERM; with "clean" the daemon also drops its environment.
+"""Double-forks into a session of its own that ignores TERM; with "clean" the daemon also drops its
+environment.
 
 argv: pid file, how long the parent stays (seconds), "clean" or "marked".
 """

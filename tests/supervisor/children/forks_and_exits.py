@@ -1,4 +1,5 @@
-"""Leaves children behind and exits with argv[2]: one in its group, one holding the pipe. Writes pids to argv[1]."""
+"""Leaves children behind and exits with argv[2]: one in its group, one holding the pipe. Writes
+pids to argv[1]."""
 
 import os
 import sys

@@ -1,4 +1,5 @@
-"""A health server on port argv[1]: 503 for argv[2] seconds, then 200; after argv[3] further seconds it hangs."""
+"""A health server on port argv[1]: 503 for argv[2] seconds, then 200; after argv[3] further seconds
+it hangs."""
 
 import http.server
 import sys

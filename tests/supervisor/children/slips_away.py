@@ -1,4 +1,5 @@
-"""A grandchild that, once file argv[2] exists, leaves session, environment and parent. Writes three pids to argv[1]."""
+"""A grandchild that, once file argv[2] exists, leaves session, environment and parent. Writes three
+pids to argv[1]."""
 
 import os
 import sys

@@ -1,4 +1,5 @@
-"""In the place of an engine where only its process counts: it is up, and ends when it is told to."""
+"""In the place of an engine where only its process counts: it is up, and ends when it is told
+to."""
 
 import time
 
