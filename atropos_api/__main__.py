@@ -14,10 +14,10 @@ import uvicorn
 
 from atropos_api.auth import ENV_MAX_BODY, ENV_UIDS, AuthMiddleware, Settings
 from atropos_api.batches import Batches, add_listing
-from atropos_common import ports
-from atropos_common.bridge import TOKEN_HEADER
-from atropos_common.connections import ConnectionLimits
-from atropos_common.run_dir import ENV_ALLOWED_HOSTS, ENV_TOKEN
+from atropos_common.net import ports
+from atropos_common.net.connections import ConnectionLimits
+from atropos_common.protocol.bridge import TOKEN_HEADER
+from atropos_common.system.run_dir import ENV_ALLOWED_HOSTS, ENV_TOKEN
 
 NOT_STARTED = 3
 """Exit status for a server that could not start, as uvicorn's own."""

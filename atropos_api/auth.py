@@ -17,10 +17,9 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from atropos_common.body import BodyError, GoneError, read_body
-from atropos_common.bridge import TOKEN_HEADER
-from atropos_common.connections import Connection, connection_of
-from atropos_common.http import (
+from atropos_common.net.body import BodyError, GoneError, read_body
+from atropos_common.net.connections import Connection, connection_of
+from atropos_common.net.http import (
     allowed_hosts,
     door_keys,
     has_token,
@@ -29,7 +28,8 @@ from atropos_common.http import (
     key_refusal,
     opens,
 )
-from atropos_common.run_dir import ENV_ALLOWED_HOSTS, ENV_TOKEN
+from atropos_common.protocol.bridge import TOKEN_HEADER
+from atropos_common.system.run_dir import ENV_ALLOWED_HOSTS, ENV_TOKEN
 
 ENV_UIDS = "ATROPOS_API_UIDS"
 ENV_MAX_BODY = "ATROPOS_API_MAX_BODY_MIB"

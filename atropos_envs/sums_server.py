@@ -26,8 +26,8 @@ if __name__ == "__main__":
 from atroposlib.envs.base import BaseEnvConfig
 from pydantic import Field
 
-from atropos_envs.base import StackEnv, epochs, run
-from atropos_envs.evaluation import Graded
+from atropos_envs.hosting.base import StackEnv, epochs, run
+from atropos_envs.hosting.evaluation import Graded
 
 # Number of questions that are evaluated and never rolled out.
 HELD_OUT = 128

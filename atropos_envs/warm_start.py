@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from atropos_common.files import made_aside
+from atropos_common.system.files import made_aside
 from atropos_envs.arithmetic import MAX_NEW_TOKENS, Sum, Task, make_task, write_task
 from atropos_envs.tiny_model import EOS_ID, PAD_ID, VOCABULARY, build_tiny_model, save_model
 

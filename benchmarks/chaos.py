@@ -39,7 +39,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from atropos_common.run_dir import RunDir
+from atropos_common.system.run_dir import RunDir
 from benchmarks.demo import prepare
 from benchmarks.faults import (
     CLOCK,

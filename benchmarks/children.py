@@ -23,7 +23,7 @@ from typing import Any
 
 import httpx
 
-from atropos_common.http import certificates
+from atropos_common.net.http import certificates
 
 MARK = "ANSWER "
 TOKEN = "benchmark-0123456789"

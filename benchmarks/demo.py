@@ -27,8 +27,8 @@ from typing import Any
 
 import psutil
 
-from atropos_common.records import parse_line
-from atropos_common.run_dir import ENV_RUN_ID, RunDir
+from atropos_common.protocol.records import parse_line
+from atropos_common.system.run_dir import ENV_RUN_ID, RunDir
 from atropos_tui.profile.sections import load_profile
 from atropos_tui.profile.site import make_site
 from benchmarks.children import free_ports, up

@@ -31,8 +31,8 @@ from typing import Any
 
 import aiohttp
 
-from atropos_common.group_reasons import FLAT
-from atropos_common.http import AFTER_HEADER, BATCH_HEADER
+from atropos_common.net.http import AFTER_HEADER, BATCH_HEADER
+from atropos_common.protocol.group_reasons import FLAT
 from benchmarks.chat_model import SPECIAL, TEMPLATE
 from benchmarks.checks import Checks
 from benchmarks.children import Process, free_ports

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import psutil
 
-from atropos_common.run_dir import ENV_COMPONENT, ENV_RUN_ID
+from atropos_common.system.run_dir import ENV_COMPONENT, ENV_RUN_ID
 from benchmarks.stack import NotRecovered, Stack, engine_processes
 
 ENV_ISOLATED = "CHAOS_ISOLATED"

@@ -29,9 +29,9 @@ from typing import Any
 import tomli_w
 import torch
 
-from atropos_common.records import TimingRecord
-from atropos_envs.base import StackEnv, run
-from atropos_envs.evaluation import Graded
+from atropos_common.protocol.records import TimingRecord
+from atropos_envs.hosting.base import StackEnv, run
+from atropos_envs.hosting.evaluation import Graded
 from benchmarks.children import free_ports, up
 from benchmarks.large_models import records
 from benchmarks.shapes import SHAPES, save_model

@@ -46,8 +46,8 @@ from typing import Any
 
 import httpx
 
-from atropos_common.bridge import ROUTING_FLAG, TOKEN_HEADER
-from atropos_common.records import Record, RecordError, parse_line
+from atropos_common.protocol.bridge import ROUTING_FLAG, TOKEN_HEADER
+from atropos_common.protocol.records import Record, RecordError, parse_line
 from benchmarks.checks import Checks
 from benchmarks.children import (
     MODE_SERVERS,
@@ -348,7 +348,7 @@ class Run:
         ]
         manifest = str(self.folder / "server" / "bridge" / "vllm_bridge_config.json")
         ranks = self.options.parallel
-        program = ["trainer_core"] if ranks == 1 else ["trainer_core.launch", str(ranks)]
+        program = ["trainer_core"] if ranks == 1 else ["trainer_core.ranks.launch", str(ranks)]
         return self.start("trainer", [*program, *flags], {"VLLM_BRIDGE_CONFIG_PATH": manifest})
 
     def _await_steps(self, trainer: Process) -> None:

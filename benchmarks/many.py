@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from statistics import median
 
-from atropos_common.control import State
+from atropos_common.protocol.control import State
 from atropos_tui.profile.spec import ComponentSpec, Place
 from benchmarks.checks import Checks
 from benchmarks.supervisor import FLOOD, SLEEP, child, supervised

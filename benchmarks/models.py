@@ -36,9 +36,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from atropos_common.engine_release import installed, why_not_served
-from atropos_common.model_math import Dimensions, carries_state, why_refused
-from atropos_common.run_dir import ENV_TOKEN
+from atropos_common.models.engine_release import installed, why_not_served
+from atropos_common.models.model_math import Dimensions, carries_state, why_refused
+from atropos_common.system.run_dir import ENV_TOKEN
 from benchmarks.checks import Checks
 from benchmarks.children import (
     MODE_SERVERS,
@@ -54,13 +54,13 @@ from benchmarks.nursery import VLLM, Forked
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import TrainerError
 from trainer_core.objective.registry import Objective
-from trainer_core.optim import Stepper
+from trainer_core.optimization.optimizers import Stepper
+from trainer_core.optimization.step import accumulate
 from trainer_core.policy.logprobs import completions_logprobs
 from trainer_core.policy.proof import prove
 from trainer_core.rollouts.batch import Rollout
 from trainer_core.rollouts.packing import pack
 from trainer_core.server.client import GeneratedTokens, ServerClient
-from trainer_core.step import accumulate
 from trainer_core.weight_sync.base import Start, WeightSync, make_sync
 
 NAMES = [*ZOO, *QUANTIZED]

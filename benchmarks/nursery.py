@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from atropos_common.parent_death import die_with_parent
+from atropos_common.system.parent_death import die_with_parent
 from benchmarks.children import Child, Server, answer
 
 VLLM = "vllm_server.app"

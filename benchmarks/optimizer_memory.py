@@ -26,8 +26,8 @@ from pathlib import Path
 
 import torch
 
-from trainer_core import optim
 from trainer_core.config import TrainingConfig
+from trainer_core.optimization import optimizers as optim
 
 SIDE = 512
 """Rows and columns of each weight."""

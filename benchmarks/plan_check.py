@@ -23,9 +23,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from atropos_tui.profile.hardware import Gpu, Hardware
-from atropos_tui.profile.memory import Budget, make_budget
-from atropos_tui.profile.models import Model, build, model_shapes
+from atropos_tui.profile.budget.hardware import Gpu, Hardware
+from atropos_tui.profile.budget.memory import Budget, make_budget
+from atropos_tui.profile.budget.models import Model, build, model_shapes
 from atropos_tui.profile.sections import parse_profile
 from atropos_tui.profile.site import make_site, training_config
 from benchmarks.shapes import SHAPES

@@ -20,8 +20,8 @@ from typing import Any
 
 from atropos_envs.arithmetic import Sum
 from atropos_envs.arithmetic_server import ArithmeticEnv
-from atropos_envs.base import run
-from atropos_envs.engine_client import EngineClient, Generation
+from atropos_envs.hosting.base import run
+from atropos_envs.hosting.engine_client import EngineClient, Generation
 
 SLOW_S = 2.0
 ASKED_AGAIN = {"busy": 11, "few": 3, "once": 0}

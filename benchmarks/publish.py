@@ -40,10 +40,10 @@ def rank(argv: list[str]) -> None:
     """One rank of the trainer: attach, publish, check; rank 0 answers."""
     from safetensors.torch import save_file
 
-    from atropos_common.bridge import LoadWeightsRequest
+    from atropos_common.protocol.bridge import LoadWeightsRequest
     from trainer_core.config import TrainingConfig
     from trainer_core.policy.sharding import compute_dtype, local, weights
-    from trainer_core.rank_group import join
+    from trainer_core.ranks.group import join
     from trainer_core.weight_sync.base import Start, SyncReport, make_sync
 
     model, folder, device_type, dtype, steps, *urls = argv

@@ -32,24 +32,24 @@ import numpy as np
 import torch
 from torch import nn
 
-from atropos_common.model_math import Dimensions, step_flops
+from atropos_common.models.model_math import Dimensions, step_flops
 from benchmarks.checks import Checks
 from benchmarks.shapes import SHAPES, build, model_config
 from benchmarks.trainer_step import PEAK_FLOPS
-from trainer_core import checkpoint
+from trainer_core.checkpoints import checkpoint
 from trainer_core.config import TrainingConfig
 from trainer_core.objective.registry import Objective
-from trainer_core.optim import Stepper, for_device
+from trainer_core.optimization.optimizers import Stepper, for_device
+from trainer_core.optimization.step import StepOutcome, accumulate
 from trainer_core.policy.attention import register
 from trainer_core.policy.kernel_choice import use_attention
 from trainer_core.policy.load import empty_model
 from trainer_core.policy.sharding import load_for, shard, weights
 from trainer_core.policy.speed import compile_layers, compiles, use_checkpointing, use_memory
-from trainer_core.rank_group import join
+from trainer_core.ranks.group import join
+from trainer_core.ranks.world import World
 from trainer_core.rollouts.batch import Rollout
 from trainer_core.rollouts.packing import PackedRow, assign_rows, pack, rows_at
-from trainer_core.step import StepOutcome, accumulate
-from trainer_core.world import World
 
 LIMIT_S = 600.0
 SEQUENCE = 2048

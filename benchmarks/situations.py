@@ -38,13 +38,13 @@ from typing import Any, Literal, NamedTuple
 
 import psutil
 
-from atropos_common.control import CommandRequest, Role, State
-from atropos_common.record_tail import RecordTail
-from atropos_common.records import StepRecord
-from atropos_common.run_dir import RunDir
-from atropos_tui.monitor.run_files import RunFeed, read_info
-from atropos_tui.monitor.state import RunState
-from atropos_tui.monitor.verdict import Verdict, verdict
+from atropos_common.protocol.control import CommandRequest, Role, State
+from atropos_common.protocol.record_tail import RecordTail
+from atropos_common.protocol.records import StepRecord
+from atropos_common.system.run_dir import RunDir
+from atropos_tui.monitor.explain.verdict import Verdict, verdict
+from atropos_tui.monitor.run.run_files import RunFeed, read_info
+from atropos_tui.monitor.run.state import RunState
 from atropos_tui.profile.load import find_profile
 from atropos_tui.profile.spec import LogCheck, Probe, Probes, RestartPolicy
 from atropos_tui.supervisor.client import ControlClient

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from atropos_common.control import CommandRequest, ComponentStatus, RunStatus, State
+from atropos_common.protocol.control import CommandRequest, ComponentStatus, RunStatus, State
 from atropos_tui.supervisor.client import ControlClient, NoSupervisor, Refused
 from tests.e2e.live_stack import LiveStack
 

@@ -30,7 +30,7 @@ from unittest import mock
 
 import torch
 
-from atropos_common.model_math import LOGITS_AT_ONCE
+from atropos_common.models.model_math import LOGITS_AT_ONCE
 from benchmarks.checks import Checks
 from benchmarks.shapes import SHAPES
 from benchmarks.trainer_step import MIXES, PEAK_FLOPS, Ours, flops_of, make_batch

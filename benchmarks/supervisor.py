@@ -25,9 +25,9 @@ from typing import Any
 
 import psutil
 
-from atropos_common.control import CommandRequest
-from atropos_common.records import StateRecord, parse_line
-from atropos_common.run_dir import RunDir
+from atropos_common.protocol.control import CommandRequest
+from atropos_common.protocol.records import StateRecord, parse_line
+from atropos_common.system.run_dir import RunDir
 from atropos_tui.profile.spec import ComponentSpec, LogPolicy, RestartPolicy, StackSpec
 from atropos_tui.supervisor.client import ControlClient, NoSupervisor
 from benchmarks.checks import Checks

@@ -28,18 +28,18 @@ import torch
 
 from benchmarks.children import answer
 from benchmarks.trainer_step import make_batch
-from trainer_core import checkpoint
+from trainer_core.checkpoints import checkpoint
 from trainer_core.config import TrainingConfig
 from trainer_core.objective.alignment import DiffSums, diff_sums
 from trainer_core.objective.registry import Objective
-from trainer_core.optim import Stepper
+from trainer_core.optimization.optimizers import Stepper
+from trainer_core.optimization.step import accumulate
 from trainer_core.policy.attention import layout
 from trainer_core.policy.load import empty_model, load_config, load_model
 from trainer_core.policy.logprobs import chunked_scores, completions_logprobs
 from trainer_core.rollouts.batch import read_batch
 from trainer_core.rollouts.packing import pack
 from trainer_core.server.client import GeneratedTokens, ServerClient
-from trainer_core.step import accumulate
 from trainer_core.weight_sync.base import Start, make_sync
 from vllm_server.plugin import ENGINE_IMPORTED, IMPORTED
 

@@ -32,12 +32,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from atropos_common.model_math import Dimensions, step_flops
+from atropos_common.models.model_math import Dimensions, step_flops
 from benchmarks.checks import Checks
 from benchmarks.shapes import SHAPES, build, model_config
 from trainer_core.config import TrainingConfig
 from trainer_core.objective.registry import Objective
-from trainer_core.optim import Stepper, for_device
+from trainer_core.optimization.optimizers import Stepper, for_device
+from trainer_core.optimization.step import accumulate
 from trainer_core.policy.attention import register
 from trainer_core.policy.kernel_choice import use_attention
 from trainer_core.policy.logprobs import use_head
@@ -50,7 +51,6 @@ from trainer_core.policy.speed import (
 )
 from trainer_core.rollouts.batch import Rollout, read_batch
 from trainer_core.rollouts.packing import pack
-from trainer_core.step import accumulate
 
 PEAK_FLOPS = 790e12
 BOUNDS = {"cpu": (1 - 1e-9, 1e-5), "cuda": (0.98, 0.2)}

@@ -33,8 +33,8 @@ from typing import Any
 
 import psutil
 
-from atropos_common.control import Role
-from atropos_common.run_dir import RunDir
+from atropos_common.protocol.control import Role
+from atropos_common.system.run_dir import RunDir
 from atropos_tui.profile.spec import LogPolicy
 from benchmarks.supervisor import SLEEP, child, supervised
 from tests.ui.run_maker import make_run, step_records, write_records

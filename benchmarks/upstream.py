@@ -30,16 +30,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from atropos_common.group_reasons import in_words
-from atropos_common.records import (
+from atropos_common.protocol.group_reasons import in_words
+from atropos_common.protocol.records import (
     EnvCountsRecord,
     RecordError,
     StageRecord,
     StateRecord,
     parse_line,
 )
-from atropos_common.run_dir import RunDir
-from atropos_common.stages import ATTACHED, REGISTERED
+from atropos_common.protocol.stages import ATTACHED, REGISTERED
+from atropos_common.system.run_dir import RunDir
 from benchmarks.chat_model import CONTEXT, make_chat_model
 from benchmarks.children import free_ports, up
 from benchmarks.upstream_files import OFFLINE, Candidate, find, flags, screen, why
@@ -487,7 +487,7 @@ def import_what_all_import() -> None:
     import datasets  # noqa: F401
     import transformers  # noqa: F401
 
-    import atropos_envs.runner  # noqa: F401
+    import atropos_envs.hosting.runner  # noqa: F401
 
 
 def _options() -> argparse.Namespace:

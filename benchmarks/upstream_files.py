@@ -195,7 +195,7 @@ def _become(target: Path, log: Path, words: list[str], env: dict[str, str], fold
         os.dup2(source, number)
     os.chdir(folder)
     os.environ |= env
-    from atropos_envs import runner
+    from atropos_envs.hosting import runner
 
     sys.path[:0] = env.get("PYTHONPATH", "").split(os.pathsep) if env.get("PYTHONPATH") else []
     sys.argv = ["runner", str(target), "serve", *words]

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from atropos_common.engine_release import installed
+from atropos_common.models.engine_release import installed
 from benchmarks.children import (
     MODE_SERVERS,
     Child,

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from atropos_common.files import scratch_below
+from atropos_common.system.files import scratch_below
 
 
 def pytest_configure(config: pytest.Config) -> None:

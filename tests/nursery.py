@@ -24,10 +24,10 @@ TRAINER = (
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.auto.modeling_auto",
     "trainer_core.loop",
-    "trainer_core.launch",
+    "trainer_core.ranks.launch",
     "trainer_core.policy.sharding",
     "trainer_core.policy.lora",
-    "trainer_core.rank_group",
+    "trainer_core.ranks.group",
     "torch.distributed.fsdp",
 )
 SERVER = (VLLM, *TRAINER)

@@ -57,14 +57,14 @@ if TYPE_CHECKING:
         gspo_loss,
     )
     from trainer_core.objective.registry import Objective
-    from trainer_core.optim import Stepper
+    from trainer_core.optimization.optimizers import Stepper
+    from trainer_core.optimization.step import StepOutcome, accumulate
     from trainer_core.policy.load import load_model
     from trainer_core.policy.logprobs import row_logprobs
     from trainer_core.rollouts.batch import Batch, Rollout, group_advantages, read_batch
     from trainer_core.rollouts.client import RolloutSource
     from trainer_core.rollouts.packing import PackedRow, pack
     from trainer_core.rollouts.recorded import RecordedRollouts, Recorder
-    from trainer_core.step import StepOutcome, accumulate
 
 # Module -> its exported names. A new export goes here, into `__all__` and into the imports above.
 _MODULES = {

@@ -22,16 +22,16 @@ import types
 import typing
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from atropos_common.manifest import ManifestError
-from atropos_common.run_dir import RunDir
+from atropos_common.protocol.manifest import ManifestError
+from atropos_common.system.run_dir import RunDir
 from trainer_core.config import TrainingConfig, flag, validate
 from trainer_core.errors import RankGone, Stopped, TrainerError, UsageError
 from trainer_core.foreign_names import suggestion
-from trainer_core.ranks import GONE_CODE, own_rank, rank_count, restore_master, write_code
-from trainer_core.world import on_every_rank
+from trainer_core.ranks.identity import GONE_CODE, own_rank, rank_count, restore_master, write_code
+from trainer_core.ranks.world import on_every_rank
 
 if TYPE_CHECKING:
-    from trainer_core.checkpoint import StartingPoint
+    from trainer_core.checkpoints.checkpoint import StartingPoint
     from trainer_core.rollouts.client import RunApi
 
 SAME_SIGNAL_S = 3.0
@@ -93,7 +93,7 @@ def _starting_point_and_api(
 ) -> tuple[StartingPoint, RunApi | None]:
     """Check the save path and register with run-api before torch is imported, so that environments
     warm up while the trainer loads."""
-    from trainer_core.checkpoint import starting_point
+    from trainer_core.checkpoints.checkpoint import starting_point
     from trainer_core.rollouts.client import open_api
 
     start = starting_point(config)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainer_core.checkpoint import Saved
+from trainer_core.checkpoints.checkpoint import Saved
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import CallbackError, Stopped, UsageError
 from trainer_core.report import StepReport

@@ -23,8 +23,8 @@ from pydantic import (
     model_validator,
 )
 
-from atropos_common.bridge import ADAPTER_CONFIG
-from atropos_common.run_dir import RunDir
+from atropos_common.protocol.bridge import ADAPTER_CONFIG
+from atropos_common.system.run_dir import RunDir
 from trainer_core.errors import UsageError
 from trainer_core.foreign_names import suggestion
 
@@ -376,8 +376,8 @@ class TrainingConfig(BaseModel):
     trainer_rank: int = Field(0, ge=0)
     """Rank of this trainer."""
     world_size: int = Field(1, ge=1)
-    """Kept for example_trainer; must be 1. `trainer.gpus` or `python -m trainer_core.launch N`
-    starts several ranks."""
+    """Kept for example_trainer; must be 1. `trainer.gpus` or `python -m trainer_core.ranks.launch
+    N` starts several ranks."""
     init_method: str = Field("env://", pattern=r"^(env://|tcp://\[?[A-Za-z0-9.:_-]+\]?:\d{1,5})$")
     """Meeting point of the broadcast group: tcp://HOST:PORT of this machine, or env:// for
     MASTER_ADDR and MASTER_PORT; default: loopback and a free port."""
@@ -653,7 +653,8 @@ def contradictions(config: TrainingConfig) -> list[str]:
             f"--world-size {config.world_size}: torchrun sets the number of ranks, so leave it at 1"
         )
         problems.append(
-            f"{reason}; set trainer.gpus in a profile, or start python -m trainer_core.launch N"
+            f"{reason}; set trainer.gpus in a profile, or start python -m "
+            f"trainer_core.ranks.launch N"
         )
     if config.trainer_rank >= config.world_size:
         problems.append(

@@ -3,7 +3,7 @@ exception is an internal error."""
 
 from __future__ import annotations
 
-from atropos_common.run_dir import NO_UPDATE_CODE
+from atropos_common.system.run_dir import NO_UPDATE_CODE
 
 
 class TrainerError(Exception):

@@ -29,12 +29,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from atropos_common.bridge import ROUTING_FLAG
-from atropos_common.records import BenchmarkRecord, CheckpointRecord, SyncRecord
-from atropos_common.run_dir import RunDir
-from atropos_common.stages import ATTACHED, reach
-from trainer_core import checkpoint
+from atropos_common.protocol.bridge import ROUTING_FLAG
+from atropos_common.protocol.records import BenchmarkRecord, CheckpointRecord, SyncRecord
+from atropos_common.protocol.stages import ATTACHED, reach
+from atropos_common.system.run_dir import RunDir
 from trainer_core.callbacks import Callback, Callbacks, TrainResult
+from trainer_core.checkpoints import checkpoint
+from trainer_core.checkpoints.saving import Saver
 from trainer_core.config import TrainingConfig, sharding_contradictions, validate
 from trainer_core.ending import StopConditions, Updates
 from trainer_core.errors import (
@@ -48,12 +49,13 @@ from trainer_core.errors import (
     TrainerError,
     UsageError,
 )
-from trainer_core.minibatches import Minibatches, merged
 from trainer_core.objective.alignment import Alignment, AlignmentGate, ProbeDiffs, thresholds
 from trainer_core.objective.custom import own_loss
 from trainer_core.objective.loss import Formula, balance_coefficient
 from trainer_core.objective.registry import Objective, objective_hint
-from trainer_core.optim import Stepper, for_device
+from trainer_core.optimization.minibatches import Minibatches, merged
+from trainer_core.optimization.optimizers import Stepper, for_device
+from trainer_core.optimization.step import StepOutcome, accumulate
 from trainer_core.policy.kernel_choice import use_attention
 from trainer_core.policy.load import end_tokens, train_only
 from trainer_core.policy.logprobs import use_head
@@ -69,8 +71,9 @@ from trainer_core.policy.speed import (
     use_memory,
 )
 from trainer_core.probe import LogprobProbe, explain
-from trainer_core.rank_group import join
-from trainer_core.ranks import SEEN_S, speaks_for_node
+from trainer_core.ranks.group import join
+from trainer_core.ranks.identity import SEEN_S, speaks_for_node
+from trainer_core.ranks.world import ALONE, World
 from trainer_core.report import (
     BenchmarkTotals,
     MfuMeter,
@@ -95,12 +98,9 @@ from trainer_core.rollouts.recorded import (
     open_rollouts,
 )
 from trainer_core.rollouts.source import BatchSource, LagMeter, Lags
-from trainer_core.saving import Saver
 from trainer_core.server.client import EngineMeter
-from trainer_core.step import StepOutcome, accumulate
 from trainer_core.telemetry import Trackers, open_telemetry
 from trainer_core.weight_sync.base import Start, SyncReport, make_sync
-from trainer_core.world import ALONE, World
 
 OUT_OF_MEMORY = """{error}
 The trainer does not fit into the GPU's memory. Ways out, the cheapest first:

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from atropos_common.records import (
+from atropos_common.protocol.records import (
     HEAD_DTYPE,
     OTHER_WEIGHTS,
     POLICY_LAG,
@@ -42,11 +42,11 @@ from trainer_core.policy.logprobs import (
     head_type,
     predicting_states,
 )
+from trainer_core.ranks.world import ALONE, World
 from trainer_core.rollouts.asking import RoutingAsker
 from trainer_core.rollouts.batch import Batch, Rollout
 from trainer_core.rollouts.packing import PackedRow, pack
 from trainer_core.server.client import GeneratedTokens, ServerClient
-from trainer_core.world import ALONE, World
 
 LEFT = 0.3
 """Largest share of a difference that may remain under an accepted cause."""

@@ -13,9 +13,9 @@ import numpy as np
 import psutil
 import torch
 
-from atropos_common.benchmark_summary import summary_sections, summary_text
-from atropos_common.model_math import peak_flops, step_flops
-from atropos_common.records import (
+from atropos_common.models.model_math import peak_flops, step_flops
+from atropos_common.protocol.benchmark_summary import summary_sections, summary_text
+from atropos_common.protocol.records import (
     AlignmentRecord,
     BenchmarkRecord,
     MemoryRecord,
@@ -28,15 +28,15 @@ from atropos_common.records import (
 )
 from trainer_core.config import TrainingConfig
 from trainer_core.objective.alignment import Alignment, ProbeDiffs
+from trainer_core.optimization.step import StepOutcome
 from trainer_core.policy.load import dimensions
 from trainer_core.policy.speed import layers_reached
+from trainer_core.ranks.world import World
 from trainer_core.rollouts.batch import Batch, Rollout
 from trainer_core.rollouts.source import Lags
 from trainer_core.server.client import UNKNOWN_USE, EngineUse
-from trainer_core.step import StepOutcome
 from trainer_core.telemetry import Telemetry
 from trainer_core.weight_sync.base import SyncReport
-from trainer_core.world import World
 
 TEXT_LIMIT = 4000
 """Limit in characters for a prompt or completion in the telemetry."""

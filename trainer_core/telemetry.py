@@ -14,9 +14,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from atropos_common.record_tail import RecordTail, next_seq
-from atropos_common.records import EnvMetricsRecord, EvalRecord, RolloutRecord, TrainerRecord
-from atropos_common.run_dir import ENV_ATTEMPT, ENV_RUN_ID, RunDir
+from atropos_common.protocol.record_tail import RecordTail, next_seq
+from atropos_common.protocol.records import (
+    EnvMetricsRecord,
+    EvalRecord,
+    RolloutRecord,
+    TrainerRecord,
+)
+from atropos_common.system.run_dir import ENV_ATTEMPT, ENV_RUN_ID, RunDir
 from trainer_core.config import TrainingConfig
 
 Metrics = dict[str, Any]

@@ -14,8 +14,9 @@ import os
 import sys
 from pathlib import Path
 
-from atropos_common import engine_release, ports
-from atropos_common.run_dir import ENV_WAIT_FOR_GO
+from atropos_common.models import engine_release
+from atropos_common.net import ports
+from atropos_common.system.run_dir import ENV_WAIT_FOR_GO
 from vllm_server import compat
 from vllm_server.config import (
     DEFAULT_HOST,

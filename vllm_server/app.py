@@ -23,11 +23,11 @@ import psutil
 import uvloop
 from prometheus_client import REGISTRY
 
-from atropos_common import ports
-from atropos_common.bridge import ENV_SAMPLING, ROUTING_FLAG
-from atropos_common.files import write_private
-from atropos_common.http import allowed_hosts, run_keys
-from atropos_common.manifest import (
+from atropos_common.broadcast.transfer import is_loopback
+from atropos_common.net import ports
+from atropos_common.net.http import allowed_hosts, run_keys
+from atropos_common.protocol.bridge import ENV_SAMPLING, ROUTING_FLAG
+from atropos_common.protocol.manifest import (
     Manifest,
     ManifestError,
     Shard,
@@ -35,8 +35,8 @@ from atropos_common.manifest import (
     read_manifest,
     write_manifest,
 )
-from atropos_common.stages import READY, reach
-from atropos_common.transfer import is_loopback
+from atropos_common.protocol.stages import READY, reach
+from atropos_common.system.files import write_private
 from vllm_server import bridge as bridge_routes
 from vllm_server import compat, generate, lora, part, plugin, refusals
 from vllm_server.auth import Access, GenerationHold, LoadMetrics

@@ -29,8 +29,10 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from atropos_common.body import BodyError, GoneError, Room, read_body, replayed
-from atropos_common.bridge import (
+from atropos_common.net.body import BodyError, GoneError, Room, read_body, replayed
+from atropos_common.net.connections import Connection, connection_of
+from atropos_common.net.http import has_token, host_refusal, key_refusal, opens, page_refusal
+from atropos_common.protocol.bridge import (
     ENV_OPEN_GENERATION,
     GONE_STATUS,
     INSTANCE_HEADER,
@@ -41,8 +43,6 @@ from atropos_common.bridge import (
     METRIC_VERSION,
     TOKEN_HEADER,
 )
-from atropos_common.connections import Connection, connection_of
-from atropos_common.http import has_token, host_refusal, key_refusal, opens, page_refusal
 from vllm_server.versions import BridgeState
 
 if TYPE_CHECKING:

@@ -1,8 +1,9 @@
 """Routes `/bridge/*`: the trainer pauses the engine, writes weights, and names the weight version
 that now answers.
 
-Messages are defined in `atropos_common.bridge`. A pause freezes requests in flight. A resume resets
-the prefix cache, so no key or value of older weights is used again. Only a resume opens the hold.
+Messages are defined in `atropos_common.protocol.bridge`. A pause freezes requests in flight. A
+resume resets the prefix cache, so no key or value of older weights is used again. Only a resume
+opens the hold.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from fastapi import APIRouter, FastAPI, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
-from atropos_common.bridge import (
+from atropos_common.broadcast.transfer import TransferBackend, TransferUpdate
+from atropos_common.protocol.bridge import (
     ROUTING_FLAG,
     BridgeInfo,
     LoadWeightsRequest,
@@ -33,9 +35,8 @@ from atropos_common.bridge import (
     VersionsRequest,
     VersionsResponse,
 )
-from atropos_common.files import write_private
-from atropos_common.manifest import Manifest
-from atropos_common.transfer import TransferBackend, TransferUpdate
+from atropos_common.protocol.manifest import Manifest
+from atropos_common.system.files import write_private
 from vllm_server.auth import GenerationHold, ServerLoad, error_response
 from vllm_server.capacity import EngineCapacity
 from vllm_server.config import ServerConfig

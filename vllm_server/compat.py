@@ -231,7 +231,7 @@ async def serve_http(app: Any, sock: Any, args: Namespace, *, limited: bool) -> 
     """
     from vllm import envs
 
-    from atropos_common.connections import ConnectionLimits
+    from atropos_common.net.connections import ConnectionLimits
 
     # Requests whose engine is gone never end: without a limit the server would wait for them until
     # it is killed.

@@ -17,11 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
 
-from atropos_common.bridge import ENV_OPEN_GENERATION, ENV_SAMPLING, SamplingPolicy
-from atropos_common.files import scratch_below
-from atropos_common.http import hosts_in
-from atropos_common.node import NoSuchAddress, address_here, interface_of
-from atropos_common.run_dir import (
+from atropos_common.broadcast.transfer import is_loopback
+from atropos_common.net.http import hosts_in
+from atropos_common.net.node import NoSuchAddress, address_here, interface_of
+from atropos_common.protocol.bridge import ENV_OPEN_GENERATION, ENV_SAMPLING, SamplingPolicy
+from atropos_common.system.files import scratch_below
+from atropos_common.system.run_dir import (
     ENV_ALLOWED_HOSTS,
     ENV_HOLD_GENERATION,
     ENV_NODE_ADDRESS,
@@ -32,7 +33,6 @@ from atropos_common.run_dir import (
     MANIFEST_NAME,
     is_safe_name,
 )
-from atropos_common.transfer import is_loopback
 
 ENV_SHARED_WEIGHTS = "VLLM_ENABLE_SHARED_WEIGHTS"
 ENV_LOGDIR = "LOGDIR"

@@ -27,7 +27,7 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from atropos_common.bridge import SAMPLING_HEADER, SamplingPolicy, completion_digest
+from atropos_common.protocol.bridge import SAMPLING_HEADER, SamplingPolicy, completion_digest
 from vllm_server import compat, refusals
 from vllm_server.auth import error_response
 from vllm_server.recorded import CompletionStore

@@ -25,7 +25,7 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from atropos_common.bridge import (
+from atropos_common.protocol.bridge import (
     ADAPTER_CONFIG,
     ADAPTER_PREFIX,
     ADAPTER_WEIGHTS,

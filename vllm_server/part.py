@@ -21,7 +21,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import NoReturn
 
-from atropos_common.stages import READY, reach
+from atropos_common.protocol.stages import READY, reach
 from vllm_server import compat
 from vllm_server.config import ConfigError
 

@@ -26,9 +26,9 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
-from atropos_common import parent_death
-from atropos_common.bridge import GREEDY_BELOW
-from atropos_common.run_dir import ENV_WAIT_FOR_GO, GO_LINE
+from atropos_common.protocol.bridge import GREEDY_BELOW
+from atropos_common.system import parent_death
+from atropos_common.system.run_dir import ENV_WAIT_FOR_GO, GO_LINE
 from vllm_server import compat
 from vllm_server.config import (
     ENV_FORK_ENGINE,

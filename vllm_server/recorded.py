@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from atropos_common.bridge import (
+from atropos_common.protocol.bridge import (
     GREEDY_BELOW,
     KnownLogprobs,
     KnownRouting,

@@ -34,9 +34,9 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from atropos_common.body import replayed
-from atropos_common.bridge import SAMPLING_HEADER, SPLIT_HEADER
-from atropos_common.connections import connection_of
+from atropos_common.net.body import replayed
+from atropos_common.net.connections import connection_of
+from atropos_common.protocol.bridge import SAMPLING_HEADER, SPLIT_HEADER
 from vllm_server.auth import error_response, path_kind, route_path
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from atropos_common.files import write_private
+from atropos_common.system.files import write_private
 
 logger = logging.getLogger(__name__)
 

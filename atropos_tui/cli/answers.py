@@ -11,11 +11,11 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from atropos_common.records import DiagnosisRecord
+from atropos_common.protocol.records import DiagnosisRecord
 from atropos_tui.cli.show import ascii_json
 from atropos_tui.errors import Problem
 from atropos_tui.monitor.bench import RunBenchmark
-from atropos_tui.profile.memory import Device
+from atropos_tui.profile.budget.memory import Device
 from atropos_tui.profile.spec import (
     AlertSpec,
     ComponentSpec,

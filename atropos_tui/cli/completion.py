@@ -67,7 +67,7 @@ def values(
         elif kind == "COMPONENT":
             offered |= _components(parsed["parsed_args"])
         elif kind == "KIND":
-            from atropos_tui.cli.inspect import event_kinds
+            from atropos_tui.cli.manage.inspect import event_kinds
 
             offered |= dict.fromkeys(event_kinds(), "")
         elif kind == "KEY=VALUE":
@@ -84,7 +84,7 @@ def values(
 
 
 def _components(options: argparse.Namespace) -> dict[str, str]:
-    from atropos_tui.cli import runs
+    from atropos_tui.cli.manage import runs
 
     try:
         entry, _ = runs.with_components(
@@ -127,7 +127,7 @@ def _profiles() -> dict[str, str]:
 
 
 def _runs() -> dict[str, str]:
-    from atropos_tui.cli import runs
+    from atropos_tui.cli.manage import runs
 
     return {
         run_id: "live" if entry.is_live else "ended"

@@ -50,7 +50,7 @@ def _run(argv: Sequence[str]) -> int:
     module, _, name = options.handler.partition(":")
     try:
         if any("@" in word for word in argv):  # user@host:RUN; all other commands save the import
-            from atropos_tui.cli import remote
+            from atropos_tui.cluster import remote
 
             if (far := remote.place_in(argv)) is not None:
                 return remote.over_ssh(*far)
@@ -103,7 +103,7 @@ def _folder_is_gone() -> bool:
 
 
 def _introduce(parser: argparse.ArgumentParser) -> int:
-    from atropos_tui.cli import runs
+    from atropos_tui.cli.manage import runs
 
     parser.print_help()
     live = next((entry.run_id for entry in runs.all_runs() if entry.is_live), None)
@@ -188,7 +188,7 @@ def _write_report(report: str, run_dir: Path | None) -> Path:
     Raises:
         OSError: even a temporary file cannot be written.
     """
-    from atropos_common.run_dir import RunDir
+    from atropos_common.system.run_dir import RunDir
 
     data = report.encode("utf-8", "backslashreplace")
     if run_dir is not None:

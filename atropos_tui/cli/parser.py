@@ -118,7 +118,7 @@ def _run_argument(
 
 
 def _up(commands) -> None:  # type: ignore[no-untyped-def]
-    parser = _command(commands, "up", "up:up", "start a stack")
+    parser = _command(commands, "up", "start.up:up", "start a stack")
     _profile_arguments(parser, or_resume=True)
     how = parser.add_mutually_exclusive_group()
     how.add_argument(
@@ -141,7 +141,9 @@ def _up(commands) -> None:  # type: ignore[no-untyped-def]
         "--resume", metavar="RUN", type=Path, help="continue a run from its last checkpoint"
     )
     # Handlers are names, not functions: importing them here would make `--help` slow.
-    attach = _command(commands, "attach", "control:attach", "open the screen of a running stack")
+    attach = _command(
+        commands, "attach", "manage.control:attach", "open the screen of a running stack"
+    )
     attach.add_argument(
         "--read-only", action="store_true", help="disable all commands in the screen"
     )
@@ -150,11 +152,14 @@ def _up(commands) -> None:  # type: ignore[no-untyped-def]
 
 def _profiles(commands) -> None:  # type: ignore[no-untyped-def]
     validate = _command(
-        commands, "validate", "profiles:validate", "check a profile and list every problem"
+        commands, "validate", "start.profiles:validate", "check a profile and list every problem"
     )
     _profile_arguments(validate)
     plan = _command(
-        commands, "plan", "profiles:plan", "show what a profile would start: commands, order, ports"
+        commands,
+        "plan",
+        "start.profiles:plan",
+        "show what a profile would start: commands, order, ports",
     )
     _profile_arguments(plan)
     for parser in (validate, plan):
@@ -164,7 +169,7 @@ def _profiles(commands) -> None:  # type: ignore[no-untyped-def]
         )
         parser.add_argument("--gpus", metavar="GPUS", help=text)
     text = "print the JSON Schema of a profile, for editors, or of a command's --json output"
-    schema = _command(commands, "schema", "profiles:schema", text)
+    schema = _command(commands, "schema", "start.profiles:schema", text)
     schema.add_argument(
         "command",
         metavar="COMMAND",
@@ -178,7 +183,9 @@ def _profiles(commands) -> None:  # type: ignore[no-untyped-def]
 
 
 def _init(commands) -> None:  # type: ignore[no-untyped-def]
-    init = _command(commands, "init", "init:init", "ask a few questions and write a valid profile")
+    init = _command(
+        commands, "init", "start.init:init", "ask a few questions and write a valid profile"
+    )
     init.add_argument(
         "file", metavar="FILE", type=Path, nargs="?", help="file to write (default: NAME.toml)"
     )
@@ -219,7 +226,7 @@ def _acting(commands) -> None:  # type: ignore[no-untyped-def]
         ("restart", "restart a component and those that must restart with it"),
         ("kill", "SIGKILL every process of a component"),
     ):
-        parser = _command(commands, name, "control:act", text)
+        parser = _command(commands, name, "manage.control:act", text)
         parser.set_defaults(action=name)
         parser.add_argument("component", metavar="COMPONENT")
         parser.add_argument("--yes", action="store_true", help="do not ask")
@@ -227,7 +234,7 @@ def _acting(commands) -> None:  # type: ignore[no-untyped-def]
             "--dry-run", action="store_true", help="only show which components would stop and start"
         )
         _run_argument(parser, ACTED_ON)
-    down = _command(commands, "down", "control:down", "stop the whole stack")
+    down = _command(commands, "down", "manage.control:down", "stop the whole stack")
     down.add_argument(
         "--timeout", metavar="S", type=_seconds, help="kill the remaining processes after S seconds"
     )
@@ -235,7 +242,7 @@ def _acting(commands) -> None:  # type: ignore[no-untyped-def]
     wait = _command(
         commands,
         "wait",
-        "control:wait",
+        "manage.control:wait",
         "wait until the stack is ready, done, or a component is healthy",
     )
     # `dest`: `for` is a keyword of Python. Lower-case words of the metavar are completed as they
@@ -246,12 +253,15 @@ def _acting(commands) -> None:  # type: ignore[no-untyped-def]
 
 
 def _watching(commands) -> None:  # type: ignore[no-untyped-def]
-    ps = _command(commands, "ps", "inspect:ps", "list the components of a run")
+    ps = _command(commands, "ps", "manage.inspect:ps", "list the components of a run")
     ps.add_argument("-f", "--follow", action="store_true", help="then print a line for each change")
     ps.add_argument("--json", action="store_true", help="print JSON")
     _run_argument(ps)
     why = _command(
-        commands, "why", "inspect:why", "explain what a component waits for, or why it failed"
+        commands,
+        "why",
+        "manage.inspect:why",
+        "explain what a component waits for, or why it failed",
     )
     text = "a component, or a run by its directory, id or name; or both"
     # Completion reads the metavars: RUN and COMPONENT stand for the names that exist.
@@ -259,7 +269,10 @@ def _watching(commands) -> None:  # type: ignore[no-untyped-def]
     why.add_argument("--json", action="store_true", help="print JSON")
     _run_argument(why, positional=False)
     logs = _command(
-        commands, "logs", "logs:logs", "show the output of components, merged by time of arrival"
+        commands,
+        "logs",
+        "manage.logs:logs",
+        "show the output of components, merged by time of arrival",
     )
     text = "components (default: all), and a run by its directory, id or name"
     logs.add_argument("words", metavar="RUN|COMPONENT", nargs="*", help=text)
@@ -282,7 +295,7 @@ def _watching(commands) -> None:  # type: ignore[no-untyped-def]
     logs.add_argument("--json", action="store_true", help="print one JSON object per line")
     _run_argument(logs, positional=False)
     events = _command(
-        commands, "events", "inspect:events", "show transitions, commands and diagnoses"
+        commands, "events", "manage.inspect:events", "show transitions, commands and diagnoses"
     )
     events.add_argument("-f", "--follow", action="store_true", help="keep printing new events")
     events.add_argument("--json", action="store_true", help="print one JSON object per line")
@@ -296,7 +309,7 @@ def _watching(commands) -> None:  # type: ignore[no-untyped-def]
         help="only events of one kind: state, probe, stage, command or diagnosis",
     )
     _run_argument(events)
-    runs = _command(commands, "runs", "inspect:list_runs", "list runs, newest first")
+    runs = _command(commands, "runs", "manage.inspect:list_runs", "list runs, newest first")
     runs.add_argument("--json", action="store_true", help="print JSON")
     runs.add_argument(
         "--limit",
@@ -307,21 +320,21 @@ def _watching(commands) -> None:  # type: ignore[no-untyped-def]
     report = _command(
         commands,
         "report",
-        "report:report",
+        "results.report:report",
         "write one HTML page about a run, or about several on the same axes",
     )
     report.add_argument("runs", metavar="RUN", type=Path, nargs="*", help=RUN)
     report.add_argument(
         "-o", "--output", metavar="FILE", type=Path, help="default: RUN-report.html"
     )
-    replay = _command(commands, "replay", "report:replay", "play back a run in the screen")
+    replay = _command(commands, "replay", "results.report:replay", "play back a run in the screen")
     replay.add_argument("run", metavar="RUN", type=Path, nargs="?", help=RUN)
     replay.add_argument(
         "--speed", metavar="N", type=_speed, default=1.0, help="playback speed: 8 is 8x (default 1)"
     )
     replay.add_argument("--at", metavar="STEP", type=_count, help="start at this step")
     bench = _command(
-        commands, "bench", "report:bench", "show the figures of existing runs, side by side"
+        commands, "bench", "results.report:bench", "show the figures of existing runs, side by side"
     )
     bench.add_argument("runs", metavar="RUN", type=Path, nargs="*", help=RUN)
     bench.add_argument("--json", action="store_true", help="print JSON")
@@ -333,7 +346,7 @@ def _compare(commands) -> None:  # type: ignore[no-untyped-def]
     compare = _command(
         commands,
         "compare",
-        "compare:compare",
+        "results.compare:compare",
         "start several stacks, wait, and print their figures side by side",
     )
     compare.add_argument(
@@ -353,7 +366,7 @@ def _compare(commands) -> None:  # type: ignore[no-untyped-def]
 
 def _sweep(commands) -> None:  # type: ignore[no-untyped-def]
     text = "run a profile with every combination of settings, and print one table"
-    sweep = _command(commands, "sweep", "sweep:sweep", text)
+    sweep = _command(commands, "sweep", "results.sweep:sweep", text)
     sweep.add_argument(
         "profile", metavar="PROFILE", nargs="?", help="a path, or the name of a shipped profile"
     )
@@ -397,7 +410,7 @@ def _caring(commands) -> None:  # type: ignore[no-untyped-def]
     clean = _command(
         commands,
         "clean",
-        "cleanup:clean",
+        "manage.cleanup:clean",
         "remove processes and files of runs whose supervisor died",
     )
     clean.add_argument("--yes", action="store_true", help="do not ask")
@@ -410,14 +423,17 @@ def _caring(commands) -> None:  # type: ignore[no-untyped-def]
     )
     _run_argument(clean, text)
     bundle = _command(
-        commands, "bundle", "bundle:bundle", "pack a run for a support request, without secrets"
+        commands,
+        "bundle",
+        "results.bundle:bundle",
+        "pack a run for a support request, without secrets",
     )
     bundle.add_argument("run", metavar="RUN", type=Path, nargs="?", help=RUN)
     bundle.add_argument(
         "-o", "--output", metavar="FILE", type=Path, help="default: RUN-bundle-TIME.tar.gz"
     )
     text = "serve runs to agents, read-only: Model Context Protocol over stdin and stdout"
-    mcp = _command(commands, "mcp", "mcp:serve", text)
+    mcp = _command(commands, "mcp", "results.mcp:serve", text)
     mcp.add_argument(
         "--allow-actions",
         action="store_true",

@@ -16,8 +16,8 @@ from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core.core_schema import DataclassSchema, FloatSchema, ModelSchema
 
-from atropos_common.control import RunStatus
-from atropos_common.records import RECORD_TYPES, ComponentRecord
+from atropos_common.protocol.control import RunStatus
+from atropos_common.protocol.records import RECORD_TYPES, ComponentRecord
 from atropos_tui.cli import answers
 from atropos_tui.cli.show import ascii_json
 from atropos_tui.monitor.run_list import RunRow

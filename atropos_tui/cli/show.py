@@ -18,9 +18,9 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from atropos_common.control import ComponentStatus, GpuStatus, Recipe, RunStatus, State
-from atropos_common.record_tail import RecordTail
-from atropos_common.records import (
+from atropos_common.protocol.control import ComponentStatus, GpuStatus, Recipe, RunStatus, State
+from atropos_common.protocol.record_tail import RecordTail
+from atropos_common.protocol.records import (
     CommandRecord,
     DiagnosisRecord,
     ProbeRecord,
@@ -30,7 +30,8 @@ from atropos_common.records import (
     StepRecord,
     TimingRecord,
 )
-from atropos_common.run_dir import RunDir
+from atropos_common.system.run_dir import RunDir
+from atropos_tui.monitor.explain.why import next_stage
 from atropos_tui.monitor.format import (
     TONES,
     Tone,
@@ -43,8 +44,7 @@ from atropos_tui.monitor.format import (
     reason_of,
     seconds_text,
 )
-from atropos_tui.monitor.run_files import is_crashed
-from atropos_tui.monitor.why import next_stage
+from atropos_tui.monitor.run.run_files import is_crashed
 
 T = TypeVar("T")
 _BEYOND_ASCII = re.compile("[^ -~\n]")

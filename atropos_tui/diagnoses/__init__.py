@@ -7,7 +7,7 @@ log rule and a metric rule for the same problem.
 
 from collections.abc import Iterable
 
-from atropos_common.records import DiagnosisRecord, Severity
+from atropos_common.protocol.records import DiagnosisRecord, Severity
 from atropos_tui.diagnoses.exit_rules import EXIT_RULES, Evidence, describe_exit, diagnose
 from atropos_tui.diagnoses.flow_rules import FLOW_RULES
 from atropos_tui.diagnoses.log_rules import LOG_RULES, port_taken

@@ -12,7 +12,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from atropos_common.control import Role
+from atropos_common.protocol.control import Role
 from atropos_tui.diagnoses.log_rules import LOG_RULES
 from atropos_tui.diagnoses.model import (
     ANSI,

@@ -15,11 +15,16 @@ from itertools import pairwise
 from statistics import median_low
 from typing import Any
 
-from atropos_common.bridge import METRIC_CAPACITY, METRIC_IDLE_S, METRIC_REQUESTS, METRIC_SLOTS
-from atropos_common.control import Role, State
-from atropos_common.group_reasons import FLAT
-from atropos_common.records import EnvCountsRecord, StepRecord, TimingRecord
-from atropos_common.stages import FIRST_BATCH, REGISTERED
+from atropos_common.protocol.bridge import (
+    METRIC_CAPACITY,
+    METRIC_IDLE_S,
+    METRIC_REQUESTS,
+    METRIC_SLOTS,
+)
+from atropos_common.protocol.control import Role, State
+from atropos_common.protocol.group_reasons import FLAT
+from atropos_common.protocol.records import EnvCountsRecord, StepRecord, TimingRecord
+from atropos_common.protocol.stages import FIRST_BATCH, REGISTERED
 from atropos_tui.diagnoses.questions import asking, fetch_page
 from atropos_tui.diagnoses.stall_rules import RUNS, Flow, Part, asked_engines
 from atropos_tui.profile.spec import StackSpec, is_hosted

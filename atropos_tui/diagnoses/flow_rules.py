@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
-from atropos_common.group_reasons import (
+from atropos_common.protocol.group_reasons import (
     FLAT,
     GROUP_SIZE,
     NONE,

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from atropos_common.control import State
-from atropos_common.records import DiagnosisRecord, StateRecord
+from atropos_common.protocol.control import State
+from atropos_common.protocol.records import DiagnosisRecord, StateRecord
 from atropos_tui.diagnoses.model import Diagnosis, Ends
 
 Key = tuple[str | None, str, str]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from atropos_common.control import Role
+from atropos_common.protocol.control import Role
 from atropos_tui.diagnoses.model import Diagnosis, Ends, Layer, LogMatch, LogPattern, LogRule
 from atropos_tui.diagnoses.node_rules import LAUNCHER_RULES, NODE_SILENT
 from atropos_tui.diagnoses.roots import VANISHED, root_error

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from atropos_common.control import Role
+from atropos_common.protocol.control import Role
 from atropos_tui.diagnoses.log_rules import LOG_RULES
 from atropos_tui.diagnoses.model import (
     LONGEST_LINE,

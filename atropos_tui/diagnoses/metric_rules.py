@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, median_low, pstdev
 from typing import Any
 
-from atropos_common.records import (
+from atropos_common.protocol.records import (
     BROKEN_WEIGHTS,
     HEAD_DTYPE,
     HEALTHY_CLIP_FRACTION,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Sequence
 
-from atropos_common.records import (
+from atropos_common.protocol.records import (
     OF_EACH_STEP,
     EvalRecord,
     Record,

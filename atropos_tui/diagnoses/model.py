@@ -13,8 +13,8 @@ from enum import IntEnum, StrEnum
 from functools import cached_property
 from typing import Literal
 
-from atropos_common.control import Role
-from atropos_common.records import DiagnosisRecord, Severity
+from atropos_common.protocol.control import Role
+from atropos_common.protocol.records import DiagnosisRecord, Severity
 from atropos_tui.profile.spec import ComponentSpec, StackSpec
 
 QUIET_S = 600.0

@@ -12,7 +12,7 @@ import time
 
 import httpx
 
-from atropos_common.http import LIMITS, certificates, door_headers
+from atropos_common.net.http import LIMITS, certificates, door_headers
 
 PATIENCE_S = 10.0
 """Limit of a whole response, in seconds, however slowly it arrives."""

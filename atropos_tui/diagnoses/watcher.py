@@ -18,16 +18,16 @@ from typing import Protocol
 
 import httpx
 
-from atropos_common.control import Role, State
-from atropos_common.record_tail import RecordTail
-from atropos_common.records import (
+from atropos_common.protocol.control import Role, State
+from atropos_common.protocol.record_tail import RecordTail
+from atropos_common.protocol.records import (
     EnvCountsRecord,
     StageRecord,
     StepRecord,
     TimingRecord,
 )
-from atropos_common.run_dir import RunDir
-from atropos_common.stages import REGISTERED
+from atropos_common.protocol.stages import REGISTERED
+from atropos_common.system.run_dir import RunDir
 from atropos_tui.diagnoses.flow import FlowWatch
 from atropos_tui.diagnoses.flow_rules import FLOW_RULES, FlowRule, explain
 from atropos_tui.diagnoses.log_scanner import NORMAL, LogScanner, Printed, Work

@@ -17,9 +17,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from atropos_common import benchmark_summary as summary
-from atropos_common.control import State
-from atropos_common.run_dir import RunDir
+from atropos_common.protocol import benchmark_summary as summary
+from atropos_common.protocol.control import State
+from atropos_common.system.run_dir import RunDir
 from atropos_tui.diagnoses import gravest_first, severity_of
 from atropos_tui.monitor.format import (
     bytes_text,
@@ -31,7 +31,7 @@ from atropos_tui.monitor.format import (
     seconds_text,
     text_table,
 )
-from atropos_tui.monitor.run_files import (
+from atropos_tui.monitor.run.run_files import (
     RunFeed,
     RunInfo,
     exit_code,
@@ -40,8 +40,8 @@ from atropos_tui.monitor.run_files import (
     read_info,
     read_json,
 )
-from atropos_tui.monitor.series import Series, mean
-from atropos_tui.monitor.state import (
+from atropos_tui.monitor.run.series import Series, mean
+from atropos_tui.monitor.run.state import (
     ACCEPTED,
     CAPACITY_S,
     COUNTED_S,

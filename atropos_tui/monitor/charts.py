@@ -9,7 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from atropos_common.records import HEALTHY_CLIP_FRACTION, HEALTHY_LOGPROB_DIFF, HEALTHY_RATIO
+from atropos_common.protocol.records import (
+    HEALTHY_CLIP_FRACTION,
+    HEALTHY_LOGPROB_DIFF,
+    HEALTHY_RATIO,
+)
 from atropos_tui.monitor.format import bytes_text, number, seconds_text
 
 WRITERS: dict[str, Callable[[float | None], str]] = {

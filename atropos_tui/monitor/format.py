@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from atropos_common.control import State
-from atropos_common.records import StateRecord
+from atropos_common.protocol.control import State
+from atropos_common.protocol.records import StateRecord
 from atropos_tui.gate import MAX_COLUMNS as MAX_COLUMNS
 from atropos_tui.gate import one_line as one_line
 from atropos_tui.gate import plain_lines as plain_lines

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
-from atropos_common.run_dir import RunDir
+from atropos_common.system.run_dir import RunDir
 from atropos_tui.monitor.charts import NOISY
 from atropos_tui.monitor.format import (
     counted,
@@ -25,9 +25,9 @@ from atropos_tui.monitor.format import (
     text_table,
 )
 from atropos_tui.monitor.reading import Along, Ruler, is_smoothed, smooth
-from atropos_tui.monitor.run_files import RunInfo, load_run, names_of, read_toml
-from atropos_tui.monitor.series import Series, mean
-from atropos_tui.monitor.state import RunState
+from atropos_tui.monitor.run.run_files import RunInfo, load_run, names_of, read_toml
+from atropos_tui.monitor.run.series import Series, mean
+from atropos_tui.monitor.run.state import RunState
 
 LAST, LAST_SHARE = 20, 4
 """The final value of a run is the mean over its newest steps: at most `LAST`, and at most one part

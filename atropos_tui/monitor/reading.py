@@ -10,8 +10,8 @@ from enum import StrEnum
 from itertools import chain, repeat
 from statistics import quantiles
 
-from atropos_tui.monitor.series import Series, averaged
-from atropos_tui.monitor.state import RunState
+from atropos_tui.monitor.run.series import Series, averaged
+from atropos_tui.monitor.run.state import RunState
 
 FENCE = 6.0
 """Distance from the middle half, in multiples of its width, beyond which values are outliers."""

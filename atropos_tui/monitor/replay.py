@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from atropos_common.control import (
+from atropos_common.protocol.control import (
     Accepted,
     Action,
     CommandRequest,
@@ -27,8 +27,8 @@ from atropos_common.control import (
     Snapshot,
     State,
 )
-from atropos_common.record_tail import RecordTail
-from atropos_common.records import (
+from atropos_common.protocol.record_tail import RecordTail
+from atropos_common.protocol.records import (
     CheckpointRecord,
     CommandRecord,
     ComponentRecord,
@@ -38,10 +38,10 @@ from atropos_common.records import (
     StateRecord,
     StepRecord,
 )
-from atropos_common.run_dir import LATEST_TIME, RunDir
-from atropos_tui.monitor.log_buffer import EntryMaker, LogEntry
-from atropos_tui.monitor.log_reader import LogLine, LogReader, MergedLogs
-from atropos_tui.monitor.run_files import (
+from atropos_common.system.run_dir import LATEST_TIME, RunDir
+from atropos_tui.monitor.logs.log_buffer import EntryMaker, LogEntry
+from atropos_tui.monitor.logs.log_reader import LogLine, LogReader, MergedLogs
+from atropos_tui.monitor.run.run_files import (
     RecordBatch,
     RunInfo,
     component_rows,
@@ -49,7 +49,7 @@ from atropos_tui.monitor.run_files import (
     status_from_files,
     streams,
 )
-from atropos_tui.monitor.state import RunState
+from atropos_tui.monitor.run.state import RunState
 from atropos_tui.supervisor.client import Refused
 
 RECORDS_AT_ONCE = 1_000

@@ -21,14 +21,16 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from atropos_common.control import Phase, RunStatus, State
-from atropos_common.files import names_in, read_regular
-from atropos_common.records import SCHEMA_VERSION, DiagnosisRecord, RolloutRecord
-from atropos_common.run_dir import LATEST_TIME, RunDir
+from atropos_common.protocol.control import Phase, RunStatus, State
+from atropos_common.protocol.records import SCHEMA_VERSION, DiagnosisRecord, RolloutRecord
+from atropos_common.system.files import names_in, read_regular
+from atropos_common.system.run_dir import LATEST_TIME, RunDir
 from atropos_tui import __version__
 from atropos_tui.diagnoses import severity_of
 from atropos_tui.monitor.bench import benchmark_state, origin, summary_sections, tokens_per_second
 from atropos_tui.monitor.charts import CHARTS, WRITERS, ChartSpec, CurveSpec
+from atropos_tui.monitor.explain.verdict import GLYPHS, verdict
+from atropos_tui.monitor.explain.why import open_diagnoses
 from atropos_tui.monitor.format import (
     counted,
     duration,
@@ -38,8 +40,8 @@ from atropos_tui.monitor.format import (
     plain_text,
     real,
 )
-from atropos_tui.monitor.log_buffer import Classifier
-from atropos_tui.monitor.log_reader import LogReader
+from atropos_tui.monitor.logs.log_buffer import Classifier
+from atropos_tui.monitor.logs.log_reader import LogReader
 from atropos_tui.monitor.overlay import (
     PLACES,
     MetricLine,
@@ -64,12 +66,10 @@ from atropos_tui.monitor.rollout_groups import (
     question,
     shared_beginning,
 )
-from atropos_tui.monitor.run_files import RunInfo, is_crashed, load_run, read_json
-from atropos_tui.monitor.series import Series, mean
-from atropos_tui.monitor.state import COMMANDS_KEPT, DIAGNOSES_KEPT, TRANSITIONS_KEPT, RunState
-from atropos_tui.monitor.timeline import timeline
-from atropos_tui.monitor.verdict import GLYPHS, verdict
-from atropos_tui.monitor.why import open_diagnoses
+from atropos_tui.monitor.run.run_files import RunInfo, is_crashed, load_run, read_json
+from atropos_tui.monitor.run.series import Series, mean
+from atropos_tui.monitor.run.state import COMMANDS_KEPT, DIAGNOSES_KEPT, TRANSITIONS_KEPT, RunState
+from atropos_tui.monitor.run.timeline import timeline
 from atropos_tui.profile.redact import mask
 from trainer_core.config import TrainingConfig
 

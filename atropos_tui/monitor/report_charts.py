@@ -22,7 +22,7 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
-from atropos_common.records import GaugesRecord
+from atropos_common.protocol.records import GaugesRecord
 from atropos_tui.monitor.bench import PARTS
 from atropos_tui.monitor.charts import (
     HELD_OUT,
@@ -33,8 +33,8 @@ from atropos_tui.monitor.charts import (
 )
 from atropos_tui.monitor.format import bytes_text, masked_line, seconds_text
 from atropos_tui.monitor.reading import Along, Mark, marks, value_at
-from atropos_tui.monitor.series import MOST_STEPS, Series, averaged, on_scale, thin
-from atropos_tui.monitor.state import RunState
+from atropos_tui.monitor.run.series import MOST_STEPS, Series, averaged, on_scale, thin
+from atropos_tui.monitor.run.state import RunState
 
 POINTS = 1_000
 """Points of one curve on the page; a longer one is thinned."""

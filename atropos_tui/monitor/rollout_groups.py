@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal, get_args
 
-from atropos_common.records import RolloutRecord
-from atropos_tui.monitor.patterns import Pattern
+from atropos_common.protocol.records import RolloutRecord
+from atropos_tui.monitor.logs.patterns import Pattern
 
 Change = Literal["same", "gone", "new"]
 _WORDS = re.compile(r"\w+|\s+|[^\w\s]")

@@ -9,14 +9,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from atropos_common.files import open_regular
-from atropos_common.record_tail import nth_from_end, whole_lines
-from atropos_common.records import EvalRecord, Number, Record, RecordError, StepRecord, parse_line
-from atropos_common.run_dir import RunDir, registry
+from atropos_common.protocol.record_tail import nth_from_end, whole_lines
+from atropos_common.protocol.records import (
+    EvalRecord,
+    Number,
+    Record,
+    RecordError,
+    StepRecord,
+    parse_line,
+)
+from atropos_common.system.files import open_regular
+from atropos_common.system.run_dir import RunDir, registry
 from atropos_tui.monitor.bench import WINDOW
 from atropos_tui.monitor.format import columns, duration, number, one_line, real
-from atropos_tui.monitor.run_files import exit_code, moment, read_info, read_json, within
-from atropos_tui.monitor.series import mean
+from atropos_tui.monitor.run.run_files import exit_code, moment, read_info, read_json, within
+from atropos_tui.monitor.run.series import mean
 from atropos_tui.profile.ports import has_supervisor
 
 MOST_OTHERS = 100

@@ -12,16 +12,17 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from atropos_common import stages
-from atropos_common.bridge import (
+from atropos_common.broadcast.transfer import is_loopback
+from atropos_common.protocol import stages
+from atropos_common.protocol.bridge import (
     ENV_OPEN_GENERATION,
     ENV_SAMPLING,
     ROUTING_FLAG,
     few_graph_sizes,
     server_rank,
 )
-from atropos_common.control import Role
-from atropos_common.run_dir import (
+from atropos_common.protocol.control import Role
+from atropos_common.system.run_dir import (
     ENV_API_URL,
     ENV_CHECKPOINTS,
     ENV_ENGINE_URLS,
@@ -34,7 +35,6 @@ from atropos_common.run_dir import (
     ENV_TRAINER_HOSTS,
     NO_UPDATE_CODE,
 )
-from atropos_common.transfer import is_loopback
 from atropos_tui.profile.load import shipped_profiles
 from atropos_tui.profile.redact import hide_tree
 from atropos_tui.profile.seats import Seat, host_names, part_names
@@ -104,7 +104,7 @@ GRAPH_FLAGS = (
 """vLLM flags that choose the batch sizes of CUDA graphs; if one is set, the plan chooses none."""
 MOST_SEQUENCES = 1024
 """Default of vLLM's own --max-num-seqs on a large GPU."""
-HOST = "atropos_envs.runner"
+HOST = "atropos_envs.hosting.runner"
 """Program that runs environments of other packages."""
 WORKER_FLAGS = {"env.max_num_workers", "env.max_num_workers_per_node"}
 """Flags that limit the groups in flight; if one is set, the plan sets no limit."""
@@ -543,8 +543,8 @@ def _environment(
 
 def sequences_in_flight(site: Site, env: EnvSection) -> int:
     """Return the limit of completions in flight for an environment: its share of what its engines
-    compute at a time. `atropos_envs/places.py` decides how many of them to start, from the queue
-    and from flat groups."""
+    compute at a time. `atropos_envs/hosting/queue_slots.py` decides how many of them to start, from
+    the queue and from flat groups."""
     # Environments that share an engine share its sequences equally.
     users = Counter(
         engine.name for each in site.profile.env for engine in env_engines(site.profile, each)
@@ -559,8 +559,8 @@ def sequences_in_flight(site: Site, env: EnvSection) -> int:
 def _environment_program(section: EnvSection, site: Site) -> list[str]:
     """Return the command that runs an environment.
 
-    Our own environments and files without atroposlib run directly; `atropos_envs.runner` hosts any
-    other that uses atroposlib, in the file itself or in a neighbour that it imports.
+    Our own environments and files without atroposlib run directly; `atropos_envs.hosting.runner`
+    hosts any other that uses atroposlib, in the file itself or in a neighbour that it imports.
     """
     target = site.text(section.module) if section.module else site.path(section.script or "")
     path = target.partition(":")[0]  # FILE.py:ClassName
@@ -694,10 +694,12 @@ def ranked(ranks: int, nodes: int = 1, node: int = 0) -> list[str]:
     `nodes`."""
     if nodes == 1:
         return (
-            _module("trainer_core") if ranks == 1 else [*_module("trainer_core.launch"), str(ranks)]
+            _module("trainer_core")
+            if ranks == 1
+            else [*_module("trainer_core.ranks.launch"), str(ranks)]
         )
     return [
-        *_module("trainer_core.launch"),
+        *_module("trainer_core.ranks.launch"),
         "--nnodes",
         str(nodes),
         "--node-rank",

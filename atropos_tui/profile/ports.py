@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from atropos_common.files import is_private, read_regular
-from atropos_common.ports import LOOPBACK, bind, is_held
-from atropos_common.run_dir import (
+from atropos_common.net.ports import LOOPBACK, bind, is_held
+from atropos_common.system.files import is_private, read_regular
+from atropos_common.system.run_dir import (
     ENV_COMPONENT,
     ENV_CONTROL_SOCKET,
     ENV_RUN_DIR,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from atropos_common.control import Action, Recipe
+from atropos_common.protocol.control import Action, Recipe
 from atropos_tui.profile.spec import ComponentSpec, StackSpec, reached
 
 

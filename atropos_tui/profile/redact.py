@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from atropos_common.run_dir import ENV_TOKEN
+from atropos_common.system.run_dir import ENV_TOKEN
 
 REDACTED = "(redacted)"
 PLACEHOLDER = "local"

@@ -27,12 +27,12 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from atropos_common.bridge import SamplingPolicy
-from atropos_common.control import Role
-from atropos_common.records import HELD_OUT_METRIC, METRIC_KINDS
-from atropos_common.run_dir import is_safe_name
+from atropos_common.protocol.bridge import SamplingPolicy
+from atropos_common.protocol.control import Role
+from atropos_common.protocol.records import HELD_OUT_METRIC, METRIC_KINDS
+from atropos_common.system.run_dir import is_safe_name
+from atropos_tui.cluster import sbatch
 from atropos_tui.errors import Problem
-from atropos_tui.profile import sbatch
 from atropos_tui.profile.errors import (
     did_you_mean,
     in_words,

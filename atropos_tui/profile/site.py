@@ -12,11 +12,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from atropos_common.ports import LOOPBACK
-from atropos_common.run_dir import ENV_API_URL, ENV_ENGINE_URLS, ENV_MODEL, RunDir
-from atropos_common.transfer import meeting_place
+from atropos_common.broadcast.transfer import meeting_place
+from atropos_common.net.ports import LOOPBACK
+from atropos_common.system.run_dir import ENV_API_URL, ENV_ENGINE_URLS, ENV_MODEL, RunDir
+from atropos_tui.cluster.machines import Hosts, foreseen, place_of
 from atropos_tui.profile.load import CACHE, cache_dir, expand_home
-from atropos_tui.profile.machines import Hosts, foreseen, place_of
 from atropos_tui.profile.seats import Seat, left_over
 from atropos_tui.profile.sections import MODE_SETTINGS, EngineSection, EnvSection, Mode, Profile
 from atropos_tui.profile.spec import Place, expand, references

@@ -14,8 +14,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from atropos_common.control import Role
-from atropos_common.run_dir import is_safe_name
+from atropos_common.protocol.control import Role
+from atropos_common.system.run_dir import is_safe_name
 from atropos_tui.errors import Problem
 
 # Braces are required: `$NAME` belongs to a shell in a command.

@@ -21,8 +21,8 @@ def main() -> int:
     """Return the exit code of the run; 2 for a stack that cannot run as configured."""
     from atropos_tui.profile.spec import StackError, StackSpec
     from atropos_tui.supervisor.client import SocketError
+    from atropos_tui.supervisor.journal.store import RunInUseError
     from atropos_tui.supervisor.runner import run_stack
-    from atropos_tui.supervisor.store import RunInUseError
 
     # A session of its own, so that the end of the terminal does not end the run. Fails for a
     # session leader.

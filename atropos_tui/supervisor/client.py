@@ -21,7 +21,8 @@ from urllib.parse import quote
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from atropos_common.control import (
+from atropos_common.net.http import LIMITS, certificates
+from atropos_common.protocol.control import (
     OTHER_RUN,
     RUN_ID_HEADER,
     Accepted,
@@ -34,14 +35,13 @@ from atropos_common.control import (
     Snapshot,
     WaitResult,
 )
-from atropos_common.files import is_private, read_regular
-from atropos_common.http import LIMITS, certificates
-from atropos_common.records import Record, parse_line
-from atropos_common.run_dir import LONGEST_SOCKET, RunDir, is_safe_name, registry
+from atropos_common.protocol.records import Record, parse_line
+from atropos_common.system.files import is_private, read_regular
+from atropos_common.system.run_dir import LONGEST_SOCKET, RunDir, is_safe_name, registry
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.profile.ports import own_socket
-from atropos_tui.supervisor import procfs
-from atropos_tui.supervisor.store import ProcessTable
+from atropos_tui.supervisor.journal.store import ProcessTable
+from atropos_tui.supervisor.processes import procfs
 
 Answer = TypeVar("Answer", bound=BaseModel)
 

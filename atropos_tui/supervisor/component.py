@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from atropos_common.control import ComponentStatus, Role, StageStatus, State
-from atropos_common.records import ProbeRecord, StageRecord, StateRecord
-from atropos_common.run_dir import RunDir
+from atropos_common.protocol.control import ComponentStatus, Role, StageStatus, State
+from atropos_common.protocol.records import ProbeRecord, StageRecord, StateRecord
+from atropos_common.system.run_dir import RunDir
 from atropos_tui.diagnoses import (
     Diagnosis,
     Evidence,
@@ -41,12 +41,12 @@ from atropos_tui.diagnoses.model import shortened
 from atropos_tui.diagnoses.roots import same_words
 from atropos_tui.diagnoses.stall_rules import Part
 from atropos_tui.profile.spec import ComponentSpec, RestartPolicy
-from atropos_tui.supervisor.launch import Launch
+from atropos_tui.supervisor.journal.store import Store
 from atropos_tui.supervisor.launchers.launcher import Host, Living, Usage
-from atropos_tui.supervisor.logs import LogDrain
 from atropos_tui.supervisor.probe import Prober, ProbeResult, StageWatch, log_patterns
-from atropos_tui.supervisor.process import Ending, LaunchError, Leader
-from atropos_tui.supervisor.store import Store
+from atropos_tui.supervisor.processes.launch import Launch
+from atropos_tui.supervisor.processes.logs import LogDrain
+from atropos_tui.supervisor.processes.process import Ending, LaunchError, Leader
 
 ENDS = frozenset({State.STOPPED, State.BACKOFF, State.FAILED, State.COMPLETED})
 TRANSITIONS: dict[State, frozenset[State]] = {

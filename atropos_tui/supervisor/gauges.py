@@ -16,14 +16,20 @@ from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from atropos_common.bridge import METRIC_VERSION
-from atropos_common.control import ComponentStatus, Role, RunStatus
-from atropos_common.files import cut_torn_line, write_private
-from atropos_common.records import ComponentUse, EngineGauges, EnvFlow, GaugesRecord, HostUse
+from atropos_common.protocol.bridge import METRIC_VERSION
+from atropos_common.protocol.control import ComponentStatus, Role, RunStatus
+from atropos_common.protocol.records import (
+    ComponentUse,
+    EngineGauges,
+    EnvFlow,
+    GaugesRecord,
+    HostUse,
+)
+from atropos_common.system.files import cut_torn_line, write_private
 from atropos_tui.diagnoses.flow import read_figures
 from atropos_tui.diagnoses.questions import asking, fetch_page
 from atropos_tui.diagnoses.stall_rules import RUNS, Flow
-from atropos_tui.supervisor import procfs
+from atropos_tui.supervisor.processes import procfs
 
 EVERY_S = 5.0
 MOST_BYTES = 2_000_000

@@ -23,9 +23,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from atropos_common.connections import Connection, connection_of
-from atropos_common.control import Phase, RunStatus, State
-from atropos_common.http import (
+from atropos_common.net.connections import Connection, connection_of
+from atropos_common.net.http import (
     allowed_hosts,
     door_keys,
     host_refusal,
@@ -34,8 +33,9 @@ from atropos_common.http import (
     opens,
     page_refusal,
 )
-from atropos_common.record_tail import RecordTail
-from atropos_common.records import (
+from atropos_common.protocol.control import Phase, RunStatus, State
+from atropos_common.protocol.record_tail import RecordTail
+from atropos_common.protocol.records import (
     AlignmentRecord,
     EvalRecord,
     GaugesRecord,
@@ -46,7 +46,7 @@ from atropos_common.records import (
     TimingRecord,
     TrainerRecord,
 )
-from atropos_common.run_dir import ENV_ALLOWED_HOSTS, RunDir
+from atropos_common.system.run_dir import ENV_ALLOWED_HOSTS, RunDir
 from atropos_tui.profile.spec import MetricsPolicy
 
 R = TypeVar("R", bound=Record)

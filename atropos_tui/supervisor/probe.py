@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 import httpx
 
-from atropos_common.record_tail import RecordTail
-from atropos_common.records import StageRecord
+from atropos_common.protocol.record_tail import RecordTail
+from atropos_common.protocol.records import StageRecord
 from atropos_tui.profile.spec import (
     Check,
     ComponentSpec,
@@ -32,9 +32,9 @@ from atropos_tui.profile.spec import (
     StageCheck,
     TcpCheck,
 )
-from atropos_tui.supervisor.launch import Launch
-from atropos_tui.supervisor.logs import LogDrain
-from atropos_tui.supervisor.process import spawn
+from atropos_tui.supervisor.processes.launch import Launch
+from atropos_tui.supervisor.processes.logs import LogDrain
+from atropos_tui.supervisor.processes.process import spawn
 
 Which = Literal["startup", "readiness", "liveness"]
 

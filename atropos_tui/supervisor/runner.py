@@ -1,7 +1,7 @@
 """Run a stack to its end: `await run_stack(stack)`. Meanwhile its control socket serves `Routes`.
 
 `python -m atropos_tui.supervisor < stack.json` does the same in the background: own session, SIGHUP
-ignored. The routes are exactly those of `atropos_common.control`.
+ignored. The routes are exactly those of `atropos_common.protocol.control`.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from atropos_common.body import BodyError, read_body
-from atropos_common.connections import ConnectionLimits
-from atropos_common.control import (
+from atropos_common.net.body import BodyError, read_body
+from atropos_common.net.connections import ConnectionLimits
+from atropos_common.net.http import door_key
+from atropos_common.protocol.control import (
     OTHER_RUN,
     RUN_ID_HEADER,
     CommandRequest,
@@ -44,27 +45,19 @@ from atropos_common.control import (
     State,
     WaitResult,
 )
-from atropos_common.files import is_private
-from atropos_common.http import door_key
-from atropos_common.run_dir import ENV_DOOR_KEY, ENV_TOKEN, RunDir
-from atropos_tui.diagnoses.model import GUARD_DIES, NO_METRICS
-from atropos_tui.errors import Exit
-from atropos_tui.profile.spec import StackSpec, check_stack
-from atropos_tui.supervisor import procfs
-from atropos_tui.supervisor.client import socket_path
-from atropos_tui.supervisor.guard import Guard
-from atropos_tui.supervisor.launchers.keeper_launcher import Inheritance, KeeperLauncher, claim
-from atropos_tui.supervisor.launchers.launcher import DirectLauncher, Host, Launcher
-from atropos_tui.supervisor.launchers.remote_launcher import (
+from atropos_common.system.files import is_private
+from atropos_common.system.run_dir import ENV_DOOR_KEY, ENV_TOKEN, RunDir
+from atropos_tui.cluster.remote_launcher import (
     RemoteLauncher,
     sweep_nodes,
     turn_of_job,
 )
-from atropos_tui.supervisor.logs import last_lines
-from atropos_tui.supervisor.notify import Notifier
-from atropos_tui.supervisor.process import become_subreaper
-from atropos_tui.supervisor.run_lock import lock_run
-from atropos_tui.supervisor.store import (
+from atropos_tui.diagnoses.model import GUARD_DIES, NO_METRICS
+from atropos_tui.errors import Exit
+from atropos_tui.profile.spec import StackSpec, check_stack
+from atropos_tui.supervisor.client import socket_path
+from atropos_tui.supervisor.journal.run_lock import lock_run
+from atropos_tui.supervisor.journal.store import (
     Journal,
     OnEvent,
     ProcessTable,
@@ -73,8 +66,15 @@ from atropos_tui.supervisor.store import (
     Subscription,
     reserve,
 )
+from atropos_tui.supervisor.journal.tracker import reap_leftovers
+from atropos_tui.supervisor.launchers.guard import Guard
+from atropos_tui.supervisor.launchers.keeper_launcher import Inheritance, KeeperLauncher, claim
+from atropos_tui.supervisor.launchers.launcher import DirectLauncher, Host, Launcher
+from atropos_tui.supervisor.notify import Notifier
+from atropos_tui.supervisor.processes import procfs
+from atropos_tui.supervisor.processes.logs import last_lines
+from atropos_tui.supervisor.processes.process import become_subreaper
 from atropos_tui.supervisor.supervisor import RefusedError, Supervisor
-from atropos_tui.supervisor.tracker import reap_leftovers
 
 SWITCH_S = 0.0005
 """Seconds of Python's thread switch interval. Threads that read /proc or logs request the

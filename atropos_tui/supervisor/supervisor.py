@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from atropos_common.control import (
+from atropos_common.protocol.control import (
     Accepted,
     Action,
     CommandRequest,
@@ -30,20 +30,20 @@ from atropos_common.control import (
     RunStatus,
     State,
 )
-from atropos_common.records import CommandRecord
-from atropos_common.run_dir import RunDir
+from atropos_common.protocol.records import CommandRecord
+from atropos_common.system.run_dir import RunDir
 from atropos_tui.diagnoses import Diagnosis, describe_exit
 from atropos_tui.diagnoses.model import CANNOT_START
 from atropos_tui.diagnoses.watcher import Watcher
 from atropos_tui.errors import Exit
 from atropos_tui.profile.recipes import recipe
-from atropos_tui.supervisor import procfs
 from atropos_tui.supervisor.component import SIGNALS, Component, Ended, look_again, stuck
 from atropos_tui.supervisor.gauges import record_gauges
+from atropos_tui.supervisor.journal.store import RunResult, Store
 from atropos_tui.supervisor.launchers.launcher import Host, Usage, UsageSampler
-from atropos_tui.supervisor.logs import latest_attempt
-from atropos_tui.supervisor.process import LaunchError, describe
-from atropos_tui.supervisor.store import RunResult, Store
+from atropos_tui.supervisor.processes import procfs
+from atropos_tui.supervisor.processes.logs import latest_attempt
+from atropos_tui.supervisor.processes.process import LaunchError, describe
 
 KEPT_OPERATIONS = 200
 RESULT_LINES = 40

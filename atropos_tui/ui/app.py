@@ -23,18 +23,18 @@ from textual.binding import Binding, BindingType
 from textual.screen import Screen
 from textual.widget import Widget
 
-from atropos_common.control import Phase, RunStatus, State
-from atropos_common.records import CommandRecord, GaugesRecord
-from atropos_common.run_dir import RunDir
+from atropos_common.protocol.control import Phase, RunStatus, State
+from atropos_common.protocol.records import CommandRecord, GaugesRecord
+from atropos_common.system.run_dir import RunDir
 from atropos_tui.monitor.bench import RunBenchmark, benchmark_state
 from atropos_tui.monitor.format import one_line
-from atropos_tui.monitor.log_buffer import LogFeed
+from atropos_tui.monitor.logs.log_buffer import LogFeed
 from atropos_tui.monitor.overlay import RunCurves, read_runs, settings_of
 from atropos_tui.monitor.reading import Looking
-from atropos_tui.monitor.run_files import RunInfo, exit_code, status_from_files
+from atropos_tui.monitor.run.run_files import RunInfo, exit_code, status_from_files
+from atropos_tui.monitor.run.state import RunState
+from atropos_tui.monitor.run.timeline import clock
 from atropos_tui.monitor.run_list import other_runs
-from atropos_tui.monitor.state import RunState
-from atropos_tui.monitor.timeline import clock
 from atropos_tui.supervisor.client import ControlClient
 from atropos_tui.ui import preferences
 from atropos_tui.ui.commands import CommandApp, Outcome, explained, palette

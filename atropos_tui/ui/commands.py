@@ -16,8 +16,8 @@ from textual.filter import LineFilter
 from textual.screen import Screen
 from textual.widget import Widget
 
-from atropos_common.control import Action, CommandRequest, ComponentStatus
-from atropos_common.records import CommandRecord
+from atropos_common.protocol.control import Action, CommandRequest, ComponentStatus
+from atropos_common.protocol.records import CommandRecord
 from atropos_tui.gate import harmless
 from atropos_tui.monitor.format import one_line
 from atropos_tui.supervisor.client import Refused

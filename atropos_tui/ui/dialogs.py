@@ -16,7 +16,7 @@ from textual.screen import ModalScreen
 from textual.widgets import Button, SelectionList, Static
 from textual.widgets.selection_list import Selection
 
-from atropos_common.control import Recipe
+from atropos_common.protocol.control import Recipe
 from atropos_tui.monitor.format import one_line
 from atropos_tui.monitor.run_list import RunRow, table
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import platformdirs
 import textual
 
-from atropos_common.files import write_private
+from atropos_common.system.files import write_private
 from atropos_tui import __version__
 from atropos_tui.monitor.format import one_line
 

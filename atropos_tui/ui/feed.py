@@ -20,11 +20,18 @@ import httpx
 from pydantic import ValidationError
 from textual.message import Message
 
-from atropos_common.control import Accepted, Action, CommandRequest, Recipe, RunStatus, Snapshot
-from atropos_common.records import Record, RecordError
-from atropos_common.run_dir import RunDir
-from atropos_tui.monitor.log_buffer import LogEntry, LogFeed
-from atropos_tui.monitor.run_files import (
+from atropos_common.protocol.control import (
+    Accepted,
+    Action,
+    CommandRequest,
+    Recipe,
+    RunStatus,
+    Snapshot,
+)
+from atropos_common.protocol.records import Record, RecordError
+from atropos_common.system.run_dir import RunDir
+from atropos_tui.monitor.logs.log_buffer import LogEntry, LogFeed
+from atropos_tui.monitor.run.run_files import (
     RecordBatch,
     RunFeed,
     RunInfo,
@@ -33,7 +40,7 @@ from atropos_tui.monitor.run_files import (
     read_info,
 )
 from atropos_tui.supervisor.client import NoSupervisor, Refused, StreamLost
-from atropos_tui.supervisor.logs import latest_attempt
+from atropos_tui.supervisor.processes.logs import latest_attempt
 
 # Seconds between two polls of the status, the record streams and the log.
 STATUS_S = 1.0

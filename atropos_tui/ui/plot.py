@@ -19,8 +19,8 @@ from rich.segment import Segment
 from rich.style import Style
 from rich.text import Text
 
-from atropos_tui.monitor.gauges import Split, cells
-from atropos_tui.monitor.series import MOST_STEPS, SMALLEST, on_scale
+from atropos_tui.monitor.run.gauges import Split, cells
+from atropos_tui.monitor.run.series import MOST_STEPS, SMALLEST, on_scale
 
 TEXTURES = "█▓▒▚▞▤▥"
 OTHER_TEXTURE, FREE = "░", "·"

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import platformdirs
 
-from atropos_common.files import write_private
+from atropos_common.system.files import write_private
 from atropos_tui.monitor.reading import Along, Lens
-from atropos_tui.monitor.run_files import read_json
-from atropos_tui.monitor.state import MOST_CURVES
+from atropos_tui.monitor.run.run_files import read_json
+from atropos_tui.monitor.run.state import MOST_CURVES
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,10 @@ from typing import Any, Literal
 from pydantic import ValidationError
 from textual.app import App, SuspendNotSupported
 
-from atropos_common.control import Phase, RunStatus
-from atropos_common.records import Record
-from atropos_common.run_dir import RunDir
-from atropos_tui.monitor.run_files import read_json
+from atropos_common.protocol.control import Phase, RunStatus
+from atropos_common.protocol.records import Record
+from atropos_common.system.run_dir import RunDir
+from atropos_tui.monitor.run.run_files import read_json
 from atropos_tui.profile.spec import NotifyPolicy
 from atropos_tui.supervisor.notify import event_of_exit, is_event
 from atropos_tui.ui.commands import CommandApp, Outcome

@@ -12,7 +12,7 @@ from textual.content import Content
 from textual.markup import parse_style
 from textual.theme import Theme
 
-from atropos_common.control import State
+from atropos_common.protocol.control import State
 from atropos_tui.monitor.format import TONES, glyph_and_word
 
 

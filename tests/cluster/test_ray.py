@@ -19,7 +19,7 @@ def test_the_bridge_carries_bytes_both_ways_and_the_end(ray: RayNodes) -> None:
         sys.executable,
         "-P",
         "-m",
-        "atropos_tui.supervisor.launchers.ray_bridge",
+        "atropos_tui.cluster.ray_bridge",
         "--address",
         ray.address,
     ]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from atropos_tui.profile.machines import prefix_of
+from atropos_tui.cluster.machines import prefix_of
 from atropos_tui.profile.sections import ClusterSection
 from atropos_tui.profile.spec import Node
 from tests.cluster.slurm_nodes import SlurmNodes

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from atropos_envs.arithmetic_server import ArithmeticEnv
-from atropos_envs.base import run
-from atropos_envs.engine_client import EngineClient, Generation
+from atropos_envs.hosting.base import run
+from atropos_envs.hosting.engine_client import EngineClient, Generation
 
 
 class Client(EngineClient):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from atropos_common.records import AlignmentRecord, parse_line
+from atropos_common.protocol.records import AlignmentRecord, parse_line
 from tests.e2e.streams import Streams
 from tests.e2e.vllm_server_live import Server
 from trainer_core.config import TrainingConfig

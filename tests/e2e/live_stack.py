@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from atropos_common.records import EvalRecord, Record, RecordError, StateRecord, parse_line
-from atropos_common.run_dir import ENV_RUN_ID, RunDir
+from atropos_common.protocol.records import EvalRecord, Record, RecordError, StateRecord, parse_line
+from atropos_common.system.run_dir import ENV_RUN_ID, RunDir
 from benchmarks.demo import prepare
 from tests.e2e.vllm_server_live import SHARED_NAME
 

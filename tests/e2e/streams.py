@@ -19,8 +19,8 @@ from typing import Any
 
 import httpx
 
-from atropos_common.bridge import TOKEN_HEADER, completion_digest
-from atropos_common.http import LIMITS, certificates
+from atropos_common.net.http import LIMITS, certificates
+from atropos_common.protocol.bridge import TOKEN_HEADER, completion_digest
 from tests.e2e.vllm_server_live import reference_logprobs
 from trainer_core.server.client import ServerClient
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from atropos_common.run_dir import ENV_CONTROL_SOCKET, ENV_RUN_DIR, ENV_TOKEN
+from atropos_common.system.run_dir import ENV_CONTROL_SOCKET, ENV_RUN_DIR, ENV_TOKEN
 from tests.e2e.gate import PROMPTS
 from tests.e2e.gate import config as single_copy
 from tests.e2e.small_models import OTHERS, make_model

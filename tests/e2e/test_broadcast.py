@@ -19,8 +19,8 @@ import httpx
 import pytest
 import torch
 
-from atropos_common.run_dir import ENV_TOKEN
-from atropos_common.transfer import TransferUpdate
+from atropos_common.broadcast.transfer import TransferUpdate
+from atropos_common.system.run_dir import ENV_TOKEN
 from tests.e2e.live_stack import LiveStack, free_ports
 from tests.e2e.small_models import ARCHITECTURES, TINY, another_model, make_model
 from tests.e2e.test_demo import assert_aligned, assert_learned

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from atropos_common.run_dir import ENV_NODE_ADDRESS, ENV_TOKEN
+from atropos_common.system.run_dir import ENV_NODE_ADDRESS, ENV_TOKEN
 from tests.e2e.small_models import TINY, make_model
 from tests.e2e.test_broadcast import trainer_of as broadcasting
 from tests.e2e.test_lora import EXACT, ask

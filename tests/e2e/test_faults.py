@@ -12,7 +12,7 @@ from statistics import mean
 
 import pytest
 
-from atropos_common.records import DiagnosisRecord
+from atropos_common.protocol.records import DiagnosisRecord
 from atropos_envs.tiny_model import make_tiny_model
 from tests.e2e.live_stack import LiveStack, read_records
 
@@ -195,7 +195,7 @@ def test_trainer_told_the_impossible(stack: Start) -> None:
 @pytest.mark.slow
 def test_trainer_that_raises(stack: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plant = (
-        "import trainer_core.step as step\n\n\ndef accumulate(*_, **__):\n    raise "
+        "import trainer_core.optimization.step as step\n\n\ndef accumulate(*_, **__):\n    raise "
         "RuntimeError('planted fault')\n"
     )
     (tmp_path / "planted.py").write_text(plant + "\n\nstep.accumulate = accumulate\n")

@@ -9,7 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from atropos_common.records import DiagnosisRecord, EnvCountsRecord, EvalRecord, StageRecord
+from atropos_common.protocol.records import (
+    DiagnosisRecord,
+    EnvCountsRecord,
+    EvalRecord,
+    StageRecord,
+)
 from tests.e2e.live_stack import LiveStack, prepare_demo, read_records
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]

@@ -23,8 +23,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from atropos_common.bridge import ADAPTER_WEIGHTS
-from atropos_common.run_dir import ENV_CONTROL_SOCKET, ENV_RUN_DIR, ENV_TOKEN, MANIFEST_NAME
+from atropos_common.protocol.bridge import ADAPTER_WEIGHTS
+from atropos_common.system.run_dir import ENV_CONTROL_SOCKET, ENV_RUN_DIR, ENV_TOKEN, MANIFEST_NAME
 from atropos_envs.tiny_model import make_tiny_model
 from tests.e2e import gate
 from tests.e2e.live_stack import STEPS_LIVE, LiveStack, free_ports
@@ -36,13 +36,13 @@ from tests.unit.trainer_rollouts import rollouts_of
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import EngineError, EngineGone, UsageError
 from trainer_core.objective.registry import Objective
-from trainer_core.optim import Stepper
+from trainer_core.optimization.optimizers import Stepper
+from trainer_core.optimization.step import accumulate
 from trainer_core.policy.load import load_model
 from trainer_core.policy.logprobs import completions_logprobs, sequence_logprobs
 from trainer_core.policy.lora import adapter_parameters, add_adapter, write_adapter
 from trainer_core.rollouts.packing import pack
 from trainer_core.server.client import ServerClient
-from trainer_core.step import accumulate
 from trainer_core.weight_sync.base import Start, SyncReport
 from trainer_core.weight_sync.lora import KEPT, LoraRestart, LoraSwap
 from vllm_server.plugin import ENGINE_IMPORTED, IMPORTED

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from atropos_common.bridge import LoadWeightsRequest
-from atropos_common.run_dir import ENV_CONTROL_SOCKET, ENV_RUN_DIR, ENV_TOKEN
+from atropos_common.protocol.bridge import LoadWeightsRequest
+from atropos_common.system.run_dir import ENV_CONTROL_SOCKET, ENV_RUN_DIR, ENV_TOKEN
 from atropos_envs.tiny_model import make_tiny_model
 from tests.e2e.live_stack import STEPS_LIVE, LiveStack, free_ports
 from tests.e2e.small_models import ARCHITECTURES, TINY, another_model, make_model

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from atropos_common.records import DiagnosisRecord
+from atropos_common.protocol.records import DiagnosisRecord
 from tests.e2e.live_stack import LiveStack, read_records
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from atropos_common.run_dir import ENV_CONTROL_SOCKET, ENV_RUN_DIR, ENV_TOKEN
+from atropos_common.system.run_dir import ENV_CONTROL_SOCKET, ENV_RUN_DIR, ENV_TOKEN
 from tests.e2e.gate import PROMPTS, Live, alignments, train_on
 from tests.e2e.small_models import make_model
 from tests.e2e.vllm_server_live import TOKEN, Server, end_of, start_server

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from atropos_common.bridge import LoadWeightsRequest
-from atropos_common.run_dir import ENV_CONTROL_SOCKET, ENV_RUN_DIR, ENV_TOKEN
+from atropos_common.protocol.bridge import LoadWeightsRequest
+from atropos_common.system.run_dir import ENV_CONTROL_SOCKET, ENV_RUN_DIR, ENV_TOKEN
 from tests.e2e import test_broadcast, test_none
 from tests.e2e.small_models import make_model
 from tests.e2e.test_none import UPDATES, Whole

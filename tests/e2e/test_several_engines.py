@@ -13,8 +13,8 @@ from contextlib import suppress
 import httpx
 import pytest
 
-from atropos_common.bridge import METRIC_REQUESTS
-from atropos_common.run_dir import RunDir
+from atropos_common.protocol.bridge import METRIC_REQUESTS
+from atropos_common.system.run_dir import RunDir
 from tests.e2e.live_stack import LiveStack, free_ports
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]

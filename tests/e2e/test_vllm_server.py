@@ -27,9 +27,9 @@ import psutil
 import pytest
 import torch
 
-from atropos_common import ports
-from atropos_common.bridge import prompt_digest
-from atropos_common.run_dir import ENV_HELD_PORT
+from atropos_common.net import ports
+from atropos_common.protocol.bridge import prompt_digest
+from atropos_common.system.run_dir import ENV_HELD_PORT
 from atropos_tui.profile.ports import free_port
 from tests.e2e.vllm_server_live import (
     TOKEN,

@@ -16,8 +16,8 @@ from pathlib import Path
 import pynvml
 import pytest
 
-from atropos_common.control import CommandRequest, ComponentStatus, State
-from atropos_common.records import DiagnosisRecord, Record, StateRecord
+from atropos_common.protocol.control import CommandRequest, ComponentStatus, State
+from atropos_common.protocol.records import DiagnosisRecord, Record, StateRecord
 from atropos_tui.profile.spec import (
     ComponentSpec,
     LogCheck,

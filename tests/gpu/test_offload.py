@@ -14,14 +14,14 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from tests.unit.trainer_rollouts import rollouts_of
-from trainer_core.checkpoint import split_tensors
+from trainer_core.checkpoints.checkpoint import split_tensors
 from trainer_core.config import TrainingConfig
 from trainer_core.objective.registry import Objective
-from trainer_core.optim import Stepper, round_stochastically, salt
+from trainer_core.optimization.optimizers import Stepper, round_stochastically, salt
+from trainer_core.optimization.step import accumulate
 from trainer_core.policy.attention import register
 from trainer_core.policy.speed import use_checkpointing
 from trainer_core.rollouts.packing import pack
-from trainer_core.step import accumulate
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 GPU = torch.device("cuda")
@@ -68,7 +68,9 @@ def test_the_step_is_the_same_and_takes_less(
 ) -> None:
     if optimizer == "adamw_8bit":
         pytest.importorskip("bitsandbytes")
-    monkeypatch.setattr("trainer_core.optim.PART_PARAMETERS", 1 << 20)  # a weight a part, of 96
+    monkeypatch.setattr(
+        "trainer_core.optimization.optimizers.PART_PARAMETERS", 1 << 20
+    )  # a weight a part, of 96
     fields = {"optimizer": optimizer, "master_weights": masters, "gradient_dtype": gradients}
     here, most_here, _ = _steps(4, **fields)
     away, most_away, lasted = _steps(4, **fields, optimizer_offload=True)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from atropos_common.group import unique_id
+from atropos_common.broadcast.group import unique_id
 from tests.unit.small_models import CONFIGS, build
 from trainer_core.weight_sync.collectives import NcclGroup
 from trainer_core.weight_sync.outgoing import OnePiece, Outgoing, Shards

@@ -25,14 +25,14 @@ import psutil
 import pytest
 import torch
 
-from atropos_common.manifest import read_manifest
-from atropos_common.records import parse_line
+from atropos_common.protocol.manifest import read_manifest
+from atropos_common.protocol.records import parse_line
 from atropos_envs.tiny_model import make_tiny_model
 from tests.e2e.vllm_server_live import end_of, still_running
 from tests.gpu.test_weight_sync import begin, until_ready
 from tests.unit.test_trainer_gpu import Sampled
 from tests.unit.trainer_stand_ins import TOKEN
-from trainer_core import checkpoint
+from trainer_core.checkpoints import checkpoint
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import EngineGone
 from trainer_core.loop import train

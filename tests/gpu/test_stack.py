@@ -11,7 +11,7 @@ from statistics import mean
 
 import pytest
 
-from atropos_common.records import OUTLIER, AlignmentRecord
+from atropos_common.protocol.records import OUTLIER, AlignmentRecord
 from tests.e2e.live_stack import LiveStack
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(540)]

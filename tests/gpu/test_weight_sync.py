@@ -21,7 +21,7 @@ from typing import Any
 import httpx
 import pytest
 
-from atropos_common.records import parse_line
+from atropos_common.protocol.records import parse_line
 from atropos_envs.tiny_model import make_tiny_model
 from tests.e2e.live_stack import free_ports
 from tests.e2e.streams import Streams

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from atropos_tui.profile.spec import ComponentSpec, LogPolicy, Place, StackSpec
-from atropos_tui.supervisor import tracker
+from atropos_tui.supervisor.journal import tracker
 from tests.supervisor.harness import Running, check_history
 
 PLAIN = ["/bin/sh", "-c", 'echo a word before the line; exec "$@"', "--"]

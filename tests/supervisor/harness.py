@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from atropos_common.control import State
-from atropos_common.records import Record, RecordError, StateRecord, parse_line
-from atropos_common.run_dir import RunDir
+from atropos_common.protocol.control import State
+from atropos_common.protocol.records import Record, RecordError, StateRecord, parse_line
+from atropos_common.system.run_dir import RunDir
 from atropos_tui.profile.spec import (
     Check,
     ComponentSpec,
@@ -25,8 +25,8 @@ from atropos_tui.profile.spec import (
 )
 from atropos_tui.supervisor.client import ControlClient
 from atropos_tui.supervisor.component import check_step
+from atropos_tui.supervisor.journal.store import RunResult
 from atropos_tui.supervisor.runner import run_stack
-from atropos_tui.supervisor.store import RunResult
 
 CHILDREN = Path(__file__).parent / "children"
 QUICK = RestartPolicy(backoff_s=0.02, max_backoff_s=0.1, max_restarts=2)

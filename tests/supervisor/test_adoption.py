@@ -15,15 +15,16 @@ from typing import Any
 
 import pytest
 
-from atropos_common.control import CommandRequest, ComponentStatus, Role, State
-from atropos_common.record_tail import RecordTail
-from atropos_common.records import StateRecord, parse_line
-from atropos_common.run_dir import ENV_CONTROL_SOCKET, ENV_TOKEN
+from atropos_common.protocol.control import CommandRequest, ComponentStatus, Role, State
+from atropos_common.protocol.record_tail import RecordTail
+from atropos_common.protocol.records import StateRecord, parse_line
+from atropos_common.system.run_dir import ENV_CONTROL_SOCKET, ENV_TOKEN
 from atropos_tui.profile import ports
 from atropos_tui.profile.spec import ComponentSpec, RestartPolicy
-from atropos_tui.supervisor import procfs, tracker
+from atropos_tui.supervisor.journal import tracker
+from atropos_tui.supervisor.journal.store import ProcessTable, RunResult
+from atropos_tui.supervisor.processes import procfs
 from atropos_tui.supervisor.runner import run_stack
-from atropos_tui.supervisor.store import ProcessTable, RunResult
 from atropos_tui.supervisor.supervisor import Supervisor
 from tests.supervisor.harness import QUICK, alive, part, python, ready, script, wait_until
 from tests.supervisor.test_death import Background, background, plant

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from atropos_common.records import (
+from atropos_common.protocol.records import (
     METRIC_KINDS,
     AlignmentRecord,
     DiagnosisRecord,
     EvalRecord,
     StepRecord,
 )
-from atropos_common.run_dir import ENV_TOKEN
+from atropos_common.system.run_dir import ENV_TOKEN
 from atropos_tui.diagnoses.metric_rules import alert_rules
 from atropos_tui.diagnoses.metric_watch import MetricWatch
 from atropos_tui.errors import UserError

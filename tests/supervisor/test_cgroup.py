@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 
-from atropos_common.control import CommandRequest, State
-from atropos_tui.supervisor import procfs
-from atropos_tui.supervisor.process import Ending, end_set, spawn
-from atropos_tui.supervisor.store import ProcessTable
+from atropos_common.protocol.control import CommandRequest, State
+from atropos_tui.supervisor.journal.store import ProcessTable
+from atropos_tui.supervisor.processes import procfs
+from atropos_tui.supervisor.processes.process import Ending, end_set, spawn
 from tests.supervisor.harness import alive, part, pids_in, python, ready, script, wait_until
 from tests.supervisor.test_death import Background, background, guard_of
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from atropos_common.control import Action, CommandRequest
+from atropos_common.protocol.control import Action, CommandRequest
 from atropos_tui.profile.spec import RestartPolicy
 from atropos_tui.supervisor.client import ControlClient, NoSupervisor, Refused
-from atropos_tui.supervisor.store import RunResult
+from atropos_tui.supervisor.journal.store import RunResult
 from tests.supervisor.harness import check_records, part, python, ready, script, wait_until
 from tests.supervisor.test_death import Background, background
 

@@ -13,22 +13,22 @@ from typing import Any
 
 import pytest
 
-from atropos_common.control import CommandRequest, Role, State
-from atropos_common.records import (
+from atropos_common.protocol.control import CommandRequest, Role, State
+from atropos_common.protocol.records import (
     CommandRecord,
     ComponentRecord,
     DiagnosisRecord,
     ProbeRecord,
     StateRecord,
 )
-from atropos_common.run_dir import RunDir
+from atropos_common.system.run_dir import RunDir
 from atropos_tui.errors import Exit, UserError
 from atropos_tui.profile.spec import HttpCheck, Probe, Probes
 from atropos_tui.supervisor import client as client_module
-from atropos_tui.supervisor import procfs
 from atropos_tui.supervisor import supervisor as supervisor_module
 from atropos_tui.supervisor.client import ControlClient, NoSupervisor, NotAnswering, StreamLost
-from atropos_tui.supervisor.tracker import Tracker
+from atropos_tui.supervisor.journal.tracker import Tracker
+from atropos_tui.supervisor.processes import procfs
 from tests.supervisor.harness import part, python, ready
 
 

@@ -13,12 +13,12 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
-from atropos_common.control import CommandRequest, Phase, Role, RunStatus, Snapshot, State
-from atropos_common.records import CommandRecord, Record, parse_line
-from atropos_common.run_dir import RunDir
+from atropos_common.protocol.control import CommandRequest, Phase, Role, RunStatus, Snapshot, State
+from atropos_common.protocol.records import CommandRecord, Record, parse_line
+from atropos_common.system.run_dir import RunDir
 from atropos_tui.supervisor.client import ControlClient, NoSupervisor, Refused, socket_path
+from atropos_tui.supervisor.journal.store import RunInUseError
 from atropos_tui.supervisor.runner import run_stack
-from atropos_tui.supervisor.store import RunInUseError
 from tests.supervisor.harness import part, python, ready, script
 
 
@@ -401,8 +401,8 @@ async def test_a_resumed_run_goes_on_counting(launch: Any) -> None:
 
 
 def test_events_file_is_strict_json(tmp_path: Path) -> None:
-    from atropos_common.records import ProbeRecord
-    from atropos_tui.supervisor.store import Journal
+    from atropos_common.protocol.records import ProbeRecord
+    from atropos_tui.supervisor.journal.store import Journal
 
     journal = Journal(tmp_path / "supervisor.jsonl", "run")
     journal.append(

@@ -18,16 +18,18 @@ from typing import Any
 
 import pytest
 
-from atropos_common.control import State
-from atropos_common.run_dir import RunDir
-from atropos_tui.cli import control, up
+from atropos_common.protocol.control import State
+from atropos_common.system.run_dir import RunDir
+from atropos_tui.cli.manage import control
+from atropos_tui.cli.start import up
 from atropos_tui.errors import Exit, UserError
 from atropos_tui.profile.spec import ComponentSpec, StackSpec
-from atropos_tui.supervisor import procfs, tracker
 from atropos_tui.supervisor.client import ControlClient, NoSupervisor
-from atropos_tui.supervisor.launch import scratch_name
+from atropos_tui.supervisor.journal import tracker
+from atropos_tui.supervisor.journal.store import ProcessTable, RunResult
 from atropos_tui.supervisor.launchers.launcher import Host
-from atropos_tui.supervisor.store import ProcessTable, RunResult
+from atropos_tui.supervisor.processes import procfs
+from atropos_tui.supervisor.processes.launch import scratch_name
 from atropos_tui.supervisor.supervisor import SWEEP_S
 from tests import nursery
 from tests.supervisor.harness import alive, part, pids_in, python, script, wait_until

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from atropos_common.control import Role
+from atropos_common.protocol.control import Role
 from atropos_tui.diagnoses import Evidence, Names, describe_exit, diagnose
 from atropos_tui.profile.spec import StackSpec
 from tests.supervisor.harness import part

@@ -13,12 +13,24 @@ from typing import Any
 
 import pytest
 
-from atropos_common.bridge import METRIC_CAPACITY, METRIC_IDLE_S, METRIC_REQUESTS, METRIC_SLOTS
-from atropos_common.control import Role, State
-from atropos_common.group_reasons import FLAT, GROUP_SIZE, NONE, REFUSED, SURPLUS, UNSENDABLE
-from atropos_common.records import EnvCountsRecord, StepRecord, TimingRecord
-from atropos_common.run_dir import ENV_ENGINE_URLS
-from atropos_common.stages import FIRST_BATCH
+from atropos_common.protocol.bridge import (
+    METRIC_CAPACITY,
+    METRIC_IDLE_S,
+    METRIC_REQUESTS,
+    METRIC_SLOTS,
+)
+from atropos_common.protocol.control import Role, State
+from atropos_common.protocol.group_reasons import (
+    FLAT,
+    GROUP_SIZE,
+    NONE,
+    REFUSED,
+    SURPLUS,
+    UNSENDABLE,
+)
+from atropos_common.protocol.records import EnvCountsRecord, StepRecord, TimingRecord
+from atropos_common.protocol.stages import FIRST_BATCH
+from atropos_common.system.run_dir import ENV_ENGINE_URLS
 from atropos_tui.diagnoses import questions
 from atropos_tui.diagnoses.flow import FlowWatch, parse_look
 from atropos_tui.diagnoses.flow_rules import explain

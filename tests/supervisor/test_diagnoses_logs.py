@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from atropos_common.control import Role
+from atropos_common.protocol.control import Role
 from atropos_tui.diagnoses import Diagnosis, Evidence, Names, diagnose
 from atropos_tui.diagnoses.log_rules import LOG_RULES
 from atropos_tui.diagnoses.log_scanner import HEAD, REST, LogScanner, Work
@@ -222,7 +222,7 @@ WORDS = [
     (
         ENV,
         "registration_refused",
-        "ERROR atropos_envs.base: run-api refused the registration (422: {'a': 1})",
+        "ERROR atropos_envs.hosting.base: run-api refused the registration (422: {'a': 1})",
     ),
     (
         ENV,
@@ -369,7 +369,10 @@ INNOCENT = [
         TRAINER,
         "LogProb Alignment: DRIFT (rollouts are far from the policy (policy lag of up to 6))",
     ),
-    (ENV, "INFO atropos_envs.base: inference server at http://127.0.0.1:9001 answers after 36.8 s"),
+    (
+        ENV,
+        "INFO atropos_envs.hosting.base: inference server at http://127.0.0.1:9001 answers after 36.8 s",
+    ),
     (API, 'INFO:     127.0.0.1:34712 - "POST /register HTTP/1.1" 200 OK'),
     (Role.OTHER, "WARNING:  WatchFiles detected changes in 'made.py'. Reloading..."),
 ]

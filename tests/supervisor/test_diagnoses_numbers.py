@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from atropos_common.records import (
+from atropos_common.protocol.records import (
     ALIGNMENT_CAUSES,
     EvalRecord,
     Record,

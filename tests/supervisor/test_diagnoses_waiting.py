@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from atropos_common.control import Role, State
+from atropos_common.protocol.control import Role, State
 from atropos_tui.diagnoses.stall_rules import (
     ApiView,
     Part,

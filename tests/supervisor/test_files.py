@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from atropos_common.records import DiagnosisRecord, parse_line
-from atropos_tui.supervisor import logs
+from atropos_common.protocol.records import DiagnosisRecord, parse_line
+from atropos_tui.supervisor.journal.store import Journal, ProcessTable, RunInUseError
 from atropos_tui.supervisor.launchers.keeper_launcher import ResumedDrain
-from atropos_tui.supervisor.logs import LogDrain, LogFile, last_lines, latest_attempt
-from atropos_tui.supervisor.store import Journal, ProcessTable, RunInUseError
+from atropos_tui.supervisor.processes import logs
+from atropos_tui.supervisor.processes.logs import LogDrain, LogFile, last_lines, latest_attempt
 
 
 @pytest.mark.parametrize("torn", [b"", b'{"kind": "sta', b"\xff\xfe\x00", b"x" * 200_000])
@@ -144,7 +144,7 @@ def test_a_full_disk_counts_what_the_log_lost(
     def full(*_: Any) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("atropos_tui.supervisor.logs.os.write", full)
+    monkeypatch.setattr("atropos_tui.supervisor.processes.logs.os.write", full)
     assert "No space left" in log.write(b"12345\n")
     monkeypatch.undo()
     assert log.lost_bytes == 6
@@ -228,7 +228,7 @@ def test_times_are_those_of_the_lines_end_over_a_rotation(
 TORN = """
 import resource, sys
 from pathlib import Path
-from atropos_tui.supervisor.logs import TimesWriter
+from atropos_tui.supervisor.processes.logs import TimesWriter
 log = open(sys.argv[1], "wb")
 times = TimesWriter(Path(sys.argv[1]))
 times.begin(log.fileno())

@@ -17,13 +17,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from atropos_common.control import CommandRequest
-from atropos_common.records import DiagnosisRecord, Record, StateRecord, parse_line
-from atropos_common.run_dir import RunDir
+from atropos_common.protocol.control import CommandRequest
+from atropos_common.protocol.records import DiagnosisRecord, Record, StateRecord, parse_line
+from atropos_common.system.run_dir import RunDir
 from atropos_tui.profile.spec import StackSpec
-from atropos_tui.supervisor import tracker
 from atropos_tui.supervisor.client import ControlClient
-from atropos_tui.supervisor.logs import LogFile
+from atropos_tui.supervisor.journal import tracker
+from atropos_tui.supervisor.processes.logs import LogFile
 from tests.supervisor.harness import NOTE, check_log, part, python, ready, wait_until
 from tests.tmpfs import mounted
 

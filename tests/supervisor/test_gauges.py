@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from atropos_common.control import CommandRequest
-from atropos_common.record_tail import RecordTail
-from atropos_common.records import GaugesRecord, Record
-from atropos_tui.supervisor import gauges, procfs, supervisor
+from atropos_common.protocol.control import CommandRequest
+from atropos_common.protocol.record_tail import RecordTail
+from atropos_common.protocol.records import GaugesRecord, Record
+from atropos_tui.supervisor import gauges, supervisor
 from atropos_tui.supervisor.launchers import launcher
+from atropos_tui.supervisor.processes import procfs
 from tests.supervisor.harness import part, python, wait_until
 
 BUSY = "while True: sum(range(1000))"

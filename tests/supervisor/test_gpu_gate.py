@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from atropos_common.control import CommandRequest, ComponentStatus, Role, State
-from atropos_common.records import DiagnosisRecord
+from atropos_common.protocol.control import CommandRequest, ComponentStatus, Role, State
+from atropos_common.protocol.records import DiagnosisRecord
 from atropos_tui.gpu import Card, NoDriverError, Nvml
-from atropos_tui.supervisor import gpu_memory
-from atropos_tui.supervisor.gpu_memory import GIB, GpuMemory, Reader, excess_of
+from atropos_tui.supervisor.launchers import gpu_memory
+from atropos_tui.supervisor.launchers.gpu_memory import GIB, GpuMemory, Reader, excess_of
 from tests.supervisor.harness import QUICK, Running, alive, part, ready, wait_until
 
 HOST = 1_000_000

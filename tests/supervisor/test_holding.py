@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from atropos_common.control import CommandRequest, State
-from atropos_common.records import DiagnosisRecord
+from atropos_common.protocol.control import CommandRequest, State
+from atropos_common.protocol.records import DiagnosisRecord
 from atropos_tui.profile.plan import build_stack
 from atropos_tui.profile.ports import is_free
 from atropos_tui.profile.sections import parse_profile

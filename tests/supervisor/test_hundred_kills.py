@@ -19,11 +19,11 @@ from typing import Literal
 
 import pytest
 
-from atropos_common.control import CommandRequest, ComponentStatus, Role, State
+from atropos_common.protocol.control import CommandRequest, ComponentStatus, Role, State
 from atropos_tui.profile.spec import ComponentSpec, FileCheck, LogCheck, RestartPolicy, StopPolicy
-from atropos_tui.supervisor import procfs
 from atropos_tui.supervisor.client import ControlClient, NoSupervisor
-from atropos_tui.supervisor.store import RunResult
+from atropos_tui.supervisor.journal.store import RunResult
+from atropos_tui.supervisor.processes import procfs
 from tests.supervisor.harness import check_records, part, python, ready, script, wait_until
 from tests.supervisor.test_death import Background, background, plant
 

@@ -15,14 +15,15 @@ from pathlib import Path
 
 import pytest
 
-from atropos_common.control import CommandRequest
-from atropos_common.run_dir import RunDir
+from atropos_common.protocol.control import CommandRequest
+from atropos_common.system.run_dir import RunDir
+from atropos_tui.cluster.frames import Connection, ConnectionClosedError
 from atropos_tui.profile.spec import LogPolicy, RestartPolicy, Stage
-from atropos_tui.supervisor import procfs, tracker
+from atropos_tui.supervisor.journal import tracker
+from atropos_tui.supervisor.journal.store import ProcessTable
 from atropos_tui.supervisor.launchers import keeper_launcher
-from atropos_tui.supervisor.launchers.frames import Connection, ConnectionClosedError
-from atropos_tui.supervisor.logs import last_lines
-from atropos_tui.supervisor.store import ProcessTable
+from atropos_tui.supervisor.processes import procfs
+from atropos_tui.supervisor.processes.logs import last_lines
 from benchmarks.faults import keeper_of
 from tests.supervisor.harness import QUICK, alive, part, python, ready, script, wait_until
 from tests.supervisor.test_adoption import (
@@ -277,7 +278,7 @@ def test_the_line_needs_no_socket(tmp_path: Path) -> None:
     program = (
         "import socket, sys\n"
         "from atropos_tui.supervisor.launchers import keeper\n"
-        "from atropos_tui.supervisor.launchers.frames import Connection\n"
+        "from atropos_tui.cluster.frames import Connection\n"
         "listener = socket.socket(socket.AF_UNIX)\n"
         "listener.bind('')\n"
         "listener.listen()\n"

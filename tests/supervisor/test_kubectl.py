@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from atropos_common.control import State
-from atropos_tui.cli.doctor.nodes import Target, examine
-from atropos_tui.profile.machines import prefix_of
+from atropos_common.protocol.control import State
+from atropos_tui.cluster.doctor import Target, examine
+from atropos_tui.cluster.machines import prefix_of
 from atropos_tui.profile.sections import ClusterSection
 from atropos_tui.profile.spec import Node, Place
 from tests.supervisor.harness import part, python

@@ -14,13 +14,15 @@ from typing import Any
 
 import pytest
 
-from atropos_common.control import Role, State
-from atropos_common.records import DiagnosisRecord, StateRecord
-from atropos_common.run_dir import RunDir
-from atropos_tui.monitor.run_files import load_run, status_from_files
-from atropos_tui.supervisor import client, guard, store
-from atropos_tui.supervisor.guard import Guard
-from atropos_tui.supervisor.store import Journal, RunResult, reserve
+from atropos_common.protocol.control import Role, State
+from atropos_common.protocol.records import DiagnosisRecord, StateRecord
+from atropos_common.system.run_dir import RunDir
+from atropos_tui.monitor.run.run_files import load_run, status_from_files
+from atropos_tui.supervisor import client
+from atropos_tui.supervisor.journal import store
+from atropos_tui.supervisor.journal.store import Journal, RunResult, reserve
+from atropos_tui.supervisor.launchers import guard
+from atropos_tui.supervisor.launchers.guard import Guard
 from tests.supervisor.harness import part, python, ready, wait_until
 from tests.tmpfs import mounted
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from atropos_common.control import State
+from atropos_common.protocol.control import State
 from atropos_tui.profile.spec import LogCheck
-from atropos_tui.supervisor import log_watch
-from atropos_tui.supervisor.log_watch import LineWatch
+from atropos_tui.supervisor.processes import log_watch
+from atropos_tui.supervisor.processes.log_watch import LineWatch
 from tests.supervisor.harness import part, python, ready
 
 PRINTS = (

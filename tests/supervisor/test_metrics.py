@@ -14,8 +14,8 @@ import httpx
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from atropos_common.control import Role
-from atropos_common.records import (
+from atropos_common.protocol.control import Role
+from atropos_common.protocol.records import (
     DiagnosisRecord,
     EngineGauges,
     EnvFlow,
@@ -27,7 +27,7 @@ from atropos_common.records import (
     TimingRecord,
     parse_line,
 )
-from atropos_common.run_dir import RunDir
+from atropos_common.system.run_dir import RunDir
 from atropos_tui.profile.spec import MetricsPolicy, RestartPolicy
 from tests.supervisor.harness import part, python, ready
 

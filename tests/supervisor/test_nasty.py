@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from atropos_common.control import CommandRequest, State
+from atropos_common.protocol.control import CommandRequest, State
 from atropos_tui.profile.spec import LogCheck, RestartPolicy, StopPolicy
-from atropos_tui.supervisor import procfs
+from atropos_tui.supervisor.processes import procfs
 from tests.supervisor.harness import alive, part, pids_in, python, ready, script, wait_until
 
 

@@ -21,13 +21,13 @@ from typing import Any
 
 import pytest
 
-from atropos_common.control import CommandRequest, Phase, RunStatus
-from atropos_common.records import DiagnosisRecord
-from atropos_common.run_dir import RunDir
+from atropos_common.protocol.control import CommandRequest, Phase, RunStatus
+from atropos_common.protocol.records import DiagnosisRecord
+from atropos_common.system.run_dir import RunDir
 from atropos_tui.profile.plan import redacted
 from atropos_tui.profile.spec import ComponentSpec, NotifyPolicy, StackSpec
 from atropos_tui.supervisor import notify
-from atropos_tui.supervisor.store import Journal, RunResult, Store
+from atropos_tui.supervisor.journal.store import Journal, RunResult, Store
 from atropos_tui.ui.terminal import Bell
 from tests.supervisor.harness import Running, check_history, part, python
 

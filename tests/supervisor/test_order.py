@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from atropos_common.control import CommandRequest, Role, State
+from atropos_common.protocol.control import CommandRequest, Role, State
 from atropos_tui.profile.spec import (
     FileCheck,
     HttpCheck,

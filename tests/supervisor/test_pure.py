@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from atropos_common.control import State
-from atropos_common.records import Record
-from atropos_tui.supervisor import component, procfs
-from atropos_tui.supervisor.store import Hub, SubscriberDroppedError
+from atropos_common.protocol.control import State
+from atropos_common.protocol.records import Record
+from atropos_tui.supervisor import component
+from atropos_tui.supervisor.journal.store import Hub, SubscriberDroppedError
+from atropos_tui.supervisor.processes import procfs
 
 
 def test_every_state_has_its_row_and_can_be_left_and_reached() -> None:

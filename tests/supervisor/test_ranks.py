@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
-from atropos_common.control import CommandRequest, Role
-from atropos_common.records import DiagnosisRecord
+from atropos_common.protocol.control import CommandRequest, Role
+from atropos_common.protocol.records import DiagnosisRecord
 from atropos_tui.profile.plan import ranked
 from atropos_tui.profile.spec import LogCheck, StopPolicy
 from tests.supervisor.harness import Running, part, ready

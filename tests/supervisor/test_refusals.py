@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from atropos_common.control import Role, State
-from atropos_common.records import DiagnosisRecord
-from atropos_common.run_dir import ENV_ENGINE_URLS
+from atropos_common.protocol.control import Role, State
+from atropos_common.protocol.records import DiagnosisRecord
+from atropos_common.system.run_dir import ENV_ENGINE_URLS
 from atropos_tui.diagnoses import stall_rules, watcher
 from atropos_tui.diagnoses.model import Diagnosis
 from atropos_tui.diagnoses.stall_rules import (

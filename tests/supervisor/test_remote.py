@@ -17,15 +17,15 @@ from typing import Any
 
 import pytest
 
-from atropos_common.control import CommandRequest, State
-from atropos_common.records import DiagnosisRecord
+from atropos_common.protocol.control import CommandRequest, State
+from atropos_common.protocol.records import DiagnosisRecord
+from atropos_tui.cluster import remote_launcher
+from atropos_tui.cluster.frames import Connection
+from atropos_tui.cluster.outbox import Beats, Outbox
+from atropos_tui.cluster.remote_launcher import StartedThere, sweep_there
 from atropos_tui.profile.spec import Place, StackError, StackSpec, check_stack
-from atropos_tui.supervisor import procfs
-from atropos_tui.supervisor.launchers import remote_launcher
-from atropos_tui.supervisor.launchers.frames import Connection
-from atropos_tui.supervisor.launchers.outbox import Beats, Outbox
-from atropos_tui.supervisor.launchers.remote_launcher import StartedThere, sweep_there
-from atropos_tui.supervisor.store import FarEntry, ProcessTable
+from atropos_tui.supervisor.journal.store import FarEntry, ProcessTable
+from atropos_tui.supervisor.processes import procfs
 from tests.supervisor.conftest import far
 from tests.supervisor.harness import (
     QUICK,
@@ -182,7 +182,7 @@ async def test_nothing_secret_is_on_a_command_line_or_in_a_file(
 def test_what_belongs_to_a_machine_stays_there() -> None:
     """PATH, HOME, the GPUs and the step of the far node win over the supervisor's, but not over the
     plan's."""
-    from atropos_tui.supervisor.launchers.node_agent import environment
+    from atropos_tui.cluster.node_agent import environment
 
     here = {
         "PATH": "/far/bin:/usr/bin",

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from atropos_common.control import CommandRequest, Role, State
-from atropos_common.records import DiagnosisRecord, ProbeRecord
+from atropos_common.protocol.control import CommandRequest, Role, State
+from atropos_common.protocol.records import DiagnosisRecord, ProbeRecord
 from atropos_tui.monitor.format import reason_of
 from atropos_tui.profile.spec import HttpCheck, Probe, Probes, RestartPolicy, StopPolicy
 from atropos_tui.supervisor.component import next_delay

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from atropos_common.control import Role
+from atropos_common.protocol.control import Role
 from atropos_tui.diagnoses import Evidence, Names, diagnose
 from atropos_tui.diagnoses.log_scanner import LogScanner
 from atropos_tui.diagnoses.roots import root_error
@@ -33,7 +33,7 @@ def lines_of(log: str) -> list[str]:
         ("our_manifest_missing", "error: /tmp/run/none.json: no manifest."),
         (
             "our_env_server_type",
-            "2026-11-21 13:03:44,482 ERROR atropos_envs.base: server_type=openai",
+            "2026-11-21 13:03:44,482 ERROR atropos_envs.hosting.base: server_type=openai",
         ),
         ("port_in_use", "ERROR:    [Errno 98] error while attempting to bind"),
         ("vllm_stopped", None),

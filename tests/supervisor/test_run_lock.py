@@ -12,14 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from atropos_common.run_dir import RunDir
-from atropos_tui.cli import control, up
+from atropos_common.system.run_dir import RunDir
 from atropos_tui.cli.main import run
-from atropos_tui.cli.runs import is_used
+from atropos_tui.cli.manage import control
+from atropos_tui.cli.manage.runs import is_used
+from atropos_tui.cli.start import up
 from atropos_tui.profile.ports import free_port
-from atropos_tui.supervisor import client, procfs, run_lock
-from atropos_tui.supervisor.run_lock import lock_run
-from atropos_tui.supervisor.store import ProcessTable, RunInUseError, locked
+from atropos_tui.supervisor import client
+from atropos_tui.supervisor.journal import run_lock
+from atropos_tui.supervisor.journal.run_lock import lock_run
+from atropos_tui.supervisor.journal.store import ProcessTable, RunInUseError, locked
+from atropos_tui.supervisor.processes import procfs
 from tests.supervisor.harness import alive, part, wait_until
 from tests.supervisor.test_death import background
 from tests.unit.comparison_support import write_profile

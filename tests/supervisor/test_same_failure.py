@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from atropos_common.control import CommandRequest, Role, State
+from atropos_common.protocol.control import CommandRequest, Role, State
 from atropos_tui.diagnoses import RULES
 from atropos_tui.diagnoses.exit_rules import PASSING_RULES, lasting_error
 from atropos_tui.diagnoses.roots import is_passing, same_words

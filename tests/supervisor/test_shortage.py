@@ -15,11 +15,11 @@ from typing import Any
 import psutil
 import pytest
 
-from atropos_common.control import ComponentStatus, State
+from atropos_common.protocol.control import ComponentStatus, State
 from atropos_tui.supervisor import component
 from atropos_tui.supervisor.client import ControlClient
 from atropos_tui.supervisor.launchers import launcher
-from atropos_tui.supervisor.process import spawn
+from atropos_tui.supervisor.processes.process import spawn
 from tests.supervisor.harness import QUICK, part, ready
 from tests.supervisor.test_death import background
 

@@ -12,10 +12,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from atropos_common.control import CommandRequest, ComponentStatus, State
-from atropos_common.records import StageRecord
-from atropos_tui.monitor.run_files import load_run, status_from_files
-from atropos_tui.monitor.why import Picture
+from atropos_common.protocol.control import CommandRequest, ComponentStatus, State
+from atropos_common.protocol.records import StageRecord
+from atropos_tui.monitor.explain.why import Picture
+from atropos_tui.monitor.run.run_files import load_run, status_from_files
 from atropos_tui.profile.spec import Probe, Probes, RestartPolicy, Stage, StageCheck
 from tests.supervisor.harness import QUICK, Running, part, python, ready
 
@@ -82,7 +82,7 @@ async def test_stages_are_reached_one_by_one_and_told(launch: Any, tmp_path: Pat
 
 RECORDS = """
 import os, sys, time
-from atropos_common.stages import reach
+from atropos_common.protocol.stages import reach
 reach('attached')
 time.sleep(float(sys.argv[1]))
 sys.exit(1)

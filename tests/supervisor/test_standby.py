@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from atropos_common.control import CommandRequest, State
+from atropos_common.protocol.control import CommandRequest, State
 from atropos_tui.profile.spec import ComponentSpec
 from tests.supervisor.harness import QUICK, Running, alive, part, python, ready, wait_until
 

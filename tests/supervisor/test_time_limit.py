@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from atropos_common.control import CommandRequest
-from atropos_common.run_dir import RunDir
+from atropos_common.protocol.control import CommandRequest
+from atropos_common.system.run_dir import RunDir
 from atropos_tui.profile.spec import LogPolicy, StackSpec, StopPolicy
 from atropos_tui.supervisor.client import ControlClient
-from atropos_tui.supervisor.store import RunResult
+from atropos_tui.supervisor.journal.store import RunResult
 from tests.supervisor.harness import part, python, ready, wait_until
 
 SAVES = r"""
@@ -32,7 +32,7 @@ time.sleep(600)
 HEADLESS = """
 import sys
 from pathlib import Path
-from atropos_common.run_dir import RunDir
+from atropos_common.system.run_dir import RunDir
 from atropos_tui.cli import slurm, up
 from atropos_tui.profile.spec import StackSpec
 slurm.ANSWER_S = 1.0

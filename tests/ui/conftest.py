@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from textual.pilot import Pilot
 
-from atropos_common.control import ComponentStatus, Role
-from atropos_common.run_dir import RunDir
+from atropos_common.protocol.control import ComponentStatus, Role
+from atropos_common.system.run_dir import RunDir
 from atropos_tui.profile.spec import (
     ComponentSpec,
     LogCheck,

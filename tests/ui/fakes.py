@@ -6,8 +6,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from atropos_common.control import Accepted, Action, CommandRequest, Recipe, RunStatus, Snapshot
-from atropos_common.records import Record
+from atropos_common.protocol.control import (
+    Accepted,
+    Action,
+    CommandRequest,
+    Recipe,
+    RunStatus,
+    Snapshot,
+)
+from atropos_common.protocol.records import Record
 from atropos_tui.supervisor.client import NoSupervisor, Refused
 
 

@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from atropos_common.control import ComponentStatus, Phase, Role, RunStatus, State
-from atropos_common.records import (
+from atropos_common.protocol.control import ComponentStatus, Phase, Role, RunStatus, State
+from atropos_common.protocol.records import (
     AlignmentRecord,
     EngineGauges,
     EvalRecord,
@@ -28,7 +28,7 @@ from atropos_common.records import (
     SyncRecord,
     TimingRecord,
 )
-from atropos_common.run_dir import RunDir
+from atropos_common.system.run_dir import RunDir
 
 T0 = 1_790_000_000.0
 RUN_ID = "demo-test"

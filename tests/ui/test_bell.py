@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from atropos_common.control import Phase, RunStatus
-from atropos_common.run_dir import RunDir
+from atropos_common.protocol.control import Phase, RunStatus
+from atropos_common.system.run_dir import RunDir
 from atropos_tui.ui.app import CockpitApp
 from tests.ui.fakes import FakeControl
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from textual.message import Message
 
-from atropos_common.records import AlignmentRecord, RolloutRecord, StepRecord
-from atropos_common.run_dir import RunDir
-from atropos_tui.monitor.run_files import RunInfo, read_info
+from atropos_common.protocol.records import AlignmentRecord, RolloutRecord, StepRecord
+from atropos_common.system.run_dir import RunDir
+from atropos_tui.monitor.run.run_files import RunInfo, read_info
 from atropos_tui.ui import feed
 from atropos_tui.ui.feed import Feed, RecordsArrived
 from tests.ui.conftest import cockpit

@@ -11,12 +11,12 @@ import pytest
 from textual import events
 from textual.widgets._footer import FooterKey
 
-from atropos_common.records import DiagnosisRecord
-from atropos_common.run_dir import RunDir
-from atropos_tui.monitor.log_buffer import LogEntry
+from atropos_common.protocol.records import DiagnosisRecord
+from atropos_common.system.run_dir import RunDir
+from atropos_tui.monitor.logs.log_buffer import LogEntry
 from atropos_tui.monitor.reading import Along
-from atropos_tui.monitor.series import MOST_POINTS
-from atropos_tui.monitor.timeline import clock
+from atropos_tui.monitor.run.series import MOST_POINTS
+from atropos_tui.monitor.run.timeline import clock
 from atropos_tui.ui import preferences
 from atropos_tui.ui.dialogs import ChooseCurvesDialog, ChooseRunsDialog
 from atropos_tui.ui.views import ENLARGED

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from textual.widgets._footer import FooterKey
 
-from atropos_common.control import GpuStatus, RunStatus
-from atropos_common.records import CommandRecord
-from atropos_common.run_dir import RunDir
-from atropos_tui.monitor.run_files import LONG_BYTES, RecordBatch, RunFeed
+from atropos_common.protocol.control import GpuStatus, RunStatus
+from atropos_common.protocol.records import CommandRecord
+from atropos_common.system.run_dir import RunDir
+from atropos_tui.monitor.run.run_files import LONG_BYTES, RecordBatch, RunFeed
 from atropos_tui.ui.app import CockpitApp
 from atropos_tui.ui.widgets.bars import CommandBar
 from tests.ui.conftest import Screen, cockpit

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from atropos_common.control import Phase, Role, State
+from atropos_common.protocol.control import Phase, Role, State
 from atropos_tui.profile.spec import StopPolicy
 from atropos_tui.supervisor.client import ControlClient
 from atropos_tui.ui.widgets.log_view import LogView

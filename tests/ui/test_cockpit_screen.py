@@ -11,8 +11,16 @@ from pathlib import Path
 import pytest
 from textual.widgets import Static
 
-from atropos_common.control import GpuStatus, NodeStatus, Phase, Role, RunStatus, StageStatus, State
-from atropos_common.records import (
+from atropos_common.protocol.control import (
+    GpuStatus,
+    NodeStatus,
+    Phase,
+    Role,
+    RunStatus,
+    StageStatus,
+    State,
+)
+from atropos_common.protocol.records import (
     AlignmentRecord,
     BenchmarkRecord,
     DiagnosisRecord,
@@ -23,7 +31,7 @@ from atropos_common.records import (
     StateRecord,
     StepRecord,
 )
-from atropos_common.run_dir import RunDir
+from atropos_common.system.run_dir import RunDir
 from atropos_tui.diagnoses import node_lost
 from atropos_tui.supervisor.client import Refused
 from atropos_tui.ui import app

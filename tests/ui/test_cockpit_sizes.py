@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from atropos_common.control import ComponentStatus, Role, RunStatus, State
-from atropos_common.records import DiagnosisRecord, StateRecord
-from atropos_common.run_dir import RunDir
+from atropos_common.protocol.control import ComponentStatus, Role, RunStatus, State
+from atropos_common.protocol.records import DiagnosisRecord, StateRecord
+from atropos_common.system.run_dir import RunDir
 from atropos_tui.monitor.replay import Recording, Replay
 from atropos_tui.ui.dialogs import TextDialog
 from atropos_tui.ui.replay import ReplayApp

@@ -57,8 +57,8 @@ def test_a_terminal_that_vanishes_takes_the_screen_along(terminal: Terminal) -> 
 
 def test_a_crash_of_the_screen_is_one_line_and_its_traceback_is_in_a_file(tmp_path: Path) -> None:
     fault = (
-        "import sys; from pathlib import Path; from atropos_common.run_dir import RunDir; "
-        "from atropos_tui.cli.control import open_screen; from atropos_tui.ui import app\n"
+        "import sys; from pathlib import Path; from atropos_common.system.run_dir import RunDir; "
+        "from atropos_tui.cli.manage.control import open_screen; from atropos_tui.ui import app\n"
         "def broken(self):\n    rollouts_of_users = 'secret'; 1 / 0\n"
         "app.CockpitApp._refresh_panels = broken\n"
         "sys.exit(open_screen(RunDir(Path(sys.argv[1]))))"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from atropos_common.records import EvalRecord
-from atropos_common.run_dir import RunDir
+from atropos_common.protocol.records import EvalRecord
+from atropos_common.system.run_dir import RunDir
 from atropos_tui.monitor.overlay import read_runs, settings_of
 from atropos_tui.ui.widgets.curves import Chart
 from atropos_tui.ui.widgets.legend import Entry, RunsLegend, legend_line

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from atropos_common.run_dir import RunDir
+from atropos_common.system.run_dir import RunDir
 from atropos_tui.monitor.reading import Along
 from atropos_tui.ui import faults, preferences
 from atropos_tui.ui.preferences import Charts

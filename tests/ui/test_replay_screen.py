@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 from textual.widgets import Input
 
-from atropos_common.records import CommandRecord
+from atropos_common.protocol.records import CommandRecord
 from atropos_tui.cli import main
 from atropos_tui.monitor.replay import Recording, Replay
 from atropos_tui.supervisor.client import ControlClient
-from atropos_tui.supervisor.store import ProcessTable
+from atropos_tui.supervisor.journal.store import ProcessTable
 from atropos_tui.ui.replay import TICK_S, ReplayApp, ReplayBar
 from atropos_tui.ui.views import VIEWS
 from tests.ui.conftest import Screen, Supervise, small_stack

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from atropos_common.records import RolloutRecord
+from atropos_common.protocol.records import RolloutRecord
 from atropos_tui.ui.widgets.rollouts import LEGIBLE, Rollouts
 from tests.ui.conftest import cockpit
 from tests.ui.fakes import FakeControl

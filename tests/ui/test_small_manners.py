@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from rich.style import Style
 
-from atropos_common.records import CheckpointRecord
-from atropos_common.run_dir import RunDir
-from atropos_tui.monitor.timeline import timeline
+from atropos_common.protocol.records import CheckpointRecord
+from atropos_common.system.run_dir import RunDir
+from atropos_tui.monitor.run.timeline import timeline
 from atropos_tui.ui.dialogs import QuitDialog
 from atropos_tui.ui.plot import Axes, Curve, Ink, plot
 from tests.ui.conftest import cockpit

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from textual.pilot import Pilot
 
-from atropos_common.control import GpuStatus, Phase, RunStatus, State
-from atropos_common.records import AlignmentRecord, DiagnosisRecord, StateRecord
-from atropos_common.run_dir import RunDir
+from atropos_common.protocol.control import GpuStatus, Phase, RunStatus, State
+from atropos_common.protocol.records import AlignmentRecord, DiagnosisRecord, StateRecord
+from atropos_common.system.run_dir import RunDir
 from atropos_tui.ui.app import CockpitApp, Outcome
 from atropos_tui.ui.widgets.log_view import LogView
 from tests.ui.fakes import FakeControl

@@ -15,10 +15,10 @@ from safetensors.torch import save_file
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import RankGone
 from trainer_core.policy.sharding import local, weights
-from trainer_core.rank_group import join
+from trainer_core.ranks.group import join
+from trainer_core.ranks.world import World
 from trainer_core.weight_sync import broadcast, outgoing
 from trainer_core.weight_sync.base import Start, make_sync
-from trainer_core.world import World
 
 CPU = torch.device("cpu")
 VERSIONS = 3

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from atropos_common.run_dir import RunDir
-from atropos_tui.cli import up
+from atropos_common.system.run_dir import RunDir
+from atropos_tui.cli.start import up
 from atropos_tui.profile.spec import StackSpec
 from benchmarks.nursery import ForkedProcess
 from tests import nursery

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from atropos_tui.cli import main
-from atropos_tui.profile import models
+from atropos_tui.profile.budget import models
 
 if TYPE_CHECKING:
     from tests.cluster.ssh_nodes import SshNodes

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from atropos_common.bridge import TOKEN_HEADER
+from atropos_common.protocol.bridge import TOKEN_HEADER
 
 Answer = Callable[[str, dict[str, Any], str | None], tuple[int, Any] | None]
 """Path, body and token of a request -> status and body; None hangs up, as a killed process does."""

@@ -20,10 +20,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.unit.trainer_rollouts import rollouts_of
-from trainer_core import checkpoint
+from trainer_core.checkpoints import checkpoint
+from trainer_core.checkpoints.saving import BackgroundSave
 from trainer_core.config import TrainingConfig
 from trainer_core.objective.registry import Objective
-from trainer_core.optim import Stepper
+from trainer_core.optimization.optimizers import Stepper
+from trainer_core.optimization.step import StepOutcome, accumulate
 from trainer_core.policy.load import load_model, train_only
 from trainer_core.policy.lora import add_adapter, load_adapter
 from trainer_core.policy.proof import prove
@@ -31,13 +33,11 @@ from trainer_core.policy.reference import Reference
 from trainer_core.policy.routing import replay_in
 from trainer_core.policy.sharding import compute_dtype, load_for, shard
 from trainer_core.policy.speed import compile_layers, compiles, gathered_bytes, use_checkpointing
-from trainer_core.rank_group import join
+from trainer_core.ranks.group import join
+from trainer_core.ranks.world import ALONE, World
 from trainer_core.rollouts.asking import RouterShape
 from trainer_core.rollouts.batch import Rollout
 from trainer_core.rollouts.packing import PackedRow, empty_row, pack
-from trainer_core.saving import BackgroundSave
-from trainer_core.step import StepOutcome, accumulate
-from trainer_core.world import ALONE, World
 
 CPU = torch.device("cpu")
 BF16 = {"dtype": "bfloat16"}

@@ -17,7 +17,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from atropos_tui.profile.models import Model, read_model
+from atropos_tui.profile.budget.models import Model, read_model
 
 SMALL: dict[str, Any] = {
     "vocab_size": 80,

@@ -22,13 +22,14 @@ from transformers import (
     Qwen3Config,
 )
 
-from atropos_common.manifest import Shard, TensorEntry, TensorView
+from atropos_common.protocol.manifest import Shard, TensorEntry, TensorView
 from tests.unit.trainer_rollouts import rollouts_of
-from trainer_core import checkpoint
+from trainer_core.checkpoints import checkpoint
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import UsageError
 from trainer_core.objective.registry import Objective
-from trainer_core.optim import Stepper
+from trainer_core.optimization.optimizers import Stepper
+from trainer_core.optimization.step import accumulate
 from trainer_core.policy import load
 from trainer_core.policy.attention import register
 from trainer_core.policy.load import (
@@ -41,10 +42,9 @@ from trainer_core.policy.load import (
 from trainer_core.policy.logprobs import row_logprobs, row_scores, whole_row
 from trainer_core.policy.proof import prove
 from trainer_core.policy.tensor_parallel import TensorParallel
-from trainer_core.rank_group import join
+from trainer_core.ranks.group import join
+from trainer_core.ranks.world import World
 from trainer_core.rollouts.packing import pack
-from trainer_core.step import accumulate
-from trainer_core.world import World
 
 BACKEND = aot_autograd(fw_compiler=lambda graph, _: graph.forward)
 PADDING = 64

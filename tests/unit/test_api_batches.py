@@ -19,8 +19,8 @@ from atroposlib.api.utils import (
 )
 
 from atropos_api.batches import form_batch
-from atropos_common.bridge import TOKEN_HEADER
-from atropos_common.http import AFTER_HEADER, BATCH_HEADER
+from atropos_common.net.http import AFTER_HEADER, BATCH_HEADER
+from atropos_common.protocol.bridge import TOKEN_HEADER
 from tests.unit.test_api_door import GROUP, REGISTRATION, TOKEN, serving
 from trainer_core.rollouts.batch import read_batch
 

@@ -25,9 +25,9 @@ import pytest
 from starlette.types import Message, Scope
 
 from atropos_api.auth import Settings
-from atropos_common import connections, peer
-from atropos_common.body import BodyError, Gunzip, read_body
-from atropos_common.bridge import TOKEN_HEADER
+from atropos_common.net import connections, peer
+from atropos_common.net.body import BodyError, Gunzip, read_body
+from atropos_common.protocol.bridge import TOKEN_HEADER
 from atropos_tui.profile.plan import build_stack
 from atropos_tui.profile.ports import free_port
 from atropos_tui.profile.sections import parse_profile

@@ -77,7 +77,7 @@ def test_files_that_define_an_environment_are_found(tmp_path: Path) -> None:
             "b.c has no a: it is written for another version",
         ),
         ("x\nValueError: odd\n", "ValueError: odd"),
-        ("1 2 ERROR atropos_envs.runner: cannot\nKeyError: 'a'", "cannot"),
+        ("1 2 ERROR atropos_envs.hosting.runner: cannot\nKeyError: 'a'", "cannot"),
         ("", "says nothing"),
     ],
 )

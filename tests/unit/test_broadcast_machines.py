@@ -18,7 +18,7 @@ def trainer() -> None:
     """Rank 0, on the first machine; it sends what the worker, on the other, prints."""
     import torch
 
-    from atropos_common.transfer import TransferInit
+    from atropos_common.broadcast.transfer import TransferInit
     from trainer_core.weight_sync.collectives import Rendezvous, connect
 
     meeting = Rendezvous("gloo", OWN, 0, 2, 60.0)
@@ -56,7 +56,7 @@ def worker() -> None:
     """Rank 1, which knows no more than what came to it."""
     import torch
 
-    from atropos_common.transfer import TransferInit
+    from atropos_common.broadcast.transfer import TransferInit
     from vllm_server.weights.collectives import GlooLink, join
 
     link = join(TransferInit.model_validate_json(sys.stdin.read()), 1, torch.device("cpu"))

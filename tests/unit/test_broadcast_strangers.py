@@ -24,9 +24,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from atropos_common import group as meeting_group
-from atropos_common.group import Gloo, SealedStore
-from atropos_common.transfer import TransferInit
+from atropos_common.broadcast import group as meeting_group
+from atropos_common.broadcast.group import Gloo, SealedStore
+from atropos_common.broadcast.transfer import TransferInit
 from tests.unit.test_trainer_broadcast import Make, assert_same_weights, base, make, receivers, step
 from tests.unit.transfer_stand_in import Receiver
 from trainer_core.errors import UsageError

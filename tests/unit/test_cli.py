@@ -15,13 +15,15 @@ from typing import Any
 
 import pytest
 
-from atropos_common.run_dir import RunDir
-from atropos_tui.cli import main, runs, up
+from atropos_common.system.run_dir import RunDir
+from atropos_tui.cli import main
+from atropos_tui.cli.manage import runs
 from atropos_tui.cli.parser import build_parser
-from atropos_tui.cli.profiles import Checked
+from atropos_tui.cli.start import up
+from atropos_tui.cli.start.profiles import Checked
 from atropos_tui.errors import Exit
-from atropos_tui.profile.hardware import Hardware
-from atropos_tui.profile.memory import Inventory
+from atropos_tui.profile.budget.hardware import Hardware
+from atropos_tui.profile.budget.memory import Inventory
 from atropos_tui.profile.plan import build_stack
 from atropos_tui.profile.sections import Profile
 from atropos_tui.profile.site import Site

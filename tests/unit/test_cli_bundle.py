@@ -16,11 +16,12 @@ from typing import Any
 
 import pytest
 
-from atropos_common.run_dir import RunDir
-from atropos_tui.cli import bundle, main
+from atropos_common.system.run_dir import RunDir
+from atropos_tui.cli import main
+from atropos_tui.cli.results import bundle
 from atropos_tui.errors import Exit
 from atropos_tui.profile.redact import REDACTED, Scrubber
-from atropos_tui.supervisor.store import ProcessTable
+from atropos_tui.supervisor.journal.store import ProcessTable
 from tests.unit.cli_places import own_places  # noqa: F401
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

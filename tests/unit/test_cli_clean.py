@@ -21,13 +21,16 @@ from typing import Any
 
 import pytest
 
-from atropos_common.run_dir import RunDir
-from atropos_tui.cli import cleanup, main, runs
+from atropos_common.system.run_dir import RunDir
+from atropos_tui.cli import main
+from atropos_tui.cli.manage import cleanup, runs
 from atropos_tui.errors import Exit
 from atropos_tui.profile.spec import ComponentSpec, LogCheck, Probe, Probes, StackSpec
-from atropos_tui.supervisor import client, procfs, tracker
-from atropos_tui.supervisor.liveness import holding
-from atropos_tui.supervisor.store import ProcessTable
+from atropos_tui.supervisor import client
+from atropos_tui.supervisor.journal import tracker
+from atropos_tui.supervisor.journal.liveness import holding
+from atropos_tui.supervisor.journal.store import ProcessTable
+from atropos_tui.supervisor.processes import procfs
 from benchmarks.nursery import ForkedProcess
 from tests import nursery
 from tests.strangers import needs_another_user
@@ -377,7 +380,7 @@ def test_a_supervisor_that_only_does_not_answer_is_not_called_gone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its socket was moved or removed: its process lives, and only a signal reaches it."""
-    from atropos_tui.cli.inspect import status_of
+    from atropos_tui.cli.manage.inspect import status_of
 
     run, run_id = make_run(tmp_path)
     with supervised(run, run_id, tmp_path / "pid") as supervisor:

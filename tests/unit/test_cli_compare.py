@@ -16,16 +16,16 @@ from pathlib import Path
 
 import pytest
 
-from atropos_common.records import StateRecord, parse_line
-from atropos_common.run_dir import RunDir
+from atropos_common.protocol.records import StateRecord, parse_line
+from atropos_common.system.run_dir import RunDir
 from atropos_tui.cli import main
-from atropos_tui.cli.compare import Board, ComparedStack, label_entries
 from atropos_tui.cli.parser import build_parser
+from atropos_tui.cli.results.compare import Board, ComparedStack, label_entries
 from atropos_tui.errors import Exit, UserError
-from atropos_tui.monitor.run_files import read_json
-from atropos_tui.profile.preflight import separate
+from atropos_tui.monitor.run.run_files import read_json
+from atropos_tui.profile.checks.preflight import separate
 from atropos_tui.profile.sections import Profile, load_profile
-from atropos_tui.supervisor import tracker
+from atropos_tui.supervisor.journal import tracker
 from tests.unit.comparison_support import fork_supervisors, write_profile
 from tests.unit.test_cli_json import check
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from atropos_common.run_dir import RunDir
+from atropos_common.system.run_dir import RunDir
 from atropos_tui.cli.parser import build_parser
 from tests.unit.cli_places import own_places  # noqa: F401
 

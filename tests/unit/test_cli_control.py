@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from atropos_common.control import Recipe
+from atropos_common.protocol.control import Recipe
 from atropos_tui.cli import main
 from atropos_tui.errors import Exit
 from atropos_tui.supervisor.client import ControlClient
@@ -63,7 +63,7 @@ def test_what_is_said_when_a_signal_ends_the_screen(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from atropos_tui.cli.control import open_screen
+    from atropos_tui.cli.manage.control import open_screen
     from atropos_tui.ui import app
 
     ended = make_run(tmp_path / "ended")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from atropos_common.run_dir import RunDir
+from atropos_common.system.run_dir import RunDir
 from atropos_tui import gpu
 from atropos_tui.cli import main
 from atropos_tui.cli.answers import Check

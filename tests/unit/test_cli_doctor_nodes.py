@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from atropos_tui.cli.answers import Check
-from atropos_tui.cli.doctor import node_connection, nodes
-from atropos_tui.cli.doctor.nodes import Target, examine, refuse_unfit
 from atropos_tui.cli.main import run
+from atropos_tui.cluster import doctor as nodes
+from atropos_tui.cluster import node_connection
+from atropos_tui.cluster.doctor import Target, examine, refuse_unfit
 from atropos_tui.errors import UserError
 from atropos_tui.profile.spec import ComponentSpec, Node, Place, StackSpec
 from tests.cluster.processes import free_port

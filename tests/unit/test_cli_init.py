@@ -17,15 +17,16 @@ import jsonschema
 import psutil
 import pytest
 
-from atropos_tui.cli import init, main
-from atropos_tui.cli.init import SCHEMA_FILE, default_model
-from atropos_tui.cli.profiles import planned_site, schema_text
+from atropos_tui.cli import main
+from atropos_tui.cli.start import init
+from atropos_tui.cli.start.init import SCHEMA_FILE, default_model
+from atropos_tui.cli.start.profiles import planned_site, schema_text
 from atropos_tui.errors import Exit
-from atropos_tui.profile import memory
-from atropos_tui.profile.checks import check_notes
-from atropos_tui.profile.fit import lack
-from atropos_tui.profile.hardware import Gpu, Hardware
-from atropos_tui.profile.memory import site_budget, take_inventory
+from atropos_tui.profile.budget import memory
+from atropos_tui.profile.budget.fit import lack
+from atropos_tui.profile.budget.hardware import Gpu, Hardware
+from atropos_tui.profile.budget.memory import site_budget, take_inventory
+from atropos_tui.profile.checks.consistency import check_notes
 from atropos_tui.profile.ports import is_free
 from atropos_tui.profile.sections import Profile, load_profile, profile_schema
 from atropos_tui.profile.site import TRAITS, make_site

@@ -13,13 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from atropos_common.records import CommandRecord, DiagnosisRecord, StateRecord
-from atropos_common.run_dir import RunDir
-from atropos_tui.cli import logs, main, runs
+from atropos_common.protocol.records import CommandRecord, DiagnosisRecord, StateRecord
+from atropos_common.system.run_dir import RunDir
+from atropos_tui.cli import main
+from atropos_tui.cli.manage import logs, runs
 from atropos_tui.cli.parser import build_parser
 from atropos_tui.errors import Exit, UserError
-from atropos_tui.monitor.log_reader import LogReader
-from atropos_tui.supervisor.logs import LogFile
+from atropos_tui.monitor.logs.log_reader import LogReader
+from atropos_tui.supervisor.processes.logs import LogFile
 
 BIG = 1024 * 1024
 

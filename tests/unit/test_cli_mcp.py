@@ -16,9 +16,10 @@ import pytest
 from mcp import Client, StdioServerParameters
 from mcp.types import CallToolResult
 
-from atropos_common.records import EvalRecord, RolloutRecord, StepRecord, TimingRecord
-from atropos_common.run_dir import RunDir
-from atropos_tui.cli import main, runs
+from atropos_common.protocol.records import EvalRecord, RolloutRecord, StepRecord, TimingRecord
+from atropos_common.system.run_dir import RunDir
+from atropos_tui.cli import main
+from atropos_tui.cli.manage import runs
 from atropos_tui.errors import Exit
 from atropos_tui.profile.spec import ComponentSpec, RestartPolicy, StackSpec, StopPolicy
 from atropos_tui.supervisor.runner import run_stack

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from atropos_tui.cli import remote
 from atropos_tui.cli.main import run
-from atropos_tui.cli.remote import place_in
+from atropos_tui.cluster import remote
+from atropos_tui.cluster.remote import place_in
 from tests.cluster.ssh_nodes import SshNodes
 from tests.ui.run_maker import make_run
 

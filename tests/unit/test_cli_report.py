@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from atropos_common.run_dir import LONGEST_SOCKET, RunDir
+from atropos_common.system.run_dir import LONGEST_SOCKET, RunDir
 from atropos_tui.cli import main
 from tests.ui.run_maker import make_run, start_records, write_records
 from tests.unit.cli_places import own_places  # noqa: F401
@@ -60,7 +60,7 @@ def test_report_follows_a_link_to_a_file_and_says_what_it_cannot_write(
     (tmp_path / "loop").symlink_to("loop")
     capsys.readouterr()
     monkeypatch.setattr(
-        "atropos_tui.cli.report.render", lambda *_: "a page"
+        "atropos_tui.cli.results.report.render", lambda *_: "a page"
     )  # drawing one takes a second
     for name in ("runs", "nowhere/x.html", "/dev/null", "loop", "x" * 300):
         assert main.run(["report", "-o", name]) == 2

@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 import tomli_w
 
-from atropos_common.run_dir import RunDir
-from atropos_tui.cli import main, up
-from atropos_tui.cli.up import differences, write_run_files
+from atropos_common.system.run_dir import RunDir
+from atropos_tui.cli import main
+from atropos_tui.cli.start import up
+from atropos_tui.cli.start.up import differences, write_run_files
 from atropos_tui.errors import Exit, UserError
 from atropos_tui.profile.plan import build_stack
 from atropos_tui.profile.ports import free_port
 from atropos_tui.profile.sections import Profile, load_profile, shipped_profiles
-from atropos_tui.supervisor.store import RunResult
+from atropos_tui.supervisor.journal.store import RunResult
 
 RICH = {
     "name": "rich",

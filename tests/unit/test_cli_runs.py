@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from atropos_common.run_dir import RunDir
+from atropos_common.system.run_dir import RunDir
 from atropos_tui.cli import main
 from atropos_tui.errors import Exit
 from atropos_tui.supervisor.client import socket_path

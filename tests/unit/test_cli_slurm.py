@@ -11,14 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from atropos_common.control import Phase, RunStatus, State
-from atropos_common.run_dir import RunDir
-from atropos_tui.cli import inspect, slurm
+from atropos_common.protocol.control import Phase, RunStatus, State
+from atropos_common.system.run_dir import RunDir
 from atropos_tui.cli.main import run
-from atropos_tui.cli.runs import RunEntry, read_run
-from atropos_tui.cli.slurm import lead_s, limit_s, script
+from atropos_tui.cli.manage import inspect
+from atropos_tui.cli.manage.runs import RunEntry, read_run
+from atropos_tui.cluster import slurm
+from atropos_tui.cluster.slurm import lead_s, limit_s, script
 from atropos_tui.errors import UserError
-from atropos_tui.monitor.run_files import is_crashed
+from atropos_tui.monitor.run.run_files import is_crashed
 from atropos_tui.profile.sections import load_profile
 
 NODES = '[[node]]\nname = "first"\n[[node]]\nname = "train"\ncount = 2\n'

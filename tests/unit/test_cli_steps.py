@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from atropos_common.records import Record, StepRecord, TimingRecord
-from atropos_common.run_dir import RunDir
+from atropos_common.protocol.records import Record, StepRecord, TimingRecord
+from atropos_common.system.run_dir import RunDir
 from atropos_tui.cli import show
 from atropos_tui.cli.show import StepLines
 

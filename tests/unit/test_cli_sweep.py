@@ -14,14 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from atropos_common.run_dir import RunDir
-from atropos_tui.cli import main, sweep
-from atropos_tui.cli.sweep import Cell, Grid, labels_of, slots_of, values_of
+from atropos_common.system.run_dir import RunDir
+from atropos_tui.cli import main
+from atropos_tui.cli.results import sweep
+from atropos_tui.cli.results.sweep import Cell, Grid, labels_of, slots_of, values_of
 from atropos_tui.errors import Exit, UserError
-from atropos_tui.monitor.run_files import read_json
-from atropos_tui.profile.hardware import Hardware, named_machine
+from atropos_tui.monitor.run.run_files import read_json
+from atropos_tui.profile.budget.hardware import Hardware, named_machine
 from atropos_tui.profile.sections import Profile
-from atropos_tui.supervisor import tracker
+from atropos_tui.supervisor.journal import tracker
 from tests.unit.comparison_support import fork_supervisors, write_profile
 from tests.unit.test_cli_json import check
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from atropos_common.files import is_private, write_private
+from atropos_common.system.files import is_private, write_private
 
 
 def test_a_planted_link_is_not_followed(tmp_path: Path) -> None:

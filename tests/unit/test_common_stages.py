@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from atropos_common import stages
-from atropos_common.records import StageRecord, parse_line
-from atropos_common.run_dir import RunDir
+from atropos_common.protocol import stages
+from atropos_common.protocol.records import StageRecord, parse_line
+from atropos_common.system.run_dir import RunDir
 
 
 @pytest.fixture

@@ -22,11 +22,11 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from atropos_common import connections, peer
-from atropos_common.body import BodyError, read_body
-from atropos_common.connections import ConnectionLimits, connection_of
-from atropos_common.http import door_key
-from atropos_common.run_dir import ENV_TOKEN
+from atropos_common.net import connections, peer
+from atropos_common.net.body import BodyError, read_body
+from atropos_common.net.connections import ConnectionLimits, connection_of
+from atropos_common.net.http import door_key
+from atropos_common.system.run_dir import ENV_TOKEN
 from tests.unit import two_machines
 from tests.unit.two_machines import OWN
 

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atropos_common import bridge, control, manifest, records
-from atropos_common.run_dir import RunDir, is_safe_name
+from atropos_common.protocol import bridge, control, manifest, records
+from atropos_common.system.run_dir import RunDir, is_safe_name
 
 FIELDS: dict[str, dict[str, Any]] = {
     "state": {
@@ -277,15 +277,15 @@ def test_names_are_safe_in_paths(name: str, safe: bool) -> None:
     [
         ("trainer_core", "torch"),
         ("trainer_core.config", "torch"),
-        ("atropos_common.records", "torch"),
+        ("atropos_common.protocol.records", "torch"),
         ("vllm_server", "vllm"),
         ("atropos_api", "atroposlib"),
-        ("atropos_common.ports", "pydantic"),
+        ("atropos_common.net.ports", "pydantic"),
         ("atropos_tui.supervisor.runner", "textual"),
         ("atropos_tui.supervisor.runner", "torch"),
         ("atropos_tui.supervisor.runner", "atropos_tui.profile.sections"),
-        ("atropos_tui.monitor.state", "textual"),
-        ("atropos_tui.cli.profiles", "textual"),
+        ("atropos_tui.monitor.run.state", "textual"),
+        ("atropos_tui.cli.start.profiles", "textual"),
         ("atropos_tui.ui.app", "torch"),
         ("atropos_tui.__main__", "pydantic"),
         ("atropos_tui.cli.parser", "pydantic"),
@@ -295,15 +295,3 @@ def test_imports_stay_light(module: str, forbidden: str) -> None:
     """Import rules hold at run time too, not only in the linter's graph."""
     code = f"import sys, {module}; sys.exit({forbidden!r} in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env=os.environ, check=False).returncode == 0
-
-
-def test_the_old_names_stay_for_a_release() -> None:
-    """In a process of its own: another name must not give a second class."""
-    code = (
-        "from trainer_core.contracts.records import StepRecord as old; from "
-        "trainer_core.contracts import run_dir\n"
-        "from atropos_common.records import StepRecord as new; from atropos_common.run_dir "
-        "import RunDir\n"
-        "assert old is new and run_dir.RunDir is RunDir"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

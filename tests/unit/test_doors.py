@@ -21,8 +21,8 @@ import httpx
 import pytest
 from starlette.applications import Starlette
 
-from atropos_common.http import door_key, door_keys, opens
-from atropos_common.run_dir import ENV_DOOR_KEY, ENV_TOKEN, RunDir
+from atropos_common.net.http import door_key, door_keys, opens
+from atropos_common.system.run_dir import ENV_DOOR_KEY, ENV_TOKEN, RunDir
 from atropos_tui.profile.spec import ComponentSpec, HttpCheck, MetricsPolicy, Probe, Probes
 from tests.unit import two_machines
 from tests.unit.two_machines import OTHER, OWN
@@ -190,7 +190,7 @@ async def test_the_key_opens_no_control_route_and_health_needs_none() -> None:
 
 
 async def test_figures_for_prometheus_ask_for_the_key(tmp_path: Path) -> None:
-    from atropos_common.control import ComponentStatus, Phase, Role, RunStatus, State
+    from atropos_common.protocol.control import ComponentStatus, Phase, Role, RunStatus, State
     from atropos_tui.supervisor.metrics import metrics_app
 
     async def status() -> RunStatus:

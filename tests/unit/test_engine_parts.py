@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from atropos_common.run_dir import ENV_NODE_ADDRESS, ENV_TRAINER_HOSTS
+from atropos_common.system.run_dir import ENV_NODE_ADDRESS, ENV_TRAINER_HOSTS
+from atropos_tui.cluster.machines import Hosts
 from atropos_tui.profile import ports
-from atropos_tui.profile.checks import check_profile
-from atropos_tui.profile.hardware import Hardware
-from atropos_tui.profile.machines import Hosts
+from atropos_tui.profile.budget.hardware import Hardware
+from atropos_tui.profile.checks.consistency import check_profile
+from atropos_tui.profile.checks.preflight import lacks
 from atropos_tui.profile.plan import make_site, stack_of
-from atropos_tui.profile.preflight import lacks
 from atropos_tui.profile.sections import Profile, parse_profile
 from atropos_tui.profile.spec import ComponentSpec, StageCheck
 from tests.unit.test_machines import HEAD, RUN_DIR, SSH, flag, parts, problems, where

@@ -11,15 +11,19 @@ import pytest
 
 from atropos_tui.cli import main
 from atropos_tui.errors import Exit, Problem
-from atropos_tui.profile import vllm_flags
-from atropos_tui.profile.env_checks import environment_faults, environment_files, has_chat_template
-from atropos_tui.profile.env_source import EnvSource
-from atropos_tui.profile.memory import take_inventory
+from atropos_tui.profile.budget.memory import take_inventory
+from atropos_tui.profile.checks.consistency import vllm_flags
+from atropos_tui.profile.checks.env_checks import (
+    environment_faults,
+    environment_files,
+    has_chat_template,
+)
+from atropos_tui.profile.checks.env_source import EnvSource
+from atropos_tui.profile.checks.preflight import mismatches
+from atropos_tui.profile.checks.vllm_flags import flag_name, known_flags, unknown_flags
 from atropos_tui.profile.plan import stack_of
-from atropos_tui.profile.preflight import mismatches
 from atropos_tui.profile.sections import load_profile, parse_profile, shipped_profiles
 from atropos_tui.profile.site import make_site
-from atropos_tui.profile.vllm_flags import flag_name, known_flags, unknown_flags
 
 ENV = """
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig

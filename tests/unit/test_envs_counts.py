@@ -22,11 +22,12 @@ from atroposlib.api import server as api_module
 from atroposlib.envs import base as atropos_base
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 
-from atropos_common.group_reasons import NONE, REFUSED, UNSENDABLE
-from atropos_envs import EnvFault, engine_gate
-from atropos_envs.groups import Unsendable, convert, encoded
-from atropos_envs.hosted import hosted
-from atropos_envs.registration import refusal
+from atropos_common.protocol.group_reasons import NONE, REFUSED, UNSENDABLE
+from atropos_envs import EnvFault
+from atropos_envs.hosting import engine_gate
+from atropos_envs.hosting.groups import Unsendable, convert, encoded
+from atropos_envs.hosting.hosted import hosted
+from atropos_envs.hosting.registration import refusal
 from atropos_envs.tiny_model import make_tokenizer
 from tests.unit.envs_support import Engine, run_api, trainer_registration
 from tests.unit.test_envs_places import Short

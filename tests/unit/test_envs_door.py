@@ -11,11 +11,11 @@ import pytest
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
 
 from atropos_api.auth import Settings
-from atropos_common.http import allowed_hosts, door_key
-from atropos_common.run_dir import ENV_DOOR_KEY
+from atropos_common.net.http import allowed_hosts, door_key
+from atropos_common.system.run_dir import ENV_DOOR_KEY
 from atropos_envs import EnvFault
 from atropos_envs.arithmetic_server import ArithmeticEnv
-from atropos_envs.hosted import with_run_key
+from atropos_envs.hosting.hosted import with_run_key
 from atropos_envs.tiny_model import make_tiny_model
 from tests.unit.envs_support import make_env, run_api
 

@@ -16,9 +16,9 @@ from aiohttp.test_utils import TestServer
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig
 from atroposlib.envs.server_handling.server_manager import ServerManager
 
-from atropos_common.run_dir import ENV_ENGINE_URLS
-from atropos_envs import engine_client
-from atropos_envs.engine_client import EngineClient, EngineUnavailable, begin_group
+from atropos_common.system.run_dir import ENV_ENGINE_URLS
+from atropos_envs.hosting import engine_client
+from atropos_envs.hosting.engine_client import EngineClient, EngineUnavailable, begin_group
 from atropos_envs.tiny_model import make_tokenizer
 from tests.unit.envs_support import Engine
 

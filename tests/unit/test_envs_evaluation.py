@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from atropos_common.records import EvalRecord, parse_line
-from atropos_envs.evaluation import EvalLog, Graded, component_name, eval_path
+from atropos_common.protocol.records import EvalRecord, parse_line
+from atropos_envs.hosting.evaluation import EvalLog, Graded, component_name, eval_path
 
 
 def read(path: Path) -> list[EvalRecord]:

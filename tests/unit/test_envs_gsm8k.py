@@ -10,7 +10,7 @@ import datasets
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from atropos_common.records import EvalRecord, parse_line
+from atropos_common.protocol.records import EvalRecord, parse_line
 from atropos_envs import EnvFault
 from atropos_envs.gsm8k_server import SYSTEM_PROMPT, Gsm8kEnv, MathProblem, load_rows
 from tests.unit.envs_support import Engine, decode, encode, make_env, text_tokenizer, write_splits

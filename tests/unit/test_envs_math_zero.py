@@ -14,7 +14,7 @@ import datasets
 import pytest
 import yaml
 
-from atropos_common.records import EvalRecord, parse_line
+from atropos_common.protocol.records import EvalRecord, parse_line
 from atropos_envs import EnvFault
 from atropos_envs.math_env import (
     PATIENCE_S,

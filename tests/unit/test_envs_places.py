@@ -17,10 +17,10 @@ import pytest
 from atroposlib.envs import base as atropos_base
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, EvalHandlingEnum
 
-from atropos_common.group_reasons import FLAT, SURPLUS
-from atropos_common.http import AFTER_HEADER, BATCH_HEADER
-from atropos_envs.hosted import hosted
-from atropos_envs.places import PendingGroup, QueueSlots, enough
+from atropos_common.net.http import AFTER_HEADER, BATCH_HEADER
+from atropos_common.protocol.group_reasons import FLAT, SURPLUS
+from atropos_envs.hosting.hosted import hosted
+from atropos_envs.hosting.queue_slots import PendingGroup, QueueSlots, enough
 from atropos_envs.tiny_model import make_tokenizer
 from tests.unit.envs_support import run_api, trainer_registration
 

@@ -15,13 +15,19 @@ from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, EvalHa
 from atroposlib.envs.server_handling.server_baseline import ServerBaseline
 from tenacity import RetryError, retry, stop_after_attempt
 
-from atropos_common.control import Role
-from atropos_common.records import EnvCountsRecord, EnvMetricsRecord, EvalRecord, parse_line
-from atropos_envs import EnvFault, needs_no_torch, runner
-from atropos_envs.base import StackEnv
-from atropos_envs.engine_client import EngineClient
-from atropos_envs.evaluation import EvalLog, Tally, reason_of
-from atropos_envs.hosted import Foreign, Hosted, hosted, missing_package
+from atropos_common.protocol.control import Role
+from atropos_common.protocol.records import (
+    EnvCountsRecord,
+    EnvMetricsRecord,
+    EvalRecord,
+    parse_line,
+)
+from atropos_envs import EnvFault, needs_no_torch
+from atropos_envs.hosting import runner
+from atropos_envs.hosting.base import StackEnv
+from atropos_envs.hosting.engine_client import EngineClient
+from atropos_envs.hosting.evaluation import EvalLog, Tally, reason_of
+from atropos_envs.hosting.hosted import Foreign, Hosted, hosted, missing_package
 from atropos_envs.tiny_model import make_tokenizer
 from atropos_tui.diagnoses import Evidence, diagnose
 from atropos_tui.profile.spec import ComponentSpec
@@ -68,7 +74,9 @@ def test_what_cannot_run_is_said_in_words(
     with pytest.raises(EnvFault, match=words) as caught:
         runner.run([target, "serve"])
     assert caught.value.exit_code == 2
-    assert "atropos_envs.runner" not in BaseEnv.cli.__func__.__module__, "nothing stays replaced"
+    assert "atropos_envs.hosting.runner" not in BaseEnv.cli.__func__.__module__, (
+        "nothing stays replaced"
+    )
 
 
 def test_the_class_whose_command_line_the_file_calls_is_hosted(
@@ -113,7 +121,7 @@ def test_a_program_without_torch_begins_without_it(tmp_path: Path) -> None:
     (tmp_path / "e.py").write_text(
         "import sys\nfrom atroposlib.envs.base import BaseEnv\nprint('torch' in sys.modules)"
     )
-    command = [sys.executable, "-m", "atropos_envs.runner", str(tmp_path / "e.py"), "serve"]
+    command = [sys.executable, "-m", "atropos_envs.hosting.runner", str(tmp_path / "e.py"), "serve"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (
         2,
@@ -380,6 +388,6 @@ def test_an_environment_that_ends_in_its_setup_is_explained(
     with pytest.raises(EnvFault) as caught:
         asyncio.run(env.setup(object.__new__(env)))
     spec = ComponentSpec(name="rg", role=Role.ENV, command=["x"])
-    lines = [f"2026-11-22 20:00:00,000 ERROR atropos_envs.runner: {caught.value}"]
+    lines = [f"2026-11-22 20:00:00,000 ERROR atropos_envs.hosting.runner: {caught.value}"]
     found = diagnose(Evidence(spec, caught.value.exit_code, lines))
     assert (found.rule, found.title) == (rule, title) and found.fix

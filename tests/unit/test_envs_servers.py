@@ -20,11 +20,12 @@ from aiohttp.test_utils import TestServer
 from atroposlib.api import server as api_module
 from atroposlib.envs import base as atropos_base
 
-from atropos_common.records import EvalRecord, parse_line
-from atropos_envs import Dismissed, EnvFault, base, engine_client
+from atropos_common.protocol.records import EvalRecord, parse_line
+from atropos_envs import Dismissed, EnvFault
 from atropos_envs.arithmetic import Sum, make_task, write_task
 from atropos_envs.arithmetic_server import ArithmeticEnv
-from atropos_envs.engine_client import EngineRefused, EngineUnavailable, parse_generation
+from atropos_envs.hosting import base, engine_client
+from atropos_envs.hosting.engine_client import EngineRefused, EngineUnavailable, parse_generation
 from atropos_envs.tiny_model import make_tokenizer
 from tests.unit.envs_support import EOS, Engine, run_api, trainer_registration
 

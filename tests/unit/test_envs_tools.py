@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 
-from atropos_envs import EnvFault, older_names
-from atropos_envs.hosted import hosted
+from atropos_envs import EnvFault
+from atropos_envs.hosting import older_names
+from atropos_envs.hosting.hosted import hosted
 from tests.unit.envs_support import Engine, decode, encode, text_tokenizer
 
 TEMPLATE = (

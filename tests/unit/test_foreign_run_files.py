@@ -13,13 +13,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from atropos_common import record_tail
-from atropos_common.files import LARGEST, open_regular, read_regular
-from atropos_common.records import StateRecord
-from atropos_common.run_dir import RunDir
-from atropos_tui.cli import main, runs
+from atropos_common.protocol import record_tail
+from atropos_common.protocol.records import StateRecord
+from atropos_common.system.files import LARGEST, open_regular, read_regular
+from atropos_common.system.run_dir import RunDir
+from atropos_tui.cli import main
+from atropos_tui.cli.manage import runs
 from atropos_tui.monitor import report
-from atropos_tui.monitor.run_files import RunFeed, load_run, status_from_files
+from atropos_tui.monitor.run.run_files import RunFeed, load_run, status_from_files
 from tests.ui.run_maker import make_run, write_records
 
 pytestmark = pytest.mark.timeout(20)
@@ -135,7 +136,7 @@ def test_no_command_waits_for_a_pipe_or_reads_without_end(
     What a report reads it has read once it draws, so no picture is drawn: that is nearly all of
     what these commands cost."""
     monkeypatch.setattr(report, "draw", lambda chart, name: f"<svg id='{name}'/>")
-    for module in ("atropos_tui.cli.bundle", "matplotlib.figure"):
+    for module in ("atropos_tui.cli.results.bundle", "matplotlib.figure"):
         importlib.import_module(module)  # here, once, and not in each of them
     path = run.root / name
     path.unlink(missing_ok=True)

@@ -16,8 +16,14 @@ from typing import Any
 import pytest
 import tomli_w
 
-from atropos_common.records import CommandRecord, DiagnosisRecord, ProbeRecord, Record, StageRecord
-from atropos_common.run_dir import RunDir
+from atropos_common.protocol.records import (
+    CommandRecord,
+    DiagnosisRecord,
+    ProbeRecord,
+    Record,
+    StageRecord,
+)
+from atropos_common.system.run_dir import RunDir
 from atropos_tui.cli import main
 from atropos_tui.gate import OWN_STYLES, harmless
 from tests.ui.run_maker import RUN_ID, T0, make_run, write_records

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from atropos_tui import gpu
-from atropos_tui.cli.doctor import node_probe
+from atropos_tui.cluster import node_probe
 from atropos_tui.gpu import Nvml, given_here
-from atropos_tui.profile.hardware import read_machine
+from atropos_tui.profile.budget.hardware import read_machine
 
 
 class FakeNvml(SimpleNamespace):

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from atropos_common import ports
+from atropos_common.net import ports
 from atropos_tui.profile.ports import free_port, holder, is_free
 from tests.strangers import as_another_user, needs_another_user, squat, stranger
 from vllm_server.__main__ import check_port

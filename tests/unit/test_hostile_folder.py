@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from atropos_common.run_dir import RunDir
+from atropos_common.system.run_dir import RunDir
 from atropos_tui.cli import main
-from atropos_tui.cli.profiles import read_env_files
+from atropos_tui.cli.start.profiles import read_env_files
 from atropos_tui.errors import Exit
 from atropos_tui.profile.plan import OUR_PACKAGES, build_stack
 from atropos_tui.profile.ports import free_port

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from atropos_common.files import LARGEST
-from atropos_tui.profile import models
-from atropos_tui.profile.models import read_model
-from atropos_tui.supervisor import procfs
+from atropos_common.system.files import LARGEST
+from atropos_tui.profile.budget import models
+from atropos_tui.profile.budget.models import read_model
+from atropos_tui.supervisor.processes import procfs
 
 pytestmark = pytest.mark.timeout(30)
 

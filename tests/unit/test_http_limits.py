@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from atropos_common.http import LIMITS, certificates
+from atropos_common.net.http import LIMITS, certificates
 from tests.unit.json_server import JsonServer
 from trainer_core.rollouts.client import RunApi
 from trainer_core.server.client import ServerClient

@@ -20,12 +20,13 @@ from pathlib import Path
 
 import pytest
 
-from atropos_common.record_tail import CHUNK_BYTES
-from atropos_common.run_dir import RunDir
-from atropos_tui.cli import logs, main
+from atropos_common.protocol.record_tail import CHUNK_BYTES
+from atropos_common.system.run_dir import RunDir
+from atropos_tui.cli import main
+from atropos_tui.cli.manage import logs
 from atropos_tui.errors import Exit, UserError
-from atropos_tui.monitor.log_reader import HOLD_S, LogReader, MergedLogs
-from atropos_tui.supervisor.logs import LogFile
+from atropos_tui.monitor.logs.log_reader import HOLD_S, LogReader, MergedLogs
+from atropos_tui.supervisor.processes.logs import LogFile
 
 BIG = 1024 * 1024
 NAMES = ["api", "vllm", "env"]
@@ -49,9 +50,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """The wall clock of whoever writes logs; it runs faster than the true one, so entries are not
     spared."""
-    monkeypatch.setattr("atropos_tui.supervisor.logs.RESERVE", 1e9)
+    monkeypatch.setattr("atropos_tui.supervisor.processes.logs.RESERVE", 1e9)
     now = [1_790_000_000.0]
-    monkeypatch.setattr("atropos_tui.supervisor.logs.time.time", lambda: now[0])
+    monkeypatch.setattr("atropos_tui.supervisor.processes.logs.time.time", lambda: now[0])
 
     def go(seconds: float) -> None:
         now[0] += seconds
@@ -423,7 +424,7 @@ def test_following_a_flood_is_not_held_up_by_it(tmp_path: Path) -> None:
 FLOODER = """
 import sys
 from pathlib import Path
-from atropos_tui.supervisor.logs import LogFile
+from atropos_tui.supervisor.processes.logs import LogFile
 log = LogFile(Path(sys.argv[1]), 2_000_000)
 while True:
     log.write(b"a line of a log that floods\\n" * 200)

@@ -9,24 +9,24 @@ from typing import Any
 
 import pytest
 
-from atropos_common.run_dir import (
+from atropos_common.system.run_dir import (
     ENV_ENGINE_URLS,
     ENV_NODE_ADDRESS,
     ENV_RANKS_DIR,
     ENV_TRAINER_HOSTS,
 )
 from atropos_tui.cli.main import run
-from atropos_tui.profile import memory
-from atropos_tui.profile.checks import check_profile
-from atropos_tui.profile.hardware import named_machine
-from atropos_tui.profile.machines import Hosts, expand_hosts, hosts_of, lacking
+from atropos_tui.cluster.machines import Hosts, expand_hosts, hosts_of, lacking
+from atropos_tui.cluster.node_agent import environment
+from atropos_tui.profile.budget import memory
+from atropos_tui.profile.budget.hardware import named_machine
+from atropos_tui.profile.checks.consistency import check_profile
+from atropos_tui.profile.checks.preflight import is_this_machine, machines_of, unfit
 from atropos_tui.profile.plan import build_stack, stack_of
-from atropos_tui.profile.preflight import is_this_machine, machines_of, unfit
 from atropos_tui.profile.sections import Profile, load_profile, parse_profile
 from atropos_tui.profile.site import make_site, trainer_ranks, trainer_seats
 from atropos_tui.profile.spec import ComponentSpec, HttpCheck
-from atropos_tui.supervisor.launchers.node_agent import environment
-from atropos_tui.supervisor.process import gpus_within
+from atropos_tui.supervisor.processes.process import gpus_within
 
 RUN_DIR = Path("/runs/r")
 SSH = {"launcher": "ssh"}
@@ -142,7 +142,7 @@ def test_a_trainer_on_several_machines_has_a_launcher_on_each_and_one_fate() -> 
     planned = parts(profile())
     first, second = planned["trainer"], planned["trainer-2"]
     for number, part in enumerate((first, second)):
-        at = part.command.index("trainer_core.launch")
+        at = part.command.index("trainer_core.ranks.launch")
         assert part.command[at + 1 : at + 6] == ["--nnodes", "2", "--node-rank", str(number), "2"]
         assert part.env[ENV_RANKS_DIR] == str(RUN_DIR / "ranks")
         assert part.env[ENV_NODE_ADDRESS] == f"t{number + 1}"
@@ -304,7 +304,7 @@ def test_ray_is_reached_through_our_bridge() -> None:
     assert place is not None
     assert place.prefix[2:] == [
         "-m",
-        "atropos_tui.supervisor.launchers.ray_bridge",
+        "atropos_tui.cluster.ray_bridge",
         "--address",
         "10.0.0.9:6379",
         "me@i1",

@@ -21,14 +21,14 @@ from transformers import (
 )
 from transformers.optimization import Adafactor
 
-from atropos_common.benchmark_summary import summary_sections, summary_text
-from atropos_common.model_math import (
+from atropos_common.models.model_math import (
     Dimensions,
     effective_optimizer,
     optimizer_bytes,
     peak_flops,
 )
-from atropos_common.records import BenchmarkRecord
+from atropos_common.protocol.benchmark_summary import summary_sections, summary_text
+from atropos_common.protocol.records import BenchmarkRecord
 from trainer_core.config import TrainingConfig
 from trainer_core.policy.attention import register
 from trainer_core.policy.load import dimensions, train_only

@@ -11,7 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from atropos_common.records import BenchmarkRecord, StepRecord, SyncRecord, TimingRecord, parse_line
+from atropos_common.protocol.records import (
+    BenchmarkRecord,
+    StepRecord,
+    SyncRecord,
+    TimingRecord,
+    parse_line,
+)
 from atropos_tui.monitor.bench import (
     benchmark_run,
     benchmark_runs,

@@ -14,12 +14,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atropos_common.bridge import METRIC_VERSION
-from atropos_common.control import ComponentStatus, GpuStatus, Phase, Role, RunStatus, State
-from atropos_common.record_tail import RecordTail
-from atropos_common.records import ComponentUse, EngineGauges, GaugesRecord, HostUse
+from atropos_common.protocol.bridge import METRIC_VERSION
+from atropos_common.protocol.control import (
+    ComponentStatus,
+    GpuStatus,
+    Phase,
+    Role,
+    RunStatus,
+    State,
+)
+from atropos_common.protocol.record_tail import RecordTail
+from atropos_common.protocol.records import ComponentUse, EngineGauges, GaugesRecord, HostUse
 from atropos_tui.diagnoses.stall_rules import Flow
-from atropos_tui.monitor.gauges import (
+from atropos_tui.monitor.run.gauges import (
     KEPT,
     GaugeHistory,
     Share,

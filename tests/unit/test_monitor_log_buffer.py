@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atropos_common.run_dir import RunDir
-from atropos_tui.monitor.log_buffer import Classifier, LogBuffer, LogEntry, LogFeed
-from atropos_tui.monitor.patterns import compiled
+from atropos_common.system.run_dir import RunDir
+from atropos_tui.monitor.logs.log_buffer import Classifier, LogBuffer, LogEntry, LogFeed
+from atropos_tui.monitor.logs.patterns import compiled
 
 
 def filled(*lines: str, capacity: int = 1000) -> LogBuffer:
@@ -212,7 +212,7 @@ def test_a_flood_is_skipped_with_a_marker(run: RunDir) -> None:
 
 
 def test_logs_are_merged_by_when_their_lines_arrived(run: RunDir) -> None:
-    from atropos_tui.supervisor.logs import LogFile
+    from atropos_tui.supervisor.processes.logs import LogFile
 
     files = {name: LogFile(run.log(name, 1), 1 << 20) for name in ("a", "b")}
     for at in range(6):

@@ -10,7 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atropos_tui.monitor.patterns import Pattern, PatternError, UnsupportedPatternError, compiled
+from atropos_tui.monitor.logs.patterns import (
+    Pattern,
+    PatternError,
+    UnsupportedPatternError,
+    compiled,
+)
 
 
 def test_a_pattern_is_case_sensitive_only_with_capitals_and_never_an_error() -> None:

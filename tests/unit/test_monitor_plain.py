@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atropos_common.records import StateRecord, parse_line
+from atropos_common.protocol.records import StateRecord, parse_line
 from atropos_tui.cli import show
 from atropos_tui.monitor.format import (
     MAX_COLUMNS,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from atropos_common.records import (
+from atropos_common.protocol.records import (
     CheckpointRecord,
     DiagnosisRecord,
     EnvMetricsRecord,
@@ -25,8 +25,8 @@ from atropos_tui.monitor.reading import (
     smoothed,
     value_at,
 )
-from atropos_tui.monitor.series import MOST_POINTS, Series
-from atropos_tui.monitor.state import MOST_CURVES, USEFUL_GROUPS, RunState
+from atropos_tui.monitor.run.series import MOST_POINTS, Series
+from atropos_tui.monitor.run.state import MOST_CURVES, USEFUL_GROUPS, RunState
 from tests.ui.run_maker import T0
 from tests.unit.test_monitor_state import fed, steps
 

@@ -14,14 +14,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atropos_common.records import (
+from atropos_common.protocol.records import (
     CheckpointRecord,
     CommandRecord,
     DiagnosisRecord,
     RolloutRecord,
     StateRecord,
 )
-from atropos_common.run_dir import registry
+from atropos_common.system.run_dir import registry
 from atropos_tui.monitor.format import plain_text
 from atropos_tui.monitor.rollout_groups import (
     _stayed,
@@ -34,9 +34,9 @@ from atropos_tui.monitor.rollout_groups import (
     question,
     shared_beginning,
 )
+from atropos_tui.monitor.run.state import RunState
+from atropos_tui.monitor.run.timeline import clock, timeline
 from atropos_tui.monitor.run_list import HEADINGS, listed, other_runs, table
-from atropos_tui.monitor.state import RunState
-from atropos_tui.monitor.timeline import clock, timeline
 from tests.ui.run_maker import make_run, start_records
 
 

@@ -8,13 +8,13 @@ import random
 
 import pytest
 
-from atropos_common.records import StepRecord, SyncRecord, TimingRecord
+from atropos_common.protocol.records import StepRecord, SyncRecord, TimingRecord
 from atropos_tui.monitor.bench import benchmark_state, pace
 from atropos_tui.monitor.charts import PAGE
 from atropos_tui.monitor.reading import Along, Ruler
 from atropos_tui.monitor.report_charts import charts
-from atropos_tui.monitor.series import FIRST, MOST_POINTS, NEWEST, Series, averaged, thin
-from atropos_tui.monitor.state import RunState
+from atropos_tui.monitor.run.series import FIRST, MOST_POINTS, NEWEST, Series, averaged, thin
+from atropos_tui.monitor.run.state import RunState
 from tests.ui.run_maker import T0, step_records
 
 LONG = 5 * MOST_POINTS

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from atropos_common.control import Phase, Role, State
-from atropos_common.record_tail import RecordTail
-from atropos_common.records import (
+from atropos_common.protocol.control import Phase, Role, State
+from atropos_common.protocol.record_tail import RecordTail
+from atropos_common.protocol.records import (
     AlignmentRecord,
     BenchmarkRecord,
     CheckpointRecord,
@@ -26,9 +26,9 @@ from atropos_common.records import (
     TimingRecord,
     parse_line,
 )
-from atropos_common.run_dir import RunDir
+from atropos_common.system.run_dir import RunDir
 from atropos_tui.monitor.bench import pace
-from atropos_tui.monitor.run_files import (
+from atropos_tui.monitor.run.run_files import (
     RunFeed,
     RunInfo,
     flag,
@@ -36,7 +36,7 @@ from atropos_tui.monitor.run_files import (
     read_info,
     status_from_files,
 )
-from atropos_tui.monitor.state import ROLLOUTS_KEPT, RunState
+from atropos_tui.monitor.run.state import ROLLOUTS_KEPT, RunState
 from tests.ui.run_maker import RUN_ID, T0, make_run, step_records, write_records
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atropos_common import record_tail
-from atropos_common.record_tail import RecordTail
-from atropos_common.records import MemoryRecord, Record, StateRecord
+from atropos_common.protocol import record_tail
+from atropos_common.protocol.record_tail import RecordTail
+from atropos_common.protocol.records import MemoryRecord, Record, StateRecord
 
 
 def line(seq: int) -> str:

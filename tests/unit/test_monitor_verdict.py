@@ -8,8 +8,15 @@ from typing import Any
 
 import pytest
 
-from atropos_common.control import ComponentStatus, Phase, Role, RunStatus, StageStatus, State
-from atropos_common.records import (
+from atropos_common.protocol.control import (
+    ComponentStatus,
+    Phase,
+    Role,
+    RunStatus,
+    StageStatus,
+    State,
+)
+from atropos_common.protocol.records import (
     CommandRecord,
     DiagnosisRecord,
     EnvFlow,
@@ -20,10 +27,10 @@ from atropos_common.records import (
     StepRecord,
     TimingRecord,
 )
-from atropos_tui.monitor import limits
-from atropos_tui.monitor.run_files import PlannedComponent, RunInfo
-from atropos_tui.monitor.state import RunState
-from atropos_tui.monitor.verdict import GLYPHS, TONES, Severity, Verdict, verdict
+from atropos_tui.monitor.explain import limits
+from atropos_tui.monitor.explain.verdict import GLYPHS, TONES, Severity, Verdict, verdict
+from atropos_tui.monitor.run.run_files import PlannedComponent, RunInfo
+from atropos_tui.monitor.run.state import RunState
 
 NOW = 1000.0
 ROLES = {"api": Role.API, "vllm": Role.ENGINE, "math": Role.ENV, "trainer": Role.TRAINER}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from atropos_common.control import (
+from atropos_common.protocol.control import (
     ComponentStatus,
     GpuStatus,
     Phase,
@@ -17,11 +17,11 @@ from atropos_common.control import (
     StageStatus,
     State,
 )
-from atropos_common.records import DiagnosisRecord, Record, StateRecord
+from atropos_common.protocol.records import DiagnosisRecord, Record, StateRecord
 from atropos_tui.cli import show
-from atropos_tui.monitor.run_files import PlannedComponent, RunInfo
-from atropos_tui.monitor.state import RunState
-from atropos_tui.monitor.why import Picture, open_diagnoses
+from atropos_tui.monitor.explain.why import Picture, open_diagnoses
+from atropos_tui.monitor.run.run_files import PlannedComponent, RunInfo
+from atropos_tui.monitor.run.state import RunState
 from tests.ui.run_maker import step_records
 
 NOW = 1000.0

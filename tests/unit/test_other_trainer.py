@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from atropos_common.run_dir import RunDir
+from atropos_common.system.run_dir import RunDir
 from atropos_tui.cli.main import run
-from atropos_tui.cli.profiles import checked, planned_site
+from atropos_tui.cli.start.profiles import checked, planned_site
 from atropos_tui.errors import UserError
 from atropos_tui.profile.ports import free_port
 from atropos_tui.profile.sections import parse_profile

@@ -10,7 +10,7 @@ import time
 
 import psutil
 
-from atropos_common import parent_death
+from atropos_common.system import parent_death
 
 PROGRAM = [sys.executable, "-I", "-S", parent_death.__file__]
 PARENT = f"""

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from atropos_common.run_dir import RunDir
-from atropos_tui.cli import control, main
+from atropos_common.system.run_dir import RunDir
+from atropos_tui.cli import main
 from atropos_tui.cli.doctor import machine
+from atropos_tui.cli.manage import control
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.profile.sections import load_profile
 from atropos_tui.profile.toml_lines import key_lines
-from atropos_tui.supervisor.store import RunResult
+from atropos_tui.supervisor.journal.store import RunResult
 
 HEAD = 'name = "p"\nmodel = "m"\n[env]\nmodule = "json"\n'
 

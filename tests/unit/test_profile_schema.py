@@ -12,8 +12,8 @@ import jsonschema
 import pytest
 
 from atropos_tui.cli import main
-from atropos_tui.cli.init import SCHEMA_FILE
-from atropos_tui.cli.profiles import schema_text
+from atropos_tui.cli.start.init import SCHEMA_FILE
+from atropos_tui.cli.start.profiles import schema_text
 from atropos_tui.errors import Exit
 from atropos_tui.profile.schema import resolve
 from atropos_tui.profile.sections import DERIVED_TRAINER_KEYS, profile_schema, shipped_profiles

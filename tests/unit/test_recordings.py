@@ -17,16 +17,17 @@ from pathlib import Path
 
 import pytest
 
-from atropos_common.files import read_regular
-from atropos_common.run_dir import RunDir, registry
-from atropos_tui.cli import cleanup, main, runs
+from atropos_common.system.files import read_regular
+from atropos_common.system.run_dir import RunDir, registry
+from atropos_tui.cli import main
 from atropos_tui.cli.doctor import machine
+from atropos_tui.cli.manage import cleanup, runs
 from atropos_tui.errors import Exit, UserError
 from atropos_tui.monitor import report
 from atropos_tui.monitor.replay import Recording, Replay
 from atropos_tui.profile.ports import listener
-from atropos_tui.supervisor import procfs
-from atropos_tui.supervisor.store import ProcessTable
+from atropos_tui.supervisor.journal.store import ProcessTable
+from atropos_tui.supervisor.processes import procfs
 from tests.strangers import NOBODY, as_another_user, needs_another_user
 from tests.ui.run_maker import make_run as make_recording
 from tests.unit.cli_places import own_places  # noqa: F401

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from atropos_common.control import CommandRequest, Phase, State
-from atropos_common.records import StateRecord
-from atropos_common.run_dir import RunDir
+from atropos_common.protocol.control import CommandRequest, Phase, State
+from atropos_common.protocol.records import StateRecord
+from atropos_common.system.run_dir import RunDir
 from atropos_tui.monitor.replay import LINES_AT_ONCE, Recording, Replay, ReplayClock
-from atropos_tui.monitor.run_files import load_run
-from atropos_tui.monitor.state import RunState
+from atropos_tui.monitor.run.run_files import load_run
+from atropos_tui.monitor.run.state import RunState
 from atropos_tui.supervisor.client import Refused
-from atropos_tui.supervisor.logs import TimesWriter
+from atropos_tui.supervisor.processes.logs import TimesWriter
 from tests.ui.run_maker import T0, make_run, start_records, step_records, write_records
 
 

@@ -17,8 +17,8 @@ from xml.etree import ElementTree
 import html5lib
 import pytest
 
-from atropos_common.control import State
-from atropos_common.records import (
+from atropos_common.protocol.control import State
+from atropos_common.protocol.records import (
     BenchmarkRecord,
     CommandRecord,
     DiagnosisRecord,
@@ -26,14 +26,14 @@ from atropos_common.records import (
     StateRecord,
     StepRecord,
 )
-from atropos_common.run_dir import LATEST_TIME, RunDir
+from atropos_common.system.run_dir import LATEST_TIME, RunDir
 from atropos_tui.monitor.charts import PAGE
 from atropos_tui.monitor.format import number
 from atropos_tui.monitor.report import exit_words, lanes, render_report
 from atropos_tui.monitor.report_charts import POINTS, charts
-from atropos_tui.monitor.run_files import load_run, status_from_files
-from atropos_tui.monitor.series import Series, averaged, thin
-from atropos_tui.monitor.state import RunState
+from atropos_tui.monitor.run.run_files import load_run, status_from_files
+from atropos_tui.monitor.run.series import Series, averaged, thin
+from atropos_tui.monitor.run.state import RunState
 from tests.ui.run_maker import T0, live_status, make_run, step_records, write_records
 
 XHTML = "{http://www.w3.org/1999/xhtml}"

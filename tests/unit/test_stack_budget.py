@@ -12,11 +12,11 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers.optimization import Adafactor
 
-from atropos_common import model_math
-from atropos_tui.profile import memory
-from atropos_tui.profile.fit import nearest
-from atropos_tui.profile.hardware import Gpu, Hardware
-from atropos_tui.profile.memory import (
+from atropos_common.models import model_math
+from atropos_tui.profile.budget import memory
+from atropos_tui.profile.budget.fit import nearest
+from atropos_tui.profile.budget.hardware import Gpu, Hardware
+from atropos_tui.profile.budget.memory import (
     HOST,
     Budget,
     Device,
@@ -27,14 +27,14 @@ from atropos_tui.profile.memory import (
     size_text,
     take_inventory,
 )
-from atropos_tui.profile.models import Model
+from atropos_tui.profile.budget.models import Model
+from atropos_tui.profile.checks.preflight import preflight
 from atropos_tui.profile.plan import build_stack
-from atropos_tui.profile.preflight import preflight
 from atropos_tui.profile.sections import EngineSection, Profile, parse_profile
 from atropos_tui.profile.site import make_site, training_config
 from tests.unit.small_models import CONFIGS, SMALL, build, saved, sizes_of
 from trainer_core.config import TrainingConfig, sharding_contradictions
-from trainer_core.optim import Stepper
+from trainer_core.optimization.optimizers import Stepper
 from trainer_core.policy.attention import register
 from trainer_core.policy.load import train_only
 from trainer_core.policy.logprobs import row_logprobs

@@ -9,8 +9,13 @@ from typing import Any
 
 import pytest
 
-from atropos_common import engine_release
-from atropos_common.engine_release import COHERE_FIXED, EngineRelease, installed, why_not_served
+from atropos_common.models import engine_release
+from atropos_common.models.engine_release import (
+    COHERE_FIXED,
+    EngineRelease,
+    installed,
+    why_not_served,
+)
 from tests.unit.test_stack_plan import profile
 from tests.unit.test_stack_preflight import LLAMA, found
 from vllm_server import __main__ as start
@@ -83,11 +88,11 @@ def test_validate_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
         problems = found(profile(model="a/b", **changes), config=COHERE, gpus=2)
         return [problem.reason for problem in problems if problem.key == "model"]
 
-    monkeypatch.setattr("atropos_tui.profile.preflight.installed", lambda: NEW)
+    monkeypatch.setattr("atropos_tui.profile.checks.preflight.installed", lambda: NEW)
     assert not said(mode="none", vllm={"gpus": [0]}) and not said(
         mode="lora_only", vllm={"gpus": [0]}
     )
-    monkeypatch.setattr("atropos_tui.profile.preflight.installed", lambda: OLD)
+    monkeypatch.setattr("atropos_tui.profile.checks.preflight.installed", lambda: OLD)
     assert "one token fewer" in said(mode="none", vllm={"gpus": [0], "max_model_len": 65})[0]
     assert not said(mode="none", vllm={"gpus": [0], "max_model_len": 64})
     assert "adapters" in said(mode="lora_only", vllm={"gpus": [0], "max_model_len": 64})[0]

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from atropos_common.run_dir import ENV_ENGINE_URLS
+from atropos_common.system.run_dir import ENV_ENGINE_URLS
 from atropos_tui.cli.main import run
 from atropos_tui.errors import Problem
-from atropos_tui.profile import memory
-from atropos_tui.profile.checks import check_notes, check_profile
-from atropos_tui.profile.fit import split_gpus
-from atropos_tui.profile.hardware import Gpu, Hardware, named_machine
+from atropos_tui.profile.budget import memory
+from atropos_tui.profile.budget.fit import split_gpus
+from atropos_tui.profile.budget.hardware import Gpu, Hardware, named_machine
+from atropos_tui.profile.checks.consistency import check_notes, check_profile
+from atropos_tui.profile.checks.preflight import separate, unfit
 from atropos_tui.profile.plan import build_stack, sequences_in_flight
-from atropos_tui.profile.preflight import separate, unfit
 from atropos_tui.profile.sections import Profile, parse_profile
 from atropos_tui.profile.site import env_engines, make_site, training_config
 from atropos_tui.profile.spec import ComponentSpec

@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from atropos_common import model_math
-from atropos_tui.cli import up
+from atropos_common.models import model_math
 from atropos_tui.cli.main import run
-from atropos_tui.profile import memory, models
-from atropos_tui.profile.fit import LAST, SLACK, advice, budget_with, fits, nearest, settle
-from atropos_tui.profile.hardware import Gpu, Hardware, named_machine
-from atropos_tui.profile.memory import Inventory, site_budget
-from atropos_tui.profile.models import Model, model_shapes, read_model
+from atropos_tui.cli.start import up
+from atropos_tui.profile.budget import memory, models
+from atropos_tui.profile.budget.fit import LAST, SLACK, advice, budget_with, fits, nearest, settle
+from atropos_tui.profile.budget.hardware import Gpu, Hardware, named_machine
+from atropos_tui.profile.budget.memory import Inventory, site_budget
+from atropos_tui.profile.budget.models import Model, model_shapes, read_model
 from atropos_tui.profile.ports import free_port
 from atropos_tui.profile.sections import load_profile, parse_profile, shipped_profiles
 from atropos_tui.profile.site import Site, make_site, training_config
@@ -276,7 +276,7 @@ threading.Thread(target=server.serve_forever, daemon=True).start()
 os.environ["HF_ENDPOINT"] = f"http://127.0.0.1:{server.server_port}"
 os.environ["NO_PROXY"] = "127.0.0.1"
 import huggingface_hub.constants
-from atropos_tui.profile.models import read_model
+from atropos_tui.profile.budget.models import read_model
 os.environ["HF_HUB_OFFLINE"] = "1"
 print(read_model("owner/name"))
 assert not asked

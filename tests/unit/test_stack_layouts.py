@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from atropos_tui.cli.main import run
-from atropos_tui.profile import memory
-from atropos_tui.profile.checks import check_graph, check_profile
-from atropos_tui.profile.hardware import Gpu, Hardware
-from atropos_tui.profile.memory import Inventory, make_budget
-from atropos_tui.profile.models import Model, model_shapes
+from atropos_tui.profile.budget import memory
+from atropos_tui.profile.budget.hardware import Gpu, Hardware
+from atropos_tui.profile.budget.memory import Inventory, make_budget
+from atropos_tui.profile.budget.models import Model, model_shapes
+from atropos_tui.profile.checks.consistency import check_graph, check_profile
+from atropos_tui.profile.checks.preflight import preflight
 from atropos_tui.profile.plan import build_stack
-from atropos_tui.profile.preflight import preflight
 from atropos_tui.profile.sections import load_profile, shipped_profiles
 from atropos_tui.profile.site import make_site, training_config
 

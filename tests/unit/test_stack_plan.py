@@ -12,12 +12,17 @@ from typing import Any
 import pytest
 import tomli_w
 
-from atropos_tui.cli.up import _profile_data
+from atropos_tui.cli.start.up import _profile_data
 from atropos_tui.errors import UserError
-from atropos_tui.profile.checks import check_commands, check_graph, check_notes, check_profile
-from atropos_tui.profile.memory import take_inventory
+from atropos_tui.profile.budget.memory import take_inventory
+from atropos_tui.profile.checks.consistency import (
+    check_commands,
+    check_graph,
+    check_notes,
+    check_profile,
+)
+from atropos_tui.profile.checks.preflight import preflight
 from atropos_tui.profile.plan import build_stack, redacted, stack_of
-from atropos_tui.profile.preflight import preflight
 from atropos_tui.profile.recipes import recipe
 from atropos_tui.profile.redact import hide_command, hide_tree
 from atropos_tui.profile.sections import Profile, load_profile, parse_profile
@@ -1053,9 +1058,12 @@ def test_what_speaks_of_atroposlib_is_hosted(
         stack = build_stack(profile(env={"name": "e", **env}), tmp_path / "run", run_id="r")
         return next(part for part in stack.components if part.name == "e").command[1:5]
 
-    assert words(script="theirs.py")[:4] == ["-P", "-m", "atropos_envs.runner", "theirs.py"]
-    assert words(script="theirs.py:MyEnv")[2:4] == ["atropos_envs.runner", "theirs.py:MyEnv"]
-    assert words(module="theirs")[2:4] == ["atropos_envs.runner", "theirs"]
+    assert words(script="theirs.py")[:4] == ["-P", "-m", "atropos_envs.hosting.runner", "theirs.py"]
+    assert words(script="theirs.py:MyEnv")[2:4] == [
+        "atropos_envs.hosting.runner",
+        "theirs.py:MyEnv",
+    ]
+    assert words(module="theirs")[2:4] == ["atropos_envs.hosting.runner", "theirs"]
     assert words(script="other.py")[:2] == ["other.py", "serve"]
     assert words(module="other")[:3] == ["-m", "other", "serve"]
     assert words(module="atropos_envs.gsm8k_server")[:3] == [

@@ -15,20 +15,20 @@ import psutil
 import pytest
 import torch
 
-from atropos_common.model_math import why_refused
+from atropos_common.models.model_math import why_refused
 from atropos_tui.errors import Problem
-from atropos_tui.profile.hardware import Gpu, Hardware
-from atropos_tui.profile.memory import Inventory
-from atropos_tui.profile.models import Model, model_shapes
+from atropos_tui.profile.budget.hardware import Gpu, Hardware
+from atropos_tui.profile.budget.memory import Inventory
+from atropos_tui.profile.budget.models import Model, model_shapes
+from atropos_tui.profile.checks.preflight import preflight
 from atropos_tui.profile.plan import build_stack, config_file
-from atropos_tui.profile.preflight import preflight
 from atropos_tui.profile.sections import Profile
 from atropos_tui.profile.source import is_hostable
 from tests.unit.test_stack_plan import profile, site
 from trainer_core.errors import UsageError
 from trainer_core.policy.load import load_config
 from trainer_core.policy.sharding import load_for
-from trainer_core.world import World
+from trainer_core.ranks.world import World
 
 GIB = 1024**3
 LLAMA = {

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from atropos_common.run_dir import RunDir
+from atropos_common.system.run_dir import RunDir
 from atropos_tui import streams
 from atropos_tui.profile.spec import LogPolicy, StackSpec
 from tests.supervisor.harness import part, python
@@ -21,7 +21,7 @@ from tests.ui.run_maker import make_run
 HEADLESS = """
 import sys
 from pathlib import Path
-from atropos_common.run_dir import RunDir
+from atropos_common.system.run_dir import RunDir
 from atropos_tui import streams
 streams.prepare()
 from atropos_tui.cli import up

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from atropos_common.bridge import completion_digest
-from atropos_common.records import ALIGNMENT_CAUSES, AlignmentRecord, parse_line
+from atropos_common.protocol.bridge import completion_digest
+from atropos_common.protocol.records import ALIGNMENT_CAUSES, AlignmentRecord, parse_line
 from tests.unit.trainer_stand_ins import Engine, Recorded, group, run_config
 from trainer_core.errors import MismatchError, MissingLogprobs
 from trainer_core.loop import train

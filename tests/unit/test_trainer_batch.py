@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from atropos_common.bridge import completion_digest
+from atropos_common.protocol.bridge import completion_digest
 from trainer_core.errors import MissingLogprobs
 from trainer_core.rollouts.batch import Baselines, Selection, group_advantages, read_batch
 from trainer_core.rollouts.packing import pack

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig
 
-from atropos_common.transfer import ALIGNMENT, SentTensor, chunks
-from atropos_tui.profile.checks import check_notes, check_profile
+from atropos_common.broadcast.transfer import ALIGNMENT, SentTensor, chunks
+from atropos_tui.profile.checks.consistency import check_notes, check_profile
 from atropos_tui.profile.plan import build_stack
 from atropos_tui.profile.site import make_site
 from tests.nursery import TRAINER, forked
@@ -29,6 +29,7 @@ from tests.unit.test_stack_plan import profile
 from tests.unit.transfer_stand_in import Fault, Receiver
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import EngineError, EngineGone, UsageError
+from trainer_core.ranks.world import World
 from trainer_core.rollouts.source import LagMeter
 from trainer_core.server.client import ServerClient
 from trainer_core.weight_sync.base import Start, SyncReport
@@ -36,7 +37,6 @@ from trainer_core.weight_sync.broadcast import Broadcast, require_nodes
 from trainer_core.weight_sync.collectives import meeting_point
 from trainer_core.weight_sync.orders import Follower, Order, Orders
 from trainer_core.weight_sync.outgoing import into_one_piece
-from trainer_core.world import World
 from vllm_server.weights.copy_recorder import named_views
 
 Make = Callable[..., Broadcast]
@@ -468,7 +468,7 @@ def test_a_trainer_that_dies_is_an_error_on_the_server(
     errors: list[str] = []
 
     def receive(client: ServerClient) -> None:
-        from atropos_common.transfer import TransferUpdate
+        from atropos_common.broadcast.transfer import TransferUpdate
 
         try:
             client.receive(TransferUpdate(weight_version=1, timeout_s=300))

@@ -11,15 +11,14 @@ import pytest
 import torch
 
 from tests.unit.trainer_rollouts import rollouts_of
-from trainer_core import offload
 from trainer_core.config import TrainingConfig
 from trainer_core.objective.registry import Objective
-from trainer_core.optim import Stepper, for_device
-from trainer_core.policy import speed
+from trainer_core.optimization.optimizers import Stepper, for_device
+from trainer_core.optimization.step import accumulate
+from trainer_core.policy import offload, speed
 from trainer_core.policy.load import load_model, train_only
 from trainer_core.policy.speed import activations, use_checkpointing
 from trainer_core.rollouts.packing import pack
-from trainer_core.step import accumulate
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from atropos_common.run_dir import RunDir
+from atropos_common.system.run_dir import RunDir
 from tests.unit.cpu_time import cpu_seconds
 from trainer_core.__main__ import build_parser, main, parse_args
 from trainer_core.config import TrainingConfig, validate
@@ -204,7 +204,7 @@ def test_layer_indices_reject_nonsense() -> None:
 def test_torch_is_not_imported_before_it_is_needed() -> None:
     code = (
         "import sys, trainer_core; assert not {'torch', 'pydantic'} & set(sys.modules); "
-        "import trainer_core.config, trainer_core.__main__, trainer_core.checkpoint; "
+        "import trainer_core.config, trainer_core.__main__, trainer_core.checkpoints.checkpoint; "
         "import trainer_core.rollouts.client, trainer_core.weight_sync.base; "
         "trainer_core.TrainingConfig; "
         "assert not {'torch', 'transformers', 'vllm', 'textual', 'atropos_tui'} & "

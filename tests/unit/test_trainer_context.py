@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from atropos_common.model_math import why_not_shared, why_not_spread
+from atropos_common.models.model_math import why_not_shared, why_not_spread
 from benchmarks.model_zoo import ZOO, save
 from tests.thorough import left_out
 from tests.unit.ranks import run_ranks, selected

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from atropos_common.records import TimingRecord, parse_line
+from atropos_common.protocol.records import TimingRecord, parse_line
 from trainer_core.errors import Stopped
 from trainer_core.rollouts.client import RunApi
 from trainer_core.telemetry import Telemetry

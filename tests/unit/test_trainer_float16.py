@@ -13,10 +13,10 @@ import torch
 from tests.unit.trainer_rollouts import Beside, rollouts_of
 from trainer_core.config import TrainingConfig
 from trainer_core.objective.registry import Counts, Objective
-from trainer_core.optim import LossScale, Stepper
+from trainer_core.optimization.optimizers import LossScale, Stepper
+from trainer_core.optimization.step import StepOutcome, accumulate
 from trainer_core.policy.load import load_model
 from trainer_core.rollouts.packing import pack
-from trainer_core.step import StepOutcome, accumulate
 
 CPU = torch.device("cpu")
 OTHERS = (0, 40_000, 4_000_000)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from atropos_common.manifest import read_manifest
-from atropos_common.records import parse_line
+from atropos_common.protocol.manifest import read_manifest
+from atropos_common.protocol.records import parse_line
 from atropos_envs.tiny_model import make_tiny_model
 from benchmarks.model_zoo import ZOO, build
 from tests.unit.trainer_stand_ins import TOKEN, Engine

@@ -21,8 +21,8 @@ import torch
 from aiohttp import web
 from safetensors.torch import load_file
 
-from atropos_common.bridge import TOKEN_HEADER
-from atropos_common.records import StepRecord, parse_line
+from atropos_common.protocol.bridge import TOKEN_HEADER
+from atropos_common.protocol.records import StepRecord, parse_line
 from tests.unit import test_envs_servers as envs
 from tests.unit.envs_support import Engine as AddingEngine
 from tests.unit.test_trainer_registration import GROUP, REGISTRATION, RunApiProcess

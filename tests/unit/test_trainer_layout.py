@@ -18,7 +18,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from atropos_common.manifest import Shard, TensorEntry, TensorView
+from atropos_common.protocol.manifest import Shard, TensorEntry, TensorView
 from tests.unit.small_models import CONFIGS, SMALL, build
 from trainer_core.errors import UsageError
 from trainer_core.policy.checkpoint_layout import checkpoint_layout, checkpoint_tensors

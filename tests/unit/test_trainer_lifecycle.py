@@ -18,8 +18,8 @@ from typing import Any
 import psutil
 import pytest
 
-from atropos_common.control import Accepted, CommandRequest, CommandStatus, Recipe, Refusal
-from atropos_common.run_dir import ENV_CONTROL_SOCKET, ENV_TOKEN
+from atropos_common.protocol.control import Accepted, CommandRequest, CommandStatus, Recipe, Refusal
+from atropos_common.system.run_dir import ENV_CONTROL_SOCKET, ENV_TOKEN
 from tests.strangers import as_another_user, needs_another_user, squat, stranger
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import EngineError, EngineGone, Stopped, UsageError

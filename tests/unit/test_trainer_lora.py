@@ -15,18 +15,18 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from tests.unit.small_models import CONFIGS, build
 from tests.unit.trainer_rollouts import rollouts_of
-from trainer_core import checkpoint
 from trainer_core.__main__ import parse_args
+from trainer_core.checkpoints import checkpoint
 from trainer_core.config import TrainingConfig, validate
 from trainer_core.errors import UsageError
 from trainer_core.objective.registry import Objective
-from trainer_core.optim import Stepper
+from trainer_core.optimization.optimizers import Stepper
+from trainer_core.optimization.step import accumulate
 from trainer_core.policy.load import load_config, load_model
 from trainer_core.policy.logprobs import completions_logprobs, sequence_logprobs
 from trainer_core.policy.lora import adapter_parameters, add_adapter, load_adapter, write_adapter
 from trainer_core.policy.speed import use_checkpointing
 from trainer_core.rollouts.packing import pack
-from trainer_core.step import accumulate
 from vllm_server.lora import linear_shapes, misfit
 
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from atropos_common.manifest import write_manifest
+from atropos_common.protocol.manifest import write_manifest
 from tests.unit.trainer_stand_ins import (
     TOKEN,
     Engine,
@@ -270,7 +270,7 @@ def test_a_full_disk_at_the_swap_is_waited_out(
         save(model, folder, dtype)
 
     monkeypatch.setattr(lora, "write_adapter", full)
-    monkeypatch.setattr("trainer_core.saving.FULL_DISK_RETRY_S", 0.1)
+    monkeypatch.setattr("trainer_core.checkpoints.saving.FULL_DISK_RETRY_S", 0.1)
     run(AdapterEngine(tmp_path, base), base, tmp_path)
     assert capsys.readouterr().out.count("Training pauses until there is room") == 2
 

@@ -25,13 +25,13 @@ from trainer_core.objective.loss import (
     gspo_loss,
 )
 from trainer_core.objective.registry import OBJECTIVES, Counts, Objective, count
-from trainer_core.optim import Stepper
+from trainer_core.optimization.optimizers import Stepper
+from trainer_core.optimization.step import StepOutcome, accumulate
 from trainer_core.policy.load import load_model
 from trainer_core.policy.logprobs import row_logprobs
+from trainer_core.ranks.world import ALONE
 from trainer_core.rollouts.batch import Rollout
 from trainer_core.rollouts.packing import PackedRow, pack
-from trainer_core.step import StepOutcome, accumulate
-from trainer_core.world import ALONE
 
 CPU = torch.device("cpu")
 ALL = sorted(OBJECTIVES)
@@ -278,7 +278,7 @@ def test_a_single_step_asks_the_model_once_unless_a_mask_wants_to_know_first(
 ) -> None:
     asked = []
     monkeypatch.setattr(
-        "trainer_core.step.row_logprobs",
+        "trainer_core.optimization.step.row_logprobs",
         lambda model, row: asked.append(row) or row_logprobs(model, row),
     )
     config = _config(ratio_base="proximal", tis_mask=mask)

@@ -16,11 +16,11 @@ from tests.unit.trainer_offline import group_of, offline_config, write_lines
 from tests.unit.trainer_rollouts import plain_logprobs, rollouts_of
 from tests.unit.trainer_stand_ins import Engine, Recorded, group, plain_model, run_config
 from trainer_core import EngineGone, train
-from trainer_core.minibatches import Minibatches, merged, split
 from trainer_core.objective.registry import Objective
+from trainer_core.optimization.minibatches import Minibatches, merged, split
+from trainer_core.optimization.step import StepOutcome
 from trainer_core.rollouts.batch import read_batch
 from trainer_core.rollouts.packing import pack
-from trainer_core.step import StepOutcome
 
 BATCHES = 2
 LR, CLIP, CAP = 3e-3, 0.05, 1.5

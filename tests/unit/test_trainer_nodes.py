@@ -20,20 +20,21 @@ import pytest
 from safetensors.torch import load_file
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from atropos_common.node import interface_of
-from atropos_common.run_dir import ENV_NODE_ADDRESS, ENV_RANKS_DIR
-from atropos_common.transfer import meeting_place
+from atropos_common.broadcast.transfer import meeting_place
+from atropos_common.net.node import interface_of
+from atropos_common.system.run_dir import ENV_NODE_ADDRESS, ENV_RANKS_DIR
 from benchmarks.nursery import ForkedProcess
 from tests.nursery import TRAINER, forked
 from tests.unit.trainer_offline import STEPS, group_of, offline_config, write_lines
-from trainer_core import launch, train
+from trainer_core import train
 from trainer_core.__main__ import main
 from trainer_core.errors import UsageError
-from trainer_core.ranks import (
+from trainer_core.ranks.identity import (
     ENV_FIRST_RANK,
     ENV_MEETING,
     ENV_RANKS,
     keep_master,
+    launch,
     meet_nodes,
     node_address,
     restore_master,
@@ -61,7 +62,9 @@ def launched(node: int, flags: list[str], folder: Path, *, forks: bool = True) -
         ENV_NODE_ADDRESS: f"127.0.0.{11 + node}",
     }
     words = ["--nnodes", "2", "--node-rank", str(node), "1", *flags]
-    call = "tests.unit.test_trainer_nodes:be_launcher" if forks else "trainer_core.launch:main"
+    call = (
+        "tests.unit.test_trainer_nodes:be_launcher" if forks else "trainer_core.ranks.launch:main"
+    )
     return forked(TRAINER, call, words, folder / f"output.{node}", env=environment)
 
 
@@ -158,7 +161,9 @@ def test_nodes_of_this_start_meet_whatever_an_earlier_one_left(
     monkeypatch.setenv(ENV_RANKS_DIR, str(folder))
     found: dict[int, tuple[str, ...]] = {}
     names = (ENV_MEETING, ENV_FIRST_RANK, ENV_RANKS)
-    program = "import os, sys; from trainer_core.ranks import meet_nodes; meet_nodes(1, 2, 3); "
+    program = (
+        "import os, sys; from trainer_core.ranks.identity import meet_nodes; meet_nodes(1, 2, 3); "
+    )
     program += f"print(*(os.environ[name] for name in {names}))"
     other = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
 

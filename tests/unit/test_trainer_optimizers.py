@@ -12,10 +12,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from trainer_core.checkpoint import join_tensors, split_tensors
+from trainer_core.checkpoints.checkpoint import join_tensors, split_tensors
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import UsageError
-from trainer_core.optim import Stepper, dice, learning_rate, round_stochastically, salt
+from trainer_core.optimization.optimizers import (
+    Stepper,
+    dice,
+    learning_rate,
+    round_stochastically,
+    salt,
+)
 
 STEPS, LR = 100, 1e-6
 MASTERS = ["fp32", "kahan", "stochastic"]
@@ -238,7 +244,7 @@ def test_a_part_at_a_time_is_the_same_step(
     """Bit for bit, though never more than one parameter has float32 memory of its own."""
     ends = []
     for size, most in ((1 << 26, 2), (64, 1)):
-        monkeypatch.setattr("trainer_core.optim.PART_PARAMETERS", size)
+        monkeypatch.setattr("trainer_core.optimization.optimizers.PART_PARAMETERS", size)
         model = Weights(torch.bfloat16)
         stepper = Stepper(model, _config(optimizer=optimizer, master_weights=masters, lr=1e-3))
         seen = []
@@ -338,7 +344,7 @@ def test_what_lies_in_the_hosts_memory_is_stepped_alike(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str, masters: str, gradients: str
 ) -> None:
     """Bit for bit, part by part, clipped, and over a resume in either direction."""
-    monkeypatch.setattr("trainer_core.optim.PART_PARAMETERS", 64)
+    monkeypatch.setattr("trainer_core.optimization.optimizers.PART_PARAMETERS", 64)
     fields = {
         "optimizer": _optimizer(optimizer),
         "master_weights": masters,
@@ -372,8 +378,8 @@ def test_between_two_steps_the_device_holds_none_of_it(
     monkeypatch: pytest.MonkeyPatch, masters: str
 ) -> None:
     """Three parameters of a part each: one comes, one is stepped, one goes."""
-    monkeypatch.setattr("trainer_core.optim.PART_PARAMETERS", 64)
-    monkeypatch.setattr("trainer_core.optim.SMALL", 64)
+    monkeypatch.setattr("trainer_core.optimization.optimizers.PART_PARAMETERS", 64)
+    monkeypatch.setattr("trainer_core.optimization.optimizers.SMALL", 64)
     model = torch.nn.ParameterList(torch.randn(128, 64).bfloat16() for _ in range(6))
     stepper = Stepper(
         model, _config(optimizer="adamw", master_weights=masters, optimizer_offload=True)

@@ -11,8 +11,8 @@ import time
 import pytest
 import torch
 
-from atropos_common.run_dir import ENV_NODE_ADDRESS
-from trainer_core.ranks import ENV_MEETING
+from atropos_common.system.run_dir import ENV_NODE_ADDRESS
+from trainer_core.ranks.identity import ENV_MEETING
 from trainer_core.weight_sync.orders import (
     FIRST_WORD,
     SECRET_BYTES,

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from tests.unit.trainer_rollouts import rollouts_of
 from trainer_core.config import TrainingConfig
 from trainer_core.objective.registry import Objective
-from trainer_core.optim import Stepper, for_device
+from trainer_core.optimization.optimizers import Stepper, for_device
+from trainer_core.optimization.step import StepOutcome, accumulate
 from trainer_core.policy.load import load_model, train_only
 from trainer_core.policy.speed import (
     SMALL_MODEL,
@@ -26,7 +27,6 @@ from trainer_core.policy.speed import (
     use_cores,
 )
 from trainer_core.rollouts.packing import _cuts, _equal_room, pack
-from trainer_core.step import StepOutcome, accumulate
 
 CPU = torch.device("cpu")
 

@@ -15,14 +15,14 @@ from tests.unit.trainer_rollouts import plain_logprobs, rollouts_of
 from trainer_core.config import TrainingConfig
 from trainer_core.objective.loss import reference_kl, teacher_kl
 from trainer_core.objective.registry import Objective
-from trainer_core.optim import Stepper
+from trainer_core.optimization.optimizers import Stepper
+from trainer_core.optimization.step import StepOutcome, accumulate
 from trainer_core.policy.load import load_model
 from trainer_core.policy.lora import add_adapter
 from trainer_core.policy.reference import Reference
 from trainer_core.rollouts.batch import Rollout
 from trainer_core.rollouts.fields import Teacher
 from trainer_core.rollouts.packing import pack
-from trainer_core.step import StepOutcome, accumulate
 
 CPU = torch.device("cpu")
 REF, DISTILL = 0.3, 0.7

@@ -14,16 +14,16 @@ import pytest
 import torch
 
 from tests.unit.trainer_rollouts import plain_logprobs, rollouts_of
-from trainer_core.checkpoint import _save_companions
+from trainer_core.checkpoints.checkpoint import _save_companions
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import UsageError
 from trainer_core.objective.registry import Objective
-from trainer_core.optim import Stepper, for_device
+from trainer_core.optimization.optimizers import Stepper, for_device
+from trainer_core.optimization.step import StepOutcome, accumulate
 from trainer_core.policy.load import load_config, load_model, train_only
 from trainer_core.policy.logprobs import chunked_scores, row_logprobs, sequence_logprobs, use_head
 from trainer_core.rollouts.batch import Rollout
 from trainer_core.rollouts.packing import PackedRow, pack
-from trainer_core.step import StepOutcome, accumulate
 
 CPU = torch.device("cpu")
 

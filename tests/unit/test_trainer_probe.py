@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from atropos_common.records import SAMPLING
+from atropos_common.protocol.records import SAMPLING
 from tests.unit.small_models import CONFIGS, build
 from tests.unit.trainer_rollouts import rollouts_of
 from trainer_core import probe
@@ -27,9 +27,9 @@ from trainer_core.objective.alignment import Alignment
 from trainer_core.policy.load import load_model
 from trainer_core.policy.logprobs import head_scores, row_logprobs
 from trainer_core.probe import LogprobProbe, explain
+from trainer_core.ranks.world import ALONE, World
 from trainer_core.rollouts.packing import pack
 from trainer_core.server.client import GeneratedTokens
-from trainer_core.world import ALONE, World
 
 PROMPTS = [[2 + i] * 20 for i in range(3)]
 ALL = 2 * len(PROMPTS) + 1

@@ -12,13 +12,14 @@ import pytest
 import torch
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from atropos_common.model_math import why_refused
+from atropos_common.models.model_math import why_refused
 from benchmarks.model_zoo import MORE, WINDOW, ZOO, Architecture, build, save
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import UsageError
 from trainer_core.objective.loss import balance_coefficient, balance_loss
 from trainer_core.objective.registry import Objective
-from trainer_core.optim import Stepper
+from trainer_core.optimization.optimizers import Stepper
+from trainer_core.optimization.step import accumulate
 from trainer_core.policy import attention, logprobs
 from trainer_core.policy.attention import register
 from trainer_core.policy.load import load_model
@@ -31,11 +32,10 @@ from trainer_core.policy.logprobs import (
 )
 from trainer_core.policy.proof import prove
 from trainer_core.probe import _Scored
+from trainer_core.ranks.world import ALONE
 from trainer_core.report import MfuMeter
 from trainer_core.rollouts.batch import Rollout
 from trainer_core.rollouts.packing import pack
-from trainer_core.step import accumulate
-from trainer_core.world import ALONE
 
 TRAINED = [name for name in ZOO if name not in ("Llama 4", "Nemotron")]
 SEQUENCES = [torch.arange(3, 33) * 7 % 120, torch.arange(3, 20) * 11 % 120]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from atropos_common.model_math import bits_of
+from atropos_common.models.model_math import bits_of
 from benchmarks.model_zoo import BLOCK, QUANTIZED, build, save
 from trainer_core.errors import UsageError
 from trainer_core.policy.load import load_config, load_model

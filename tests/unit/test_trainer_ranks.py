@@ -17,12 +17,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from atropos_common.run_dir import NO_UPDATE_CODE
+from atropos_common.system.run_dir import NO_UPDATE_CODE
 from tests.unit.ranks import run_ranks
 from tests.unit.trainer_offline import STEPS, group_of, offline_config, write_lines
 from trainer_core import train
 from trainer_core.__main__ import main
-from trainer_core.ranks import GONE_CODE
+from trainer_core.ranks.identity import GONE_CODE
 from trainer_core.rollouts.packing import assign_rows, pack, rows_at
 
 LIMIT_S = 10.0
@@ -42,7 +42,7 @@ def records(path: Path, kind: str) -> list[dict[str, object]]:
 
 def launched(flags: list[str], folder: Path) -> subprocess.Popen[str]:
     environment = os.environ | {"TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "trainer_core.launch", "2", *flags]
+    command = [sys.executable, "-m", "trainer_core.ranks.launch", "2", *flags]
     return subprocess.Popen(
         command,
         env=environment,

@@ -19,8 +19,8 @@ import httpx
 import pytest
 
 from atropos_api.batches import add_listing
-from atropos_common.bridge import TOKEN_HEADER
-from atropos_common.records import StepRecord, parse_line
+from atropos_common.protocol.bridge import TOKEN_HEADER
+from atropos_common.protocol.records import StepRecord, parse_line
 from tests.unit.json_server import JsonServer
 from tests.unit.trainer_stand_ins import TOKEN, Engine, RunApiThread, group, run_config
 from trainer_core.errors import Stopped

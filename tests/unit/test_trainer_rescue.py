@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file
 
 from tests.unit.trainer_stand_ins import TOKEN, Engine, Recorded, group, plain_model, run_config
-from trainer_core import checkpoint
+from trainer_core.checkpoints import checkpoint
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import EngineGone
 from trainer_core.loop import train
-from trainer_core.optim import Stepper
+from trainer_core.optimization.optimizers import Stepper
 from trainer_core.weight_sync.base import Start
 from trainer_core.weight_sync.shared_vllm import SingleCopy
 

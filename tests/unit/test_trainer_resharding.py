@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from trainer_core.checkpoints.resharding import SavedTensor, cut
 from trainer_core.errors import UsageError
 from trainer_core.policy.sharding import Rows
-from trainer_core.resharding import SavedTensor, cut
 
 
 def rows_of(shape: tuple[int, ...], rank: int, ranks: int) -> Rows:

@@ -14,13 +14,14 @@ import pytest
 import torch
 from torch import nn
 
-from atropos_common.bridge import prompt_digest
-from atropos_common.model_math import sparse_layers, why_not_replayed
+from atropos_common.models.model_math import sparse_layers, why_not_replayed
+from atropos_common.protocol.bridge import prompt_digest
 from benchmarks.model_zoo import ZOO, build
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import EngineError, EngineGone, UsageError
 from trainer_core.objective.registry import Objective
-from trainer_core.optim import Stepper
+from trainer_core.optimization.optimizers import Stepper
+from trainer_core.optimization.step import accumulate
 from trainer_core.policy.attention import register
 from trainer_core.policy.logprobs import completions_logprobs, row_logprobs, row_scores, whole_row
 from trainer_core.policy.routing import own_experts, replay_in
@@ -31,7 +32,6 @@ from trainer_core.rollouts.batch import Batch, Rollout, Selection
 from trainer_core.rollouts.packing import PackedRow, pack, packed_experts
 from trainer_core.rollouts.source import BatchSource, LagMeter
 from trainer_core.server.client import GeneratedTokens
-from trainer_core.step import accumulate
 from trainer_core.telemetry import Telemetry
 
 REPLAYED = ["Qwen3-MoE", "Qwen2-MoE", "Mixtral", "OLMoE", "GLM-4-MoE", "DeepSeek-V3", "GPT-OSS"]

@@ -17,8 +17,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from atropos_common.manifest import ManifestError, write_manifest
-from atropos_common.records import StepRecord, TrainerRecord, parse_line
+from atropos_common.protocol.manifest import ManifestError, write_manifest
+from atropos_common.protocol.records import StepRecord, TrainerRecord, parse_line
 from tests.nursery import TRAINER, forked
 from tests.unit.trainer_stand_ins import (
     TOKEN,
@@ -31,7 +31,7 @@ from tests.unit.trainer_stand_ins import (
     run_config,
     slice_of,
 )
-from trainer_core import checkpoint
+from trainer_core.checkpoints import checkpoint
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import ApiError, EngineError, EngineGone, NonFiniteError, UsageError
 from trainer_core.loop import TrainResult, train

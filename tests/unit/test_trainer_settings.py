@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from atropos_common.records import StepRecord, parse_line
+from atropos_common.protocol.records import StepRecord, parse_line
 from tests.unit.trainer_stand_ins import TOKEN, Engine, Recorded, group, plain_model, run_config
-from trainer_core import checkpoint
+from trainer_core.checkpoints import checkpoint
 from trainer_core.errors import MemoryFullError, MismatchError, UsageError
 from trainer_core.loop import TrainResult, train
 from trainer_core.policy.logprobs import LogitTransform, TokenScores, row_scores
@@ -287,7 +287,7 @@ def test_a_run_on_two_cores_learns_the_same(
             threads.add(threading.get_ident())
             return row_scores(*args, **more)
 
-        monkeypatch.setattr("trainer_core.step.row_scores", watched)
+        monkeypatch.setattr("trainer_core.optimization.step.row_scores", watched)
         _train(
             engine,
             base,

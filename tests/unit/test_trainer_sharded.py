@@ -20,7 +20,7 @@ from tests.unit.sharded_ranks import CASES, RESUMED
 from trainer_core.config import TrainingConfig, sharding_contradictions
 from trainer_core.errors import UsageError
 from trainer_core.policy.sharding import load_for
-from trainer_core.world import World
+from trainer_core.ranks.world import World
 
 pytestmark = pytest.mark.timeout(300)
 

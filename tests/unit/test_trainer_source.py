@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from atropos_common.bridge import MOST_DIGESTS
-from atropos_common.control import Role
-from atropos_common.records import StepRecord, parse_line
+from atropos_common.protocol.bridge import MOST_DIGESTS
+from atropos_common.protocol.control import Role
+from atropos_common.protocol.records import StepRecord, parse_line
 from atropos_tui.diagnoses import Names
 from atropos_tui.diagnoses.log_scanner import LogScanner
 from tests.supervisor.harness import part

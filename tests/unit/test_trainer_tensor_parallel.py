@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from atropos_common.manifest import TensorView
+from atropos_common.protocol.manifest import TensorView
 from tests.thorough import left_out
 from tests.unit.ranks import run_ranks, selected
 from tests.unit.tensor_parallel_ranks import CONFIGS, served, whole_model

@@ -13,12 +13,12 @@ import pytest
 import torch
 import torch.distributed
 
-import trainer_core.rank_group
+import trainer_core.ranks.group
 from tests.unit.ranks import run_ranks
 from trainer_core.errors import EngineGone, RankGone, TrainerError, UsageError
-from trainer_core.rank_group import join
-from trainer_core.ranks import GONE_CODE, meeting_place
-from trainer_core.world import ALONE, World
+from trainer_core.ranks.group import join
+from trainer_core.ranks.identity import GONE_CODE, meeting_place
+from trainer_core.ranks.world import ALONE, World
 
 LIMIT_S = 10.0
 """In this time all know that a rank has ended."""
@@ -126,7 +126,7 @@ def dies_while_a_group_forms(folder: Path, before: str) -> int:
 
     if os.environ["RANK"] == "1":
         owner, name = {
-            "the control group": (trainer_core.rank_group, "Gloo"),
+            "the control group": (trainer_core.ranks.group, "Gloo"),
             "the model's group": (torch.distributed, "init_process_group"),
             "a group of some": (torch.distributed, "new_group"),
         }[before]

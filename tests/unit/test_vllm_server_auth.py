@@ -23,9 +23,9 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from atropos_common.bridge import INSTANCE_HEADER, TOKEN_HEADER
-from atropos_common.connections import SCOPE_KEY, Connection, ConnectionLimits
-from atropos_common.http import allowed_hosts, door_key, host_name, run_keys
+from atropos_common.net.connections import SCOPE_KEY, Connection, ConnectionLimits
+from atropos_common.net.http import allowed_hosts, door_key, host_name, run_keys
+from atropos_common.protocol.bridge import INSTANCE_HEADER, TOKEN_HEADER
 from atropos_tui.profile.ports import free_port
 from tests.strangers import needs_another_user, stranger
 from vllm_server import auth
@@ -253,7 +253,7 @@ async def test_what_is_held_has_a_limit_over_all_requests(monkeypatch: pytest.Mo
 
 SERVE = """
 import uvicorn
-from atropos_common.connections import ConnectionLimits
+from atropos_common.net.connections import ConnectionLimits
 from tests.unit.test_vllm_server_auth import app_behind_the_door
 app = app_behind_the_door()
 app.state.atropos_door.open = True

@@ -13,8 +13,8 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from atropos_common.bridge import PauseRequest, ResumeRequest
-from atropos_common.transfer import TransferInit, TransferUpdate
+from atropos_common.broadcast.transfer import TransferInit, TransferUpdate
+from atropos_common.protocol.bridge import PauseRequest, ResumeRequest
 from vllm_server.auth import GenerationHold
 from vllm_server.bridge import NotTheHolder, WeightBridge, make_router
 from vllm_server.config import ServerConfig

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import torch
 
-from atropos_common.transfer import SentTensor, chunks
+from atropos_common.broadcast.transfer import SentTensor, chunks
 from vllm_server.weights.copy_recorder import CopyRecorder, named_views
 
 

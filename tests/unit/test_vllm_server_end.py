@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
-from atropos_common.http import allowed_hosts
-from atropos_common.manifest import CudaIpc, Manifest, Shard, TensorEntry, write_manifest
+from atropos_common.net.http import allowed_hosts
+from atropos_common.protocol.manifest import CudaIpc, Manifest, Shard, TensorEntry, write_manifest
 from vllm_server import app
 from vllm_server.auth import Access, AuthMiddleware, GenerationHold
 from vllm_server.config import ConfigError, ServerConfig

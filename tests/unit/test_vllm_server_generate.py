@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from atropos_common.bridge import completion_digest
+from atropos_common.protocol.bridge import completion_digest
 from vllm_server.generate import (
     BrokenWeights,
     Generator,

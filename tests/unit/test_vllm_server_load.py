@@ -12,7 +12,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from atropos_common.bridge import (
+from atropos_common.net.http import allowed_hosts
+from atropos_common.protocol.bridge import (
     METRIC_CAPACITY,
     METRIC_IDLE_S,
     METRIC_REQUESTS,
@@ -20,7 +21,6 @@ from atropos_common.bridge import (
     METRIC_VERSION,
     TOKEN_HEADER,
 )
-from atropos_common.http import allowed_hosts
 from vllm_server.auth import Access, AuthMiddleware, GenerationHold, LoadMetrics, ServerLoad
 
 

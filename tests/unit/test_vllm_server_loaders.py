@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from atropos_common.manifest import TensorView
+from atropos_common.protocol.manifest import TensorView
 from tests.unit.test_vllm_server_graph_check import Model
 from tests.unit.test_vllm_server_graph_check import Server as Engine
 from vllm_server import app

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from atropos_common.bridge import MOST_COMPLETIONS, KnownLogprobs, prompt_digest
+from atropos_common.protocol.bridge import MOST_COMPLETIONS, KnownLogprobs, prompt_digest
 from tests.unit.envs_support import encode, text_tokenizer
 from trainer_core.errors import EngineError, EngineGone
 from trainer_core.rollouts.asking import MissingAsker

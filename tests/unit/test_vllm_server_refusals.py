@@ -16,7 +16,7 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
-from atropos_common.http import allowed_hosts
+from atropos_common.net.http import allowed_hosts
 from tests.unit.test_vllm_server_auth import over
 from vllm_server import refusals
 from vllm_server.auth import Access, AuthMiddleware, GenerationHold, error_response

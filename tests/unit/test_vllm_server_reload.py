@@ -20,8 +20,8 @@ from fastapi import FastAPI
 from pydantic import ValidationError
 from safetensors.torch import save_file
 
-from atropos_common.bridge import LoadAdapterRequest, LoadWeightsRequest, ResumeRequest
-from atropos_common.transfer import TransferUpdate
+from atropos_common.broadcast.transfer import TransferUpdate
+from atropos_common.protocol.bridge import LoadAdapterRequest, LoadWeightsRequest, ResumeRequest
 from tests.unit.test_vllm_server_bridge import RecordingEngine
 from vllm_server.auth import GenerationHold
 from vllm_server.bridge import WeightBridge

@@ -16,7 +16,7 @@ import pytest
 import torch
 from fastapi import FastAPI
 
-from atropos_common.bridge import RoutingRequest, prompt_digest
+from atropos_common.protocol.bridge import RoutingRequest, prompt_digest
 from trainer_core.errors import EngineError
 from trainer_core.server.client import ServerClient
 from vllm_server import app as server_app

@@ -13,7 +13,7 @@ import pytest
 import torch
 from fastapi import FastAPI, Request
 
-from atropos_common.bridge import SAMPLING_HEADER, SPLIT_HEADER
+from atropos_common.protocol.bridge import SAMPLING_HEADER, SPLIT_HEADER
 from vllm_server.generate import RequestError, parse_body, under_policy
 from vllm_server.plugin import scale_raw_logprobs
 from vllm_server.refusals import PlainSampling, instead, leaks, names_of, served_defaults, without

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from trainer_core.objective.registry import Counts
+from trainer_core.ranks.world import World
 from trainer_core.rollouts.batch import Rollout
-from trainer_core.world import World
 
 
 def rollouts_of(

@@ -15,8 +15,8 @@ import httpx
 import psutil
 import torch
 
-from atropos_common.bridge import completion_digest
-from atropos_common.manifest import (
+from atropos_common.protocol.bridge import completion_digest
+from atropos_common.protocol.manifest import (
     CudaIpc,
     Manifest,
     Shard,

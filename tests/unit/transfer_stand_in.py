@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from atropos_common.transfer import SLOTS, Chunk, TransferInit, chunks
+from atropos_common.broadcast.transfer import SLOTS, Chunk, TransferInit, chunks
 from tests.unit.json_server import JsonServer
 from vllm_server.weights import collectives
 from vllm_server.weights.copy_recorder import Copies, CopyRecorder, named_views

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Literal
 
-from atropos_common.records import (
+from atropos_common.protocol.records import (
     BROKEN_WEIGHTS,
     OTHER_WEIGHTS,
     OUTLIER,

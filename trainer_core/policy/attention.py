@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from trainer_core.context_parallel import Context
+from trainer_core.ranks.context_parallel import Context
 
 NAME = "atropos_packed"
 NAME_FLASH4 = "atropos_packed_4"

@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from atropos_common.group import first_line
-from atropos_common.manifest import Shard, TensorView
-from atropos_common.model_math import OWN_ATTENTION, Dimensions, method_of, why_refused
-from atropos_common.strided import Box, joined
+from atropos_common.broadcast.group import first_line
+from atropos_common.models.model_math import OWN_ATTENTION, Dimensions, method_of, why_refused
+from atropos_common.protocol.manifest import Shard, TensorView
+from atropos_common.protocol.strided import Box, joined
 from trainer_core.errors import UsageError
 from trainer_core.policy.attention import register
 from trainer_core.policy.checkpoint_layout import Spot, checkpoint_layout
 from trainer_core.policy.tensor_parallel import parallel_of
-from trainer_core.world import ALONE, World
+from trainer_core.ranks.world import ALONE, World
 
 SAME_MODEL = (
     "architectures",

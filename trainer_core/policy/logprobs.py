@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from atropos_common.model_math import LOGITS_AT_ONCE, carries_state
-from trainer_core.context_parallel import Context, RowPart, context_of
+from atropos_common.models.model_math import LOGITS_AT_ONCE, carries_state
 from trainer_core.policy.attention import layout
 from trainer_core.policy.sharding import compute_dtype, gathered
 from trainer_core.policy.speed import compiled_on_cuda
 from trainer_core.policy.tensor_parallel import Vocabulary, enter, over_ranks, parallel_of
+from trainer_core.ranks.context_parallel import Context, RowPart, context_of
 from trainer_core.rollouts.packing import PackedRow, packed_experts
 
 EXPERTS = "replayed_experts"

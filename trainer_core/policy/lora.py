@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from atropos_common.bridge import ADAPTER_CONFIG, ADAPTER_PREFIX, ADAPTER_WEIGHTS
+from atropos_common.protocol.bridge import ADAPTER_CONFIG, ADAPTER_PREFIX, ADAPTER_WEIGHTS
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import UsageError
 from trainer_core.policy.load import load_model

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from atropos_common.group import first_line
-from atropos_common.model_math import suspects
+from atropos_common.broadcast.group import first_line
+from atropos_common.models.model_math import suspects
 from trainer_core.errors import UsageError
 from trainer_core.policy.logprobs import row_logprobs, whole_row
 from trainer_core.policy.sharding import scatter

@@ -17,8 +17,8 @@ from trainer_core.policy.lora import adapter_values, adapters_off, read_adapter,
 from trainer_core.policy.routing import replay_in
 from trainer_core.policy.sharding import anywhere, compute_dtype, load_for, shard
 from trainer_core.policy.speed import in_threads
+from trainer_core.ranks.world import ALONE, World
 from trainer_core.rollouts.packing import PackedRow
-from trainer_core.world import ALONE, World
 
 FOLDER = "reference"
 """Checkpoint folder of the adapter that the run started from."""

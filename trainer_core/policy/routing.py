@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from atropos_common.model_math import sparse_layers, why_not_replayed
+from atropos_common.models.model_math import sparse_layers, why_not_replayed
 from trainer_core.errors import UsageError
 from trainer_core.policy.load import decoder_layers
 from trainer_core.policy.logprobs import EXPERTS, predicting_states, whole_row

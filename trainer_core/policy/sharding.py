@@ -30,13 +30,13 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from atropos_common.model_math import why_not_shared, why_not_spread
+from atropos_common.models.model_math import why_not_shared, why_not_spread
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import UsageError
 from trainer_core.policy.checkpoint_layout import checkpoint_tensors
 from trainer_core.policy.load import decoder_layers, empty_model, load_config, load_model
 from trainer_core.policy.tensor_parallel import parallel_of
-from trainer_core.world import World
+from trainer_core.ranks.world import World
 
 T = TypeVar("T")
 

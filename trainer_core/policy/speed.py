@@ -22,12 +22,12 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from atropos_common import model_math
+from atropos_common.models import model_math
 from trainer_core.config import TrainingConfig
-from trainer_core.offload import SavedStates
 from trainer_core.policy.load import decoder_layers, dimensions
+from trainer_core.policy.offload import SavedStates
 from trainer_core.policy.sharding import compute_dtype, local
-from trainer_core.world import ALONE, World
+from trainer_core.ranks.world import ALONE, World
 
 SMALL_MODEL = 50_000_000
 """Number of parameters below which parallel rows are faster than threads within an operation."""

@@ -2,12 +2,13 @@
 the parts in its own GPU.
 
 The split of a parameter comes from the parts that the server's workers have loaded
-(`atropos_common.manifest.TensorView`). It decides how a layer computes, after Megatron-LM (Shoeybi
-et al. 2019, arXiv:1909.08053, section 3). A product with a weight split by rows has outputs split
-over ranks; a product with a weight split by columns is summed over ranks. A region is a module that
-contains such a column product: attention or MLP. Its input and output are equal on all ranks;
-inside, each rank has its own heads or channels. So gradients of a region's input, and of weights in
-it that several ranks hold, are summed over ranks. All other gradients are complete on each rank.
+(`atropos_common.protocol.manifest.TensorView`). It decides how a layer computes, after Megatron-LM
+(Shoeybi et al. 2019, arXiv:1909.08053, section 3). A product with a weight split by rows has
+outputs split over ranks; a product with a weight split by columns is summed over ranks. A region is
+a module that contains such a column product: attention or MLP. Its input and output are equal on
+all ranks; inside, each rank has its own heads or channels. So gradients of a region's input, and of
+weights in it that several ranks hold, are summed over ranks. All other gradients are complete on
+each rank.
 
 Copies of a weight on several ranks (norms; key heads, if there are fewer than ranks) take the
 values of the first of these ranks after every write, bit for bit: each rank autotunes its kernels,
@@ -27,7 +28,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed import _functional_collectives as collectives
 
-from atropos_common.manifest import Shard, TensorView
+from atropos_common.protocol.manifest import Shard, TensorView
 from trainer_core.errors import UsageError
 from trainer_core.policy.checkpoint_layout import checkpoint_layout
 

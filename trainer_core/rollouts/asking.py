@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from atropos_common.bridge import MOST_COMPLETIONS, KnownLogprobs, prompt_digest
+from atropos_common.protocol.bridge import MOST_COMPLETIONS, KnownLogprobs, prompt_digest
 from trainer_core.errors import EngineError, EngineGone
 from trainer_core.rollouts.batch import Batch, segments
 

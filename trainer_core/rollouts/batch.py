@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from atropos_common.bridge import completion_digest
+from atropos_common.protocol.bridge import completion_digest
 from trainer_core.errors import MissingLogprobs
 from trainer_core.rollouts.fields import (
     FLOAT32_MAX,

@@ -29,10 +29,10 @@ from typing import Any, Generic, Protocol, TypeVar
 import httpx
 import msgspec
 
-from atropos_common.bridge import TOKEN_HEADER
-from atropos_common.http import AFTER_HEADER, BATCH_HEADER, LIMITS, certificates, door_headers
-from atropos_common.run_dir import ENV_TOKEN
-from atropos_common.stages import REGISTERED, reach
+from atropos_common.net.http import AFTER_HEADER, BATCH_HEADER, LIMITS, certificates, door_headers
+from atropos_common.protocol.bridge import TOKEN_HEADER
+from atropos_common.protocol.stages import REGISTERED, reach
+from atropos_common.system.run_dir import ENV_TOKEN
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import ApiError, Stopped
 

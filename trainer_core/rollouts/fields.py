@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from atropos_common.bridge import GREEDY_BELOW
+from atropos_common.protocol.bridge import GREEDY_BELOW
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 MOST_AHEAD = 10_000

@@ -26,8 +26,8 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import msgspec
 
-from atropos_common.bridge import KnownLogprobs, prompt_digest
-from atropos_common.files import cut_torn_line, open_regular
+from atropos_common.protocol.bridge import KnownLogprobs, prompt_digest
+from atropos_common.system.files import cut_torn_line, open_regular
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import RolloutsEnd, UsageError
 from trainer_core.rollouts.batch import Rollout

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from atropos_common.bridge import MOST_DIGESTS
-from atropos_common.records import MISSING, AlignmentRecord
-from atropos_common.stages import FIRST_BATCH, reach
+from atropos_common.protocol.bridge import MOST_DIGESTS
+from atropos_common.protocol.records import MISSING, AlignmentRecord
+from atropos_common.protocol.stages import FIRST_BATCH, reach
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import ApiError, EngineError, EngineGone, MissingLogprobs, TooMuchLeftOut
 from trainer_core.rollouts.asking import MissingAsker, RoutingAsker

@@ -15,7 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from atropos_common.bridge import (
+from atropos_common.broadcast.transfer import TransferInit, TransferReport, TransferUpdate
+from atropos_common.net.http import LIMITS, certificates
+from atropos_common.protocol.bridge import (
     INSTANCE_HEADER,
     TOKEN_HEADER,
     AdapterInfo,
@@ -34,9 +36,7 @@ from atropos_common.bridge import (
     VersionsResponse,
     WeightsLoaded,
 )
-from atropos_common.http import LIMITS, certificates
-from atropos_common.run_dir import ENV_TOKEN
-from atropos_common.transfer import TransferInit, TransferReport, TransferUpdate
+from atropos_common.system.run_dir import ENV_TOKEN
 from trainer_core.errors import EngineError, EngineGone
 
 AWAY_S = 1.0

@@ -29,9 +29,10 @@ from urllib.parse import urlsplit
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from atropos_common import parent_death, ports
-from atropos_common.bridge import ROUTING_FLAG, BridgeInfo
-from atropos_common.control import (
+from atropos_common.net import ports
+from atropos_common.net.http import LIMITS, certificates
+from atropos_common.protocol.bridge import ROUTING_FLAG, BridgeInfo
+from atropos_common.protocol.control import (
     Accepted,
     CommandRequest,
     CommandStatus,
@@ -41,8 +42,8 @@ from atropos_common.control import (
     RunStatus,
     State,
 )
-from atropos_common.http import LIMITS, certificates
-from atropos_common.run_dir import (
+from atropos_common.system import parent_death
+from atropos_common.system.run_dir import (
     ENV_CONTROL_SOCKET,
     ENV_HELD_PORT,
     ENV_HOLD_GENERATION,
@@ -256,8 +257,8 @@ class ServerChild:
     """`python -m vllm_server` at `vllm_port` as a child of this trainer, or a server of ours that
     already runs there.
 
-    The child dies with the trainer, even after SIGKILL: `atropos_common/parent_death.py` sets the
-    kernel's parent-death signal before it executes the server.
+    The child dies with the trainer, even after SIGKILL: `atropos_common/system/parent_death.py`
+    sets the kernel's parent-death signal before it executes the server.
     """
 
     def __init__(

@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, TypeVar
 
 from safetensors import SafetensorError
 
-from atropos_common.bridge import BridgeInfo
-from atropos_common.run_dir import RunDir
+from atropos_common.protocol.bridge import BridgeInfo
+from atropos_common.system.run_dir import RunDir
+from trainer_core.checkpoints.durable import why_full
 from trainer_core.config import Mode, TrainingConfig
-from trainer_core.durable import why_full
 from trainer_core.errors import EngineGone, Stopped, TrainerError
+from trainer_core.ranks.world import ALONE, World
 from trainer_core.server.client import ServerClient
 from trainer_core.server.lifecycle import Lifecycle, supervised, wait_for_server
-from trainer_core.world import ALONE, World
 
 if TYPE_CHECKING:
     import torch

@@ -23,9 +23,14 @@ from typing import TypeVar
 
 import torch
 
-from atropos_common.bridge import BridgeInfo
-from atropos_common.group import BRISK_S, POLL_S, first_line
-from atropos_common.transfer import TransferBackend, TransferInit, TransferReport, TransferUpdate
+from atropos_common.broadcast.group import BRISK_S, POLL_S, first_line
+from atropos_common.broadcast.transfer import (
+    TransferBackend,
+    TransferInit,
+    TransferReport,
+    TransferUpdate,
+)
+from atropos_common.protocol.bridge import BridgeInfo
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import EngineError, EngineGone, UsageError
 from trainer_core.policy.sharding import compute_dtype

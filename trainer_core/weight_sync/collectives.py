@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from atropos_common.group import (
+from atropos_common.broadcast.group import (
     SECRET_BYTES,
     Gloo,
     Nccl,
@@ -25,7 +25,7 @@ from atropos_common.group import (
     own_address,
     unique_id,
 )
-from atropos_common.transfer import SLOTS, TransferInit, is_wildcard, meeting_place
+from atropos_common.broadcast.transfer import SLOTS, TransferInit, is_wildcard, meeting_place
 from trainer_core.errors import UsageError
 from trainer_core.weight_sync.outgoing import Outgoing
 

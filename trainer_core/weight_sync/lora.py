@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from atropos_common.bridge import LORA_RANKS, BridgeInfo, few_graph_sizes, server_rank
-from atropos_common.manifest import Manifest, ManifestError
+from atropos_common.protocol.bridge import LORA_RANKS, BridgeInfo, few_graph_sizes, server_rank
+from atropos_common.protocol.manifest import Manifest, ManifestError
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import EngineGone, UsageError
 from trainer_core.policy.lora import add_adapter, base_parameters, load_adapter, write_adapter

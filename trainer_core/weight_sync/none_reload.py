@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from huggingface_hub import save_torch_state_dict
 
-from atropos_common.bridge import BridgeInfo, LoadWeightsRequest
+from atropos_common.protocol.bridge import BridgeInfo, LoadWeightsRequest
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import EngineGone, UsageError
 from trainer_core.policy.sharding import weights

@@ -19,8 +19,8 @@ from typing import Any, Protocol
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
-from atropos_common.strided import contiguous
-from atropos_common.transfer import SLOTS, Chunk, SentTensor, chunks, place
+from atropos_common.broadcast.transfer import SLOTS, Chunk, SentTensor, chunks, place
+from atropos_common.protocol.strided import contiguous
 from trainer_core.errors import UsageError
 from trainer_core.policy.checkpoint_layout import Spot, checkpoint_layout, view_of
 from trainer_core.policy.sharding import local, row_bounds

@@ -24,9 +24,9 @@ from typing import Any, TypeVar
 import psutil
 import torch
 
-from atropos_common.bridge import BridgeInfo
-from atropos_common.group import first_line
-from atropos_common.manifest import (
+from atropos_common.broadcast.group import first_line
+from atropos_common.protocol.bridge import BridgeInfo
+from atropos_common.protocol.manifest import (
     CudaIpc,
     Manifest,
     ManifestError,
@@ -34,7 +34,7 @@ from atropos_common.manifest import (
     TensorEntry,
     read_manifest,
 )
-from atropos_common.run_dir import ENV_TOKEN, MANIFEST_NAME, RunDir
+from atropos_common.system.run_dir import ENV_TOKEN, MANIFEST_NAME, RunDir
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import EngineError, EngineGone, UsageError
 from trainer_core.policy.load import (
@@ -48,9 +48,9 @@ from trainer_core.policy.load import (
 )
 from trainer_core.policy.logprobs import sequence_logprobs
 from trainer_core.policy.tensor_parallel import TensorParallel, own_part, parallel_of
+from trainer_core.ranks.world import ALONE, World
 from trainer_core.server.client import ServerClient
 from trainer_core.weight_sync.base import Phases, Start, WeightSync
-from trainer_core.world import ALONE, World
 
 T = TypeVar("T")
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from atropos_common.bridge import BridgeInfo
-from atropos_common.run_dir import ENV_TRAINER_HOSTS
-from atropos_common.transfer import TransferInit, TransferReport, TransferUpdate
+from atropos_common.broadcast.transfer import TransferInit, TransferReport, TransferUpdate
+from atropos_common.protocol.bridge import BridgeInfo
+from atropos_common.system.run_dir import ENV_TRAINER_HOSTS
 from vllm_server.bridge import ASLEEP, NotDone, WeightBridge, answered, timed
 from vllm_server.weights.collectives import REFUSED
 

@@ -18,7 +18,7 @@ import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from atropos_common.transfer import SLOTS, Chunk, TransferInit, TransferUpdate, chunks
+from atropos_common.broadcast.transfer import SLOTS, Chunk, TransferInit, TransferUpdate, chunks
 from vllm_server.weights import collectives
 from vllm_server.weights.copy_recorder import Copies, CopyRecorder, named_views
 

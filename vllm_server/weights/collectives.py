@@ -9,7 +9,7 @@ import contextlib
 
 import torch
 
-from atropos_common.group import (
+from atropos_common.broadcast.group import (
     Gloo,
     Lifeline,
     LinkError,
@@ -19,7 +19,7 @@ from atropos_common.group import (
     gpu_of,
     own_address,
 )
-from atropos_common.transfer import SLOTS, Chunk, TransferInit
+from atropos_common.broadcast.transfer import SLOTS, Chunk, TransferInit
 
 REFUSED = "refused: "
 """Prefix of a worker's error that a retry would meet again; only the text of an error leaves the

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from atropos_common.manifest import TensorView
-from atropos_common.strided import Box, joined_part
-from atropos_common.transfer import Chunk
+from atropos_common.broadcast.transfer import Chunk
+from atropos_common.protocol.manifest import TensorView
+from atropos_common.protocol.strided import Box, joined_part
 
 Copies = tuple[list[torch.Tensor], list[torch.Tensor]]
 """Destinations in the model's parameters, and their sources in the given tensors."""

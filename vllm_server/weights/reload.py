@@ -24,8 +24,8 @@ from fastapi import APIRouter
 from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError, safe_open
 
-from atropos_common.bridge import LoadWeightsRequest, WeightsLoaded
-from atropos_common.files import write_private
+from atropos_common.protocol.bridge import LoadWeightsRequest, WeightsLoaded
+from atropos_common.system.files import write_private
 from vllm_server.bridge import ASLEEP, NotDone, WeightBridge, answered, folder_of_run, timed
 from vllm_server.config import ENV_START_WEIGHTS, ServerConfig
 from vllm_server.weights.copy_recorder import NO_WEIGHT, TIED_HEAD, CopyRecorder

@@ -28,7 +28,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from atropos_common.engine_release import version_of
+from atropos_common.models.engine_release import version_of
 from atropos_tui import __version__
 from atropos_tui.cli.answers import Check, Doctor, Verdict
 from atropos_tui.cli.doctor import machine
@@ -74,11 +74,11 @@ def doctor(options: argparse.Namespace) -> int:
 def notified(name: str | None) -> Iterator[Check]:
     """Send one test notification by each way that [notify] of a profile configures, the terminal's
     bell included."""
-    from atropos_tui.cli.profiles import planned_site
+    from atropos_tui.cli.start.profiles import planned_site
     from atropos_tui.profile.plan import stack_of
     from atropos_tui.profile.sections import load_profile
     from atropos_tui.supervisor.notify import DeliveryError, payload, post, resolved, run_command
-    from atropos_tui.supervisor.process import LaunchError
+    from atropos_tui.supervisor.processes.process import LaunchError
 
     if name is None:
         raise _no_profile("[notify]", "--notify")
@@ -117,8 +117,8 @@ def notified(name: str | None) -> Iterator[Check]:
 
 def nodes(name: str | None) -> Iterator[Check]:
     """Check the machines of a profile, each on itself, and a collective between them."""
-    from atropos_tui.cli.doctor.nodes import examine, targets_of
-    from atropos_tui.cli.profiles import checked, planned_site
+    from atropos_tui.cli.start.profiles import checked, planned_site
+    from atropos_tui.cluster.doctor import examine, targets_of
     from atropos_tui.profile.sections import load_profile
 
     if name is None:
@@ -168,7 +168,7 @@ def _examine(profile: str | None) -> Iterator[Check]:
 
 
 def _preflight(name: str) -> Iterator[Check]:
-    from atropos_tui.cli.profiles import checked, planned_site
+    from atropos_tui.cli.start.profiles import checked, planned_site
     from atropos_tui.profile.sections import load_profile
 
     try:

@@ -21,14 +21,15 @@ from pathlib import Path
 
 import psutil
 
-from atropos_common.parent_death import with_parent
-from atropos_tui.cli import cleanup
+from atropos_common.system.parent_death import with_parent
 from atropos_tui.cli.answers import Check
+from atropos_tui.cli.manage import cleanup
 from atropos_tui.gpu import Card, NvidiaDriver
 from atropos_tui.monitor.format import bytes_text
 from atropos_tui.profile.load import cache_dir
-from atropos_tui.supervisor import client, procfs
-from atropos_tui.supervisor.process import become_subreaper
+from atropos_tui.supervisor import client
+from atropos_tui.supervisor.processes import procfs
+from atropos_tui.supervisor.processes.process import become_subreaper
 
 GB = 1_000_000_000
 MEMORY = 4 * GB

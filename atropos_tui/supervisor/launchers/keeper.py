@@ -27,10 +27,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from atropos_common.parent_death import become
-from atropos_tui.supervisor import procfs
-from atropos_tui.supervisor.launchers.frames import Connection, ConnectionClosedError, is_own_peer
-from atropos_tui.supervisor.logs import MOST_LEFT, SAY_AGAIN_S, LogFile, read_some, widen
+from atropos_common.system.parent_death import become
+from atropos_tui.cluster.frames import Connection, ConnectionClosedError, is_own_peer
+from atropos_tui.supervisor.processes import procfs
+from atropos_tui.supervisor.processes.logs import MOST_LEFT, SAY_AGAIN_S, LogFile, read_some, widen
 
 GREETING_S = 2.0
 """Seconds in which a new supervisor must send `attach`."""

@@ -32,11 +32,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from atropos_common.run_dir import ENV_RUN_ID, RunDir
+from atropos_common.system.run_dir import ENV_RUN_ID, RunDir
+from atropos_tui.cluster.frames import Connection, Frame, is_own_peer
 from atropos_tui.profile.spec import ComponentSpec, StackError, StackSpec
-from atropos_tui.supervisor import bare, procfs
-from atropos_tui.supervisor.launch import Launch, prepare
-from atropos_tui.supervisor.launchers.frames import Connection, Frame, is_own_peer
+from atropos_tui.supervisor import bare
+from atropos_tui.supervisor.journal.store import ProcessEntry, ProcessTable
+from atropos_tui.supervisor.journal.tracker import Tracker, reap_leftovers
 from atropos_tui.supervisor.launchers.launcher import (
     Inherited,
     Launcher,
@@ -45,10 +46,10 @@ from atropos_tui.supervisor.launchers.launcher import (
     OnProblem,
     entry_of,
 )
-from atropos_tui.supervisor.logs import FULL, TAIL_BYTES, LogDrain
-from atropos_tui.supervisor.process import LaunchError, Local, remove_files
-from atropos_tui.supervisor.store import ProcessEntry, ProcessTable
-from atropos_tui.supervisor.tracker import Tracker, reap_leftovers
+from atropos_tui.supervisor.processes import procfs
+from atropos_tui.supervisor.processes.launch import Launch, prepare
+from atropos_tui.supervisor.processes.logs import FULL, TAIL_BYTES, LogDrain
+from atropos_tui.supervisor.processes.process import LaunchError, Local, remove_files
 
 KEEPER_TRIES = 2
 """Retries if a keeper dies before the component started."""

@@ -21,20 +21,22 @@ from typing import Any
 
 import httpx
 
-from atropos_common.control import GpuStatus, NodeStatus
-from atropos_common.http import LIMITS
-from atropos_common.ports import hold
-from atropos_common.run_dir import ENV_WAIT_FOR_GO, GO_LINE, RunDir
+from atropos_common.net.http import LIMITS
+from atropos_common.net.ports import hold
+from atropos_common.protocol.control import GpuStatus, NodeStatus
+from atropos_common.system.run_dir import ENV_WAIT_FOR_GO, GO_LINE, RunDir
 from atropos_tui.diagnoses import Names
 from atropos_tui.gpu import Nvml, given_here
 from atropos_tui.profile import ports
 from atropos_tui.profile.spec import ComponentSpec, StackSpec
-from atropos_tui.supervisor import procfs
-from atropos_tui.supervisor.gpu_memory import GpuMemory, Reader
-from atropos_tui.supervisor.guard import Guard
-from atropos_tui.supervisor.launch import Launch, prepare
-from atropos_tui.supervisor.logs import LogDrain, LogFile
-from atropos_tui.supervisor.process import (
+from atropos_tui.supervisor.journal.store import FarEntry, ProcessEntry, ProcessTable
+from atropos_tui.supervisor.journal.tracker import Tracker, UseMeter
+from atropos_tui.supervisor.launchers.gpu_memory import GpuMemory, Reader
+from atropos_tui.supervisor.launchers.guard import Guard
+from atropos_tui.supervisor.processes import procfs
+from atropos_tui.supervisor.processes.launch import Launch, prepare
+from atropos_tui.supervisor.processes.logs import LogDrain, LogFile
+from atropos_tui.supervisor.processes.process import (
     Child,
     LaunchError,
     Leader,
@@ -42,8 +44,6 @@ from atropos_tui.supervisor.process import (
     remove_files,
     spawn,
 )
-from atropos_tui.supervisor.store import FarEntry, ProcessEntry, ProcessTable
-from atropos_tui.supervisor.tracker import Tracker, UseMeter
 
 GROUP_PATIENCE_S = 0.05
 """Seconds to wait for an empty control group; later it goes with the run's group."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from rich.text import Text
 
-from atropos_common.records import AlignmentRecord
+from atropos_common.protocol.records import AlignmentRecord
 from atropos_tui.diagnoses import ALIGNMENT_RULES
+from atropos_tui.monitor.explain.why import silent_s
 from atropos_tui.monitor.format import duration, number, one_line
-from atropos_tui.monitor.why import silent_s
 from atropos_tui.ui.theme import title
 from atropos_tui.ui.widgets.panel import TextPanel, View
 

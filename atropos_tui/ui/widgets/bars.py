@@ -12,11 +12,11 @@ from textual.containers import Horizontal
 from textual.widgets import Footer, Input, Label
 from textual.widgets._footer import FooterKey
 
-from atropos_common.control import Recipe
-from atropos_common.records import CommandRecord
+from atropos_common.protocol.control import Recipe
+from atropos_common.protocol.records import CommandRecord
+from atropos_tui.monitor.explain.why import open_diagnoses
 from atropos_tui.monitor.format import duration, one_line
-from atropos_tui.monitor.patterns import Pattern, PatternError, compiled
-from atropos_tui.monitor.why import open_diagnoses
+from atropos_tui.monitor.logs.patterns import Pattern, PatternError, compiled
 from atropos_tui.ui.theme import state_text
 from atropos_tui.ui.widgets.panel import TextPanel, View
 

@@ -10,7 +10,7 @@ from textual.app import ComposeResult
 from textual.containers import VerticalScroll
 from textual.widgets import Static
 
-from atropos_common.control import Role
+from atropos_common.protocol.control import Role
 from atropos_tui.monitor.bench import Pace, benchmark_state, pace, render_benchmarks
 from atropos_tui.monitor.format import bytes_text, duration, number, one_line, seconds_text
 from atropos_tui.monitor.overlay import summary

@@ -42,7 +42,7 @@ from atropos_tui.monitor.reading import (
     smooth,
     value_at,
 )
-from atropos_tui.monitor.series import LARGEST, MOST_STEPS, Series, thin
+from atropos_tui.monitor.run.series import LARGEST, MOST_STEPS, Series, thin
 from atropos_tui.ui.plot import Axes, Band, Curve, Ink, plot
 from atropos_tui.ui.theme import title
 from atropos_tui.ui.widgets.legend import POINTS, RUN_COLOURS, Entry, legend_line, line_marks

@@ -6,11 +6,11 @@ from rich.style import Style
 from rich.text import Text
 from textual.geometry import Size
 
-from atropos_common.control import Phase, RunStatus, State
-from atropos_common.records import SCHEMA_VERSION, DiagnosisRecord
+from atropos_common.protocol.control import Phase, RunStatus, State
+from atropos_common.protocol.records import SCHEMA_VERSION, DiagnosisRecord
 from atropos_tui.monitor.bench import Pace, pace
+from atropos_tui.monitor.explain.why import open_diagnoses
 from atropos_tui.monitor.format import GLYPHS, TONES, counted, duration, one_line, seconds_text
-from atropos_tui.monitor.why import open_diagnoses
 from atropos_tui.ui.plot import progress_bar
 from atropos_tui.ui.widgets.panel import TextPanel, View
 

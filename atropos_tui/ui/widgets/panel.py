@@ -22,16 +22,16 @@ from textual.geometry import Region, Size
 from textual.strip import Strip
 from textual.widget import Widget
 
-from atropos_common.control import ComponentStatus, Phase, RunStatus
+from atropos_common.protocol.control import ComponentStatus, Phase, RunStatus
 from atropos_tui.monitor.bench import RunBenchmark
+from atropos_tui.monitor.explain.verdict import Verdict, verdict
 from atropos_tui.monitor.format import one_line
-from atropos_tui.monitor.gauges import GaugeHistory
 from atropos_tui.monitor.overlay import RunCurves, Setting, by_setting
 from atropos_tui.monitor.reading import MARKS, Lens, Looking, Mark, Ruler, marks
-from atropos_tui.monitor.run_files import RunInfo
-from atropos_tui.monitor.series import Series
-from atropos_tui.monitor.state import RunState
-from atropos_tui.monitor.verdict import Verdict, verdict
+from atropos_tui.monitor.run.gauges import GaugeHistory
+from atropos_tui.monitor.run.run_files import RunInfo
+from atropos_tui.monitor.run.series import Series
+from atropos_tui.monitor.run.state import RunState
 from atropos_tui.ui import faults
 from atropos_tui.ui.theme import ink
 

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 
-from atropos_common import ports
+from atropos_common.net import ports
 
 port = int(sys.argv[1])
 bound = ports.bind("127.0.0.1", port, held=ports.is_held(port, os.environ))

@@ -1,0 +1,1 @@
+"""Communication group between trainer and engines for the broadcast of weights (needs torch)."""

@@ -1,0 +1,1 @@
+"""Arithmetic on model shapes: parameters, FLOPs, bytes; and supported engine releases."""

@@ -1,0 +1,219 @@
+"""Limits of a server for connections that are not the run's own: their number, and the time to send
+a request.
+
+A connection is the run's own if a process of this user (or of another user who is named) holds its
+other end, or as soon as one of its requests carries the run's key. Every other connection is
+foreign: another user of this machine, or another machine. Each costs a descriptor and asks for
+nothing, so a peer that opens thousands would lock the run out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from atropos_common.net import peer
+
+PER_PEER = 64
+"""Foreign connections of one user of this machine, or of one address of another machine."""
+IN_ALL = 256
+"""Foreign connections of all peers together."""
+HEAD_S = 20.0
+"""Seconds that a foreign connection may take to send a whole request head, idle time after an
+answer included. aiohttp keeps an idle connection for 15 s, and the side that opened a connection
+should be the one that closes it."""
+BODY_S = 60.0
+"""Seconds that a foreign connection may take to send the body of a request."""
+REPORT_S = 60.0
+"""Shortest interval in seconds between two log lines about closed connections."""
+SCOPE_KEY = "atropos_connection"
+"""Key of a request's `Connection` in the state of its ASGI scope."""
+
+logger = logging.getLogger("uvicorn.error")
+
+
+class Connection:
+    """One connection of a server.
+
+    `own` tells whether the run owns it; a middleware sets it with `prove` when a request carried
+    the right key.
+    """
+
+    def __init__(
+        self,
+        limits: ConnectionLimits,
+        address: str,
+        uid: int | None,
+        close: Callable[[], None],
+        *,
+        own: bool,
+    ) -> None:
+        self.own = own
+        self.uid = uid
+        """User of the process at the other end; None for another machine, or where the system does
+        not tell."""
+        self.peer_name = address if uid is None else f"user {uid}"
+        self.busy = 0
+        """Requests that are being answered; more than one where a client sends the next before it
+        has the answer."""
+        self.close = close
+        self._limits = limits
+        self._over = False
+        self._deadline: asyncio.TimerHandle | None = None
+        if not own:
+            self._expect_head()
+
+    @property
+    def body_timeout_s(self) -> float | None:
+        """Seconds in which a request body has to arrive; None for the run's own connections."""
+        return None if self.own else BODY_S
+
+    def prove(self) -> None:
+        """Make the connection the run's own: one of its requests carried the key."""
+        if not self.own:
+            self.own = True
+            self._limits.forget(self)
+            self._cancel()
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """Mark one request, from its head to the end of its answer; the deadline of the next head
+        starts at the end."""
+        self.busy += 1
+        self._cancel()
+        try:
+            yield
+        finally:
+            self.busy -= 1
+            if not (self.own or self.busy or self._over):
+                self._expect_head()
+
+    def end(self) -> None:
+        """Cancel the deadline for good: the connection is closed."""
+        self._over = True
+        self._cancel()
+
+    def _cancel(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _expect_head(self) -> None:
+        # One timer per request head, not per byte: uvicorn's own idle timer stops at the first byte
+        # that arrives.
+        self._deadline = asyncio.get_running_loop().call_later(HEAD_S, self.close)
+
+
+class ConnectionLimits:
+    """The foreign connections of one server, and the uvicorn protocol that counts them."""
+
+    def __init__(self, ours: Collection[int] | None = None) -> None:
+        """Args: `ours`: uids whose connections are the run's own; None: this user and root."""
+        self._ours = frozenset({os.geteuid(), 0} if ours is None else ours)
+        self._uid_of = peer.way()
+        self._foreign: dict[Connection, None] = {}  # in the order of arrival
+        self._closed = 0
+        self._reported_at = float("-inf")
+
+    def accept(
+        self, client: peer.Address | None, server: peer.Address | None, close: Callable[[], None]
+    ) -> Connection | None:
+        """Register a new connection.
+
+        Args:
+            client: address of the other end; None where the socket has none (a Unix socket).
+            server: address of our end.
+            close: closes the connection at once.
+
+        Returns:
+            The connection; None if it is over a limit and no idle one could give way.
+        """
+        # A Unix socket: only this user can open it.
+        if client is None or server is None:
+            return Connection(self, "a Unix socket", os.geteuid(), close, own=True)
+        uid = self._uid(client, server)
+        if uid in self._ours:
+            return Connection(self, client[0], uid, close, own=True)
+        new = Connection(self, client[0], uid, close, own=False)
+        of_peer = [each for each in self._foreign if each.peer_name == new.peer_name]
+        full = (
+            of_peer
+            if len(of_peer) >= PER_PEER
+            else self._foreign
+            if len(self._foreign) >= IN_ALL
+            else None
+        )
+        if full is not None:
+            self._report(new.peer_name)
+            # The run's own components on other machines begin as foreign too: newcomers win over
+            # those that wait.
+            oldest = next((each for each in full if not each.busy), None)
+            if oldest is None:
+                new.end()
+                return None
+            self.forget(oldest)
+            oldest.close()
+        # Behind the others: the dictionary is the order of arrival.
+        self._foreign[new] = None
+        return new
+
+    def forget(self, connection: Connection) -> None:
+        """Stop counting `connection`."""
+        self._foreign.pop(connection, None)
+
+    def _uid(self, client: peer.Address, server: peer.Address) -> int | None:
+        try:
+            return self._uid_of(client, server)
+        except (peer.UnknownPeerError, OSError):
+            return None
+
+    def _report(self, name: str) -> None:
+        self._closed += 1
+        # A flood makes one log line a minute.
+        if (now := time.monotonic()) - self._reported_at >= REPORT_S:
+            logger.warning(
+                "closed %d connections without the run's key, the newest of %s", self._closed, name
+            )
+            self._reported_at, self._closed = now, 0
+
+    def protocol(self) -> type[asyncio.Protocol]:
+        """Return uvicorn's HTTP protocol with these limits, for `uvicorn.Config(http=...)`."""
+        from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+        limits = self
+
+        class LimitedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+            client: Any
+            server: Any
+            app_state: dict[str, Any]
+            connection: Connection | None = None
+
+            def connection_made(self, transport: asyncio.Transport) -> None:
+                super().connection_made(transport)
+                self.connection = limits.accept(self.client, self.server, transport.abort)
+                # `abort`, not `close`: nothing is flushed to a peer over its limit.
+                if self.connection is None:
+                    transport.abort()
+                else:
+                    # uvicorn copies this dictionary into the scope of each request of this
+                    # connection.
+                    self.app_state = self.app_state | {SCOPE_KEY: self.connection}
+
+            def connection_lost(self, exc: Exception | None) -> None:
+                if self.connection is not None:
+                    limits.forget(self.connection)
+                    self.connection.end()
+                super().connection_lost(exc)
+
+        return LimitedProtocol
+
+
+def connection_of(scope: Mapping[str, Any]) -> Connection | None:
+    """The connection of an ASGI request; None where the server does not use `ConnectionLimits`."""
+    found = (scope.get("state") or {}).get(SCOPE_KEY)
+    return found if isinstance(found, Connection) else None

@@ -1,0 +1,1 @@
+"""Messages and records that the programs exchange."""

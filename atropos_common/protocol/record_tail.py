@@ -1,0 +1,199 @@
+"""Read a file of stream records that another process appends to, and any other growing file.
+
+Plain objects that read at most one bounded chunk per call. They never raise for a file's content,
+or for a missing, truncated or replaced file. Callers poll them from a thread (`asyncio.to_thread`)
+or their own loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from atropos_common.protocol.records import Record, RecordError, parse_line
+from atropos_common.system.files import cut_torn_line, next_data, open_regular
+
+CHUNK_BYTES = 256 * 1024
+"""Bytes per call: a few hundred records, some ten milliseconds of parsing."""
+MAX_LINE_BYTES = 4 * 1024 * 1024
+"""Longest line in bytes; a longer one is counted and skipped."""
+LOOK_BACK_BYTES = 256 << 20
+"""Bytes at the end of a file in which records are counted from the end."""
+TAIL_BYTES = 1 << 20
+"""Bytes at a file's end in which the last complete record is searched."""
+
+
+@dataclass
+class FileSource:
+    """Read position in a file that may be missing, shrink, or be replaced."""
+
+    path: Path
+    offset: int = 0
+    identity: tuple[int, int] | None = None
+    restarts: int = 0
+    """Number of times that the file shrank or was replaced."""
+
+    def read(self, limit: int) -> tuple[bytes, int, bool]:
+        """Next bytes, the number of bytes left, and True if the file was replaced since the last
+        call."""
+        try:
+            with open_regular(self.path) as file:
+                info = os.fstat(file.fileno())
+                # A replaced file has another inode; a truncated one is shorter than the position.
+                identity = (info.st_dev, info.st_ino)
+                anew = self.identity is not None and (
+                    identity != self.identity or info.st_size < self.offset
+                )
+                if anew:
+                    self.offset = 0
+                    self.restarts += 1
+                self.identity = identity
+                self.offset = file.seek(next_data(file.fileno(), self.offset))
+                data = file.read(limit)
+        except OSError:
+            return b"", 0, False
+        self.offset += len(data)
+        return data, max(0, info.st_size - self.offset), anew
+
+
+def nth_from_end(path: Path, words: bytes, count: int) -> int:
+    """Byte at which the `count`-th last occurrence of `words` in a file begins.
+
+    0 without a file. Where the last `LOOK_BACK_BYTES` hold fewer, the byte at which these begin: 0
+    in a shorter file.
+    """
+    try:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            # `mmap` needs an offset that is a multiple of the page size.
+            first = (
+                max(0, size - LOOK_BACK_BYTES)
+                // mmap.ALLOCATIONGRANULARITY
+                * mmap.ALLOCATIONGRANULARITY
+            )
+            with mmap.mmap(
+                file.fileno(), size - first, access=mmap.ACCESS_READ, offset=first
+            ) as data:
+                at = len(data)
+                for _ in range(count):
+                    at = data.rfind(words, 0, at)
+                    if at < 0:
+                        return first
+                return first + at
+    except (OSError, ValueError):  # an empty file cannot be mapped
+        return 0
+
+
+def whole_lines(file: BinaryIO) -> Iterator[bytes]:
+    """Lines of a file in bounded memory; lines over `MAX_LINE_BYTES` are skipped."""
+    skipping = False
+    while line := file.readline(MAX_LINE_BYTES):
+        ends = line.endswith(b"\n")
+        if not skipping and (ends or len(line) < MAX_LINE_BYTES):
+            yield line
+        skipping = not ends
+        if skipping:
+            file.seek(next_data(file.fileno(), file.tell()))
+
+
+@dataclass
+class RecordTail:
+    """Records of one JSONL file, in order, each once. Reads up to the last newline; an unfinished
+    line waits."""
+
+    path: Path
+    bad_lines: int = 0
+    """Lines that were malformed or too long."""
+    behind: int = 0
+    """Bytes known to be unread after the last call."""
+    from_end: bool = False
+    """Skip the present content of the file."""
+    keep: int = 0
+    """Bytes of complete lines at its end to read anyway."""
+    unread: bytes = b""
+    """Lines with these bytes are skipped up to `unread_before`: they are many, and old ones have no
+    reader."""
+    unread_before: int = 0
+    """Offset in the file; a chunk that reaches beyond it is read completely."""
+    _partial: bytes = b""
+    _skipping: bool = False
+    _source: FileSource = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._source = FileSource(self.path)
+        if self.from_end and self.path.exists():
+            self._source.offset = max(0, self.path.stat().st_size - self.keep)
+            self._skipping = self.keep > 0 and self._source.offset > 0
+
+    @property
+    def restarts(self) -> int:
+        """Number of times that the file was truncated or replaced; its records then come again from
+        the first."""
+        return self._source.restarts
+
+    def read(self, limit: int = CHUNK_BYTES) -> list[Record]:
+        """Records completed since the last call, from at most `limit` new bytes; call again while
+        `behind`."""
+        data, self.behind, anew = self._source.read(limit)
+        if anew:
+            self._partial, self._skipping, self.unread_before = b"", False, 0
+        if not data:
+            return []
+        # The last element has no newline yet: keep it for the next call.
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        # The first line ends the oversized or half-skipped one.
+        if self._skipping and lines:
+            lines = lines[1:]
+            self._skipping = False
+        if self._skipping:
+            self._partial = b""
+        elif len(self._partial) > MAX_LINE_BYTES:
+            self.bad_lines += 1
+            self._partial, self._skipping = b"", True
+        # A cheap test on bytes, before any JSON is parsed.
+        if self._source.offset <= self.unread_before:
+            lines = [line for line in lines if self.unread not in line]
+        return self._parse(lines)
+
+    def rest(self) -> Iterator[Record]:
+        """Every record completed since the last call, as from `read`."""
+        while True:
+            yield from self.read()
+            if not self.behind:
+                return
+
+    def _parse(self, lines: list[bytes]) -> list[Record]:
+        records = []
+        for line in lines:
+            if not line.strip():
+                continue
+            try:
+                if len(line) > MAX_LINE_BYTES:
+                    raise RecordError("too long")
+                records.append(parse_line(line))
+            except (RecordError, UnicodeDecodeError):
+                self.bad_lines += 1
+        return records
+
+
+def next_seq(path: Path) -> int:
+    """Next `seq` for a writer that appends to a record file, after removing a torn last line.
+    Creates the folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        return 0
+    with path.open("r+b") as file:
+        cut_torn_line(file.fileno())
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - TAIL_BYTES))
+        # Bounded, because a device such as /dev/full has no end.
+        lines = file.read(min(size, TAIL_BYTES)).splitlines()
+    for line in reversed(lines):
+        with contextlib.suppress(RecordError):
+            return parse_line(line).seq + 1
+    return 0

@@ -1,0 +1,679 @@
+"""Records of `telemetry.jsonl`, `supervisor.jsonl`, `gauges.jsonl` and `eval.NAME.jsonl`: one JSON
+object a line.
+
+Readers call `parse_line`. It accepts unknown fields and kinds of a newer writer, and raises
+`RecordError` for a line that is not a record. Every line is strict JSON: a missing value is `null`,
+a non-finite float is the string "NaN", "Infinity" or "-Infinity".
+"""
+
+import json
+import math
+import re
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, ValidationError
+
+from atropos_common.protocol.control import GpuStatus
+from atropos_common.system.run_dir import LATEST_TIME
+
+# Written into every line. The screen tells the user when a run has a newer version.
+SCHEMA_VERSION = 1
+
+
+class RecordError(ValueError):
+    """The line is not JSON, not an object, or lacks a field that its kind needs."""
+
+
+# JSON has no literals for these values, and strict parsers refuse Python's `NaN`.
+def _encode_float(value: float) -> float | str:
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+Number = Annotated[
+    float,
+    PlainSerializer(_encode_float, return_type=float | str, when_used="json"),
+]
+"""Float that JSON carries even if it is not finite."""
+
+
+# A recorded file may come from another machine, and its names go to the terminal as they are.
+def _as_name(text: str) -> str:
+    is_name = len(text) <= MAX_NAME and text.isascii() and text.isprintable()
+    return text if is_name else _NO_NAME.sub("?", text[:MAX_NAME])
+
+
+# Python's integers have no limit, but numpy and conversion to float have one.
+Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+"""Integer of 64 bits."""
+MAX_NAME = 64
+# Everything outside of printable ASCII, control sequences of a terminal included.
+_NO_NAME = re.compile("[^ -~]")
+Name = Annotated[str, AfterValidator(_as_name)]
+"""Name of a component, state or similar: printable ASCII, at most 64 characters; others are
+replaced or cut on reading."""
+
+
+Severity = Literal["alarm", "warning", "advice"]
+"""Severity of a diagnosis. alarm: training is wrong or stands still; warning: something is broken;
+advice: it works, and could be better."""
+
+
+class Record(BaseModel):
+    """Fields of every line; a subclass adds the fields of its kind."""
+
+    # Unknown fields stay in the record. `defer_build` saves start-up time: a process uses few
+    # kinds.
+    model_config = ConfigDict(extra="allow", frozen=True, defer_build=True)
+    KIND: ClassVar[str] = ""
+    """Value of `kind`; empty in a base class of several kinds."""
+
+    v: int = SCHEMA_VERSION
+    run_id: str = ""
+    # The upper limit keeps the time within the range of `datetime`, which charts and tables use.
+    time: Annotated[float, Field(ge=0, le=LATEST_TIME)] = 0.0
+    """Unix seconds."""
+    seq: Whole = 0
+    """Position in its file, from 0, without gaps."""
+    kind: str = ""
+
+    # Called after pydantic has collected the fields, when `model_fields` is complete.
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        cls.KIND = cls.model_fields["kind"].default
+
+    def to_line(self) -> str:
+        """Return the record as one line of strict JSON, newline included."""
+        return self.model_dump_json() + "\n"
+
+
+class ComponentRecord(Record):
+    """Record of the supervisor about one component."""
+
+    component: Name | None = None
+    role: Name | None = None
+    node: Name | None = None
+
+
+class StateRecord(ComponentRecord):
+    """State transition of a component."""
+
+    kind: Literal["state"] = "state"
+    old: Name
+    new: Name
+    attempt: int = 0
+    reason: str = ""
+    # The command that caused the transition; None without one.
+    command_id: str | None = None
+    pid: int | None = None
+    exit_code: int | None = None
+    """Exit status; negative: the signal that ended the process. None while it runs."""
+    retry_at: Number | None = None
+    """Time of the next start in backoff, Unix seconds."""
+
+
+class ProbeRecord(ComponentRecord):
+    """Changed result of a health check; unchanged results are not recorded."""
+
+    kind: Literal["probe"] = "probe"
+    # A health check; the trainer's logprob probe is in `AlignmentRecord`.
+    probe: Literal["startup", "readiness", "liveness"]
+    ok: bool
+    latency_s: Number | None = None
+    detail: str = ""
+
+
+class StageRecord(ComponentRecord):
+    """Stage that a component reached in this attempt."""
+
+    kind: Literal["stage"] = "stage"
+    stage: str
+    attempt: int = 0
+
+
+class CommandRecord(ComponentRecord):
+    """Command that was accepted, refused, done or failed."""
+
+    kind: Literal["command"] = "command"
+    command_id: str
+    action: Name
+    status: Literal["accepted", "refused", "running", "done", "failed"]
+    initiator: str = "user"
+    detail: str = ""
+
+
+class DiagnosisRecord(ComponentRecord):
+    """Detected problem with its evidence and fix, or (`over`) its end."""
+
+    kind: Literal["diagnosis"] = "diagnosis"
+    rule: str = ""
+    """Name of the rule, such as `alignment_mismatch`; empty without a rule."""
+    severity: Severity | Literal[""] = ""
+    """Empty in recordings of versions that did not write it."""
+    over: bool = False
+    """The open diagnosis with the same component, rule and title has ended; `evidence` has the
+    reason."""
+    title: str
+    evidence: str = ""
+    fix: str = ""
+
+
+class TrainerRecord(Record):
+    """Record of the trainer."""
+
+    attempt: int = 1
+    rank: int = 0
+    step: Whole = 0
+    """Optimizer step of this record, from 1."""
+
+
+class StepRecord(TrainerRecord):
+    """One optimizer step."""
+
+    kind: Literal["step"] = "step"
+    loss: Number
+    reward_mean: Number
+    reward_std: Number
+    lr: Number
+    grad_norm: Number
+    ratio_mean: Number
+    clip_fraction: Number
+    tokens: int
+    sequences: int
+    policy_lag_mean: Number | None = None
+    """Weight versions between generation and training, counted from the oldest token; None if no
+    version is known."""
+    policy_lag_max: Number | None = None
+    weight_version: Whole
+    objective: str = ""
+    kl_k3: Number | None = None
+    """Estimate of KL(rollout policy || trainer) over the trained tokens, policy lag included."""
+    clip_fraction_low: Number | None = None
+    clip_fraction_high: Number | None = None
+    """Shares of tokens with a ratio below and above the clip range; they add up to
+    `clip_fraction`."""
+    dual_clip_fraction: Number | None = None
+    ratio_max: Number | None = None
+    """Largest ratio of a trained token, before clipping."""
+    entropy_mean: Number | None = None
+    """Entropy of the policy at the sampling temperature over trained tokens, in nats."""
+    completion_tokens_mean: Number | None = None
+    """Generated tokens of a sequence, summed over its turns."""
+    truncated_fraction: Number | None = None
+    """Share of completions that were cut off; None if unknown."""
+    optimizer_steps: int = 1
+    """Optimizer steps on this batch (`minibatches` x `epochs`); the other figures are their
+    means."""
+    tis_mean: Number | None = None
+    """Mean importance weight trainer/rollout. This and the next two are None with `ratio_base =
+    rollout`."""
+    tis_truncated_fraction: Number | None = None
+    tis_masked_fraction: Number | None = None
+    left_out: dict[str, int] = Field(default_factory=dict)
+    """Sequences left out, by reason; includes batches in which every sequence was left out."""
+    faults_by_env: dict[str, dict[str, int]] = Field(default_factory=dict)
+    """Malformed sequences of `left_out`, by environment and reason; and one example for each
+    environment."""
+    fault_examples: dict[str, str] = Field(default_factory=dict)
+    too_old: int = 0
+    """Sequences of `left_out` whose policy lag exceeds the bound."""
+    policy_lag_bound: int | None = None
+    """Bound that left out the newest of them; None if none was left out."""
+    groups_by_env: dict[str, int] = Field(default_factory=dict)
+    flat_groups_by_env: dict[str, int] = Field(default_factory=dict)
+    """Well-formed groups of the batch by environment, and the flat groups (equal scores) among
+    them."""
+    unused_fields: dict[str, int] = Field(default_factory=dict)
+    """Groups with something that the trainer does not use, by its name: a field, or TABLE.KEY."""
+    logprobs_from: dict[str, int] = Field(default_factory=dict)
+    """Sequences by source of their rollout logprobs: environment, engine (for those that came
+    without), trainer."""
+    ref_kl: Number | None = None
+    """Estimate (k3) of KL(policy || frozen reference) over the trained tokens; None without
+    `ref_kl_coef`."""
+    distill_kl: Number | None = None
+    """KL(policy || teacher) over the teacher's tokens plus one outcome for the rest, averaged over
+    tokens with a teacher; None without one."""
+    skipped: dict[str, int] = Field(default_factory=dict)
+    """Copy of `left_out` under its older name."""
+
+
+# Causes of an alignment verdict. Rules compare these constants, so their text must stay.
+STALE_WEIGHTS = "stale weights"
+STALE_PREFIX = "stale prefix cache"
+TEMPERATURE = "temperature"
+SHIFTED = "shifted logprobs"
+MISSING = "missing logprobs"
+HEAD_DTYPE = "head dtype"
+BROKEN_WEIGHTS = "broken weights"
+OTHER_WEIGHTS = "other weights"
+SAMPLING = "sampling"
+POLICY_LAG = "policy lag"
+OUTLIER = "outlier"
+ROUNDING = "rounding"
+ALIGNMENT_CAUSES = (
+    STALE_WEIGHTS,
+    STALE_PREFIX,
+    TEMPERATURE,
+    SHIFTED,
+    MISSING,
+    HEAD_DTYPE,
+    BROKEN_WEIGHTS,
+    OTHER_WEIGHTS,
+    SAMPLING,
+    POLICY_LAG,
+    OUTLIER,
+    ROUNDING,
+)
+"""First words of `AlignmentRecord.cause`; a colon and the observation follow."""
+
+HEALTHY_RATIO = (0.8, 1.2)
+HEALTHY_CLIP_FRACTION = 0.3
+HEALTHY_LOGPROB_DIFF = 0.1
+"""Health limits of the guides, for charts and diagnoses: range of `ratio_mean`, upper limits of
+`clip_fraction` and of `logprob_diff_abs_mean` (nats)."""
+
+
+class AlignmentRecord(TrainerRecord):
+    """Trainer logprobs against the engine's: `logprob_diff_*` over rollout tokens, policy lag
+    included; `probe_*` at the same weights on both sides."""
+
+    kind: Literal["alignment"] = "alignment"
+    logprob_diff_mean: Number | None = None
+    logprob_diff_abs_mean: Number | None = None
+    logprob_diff_abs_max: Number | None = None
+    kl_k3: Number | None = None
+    train_mean: Number | None = None
+    # Mean logprob of the rollout tokens, by the trainer (`train_mean`) and by the engine.
+    inference_mean: Number | None = None
+    tokens: int = 0
+    probe_diff_abs_mean: Number | None = None
+    probe_diff_abs_max: Number | None = None
+    probe_tokens: int = 0
+    probe_cached_tokens: int | None = None
+    """Prompt tokens that the engine took from its prefix cache; with 0 the cache was not tested."""
+    routing_replayed: Number | None = None
+    """Share of the batch's tokens that used the engine's choice of experts; None without
+    `routing_replay`."""
+    verdict: Literal["ok", "drift", "mismatch"] = "ok"
+    cause: str = ""
+
+
+class TimingRecord(TrainerRecord):
+    """Seconds of a step, by activity."""
+
+    kind: Literal["timing"] = "timing"
+    step_s: Number
+    data_wait_s: Number
+    train_s: Number
+    sync_s: Number
+    checkpoint_s: Number
+    tokens_per_s: Number
+    # FLOP utilization of the training part (`train_s`); None if the GPU's peak is unknown.
+    mfu: Number | None = None
+    engine_idle_fraction: Number | None = None
+    """Share of the time without a completion request at the engines, by the engines' own count."""
+    engine_capacity_used: Number | None = None
+    """Generated tokens a second, divided by the most that the engines can make (0 to 1); None while
+    that is unknown."""
+    accepted_tokens_per_s: Number | None = None
+    """Generated tokens that were trained on, a second of the step."""
+
+
+class MemoryRecord(TrainerRecord):
+    """Memory of the trainer process, in bytes; GPU fields are None on a CPU machine."""
+
+    kind: Literal["memory"] = "memory"
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
+    peak_bytes: int | None = None
+    rss_bytes: int | None = None
+
+
+class RankUse(BaseModel):
+    """One rank's part in a step."""
+
+    model_config = ConfigDict(extra="ignore", defer_build=True)
+
+    rank: int
+    gpu: str | None = None
+    """Index or UUID on its machine; None on a CPU."""
+    tokens: int = 0
+    """Tokens of its rows. All ranks run the model in step, so they wait for the longest rows."""
+    alone_s: Number
+    """Seconds of work outside of the collective passes: packing, the optimizer's update. The
+    slowest rank has the most."""
+    allocated_bytes: int | None = None
+    peak_bytes: int | None = None
+    rss_bytes: int | None = None
+
+
+class RanksRecord(TrainerRecord):
+    """Ranks of a trainer in one step, by rank; written only for several ranks."""
+
+    kind: Literal["ranks"] = "ranks"
+    ranks: list[RankUse]
+
+
+class SyncRecord(TrainerRecord):
+    """One publish of weights to the engine."""
+
+    kind: Literal["sync"] = "sync"
+    mode: str
+    weight_version: Whole
+    seconds: Number
+    # Seconds by phase, adding up to `seconds`; the names depend on the mode.
+    phases: dict[str, Number] = Field(default_factory=dict)
+    moved: bool = True
+    """The engine received this version. `none` and `lora_restart` load only some versions; the
+    others stay in the trainer."""
+    left_out: dict[str, str] = Field(default_factory=dict)
+    """Engines that the run continues without: address -> reason."""
+
+
+class RolloutRecord(TrainerRecord):
+    """One completion of a batch; a few are written per step. The text comes from a model: escape it
+    before showing it."""
+
+    kind: Literal["rollout"] = "rollout"
+    env: str = ""
+    prompt: str
+    completion: str
+    reward: Number
+    advantage: Number
+    policy_lag: Number | None = None
+    group_size: int | None = None
+    """Completions of this prompt in the step's batch; some may not be written."""
+    tokens: int | None = None
+    """Generated tokens, with the text that an environment put between its turns."""
+
+
+class CheckpointRecord(TrainerRecord):
+    """A written checkpoint."""
+
+    kind: Literal["checkpoint"] = "checkpoint"
+    path: str
+    seconds: Number
+    bytes: int
+
+
+class BenchmarkRecord(TrainerRecord):
+    """The guides' BENCHMARK SUMMARY as data, in seconds and bytes."""
+
+    kind: Literal["benchmark"] = "benchmark"
+    mode: str
+    total_s: Number
+    steps: int
+    avg_step_s: Number
+    total_step_s: Number
+    avg_sync_s: Number
+    syncs: int
+    total_sync_s: Number
+    avg_data_wait_s: Number
+    total_data_wait_s: Number
+    engine_idle_fraction: Number | None = None
+    """Mean over the steps, weighted by their seconds."""
+    engine_capacity_used: Number | None = None
+    """Mean over the steps, weighted by their seconds."""
+    accepted_tokens_per_s: Number | None = None
+    peak_bytes: int | None = None
+    avg_bytes: int | None = None
+    tokens_per_s: Number
+
+
+OF_EACH_STEP = (StepRecord, AlignmentRecord, TimingRecord, MemoryRecord, RolloutRecord)
+"""Kinds whose first record marks the first step of an attempt. A sync or checkpoint record may
+still carry the step of the checkpoint that the attempt resumed from."""
+
+
+class EvalRecord(Record):
+    """Held-out accuracy; an environment writes it to its own `eval.NAME.jsonl`."""
+
+    kind: Literal["eval"] = "eval"
+    env: str
+    split: str = "held_out"
+    accuracy: Number
+    correct: int | None = None
+    questions: int | None = None
+    """Number of questions; None if the environment reports only the share."""
+    weight_version: Whole | None = None
+    policy_step: Whole | None = None
+    """run-api's step (batches drained) at the start of the evaluation."""
+
+
+class EnvCountsRecord(Record):
+    """Counts of an environment's groups since its start; in its own `eval.NAME.jsonl`."""
+
+    kind: Literal["env_counts"] = "env_counts"
+    env: str
+    policy_step: Whole | None = None
+    requests: int | None = None
+    """Requests to engines through atroposlib's servers; requests of the environment's own clients
+    are not counted."""
+    sent: int
+    """Groups that run-api accepted."""
+    left_out: dict[str, int] = {}
+    """Groups that did not reach run-api, by reason (`group_reasons.py`)."""
+    examples: dict[str, str] = {}
+    """Newest detail of each reason: the field that run-api refused, the type that JSON cannot
+    hold."""
+    failures: dict[str, int] = {}
+    """Groups whose rollout failed, by reason."""
+    evaluation_failures: dict[str, int] = {}
+    """Evaluations that failed since the last success, by reason."""
+    adjusted: dict[str, int] = {}
+    """Requests from which the engine removed a sampling option, by option."""
+    workers: Number | None = None
+    """Groups in flight, mean since the previous record. This and the next five are None if
+    unknown."""
+    max_workers: int | None = None
+    """Limit of groups in flight: `max_num_workers`."""
+    waiting_for_slot: Number | None = None
+    """Finished groups that wait for a queue slot; mean since the previous record."""
+    in_engine: Number | None = None
+    """Completions that the environment waits for from its engines; mean since the previous
+    record."""
+    queue_slots: int | None = None
+    """Limit of groups queued in run-api and in flight together: `max_batches_offpolicy` batches."""
+    free_slots: Number | None = None
+    """Queue slots without a group in flight; mean since the previous record."""
+    group_size: int | None = None
+    """Completions in a group."""
+    awaited: float | None = None
+    """Share of the time in which a batch waited for groups of this environment; None if it is the
+    only one in the queue."""
+
+
+class EnvMetricsRecord(Record):
+    """All numbers that an environment logs, with or without wandb; in its own `eval.NAME.jsonl`."""
+
+    kind: Literal["env_metrics"] = "env_metrics"
+    env: str
+    policy_step: Whole | None = None
+    metrics: dict[str, Number]
+
+
+# Engines answer with any number they like: negative or non-finite values are refused here.
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0, le=2**60)]
+
+
+class Figures(BaseModel):
+    """Part of a `GaugesRecord`; None means unknown."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, defer_build=True)
+
+
+class EngineGauges(Figures):
+    """Sample of an engine's metrics."""
+
+    running: Amount | None = None
+    """Requests in the current batch."""
+    waiting: Amount | None = None
+    kv_use: Amount | None = None
+    """Share of the KV cache in use, 0 to 1; mean over the engines behind one port."""
+    # Counters since the engine started; readers take differences of two samples.
+    prefix_queries: Amount | None = None
+    prefix_hits: Amount | None = None
+    prompt_tokens: Amount | None = None
+    generated_tokens: Amount | None = None
+    weight_version: Amount | None = None
+    """Version of the weights that answer."""
+
+
+class HostUse(Figures):
+    """Use of the whole machine, or of the container if it has its own limits; memory in bytes, CPU
+    in percent of all cores."""
+
+    cpu_percent: Amount | None = None
+    cores: Amount | None = None
+    memory_used: Count | None = None
+    memory_total: Count | None = None
+
+
+class ComponentUse(Figures):
+    """Use of one component; CPU in percent of one core, memory in bytes, as in
+    `control.ComponentStatus`."""
+
+    cpu_percent: Amount | None = None
+    memory_bytes: Count | None = None
+    gpu_bytes: Count | None = None
+
+
+class EnvFlow(Figures):
+    """Throughput of one environment and the waits around it, over the last seconds
+    (`diagnoses.flow.FlowWatch`)."""
+
+    engine: str
+    """Name of its engine component."""
+    workers: str | None = None
+    """`max_num_workers` of its command."""
+    made: Count = 0
+    """Groups finished in `counted_s` seconds, and the flat groups among them."""
+    flat: Count = 0
+    counted_s: Amount = 0.0
+    waiting: Amount | None = None
+    """Share of the time in which the trainer had no batch. This and the next three are None until
+    enough is measured."""
+    idle: Amount | None = None
+    """Share of the time in which its engine had no request."""
+    running: Amount | None = None
+    """Sequences that the engine computes now, and the most that it computes at a time."""
+    slots: Amount | None = None
+    queued: Amount | None = None
+    """Sequences that wait in the engine for a slot."""
+    tokens_per_s: Amount | None = None
+    """Tokens a second that its engines generate."""
+    capacity_used: Amount | None = None
+    """Share of the engines' largest token rate; None while that is unknown."""
+    busy_workers: Amount | None = None
+    """From here on as in `EnvCountsRecord`."""
+    max_workers: Count | None = None
+    waiting_for_slot: Amount | None = None
+    in_engine: Amount | None = None
+    queue_slots: Count | None = None
+    free_slots: Amount | None = None
+    group_size: Count | None = None
+    awaited: Amount | None = None
+
+
+class GaugesRecord(Record):
+    """Load of machine, components, engines and run-api; in `gauges.jsonl`, which is thinned as it
+    grows."""
+
+    kind: Literal["gauges"] = "gauges"
+    components: dict[Name, ComponentUse] = {}
+    engines: dict[Name, EngineGauges] = {}
+    gpus: list[GpuStatus] = []
+    host: HostUse = Field(default_factory=HostUse)
+    queue: Count | None = None
+    """Groups that wait in run-api for the trainer; None without an answer."""
+    disk_free_bytes: Count | None = None
+    """Free space of the disk that holds the run directory."""
+    disk_bytes: int | None = None
+    """Size of that disk."""
+    flows: dict[Name, EnvFlow] = {}
+    """Figures by environment."""
+
+
+def _concrete(root: type[Record]) -> list[type[Record]]:
+    # Bases of several kinds, such as `TrainerRecord`, have an empty `KIND`.
+    found = [root] if root.KIND else []
+    for child in root.__subclasses__():
+        found += _concrete(child)
+    return found
+
+
+RECORD_TYPES: dict[str, type[Record]] = {cls.KIND: cls for cls in _concrete(Record)}
+"""Record classes of this version, by `kind`."""
+
+
+def _is_number(annotation: Any) -> bool:
+    # A table of counts is not one number that a chart or alert can follow.
+    if get_origin(annotation) is dict:
+        return False
+    # `Number | None` is a union of an `Annotated`: look two levels down.
+    parts = get_args(annotation) or (annotation,)
+    return bool({int, float} & {*parts, *(inner for part in parts for inner in get_args(part))})
+
+
+METRIC_KINDS: dict[str, type[TrainerRecord]] = {
+    name: kind
+    # Later classes overwrite earlier ones, so `StepRecord` comes last.
+    for kind in (MemoryRecord, TimingRecord, AlignmentRecord, StepRecord)
+    for name, field in kind.model_fields.items()
+    if name not in TrainerRecord.model_fields
+    and not name.startswith("optimizer")
+    and _is_number(field.annotation)
+}
+"""Metric name -> record class, for every number of a step. If two classes share a name,
+`StepRecord` wins."""
+HELD_OUT_METRIC = "eval/"
+"""Prefix of held-out accuracies: `eval/SPLIT` over all environments, `eval/ENV/SPLIT` for one."""
+
+
+# Our writers put `kind` in every line; a regular expression finds it without decoding the JSON.
+_KIND = re.compile(rb'"kind": ?"(\w+)"')
+
+
+def _parsed_at_once(line: bytes) -> Record | None:
+    """Parse an ordinary line in one pass, in half the time; return None if it needs the slow
+    path."""
+    named = _KIND.search(line)
+    if named is None:
+        return None
+    kind = named[1].decode()
+    try:
+        record = RECORD_TYPES.get(kind, Record).model_validate_json(line)
+    except ValidationError:
+        return None
+    # The match may lie inside of a text field, such as a completion that quotes a record.
+    return record if record.kind == kind else None
+
+
+def parse_line(line: str | bytes) -> Record:
+    """Return one line as its typed record; a kind that this version does not know becomes a plain
+    `Record`.
+
+    Raises:
+        RecordError: the line is not a JSON object, or lacks a field that its kind needs.
+    """
+    # The slow path also gives the exact error, and handles `kind` inside of other text.
+    if isinstance(line, bytes) and (record := _parsed_at_once(line)) is not None:
+        return record
+    try:
+        data = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise RecordError(f"not JSON: {error}") from error
+    if not isinstance(data, dict) or not isinstance(data.get("kind"), str):
+        raise RecordError("not a record: a JSON object with a 'kind' is expected")
+    try:
+        return RECORD_TYPES.get(data["kind"], Record).model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise RecordError(
+            f"{data['kind']}: {'.'.join(map(str, first['loc']))}: {first['msg']}"
+        ) from error

@@ -1,0 +1,84 @@
+"""Stages of our own programs: records in `RUN/stages.COMPONENT.jsonl`, which the supervisor reads.
+
+A program calls `reach` at each named point of its start-up; printed lines are for people. The file
+lies in the run directory, which every node of a stack shares, so it works behind each launcher. A
+program that runs alone, without a supervisor, writes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from pathlib import Path
+
+from atropos_common.protocol.records import StageRecord
+from atropos_common.system.run_dir import (
+    ENV_ATTEMPT,
+    ENV_COMPONENT,
+    ENV_RUN_ID,
+    RunDir,
+    is_safe_name,
+)
+
+ATTACHED = "attached"
+"""A trainer has its model, its rollouts and its engines: healthy."""
+REGISTERED = "registered"
+"""run-api has accepted the registration of a trainer or an environment."""
+SET_UP = "its setup"
+"""An environment has done its `setup`."""
+FIRST_BATCH = "first batch"
+"""A trainer has its first batch."""
+READY = "its first answer"
+"""An inference server, or its part on another node, is ready to serve."""
+RETRY_S = 1.0
+"""Seconds between attempts to write a record that a full disk refuses."""
+
+
+def reach(stage: str) -> None:
+    """Record that this program has reached `stage`, again at each call; a full disk is retried in
+    the background."""
+    run, component = RunDir.from_env(), os.environ.get(ENV_COMPONENT, "")
+    if run is None or not is_safe_name(component):
+        return
+    attempt = os.environ.get(ENV_ATTEMPT, "1")
+    record = StageRecord(
+        run_id=os.environ.get(ENV_RUN_ID, ""),
+        time=time.time(),
+        component=component,
+        stage=stage,
+        attempt=int(attempt) if attempt.isdigit() else 1,
+    )
+    # One `write` with O_APPEND: ranks on several nodes may report at the same time.
+    path, line = run.stages_jsonl(component), record.to_line().encode()
+    if not _append(path, line):
+        threading.Thread(target=_retry, args=(path, line), name="stage", daemon=True).start()
+
+
+def _append(path: Path, line: bytes) -> bool:
+    """Append a whole line, or nothing."""
+    try:
+        # O_NOFOLLOW: the run directory may be a recording from elsewhere.
+        descriptor = os.open(
+            path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+        )
+    except OSError:
+        return False
+    try:
+        size = os.fstat(descriptor).st_size
+        written = os.write(descriptor, line)
+        # A full disk can accept a part; a torn line would merge with the next record.
+        if written < len(line):
+            os.ftruncate(descriptor, size)
+        return written == len(line)
+    except OSError:
+        return False
+    finally:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+
+
+def _retry(path: Path, line: bytes) -> None:
+    while not _append(path, line):
+        time.sleep(RETRY_S)

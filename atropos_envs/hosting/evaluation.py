@@ -1,0 +1,282 @@
+"""An environment's own stream, `RUN/eval.NAME.jsonl`: accuracies, metrics, and counts of its
+groups."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from openai import APIStatusError
+
+from atropos_common.protocol.group_reasons import SURPLUS, in_words
+from atropos_common.protocol.record_tail import next_seq
+from atropos_common.protocol.records import EnvCountsRecord, EnvMetricsRecord, EvalRecord, Record
+from atropos_common.system.run_dir import ENV_COMPONENT, ENV_RUN_ID, RunDir
+from atropos_envs.hosting.groups import why_left_out
+
+log = logging.getLogger(__name__)
+
+RecordT = TypeVar("RecordT", bound=Record)
+_SHARE = re.compile(r"correct|accuracy|(^|[_/])acc([_/]|$)|pass@|success|solve", re.IGNORECASE)
+"""Names under which environments log the share of right answers."""
+
+
+# Characters; reasons are keys of a record and columns of the screen.
+LONGEST_REASON = 160
+MANY_IN_VAIN = 32
+"""Groups in a row that fail or are left out before other environments get our share."""
+
+
+@dataclass(frozen=True)
+class Graded:
+    """Result of one question."""
+
+    correct: bool
+    weight_version: int | None = None
+    """Oldest weight version behind the answer; None if the server reports none."""
+
+
+def component_name(default: str) -> str:
+    """Return this component's name in the plan; `default` outside of a run."""
+    return os.environ.get(ENV_COMPONENT) or default
+
+
+def eval_path(name: str, folder: str | None) -> Path | None:
+    """Return the file for accuracies: in the run directory, else in `folder`, else None."""
+    run = RunDir.from_env()
+    if run is not None:
+        return run.eval_jsonl(name)
+    return Path(folder) / f"eval.{name}.jsonl" if folder else None
+
+
+class EvalLog:
+    """Writer of the stream; after a restart `seq` continues behind the last whole line."""
+
+    def __init__(self, path: Path | None, env: str) -> None:
+        """Open `path` and cut off a torn last line; with None, records are made but not written."""
+        self._path = path
+        self._env = env
+        self._run_id = os.environ.get(ENV_RUN_ID, "")
+        self._next = next_seq(path) if path is not None else 0
+
+    def append(self, split: str, graded: list[Graded], policy_step: int | None) -> EvalRecord:
+        """Write the accuracy over `graded` and return the record.
+
+        Raises:
+            ValueError: `graded` is empty.
+        """
+        if not graded:
+            raise ValueError(f"no question of {split} was graded")
+        # The engine may publish during an evaluation, so the oldest version is the honest one. With
+        # an unknown version among them there is no answer.
+        versions = [each.weight_version for each in graded if each.weight_version is not None]
+        correct = sum(each.correct for each in graded)
+        record = EvalRecord(
+            env=self._env,
+            split=split,
+            accuracy=correct / len(graded),
+            correct=correct,
+            questions=len(graded),
+            weight_version=min(versions) if len(versions) == len(graded) else None,
+            policy_step=policy_step,
+        )
+        return self._write(record)
+
+    def measured(self, metrics: Mapping[str, Any], policy_step: int | None) -> None:
+        """Write the numbers of `metrics`, which an environment logs for wandb; shares of right
+        answers in `eval/` also become accuracies."""
+        # Environments also log tables and strings for wandb.
+        numbers = {
+            name: float(value)
+            for name, value in metrics.items()
+            if isinstance(value, (int, float, np.number))
+        }
+        for name, value in numbers.items():
+            kind, _, split = name.partition("/")
+            if kind == "eval" and _SHARE.search(split) and 0 <= value <= 1:
+                self._write(
+                    EvalRecord(env=self._env, split=split, accuracy=value, policy_step=policy_step)
+                )
+        if numbers:
+            self._write(EnvMetricsRecord(env=self._env, metrics=numbers, policy_step=policy_step))
+
+    def counted(
+        self,
+        tally: Tally,
+        adjusted: Mapping[str, int],
+        requests: int,
+        step: int | None,
+        bounds: Mapping[str, float] | None = None,
+    ) -> None:
+        """Write the counts of groups and requests since the start; `bounds`: workers and queue
+        slots."""
+        self._write(
+            EnvCountsRecord(
+                env=self._env,
+                policy_step=step,
+                requests=requests,
+                sent=tally.sent,
+                left_out=dict(tally.left_out),
+                examples=dict(tally.examples),
+                failures=dict(tally.failures),
+                evaluation_failures=dict(tally.evaluation_failures),
+                adjusted=dict(adjusted),
+                **(bounds or {}),
+            )
+        )
+
+    def _write(self, record: RecordT) -> RecordT:
+        """Stamp and append a record; return it."""
+        stamped = record.model_copy(
+            update={"run_id": self._run_id, "time": time.time(), "seq": self._next}
+        )
+        if self._path is not None:
+            # Opened for each record, since minutes may pass between two.
+            with self._path.open("a") as file:
+                file.write(stamped.to_line())
+        self._next += 1
+        return stamped
+
+
+class Tally:
+    """Counts since the start."""
+
+    def __init__(self) -> None:
+        self.sent = 0
+        """Groups that run-api accepted."""
+        self.left_out: Counter[str] = Counter()
+        """Groups that did not reach run-api, by reason
+        (`atropos_common/protocol/group_reasons.py`)."""
+        self.examples: dict[str, str] = {}
+        """Newest detail of each reason: the field that run-api refused, the type that JSON cannot
+        hold."""
+        self.failures: Counter[str] = Counter()
+        """Groups whose rollout failed, by reason."""
+        self.evaluation_failures: Counter[str] = Counter()
+        """Evaluations that failed since the last success, by reason."""
+        self.urgent = False
+        """A reason came up for the first time: write the counts at once."""
+        self._scores: list[float] = []
+        self._barren_since = 0
+        """Value of `_in_vain` when run-api last accepted a group."""
+        # Pairs of reason and kind that were logged already.
+        self._kinds: set[tuple[str, str]] = set()
+        self._reported = self._totals
+
+    def failed(self, error: BaseException) -> None:
+        """Count a failed rollout; log the first of a kind with its traceback."""
+        self._raised("a rollout failed", error, self.failures)
+
+    def evaluated(self, error: BaseException | None) -> None:
+        """Count an evaluation by its error; a success (None) clears the counts."""
+        if error is None:
+            self.evaluation_failures.clear()
+        else:
+            self._raised("an evaluation failed", error, self.evaluation_failures)
+
+    def group(self, group: Any, config: Any, max_token_len: int) -> str | None:
+        """Count a converted group; return the reason for which it is not sent, None if it is."""
+        reason = why_left_out(group, config, max_token_len)
+        if reason is None:
+            # For the mean of the next progress line.
+            self._scores += group["scores"]
+        else:
+            self.leave_out(reason)
+        return reason
+
+    def leave_out(self, reason: str, words: str = "", kind: str = "") -> None:
+        """Count a group that does not reach run-api.
+
+        Args:
+            reason: one of `atropos_common/protocol/group_reasons.py`.
+            words: detail of this group; logged once for each `kind`.
+            kind: subject of `words`.
+        """
+        self.left_out[reason] += 1
+        if not words:
+            return
+        self.examples[reason] = words
+        if (reason, kind or words) not in self._kinds:
+            self._kinds.add((reason, kind or words))
+            self.urgent = True
+            log.warning(
+                "a group is left out (%s): %s. Later ones are only counted", in_words(reason), words
+            )
+
+    def accepted(self) -> None:
+        self.sent += 1
+        self._barren_since = self._in_vain
+
+    @property
+    def barren(self) -> bool:
+        """True if none of the newest `MANY_IN_VAIN` groups could be sent."""
+        return self._in_vain - self._barren_since >= MANY_IN_VAIN
+
+    @property
+    def _in_vain(self) -> int:
+        # A surplus group was fine; it was dropped because the queue had no slot for it.
+        return self.left_out.total() - self.left_out[SURPLUS] + self.failures.total()
+
+    def news(self) -> bool:
+        """Return True if the counts have changed since the last `line`."""
+        return self._reported != self._totals
+
+    def line(self) -> str:
+        """Return the progress in one line."""
+        # The line reports the present counts, so nothing is urgent any more.
+        self._reported, self.urgent = self._totals, False
+        parts = [f"{self.sent} groups sent"]
+        if self._scores:
+            parts.append(
+                f"mean score {sum(self._scores) / len(self._scores):.3f} over the last "
+                f"{len(self._scores)}"
+            )
+            self._scores = []
+        parts += [
+            f"{count} left out ({in_words(reason)})"
+            for reason, count in self.left_out.most_common()
+        ]
+        parts += [f"{count} failed ({reason})" for reason, count in self.failures.most_common(3)]
+        parts += [
+            f"{count} evaluations failed ({reason})"
+            for reason, count in self.evaluation_failures.most_common(1)
+        ]
+        return ", ".join(parts)
+
+    @property
+    def _totals(self) -> tuple[int, ...]:
+        counts = (self.left_out, self.failures, self.evaluation_failures)
+        return (self.sent, *(each.total() for each in counts))
+
+    def _raised(self, what: str, error: BaseException, counts: Counter[str]) -> None:
+        reason = reason_of(error)
+        if reason not in counts:
+            # Later errors of the same kind are only counted, so the log stays readable.
+            log.warning("%s: %s", what, reason, exc_info=None if _is_answer(error) else error)
+            self.urgent = True
+        counts[reason] += 1
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the error in one line; for tenacity's retries the error of the last attempt."""
+    # Retries may be nested: an environment's own around atroposlib's.
+    while hasattr(error, "last_attempt") and error.last_attempt.exception() is not None:
+        error = error.last_attempt.exception()
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:LONGEST_REASON] if text else type(error).__name__
+
+
+def _is_answer(error: BaseException) -> bool:
+    """Return True if the server refused the request: a traceback would show nothing useful."""
+    return isinstance(error, APIStatusError) or type(error).__name__ in (
+        "EngineRefused",
+        "EngineUnavailable",
+    )

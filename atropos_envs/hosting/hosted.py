@@ -1,0 +1,684 @@
+"""Host any atroposlib environment in the stack, unmodified.
+
+`hosted(TheirEnv)` puts a class of ours in front of it. It waits while the inference server or
+run-api is away, gives its registration back, treats SIGTERM as a request to end, counts groups and
+failures by reason, and records evaluations and metrics. `StackEnv` does the same for our own
+environments.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from contextlib import suppress
+from contextvars import ContextVar
+from typing import Any
+
+import aiohttp
+from atroposlib.envs.base import APIServerConfig, BaseEnv, EvalHandlingEnum
+from atroposlib.envs.server_handling.server_baseline import ServerBaseline
+from tenacity import RetryError
+
+from atropos_common.net.http import DOOR_USER
+from atropos_common.protocol.group_reasons import (
+    FLAT,
+    NONE,
+    REFUSED,
+    SURPLUS,
+    UNANSWERED,
+    UNSENDABLE,
+)
+from atropos_common.protocol.stages import REGISTERED, SET_UP, reach
+from atropos_common.system.run_dir import ENV_DOOR_KEY, ENV_ENGINE_URLS, ENV_REFILL, ENV_SEQUENCES
+from atropos_envs import Dismissed, EnvFault
+from atropos_envs.hosting.engine_client import EngineClient, EngineRefused, addresses, begin_group
+from atropos_envs.hosting.engine_gate import EngineGate
+from atropos_envs.hosting.evaluation import EvalLog, Tally, component_name, eval_path
+from atropos_envs.hosting.groups import Unsendable, convert, encoded
+from atropos_envs.hosting.older_names import load_tool_parser
+from atropos_envs.hosting.queue_slots import PendingGroup, QueueSlots
+from atropos_envs.hosting.registration import Registration
+from atropos_envs.hosting.worker_meter import WorkerMeter
+
+log = logging.getLogger(__name__)
+
+LEAST_WORKERS = 8
+NO_CHOICE = (-1, LEAST_WORKERS)
+"""atroposlib's defaults of `max_num_workers` and `max_num_workers_per_node`; eight groups in flight
+starve a GPU."""
+SUMMARY_S = 5.0
+"""Seconds between two progress lines."""
+BACKOFF_S, BACKOFF_MOST_S = 0.01, 5.0
+"""First and longest wait after a failed group, in seconds."""
+QUEUE_POLL_S = 0.02
+"""Poll interval for the trainer's next batch while the queue is full."""
+FAST_POLL_S = 1.0
+"""Seconds of fast polling; later the manager's rounds of 0.1 s are enough."""
+LEAST_WEIGHT = 1e-6
+_pending: ContextVar[PendingGroup | None] = ContextVar("pending", default=None)
+"""Group that the present task makes."""
+
+
+class KeyedUrl(str):
+    """run-api's address with the run's key as its password, but only where a URL is formatted from
+    it (`f"{url}/info"`), as atroposlib's clients do. `str(url)`, which goes to W&B and logs, is the
+    plain address."""
+
+    key: str
+
+    @classmethod
+    def of(cls, url: str, key: str) -> KeyedUrl:
+        made = cls(url)
+        made.key = key
+        return made
+
+    def __format__(self, form: str) -> str:
+        scheme, mark, rest = self.partition("://")
+        return format(f"{scheme}{mark}{DOOR_USER}:{self.key}@{rest}", form)
+
+
+def with_run_key(config: Any, server_configs: Any, key: str) -> tuple[Any, Any]:
+    """Return both configurations with the run's key, for run-api and for the servers of the
+    plan."""
+    if not key:
+        return config, server_configs
+    # The key goes only to servers of the plan, never to a judge or another model's server.
+    known = {base_url.rstrip("/") for base_url in os.environ.get(ENV_ENGINE_URLS, "").split()}
+
+    def keyed(each: Any) -> Any:
+        url = str(getattr(each, "base_url", None) or "").rstrip("/")
+        return each.model_copy(update={"api_key": key}) if url in known else each
+
+    several = isinstance(server_configs, list)
+    servers = [keyed(each) for each in server_configs] if several else keyed(server_configs)
+    url = KeyedUrl.of(str(config.rollout_server_url), key)
+    return config.model_copy(update={"rollout_server_url": url}), servers
+
+
+class Hosted(BaseEnv):  # type: ignore[misc]
+    """Behaviour of every environment in the stack; the environment's own class follows in the
+    method resolution order."""
+
+    def __init__(
+        self, config: Any, server_configs: Any, slurm: bool = False, testing: bool = False
+    ) -> None:
+        config, server_configs = with_run_key(
+            config, server_configs, os.environ.get(ENV_DOOR_KEY, "")
+        )
+        try:
+            super().__init__(config, server_configs, slurm=slurm, testing=testing)
+        except (OSError, ValueError) as error:
+            first_line = str(error).strip().split("\n")[0]
+            raise EnvFault(
+                f"no tokenizer at {config.tokenizer_name!r}, nor at the model ({first_line}). "
+                "Give --env.tokenizer_name and --openai.model_name a model folder or a hub id",
+                exit_code=2,
+            ) from error
+        if self.config.group_size == 1:
+            # A lone score equals itself, so BaseEnv would send nothing; the trainer compares it
+            # with earlier scores.
+            self.config.ensure_scores_are_not_same = False
+        self.eval_runner: asyncio.Task[None] | None = None
+        self.component = component_name(self.name or type(self).__name__)
+        self.eval_log = EvalLog(
+            eval_path(self.component, config.data_dir_to_save_evals), self.component
+        )
+        self.tally = Tally()
+        # With `min_batch_allocation` atroposlib divides the batch and bounds the workers itself.
+        refills = os.environ.get(ENV_REFILL) != "0" and config.min_batch_allocation is None
+        self.queue_slots = QueueSlots() if refills else None
+        self._worker_meter = WorkerMeter()
+        self._adding_workers = asyncio.Lock()
+        self._sending = 0
+        """Groups on their way to run-api."""
+        self.num_steps: int | None = None
+        self.status_dict: dict[str, Any] = {}
+        self._serving = False
+        self._stopping = False
+        self._dismissed: Dismissed | None = None
+        self._fault: EnvFault | None = None
+        self._main: asyncio.Task[Any] | None = None
+        self._registration = Registration(config.rollout_server_url, self.component)
+        self._gate = EngineGate(
+            os.environ.get(ENV_ENGINE_URLS, "").split(), self._registration.http
+        )
+        self._requests_before = 0
+        self._failed_in_row = 0
+        """Failed groups since the last success."""
+        self._awaited: bool | None = None
+        self._summary_at = self._began_at = time.monotonic()
+
+    async def env_manager(self) -> None:
+        """Run the command `serve`: until total_steps, SIGTERM or a fault.
+
+        Raises:
+            EnvFault: run-api is gone, or the server refuses every request.
+            Dismissed: SIGTERM or SIGINT arrived.
+        """
+        loop = asyncio.get_running_loop()
+        self._serving, self._main = True, asyncio.current_task()
+        # BaseEnv handles no signals: the process would die with its share still reserved.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._dismiss, number)
+        watchers = [asyncio.create_task(each) for each in (self._watch_queue(), self._gate.watch())]
+        self._began_at = time.monotonic()
+        try:
+            await super().env_manager()
+        except asyncio.CancelledError:
+            # A cancellation that `_stop` did not send belongs to the caller.
+            if not self._stopping:
+                raise
+        except (RetryError, aiohttp.ClientError) as error:
+            self._fault = self._fault or EnvFault(self._registration.lost(error))
+        finally:
+            for watcher in watchers:
+                watcher.cancel()
+            await self._leave()
+        if why := self._fault or self._dismissed:
+            raise why
+
+    # Rollouts
+
+    async def collect_trajectories(self, item: Any) -> tuple[Any, list[Any]]:
+        """Return the environment's groups. A failure, or None, costs one group and is counted by
+        reason; a server that refuses every request ends the program."""
+        try:
+            groups, items = await self._make_groups(item)
+        except EngineRefused as error:
+            if not self._serving:
+                raise
+            if error.fatal:
+                self._give_up(EnvFault(str(error), exit_code=2))
+            self.tally.failed(error)
+            await self._back_off()
+            return None, []
+        except Exception as error:
+            if not self._serving:
+                raise
+            if await self._gate.explains(error):
+                return None, [item]  # the item comes again when an engine answers
+            self.tally.failed(error)
+            await self._back_off()
+            return None, []
+        self._failed_in_row = 0
+        if not groups and not items:  # further items: a step towards a group, not a failure
+            self.tally.leave_out(NONE, "collect_trajectories returned no group")
+        return groups, items
+
+    async def _back_off(self) -> None:
+        """Wait after a failure, twice as long for each further one. Otherwise a group that always
+        fails, such as a refused request, is tried a hundred times a second."""
+        self._failed_in_row += 1
+        await asyncio.sleep(min(BACKOFF_MOST_S, BACKOFF_S * 2 ** min(self._failed_in_row, 20)))
+
+    async def _make_groups(self, item: Any) -> tuple[Any, list[Any]]:
+        return await super().collect_trajectories(item)  # type: ignore[no-any-return]
+
+    async def postprocess_histories(self, trajectories: Any) -> Any:
+        """Return the environment's own result; count a failure, and None."""
+        try:
+            groups = await super().postprocess_histories(trajectories)
+        except Exception as error:
+            if not self._serving:
+                raise
+            self.tally.failed(error)
+            return None
+        if groups is None:
+            self.tally.leave_out(NONE, "postprocess_histories returned no group")
+        return groups
+
+    async def handle_send_to_api(
+        self, scored_data: Any, item: Any = None, *args: Any, **kwargs: Any
+    ) -> None:
+        """Count groups that are left out, and pass the others to BaseEnv with plain numbers."""
+        several = isinstance(scored_data, list)
+        made = [
+            (group, self._judge(group)) for group in (scored_data if several else [scored_data])
+        ]
+        if not await self._gets_slot([reason for _, reason in made], item):
+            return
+        if sendable := [group for group, reason in made if reason is None]:
+            await super().handle_send_to_api(
+                sendable if several else sendable[0], item, *args, **kwargs
+            )
+
+    def _judge(self, group: Any) -> str | None:
+        """Convert a group in place and count it; return the reason for which it is not sent, None
+        if it is."""
+        try:
+            if isinstance(group, dict):
+                self._sign(group)
+                convert(group)
+            return self.tally.group(group, self.config, self.max_token_len)
+        except Unsendable as error:
+            self.tally.leave_out(UNSENDABLE, str(error), str(error).partition("[")[0])
+            return UNSENDABLE
+
+    def _sign(self, group: dict[str, Any]) -> None:
+        """Add the environment's name, by which the trainer counts, and its lag bound."""
+        if isinstance(params := group.get("generation_params") or {}, dict):
+            ahead = {"max_batches_offpolicy": self.config.max_batches_offpolicy}
+            group["generation_params"] = {"env": self.component} | ahead | params
+
+    async def _send_scored_data_to_api(self, scored_data: Any) -> None:
+        """Send each group in its own request: run-api refuses a whole list for one malformed group.
+        BaseEnv's method also takes a refusal for success, and its gzip takes nine times as long as
+        JSON."""
+        for group in scored_data if isinstance(scored_data, list) else [scored_data]:
+            group["env_id"] = self._registration.env_id
+            self._sending += 1
+            try:
+                accepted = await self._send(group)
+            finally:
+                self._sending -= 1
+            pending = _pending.get()
+            if accepted:
+                self.tally.accepted()
+                if self.queue_slots is not None:
+                    self._drop(self.queue_slots.sent(pending, 1))
+            elif pending is not None:
+                # The manager's next round starts another group, as after a failure.
+                pending.made = False
+
+    async def _send(self, group: dict[str, Any]) -> bool:
+        """Return True if run-api accepted `group`; count it otherwise."""
+        try:
+            refused = await self._registration.send(encoded(group))
+        except Unsendable as error:
+            self.tally.leave_out(UNSENDABLE, str(error))
+        except (aiohttp.ClientError, TimeoutError) as error:
+            self.tally.leave_out(UNANSWERED, type(error).__name__)
+        else:
+            if refused is None:
+                return True
+            self.tally.leave_out(REFUSED, refused.words, refused.kind)
+        return False
+
+    # Start and order of groups
+
+    async def handle_env(self, item_uuid: str) -> Any:
+        """Make one group; start the next one at its end, before the manager's next round."""
+        begin_group()
+        if self.queue_slots is None:
+            return await super().handle_env(item_uuid)
+        pending, late = self.queue_slots.begin(self.running_items[item_uuid]["item"], item_uuid)
+        _pending.set(pending)
+        self._drop(late)
+        try:
+            made = await super().handle_env(item_uuid)
+        finally:
+            self._drop(self.queue_slots.end(pending))
+        self.workers.discard(asyncio.current_task())
+        # After a failure only the manager's next round starts another group; at once would be a
+        # busy loop of failures.
+        if pending.made:
+            # `get_next_item` may raise; the manager's next round meets the same error and reports
+            # it.
+            with suppress(Exception):
+                await self.add_train_workers()
+        return made
+
+    async def _gets_slot(self, reasons: list[str | None], item: Any) -> bool:
+        """Wait for a queue slot if there is something to send; return False for a spare group that
+        is not needed."""
+        pending = _pending.get()
+        if self.queue_slots is None or pending is None:
+            return True
+        # False: treated as a failure.
+        pending.made = any(reason in (None, FLAT) for reason in reasons)
+        self.queue_slots.count_result(flat=all(reason == FLAT for reason in reasons))
+        useful = reasons.count(None)
+        if not useful or await pending.wait_for_slot():
+            return True
+        self.tally.left_out[SURPLUS] += useful
+        self.backlog.append(item)
+        return False
+
+    def _drop(self, late: list[PendingGroup]) -> None:
+        """Cancel the rollouts of groups that are too late; their items come again."""
+        for pending in late:
+            if running := self.running_items.pop(pending.uuid, None):
+                running["worker"].cancel()
+                self.workers.discard(running["worker"])
+                self.backlog.append(pending.item)
+
+    async def add_train_workers(self) -> None:
+        """Start groups as BaseEnv does, with room for spare groups; none while no engine
+        answers."""
+        if not self._gate.open:
+            return
+        if self.queue_slots is None:
+            await super().add_train_workers()
+            return
+        async with self._adding_workers:
+            if self._stopping:
+                return
+            status = self.status_dict
+            seen, wanted = status["queue_size"], max(self.queue_slots.wanted(), len(self.workers))
+            # BaseEnv starts workers up to the slots that it computes from `queue_size`; pretend a
+            # size for which that is `wanted`.
+            status["queue_size"] = self._all_slots() - wanted
+            try:
+                await super().add_train_workers()
+            finally:
+                # Other users of the status need the real size.
+                status["queue_size"] = seen
+
+    def _all_slots(self) -> int:
+        return self.config.max_batches_offpolicy * self.derived_batch_size // self.config.group_size
+
+    async def _watch_queue(self) -> None:
+        """Start the next batch's groups as soon as the trainer takes a batch, without waiting for
+        the manager's next round."""
+        full_since = time.monotonic()
+        while self.queue_slots is not None:
+            await asyncio.sleep(QUEUE_POLL_S)
+            if not self.queue_slots.full:
+                full_since = time.monotonic()
+            elif time.monotonic() - full_since < FAST_POLL_S and await self._batch_taken():
+                # The manager's next round meets and reports the same error.
+                with suppress(Exception):
+                    await self.get_status()
+                    await self.add_train_workers()
+
+    async def _batch_taken(self) -> bool:
+        """Return True if the trainer took a batch since the last `get_status`."""
+        assert self.queue_slots is not None
+        return await self._registration.current_step() not in (None, self.queue_slots.step)
+
+    async def get_status(self) -> None:
+        """Read run-api's status, and add the groups that arrived while it answered.
+
+        Without them BaseEnv would start rollouts for used slots, some groups would wait a batch
+        longer, and the policy lag would exceed `max_batches_offpolicy`. Among several environments
+        each has slots by its share, so that BaseEnv cancels no rollout because others filled the
+        queue.
+        """
+        # Groups that arrive between the request and the answer may or may not be in `queue_size`.
+        sent_before = self.tally.sent
+        await super().get_status()
+        status, all_slots = self.status_dict, self._all_slots()
+        own = None
+        if self.config.min_batch_allocation is None and self.config.max_batches_offpolicy > 0:
+            own = await self._registration.places(
+                self.config.max_batches_offpolicy, self.tally.barren
+            )
+        # No group of another environment is in the queue.
+        alone = status["queue_size"] <= status.get("self_queue_size", 0)
+        places, queued = (own.places, own.queued) if own else (all_slots, status["queue_size"])
+        self._awaited = own.awaited if own else None
+        came = self.tally.sent - sent_before
+        if self.queue_slots is not None:
+            late = self.queue_slots.update(
+                queued=queued,
+                came=came,
+                coming=self._sending,
+                places=places,
+                ahead=self.config.max_batches_offpolicy,
+                step=status["current_step"],
+            )
+            self._drop(late)
+        status["queue_size"] = all_slots - (places - queued - came)
+        if (own or alone) and self.config.batch_size > 0:
+            # Rollouts in flight have their slots already; BaseEnv must not cancel them.
+            status["queue_size"] = max(0, min(status["queue_size"], all_slots - len(self.workers)))
+
+    async def env_step_checks(self) -> None:
+        """Evaluate at BaseEnv's intervals, and write a progress line."""
+        await super().env_step_checks()
+        self._worker_meter.look(
+            len(self.workers), self.queue_slots, awaited=self._awaited, in_engine=self._in_engine()
+        )
+        news = self.tally.news() or self._requests() != self._requests_before
+        if self.tally.urgent or (time.monotonic() - self._summary_at > SUMMARY_S and news):
+            self._requests_before = self._requests()
+            log.info("step %d: %s", self.curr_step, self.tally.line())
+            self.eval_log.counted(
+                self.tally, self._adjusted(), self._requests_before, self.curr_step, self._bounds()
+            )
+            self._summary_at = time.monotonic()
+
+    def _in_engine(self) -> int | None:
+        """Return the completions in flight; None if the server class does not count them."""
+        counts = [getattr(server, "under_way", None) for server in self.server.servers]
+        known = [count for count in counts if count is not None]
+        return sum(known) if known else None
+
+    def _bounds(self) -> dict[str, float]:
+        """Return workers and queue slots, as fields of an `env_counts` record."""
+        slots = {} if self.queue_slots is None else {"queue_slots": self.queue_slots.all}
+        known = {"max_workers": self.max_num_workers, "group_size": self.config.group_size}
+        return self._worker_meter.take() | slots | known
+
+    async def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the environment's own evaluation; count a failure by its reason."""
+        try:
+            result = await self._evaluation(*args, **kwargs)
+        except Exception as error:
+            if not self._serving:
+                raise
+            self.tally.evaluated(error)
+            return None
+        self.tally.evaluated(None)
+        return result
+
+    async def _evaluation(self, *args: Any, **kwargs: Any) -> Any:
+        own = super().evaluate
+        return None if getattr(own, "__isabstractmethod__", False) else await own(*args, **kwargs)
+
+    def _evaluate_soon(self) -> None:
+        """Start an evaluation beside the rollouts, unless one is running."""
+        if self.eval_runner is None or self.eval_runner.done():
+            self.eval_runner = asyncio.create_task(self.evaluate())
+
+    def _requests(self) -> int:
+        """Return the number of requests to engines through atroposlib's servers."""
+        return sum(getattr(server, "asked", 0) for server in self.server.servers)
+
+    def _adjusted(self) -> Counter[str]:
+        total: Counter[str] = Counter()
+        for server in self.server.servers:
+            total.update(getattr(server, "adjusted", {}))
+        return total
+
+    # Metrics
+
+    async def create_rollout_table(self, wandb_metrics: dict[str, Any]) -> dict[str, Any]:
+        """Record every metric that the environment logs; BaseEnv calls this with or without
+        wandb."""
+        self.eval_log.measured(wandb_metrics, self.curr_step)
+        return dict(await super().create_rollout_table(wandb_metrics))
+
+    async def evaluate_log(self, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Record an evaluation's result, with `eval/` in front of each name; also write BaseEnv's
+        file if `data_dir_to_save_evals` is set."""
+        named = {f"eval/{name.removeprefix('eval/')}": value for name, value in metrics.items()}
+        self.eval_log.measured(named, self.curr_step)
+        if self.config.data_dir_to_save_evals is not None:
+            await super().evaluate_log(metrics, *args, **kwargs)
+
+    # Registration
+
+    async def setup_wandb(self) -> None:
+        """Load the tool parser that `setup` chose, and report the stage that follows set-up."""
+        # BaseEnv calls this right after `setup`, so it is the earliest point with the environment's
+        # choice.
+        if name := getattr(self.server, "tool_parser", None):
+            log.info("importing vLLM for its tool parser %r", name)
+            await asyncio.to_thread(load_tool_parser, name)
+        log.info("set up after %.1f s", time.monotonic() - self._began_at)
+        reach(SET_UP)
+        await super().setup_wandb()
+
+    async def _register_env(self) -> dict[str, Any]:
+        answer = await self._registration.register(
+            max_token_length=self.config.max_token_length,
+            desired_name=self.config.wandb_name,
+            # run-api divides by the sum of all weights, and -1 means "no share" in atroposlib.
+            weight=max(self.config.inference_weight, LEAST_WEIGHT),
+            min_batch_allocation=self.config.min_batch_allocation,
+            group_size=self.config.group_size,
+        )
+        self.num_steps = answer["num_steps"] if answer["num_steps"] > 0 else None
+        return answer
+
+    async def get_server_info(self) -> None:
+        await super().get_server_info()
+        reach(REGISTERED)
+        log.info("registered as environment %d at step %d", self.env_id, self.curr_step)
+
+    # Leaving
+
+    def _stop(self) -> None:
+        if not self._stopping and self._main is not None:
+            self._stopping = True
+            self._main.cancel()
+
+    def _dismiss(self, number: int) -> None:
+        self._dismissed = Dismissed(number)
+        self._stop()
+
+    def _give_up(self, fault: EnvFault) -> None:
+        self._fault = self._fault or fault
+        self._stop()
+
+    async def _before_disconnect(self) -> None:
+        """Hook between the end of the rollouts and the end of the registration."""
+
+    async def _leave(self) -> None:
+        """Free our share of the batch, so that it does not compete with the next process."""
+        for task in [*self.workers, *([self.eval_runner] if self.eval_runner else [])]:
+            # Before the hook: an evaluation in it needs the engine for itself.
+            task.cancel()
+        await self._before_disconnect()
+        await self._registration.disconnect()
+        await self._registration.close()
+        await self._close_servers()
+
+    async def _close_servers(self) -> None:
+        for server in self.server.servers:
+            with suppress(AttributeError):  # the environment's own server class
+                await server.close()
+
+
+class Foreign(Hosted):
+    """Class in front of another author's environment: it uses the plan's servers, and explains a
+    failed set-up."""
+
+    servers_wanted: int = 1
+
+    @classmethod
+    def config_init(cls) -> tuple[Any, Any]:
+        """Return the environment's defaults, with one server in a list, so that `--openai.*` and
+        YAML keys always reach it."""
+        config, servers = super().config_init()
+        wanted = servers if isinstance(servers, list) else [servers]
+        cls.servers_wanted = max(len(wanted), 1)
+        first = wanted[0] if wanted else APIServerConfig()
+        if "eval_handling" not in config.model_fields_set:
+            # The default, STOP_TRAIN, stops rollouts during an evaluation and restarts those in
+            # flight.
+            config.eval_handling = EvalHandlingEnum.NONE
+        known = {
+            name: value
+            for name, value in first.model_dump().items()
+            if name in APIServerConfig.model_fields
+        }
+        return config, [APIServerConfig(**known)]
+
+    def __init__(
+        self, config: Any, server_configs: Any, slurm: bool = False, testing: bool = False
+    ) -> None:
+        """Give the environment as many servers as it has by default, since some address them by
+        number. Each is the plan's server. With a server class of its own it gets one for each
+        engine of the plan; ours spreads the requests itself."""
+        configs = server_configs if isinstance(server_configs, list) else [server_configs]
+        if all(type(each) is ServerBaseline for each in configs) or not configs[0].base_url:
+            raise EnvFault(
+                "no inference server is given; pass --openai.base_url http://127.0.0.1:PORT/v1",
+                exit_code=2,
+            )
+        each_of = configs if len(configs) > 1 else configs * self.servers_wanted
+        if not issubclass(self.server_cls, EngineClient):
+            urls = addresses(configs[0].base_url)
+            each_of = [one.model_copy(update={"base_url": url}) for url in urls for one in each_of]
+        super().__init__(
+            config, [one.model_copy() for one in each_of], slurm=slurm, testing=testing
+        )
+
+    async def get_server_info(self) -> None:
+        """Register; then allow as many groups in flight as the plan has sequences for, unless the
+        user chose a number. `max_batches_offpolicy` bounds it further."""
+        await super().get_server_info()
+        chosen = (self.config.max_num_workers, self.config.max_num_workers_per_node)
+        sequences = int(os.environ.get(ENV_SEQUENCES, "0"))
+        if chosen == NO_CHOICE and sequences // self.config.group_size > LEAST_WORKERS:
+            self.config.max_num_workers = sequences // self.config.group_size
+            log.info("up to %d groups in flight", self.config.max_num_workers)
+
+    async def env_step_checks(self) -> None:
+        """Evaluate at every multiple of `steps_per_eval`; BaseEnv misses a multiple that passes
+        between two of its checks."""
+        every, before, now = (
+            self.config.steps_per_eval,
+            self.curr_step,
+            self.status_dict["current_step"],
+        )
+        await super().env_step_checks()
+        if every > 0 and before // every < now // every and before % every <= now % every:
+            self._evaluate_soon()
+
+    async def setup(self) -> None:
+        """Run the environment's own set-up.
+
+        Raises:
+            EnvFault: a package or data set is missing, or a hub does not answer.
+        """
+        try:
+            await super().setup()
+        except ImportError as error:
+            raise EnvFault(missing_package(error), exit_code=2) from error
+        except EnvFault:
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {str(error).strip() or 'without a message'}".split(
+                "\n"
+            )[0]
+            raise EnvFault(f"the environment's setup failed: {reason}", exit_code=2) from error
+
+
+def missing_package(error: ImportError) -> str:
+    """Return the message and the fix for a failed import."""
+    package = (error.name or "").partition(".")[0]
+    if isinstance(error, ModuleNotFoundError) and package != error.name and package in sys.modules:
+        return (
+            f"the installed {package} has no module {error.name!r}: install another version, or "
+            f"its submodules"
+        )
+    if isinstance(error, ModuleNotFoundError) and package:
+        return (
+            f"the environment needs the Python package {package!r}, which is not installed. "
+            f"Install what its own "
+            f"requirements name (perhaps: python -m pip install {package}); if it is in another "
+            'folder than the script, set PYTHONPATH = "FOLDER" under [env.env]'
+        )
+    return f"the environment cannot be imported: {error}"
+
+
+def hosted(env_class: type[BaseEnv]) -> type[BaseEnv]:
+    """Return `env_class` with `Foreign` in front; our own classes stay unchanged."""
+    if issubclass(env_class, Hosted):
+        return env_class
+    own_server = not inspect.isabstract(env_class.server_cls)
+    names = {"__module__": env_class.__module__, "__doc__": env_class.__doc__}
+    return type(
+        env_class.__name__,
+        (Foreign, env_class),
+        names | ({} if own_server else {"server_cls": EngineClient}),
+    )

@@ -1,0 +1,1 @@
+"""Commands about existing runs: list, explain, control, clean up, logs."""

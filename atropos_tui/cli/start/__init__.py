@@ -1,0 +1,1 @@
+"""Commands that start runs or write and check profiles."""

@@ -1,0 +1,1 @@
+"""Other machines: SLURM, ssh, Ray, the node agent, placement and its checks."""

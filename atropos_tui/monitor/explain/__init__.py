@@ -1,0 +1,1 @@
+"""Sentences about a run: its verdict, causes and limits."""

@@ -1,0 +1,331 @@
+"""The component that limits a training run, from measured rates, and the setting that moves the
+limit. Pure.
+
+Rates come from the supervisor (`GaugesRecord.flows`), else from the newest steps. docs/telemetry.md
+has the table of cases.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from atropos_common.protocol.control import Role, RunStatus
+from atropos_common.protocol.records import EnvFlow
+from atropos_tui.diagnoses.flow_rules import BOTH_WAIT, MUCH_FLAT
+from atropos_tui.monitor.bench import pace
+from atropos_tui.monitor.format import number
+from atropos_tui.monitor.run.run_files import RunInfo, flag
+from atropos_tui.monitor.run.state import RunState
+
+WAITS = 0.5
+"""Share of the time without a batch above which the trainer is not the limit."""
+HARDLY_WAITS = 0.25
+IDLES = 0.3
+"""Share of the time without a request above which the engine could do more."""
+FEW_IN_FLIGHT = 0.1
+"""Share of the engine's slots below which few sequences are in flight."""
+HAS_ROOM = 0.6
+"""Share of its capacity (if unknown: of its slots) below which an engine could generate more
+tokens."""
+MOSTLY_OUTSIDE = 0.5
+"""Share of an environment's sequences outside the engine above which its own work takes most of a
+rollout's time."""
+ALL_BUSY = 0.9
+"""Share of an environment's workers above which their number is the bound."""
+FRESH_S = 20.0
+"""Age in seconds above which rates are too old."""
+STEPS = 5
+"""Newest steps whose rates are used if the supervisor recorded none."""
+
+OWN_GPUS = "more [vllm] gpus with tensor_parallel, or mode broadcast with GPUs"
+MORE_ENGINE = {
+    "shared_vllm": f"{OWN_GPUS} for more engines",
+    "lora_restart": "mode lora_only with more engines",
+}
+"""Fixes by mode, for a trainer that feeds a single engine."""
+SHARED_MODES = ("shared_vllm",)
+"""Modes in which trainer and engine use the same GPUs."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The limit of a run, and the change that moves it; empty if nothing can be done."""
+
+    what: str
+    do: str = ""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Shares of the newest seconds in which one component waited for another."""
+
+    waiting: float
+    """Share in which the trainer waited for a batch."""
+    idle: float
+    """Share in which the engine had no request."""
+    capacity: float | None = None
+    """Used share of the engine's capacity; None if unknown."""
+    env: str = ""
+    flow: EnvFlow | None = None
+    """Flow of the environment for which the others wait (`_rank`)."""
+
+    @property
+    def engine_has_room(self) -> bool:
+        """True if the engine could generate clearly more tokens while it has requests."""
+        if self.capacity is not None:
+            return self.capacity < HAS_ROOM * (1.0 - self.idle)
+        flow = self.flow
+        return bool(flow and flow.slots and (flow.running or 0.0) < FEW_IN_FLIGHT * flow.slots)
+
+    @property
+    def engine_words(self) -> str:
+        """Use of the engine in words: its capacity if known, else its idle time."""
+        return (
+            f"the engine idles {self.idle:.0%}"
+            if self.capacity is None
+            else capacity_words(self.capacity)
+        )
+
+
+def capacity_words(used: float) -> str:
+    return f"engine capacity used {used:.0%}"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One moment of a run."""
+
+    status: RunStatus
+    info: RunInfo
+    state: RunState
+    now: float
+
+    def names(self, role: Role) -> list[str]:
+        return [row.name for row in self.status.components if row.role is role]
+
+    def option(self, role: Role, name: str) -> str:
+        """Return a flag of the first component of a role; empty if it is not set."""
+        found = (
+            flag(list(item.command), name) for item in self.info.components if item.role is role
+        )
+        return next(filter(None, found), "")
+
+    @property
+    def has_gpus(self) -> bool:
+        """True if the plan gives a GPU to a component."""
+        return any(item.gpus for item in self.info.components)
+
+    @property
+    def shares_gpus(self) -> bool:
+        return self.has_gpus and self.status.mode in SHARED_MODES
+
+    @property
+    def offpolicy(self) -> str:
+        """Value of env.max_batches_offpolicy."""
+        return self.option(Role.ENV, "--env.max_batches_offpolicy") or "1"
+
+
+def rates(state: RunState, now: float) -> Rates | None:
+    """Return the supervisor's rates, else those of the newest steps; None if neither is known."""
+    last = state.gauges.last
+    if last and now - last.time <= FRESH_S:
+        known = [
+            (env, flow)
+            for env, flow in last.flows.items()
+            if flow.waiting is not None and flow.idle is not None
+        ]
+        if known:
+            env, flow = max(known, key=lambda item: _rank(item[1]))
+            return Rates(flow.waiting or 0.0, flow.idle or 0.0, flow.capacity_used, env, flow)
+    speed = pace(state, None, window=STEPS)
+    if speed.waiting is None or speed.engine_idle is None:
+        return None
+    return Rates(speed.waiting, speed.engine_idle, speed.engine_capacity)
+
+
+def _rank(flow: EnvFlow) -> tuple[float, float, float]:
+    """Sort key for environments: the largest is the one for which the others wait."""
+    return flow.awaited or 0.0, flow.idle or 0.0, flow.busy_workers or 0.0
+
+
+def limit(run: Run) -> Limit | None:
+    """Return the limit of a training run; None if trainer and engine both have work."""
+    found = rates(run.state, run.now)
+    if found is None:
+        return None
+    # waiting + idle - 1 is the least share of the time in which trainer and engine both wait.
+    if found.waiting + found.idle - 1.0 >= BOTH_WAIT or (
+        found.waiting >= WAITS and found.engine_has_room
+    ):
+        return _by_supply(run, found)
+    if found.idle < IDLES:
+        return _by_engine(run, found) if found.waiting >= WAITS else None
+    return _by_training(run, found) if found.waiting < HARDLY_WAITS else _by_turns(run, found)
+
+
+# Limit: the environment sends too few requests.
+
+Bound = Literal["slots", "workers", "unknown"]
+
+
+def bound(flow: EnvFlow | None) -> Bound:
+    """Return what bounds the groups in flight of an environment: queue slots or workers."""
+    if flow is None or flow.busy_workers is None or not flow.max_workers:
+        return "unknown"
+    if flow.busy_workers >= ALL_BUSY * flow.max_workers:
+        return "workers"
+    return "slots" if flow.free_slots is not None and flow.free_slots < 1.0 else "unknown"
+
+
+def _outside(flow: EnvFlow | None) -> float | None:
+    """Return the share of an environment's sequences that are outside the engine: in scoring or
+    tools."""
+    if flow is None or flow.busy_workers is None or not flow.group_size or flow.in_engine is None:
+        return None
+    # A worker makes one group at a time; those that wait for a queue slot have finished theirs.
+    sequences = (flow.busy_workers - (flow.waiting_for_slot or 0.0)) * flow.group_size
+    return 1.0 - min(1.0, flow.in_engine / sequences) if sequences > 0 else None
+
+
+def _by_supply(run: Run, found: Rates) -> Limit:
+    flow, binding, outside = found.flow, bound(found.flow), _outside(found.flow)
+    own_work = outside is not None and outside >= MOSTLY_OUTSIDE
+    waits = f"the trainer waits {found.waiting:.0%} of the time, {found.engine_words}"
+    if flow and flow.made and flow.counted_s:
+        per_s = flow.made / flow.counted_s
+        # Without idle time the engine would make this many; outside these bounds the figure is
+        # noise.
+        could = (
+            f" of {per_s / (1.0 - found.idle):.2g} possible" if 0.05 <= found.idle < 0.99 else ""
+        )
+        waits = f"{per_s:.2g}{could} groups/s; {waits}"
+    if binding == "slots" and not own_work:
+        what, do = _by_slots(run, found)
+    else:
+        what = f"limited by the environment {found.env}".rstrip()
+        do = _more_work(run, flow, binding, own_work=own_work)
+    if own_work:
+        waits += f"; {outside:.0%} of its sequences are outside the engine (scoring, tools)"
+    if flow and flow.made and flow.flat > MUCH_FLAT * flow.made:
+        do += f"; {flow.flat / flow.made:.0%} of its groups are flat and teach nothing"
+    return Limit(f"{what}: {waits}", do)
+
+
+def _by_slots(run: Run, found: Rates) -> tuple[str, str]:
+    flow = found.flow
+    assert flow is not None
+    room = f", {flow.queue_slots} groups" if flow.queue_slots else ""
+    workers = f" (on average {flow.busy_workers:.0f} of {flow.max_workers} workers are busy)"
+    return (
+        f"limited by the queue slots of {found.env}{room}{workers}",
+        f"raise env.max_batches_offpolicy above {run.offpolicy} (policy lag grows with it); "
+        f"more env.max_num_workers "
+        "change nothing",
+    )
+
+
+def _more_work(run: Run, flow: EnvFlow | None, binding: Bound, *, own_work: bool) -> str:
+    """Return the setting with which an environment makes more groups."""
+    now = flow.max_workers if flow and flow.max_workers else flow.workers if flow else None
+    workers = "raise env.max_num_workers" + (f" (now {now})" if now else "")
+    slots = flow.queue_slots if flow else None
+    # More workers alone would wait for a queue slot.
+    if binding == "workers" and slots and flow and flow.max_workers and slots <= flow.max_workers:
+        workers += f" together with env.max_batches_offpolicy (now {run.offpolicy})"
+    elif binding == "slots":
+        workers = f"raise env.max_batches_offpolicy above {run.offpolicy}"
+    faster = "make its scoring faster"
+    return f"{faster}, or {workers}" if own_work else f"{workers}, or {faster}"
+
+
+# Limit: the engine, the trainer, or both in turns.
+
+
+def _by_engine(run: Run, found: Rates) -> Limit:
+    names = [found.flow.engine] if found.flow else run.names(Role.ENGINE)
+    full, do = "", ["shorter env.max_token_length"]
+    if run.has_gpus:
+        do.append(MORE_ENGINE.get(run.status.mode, "more engines"))
+        if any(
+            "--enforce-eager" in part.command
+            for part in run.info.components
+            if part.role is Role.ENGINE
+        ):
+            do.append("no enforce-eager")
+    if found.flow and found.flow.slots:
+        running, slots = found.flow.running or 0.0, found.flow.slots
+        full = f" with {running:.0f} of {slots:.0f} possible sequences"
+        if running < HAS_ROOM * slots and bound(found.flow) != "workers":
+            do.insert(
+                0,
+                f"more at a time: env.max_batches_offpolicy above {run.offpolicy} (policy "
+                f"lag grows with it)",
+            )
+    used = (
+        f"busy {1.0 - found.idle:.0%} of the time"
+        if found.capacity is None
+        else f"{found.capacity:.0%} used"
+    )
+    return Limit(
+        f"limited by the engine {', '.join(names)}: {used}{full}, while the trainer waits "
+        f"{found.waiting:.0%}",
+        f"{', '.join(do[:-1])}, or {do[-1]}" if len(do) > 1 else do[0],
+    )
+
+
+def _by_training(run: Run, found: Rates) -> Limit:
+    speed = pace(run.state, None, window=STEPS)
+    part = max(_SLOW, key=lambda name: speed.parts.get(name) or 0.0)
+    share = (speed.parts.get(part) or 0.0) / speed.step_s if speed.step_s else 0.0
+    lag, most = (
+        run.state.metric("policy_lag_max").last,
+        run.option(Role.ENV, "--env.max_batches_offpolicy"),
+    )
+    full = f", lag {number(lag, 0)} of {most}" if most and lag is not None else ""
+    shared = (
+        ", which shares its GPUs with the trainer" if run.shares_gpus and part == "train" else ""
+    )
+    what = (
+        f"limited by {_SLOW[part]}: {part} is {share:.0%} of a step{full}; "
+        f"{found.engine_words}{shared}"
+    )
+    return Limit(what, _faster_step(run, part))
+
+
+def _faster_step(run: Run, part: str) -> str:
+    """Return the setting that shortens a part of the step; empty if there is none."""
+    mode = run.status.mode
+    if part == "sync":
+        return _SYNC.get(
+            mode,
+            "broadcast or shared_vllm publish faster; or raise [trainer] vllm_restart_interval",
+        )
+    if part == "checkpoint":
+        return "raise [trainer] checkpoint_interval"
+    do = []
+    if run.has_gpus:
+        do.append(f"{OWN_GPUS} for the trainer" if run.shares_gpus else "more [trainer] gpus")
+    if (run.option(Role.TRAINER, "--epochs") or "1") != "1":
+        do.append("fewer [trainer] epochs")
+    return ", or ".join(do)
+
+
+def _by_turns(run: Run, found: Rates) -> Limit:
+    return Limit(
+        f"trainer and engine take turns: the trainer waits {found.waiting:.0%}, the engine "
+        f"idles {found.idle:.0%}",
+        f"raise env.max_batches_offpolicy above {run.offpolicy} to overlap them (policy lag "
+        f"rises with it)",
+    )
+
+
+_SLOW = {"train": "training", "sync": "publishing weights", "checkpoint": "checkpoints"}
+"""Parts of a step, in words."""
+_KEEP = '[trainer] in_flight = "keep" does not wait for completions'
+_SYNC = {
+    "shared_vllm": _KEEP,
+    "broadcast": f"{_KEEP}; adapters (lora_only) are smaller",
+    "lora_only": "a smaller [trainer] lora_r",
+}
+"""Fixes for a slow publish, by mode."""

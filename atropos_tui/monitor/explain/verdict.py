@@ -1,0 +1,352 @@
+"""One sentence about a run: its state, its limit, and the change to make. Pure functions of its
+status and records.
+
+`verdict` checks failures first, then stalls, then starts; advice comes only for a training run.
+Rates come from the supervisor (`GaugesRecord.flows`), else from the newest steps; problems come
+from the diagnoses. `Verdict.text` is the same on the screen, in `ps`, `why`, `bench`, the report
+and a replay.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from atropos_common.protocol.control import ComponentStatus, Phase, Role, RunStatus, State
+from atropos_common.protocol.records import DiagnosisRecord
+from atropos_tui.diagnoses import rule_of, severity_of
+from atropos_tui.monitor.bench import pace
+from atropos_tui.monitor.explain.limits import STEPS, WAITS, Run, limit, rates
+from atropos_tui.monitor.explain.restarting import restart, resuming, stopped_by_hand
+from atropos_tui.monitor.explain.why import doing, next_stage, open_diagnoses, overdue
+from atropos_tui.monitor.format import Tone, counted, duration, number, one_line
+from atropos_tui.monitor.run.run_files import RunInfo, start_seconds
+from atropos_tui.monitor.run.series import mean
+from atropos_tui.monitor.run.state import RunState
+
+Severity = Literal["alarm", "warning", "advice", "healthy", "coming", "over"]
+
+LEFT_OUT = 0.05
+"""Share of sequences beyond the lag limit above which it is reported."""
+MOST_WORDS = 160
+"""Limit of a fix in the sentence, in characters; the diagnosis has all of it."""
+
+
+GLYPHS: dict[Severity, str] = {
+    "alarm": "✖",
+    "warning": "▲",
+    "advice": "◆",
+    "healthy": "●",
+    "coming": "◔",
+    "over": "■",
+}
+TONES: dict[Severity, Tone] = {
+    "alarm": "bad",
+    "warning": "warn",
+    "advice": "busy",
+    "healthy": "good",
+    "coming": "busy",
+    "over": "dim",
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The most important sentence about a run."""
+
+    severity: Severity
+    what: str
+    do: str = ""
+    """Change to make; empty if none."""
+    diagnosis: DiagnosisRecord | None = None
+    """Diagnosis behind it, with evidence and the whole fix."""
+
+    @property
+    def text(self) -> str:
+        return f"{self.what}; {self.do}" if self.do else self.what
+
+    @property
+    def line(self) -> str:
+        """The text with its glyph, as a terminal shows it."""
+        return f"{GLYPHS[self.severity]} {self.text}"
+
+    @property
+    def is_trouble(self) -> bool:
+        """True if something is wrong or stopped."""
+        return self.severity in ("alarm", "warning")
+
+    @property
+    def tone(self) -> Tone:
+        return TONES[self.severity]
+
+
+def verdict(status: RunStatus, info: RunInfo, state: RunState, now: float) -> Verdict:
+    """Return the sentence about a run at `now` (Unix seconds)."""
+    known = Known(status, info, state, now)
+    return next(found for look in LOOKS if (found := look(known)) is not None)
+
+
+@dataclass(frozen=True)
+class Known(Run):
+    """Input of the checks."""
+
+    @property
+    def standing(self) -> list[DiagnosisRecord]:
+        """Open diagnoses except advice, gravest first."""
+        found = open_diagnoses(self.state, self.status)
+        return [each for each in found if severity_of(each) != "advice"]
+
+    def of(self, role: Role) -> list[ComponentStatus]:
+        return [row for row in self.status.components if row.role is role]
+
+
+# The end.
+
+
+def _over(known: Known) -> Verdict | None:
+    status = known.status
+    if status.phase is Phase.STOPPING:
+        left = [row.name for row in status.components if not row.state.is_resting]
+        return Verdict(
+            "coming",
+            f"stopping ({one_line(status.reason)}): {', '.join(left) or 'nothing'} still to end",
+        )
+    if status.phase is not Phase.ENDED:
+        return None
+    if status.exit_code == 0:
+        return Verdict("over", f"done: {_achieved(known)}")
+    failed = [row.name for row in status.components if row.state is State.FAILED]
+    wrong = min(known.standing, key=lambda found: found.component not in failed, default=None)
+    # The reason of the end already names the diagnosis of a failed component.
+    is_new = wrong is not None and wrong.component not in failed
+    also, do = (
+        (f"; {one_line(wrong.title)}" if is_new else "", _first_words(wrong.fix))
+        if wrong
+        else ("", "")
+    )
+    if status.exit_code == 130:
+        return Verdict("over", f"stopped by hand: {_achieved(known)}{also}", do)
+    end = "crashed" if status.exit_code is None else f"failed with code {status.exit_code}"
+    return Verdict("alarm", f"{end}: {one_line(status.reason)}{also}", do, wrong)
+
+
+def _achieved(known: Known) -> str:
+    state = known.state
+    words = [counted(state.step, "step")]
+    if (rewards := state.metric("reward_mean").values) and state.step > 1:
+        words.append(
+            f"reward {number(mean(rewards[:STEPS]), 2)} → "
+            f"{number(mean(rewards[-STEPS:]), 2)} (means of {STEPS} steps)"
+        )
+    held_out = next((series.values for series in state.evals.values() if len(series) > 1), None)
+    if held_out:
+        words.append(f"held-out {held_out[0]:.0%} → {held_out[-1]:.0%}")
+    speed = pace(state, None, window=max(1, state.step))
+    if speed.waiting is not None and speed.waiting >= WAITS:
+        words.append(f"the trainer waited {speed.waiting:.0%} of the time")
+    return ", ".join(words)
+
+
+# What is broken, and what stands still.
+
+
+def _ill(known: Known) -> Verdict | None:
+    again = restart(known)
+    back = {each.row.name for each in again.outages} if again else set()
+    rows = [
+        row
+        for row in known.status.components
+        if row.state in (State.FAILED, State.BACKOFF, State.UNHEALTHY)
+        and row.name not in back
+        # A component that became unhealthy after the restart began only waits for the others.
+        and not (again and row.state is State.UNHEALTHY and (row.since or 0.0) >= again.since)
+    ]
+    if not rows:
+        return None
+    # Gravest first: a failed component never comes back by itself.
+    row = min(rows, key=lambda row: (State.FAILED, State.BACKOFF, State.UNHEALTHY).index(row.state))
+    found = next((each for each in known.standing if each.component == row.name), None)
+    what = f"{row.name} {_down(row, known.now)}"
+    alike = known.of(row.role)
+    if len(alike) > 1:
+        up = sum(each.state is State.HEALTHY for each in alike)
+        what += f", {up} of {len(alike)} {_NAMES.get(row.role, 'component')}s are left"
+    why = one_line(found.title if found else row.probe_detail or row.reason)
+    do = _first_words(found.fix) if found else f"atropos-tui why {row.name}"
+    return Verdict("alarm", f"{what}: {why}" if why else what, do, found)
+
+
+_NAMES = {Role.ENGINE: "engine", Role.ENV: "environment"}
+
+
+def _down(row: ComponentStatus, now: float) -> str:
+    if row.state is State.BACKOFF:
+        left = (row.retry_at or now) - now
+        return (
+            f"crashed and starts again in {duration(left)}"
+            if left > 0
+            else "crashed and starts again"
+        )
+    return "has failed for good" if row.state is State.FAILED else "does not answer"
+
+
+def _diagnosed(known: Known) -> Verdict | None:
+    found = next(iter(known.standing), None)
+    if found is None:
+        return None
+    title = one_line(found.title)
+    evidence = one_line(found.evidence) if rule_of(found).shows_evidence else ""
+    what = f"{title}: {evidence}" if evidence else title
+    return Verdict(severity_of(found), what, _first_words(found.fix), found)
+
+
+def _first_words(fix: str) -> str:
+    """Return the first sentence of a fix."""
+    # A sentence ends at a full stop between a small letter, bracket or digit, and a capital letter.
+    first = re.split(r"(?<=[a-z)\]\d])\. (?=[A-Z])", one_line(fix), maxsplit=1)[0]
+    return first if len(first) <= MOST_WORDS else f"{first[: MOST_WORDS - 1].rsplit(' ', 1)[0]} …"
+
+
+def _stopped(known: Known) -> Verdict | None:
+    names = stopped_by_hand(known)
+    if not names or known.status.phase is Phase.STARTING:
+        return None
+    late = overdue(known.state, known.status, known.now)
+    what = f"{', '.join(names)} stopped by hand" + (f": {late}" if late else "")
+    return Verdict("warning", what, f"atropos-tui start {names[0]}")
+
+
+def _restarts(known: Known) -> Verdict | None:
+    """Report components that restart: the first one, the cause, and the time of the last start."""
+    found = restart(known)
+    if found is None:
+        return None
+    do = _first_words(found.cause.fix) if found.cause else ""
+    if not do and found.is_slow(known.now):
+        do = f"atropos-tui why {found.outages[0].row.name}"
+    is_crash = found.outages[0].command is None
+    return Verdict("warning" if is_crash else "coming", found.words(known.now), do, found.cause)
+
+
+def _restarts_in_time(known: Known) -> Verdict | None:
+    found = restart(known)
+    return None if found is None or found.is_slow(known.now) else _restarts(known)
+
+
+def _resumes(known: Known) -> Verdict | None:
+    """Report that trainer or environments are up again, before their first step."""
+    words = resuming(known)
+    return Verdict("coming", words) if words else None
+
+
+def _late(known: Known) -> Verdict | None:
+    late = overdue(known.state, known.status, known.now)
+    return Verdict("warning", late, "atropos-tui why") if late else None
+
+
+# What is coming up.
+
+
+def _coming(known: Known) -> Verdict | None:
+    """Report what the run waits for before the first step, and the time of the last start."""
+    status, state = known.status, known.state
+    waiting = [row for row in status.components if row.state is State.STARTING]
+    if waiting and (not state.step or status.phase is Phase.STARTING):
+        row = min(waiting, key=lambda row: row.since or known.now)
+        return Verdict("coming", starting_words(row, known.info, state, known.now))
+    pending = [row for row in status.components if row.state is State.PENDING]
+    if pending and not state.step:
+        return Verdict(
+            "coming",
+            f"{pending[0].name} waits for {one_line(pending[0].waiting_for) or 'its turn'}",
+        )
+    if state.step:
+        return None
+    if known.info.other_trainer:  # it writes no records, so its first step is never seen
+        made = known.state.gauges.last
+        groups = sum(flow.made or 0 for flow in made.flows.values()) if made else 0
+        what = (
+            f"the trainer is {known.info.other_trainer}, which tells no figures: steps, reward, "
+            f"loss and alignment are"
+        )
+        return Verdict(
+            "healthy",
+            f"{what} missing; {counted(groups, 'group')} of rollouts",
+            "docs/trainers.md says how",
+        )
+    trainer = next(iter(known.of(Role.TRAINER)), None)
+    since = max((row.since or 0.0 for row in status.components), default=0.0)
+    stage = next_stage(trainer) if trainer else None
+    what = (
+        "waiting for the first batch"
+        if stage and stage.name == "first batch"
+        else "the first optimizer step"
+    )
+    return Verdict("coming", f"{what} · {duration(known.now - since)}" if since else what)
+
+
+def starting_words(row: ComponentStatus, info: RunInfo, state: RunState, now: float) -> str:
+    """Describe a starting component: its stage, its time so far, and the time of its last start."""
+    # This run's own newest start replaces that of an earlier run.
+    usual = (info.last_start_s | start_seconds(state.transitions)).get(row.name)
+    last = f" (last time {duration(usual)})" if usual is not None else ""
+    return f"{row.name} {doing(row)} · {duration(now - (row.since or now))}{last}"
+
+
+# A run that trains.
+
+
+def _too_old(known: Known) -> Verdict | None:
+    """Report sequences left out because their lag exceeds `max_policy_lag`."""
+    steps = known.state.newest_steps
+    out = sum(step.too_old for step in steps)
+    taken = sum(step.sequences for step in steps)
+    if not out or out < LEFT_OUT * (out + taken):
+        return None
+    most = next(step.policy_lag_bound for step in reversed(steps) if step.too_old)
+    return Verdict(
+        "warning",
+        f"policy lag at its bound: {out} of the newest {out + taken} sequences are older "
+        f"than max_policy_lag = {most} "
+        "and left out",
+        "env.max_batches_offpolicy = 1 and fewer env.max_num_workers make rollouts younger, "
+        "or raise [trainer] "
+        "max_policy_lag",
+    )
+
+
+def _limited(known: Known) -> Verdict | None:
+    found = limit(known)
+    return Verdict("advice", found.what, found.do) if found else None
+
+
+def _healthy(known: Known) -> Verdict:
+    state, steps = known.state, known.info.training_steps
+    speed, found = pace(state, steps), rates(state, known.now)
+    words = [f"healthy: step {state.step}" + (f" of {steps}" if steps else "")]
+    if speed.eta_s is not None and state.step:
+        words.append(f"ETA {duration(speed.eta_s)}")
+    if found:
+        words.append(f"the trainer waits {found.waiting:.0%}, {found.engine_words}")
+    return Verdict("healthy", ", ".join(words))
+
+
+# Failures, then stalls, then starts, then advice. A restart within its usual time comes before the
+# diagnoses, because they are about the outage that it ends.
+LOOKS: tuple[Callable[[Known], Verdict | None], ...] = (
+    _over,
+    _ill,
+    _restarts_in_time,
+    _diagnosed,
+    _restarts,
+    _stopped,
+    _resumes,
+    _late,
+    _coming,
+    _too_old,
+    _limited,
+    _healthy,
+)
+"""Checks in order; the first result is the verdict."""

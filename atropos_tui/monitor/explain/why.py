@@ -1,0 +1,373 @@
+"""State of a run in words: what is wrong, what it waits for, since when, and the usual cause. Pure
+functions of a status.
+
+`Picture` is the text of `why`: the first line is about the run, then a paragraph for each component
+follows.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+
+from atropos_common.protocol.control import (
+    ComponentStatus,
+    Phase,
+    Role,
+    RunStatus,
+    StageStatus,
+    State,
+)
+from atropos_common.protocol.records import DiagnosisRecord
+from atropos_tui.diagnoses import gravest_first
+from atropos_tui.monitor.bench import pace
+from atropos_tui.monitor.format import counted, duration, glyph_and_word, one_line
+from atropos_tui.monitor.run.run_files import PlannedComponent, RunInfo, is_crashed
+from atropos_tui.monitor.run.state import RunState
+from atropos_tui.monitor.run.timeline import clock
+
+SILENT_S, SILENT_STEPS = 10.0, 10
+"""The trainer is overdue if it is silent for this many seconds and this many usual steps. A
+diagnosis waits longer, because it is recorded and names a cause."""
+
+PIDS_SHOWN = 8
+DIAGNOSES_SHOWN = 5
+"""Limit of the diagnoses of each component."""
+
+
+class Picture:
+    """One moment of a run, and its plan for each component."""
+
+    def __init__(self, status: RunStatus, info: RunInfo, state: RunState, now: float) -> None:
+        """Args: `state`: from all records of the run; `now`: Unix seconds, used only while the run
+        lives."""
+        self.status = status
+        self.state = state
+        self.rows = {row.name: row for row in status.components}
+        self._plan = {item.name: item for item in info.components}
+        self._now = now
+        self._ended = status.phase is Phase.ENDED
+        self._open = open_diagnoses(state, status)
+
+    def lines(self, component: str | None = None, columns: int | None = None) -> list[str]:
+        """Return the whole text, or the paragraph of one component; wrapped to `columns` if given.
+
+        Raises:
+            KeyError: no such component.
+        """
+        if component is not None:
+            return self._paragraph(self.rows[component], 0, columns)
+        width = max((len(name) for name in self.rows), default=0) + 2
+        parts = [
+            line for row in self.rows.values() for line in self._paragraph(row, width, columns)
+        ]
+        return [*_wrapped(self._headline(), columns, 2), "", *parts]
+
+    # The run.
+
+    def _headline(self) -> str:
+        status = self.status
+        if self._ended:
+            end = "crashed" if is_crashed(status) else f"ended with code {status.exit_code}"
+            return f"{status.run_id} {end}" + (
+                f": {one_line(status.reason)}" if status.reason else ""
+            )
+        if status.phase is Phase.STOPPING:
+            left = [row.name for row in self.rows.values() if not row.state.is_resting]
+            waits = f"; it waits for {_listed(left)} to be gone" if left else ""
+            return f"{status.run_id} is being stopped ({one_line(status.reason)}){waits}"
+        return f"{status.run_id} is {status.phase}; {self._awaited()}"
+
+    def _awaited(self) -> str:
+        roots = self._roots()
+        if not roots:
+            return (
+                overdue(self.state, self.status, self._now)
+                or f"it waits for {self._next_of_the_run()}"
+            )
+        first = self.rows[roots[0]]
+        limit = self._limit(first)
+        text = (
+            f"it waits for {first.name}, which is {_word(first.state)}{self._since(first)}{limit}"
+        )
+        return text + (f", and for {_listed(roots[1:])}" if len(roots) > 1 else "")
+
+    def _roots(self) -> list[str]:
+        """Return the components at the start of each chain of waiting: they wait for no other."""
+        found: dict[str, None] = {}
+        for row in self.rows.values():
+            if row.state not in (State.HEALTHY, State.COMPLETED, State.STOPPED):
+                found |= dict.fromkeys(self._root_of(row.name, set()))
+        if any(self.rows[name].role is Role.ENGINE for name in found):
+            # A starting trainer waits for the engine inside its program, without a `depends_on`.
+            found = {name: None for name in found if self.rows[name].role is not Role.TRAINER}
+        return list(found)
+
+    def _root_of(self, name: str, seen: set[str]) -> list[str]:
+        if name in seen:
+            return []
+        # `seen` ends a cycle, which only a foreign plan can have.
+        gates = [gate for gate, _ in self._closed_gates(self.rows[name])]
+        return [root for gate in gates for root in self._root_of(gate, seen | {name})] or [name]
+
+    def _closed_gates(self, row: ComponentStatus) -> list[tuple[str, str]]:
+        """Return the components that a pending one waits for, each with the required condition."""
+        plan = self._plan.get(row.name)
+        if row.state is not State.PENDING or plan is None:
+            return []
+        known = (
+            (name, condition) for name, condition in plan.depends_on.items() if name in self.rows
+        )
+        return [
+            (name, condition)
+            for name, condition in known
+            if not self.rows[name].state.satisfies(condition)
+        ]
+
+    def _next_of_the_run(self) -> str:
+        """Describe the next event of a run in which no component is waited for."""
+        by_role = sorted(
+            self.rows.values(), key=lambda row: row.role is not Role.TRAINER
+        )  # trainer first
+        for row in by_role:
+            if (stage := next_stage(row)) is not None:
+                return f"{stage.name} of {row.name}{self._for(_waiting_since(row))}"
+        trainer = next(
+            (row for row in by_role if row.role is Role.TRAINER and row.state is State.HEALTHY),
+            None,
+        )
+        if trainer and not self.state.step:
+            return f"the first optimizer step{self._for(_waiting_since(trainer))}"
+        stopped = _listed([row.name for row in self.rows.values() if row.state is State.STOPPED])
+        return (
+            f"nothing: every component is healthy or "
+            f"done{f', but {stopped} is stopped' if stopped else ''}"
+        )
+
+    # A component.
+
+    def _paragraph(self, row: ComponentStatus, width: int, columns: int | None) -> list[str]:
+        """Return the paragraph of a component; its name takes `width` cells (0: unpadded, without
+        indentation)."""
+        name = f"  {row.name}" if width else row.name
+        head = f"{name:<{width}}  {glyph_and_word(row.state):<11}"
+        first, *rest = [*self._ideas(row), *self._diagnosis(row)] or [""]
+        begin = len(head) + 2
+        lines = [f"{head}  {first}".rstrip(), *(" " * begin + line for line in rest)]
+        return [part for line in lines for part in _wrapped(line, columns, begin)]
+
+    def _ideas(self, row: ComponentStatus) -> list[str]:
+        if self._ended:
+            pids = f"; pid {', '.join(map(str, row.pids))}" if row.pids else ""
+            return (
+                []
+                if row.state is State.COMPLETED
+                else [one_line(row.reason) + pids]
+                if row.reason
+                else []
+            )
+        say = {
+            State.PENDING: self._pending,
+            State.STARTING: self._starting,
+            State.HEALTHY: self._stages,
+            State.UNHEALTHY: self._unhealthy,
+            State.STOPPING: self._stopping,
+            State.BACKOFF: self._backoff,
+            State.STOPPED: self._stopped,
+            State.FAILED: lambda row: [one_line(row.reason)],
+            State.COMPLETED: lambda row: [],
+        }
+        return say[row.state](row)
+
+    def _pending(self, row: ComponentStatus) -> list[str]:
+        gates = [
+            f"waits for {name} to be {condition}: it is "
+            f"{_word(self.rows[name].state)}{self._since(self.rows[name])}"
+            for name, condition in self._closed_gates(row)
+        ]
+        if gates:
+            return gates
+        return [
+            f"waits for {one_line(row.waiting_for)}{self._since(row)}"
+            if row.waiting_for
+            else "is about to start"
+        ]
+
+    def _starting(self, row: ComponentStatus) -> list[str]:
+        lines = [f"{self._since(row).strip() or 'just now'}{self._limit(row)}"]
+        if row.probe_detail:
+            verdict = "passed" if row.healthy else "has not passed"
+            lines.append(
+                f"its {row.probe or 'newest'} probe {verdict}: {one_line(row.probe_detail)}"
+            )
+        elif row.waiting_for:
+            lines.append(f"waits for {one_line(row.waiting_for)}")
+        return lines + self._stages(row)
+
+    def _stages(self, row: ComponentStatus) -> list[str]:
+        stage = next_stage(row)
+        if stage is None:
+            return []
+        reached = [(one.reached_at, one.name) for one in row.stages if one.reached_at is not None]
+        before = (
+            f"{max(reached)[1]} {self._for(max(reached)[0]).removeprefix(' for ')} ago; "
+            if reached
+            else ""
+        )
+        lines = [f"{before}waiting for: {stage.name}{self._for(_waiting_since(row))}"]
+        return lines + ([f"usually: {one_line(stage.usually)}"] if stage.usually else [])
+
+    def _unhealthy(self, row: ComponentStatus) -> list[str]:
+        return [f"{self._since(row).strip()}: {one_line(row.probe_detail or row.reason)}"]
+
+    def _stopping(self, row: ComponentStatus) -> list[str]:
+        lines = [f"{one_line(row.reason)}{self._since(row)}"]
+        if row.pids:
+            more = f" and {len(row.pids) - PIDS_SHOWN} more" if len(row.pids) > PIDS_SHOWN else ""
+            pids = ", ".join(map(str, row.pids[:PIDS_SHOWN]))
+            lines.append(f"{counted(len(row.pids), 'process')} left: pid {pids}{more}")
+        if row.waiting_for:
+            lines.append(f"waits for {one_line(row.waiting_for)}")
+        return lines
+
+    def _backoff(self, row: ComponentStatus) -> list[str]:
+        plan = self._plan.get(row.name)
+        lines = [f"crashed: {one_line(row.reason)}"]
+        if row.retry_at is not None:
+            left = row.retry_at - self._now
+            lines.append(f"next start in {duration(left)}" if left > 0 else "starts again now")
+        if row.crashes and plan and plan.max_restarts is not None and plan.window_s is not None:
+            window, last = duration(plan.window_s), plan.max_restarts + 1
+            lines.append(f"crash {row.crashes} within {window}; crash {last} is the last")
+        return lines
+
+    def _stopped(self, row: ComponentStatus) -> list[str]:
+        lines = [one_line(row.reason)] if row.reason else []
+        if self.status.phase in (Phase.STARTING, Phase.RUNNING):
+            lines.append(f"atropos-tui start {row.name} brings it back")
+        return lines
+
+    def _diagnosis(self, row: ComponentStatus) -> list[str]:
+        """Return the open diagnoses, gravest first; after the end of the run all of them, each
+        once."""
+        if not self._ended:
+            found = [each for each in self._open if each.component == row.name][:DIAGNOSES_SHOWN]
+            return [line for each in found for line in _diagnosis_lines(each, "")]
+        # A dict keeps the newest of each rule and title.
+        own = {
+            (found.rule, found.title): found
+            for found in self.state.diagnoses
+            if found.component == row.name
+        }
+        latest = sorted(own.values(), key=lambda found: found.time)[-DIAGNOSES_SHOWN:]
+        lines = [line for found in latest for line in _diagnosis_lines(found, self._when(found))]
+        if more := len(own) - len(latest):
+            lines.append(
+                f"and {more} before: atropos-tui events --kind diagnosis --component {row.name}"
+            )
+        return lines
+
+    def _when(self, found: DiagnosisRecord) -> str:
+        """Return the time of a diagnosis, and of its end."""
+        over = self.state.over_at(found)
+        return f" at {clock(found.time)}" + (f", over at {clock(over)}" if over is not None else "")
+
+    def _limit(self, row: ComponentStatus) -> str:
+        plan: PlannedComponent | None = self._plan.get(row.name)
+        if row.state is not State.STARTING or plan is None or plan.start_timeout_s is None:
+            return ""
+        return f", at most {duration(plan.start_timeout_s)}"
+
+    def _since(self, row: ComponentStatus) -> str:
+        return self._for(row.since)
+
+    def _for(self, since: float | None) -> str:
+        """Return ` for 12 s`; empty if the time is unknown."""
+        return (
+            "" if since is None or self._ended else f" for {duration(max(0.0, self._now - since))}"
+        )
+
+
+def _diagnosis_lines(found: DiagnosisRecord, when: str) -> list[str]:
+    lines = [f"diagnosis{when}: {one_line(found.title)}"]
+    lines += [f"evidence: {one_line(found.evidence)}"] if found.evidence else []
+    return lines + ([f"fix: {one_line(found.fix)}"] if found.fix else [])
+
+
+def _word(state: State) -> str:
+    return "in backoff" if state is State.BACKOFF else state.value
+
+
+def next_stage(row: ComponentStatus) -> StageStatus | None:
+    """Return the first stage after the last one reached; earlier ones that were missed no longer
+    matter."""
+    if row.state not in (State.STARTING, State.HEALTHY, State.UNHEALTHY):
+        return None
+    if row.role is Role.ENGINE and row.state is not State.STARTING:
+        return None  # a healthy engine answers requests, even if a stage line was missed
+    reached = [at for at, stage in enumerate(row.stages) if stage.reached_at is not None]
+    return next(iter(row.stages[max(reached) + 1 if reached else 0 :]), None)
+
+
+def doing(row: ComponentStatus) -> str:
+    """Describe a starting component: its next stage, or what it waits for."""
+    stage = next_stage(row)
+    if stage is not None:
+        return _DOES.get(stage.name, f"waits for {one_line(stage.name)}")
+    words = one_line(row.waiting_for)
+    known = words and words not in (one_line(row.probe_detail), "its health check")
+    return f"waits for {words}" if known else "is starting"
+
+
+_DOES = {"registered": "registers with run-api", "attached": "attaches to the engine"}
+"""Descriptions of stages whose name does not explain what the component does."""
+
+
+def _waiting_since(row: ComponentStatus) -> float | None:
+    """Return when the wait for the next stage began: at the last stage, or at the start of the
+    process."""
+    times = [stage.reached_at for stage in row.stages if stage.reached_at is not None]
+    return max(times) if times else row.started_at or row.since
+
+
+def _wrapped(line: str, columns: int | None, begin: int) -> list[str]:
+    """Wrap `line` to `columns` cells; continuation lines start in column `begin`."""
+    if columns is None or len(line) <= columns:
+        return [line]
+    return textwrap.wrap(line, max(columns, begin + 20), subsequent_indent=" " * begin)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]])) if names else ""
+
+
+def silent_s(state: RunState, now: float) -> float | None:
+    """Return the seconds since the trainer's last record, if unusually long; else None."""
+    if state.benchmark or state.trainer_time is None:  # the summary is the trainer's last record
+        return None
+    silent = now - state.trainer_time
+    return (
+        silent if silent > max(SILENT_S, SILENT_STEPS * (pace(state, None).step_s or 0.0)) else None
+    )
+
+
+def overdue(state: RunState, status: RunStatus, now: float) -> str:
+    """Describe the overdue step and the components that are down; empty while steps come, and
+    before the first."""
+    silent = silent_s(state, now) if state.step else None
+    if silent is None:
+        return ""
+    away = [
+        row.name
+        for row in status.components
+        if row.state in (State.STOPPED, State.FAILED, State.UNHEALTHY)
+    ]
+    cause = f", {', '.join(away)} not running" if away else ""
+    return f"step {state.step + 1} is overdue: silent for {duration(silent)}{cause}"
+
+
+def open_diagnoses(state: RunState, status: RunStatus) -> list[DiagnosisRecord]:
+    """Return the open diagnoses, gravest first; none for a run that ended well."""
+    if status.phase is Phase.ENDED and status.exit_code == 0:
+        return []
+    return gravest_first(state.standing.values())

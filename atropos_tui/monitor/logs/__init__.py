@@ -1,0 +1,1 @@
+"""Log lines: reading, buffering, searching."""

@@ -1,0 +1,1 @@
+"""State of a run, built from its files and records."""

@@ -1,0 +1,227 @@
+"""Use of the machine, the components and the engines of a run, from the supervisor's gauges.
+
+`GaugeHistory` stores records and turns counters into rates; `split_*` divide a resource by
+component.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+from atropos_common.protocol.control import ComponentStatus, GpuStatus, Role
+from atropos_common.protocol.records import GaugesRecord, HostUse
+
+KEPT = 4000
+"""Limit of stored records: more than a run's file has."""
+WINDOW_S = 15.0
+"""Window for rates of counters, in seconds."""
+OTHER = "other"
+
+
+@dataclass(frozen=True)
+class EngineRates:
+    """Figures of an engine on a screen: gauges, and rates of counters over a window."""
+
+    running: float | None
+    waiting: float | None
+    kv_use: float | None
+    prefix_hit_rate: float | None
+    """Share of looked-up prefix tokens found in the cache; None without lookups."""
+    generated_per_s: float | None
+    weight_version: float | None = None
+
+
+@dataclass
+class GaugeHistory:
+    """Newest records, oldest first."""
+
+    samples: deque[GaugesRecord] = field(default_factory=lambda: deque(maxlen=KEPT))
+
+    @property
+    def last(self) -> GaugesRecord | None:
+        return self.samples[-1] if self.samples else None
+
+    def add(self, sample: GaugesRecord) -> None:
+        """Add a record. One older than the last clears the history: the clock was set back."""
+        last = self.last
+        if last and sample.time < last.time:
+            self.samples.clear()
+        self.samples.append(sample)
+
+    def rates(self, engine: str) -> EngineRates | None:
+        """Return the rates of `engine` over the newest `WINDOW_S`; None if it did not answer the
+        last time."""
+        last = self.last
+        now = last.engines.get(engine) if last else None
+        if last is None or now is None:
+            return None
+        inside = list(
+            takewhile(lambda old: old.time >= last.time - WINDOW_S, reversed(self.samples))
+        )
+        # `inside` is newest first, so this is the oldest sample of the window; the newest always
+        # fits.
+        old = next(sample for sample in reversed(inside) if engine in sample.engines)
+        before, elapsed = old.engines[engine], last.time - old.time
+        looked_up = _grown(before.prefix_queries, now.prefix_queries)
+        hits = _grown(before.prefix_hits, now.prefix_hits)
+        generated = _grown(before.generated_tokens, now.generated_tokens)
+        return EngineRates(
+            running=now.running,
+            waiting=now.waiting,
+            kv_use=now.kv_use,
+            prefix_hit_rate=hits / looked_up if hits is not None and looked_up else None,
+            generated_per_s=generated / elapsed if generated is not None and elapsed > 0 else None,
+            weight_version=now.weight_version,
+        )
+
+    def queue(self) -> tuple[list[float], list[float]]:
+        """Return times and depths of run-api's queue."""
+        known = [
+            (sample.time, float(sample.queue))
+            for sample in self.samples
+            if sample.queue is not None
+        ]
+        return [time for time, _ in known], [depth for _, depth in known]
+
+    def card(self, index: int, node: str = "") -> list[tuple[float | None, float] | None]:
+        """Return utilisation and used memory share of one GPU, both 0 to 1; None for records
+        without it."""
+        cards = (
+            {(gpu.node, gpu.index): gpu for gpu in sample.gpus}.get((node, index))
+            for sample in self.samples
+        )
+        return [
+            (_share(card.utilization_percent), min(1.0, card.used_bytes / max(card.total_bytes, 1)))
+            if card
+            else None
+            for card in cards
+        ]
+
+    def used(self, rows: Iterable[ComponentStatus]) -> list[ComponentStatus]:
+        """Add the newest CPU and memory use to `rows` that have none."""
+        use = self.last.components if self.last else {}
+        return [
+            row.model_copy(update=use[row.name].model_dump())
+            if row.name in use and row.cpu_percent is None and row.memory_bytes is None
+            else row
+            for row in rows
+        ]
+
+
+def _share(percent: int | None) -> float | None:
+    return None if percent is None else percent / 100
+
+
+def _grown(before: float | None, now: float | None) -> float | None:
+    """Return the growth of a counter; one that fell restarted from 0 with its process."""
+    if before is None or now is None or not math.isfinite(now - before):
+        return None
+    return now - before if now >= before else now
+
+
+@dataclass(frozen=True)
+class Share:
+    """One part of a bar: bytes, or percent for CPU."""
+
+    label: str
+    amount: float
+
+
+@dataclass(frozen=True)
+class Split:
+    """Parts in drawing order; the rest of `total` is free."""
+
+    parts: list[Share]
+    total: float
+    note: str = ""
+    """Limits of the accuracy, if any."""
+
+    @property
+    def used(self) -> float:
+        return sum(part.amount for part in self.parts)
+
+
+def split_gpu(
+    gpu: GpuStatus,
+    rows: Sequence[ComponentStatus],
+    planned: Mapping[str, Sequence[int]],
+    trainer_bytes: float | None,
+) -> Split:
+    """Divide the memory of one GPU by component.
+
+    NVML names processes by pids of the host, so inside a container they match no component. In that
+    case the trainer's own figure is used, if it has this GPU only, and the rest gets the names of
+    all possible holders.
+
+    Args:
+        planned: GPUs of each component in the plan.
+        trainer_bytes: memory reserved by torch in the trainer process, from its telemetry.
+    """
+    parts = [
+        Share(row.name, float(gpu.held_bytes[row.name]))
+        for row in rows
+        if gpu.held_bytes.get(row.name)
+    ]
+    rest = max(0.0, gpu.used_bytes - sum(part.amount for part in parts))
+    if parts or not rest:
+        return Split([*parts, *_rest(OTHER, rest)], gpu.total_bytes)
+    here = [row for row in rows if row.pid and gpu.index in planned.get(row.name, ())]
+    trainers = [
+        row
+        for row in here
+        if row.role is Role.TRAINER and list(planned.get(row.name, ())) == [gpu.index]
+    ]
+    if len(trainers) == 1 and trainer_bytes and trainer_bytes <= rest:
+        parts = [Share(trainers[0].name, trainer_bytes)]
+        rest -= trainer_bytes
+    names = [row.name for row in here if row.name not in {part.label for part in parts}]
+    note = "the driver does not tell processes apart here" if here else ""
+    return Split([*parts, *_rest(" + ".join([*names, OTHER]), rest)], gpu.total_bytes, note)
+
+
+def split_memory(rows: Iterable[ComponentStatus], host: HostUse) -> Split | None:
+    """Divide the host's memory by component; None if unknown."""
+    if host.memory_total is None or host.memory_used is None:
+        return None
+    parts = [Share(row.name, float(row.memory_bytes)) for row in rows if row.memory_bytes]
+    rest = max(0.0, host.memory_used - sum(part.amount for part in parts))
+    return Split([*parts, *_rest(OTHER, rest)], host.memory_total)
+
+
+def split_cpu(rows: Sequence[ComponentStatus], host: HostUse) -> Split | None:
+    """Divide CPU use by component, in percent of one core; the total is all cores."""
+    if host.cpu_percent is None or not host.cores:
+        return None
+    if any(row.pid for row in rows) and all(row.cpu_percent is None for row in rows):
+        return None  # the first measurement of each process is still missing
+    parts = [Share(row.name, row.cpu_percent) for row in rows if row.cpu_percent]
+    rest = max(0.0, host.cpu_percent * host.cores - sum(part.amount for part in parts))
+    return Split([*parts, *_rest(OTHER, rest)], 100 * host.cores)
+
+
+def _rest(label: str, amount: float) -> list[Share]:
+    return [Share(label, amount)] if amount > 0 else []
+
+
+def cells(split: Split, width: int) -> list[int]:
+    """Return the number of cells of each part: at most `width` in all, at least one for each part
+    above 0.
+
+    Cumulative sums are rounded, so that the parts end where their sum ends.
+    """
+    if split.total <= 0 or width <= 0:
+        return [0] * len(split.parts)
+    edges, sum_so_far, taken = [], 0.0, 0
+    for part in split.parts:
+        sum_so_far += part.amount
+        end = min(
+            width,
+            max(round(sum_so_far / split.total * width), taken + (1 if part.amount > 0 else 0)),
+        )
+        edges.append(end - taken)
+        taken = end
+    return edges

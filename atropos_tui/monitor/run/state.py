@@ -1,0 +1,345 @@
+"""State of a run from its records: `RunState.apply(record)`. Pure, in memory; lists of texts are
+bounded.
+
+From the first step of a later attempt on, trainer records of earlier attempts are dropped: after a
+crash the trainer returns to its checkpoint, and later steps of the old attempt no longer count.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from atropos_common.protocol.control import State
+from atropos_common.protocol.records import (
+    OF_EACH_STEP,
+    SCHEMA_VERSION,
+    AlignmentRecord,
+    BenchmarkRecord,
+    CheckpointRecord,
+    CommandRecord,
+    ComponentRecord,
+    DiagnosisRecord,
+    EnvMetricsRecord,
+    EvalRecord,
+    GaugesRecord,
+    MemoryRecord,
+    Number,
+    RanksRecord,
+    Record,
+    RolloutRecord,
+    StageRecord,
+    StateRecord,
+    StepRecord,
+    SyncRecord,
+    TimingRecord,
+    TrainerRecord,
+    Whole,
+)
+from atropos_tui.monitor.format import real
+from atropos_tui.monitor.run.gauges import GaugeHistory
+from atropos_tui.monitor.run.series import MOST_STEPS, Series
+
+
+def _numbers(kind: type[Record], *without: str) -> tuple[str, ...]:
+    ends = (Number, Number | None, int, int | None, Whole, Whole | None)
+    return tuple(
+        name
+        for name, written in kind.__annotations__.items()
+        if written in ends and name not in without
+    )
+
+
+METRICS: dict[type[Record], tuple[str, ...]] = {
+    StepRecord: _numbers(StepRecord),
+    AlignmentRecord: _numbers(AlignmentRecord, "tokens"),
+    TimingRecord: _numbers(TimingRecord),
+    MemoryRecord: _numbers(MemoryRecord),
+}
+"""Numeric fields that become curves, by record type (`tokens` is that of the step record)."""
+TABLES: dict[type[Record], dict[str, str]] = {
+    StepRecord: {"left_out": "left_out", "logprobs_from": "logprobs_from"},
+    SyncRecord: {"phases": "sync"},
+}
+"""Fields with named numbers -> prefix of their curve names, before a slash."""
+USEFUL_GROUPS = "useful_groups"
+"""Curve name: share of a step's groups with an advantage. Flat groups teach nothing."""
+TOKENS, IDLE_S, COUNTED_S = "tokens", "idle_s", "counted_s"
+"""Names of sums over steps, for fields that are rates or shares: tokens, idle seconds of engines,
+and seconds of the steps that report idle time."""
+ACCEPTED, CAPACITY_S, RATED_S = "accepted", "capacity_s", "rated_s"
+"""More such sums: accepted tokens, used seconds of engine capacity, and seconds of the steps that
+report it."""
+SUMS = (TOKENS, IDLE_S, COUNTED_S, ACCEPTED, CAPACITY_S, RATED_S)
+MOST_CURVES = 400
+"""Limit of curve names; a stream could contain endlessly many."""
+
+
+ROLLOUTS_KEPT = 1000
+STEPS_KEPT = 10
+DIAGNOSES_KEPT = 200
+CHECKPOINTS_KEPT = 200
+TRANSITIONS_KEPT = 2000
+COMMANDS_KEPT = 200
+
+
+@dataclass
+class RunState:
+    """History of one run. Apply the records of its streams in any order across streams."""
+
+    series: dict[str, Series] = field(default_factory=dict)
+    evals: dict[str, Series] = field(default_factory=dict)
+    """Accuracy by environment and split, over weight versions (over run-api's step if the version
+    is unknown)."""
+    env_metrics: dict[str, Series] = field(default_factory=dict)
+    """Metrics of environments by `ENV:NAME`, over run-api's steps."""
+    attempt: int = 0
+    attempt_steps: dict[int, int] = field(default_factory=dict)
+    """First step of each attempt of the trainer."""
+    step: int = 0
+    """Newest optimizer step; 0 before the first."""
+    trainer_time: float | None = None
+    """Time of the newest trainer record, in Unix seconds; shows how long the trainer is silent."""
+    newest_steps: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
+    """Complete records, for fields without a curve."""
+    alignment: AlignmentRecord | None = None
+    benchmark: BenchmarkRecord | None = None
+    ranks: RanksRecord | None = None
+    """Record of the newest step; None for a trainer with one rank."""
+    rollouts: deque[RolloutRecord] = field(default_factory=lambda: deque(maxlen=ROLLOUTS_KEPT))
+    checkpoints: deque[CheckpointRecord] = field(
+        default_factory=lambda: deque(maxlen=CHECKPOINTS_KEPT)
+    )
+    sums: dict[str, Series] = field(default_factory=lambda: {name: Series() for name in SUMS})
+    """Per-step values that add up to figures of the whole run."""
+    syncs: Series = field(default_factory=Series)
+    """Seconds of every publish, over weight versions."""
+    newest_sync: SyncRecord | None = None
+    """Complete record, with the engines that it left out."""
+    transitions: deque[StateRecord] = field(default_factory=lambda: deque(maxlen=TRANSITIONS_KEPT))
+    diagnoses: deque[DiagnosisRecord] = field(default_factory=lambda: deque(maxlen=DIAGNOSES_KEPT))
+    """Every diagnosis as opened, oldest first; `over_at` returns when it ended."""
+    standing: dict[tuple[str | None, str, str], DiagnosisRecord] = field(default_factory=dict)
+    """Open diagnoses by component, rule and title."""
+    _over_at: dict[int, float] = field(default_factory=dict)
+    """End of each diagnosis in Unix seconds, by the `seq` of its opening."""
+    stages: dict[str, list[StageRecord]] = field(default_factory=dict)
+    """Stages of each component's newest attempt, oldest first."""
+    commands: dict[str, CommandRecord] = field(default_factory=dict)
+    """Latest record of each command, by id, oldest first."""
+    gauges: GaugeHistory = field(default_factory=GaugeHistory)
+    supervisor_seq: int = -1
+    """`seq` of the last applied record of supervisor.jsonl."""
+    unknown: int = 0
+    """Number of records of unknown kinds."""
+    newest_version: int = SCHEMA_VERSION
+    """Highest schema version in the records."""
+
+    def apply(self, record: Record) -> None:
+        """Apply one record. Never raises for a parsed record."""
+        if record.v > self.newest_version:
+            self.newest_version = record.v
+        if isinstance(record, TrainerRecord):
+            self._apply_trainer(record)
+        elif isinstance(record, EvalRecord):
+            self._apply_eval(record)
+        elif isinstance(record, EnvMetricsRecord):
+            self._apply_env_metrics(record)
+        elif isinstance(record, ComponentRecord):
+            self._apply_supervisor(record)
+        elif isinstance(record, GaugesRecord):
+            self.gauges.add(record)
+        elif type(record) is Record:  # exactly the base class: an unknown kind
+            self.unknown += 1
+
+    def metric(self, name: str) -> Series:
+        """Return the series of a metric of the trainer or an environment, or of an accuracy; empty
+        without data."""
+        return (
+            self.series.get(name) or self.env_metrics.get(name) or self.evals.get(name) or Series()
+        )
+
+    def names(self) -> list[str]:
+        """Return the names of all curves: of the trainer, accuracies, of environments."""
+        return [*sorted(self.series), *sorted(self.evals), *sorted(self.env_metrics)]
+
+    def open_commands(self) -> list[CommandRecord]:
+        """Return the commands that are accepted or running."""
+        return [
+            record for record in self.commands.values() if record.status in ("accepted", "running")
+        ]
+
+    def over_at(self, found: DiagnosisRecord) -> float | None:
+        """Return the end of a diagnosis in Unix seconds; None while it is open."""
+        return self._over_at.get(found.seq)
+
+    def _apply_diagnosis(self, record: DiagnosisRecord) -> None:
+        key = record.component, record.rule, record.title
+        if (before := self.standing.pop(key, None)) is not None:
+            self._over_at[before.seq] = record.time
+        if record.over:
+            return
+        self.diagnoses.append(record)
+        self.standing[key] = record
+        if len(self.standing) > DIAGNOSES_KEPT:  # dicts keep insertion order: drop the oldest
+            del self.standing[next(iter(self.standing))]
+
+    def _end_of_older(self, move: StateRecord) -> None:
+        """End diagnoses of an older version, which recorded no ends, when their component is
+        healthy or completed."""
+        if move.new in (State.HEALTHY, State.COMPLETED):
+            for key, found in list(self.standing.items()):
+                if found.component == move.component and not found.severity:
+                    self._over_at[self.standing.pop(key).seq] = move.time
+
+    def _apply_trainer(self, record: TrainerRecord) -> None:
+        if record.rank != 0 or record.step > MOST_STEPS:
+            return  # rank 0 writes for all ranks; larger steps come from damaged or foreign records
+        if record.attempt not in self.attempt_steps and isinstance(record, OF_EACH_STEP):
+            self._begin_attempt(record)
+        if len(self.attempt_steps) > 1 and self._superseded(record):
+            return
+        if record.attempt > self.attempt:
+            self.attempt = record.attempt
+        if self.trainer_time is None or record.time > self.trainer_time:
+            self.trainer_time = record.time
+        if isinstance(
+            record, RolloutRecord
+        ):  # checked first: most records of a long run are rollouts
+            self.rollouts.append(record)
+            return
+        self._put_numbers(record)
+        if isinstance(record, StepRecord):
+            self.step = max(self.step, record.step)
+            self.newest_steps.append(record)
+        elif isinstance(record, TimingRecord):
+            self._put_sums(record)
+        elif isinstance(record, AlignmentRecord):
+            self.alignment = record
+        elif isinstance(record, CheckpointRecord):
+            self.checkpoints.append(record)
+        elif isinstance(record, SyncRecord):
+            self.newest_sync = record
+            if record.moved:
+                self.syncs.put(record.weight_version, record.seconds, record.time)
+        elif isinstance(record, RanksRecord):
+            self.ranks = record
+        elif isinstance(record, BenchmarkRecord):
+            self.benchmark = record
+
+    def _put_numbers(self, record: TrainerRecord) -> None:
+        """Add a point for every number of `record`, including fields that this version does not
+        know."""
+        names = METRICS.get(type(record))
+        if names is not None:
+            values, step, time = record.__dict__, record.step, record.time
+            for name in names:
+                if (value := values[name]) is not None:
+                    series = self.series.get(name)
+                    if (
+                        series is None
+                    ):  # only once per name: a call of `_put` for each number is slow
+                        self._put(self.series, name, step, value, time)
+                    else:
+                        series.put(step, value, time)
+            if record.model_extra:
+                self._put_unnamed(record, record.model_extra)
+        for field_, prefix in TABLES.get(type(record), {}).items():
+            for key, value in getattr(record, field_).items():
+                self._put(self.series, f"{prefix}/{key}", record.step, value, record.time)
+
+    def _put_sums(self, record: TimingRecord) -> None:
+        step, seconds, time = record.step, real(record.step_s), record.time
+        # Rates times seconds, so that sums over any steps give correct averages.
+        self.sums[TOKENS].put(step, real(record.tokens_per_s) * seconds, time)
+        if record.engine_idle_fraction is not None:
+            self.sums[IDLE_S].put(step, real(record.engine_idle_fraction) * seconds, time)
+            self.sums[COUNTED_S].put(step, seconds, time)
+        if record.accepted_tokens_per_s is not None:
+            self.sums[ACCEPTED].put(step, real(record.accepted_tokens_per_s) * seconds, time)
+        if record.engine_capacity_used is not None:
+            self.sums[CAPACITY_S].put(step, real(record.engine_capacity_used) * seconds, time)
+            self.sums[RATED_S].put(step, seconds, time)
+
+    def _put_unnamed(self, record: TrainerRecord, more: dict[str, Any]) -> None:
+        """Add the numbers of unknown fields, and values derived from them."""
+        found = {name: value for name, value in more.items() if type(value) in (int, float)}
+        if groups := found.get("groups"):
+            found[USEFUL_GROUPS] = 1 - real(found.get("flat_groups", 0)) / real(groups)
+        for name, value in found.items():
+            self._put(self.series, name, record.step, value, record.time)
+
+    def _put(
+        self, where: dict[str, Series], name: str, step: int, value: float, time: float
+    ) -> None:
+        series = where.get(name)
+        if series is None:
+            if len(where) >= MOST_CURVES:
+                return
+            series = where[name] = Series()
+        series.put(step, value, time)
+
+    def _begin_attempt(self, record: TrainerRecord) -> None:
+        """Note a new attempt's first step, and drop the later steps of earlier attempts."""
+        first = record.step
+        self.attempt_steps[record.attempt] = first
+        if any(later > record.attempt for later in self.attempt_steps):
+            return  # a late record of an older attempt: a later one has cut the series already
+        for series in (*self.series.values(), *self.sums.values(), self.syncs):
+            series.cut(first)
+        self.step = min(self.step, first - 1)
+        self.newest_steps.clear()
+
+        def stands(old: TrainerRecord) -> bool:
+            return old.attempt >= record.attempt or old.step < first
+
+        self.rollouts = deque(filter(stands, self.rollouts), ROLLOUTS_KEPT)
+        self.checkpoints = deque(filter(stands, self.checkpoints), CHECKPOINTS_KEPT)
+        if self.alignment and not stands(self.alignment):
+            self.alignment = None
+        if self.benchmark and self.benchmark.attempt < record.attempt:
+            self.benchmark = None
+
+    def _superseded(self, record: TrainerRecord) -> bool:
+        return any(
+            later > record.attempt and record.step >= first
+            for later, first in self.attempt_steps.items()
+        )
+
+    def _apply_eval(self, record: EvalRecord) -> None:
+        # Stock environments know run-api's step only.
+        at = record.weight_version if record.weight_version is not None else record.policy_step
+        if at is not None and abs(at) <= MOST_STEPS:
+            self._put(self.evals, f"{record.env}/{record.split}", at, record.accuracy, record.time)
+
+    def _apply_env_metrics(self, record: EnvMetricsRecord) -> None:
+        step = record.policy_step or 0
+        if abs(step) <= MOST_STEPS:
+            for name, value in record.metrics.items():
+                self._put(self.env_metrics, f"{record.env}:{name}", step, value, record.time)
+
+    def _apply_supervisor(self, record: ComponentRecord) -> None:
+        """Apply a record once: it comes from the file and from the live stream, with the same
+        `seq`."""
+        if record.seq <= self.supervisor_seq:
+            return
+        self.supervisor_seq = record.seq
+        if isinstance(record, StateRecord):
+            self.transitions.append(record)
+            self._end_of_older(record)
+        elif isinstance(record, DiagnosisRecord):
+            self._apply_diagnosis(record)
+        elif isinstance(record, StageRecord) and record.component:
+            earlier = self.stages.get(record.component, [])
+            # A new attempt drops the stages of the one before.
+            same = [
+                old
+                for old in earlier
+                if old.attempt == record.attempt and old.stage != record.stage
+            ]
+            self.stages[record.component] = [*same, record]
+        elif isinstance(record, CommandRecord):
+            self.commands[record.command_id] = record
+            while len(self.commands) > COMMANDS_KEPT:
+                del self.commands[next(iter(self.commands))]

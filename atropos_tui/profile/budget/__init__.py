@@ -1,0 +1,1 @@
+"""Memory budget: hardware, model shapes, bytes by component."""

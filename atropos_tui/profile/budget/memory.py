@@ -1,0 +1,773 @@
+"""The memory budget of a stack before it starts, for this machine or any other (`hardware.py`).
+
+`take_inventory` looks at the machine; the budget is a pure function of it. Weights, gradients,
+master weights, optimizer state and vLLM's share of a GPU are exact for each tensor. Activations,
+CUDA graphs and contexts are estimates, and the output shows the formula for activations.
+
+Bytes are per device. Shared tensors are divided evenly: the engine's by tensor parallelism, the
+trainer's by its ranks (FSDP2: each rank holds its rows of every parameter and gathers one layer
+while it computes). In single copy the weights count once, on the engine; offloaded tensors count on
+the host. docs/benchmarks.md, "What plan says", compares the budget with measurements.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import groupby
+from typing import Any
+
+from atropos_common.models import model_math
+from atropos_common.models.model_math import Adapters, Dimensions
+from atropos_common.protocol.bridge import few_graph_sizes, server_rank
+from atropos_tui.profile.budget.hardware import Hardware, read_machine
+from atropos_tui.profile.budget.models import LAYER, Model, Shapes, read_model
+from atropos_tui.profile.plan import LORA_SLOTS, MOST_SEQUENCES, resolve_path
+from atropos_tui.profile.seats import Seat
+from atropos_tui.profile.sections import EngineSection, Profile
+from atropos_tui.profile.site import (
+    Site,
+    engine_model,
+    fed_engines,
+    longest_sequence,
+    trainer_seats,
+    training_config,
+    traits_of,
+)
+from trainer_core.config import TrainingConfig
+
+HOST = "host"
+VLLM_FRACTION = 0.92
+"""Default of vLLM's gpu_memory_utilization."""
+CONTEXT = 750 * 1024**2
+"""Bytes of a process's CUDA context and libraries; 0.73 GiB on an H200."""
+GRAPH = 512 * 1024
+"""Bytes of one CUDA graph for one batch size and layer: about 0.8 GiB for the 51 sizes of a model
+with 32 layers."""
+LONG_ROW = 16_384
+"""Sequence length in tokens from which the notes mention sharing rows among ranks."""
+LARGE_MODEL = 100_000_000
+"""Parameters from which the trainer compiles on a GPU; the same as in
+trainer_core/policy/speed.py."""
+MASTERS = {"fp32": "float32", "kahan": "what rounding lost"}
+"""Extra copies that each `master_weights` setting keeps, for display."""
+_BYTES = {"float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """The machine, and by [[vllm]] name the model it serves, or the reason why the model is
+    unknown."""
+
+    machine: Hardware
+    models: dict[str, Model | str]
+    has_eight_bit: bool = True
+    """The package of the 8-bit optimizer is installed; assumed for another machine."""
+
+
+def gpu_count() -> int:
+    """Return the number of NVIDIA GPUs that the driver shows; 0 without a driver."""
+    return len(read_machine().gpus)
+
+
+def take_inventory(site: Site, machine: Hardware | None = None) -> Inventory:
+    """Return the inventory for a profile: of this machine, or of `machine`."""
+    names = {section.name: engine_model(site, section) for section in site.profile.vllm}
+    known = {name: read_model(name) for name in set(names.values())}
+    for step in site.profile.prepare:
+        # A model that a `prepare` step creates does not exist before the first run.
+        made = site.text(step.creates or "")
+        if isinstance(known.get(made), str) and not resolve_path(made).exists():
+            known[made] = f"{step.name} makes the model when the run starts"
+    eight_bit = machine is not None or importlib.util.find_spec("bitsandbytes") is not None
+    if machine is None:
+        # With several machines nothing is known about the others, so all are treated as unknown.
+        machine = Hardware((), None) if site.profile.is_spread else read_machine()
+    return Inventory(machine, {section: known[name] for section, name in names.items()}, eight_bit)
+
+
+@dataclass(frozen=True)
+class Item:
+    """Bytes of one component on one device; None if unknown."""
+
+    component: str
+    what: str
+    bytes: int | None
+    note: str = ""
+    estimate: bool = False
+
+
+@dataclass
+class Device:
+    """One GPU ("GPU 0") or the host."""
+
+    name: str
+    model: str = ""
+    total: int | None = None
+    """Bytes; None for a GPU that this machine does not have."""
+    items: list[Item] = field(default_factory=list)
+
+    @property
+    def wanted(self) -> int:
+        """Bytes that all components request together, as far as they are known."""
+        return sum(item.bytes or 0 for item in self.items)
+
+    @property
+    def certain(self) -> int:
+        """`wanted` without estimates, but with all that vLLM reserves."""
+        return sum(
+            item.bytes or 0
+            for item in self.items
+            if not item.estimate or item.component != "trainer"
+        )
+
+    @property
+    def is_too_small(self) -> bool:
+        """True if the device is too small even without activations."""
+        return self.total is not None and self.certain > self.total
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Budget of a stack: its devices, the unknown parts, and what does not fit."""
+
+    devices: list[Device]
+    notes: list[str]
+    warnings: list[str]
+    too_small_caches: list[str]
+    """Warnings about engines that cannot start because their KV cache does not hold one
+    sequence."""
+
+
+def make_budget(
+    profile: Profile, settings: TrainingConfig, models: Mapping[str, Model | str], machine: Hardware
+) -> Budget:
+    """Return the budget of a profile.
+
+    Args:
+        settings: the trainer's settings, with everything derived.
+        models: by [[vllm]] name the model it serves, or the reason why it is unknown.
+        machine: this machine, or any other.
+    """
+    builder = _Builder(profile, settings, machine)
+    # Engines first: the trainer's activations fill what engines leave on a shared GPU.
+    for section, made in zip(profile.vllm, profile.seated, strict=True):
+        if isinstance(model := models[section.name], Model):
+            for engine, seats in made:
+                builder.engine(engine, model, seats)
+    notes = [
+        f"{section.name}: unknown: {m}"
+        for section in profile.vllm
+        if isinstance(m := models[section.name], str)
+    ]
+    if isinstance(first := models[profile.vllm[0].name], Model):
+        notes.insert(0, f"{first.parameters:,} parameters, from {first.source}")
+        if profile.trainer.command is None:  # the memory of another trainer is unknown
+            builder.trainer(first)
+    if any(map(is_host, builder.devices)):
+        notes.append("host memory of the programs themselves is not counted")
+    order = list(profile.machines)
+
+    # GPUs before hosts, machines in the profile's order, GPU 2 before GPU 10.
+    def position(name: str) -> tuple[bool, int, int, str]:
+        return is_host(name), order.index(name.split()[0]) if order else 0, len(name), name
+
+    devices = [builder.devices[name] for name in sorted(builder.devices, key=position)]
+    overflows = [
+        warning for device in alike(devices) if (warning := overflow(device, profile, settings))
+    ]
+    return Budget(devices, notes, [*builder.warnings, *overflows], builder.warnings)
+
+
+def alike(devices: list[Device]) -> list[Device]:
+    """Merge devices with equal contents into one with all names; across machines also those whose
+    engines differ only in their number."""
+    found = []
+    for _, group in groupby(devices, _contents):
+        first, *others = group
+        if not others:
+            found.append(first)
+        elif first.name.startswith("GPU "):
+            last = others[-1].name.removeprefix("GPU ")
+            found.append(replace(first, name=f"GPUs {first.name.removeprefix('GPU ')}-{last} each"))
+        else:
+            found.append(replace(first, name=f"{first.name} to {others[-1].name} each"))
+    return found
+
+
+def _contents(device: Device) -> tuple[int | None, list[Item]]:
+    """Return what a device has and holds, as a key for `alike`: without engine numbers if there are
+    several machines."""
+    if device.name == HOST or device.name.startswith("GPU "):
+        return device.total, device.items
+    return device.total, [
+        replace(item, component=_NUMBER.sub("", item.component)) for item in device.items
+    ]
+
+
+_NUMBER = re.compile(r"-\d+$")
+
+
+def is_host(name: str) -> bool:
+    """Return True if the device of that name is a host's memory."""
+    return name == HOST or name.endswith(f" {HOST}")
+
+
+def host_of(name: str) -> str:
+    """Return the name of a device's host."""
+    return name if is_host(name) else name.rpartition("GPU")[0] + HOST
+
+
+def seat_devices(seats: Sequence[Seat]) -> list[str]:
+    """Return the GPUs of several machines, or the machines themselves if no GPUs are used."""
+    gpus = [f"{seat.node} GPU {gpu}" for seat in seats for gpu in seat.gpus]
+    return gpus or [f"{seat.node} {HOST}" for seat in seats]
+
+
+def site_budget(site: Site, inventory: Inventory) -> Budget:
+    """Return the budget of a site on the machine of `inventory`."""
+    return make_budget(site.profile, training_config(site), inventory.models, inventory.machine)
+
+
+def engine_devices(section: EngineSection, machine: Hardware) -> list[str]:
+    """Return the devices of an engine: its GPUs, else the first ones that it sees, else the
+    host."""
+    indices = section.gpus or (range(section.gpus_per_copy) if machine.gpus else [])
+    return [f"GPU {index}" for index in indices] or [HOST]
+
+
+def trainer_devices(profile: Profile, settings: TrainingConfig, machine: Hardware) -> list[str]:
+    """Return the devices of the trainer's own memory; in single copy the engine's."""
+    if profile.is_spread:
+        seats = trainer_seats(profile)
+        return seat_devices(
+            [seat._replace(gpus=[]) for seat in seats] if settings.device == "cpu" else seats
+        )
+    if settings.device == "cpu":
+        return [HOST]
+    if profile.trainer.gpus:
+        return [f"GPU {index}" for index in profile.trainer.gpus]
+    if traits_of(profile).shares_memory:
+        return engine_devices(profile.vllm[0], machine)
+    return ["GPU 0"] if machine.gpus else [HOST]
+
+
+class _Builder:
+    """Collector of items by device."""
+
+    def __init__(self, profile: Profile, settings: TrainingConfig, machine: Hardware) -> None:
+        self.profile, self.settings, self.machine = profile, settings, machine
+        self.traits = traits_of(profile)
+        self.fed = {engine.name for engine in fed_engines(profile)}
+        self.devices: dict[str, Device] = {}
+        self.warnings: list[str] = []
+
+    def device(self, name: str) -> Device:
+        if name not in self.devices:
+            # Names are "GPU 3", "host", "node1 GPU 3" or "node1 host".
+            index = -1 if is_host(name) else int(name.split()[-1])
+            gpu = self.machine.gpus[index] if 0 <= index < len(self.machine.gpus) else None
+            total = self.machine.host if is_host(name) else gpu.total if gpu else None
+            self.devices[name] = Device(name, gpu.name if gpu else "", total)
+        return self.devices[name]
+
+    def add(
+        self,
+        names: list[str],
+        component: str,
+        what: str,
+        size: int | None,
+        note: str = "",
+        **more: bool,
+    ) -> None:
+        for name in names:
+            self.device(name).items.append(Item(component, what, size, note, **more))
+
+    def engine(self, section: EngineSection, model: Model, seats: Sequence[Seat] = ()) -> None:
+        """Add weights, vLLM's working memory, and the KV cache that fills the rest of its share of
+        the device."""
+        names = seat_devices(seats) if seats else engine_devices(section, self.machine)
+        fed = section.name in self.fed
+        width = dtype_bytes(section.dtype or self.settings.dtype, model)
+        # Bytes of this engine on one device; the KV cache fills what is left of vLLM's share.
+        held = 0
+
+        def add(what: str, size: int, note: str = "", *, estimate: bool = False) -> None:
+            nonlocal held
+            held += size
+            self.add(names, section.name, what, size, note, estimate=estimate)
+
+        only = (
+            "the only copy: the trainer attaches to it" if self.traits.shares_memory and fed else ""
+        )
+        add("weights", math.ceil(model.stored_bytes(width) / section.gpus_per_copy), only)
+        if self.traits.lora and fed:
+            add(
+                "adapters",
+                math.ceil(
+                    slot_elements(model, section, self.settings) * width / section.gpus_per_copy
+                ),
+            )
+        if not is_host(names[0]):
+            total = self.device(names[0]).total
+            working = working_memory(section, model, width, total)
+            add("working memory", working, "activations, sampler, CUDA", estimate=True)
+            if graphs := graph_sizes(section, restarted=fed and self.traits.restarts_engine):
+                add(
+                    "CUDA graphs",
+                    graphs * model.dimensions.layers * GRAPH,
+                    f"{graphs} sizes",
+                    estimate=True,
+                )
+        self._kv_cache(names, section, model, width, held)
+
+    def _kv_cache(
+        self, names: list[str], section: EngineSection, model: Model, width: int, held: int
+    ) -> None:
+        device = self.device(names[0])
+        per_token = kv_bytes_per_token(section, model, width)
+        share = section.gpu_memory_utilization or VLLM_FRACTION
+        given = self._given_kv_cache(names, section)
+        if given is None and device.total is None:
+            note = f"{share:.0%} of the GPU less the above; {per_token:,} B a token"
+            return self.add(names, section.name, "KV cache", None, note)
+        # vLLM fills its share: the cache is what weights and working memory leave of it.
+        size = max(0, given if given is not None else int(share * (device.total or 0)) - held)
+        tokens = size // per_token
+        longest = section.max_model_len or model.max_length
+        fits = f" = {tokens / longest:,.1f} sequences of {longest:,}" if longest else ""
+        self.add(names, section.name, "KV cache", size, f"{tokens:,} tokens{fits}")
+        if longest and tokens < longest:
+            self.warnings.append(
+                f"{section.name}: the KV cache on {device.name} holds {tokens:,} tokens, and "
+                f"one sequence may have "
+                f"{longest:,}: vLLM will not start. Raise gpu_memory_utilization (now "
+                f"{share:g}) or lower max_model_len"
+            )
+        return None
+
+    def _given_kv_cache(self, names: list[str], section: EngineSection) -> int | None:
+        if (given := section.flag_number("kv-cache-memory-bytes", 0)) > 0:
+            return given
+        # On a CPU this variable of vLLM sets the cache, in GiB.
+        gib = section.env.get("VLLM_CPU_KVCACHE_SPACE", "") if is_host(names[0]) else ""
+        return int(gib) * 1024**3 if gib.isdecimal() else None
+
+    def trainer(self, model: Model) -> None:
+        """Add everything that the trainer allocates itself."""
+        settings = self.settings
+        names = trainer_devices(self.profile, settings, self.machine)
+        on_gpu = not is_host(names[0])
+        width = dtype_bytes(settings.dtype, model)
+        # Ranks shard the parameters, except in single copy, where each has its part of a
+        # tensor-parallel engine.
+        sharded = len(names) > 1 and not self.traits.shares_memory
+
+        def add(
+            what: str, size: int, note: str = "", *, at: list[str] = names, estimate: bool = False
+        ) -> None:
+            self.add(at, "trainer", what, math.ceil(size / len(at)), note, estimate=estimate)
+
+        trained, half = model.trained(settings.train_layer_indices), width < 4
+        parameters = count(trained)
+        own = "a copy of its own" if not sharded else f"its rows of {len(names)} ranks'"
+        if sharded and half and not self.traits.lora and _rows_are_masters(settings):
+            kept = (model.parameters - parameters) * width + parameters * 4
+            add("weights", kept, f"{own}, float32: they are the master weights")
+            half = False  # no separate masters
+        elif not self.traits.shares_memory:
+            add("weights", model.parameters * width, own)
+        if settings.ref_kl_coef and not self.traits.lora:
+            add("frozen reference", model.parameters * width, "ref_kl_coef")
+        if self.traits.lora:
+            trained, half = adapter_shapes(model, settings), False
+            parameters = count(trained) * len(
+                names
+            )  # every rank has a whole copy; `add` divides by the ranks
+            add("adapters", 4 * parameters, f"rank {settings.lora_r}, float32")
+        part = (
+            "" if parameters == model.parameters else f", {count(trained):,} parameters are trained"
+        )
+        # Gradients are collected in float32 unless the weights are half precision and bfloat16 is
+        # set.
+        narrow = half and settings.gradient_dtype == "bfloat16"
+        add(
+            "gradients",
+            (2 if narrow else model_math.GRADIENT_BYTES) * parameters,
+            f"{'bfloat16' if narrow else 'float32'}{part}",
+        )
+        away, hosts = (
+            settings.optimizer_offload and on_gpu,
+            list(dict.fromkeys(map(host_of, names))),
+        )
+        optimizer = effective_optimizer(settings, on_gpu=on_gpu)
+        # The optimizer step converts weights to float32 one part at a time; by then the activations
+        # are freed.
+        masters = model_math.MASTER_BYTES[settings.master_weights] if half else 0
+        # Adapter states are whole on every rank; `add` divides by the number of ranks.
+        whole = len(names) if self.traits.lora else 1
+        states = whole * model_math.optimizer_bytes(trained.values(), optimizer)
+        if away:
+            # Host tensors: the masters, and two optimizer states of equal width.
+            widths = [masters] * bool(masters) + [model_math.STATE_BYTES[optimizer] // 2] * 2
+            size = model_math.pinned_bytes(trained.values(), [width for width in widths if width])
+            add(
+                "masters, states",
+                size,
+                f"{settings.master_weights}, {optimizer}: optimizer_offload",
+                at=hosts,
+            )
+        else:
+            if masters:
+                add("master weights", masters * parameters, MASTERS[settings.master_weights])
+            add("optimizer state", states, optimizer)
+        step = model_math.step_bytes(
+            settings.master_weights,
+            optimizer,
+            half=half,
+            narrow=narrow,
+            offloaded=away,
+            largest=largest_of(trained) // (len(names) if sharded else 1),
+        )
+        if on_gpu:
+            self.add(names, "trainer", "CUDA context", CONTEXT, estimate=True)
+        if sharded:
+            size, what = gathered_bytes(model, width, trains=not self.traits.lora)
+            self.add(names, "trainer", "gathered layers", size, what, estimate=True)
+        self._activations(names, model, trained, step)
+
+    def _activations(self, names: list[str], model: Model, trained: Shapes, step: int) -> None:
+        """Add the larger of a pass's activations and the optimizer step's temporaries, which never
+        exist together."""
+        settings, on_gpu, dimensions = (
+            self.settings,
+            not is_host(names[0]),
+            self._of_a_rank(model, len(names)),
+        )
+        wanted = self._kept(names, model, trained, dimensions)
+        recomputes = settings.gradient_checkpointing == "on" or settings.activation_offload
+        kept = wanted(dimensions.layers if recomputes else 0)
+        note, logits = kept.formula, 0
+        device = self.device(names[0])
+        if settings.gradient_checkpointing == "auto" and on_gpu and device.total and not recomputes:
+            # The same functions decide in the trainer, from the memory that is free then.
+            room = model_math.room_for_activations(device.total - device.wanted, device.total)
+            kept = wanted(model_math.layers_recomputed(wanted, dimensions.layers, room))
+            note = kept.formula
+            each = 4 if settings.head_dtype == "float32" else dtype_bytes(settings.dtype, model)
+            all_logits = kept.tokens * dimensions.vocab * each
+            # Logits [tokens, vocab] are kept for the backward pass only if all of them fit.
+            if kept.recomputed:
+                note += f" (gradient checkpointing of {kept.recomputed} layers: more would not fit)"
+            elif kept.total + all_logits <= room:
+                logits, note = all_logits, f"{note}; logits are kept, since they fit"
+        # Activations are freed before the optimizer step, so the larger of both counts.
+        if step > kept.total:
+            note = "less than the optimizer step needs for one part of the parameters"
+        self.add(
+            names, "trainer", "activations", max(kept.total + logits, step), note, estimate=True
+        )
+        if kept.offloaded:
+            hosts = Counter(map(host_of, names))
+            for host, ranks_there in hosts.items():
+                away = kept.offloaded * ranks_there
+                self.add(
+                    [host],
+                    "trainer",
+                    "activations",
+                    away,
+                    "a hidden state for each layer",
+                    estimate=True,
+                )
+
+    def _of_a_rank(self, model: Model, ranks: int) -> Dimensions:
+        """Return the dimensions that one rank computes. With tensor parallelism: its heads, its
+        part of each MLP and of the vocabulary, and whole hidden states."""
+        whole = model.dimensions
+        if ranks == 1 or not self.traits.shares_memory:
+            return whole
+        return replace(
+            whole,
+            heads=whole.heads // ranks,
+            kv_heads=max(1, whole.kv_heads // ranks),
+            inner=whole.inner // ranks,
+            vocab=math.ceil(whole.vocab / ranks),
+        )
+
+    def _kept(
+        self, names: list[str], model: Model, trained: Shapes, dimensions: Dimensions
+    ) -> Callable[[int], model_math.Activations]:
+        """Return the activations of a training pass as a function of the number of checkpointed
+        layers.
+
+        Args:
+            trained: shapes of the trained tensors, adapters included.
+            dimensions: what one rank computes.
+        """
+        settings, ranks, on_gpu = self.settings, len(names), not is_host(names[0])
+        largest = largest_of(trained) // ranks
+        if ranks > 1 and not self.traits.shares_memory:
+            largest = 0  # counted in "gathered layers"
+        large = settings.compile == "on" or (
+            settings.compile == "auto" and model.parameters >= LARGE_MODEL
+        )
+        layers = [int(layer[1]) for name in trained if (layer := LAYER.search(name))]
+        # The backward pass runs down to the lowest trained layer, or to the embedding.
+        all_layers, everything = dimensions.layers, len(trained) == len(model.shapes)
+        reached = None if everything else all_layers - min(layers, default=all_layers)
+        tokens = tokens_per_pass(settings, longest_sequence(self.profile), ranks)
+        width, adapters = dtype_bytes(settings.dtype, model), Adapters.of(trained, all_layers)
+        return lambda recomputed: model_math.activation_bytes(
+            dimensions,
+            tokens,
+            width=width,
+            on_gpu=on_gpu,
+            layers=reached,
+            largest=largest,
+            compiled=large and on_gpu,
+            recomputed=recomputed,
+            offloaded=settings.activation_offload,
+            adapters=adapters,
+        )
+
+
+def _rows_are_masters(settings: TrainingConfig) -> bool:
+    """Return True if a rank's rows are float32, so that no separate masters exist
+    (trainer_core/policy/sharding)."""
+    # Any other setting needs half-precision rows with separate masters.
+    plain = settings.master_weights == "fp32" and settings.gradient_dtype == "float32"
+    return plain and not settings.optimizer_offload
+
+
+def gathered_bytes(model: Model, width: int, *, trains: bool) -> tuple[int, str]:
+    """Return the bytes that a rank gathers temporarily, and the formula: two layers (the current
+    and the next one) with embeddings and head; for training also one layer's gradient in its own
+    type and in float32."""
+    # Parameters of each layer; "" collects the embeddings, the final norm and the head.
+    layers: Counter[str] = Counter()
+    for name, shape in model.shapes.items():
+        found = LAYER.search(name)
+        layers[found[1] if found else ""] += math.prod(shape)
+    beside = layers.pop("", 0)
+    # Layers of a mixture of experts differ in size: the largest one counts.
+    layer = max(layers.values(), default=0)
+    size = width * (2 * layer + beside)
+    if trains:
+        size += width * (layer + beside) + 4 * max(layer, beside)
+    gradients = ", and gradients of both" if trains else ""
+    return size, f"two layers of {layer:,} parameters, {beside:,} beside the layers{gradients}"
+
+
+def largest_of(shapes: Shapes) -> int:
+    """Return the parameters of the largest tensor; 0 if there is none."""
+    return max(map(math.prod, shapes.values()), default=0)
+
+
+def graph_sizes(section: EngineSection, *, restarted: bool) -> int:
+    """Return the number of batch sizes for which vLLM captures CUDA graphs: fewer for an engine
+    that restarts often, 0 if it captures none."""
+    if section.flag("enforce-eager"):
+        return 0
+    most = section.flag_number("max-cudagraph-capture-size", 512)
+    sequences = section.flag_number("max-num-seqs", MOST_SEQUENCES)
+    if restarted:
+        return len(few_graph_sizes(sequences))
+    most = min(most, 2 * sequences)
+    # vLLM's sizes: 1, 2, 4, then steps of 8 up to 256, then steps of 16.
+    return 3 + min(most, 256) // 8 + max(0, most - 256) // 16
+
+
+def overflow(device: Device, profile: Profile, settings: TrainingConfig) -> str | None:
+    """Return the warning for a device with too little memory, with fixes; None if all fits."""
+    if device.total is None or device.wanted <= device.total:
+        return None
+    return (
+        f"{device.name}: {size_text(device.wanted)} are needed, but only "
+        f"{size_text(device.total)} exist. "
+        f"Fixes: {'; '.join(ways_out(device, profile, settings))}"
+    )
+
+
+def cache_flag(section: EngineSection) -> str | None:
+    """Return the flag that sets the KV cache size, in the profile's spelling; None if none does."""
+    given = section.flag_number("kv-cache-memory-bytes", 0) > 0
+    return section.flag_key("kv-cache-memory-bytes") if given else None
+
+
+def given_cache(device: Device, profile: Profile) -> str | None:
+    """Return the key of the KV cache size that the profile sets, if that is the largest item of the
+    device."""
+    largest = max(device.items, key=lambda item: item.bytes or 0)
+    for index, section in enumerate(profile.vllm):
+        if (largest.component, largest.what) != (section.name, "KV cache"):
+            continue
+        if key := cache_flag(section):
+            return f"vllm.{index}.args.{key}"
+        if is_host(device.name) and section.env.get("VLLM_CPU_KVCACHE_SPACE"):
+            return f"vllm.{index}.env.VLLM_CPU_KVCACHE_SPACE"
+    return None
+
+
+def ways_out(device: Device, profile: Profile, settings: TrainingConfig) -> list[str]:
+    """Return the fixes that concern this device, as profile keys with their present values; first
+    the one for the largest item."""
+    # The fix names the key of the first engine.
+    share = profile.vllm[0].gpu_memory_utilization or VLLM_FRACTION
+    cache = given_cache(device, profile)
+    share_text = f"lower vllm.gpu_memory_utilization (now {share:g})"
+    # With pack_tokens it limits a pass, whatever the batch size.
+    row = "pack_tokens" if settings.pack_tokens else "batch_size"
+    engines = {engine.name for engine in profile.engines}
+    has_engine = any(item.component in engines for item in device.items)
+    ranks = len(profile.trainer.gpus)
+    divisible = ranks > 1 and settings.seq_len >= LONG_ROW and not settings.shares_memory
+    return [
+        *([f"lower {profile.short_key(cache)}" if cache else share_text] if has_engine else []),
+        f"lower trainer.{row} (now {getattr(settings, row)})",
+        f"raise trainer.gradient_accumulation_steps as much (now "
+        f"{settings.gradient_accumulation_steps})",
+        f"lower trainer.seq_len (now {settings.seq_len})",
+        *(["raise trainer.context_parallel, so that ranks share a row"] if divisible else []),
+        f"name more than {ranks} under trainer.gpus"
+        if ranks > 1
+        else f'set trainer.optimizer = "adafactor" (now {settings.optimizer})',
+    ]
+
+
+def size_text(count: int) -> str:
+    """Format a number of bytes for display."""
+    for unit, size in (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024)):
+        if count >= size:
+            return f"{count / size:,.1f} {unit}"
+    return f"{count} B"
+
+
+def as_data(budget: Budget) -> dict[str, Any]:
+    """Return the budget for `plan --json`: sizes in bytes, null (JSON) if unknown;
+    `by_component` (component, then device) counts unknown sizes as 0."""
+    devices = [asdict(device) | {"wanted": device.wanted} for device in budget.devices]
+    by_component: dict[str, dict[str, int]] = {}
+    for device in budget.devices:
+        for item in device.items:
+            sizes = by_component.setdefault(item.component, {})
+            sizes[device.name] = sizes.get(device.name, 0) + (item.bytes or 0)
+    return {
+        "notes": budget.notes,
+        "warnings": budget.warnings,
+        "devices": devices,
+        "by_component": by_component,
+    }
+
+
+def as_lines(budget: Budget) -> list[str]:
+    """Return the lines for `plan`."""
+    lines = [f"memory ({'; '.join(budget.notes)})"]
+    for device in alike(budget.devices):
+        missing = "(total unknown)" if is_host(device.name) else "(this machine has no such GPU)"
+        if device.name[-1].isdigit() and not device.name.startswith("GPU"):
+            missing = "(total unknown here: plan --gpus 8xH100 sets it for each machine)"
+        known = f"of {size_text(device.total)}" if device.total is not None else missing
+        more = " and more" if any(item.bytes is None for item in device.items) else ""
+        model = f" ({device.model})" if device.model else ""
+        lines.append(f"  {device.name}{model}: {size_text(device.wanted)}{more} {known}")
+        for item in device.items:
+            size = (
+                "unknown"
+                if item.bytes is None
+                else ("~" if item.estimate else "") + size_text(item.bytes)
+            )
+            lines.append(
+                f"    {item.component:<10} {item.what:<16} {size:>12}  {item.note}".rstrip()
+            )
+    return [*lines, *(f"  WARNING {warning}" for warning in budget.warnings)]
+
+
+def kv_bytes_per_token(section: EngineSection, model: Model, width: int) -> int:
+    """Return the bytes of keys and values of one token in all layers on one device. Heads are
+    replicated if there are fewer than GPUs."""
+    dimensions = model.dimensions
+    # Fewer heads than GPUs are replicated, so each GPU stores at least one.
+    heads = max(1, dimensions.kv_heads // section.tensor_parallel)
+    # Linear attention keeps a state of fixed size instead of keys and values.
+    linear = (model.decoder.get("layer_types") or []).count("linear_attention")
+    layers = math.ceil(
+        (dimensions.layers - linear) / section.flag_number("pipeline-parallel-size", 1)
+    )
+    one = 1 if str(section.flag("kv-cache-dtype")).startswith("fp8") else width
+    return 2 * layers * heads * dimensions.head_size * one  # 2: keys and values
+
+
+def working_memory(section: EngineSection, model: Model, width: int, total: int | None) -> int:
+    """Return the bytes that vLLM measures before it allots the KV cache: a full batch, float32
+    logits of every sequence, CUDA.
+
+    Args:
+        total: bytes of the GPU, from which vLLM derives its largest batch; None: a small GPU.
+    """
+    large = total is not None and total >= 70 * 1024**3  # vLLM's own threshold for its defaults
+    tokens = section.flag_number("max-num-batched-tokens", 8192 if large else 2048)
+    sequences = section.flag_number("max-num-seqs", 1024 if large else 256)
+    dimensions = model.dimensions
+    inner = math.ceil(3 * max(dimensions.inner, dimensions.chosen_inner) / section.tensor_parallel)
+    return (
+        tokens * width * (4 * dimensions.hidden + inner)
+        + sequences * dimensions.vocab * 8
+        + CONTEXT
+    )
+
+
+def tokens_per_pass(settings: TrainingConfig, longest: int | None, ranks: int = 1) -> int:
+    """Return the upper bound of tokens in one trainer pass of a rank, from the engine's longest
+    sequence."""
+    sequence, context = (
+        min(settings.seq_len, longest or settings.seq_len),
+        settings.context_parallel,
+    )
+    # The ranks of one context-parallel group share a row, so each holds 1/context of its tokens.
+    of_a_rank = math.ceil(settings.sequences_per_step * context / ranks) * sequence
+    return math.ceil(min(max(settings.tokens_per_pass, sequence), of_a_rank) / context)
+
+
+def effective_optimizer(settings: TrainingConfig, *, on_gpu: bool) -> str:
+    """Return the optimizer that the trainer uses on such a device."""
+    chosen = "optimizer" in settings.model_fields_set
+    return model_math.effective_optimizer(settings.optimizer, chosen=chosen, on_gpu=on_gpu)
+
+
+def adapter_shapes(model: Model, settings: TrainingConfig) -> Shapes:
+    """Return the two float32 matrices of each adapted linear layer."""
+    wanted = set(settings.lora_target_modules or ["q_proj", "v_proj"])
+    everywhere = wanted == {"all-linear"}
+    shapes: Shapes = {}
+    for name, shape in model.trained(settings.lora_layer_indices).items():
+        module = name.removesuffix(".weight").rpartition(".")[2]
+        if len(shape) == 2 and (module in wanted or (everywhere and LAYER.search(name))):
+            shapes[f"{name}.lora_A"] = (settings.lora_r, shape[1])
+            shapes[f"{name}.lora_B"] = (shape[0], settings.lora_r)
+    return shapes
+
+
+def slot_elements(model: Model, section: EngineSection, settings: TrainingConfig) -> int:
+    """Return the elements of vLLM's adapter slots: each fits every linear layer at the largest
+    rank."""
+    rank = section.flag_number("max-lora-rank", server_rank(settings.lora_r) or settings.lora_r)
+    linear = [
+        shape for name, shape in model.shapes.items() if len(shape) in (2, 3) and LAYER.search(name)
+    ]
+    # All experts of a layer are one tensor [experts, rows, columns].
+    one = sum(rank * math.prod(shape[:-2]) * (shape[-2] + shape[-1]) for shape in linear)
+    return section.flag_number("max-loras", LORA_SLOTS) * one
+
+
+def dtype_bytes(dtype: str, model: Model) -> int:
+    """Return the bytes of one weight; `auto` is the type of the stored model."""
+    return _BYTES.get(model.dtype if dtype == "auto" else dtype, 2)
+
+
+def count(shapes: Shapes) -> int:
+    """Return the total number of parameters."""
+    return sum(math.prod(shape) for shape in shapes.values())

@@ -1,0 +1,1 @@
+"""Checks of a profile before anything starts."""

@@ -1,0 +1,1 @@
+"""Local processes: spawn, signals, /proc, logs."""

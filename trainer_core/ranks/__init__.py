@@ -1,0 +1,1 @@
+"""Ranks of a distributed trainer: launch, identity, process group, world, context parallelism."""
