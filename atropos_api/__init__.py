@@ -1,6 +1,4 @@
-"""atroposlib's run-api, with auth middleware, limits and batches of our own in front of it.
+"""atroposlib's run-api behind an auth middleware, with batches of our own.
 
-    python -m atropos_api --host 127.0.0.1 --port 8000
-
-Importing this package imports neither atroposlib nor FastAPI.
+python -m atropos_api --host 127.0.0.1 --port 8000
 """

@@ -19,15 +19,14 @@ from atropos_common.net.connections import ConnectionLimits
 from atropos_common.protocol.bridge import TOKEN_HEADER
 from atropos_common.system.run_dir import ENV_ALLOWED_HOSTS, ENV_TOKEN
 
-NOT_STARTED = 3
-"""Exit status for a server that could not start, as uvicorn's own."""
+NOT_STARTED = 3  # uvicorn's own exit status for a server that could not start
 ENVIRONMENT = f"""\
 environment:
-  {ENV_UIDS}=1001,1002        users of this machine who may call, besides root and your own; `any`: everyone,
-                                 from other machines too
+  {ENV_UIDS}=1001,1002        further users of this machine who may call;
+                                 `any`: everyone, also from other machines
   {ENV_MAX_BODY}=400    largest body in MiB, as sent and unpacked
   {ENV_ALLOWED_HOSTS}=A,B      further names accepted in the Host header
-  {ENV_TOKEN}=SECRET           lets /reset_data through, in the header {TOKEN_HEADER}
+  {ENV_TOKEN}=SECRET           admits /reset_data, in the header {TOKEN_HEADER}
 """
 
 
@@ -35,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     """Serve until SIGTERM.
 
     Returns:
-        0 stopped; 1 the port is in use; 2 a mistake in flags, environment or installation.
+        0 stopped; 1 port in use; 2 wrong flags, environment or installation.
     """
     parser = argparse.ArgumentParser(
         "python -m atropos_api",
@@ -62,11 +61,9 @@ def main(argv: list[str] | None = None) -> int:
         ports.listen(listener)
     except (OSError, OverflowError) as error:
         why = getattr(error, "strerror", None) or error
-        print(
-            f"atropos_api: {asked.host}:{asked.port} cannot be bound ({why}); choose another "
-            f"--port",
-            file=sys.stderr,
-        )
+        where = f"{asked.host}:{asked.port}"
+        fix = "choose another --port"
+        print(f"atropos_api: {where} cannot be bound ({why}); {fix}", file=sys.stderr)
         return 1
     print(f"run-api serves on http://{asked.host}:{asked.port}", flush=True)
     # No proxy headers: the middleware needs the caller's true address. No route is a WebSocket.

@@ -1,9 +1,6 @@
-"""Auth middleware in front of atroposlib's application.
+"""Auth middleware in front of atroposlib's application, which itself accepts every caller.
 
-It checks the caller's user, the Host header, browser headers, `/reset_data` and the size of the
-body. run-api itself accepts every caller and every web page (CORS `*`), while all users and
-browsers of a machine share the loopback. Only requests that no part of a stack makes are refused;
-the others reach run-api unchanged.
+It checks the caller's user, the Host header, browser headers, `/reset_data` and the body's size.
 """
 
 from __future__ import annotations
@@ -33,38 +30,35 @@ from atropos_common.system.run_dir import ENV_ALLOWED_HOSTS, ENV_TOKEN
 
 ENV_UIDS = "ATROPOS_API_UIDS"
 ENV_MAX_BODY = "ATROPOS_API_MAX_BODY_MIB"
+# A token takes 34 bytes of JSON (id 7, mask 7, logprob 20), so 16 groups of 16 completions of
+# 32,768 tokens in one body are 285 MB.
 MAX_BODY_MIB = 400
-"""Largest body in MiB. A token takes 34 bytes of JSON (id 7, mask 7, logprob 20), so 16 groups of
-16 completions of 32,768 tokens in one body are 285 MB."""
 # root can read every process's memory anyway, so refusing it protects nothing.
 ROOT = 0
+# A GET that makes run-api forget trainer, environments and queue.
 RESET = "/reset_data"
-"""Route that makes run-api forget trainer, environments and queue; a GET."""
+# The supervisor's health check asks without a key: another process may hold the port.
 HEALTH = "/info"
-"""Route of the supervisor's health check: batch size and rollout length. It needs no key, because
-another process may hold the port."""
+# Prefixes of headers that only browsers send. All pages of a user's browser reach the loopback.
 BROWSER_HEADERS = ("origin", "sec-fetch-")
-"""Prefixes of headers that browsers send; no page has business here."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Limits that a request has to meet."""
-
     uids: frozenset[int] | None
-    """Users who may call; None: everyone, from other machines too."""
+    """None: everyone, from other machines too."""
     hosts: frozenset[str]
     """Accepted names in the Host header."""
     max_body: int
-    """Limit of a body in bytes, both as sent and unpacked."""
+    """Bytes of a body, both as sent and unpacked."""
     token: str = ""
-    """Secret of the run; empty: there is none."""
+    """The run's token; empty if there is none."""
     keys: frozenset[str] = frozenset()
-    """Keys that admit other machines; empty: only this machine reaches the server."""
+    """Keys that admit other machines."""
 
     @classmethod
     def from_env(cls, env: Mapping[str, str], bound: str) -> Settings:
-        """Read `env` for a server that is bound to the address `bound`.
+        """Read the settings of a server that is bound to the address `bound`.
 
         Raises:
             ValueError: a variable is invalid; the message names it.
@@ -92,8 +86,6 @@ def _max_body(env: Mapping[str, str]) -> int:
 
 
 class AuthMiddleware:
-    """ASGI middleware around `app`."""
-
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self._app, self._settings = app, settings
 
@@ -128,10 +120,7 @@ class AuthMiddleware:
                 scope, receive, self._settings.max_body, timeout_s=timeout_s
             )
         except BodyError as error:
-            fix = (
-                f": send fewer groups at a time, or raise {ENV_MAX_BODY} (under [api.env] of the "
-                f"profile)"
-            )
+            fix = f": send fewer groups at a time, or raise {ENV_MAX_BODY} under [api.env]"
             reason = f"{error}{fix if error.status == 413 else ''}"
             await JSONResponse({"error": reason}, error.status)(scope, receive, send)
         except GoneError:
@@ -141,13 +130,8 @@ class AuthMiddleware:
 
     def _foreign(self, connection: Connection | None, scope: Scope) -> tuple[int, str] | None:
         """Return status and reason against this caller; None if it may call."""
-        keys = self._settings.keys
-        # The run's own processes, or the supervisor's health check, which sends no key.
-        if (
-            self._settings.uids is None
-            or (connection and connection.own)
-            or (keys and scope["path"] == HEALTH)
-        ):
+        keys, own = self._settings.keys, connection is not None and connection.own
+        if self._settings.uids is None or own or (keys and scope["path"] == HEALTH):
             return None
         if connection and (uid := connection.uid) is not None:
             may_call = f"user {uid} may call with {ENV_UIDS}={uid} in run-api's environment"
@@ -155,26 +139,20 @@ class AuthMiddleware:
         if keys:
             return key_refusal("run-api")
         return 403, (
-            "run-api serves processes of its own user on this machine, and the owner of this "
-            "connection is unknown; "
+            "run-api serves its own user, and the owner of this connection is unknown; "
             f"{ENV_UIDS}=any admits everyone"
         )
 
     def _misaddressed(self, scope: Scope) -> tuple[int, str] | None:
-        """Return status and reason against a request that no part of a stack makes; None if it is
-        fine."""
+        """Return status and reason against the request itself; None if it is fine."""
         headers = Headers(scope=scope)
         if misnamed := host_refusal(headers.get("host"), self._settings.hosts):
             return misnamed
         if name := next((name for name in headers if name.startswith(BROWSER_HEADERS)), ""):
-            return (
-                403,
-                f"the header {name} comes from a browser, and run-api serves none: ask with curl",
-            )
+            return 403, f"the header {name} comes from a browser: run-api serves none, use curl"
         if scope["path"].rstrip("/") == RESET and not has_token(headers, self._settings.token):
             return 403, (
-                f"{RESET} makes run-api forget trainer and environments: send the run's "
-                f"token in the header "
-                f"{TOKEN_HEADER}, or restart it with its partners (atropos-tui restart api)"
+                f"{RESET} makes run-api forget trainer and environments: send the run's token in "
+                f"the header {TOKEN_HEADER}, or run: atropos-tui restart api"
             )
         return None

@@ -1,8 +1,7 @@
 """Choice of the groups of a batch: each environment gets its share by weight, however fast it is.
 
-In order of arrival the fastest environment would fill every batch. Here each connected environment
-is owed `weight / sum of weights` of a batch; a surplus or deficit carries over to the next batch. A
-batch waits for an environment that is owed more than it has sent, unless the environment
+Each connected environment is owed `weight / sum of weights` of a batch. A surplus or deficit
+carries over. A batch waits for an environment that is owed more than it has sent, unless it
 
 - has not asked for its share for `SILENT_S`: its process is dead or hangs;
 - reports that none of its groups can be sent (`barren`);
@@ -23,38 +22,35 @@ from typing import Any
 SILENT_S = 30.0
 # A slow environment needs time for a group; a stuck one must not stop training.
 LEND_S = 120.0
+# Share of an environment with almost no weight; atroposlib's `MIN_ENV_WEIGHT`.
 LEAST_SHARE = 0.01
-"""Smallest share of an environment with almost no weight, as atroposlib's `MIN_ENV_WEIGHT`."""
+# Key of our `_Share` in atroposlib's dictionary of an environment: it ends with the registration.
 KEY = "share"
-"""Key of our `_Share` in atroposlib's dictionary of an environment; it lives as long as the
-registration."""
 Group = dict[str, Any]
 
 
 @dataclass
 class _Share:
-    """Accounting of one environment; times are seconds of a monotonic clock."""
+    """Accounting of one environment; times in monotonic seconds."""
 
     owed: float = 0.0
-    """Sequences owed from earlier batches; negative: it had more than its share."""
+    """Sequences owed from earlier batches; negative after a surplus."""
     asked_at: float | None = None
     """Time of its last request for its share; None for a program that never asks."""
     barren: bool = False
     short_since: float | None = None
-    """Start of the wait of a batch for its next group."""
+    """Start of the wait for its next group."""
     seen: int = 0
     """Number of its groups in the queue at that time."""
     lent: bool = False
-    """The others use its share; logged once."""
+    """The others use its share."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """Environment that takes part in a batch."""
-
     env: dict[str, Any]
     share: float
-    """Share of a batch, 0 to 1; the shares of all members add up to 1."""
+    """0 to 1; the shares of all members add up to 1."""
     waited_for: bool
 
     @property
@@ -69,12 +65,17 @@ class Member:
 
 @dataclass(frozen=True)
 class Places:
-    """Queue slots of one environment, and how many it uses."""
+    """Queue slots of one environment."""
 
     places: int
     queued: int
     awaited: bool
     """A batch waits for its groups."""
+
+
+def _share_of(env: dict[str, Any]) -> _Share:
+    share: _Share = env.setdefault(KEY, _Share())
+    return share
 
 
 class GroupsMissing(Exception):
@@ -108,13 +109,12 @@ class Shares:
             # would let an environment that paused flood the next batches.
             largest = max(len(group["tokens"]) for group in taken)
             for member in members:
-                self._share_of(member.env).owed = min(largest, max(-largest, owed[member.number]))
+                _share_of(member.env).owed = min(largest, max(-largest, owed[member.number]))
         # `compose` takes groups by debt; the answer has them in their order of arrival.
         chosen = set(map(id, taken))
         return [group for group in queue if id(group) in chosen]
 
     def is_shared(self, queue: list[Group], envs: list[dict[str, Any]]) -> bool:
-        """Return True if several environments share the queue."""
         return len(self._members(queue, envs)) > 1
 
     def places(
@@ -129,7 +129,7 @@ class Shares:
         barren: bool,
     ) -> Places | None:
         """Return the queue slots of environment `number` in the next `ahead` batches; None if it is
-        the only one, or unknown.
+        unknown or the only one.
 
         Args:
             handed_out: groups of the first of these batches, which is still in the queue.
@@ -137,29 +137,24 @@ class Shares:
         """
         if not 0 <= number < len(envs) or size < 1:
             return None
-        own = self._share_of(envs[number])
+        own = _share_of(envs[number])
         own.asked_at, own.barren = self._clock(), barren
         # An environment that asks is alive, even if it has sent nothing yet.
         members = self._members(queue, envs, asking=number)
         if len(members) < 2:
             return None
         count = sum(group.get("env_id") == number for group in handed_out)
-        owed = {member.number: self._share_of(member.env).owed for member in members}
+        owed = {member.number: _share_of(member.env).owed for member in members}
         # Simulate the coming batches with the present debts.
         for _ in range(ahead - bool(handed_out)):
             count += draw(members, owed, size)[number]
         queued = sum(group.get("env_id") == number for group in queue)
         return Places(count, queued, own.short_since is not None)
 
-    def _share_of(self, env: dict[str, Any]) -> _Share:
-        share: _Share = env.setdefault(KEY, _Share())
-        return share
-
+    # Connected environments that a batch waits for, that have sent groups, or that are `asking`.
     def _members(
         self, queue: list[Group], envs: list[dict[str, Any]], asking: int | None = None
     ) -> list[Member]:
-        """Return the connected environments that a batch waits for, that have sent groups, or that
-        are `asking`."""
         sent = Counter(group.get("env_id") for group in queue)
         connected = [env for env in envs if env["connected"]]
         takes_part = [
@@ -178,7 +173,7 @@ class Shares:
         ]
 
     def _waits_for(self, env: dict[str, Any], queued: int) -> bool:
-        share, now = self._share_of(env), self._clock()
+        share, now = _share_of(env), self._clock()
         # A new group ends the wait.
         if queued > share.seen:
             share.short_since, share.lent = None, False
@@ -188,17 +183,13 @@ class Shares:
             return False
         late = share.short_since is not None and now - share.short_since > LEND_S
         if late and not share.lent:
-            name = env["desired_name"]
-            print(
-                f"[NOTE] {name} sent no group in {LEND_S:.0f} s: until it does, the others "
-                f"have its share",
-                flush=True,
-            )
+            silence = f"{env['desired_name']} sent no group in {LEND_S:.0f} s"
+            print(f"[NOTE] {silence}: until it does, the others have its share", flush=True)
         share.lent = late
         return not share.barren and not late
 
     def _note_short(self, member: Member, queue: list[Group]) -> None:
-        share = self._share_of(member.env)
+        share = _share_of(member.env)
         share.seen = sum(group.get("env_id") == member.number for group in queue)
         share.short_since = self._clock() if share.short_since is None else share.short_since
 
@@ -206,8 +197,9 @@ class Shares:
 def compose(
     queue: list[Group], size: int, members: Sequence[Member]
 ) -> tuple[list[Group], dict[int, float]]:
-    """Return the groups of a batch, and the sequences owed to each member after it; no groups if
-    none add up.
+    """Return the groups of a batch, and the sequences owed to each member after it.
+
+    No groups if none add up to `size`.
 
     Raises:
         GroupsMissing: the batch waits for a member that has sent too few.
@@ -222,7 +214,10 @@ def compose(
         elif total + len(group["tokens"]) <= size:
             taken.append(group)
             total += len(group["tokens"])
-    owed = {member.number: _owed(member) + member.share * (size - total) for member in members}
+    owed = {
+        member.number: _share_of(member.env).owed + member.share * (size - total)
+        for member in members
+    }
     # Members leave the candidates when none of their groups fits, so the loop ends.
     candidates = list(members)
     while total < size and candidates:
@@ -245,8 +240,7 @@ def compose(
 
 
 def draw(members: Sequence[Member], owed: dict[int, float], size: int) -> Counter[int]:
-    """Return how many groups each member gives to a batch if none falls short, and charge them to
-    `owed`."""
+    """Return how many groups each member gives to a batch if none falls short; charge `owed`."""
     for member in members:
         owed[member.number] += member.share * size
     counts: Counter[int] = Counter()
@@ -260,8 +254,3 @@ def draw(members: Sequence[Member], owed: dict[int, float], size: int) -> Counte
         total += member.group
         owed[member.number] -= member.group
     return counts
-
-
-def _owed(member: Member) -> float:
-    share: _Share = member.env.setdefault(KEY, _Share())
-    return share.owed
