@@ -1,8 +1,7 @@
 """Diagnoses: title, evidence and fix of a problem, from exits, log lines, telemetry and stalls.
 
-Rules are data and small pure functions; `RULES` lists them all. `watcher.Watcher` evaluates them
-while the run goes on, `diagnose` explains why a component ended. Rules may share a name, such as a
-log rule and a metric rule for the same problem.
+Rules are data and small pure functions. `watcher.Watcher` evaluates them while the run goes on;
+`diagnose` explains why a component ended.
 """
 
 from collections.abc import Iterable
@@ -26,28 +25,26 @@ RULES: tuple[Rule, ...] = (
     NODE_LOST,
     ALERT,
 )
-"""Every rule; `docs/troubleshooting.md` has an entry for each name."""
+"""Every rule; each has a section in `docs/troubleshooting.md`."""
 BY_NAME: dict[str, Rule] = {rule.name: rule for rule in reversed(RULES)}
-"""First rule of each name; severity, layer and event are equal for all rules of one name."""
+"""First rule of each name; rules of one name share severity, layer and event."""
 UNKNOWN = Rule("", "")
-"""Placeholder for a rule that this version does not know, or that an older version left empty."""
+"""For a rule that this version does not know."""
 SEVERITIES: tuple[Severity, ...] = ("alarm", "warning", "advice")
 """Gravest first."""
 
 
 def rule_of(found: DiagnosisRecord) -> Rule:
-    """Return the rule of a record."""
     return BY_NAME.get(found.rule, UNKNOWN)
 
 
 def severity_of(found: DiagnosisRecord) -> Severity:
-    """Return the severity of a record; a record of an older version has none and gets that of its
-    rule."""
+    """Return the severity of a record; an older record has none and gets that of its rule."""
     return found.severity or rule_of(found).severity
 
 
 def gravest_first(found: Iterable[DiagnosisRecord]) -> list[DiagnosisRecord]:
-    """Sort records by severity, then by layer (causes before consequences), then newest first."""
+    """Sort by severity, then layer (causes first), then newest first."""
     newest = sorted(found, key=lambda each: each.time, reverse=True)
     return sorted(
         newest, key=lambda each: (SEVERITIES.index(severity_of(each)), rule_of(each).layer)

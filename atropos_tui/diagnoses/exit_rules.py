@@ -1,8 +1,6 @@
-"""Explain why a component ended: exit code and last log lines give title, evidence and fix.
+"""Explain why a component ended, from its exit code and last log lines.
 
-Order: log rules; then rules of the exit code; then log patterns that were still waiting; last, any
-Python exception. `diagnose` may inspect the machine (which process holds a port), so call it in a
-thread.
+`diagnose` may inspect the machine (which process holds a port), so call it in a thread.
 """
 
 from __future__ import annotations
@@ -29,34 +27,31 @@ from atropos_tui.diagnoses.roots import is_passing, root_error
 from atropos_tui.profile.spec import ComponentSpec
 
 USAGE = r"^(?:[\w ./-]+: )?error: .+|^usage: .+|unrecognized arguments.+|ValidationError.*"
-"""Error messages of argparse, click and pydantic, in any case."""
+"""Error messages of argparse, click and pydantic."""
 OWN_USAGE = (
     r"^(?:vllm_server|SmolLM2): .+|^atropos: cannot start .+|^\S+ \S+ ERROR atropos_envs\S* .+"
 )
-"""Error messages of our own programs, which exit with 2 if a restart cannot help."""
+"""Errors of our own programs after which a restart cannot help."""
 RANK_SIGKILL = re.compile(r"error: rank \d+ was killed by SIGKILL")
 
 
 UNKNOWN_FLAGS = re.compile(r"unrecognized arguments: (.+)")
 WRONG_FLAG = re.compile(r"error: argument (-.+)")
 LONGEST_FLAG = 100
-"""Limit of the refused flag and its reason in a title, in characters."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """Facts about the end of a component: `exit_code` is negative for a signal, `lines` are its
-    last log lines."""
+    """Facts about the end of a component; `exit_code` is negative for a signal."""
 
     spec: ComponentSpec
     exit_code: int
     lines: list[str]
     names: Names = USUAL
     above: tuple[str, ...] = ()
-    """Log lines before `lines`. Rules match `lines` only, but may search these for the cause."""
+    """Lines before `lines`, searched for the cause only."""
 
     def last(self, pattern: str) -> tuple[re.Match[str], str] | None:
-        """Return the last line that matches, and its match."""
         for line in reversed(self.lines):
             if match := re.search(pattern, line, re.IGNORECASE):
                 return match, line.strip()
@@ -70,15 +65,13 @@ class ExitRule(Rule):
 
     fix: str = ""
     pattern: str = ""
-    """Regular expression for log lines, in any case; the last match is the evidence."""
+    """The last matching log line is the evidence."""
     codes: tuple[int, ...] = ()
-    """Exit codes to which the rule applies; empty: all."""
     judge: Callable[[Evidence], tuple[str, str, str] | None] | None = None
-    """Return title, evidence and fix if the case applies; replaces `pattern` and `codes`."""
+    """Returns title, evidence and fix, or None; replaces `pattern` and `codes`."""
     layer: Layer = field(default=Layer.PROCESS, kw_only=True)
 
     def explain(self, found: Evidence) -> Diagnosis | None:
-        """Return the diagnosis if this rule applies."""
         if self.judge is not None:
             case = self.judge(found)
             return self.stamp(Diagnosis(*case)) if case else None
@@ -102,7 +95,7 @@ def not_executable(found: Evidence) -> tuple[str, str, str] | None:
 
 
 def refused_arguments(found: Evidence) -> tuple[str, str, str] | None:
-    """Recognise exit code 2 with a message of argparse or pydantic; the title names the flags."""
+    """Name the flags that argparse or pydantic refused."""
     if found.exit_code != 2 or (hit := found.last(USAGE)) is None:
         return None
     unknown, wrong = UNKNOWN_FLAGS.search(hit[1]), WRONG_FLAG.search(hit[1])
@@ -113,7 +106,6 @@ def refused_arguments(found: Evidence) -> tuple[str, str, str] | None:
 
 
 def is_wrong_usage(found: Evidence) -> bool:
-    """Return True if a program exited with 2 because of its arguments, which no restart changes."""
     hit = found.last(f"{USAGE}|{OWN_USAGE}") if found.exit_code == 2 else None
     return hit is not None and not is_passing(hit[1])
 
@@ -142,7 +134,7 @@ def killed_by_signal(found: Evidence) -> tuple[str, str, str] | None:
 
 
 def made_no_update(found: Evidence) -> tuple[str, str, str] | None:
-    """Recognise a trainer that made no update, by the exit code that its plan calls final."""
+    """Recognise a trainer that made no update."""
     if found.spec.role is not Role.TRAINER or found.exit_code not in found.spec.final_codes:
         return None
     hit = found.last(r"^error: ")
@@ -164,7 +156,7 @@ def exited(found: Evidence) -> tuple[str, str, str]:
 
 
 BY_CODE = (ExitRule("no_update", "the trainer made no update", judge=made_no_update),)
-"""Rules that need the exit code only, whatever the log contains."""
+"""Rules of the exit code alone."""
 BY_EXIT = (
     ExitRule(
         "env_package_missing",
@@ -238,13 +230,12 @@ AT_LAST = (
     ),
     ExitRule("exited", "a component exited", judge=exited),
 )
-"""Rules for everything that no other rule explains; the last one always applies."""
+"""Fallback rules; the last one always applies."""
 EXIT_RULES = BY_CODE + BY_EXIT + AT_LAST
 PASSING_RULES = frozenset(rule.name for rule in (*LOG_RULES, *EXIT_RULES) if rule.passing)
 
 
 def diagnose(found: Evidence) -> Diagnosis:
-    """Return the diagnosis of the first rule that applies."""
     found = replace(found, lines=[ANSI.sub("", line) for line in found.lines])
     # The ranks that ended because of the killed one print errors that hide it.
     if killed := [line for line in found.lines if RANK_SIGKILL.match(line)]:
@@ -257,8 +248,7 @@ def diagnose(found: Evidence) -> Diagnosis:
 
 
 def lasting_error(rule: str, lines: list[str]) -> str:
-    """Return the error line of a log whose end `rule` explains; empty if there is none, or if a
-    retry can help."""
+    """Return the error line that `rule` explains; empty if a retry can help."""
     line = root_error(lines)
     return "" if line is None or rule in PASSING_RULES or is_passing(line) else line
 
@@ -270,11 +260,7 @@ def _first(rules: tuple[ExitRule, ...], found: Evidence) -> Diagnosis | None:
 
 
 def _from_lines(found: Evidence, *, waits: bool) -> Diagnosis | None:
-    """Return the diagnosis of the first log rule that matches.
-
-    Args:
-        waits: use the patterns with `patience_s` that no later line cleared; else those without.
-    """
+    """`waits`: use patterns with `patience_s` that no later line cleared; else those without."""
     for rule in LOG_RULES:  # in order: the first match explains the exit
         if rule.at_exit and rule.concerns(found.spec.role):
             for pattern in rule.patterns:
@@ -300,7 +286,7 @@ def _last_match(pattern: LogPattern, lines: list[str]) -> tuple[str, re.Match[st
 
 
 def describe_exit(code: int) -> str:
-    """Return `exit code 1` or `SIGKILL`."""
+    """`exit code 1` or `SIGKILL`."""
     if code >= 0:
         return f"exit code {code}"
     try:

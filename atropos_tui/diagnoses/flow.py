@@ -1,9 +1,5 @@
-"""Measure the rollout path over the newest seconds: output of environments, idle time of engines,
-waits of the trainer.
-
-`FlowWatch` gets the records that the `Watcher` reads, polls `/metrics` of each engine (the server
-counts its own idle seconds, `vllm_server/auth.py`), and returns a `Flow` for each environment.
-"""
+"""Measure the rollout path over the newest seconds: environments, idle engines, waits of the
+trainer."""
 
 from __future__ import annotations
 
@@ -30,21 +26,17 @@ from atropos_tui.diagnoses.stall_rules import RUNS, Flow, Part, asked_engines
 from atropos_tui.profile.spec import StackSpec, is_hosted
 
 WINDOW_S = 12.0
-"""Longest window, in seconds, for shares of waiting. The newest `STEPS` steps are used if they took
-less: whole steps, and none that is out of date."""
+"""Longest window for shares of waiting, in seconds."""
 STEPS, STEPS_S = 4, 6.0
-"""Steps of that window, and its shortest length in seconds: engines are polled only every
-`ASK_S`."""
+"""Steps that are enough for a window, and its shortest length in seconds."""
 LEAST_S = 8.0
 """Shortest window, in seconds, from which waiting is concluded."""
 PAUSE_S = 5.0
-"""Seconds that atroposlib's BaseEnv sleeps after its registration."""
 COUNTS_S = 30.0
-"""Window for counting groups, in seconds; environments report counts every few seconds."""
+"""Window for counting groups, in seconds."""
 FAULT_STEPS = 5
-"""Number of the newest steps in which malformed rollouts are counted."""
+"""Newest steps in which malformed rollouts are counted."""
 ASK_S = 1.5
-"""Shortest interval, in seconds, between two polls of the engines."""
 ANSWER_S = 2.0
 RUNNING, TOKENS = "vllm:num_requests_running", "vllm:generation_tokens_total"
 QUEUED = "vllm:num_requests_waiting"
@@ -58,14 +50,14 @@ BOUNDS = {
     "awaited": "awaited",
     "in_engine": "in_engine",
 }
-"""Averaged fields of an `env_counts` record -> their fields in `EnvFlow`."""
+"""Field of an `env_counts` record -> field of `EnvFlow`."""
 BOUNDS_S = 12.0
-"""Age limit, in seconds, of the records that are averaged."""
+"""Age limit of averaged records, in seconds."""
 
 
 @dataclass(frozen=True)
 class EngineLook:
-    """Counters of one engine at one moment, in Unix seconds."""
+    """Counters of one engine at a Unix time."""
 
     at: float
     figures: dict[str, float]
@@ -75,11 +67,6 @@ class EngineLook:
 
 
 def read_figures(text: str, names: Collection[str]) -> dict[str, list[float]]:
-    """Read the values of `names` from a Prometheus page, finite and not negative.
-
-    A name has one value for each set of labels, such as one for each engine with data parallelism.
-    Lines that cannot be parsed are skipped.
-    """
     found: dict[str, list[float]] = {}
     begins = tuple(names)
     for line in text.splitlines():
@@ -96,26 +83,23 @@ def read_figures(text: str, names: Collection[str]) -> dict[str, list[float]]:
 
 
 def parse_look(text: str, at: float) -> EngineLook | None:
-    """Parse an engine's `/metrics`; None if that server does not count its idle seconds."""
+    """Parse an engine's `/metrics`; None if it does not count idle seconds."""
     found = {name: sum(values) for name, values in read_figures(text, READ).items()}
     return EngineLook(at, found) if METRIC_IDLE_S in found else None
 
 
 @dataclass
 class _Env:
-    """One attempt of an environment."""
-
     attempt: int
     engines: tuple[str, ...]
-    """Engines it sends requests to."""
     hosted: bool
-    """`atropos_envs` runs it, and it counts its own groups."""
+    """It runs in our host, and counts its own groups."""
     counts: deque[EnvCountsRecord] = field(default_factory=lambda: deque(maxlen=40))
     registered_at: float | None = None
     asked_before: float | None = None
     """Request count of its engines when this attempt was first seen."""
     asks_since: float | None = None
-    """Time when that count first grew, in Unix seconds."""
+    """Unix time at which that count first grew."""
 
     def cap(self, now: float) -> None:
         """Limit its times to `now`: they are later only if the clock was set back."""
@@ -124,7 +108,7 @@ class _Env:
 
 
 class FlowWatch:
-    """Measurements of one run. Times are Unix seconds; all calls come from one thread."""
+    """Flow measurements of one run, from one thread. Times are Unix seconds."""
 
     def __init__(self, stack: StackSpec) -> None:
         self._asks = asked_engines(stack.components)
@@ -138,16 +122,14 @@ class FlowWatch:
         self._timings: deque[TimingRecord] = deque(maxlen=200)
         self._steps: deque[StepRecord] = deque(maxlen=FAULT_STEPS)
         self._has_batch = 0
-        """Attempt of the trainer that received its first batch."""
         self._paused_at = float("-inf")
-        """Time when the trainer last reported that it waits for disk space, not for a batch."""
+        """Time at which the trainer last waited for disk space."""
         self._asked_at = float("-inf")
         self.environments = [spec.name for spec in stack.components if spec.role is Role.ENV]
         self._hosted = {spec.name for spec in stack.components if is_hosted(spec.command)}
         alone = len(self.environments) == 1 and self.environments[0] not in self._hosted
         self._unhosted = self.environments[0] if alone else ""
-        """The only environment, if it does not count its groups: group lines in any log are about
-        it."""
+        """The only environment, if it does not count its groups."""
         self._seen: Counter[str] = Counter()
         self._http = asking("", ANSWER_S)
         steps = next(
@@ -159,26 +141,22 @@ class FlowWatch:
             "",
         )
         self.last_step = int(steps) if steps and steps.isdecimal() else math.inf
-        """Last optimizer step; after it the trainer waits for nothing."""
+        """Last optimizer step of the run."""
         self._workers = {
             spec.name: _flag(spec.command, "--env.max_num_workers") for spec in stack.components
         }
 
     def count(self, record: EnvCountsRecord) -> None:
-        """Add an environment's report of its group counts."""
         if (env := self._envs.get(record.env)) is not None:
             env.counts.append(record)
 
     def step(self, record: TimingRecord) -> None:
-        """Add the timing of a step."""
         self._timings.append(record)
 
     def trained(self, record: StepRecord) -> None:
-        """Add a step, for the sequences that the trainer left out as malformed."""
         self._steps.append(record)
 
     def printed(self, part: Part, counts: Counter[str], now: float) -> None:
-        """Add counts of log lines, by the names in `log_scanner.COUNTED`."""
         if part.role is Role.TRAINER and counts["pauses"]:
             self._paused_at = now
         self._seen["groups"] += counts["groups"]
@@ -196,25 +174,21 @@ class FlowWatch:
             self.registered(part, now)
 
     def reached(self, part: Part, stage: str, at: float) -> None:
-        """Note that a component reached a stage."""
         if part.role is Role.ENV and stage == REGISTERED:
             self.registered(part, at)
         elif part.role is Role.TRAINER and stage == FIRST_BATCH:
             self._has_batch = part.attempt
 
     def registered(self, part: Part, now: float) -> None:
-        """Note that run-api registered an environment."""
         env = self._env(part)
         env.registered_at = env.registered_at or now
 
     def is_registered(self, part: Part) -> bool:
-        """Return True if this attempt is known to be registered."""
         return self._env(part).registered_at is not None
 
     def ask(
         self, parts: Sequence[Part], now: float, get: Callable[[str], str | None] | None = None
     ) -> None:
-        """Poll `/metrics` of the running engines."""
         if (
             abs(now - self._asked_at) < ASK_S
         ):  # abs(): a clock that was set back does not stop polling
@@ -295,8 +269,6 @@ class FlowWatch:
             env.asks_since = env.asks_since or max(each[-1].at for each in looks)
 
     def _could_ask_s(self, env: _Env, parts: Sequence[Part], now: float) -> float | None:
-        """Return the seconds since the environment is registered and one of its engines is
-        healthy."""
         healthy = [
             part.since for part in parts if part.name in env.engines and part.state is State.HEALTHY
         ]
@@ -305,7 +277,7 @@ class FlowWatch:
         return now - max(env.registered_at, min(healthy))
 
     def _counted(self, part: Part, env: _Env, parts: Sequence[Part], now: float) -> Flow:
-        """Return a `Flow` with the group counts of the newest `COUNTS_S` seconds."""
+        """Count groups over the newest `COUNTS_S` seconds."""
         own = [record for record in env.counts if record.time >= part.started_at]
         old = next((record for record in reversed(own) if record.time <= now - COUNTS_S), None)
         new = own[-1] if own else None
@@ -333,11 +305,6 @@ class FlowWatch:
         )
 
     def _malformed(self, env: str) -> dict[str, Any]:
-        """Return the malformed sequences of an environment in the newest steps, as fields of
-        `Flow`.
-
-        A single environment gets all of them: without hosting, its name in the records differs.
-        """
         counts, example = Counter[str](), ""
         for step in self._steps:
             for name, reasons in step.faults_by_env.items():
@@ -350,15 +317,14 @@ class FlowWatch:
         return [timing for timing in self._timings if timing.time >= trainer.since]
 
     def _span(self, trainer: Part | None, now: float) -> float:
-        """Return the length of the window for shares of waiting, in seconds."""
         newest = self._of_trainer(trainer)[-STEPS:] if trainer is not None else []
         if len(newest) < STEPS:
             return WINDOW_S
         return min(WINDOW_S, max(STEPS_S, now - (newest[0].time - newest[0].step_s)))
 
     def _waiting(self, trainer: Part, begin: float, now: float) -> float:
-        """Return the share of the time since `begin` in which the trainer waited for a batch. A
-        step starts with its wait."""
+        """Return the share of the time in which the trainer waited for a batch. A step starts with
+        its wait."""
         own = self._of_trainer(trainer)
         waits = [(t.time - t.step_s, t.time - t.step_s + t.data_wait_s) for t in own]
         # The current step has no record yet. Count its time since the last step as waiting, except
@@ -374,8 +340,7 @@ class FlowWatch:
 
 
 def _bounds(records: Sequence[EnvCountsRecord]) -> dict[str, float]:
-    """Return workers and queue slots of an environment as fields of `EnvFlow`: means over the
-    `records` that have them."""
+    """Mean workers and queue slots, as fields of `EnvFlow`."""
     records = [record for record in records if record.workers is not None]
     found: dict[str, float] = {}
     for name, field_ in BOUNDS.items():

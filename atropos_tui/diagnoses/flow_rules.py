@@ -1,9 +1,4 @@
-"""Rules for the output of environments: flat groups, groups left out, failing rollouts, silence, a
-bottleneck.
-
-Each rule judges one environment by its `Flow`. The first rule that applies explains the
-environment; later rules stay silent.
-"""
+"""Rules for the output of environments. The first rule that applies explains an environment."""
 
 from __future__ import annotations
 
@@ -28,10 +23,8 @@ from atropos_tui.diagnoses.model import Diagnosis, Ends, Layer, Rule, shortened
 from atropos_tui.diagnoses.stall_rules import Flow, Part, RunSnapshot
 
 MANY = 8
-"""Smallest number of groups or failures that a rule judges; fewer may be chance."""
 SILENT_S = 20.0
-"""Seconds without a request after which a registered environment is silent; BaseEnv starts after
-five."""
+"""Seconds without a request after which a registered environment is silent."""
 HOSTED_WAITS = (
     "Move calls that block its event loop (time.sleep, requests, a large computation) to "
     "asyncio.to_thread"
@@ -43,14 +36,13 @@ PROGRAM_WAITS = (
 )
 """Usual reasons why an environment sends no requests."""
 BOTH_WAIT = 0.3
-"""Smallest share of the time without work, for trainer and engine at once, that makes an
-environment the bottleneck."""
+"""Smallest idle share of trainer and engine at once that makes an environment the bottleneck."""
 AWAITED = 0.3
-"""An environment is not the bottleneck if the batch waits for it in a smaller share of the time."""
+"""Smallest share of waiting for one environment that makes it the bottleneck."""
 MUCH_FLAT = 0.3
-"""Share of flat groups above which the fix mentions them."""
+"""Flat share above which the fix mentions it."""
 REFUSALS = ("EngineRefused", "BadRequestError", "ClientResponseError")
-"""Errors of requests that the engine refuses; the rule `rollouts_refused` explains those."""
+"""Request errors that the rule `rollouts_refused` explains."""
 
 LEFT_OUT_FIXES = {
     NONE: "return the group with its scores instead of None in collect_trajectories: flat groups "
@@ -62,10 +54,9 @@ LEFT_OUT_FIXES = {
     NOT_FINITE: "correct its scores: NaN and infinities cannot be trained on",
     UNANSWERED: "atropos-tui why api shows the reason; atropos-tui restart api",
 }
-"""Fix for each reason."""
+"""Reason -> fix."""
 
 Judgement = tuple[str, str, str] | None
-"""Title, evidence and fix."""
 
 
 def all_flat(env: str, flow: Flow) -> Judgement:
@@ -112,8 +103,7 @@ def malformed(env: str, flow: Flow) -> Judgement:
 
 
 def left_out(env: str, flow: Flow) -> Judgement:
-    """Apply if nearly all groups of the newest seconds were left out, or many since the last
-    accepted one."""
+    """Apply if nearly all newest groups were left out, or many since the last accepted one."""
     made, out = flow.made, flow.left_out
     # A streak may be older than the counting window of a slow environment.
     if _others(flow.streak).total() >= MANY:
@@ -130,7 +120,6 @@ def left_out(env: str, flow: Flow) -> Judgement:
 
 
 def _others(out: Counter[str]) -> Counter[str]:
-    """Return the groups that were left out because of an error."""
     return Counter(
         {reason: count for reason, count in out.items() if reason not in (FLAT, SURPLUS)}
     )
@@ -191,8 +180,7 @@ def silent(env: str, flow: Flow) -> Judgement:
 
 
 def bottleneck(env: str, flow: Flow) -> Judgement:
-    """Apply if the trainer has no batch and the engine no request at the same time, by their shares
-    of the time."""
+    """Apply if the trainer has no batch while the engine has no request."""
     # waiting + idle - 1 is the least share of the time in which both are without work.
     if flow.seconds is None or flow.waiting + flow.idle - 1.0 < BOTH_WAIT:
         return None
@@ -233,31 +221,25 @@ def bottleneck(env: str, flow: Flow) -> Judgement:
 
 @dataclass(frozen=True)
 class FlowRule(Rule):
-    """A rule for one environment."""
-
     judge: Callable[[str, Flow], Judgement]
     opposite: Callable[[Flow], bool]
-    """Return True if the flow shows the opposite; a few groups are enough for that, while `judge`
-    needs more."""
+    """The flow shows the opposite; a few groups are enough for that."""
     end: str
-    """Reason recorded when the diagnosis ends."""
+    """Reason recorded at the end of the diagnosis."""
     each_attempt = True
     ends: Ends = field(default=Ends.LOOK, kw_only=True)
     layer: Layer = field(default=Layer.ROLLOUTS, kw_only=True)
 
     def refuted(self, run: RunSnapshot, part: Part) -> bool:
-        """Return True if the environment's current flow shows the opposite."""
         flow = run.flows.get(part.name)
         return flow is not None and self.opposite(flow)
 
     def look(self, run: RunSnapshot) -> dict[str, Diagnosis | None]:
-        """Return the findings of this rule, by environment."""
         return {env: found for env, found in run.explained.items() if found.rule == self.name}
 
 
 def explain(flows: Mapping[str, Flow], refused: Collection[str]) -> dict[str, Diagnosis]:
-    """Return the first finding for each environment; skip those whose requests the engine
-    refuses."""
+    """Return the first finding for each environment that the engine does not refuse."""
     found = {}
     for env, flow in flows.items():
         judged = ((rule, rule.judge(env, flow)) for rule in FLOW_RULES if env not in refused)
@@ -334,4 +316,4 @@ FLOW_RULES = (
         severity="advice",
     ),
 )
-"""Rules by certainty, highest first."""
+"""By certainty, highest first."""

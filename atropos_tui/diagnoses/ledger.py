@@ -1,5 +1,4 @@
-"""Open diagnoses of a run, kept by the supervisor: each opening and each end becomes one journal
-record."""
+"""Open diagnoses of a run; each opening and each end is one journal record."""
 
 from __future__ import annotations
 
@@ -11,20 +10,17 @@ from atropos_common.protocol.records import DiagnosisRecord, StateRecord
 from atropos_tui.diagnoses.model import Diagnosis, Ends
 
 Key = tuple[str | None, str, str]
-"""Component (None: the run), rule and title."""
+"""Component (None: the run), rule, title."""
 
 
 @dataclass(frozen=True)
 class _Open:
-    """An open diagnosis, and the attempt of its component in which it was found."""
-
     found: Diagnosis
     attempt: int
 
 
 class Ledger:
-    """Open diagnoses by component, rule and title, oldest first. Used by the supervisor's event
-    loop only."""
+    """Open diagnoses, oldest first. Event loop only."""
 
     def __init__(self, emit: Callable[[DiagnosisRecord], None]) -> None:
         self._emit = emit
@@ -42,9 +38,8 @@ class Ledger:
         """Record that `found` is open or, if `found.over`, that it has ended.
 
         Args:
-            attempt: attempt of the component; an open diagnosis is recorded once per attempt.
-            ending: `found` explains the end of the attempt; record it again if another diagnosis
-                came later.
+            ending: it explains the end of the attempt; record it again if another diagnosis came
+                later.
             again: record it again, because its evidence is new.
         """
         key = component, found.rule, found.title
@@ -81,8 +76,7 @@ class Ledger:
             self._close(key, "the run goes on under a new supervisor")
 
     def moved(self, record: StateRecord) -> None:
-        """End the diagnoses that a component's new state ends: a healthy later attempt, or
-        completion."""
+        """End the diagnoses that a component's new state ends."""
         done = record.new == State.COMPLETED
         if not done and record.new != State.HEALTHY:
             return
@@ -93,12 +87,10 @@ class Ledger:
                 self._close(key, "it completed" if done else f"attempt {record.attempt} is healthy")
 
     def end_all(self, why: str) -> None:
-        """End every diagnosis, because the run ended well."""
         for key in list(self._open):
             self._close(key, why)
 
     def of(self, component: str) -> list[Diagnosis]:
-        """Return the open diagnoses of a component, oldest first."""
         return [known.found for key, known in self._open.items() if key[0] == component]
 
     def _newest(self, component: str | None) -> _Open | None:

@@ -1,8 +1,6 @@
-"""Rules for log lines of components. To add one: an entry in `LOG_RULES`, where order matters, and
-its test.
+"""Rules for log lines of components; an entry in `LOG_RULES` each.
 
-An entry is data: stable name, title, fix, and patterns. At an exit the first rule with a matching
-line explains it, so the more specific rules come first.
+At an exit the first rule with a matching line explains it: put specific rules first.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ FEWER_BYTES: dict[Role | None, str] = {
 }
 ASKS = (Role.TRAINER, Role.ENV)
 REPEATED_S = 75.0
-"""`LogRule.quiet_s` for warnings that the trainer repeats at most once a minute."""
+"""`LogRule.quiet_s` of warnings that the trainer repeats at most once a minute."""
 ALIGNMENT_FIX = (
     "a `cause` in the evidence names it. Without one: restart the engine, so that both have "
     "the same weights "
@@ -58,7 +56,6 @@ NO_LOGPROBS_FIX = (
 
 
 def port_taken(name: str, port: int | None, evidence: str) -> Diagnosis:
-    """Return the diagnosis of a port in use; it names the holder if the system shows it."""
     holder = ports.holder(port) if port else None
     held = f"; held by {holder}" if holder else ""
     return Diagnosis(
@@ -77,7 +74,7 @@ def _port_in_use(match: LogMatch) -> Diagnosis:
 
 
 def _engine_dead(match: LogMatch) -> Diagnosis:
-    """Use the dying process's own error as evidence, not later lines about its death."""
+    """Use the dying process's own error, not later lines about its death."""
     root = root_error(match.around) or match.line  # the matched line may be a wrapper
     fix = (
         "read its traceback and the lines above it: atropos-tui logs {engine} --grep "

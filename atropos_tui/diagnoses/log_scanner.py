@@ -1,10 +1,7 @@
 """Search the output of a component for the patterns of rules, at a bounded cost.
 
-`LogScanner.feed` only stores bytes, so that draining the pipe stays cheap. Between two scans it
-keeps the first `HEAD` and the last `REST` bytes; only above 192 KB a second are bytes dropped.
-`scan` searches for each anchor with `bytes.find` in all bytes at once, and decodes a line only at a
-hit. A scan reads at most `LINES` lines for a pattern, and one line while the rule's diagnosis is
-open, so that a program which repeats matching lines costs no more.
+`feed` only stores bytes, so draining the pipe stays cheap. Above 192 KB/s the middle is dropped.
+`scan` looks for each anchor with `bytes.find` and decodes a line only at a hit.
 """
 
 from __future__ import annotations
@@ -34,9 +31,9 @@ HEAD = 160 * 1024
 REST = 32 * 1024
 LINES = 20
 RECENT = 64 * 1024
-"""Newest output, in bytes, for rules that search it for the cause of their pattern."""
+"""Newest output, in bytes, that rules may search for a cause."""
 MUCH = 16 * 1024
-"""Above this many bytes, yield to the event loop between two patterns: it has a flood to drain."""
+"""Bytes above which a scan yields to the event loop between two patterns."""
 COUNTED: dict[Role, dict[str, bytes]] = {
     Role.ENV: {
         "dropped groups": b"Scores are the same in a group, skipping",
@@ -54,26 +51,22 @@ COUNTED: dict[Role, dict[str, bytes]] = {
         "pauses": b"Training pauses until there is room",
     },
 }
-"""Lines whose count explains missing batches; in a flood only the lines that are kept are
-counted."""
 NOTED: dict[Role, bytes] = {Role.ENGINE: b"[vllm_server] refused "}
 """Lines that are kept whole, for rules about other components."""
 NORMAL = 3
-"""Optimizer steps, or accepted groups of an environment, that prove a component works again."""
+"""Steps, or accepted groups, that prove a component works again."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """Evidence that a component works, used to end diagnoses from its log."""
+    """Evidence that a component works."""
 
     healthy: bool = False
     steps: Sequence[float] | None = None
-    """Times of its newest steps or groups, at most `NORMAL`, on the clock of `LogScanner.scan`;
-    None if its work is not counted."""
+    """Times of its newest steps or groups; None if not counted."""
 
     def since(self, at: float, *, counted: bool) -> bool:
-        """Return True if it has worked normally since `at`; with `counted`, health alone is not
-        enough."""
+        """True if it has worked since `at`; with `counted`, health is not enough."""
         if not self.healthy or (counted and self.steps is None):
             return False
         return self.steps is None or (len(self.steps) == NORMAL and self.steps[0] > at)
@@ -84,24 +77,22 @@ UNKNOWN = Work()
 
 @dataclass
 class _Open:
-    """A match that waits for its patience to run out, and since when."""
-
     since: float
     match: LogMatch
 
 
 class LogScanner:
-    """Find patterns in the output of one attempt. The event loop calls `feed` and `take`; one
-    thread calls the rest."""
+    """Pattern search in one attempt's output. The event loop calls `feed` and `take`; one thread
+    the rest."""
 
     def __init__(self, spec: ComponentSpec, names: Names) -> None:
         self.spec = spec
         self.names = names
         self.counts: Counter[str] = Counter()
         self.errors = 0
-        """Number of times it printed `ERROR`."""
+        """Lines with `ERROR`."""
         self.noted: list[str] = []
-        """Newest lines with the role's needle in `NOTED`; the reader clears the list."""
+        """Newest lines with the role's needle in `NOTED`."""
         self._head: list[bytes] = []
         self._room = HEAD
         self._rest = bytearray()
@@ -114,7 +105,7 @@ class LogScanner:
         ]
         self._counted = COUNTED.get(spec.role, {})
         self._findings: dict[str, Finding] = {}
-        """Finding of each rule that has reported in this attempt."""
+        """Rule -> finding in this attempt."""
         self._was_healthy = False
         self._open: dict[LogPattern, _Open] = {}
         self._settling: dict[str, tuple[LogRule, _Open]] = {}
@@ -123,7 +114,6 @@ class LogScanner:
         )
 
     def feed(self, data: bytes) -> None:
-        """Keep `data`, or its two ends, for the next scan."""
         if self._room > 0:
             self._head.append(data[: self._room])
             data = data[self._room :]
@@ -135,7 +125,7 @@ class LogScanner:
                 del self._rest[:-REST]
 
     def take(self) -> list[bytes]:
-        """Return the bytes kept since the last call: one piece, or two with a gap between them."""
+        """Return the bytes kept since the last call: one piece, or two with a gap."""
         if not self._head:
             return []
         head, rest = b"".join(self._head), bytes(self._rest[-REST:])
@@ -151,9 +141,7 @@ class LogScanner:
         Args:
             pieces: result of `take`.
             now: seconds of any one clock.
-            starting: roles with a component that is starting; patience does not run for those who
-                wait for it.
-            work: health and work of the component.
+            starting: roles that are starting; patience does not run for those who wait for them.
         """
         results: list[Diagnosis] = []
         for piece in pieces[:-1]:  # a gap follows: the rest of its last line is lost
@@ -174,8 +162,7 @@ class LogScanner:
         return results
 
     def close(self, now: float) -> list[Diagnosis]:
-        """Scan the rest at the end of the attempt: the last line may lack its newline, and nothing
-        waits any more."""
+        """Scan the rest at the end of the attempt."""
         text, self._carry = self._carry, b""
         results = self._look(text, now)
         self._open.clear()
@@ -221,8 +208,6 @@ class LogScanner:
         return results
 
     def _ended(self, now: float, work: Work) -> list[Diagnosis]:
-        """End diagnoses whose lines stopped when the component became healthy, or while it
-        worked."""
         results: list[Diagnosis] = []
         if not work.healthy:
             return results
@@ -246,8 +231,7 @@ class LogScanner:
         return results
 
     def _find(self, pattern: LogPattern, text: bytes, begin: int, most: int) -> LogMatch | None:
-        """Return the first match in `text` after `begin`; read at most `most` lines with the
-        anchor."""
+        """Return the first match after `begin`; read at most `most` lines with the anchor."""
         for line in _lines_with(text, pattern.needle, begin, most):
             if (match := pattern.match(line)) is not None:
                 return LogMatch(
@@ -260,7 +244,7 @@ class LogScanner:
         return 1 if finding is not None and finding.open is not None else LINES
 
     def _settled(self, now: float) -> list[Diagnosis]:
-        """Report matches whose rule has waited `settle_s` for the program to print the cause."""
+        """Report matches whose `settle_s` has passed."""
         results: list[Diagnosis] = []
         for name, (rule, seen) in list(self._settling.items()):
             if now - seen.since >= rule.settle_s:
@@ -291,8 +275,6 @@ class LogScanner:
 
 
 def _lines_with(text: bytes, needle: bytes, begin: int, most: int) -> Iterator[str]:
-    """Yield at most `most` lines of `text` after `begin` that contain `needle`. A carriage return
-    also ends a line."""
     position = text.find(needle, begin)
     while position >= 0 and most > 0:
         # Bound the search for line ends: output may have no newline for megabytes.
@@ -310,11 +292,8 @@ def _lines_with(text: bytes, needle: bytes, begin: int, most: int) -> Iterator[s
 
 @dataclass(frozen=True)
 class Printed:
-    """Output of a component's current attempt since the last look."""
-
     scanner: LogScanner
     pieces: list[bytes]
     over: bool
-    """The attempt has ended."""
     asked_to_go: bool
-    """It was stopped or killed on purpose, so its last errors are not reported."""
+    """It was stopped on purpose, so its last errors are not reported."""

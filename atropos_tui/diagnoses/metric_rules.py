@@ -1,8 +1,6 @@
-"""Rules for the trainer's records: ours, and the alerts of a profile.
+"""Rules for the trainer's records, and the alerts of a profile.
 
-Each rule has a pure function, its judge. It gets the last records, oldest first, and returns
-evidence (numbers with their steps), or None if all is well. Thresholds are the health numbers of
-the guides; others have their reason beside them.
+Each judge gets the last records, oldest first, and returns evidence, or None if all is well.
 """
 
 from __future__ import annotations
@@ -44,14 +42,13 @@ from atropos_tui.profile.spec import AlertSpec
 
 LOSS = -10.0
 IN_A_ROW = 3
-"""Records in a row that must be bad: one bad step is noise."""
+"""Bad records in a row that count; one bad step is noise."""
 BLOCK = 10
-"""Steps that are averaged; a single batch is too noisy."""
+"""Steps that are averaged."""
 REMEMBERED = 200
 SMALL_DROP = 0.05
 LAG = 3.0
-"""Mean policy lag from which a growing lag is reported; an environment's bound of 1 to 3 batches
-stays below it."""
+"""Mean policy lag from which growth is reported."""
 SLOWER = 3.0
 """Factor on the usual step time above which steps are slow."""
 WAIT_SHARE = 0.8
@@ -59,9 +56,8 @@ WORTH_SAYING_S = 5.0
 LONG_WAIT_S = 30.0
 LOOKED_AT = 12
 SHARE = 0.5
-"""Share of the newest rollouts that must be bad."""
+"""Smallest share of bad rollouts."""
 LONG = 120
-"""Characters at the end of a completion that must repeat one piece."""
 LONGEST_PIECE = 40
 SHOWN = 60
 NEARLY_ALL = 0.9
@@ -82,9 +78,8 @@ ALERT = Rule(
     event="alert",
 )
 SLOPE_STEPS = 5
-"""Smallest number of steps for a slope."""
 BASE_STEPS = 50
-"""Steps before the newest ones that give the mean and deviation of a z-score."""
+"""Steps that give mean and deviation of a z-score."""
 LEAST_BASE = 10
 SHOWN_VALUES = 5
 COLLAPSE_FIX = (
@@ -98,8 +93,8 @@ Judge = Callable[[Sequence[Any]], str | None]
 
 @dataclass(frozen=True)
 class MetricRule(Rule):
-    """A rule for the newest `window` records of `kinds`; its diagnosis ends after `good` records in
-    a row without evidence."""
+    """A rule for the newest `window` records; its diagnosis ends after `good` records without
+    evidence."""
 
     fix: str
     kinds: tuple[type[Record], ...]
@@ -110,11 +105,9 @@ class MetricRule(Rule):
 
 
 def reward_collapsed(steps: Sequence[StepRecord]) -> str | None:
-    """Apply if the mean reward of the last block is more than one standard deviation below the best
-    block.
+    """Apply if the mean reward of the last block is one standard deviation below the best block.
 
-    The scale is the deviation of single rewards within batches, so 0/1 and -1/+1 rewards behave
-    alike. A fall from 59 % to 7 %, the guides' case, counts; one from 99 % to 85 % does not.
+    The deviation is that of single rewards, so 0/1 and -1/+1 rewards behave alike.
     """
     blocks = _blocks(steps)  # the first one may be shorter
     if len(blocks) < 2:
@@ -153,7 +146,7 @@ def _at(record: EvalRecord) -> str:
 
 
 def lag_grows(steps: Sequence[StepRecord]) -> str | None:
-    """Apply if the mean policy lag of the last block is high, and well above the block before."""
+    """Apply if the mean lag of the last block is high and well above the block before."""
     if len(steps) < 2 * BLOCK:
         return None
     before, now = (
@@ -170,8 +163,7 @@ def lag_grows(steps: Sequence[StepRecord]) -> str | None:
 
 
 def slow(timings: Sequence[TimingRecord]) -> str | None:
-    """Apply if steps take much longer than before, or a long step is mostly waiting for data. Names
-    the bottleneck."""
+    """Apply if steps take much longer than before, or mostly wait for data."""
     if len(timings) < BLOCK:
         return None
     now, before = timings[-BLOCK:], timings[:-BLOCK]
@@ -205,18 +197,12 @@ def _parts(timings: Sequence[TimingRecord]) -> dict[str, float]:
 
 
 def _blocks(steps: Sequence[StepRecord]) -> list[Sequence[StepRecord]]:
-    """Return blocks of `BLOCK` steps; the last block ends with the newest step."""
     first = len(steps) % BLOCK
     return [steps[at : at + BLOCK] for at in range(first, len(steps), BLOCK)]
 
 
 def repeated_piece(text: str) -> str | None:
-    """Return the piece that fills the last `LONG` characters, at least three times; None if there
-    is none.
-
-    A row of dots or spaces, as in tables, counts: a completion that ends in 120 of them is no
-    answer.
-    """
+    """Return the piece that fills the last `LONG` characters, at least three times."""
     end = text.rstrip("\n")[-LONG:]
     if len(end) < LONG:
         return None
@@ -227,7 +213,6 @@ def repeated_piece(text: str) -> str | None:
 
 
 def repeating(rollouts: Sequence[RolloutRecord]) -> str | None:
-    """Apply if half of the last rollouts or more end in a repetition."""
     found = [
         (rollout, piece)
         for rollout in rollouts
@@ -242,8 +227,7 @@ def repeating(rollouts: Sequence[RolloutRecord]) -> str | None:
 
 
 def in_a_row(bad: Callable[[Any], str | None], count: int = IN_A_ROW) -> Judge:
-    """Return a judge that applies if each of the last `count` records is bad; `bad` returns the
-    evidence of one."""
+    """Judge that each of the last `count` records is bad."""
 
     def judge(records: Sequence[Any]) -> str | None:
         found = [bad(record) for record in records[-count:]]
@@ -298,7 +282,6 @@ def _alignment(record: AlignmentRecord) -> str:
 
 
 def not_finite(record: Record) -> str | None:
-    """Name the fields that are NaN or infinite."""
     step = getattr(record, "step", 0)
     bad = [
         f"{name} is {value}"
@@ -338,7 +321,6 @@ def groups_flat(record: StepRecord) -> str | None:
 
 
 def _groups(record: StepRecord) -> tuple[int, int]:
-    """Return the number of groups and of flat groups, by the trainer's own count; 0 without one."""
     extra = record.model_extra or {}
     return extra.get("groups") or 0, extra.get("flat_groups") or 0
 
@@ -349,8 +331,7 @@ def _all_flat(record: StepRecord) -> bool:
 
 
 def _mismatch_by(cause: str) -> Judge:
-    """Return a judge of mismatches with this cause; an empty cause means those without a known
-    one."""
+    """Judge of mismatches with this cause; an empty cause means those without a known one."""
 
     def bad(record: AlignmentRecord) -> str | None:
         known = next((known for known in CAUSE_FIXES if record.cause.startswith(f"{known}:")), "")
@@ -360,7 +341,7 @@ def _mismatch_by(cause: str) -> Judge:
 
 
 def engines_left_out(record: SyncRecord) -> str | None:
-    """Name the engines that this publish did not reach, and the reasons."""
+    """Name the engines that this publish did not reach."""
     return "; ".join(f"{url}: {why}" for url, why in record.left_out.items()) or None
 
 
@@ -411,7 +392,7 @@ CAUSE_FIXES = {
         "generation-config from [vllm.args]; send the temperature in generation_params"
     ),
 }
-"""Cause of an alignment mismatch -> fix: one rule for each, all with one name."""
+"""Cause of an alignment mismatch -> fix."""
 
 METRIC_RULES: tuple[MetricRule, ...] = (
     MetricRule(
@@ -581,13 +562,7 @@ METRIC_RULES: tuple[MetricRule, ...] = (
 
 
 def alert_rules(alerts: Sequence[AlertSpec]) -> tuple[MetricRule, ...]:
-    """Return the rules of the profile's `[[alert]]` tables: one for each condition, all with one
-    name.
-
-    The metric is a field of the trainer's records, or a held-out accuracy with weight versions as
-    its steps. An alert is reported once while its condition holds, on the screen, in `events`,
-    `why` and the report, and by `[notify]`.
-    """
+    """Return a rule for each condition of the profile's `[[alert]]` tables."""
     return tuple(
         _rule(alert, words, judge) for alert in alerts for words, judge in _conditions(alert)
     )
@@ -640,7 +615,6 @@ def _conditions(alert: AlertSpec) -> list[tuple[str, Judge]]:
 
 
 def _values(records: Sequence[Any], metric: str) -> list[tuple[int, float]]:
-    """Return step and value of each record that has one."""
     known = (_value(record, metric) for record in records)
     return [
         (step, float(value)) for step, value in known if value is not None and math.isfinite(value)
@@ -681,8 +655,7 @@ def _steep(records: Sequence[Any], metric: str, slope: float, count: int) -> str
 
 
 def _odd(records: Sequence[Any], metric: str, z: float, count: int) -> str | None:
-    """Apply if each of the newest values is `z` deviations away from the mean of those before
-    them."""
+    """Apply if each of the newest values is `z` deviations from the mean of those before."""
     values = _values(records, metric)
     base, newest = [value for _, value in values[:-count]][-BASE_STEPS:], values[-count:]
     if len(base) < LEAST_BASE or len(newest) < count:

@@ -1,4 +1,4 @@
-"""Evaluate the metric rules, record by record, on the trainer's records and the evaluations."""
+"""Evaluation of the metric rules, record by record."""
 
 from __future__ import annotations
 
@@ -18,13 +18,10 @@ from atropos_tui.diagnoses.model import Diagnosis, Finding, shortened
 
 PACE_STEPS = 20
 SLOWEST = 8
-"""Limit of the factor on `MetricRule.good` for a number that goes wrong repeatedly."""
+"""Limit of the factor on `MetricRule.good` for a recurring problem."""
 
 
 class _Track:
-    """One rule on one series: its window, its finding, and the number of good records since the
-    last evidence."""
-
     def __init__(self, rule: MetricRule) -> None:
         self.rule = rule
         self.records: deque[Record] = deque(maxlen=rule.window)
@@ -50,28 +47,25 @@ class _Track:
 
 
 class MetricWatch:
-    """All metric rules of a run: each opens one diagnosis per attempt while its problem lasts."""
+    """All metric rules of a run; each opens one diagnosis per attempt while its problem lasts."""
 
     def __init__(self, since: float, rules: Sequence[MetricRule] = METRIC_RULES) -> None:
-        """`since`: Unix seconds. Older records, of a resumed run, fill the windows but are not
-        reported."""
+        """Records older than `since` (Unix seconds) fill the windows but are not reported."""
         self._rules = rules
         self.attempt = 0
         self.step = 0
-        """Newest optimizer step, 0 before the first."""
+        """Newest optimizer step."""
         self.step_at: float | None = None
-        """Time of that step's record, in Unix seconds."""
         self._since = since
         self._pace: deque[float] = deque(maxlen=PACE_STEPS)
         self._tracks: dict[Hashable, _Track] = {}
 
     @property
     def pace_s(self) -> float:
-        """Longest of the newest step times, in seconds; 0 without one."""
+        """Longest of the newest step times, in seconds."""
         return max(self._pace, default=0.0)
 
     def feed(self, record: Record) -> list[Diagnosis]:
-        """Return the diagnoses, and ends of diagnoses, that `record` causes."""
         if isinstance(record, TrainerRecord):
             return self._feed_trainer(record)
         if isinstance(record, EvalRecord):
@@ -107,7 +101,6 @@ class MetricWatch:
         return results
 
     def is_open(self, rule: str) -> bool:
-        """Return True if a diagnosis of `rule` is open."""
         return any(
             track.rule.name == rule and track.finding.open for track in self._tracks.values()
         )

@@ -1,8 +1,5 @@
-"""Base classes of diagnoses: `Rule`, `LogRule`, `Diagnosis`, and `Finding` (one problem over time).
-
-The rules are in the files `*_rules.py`. `OWN_RULES` at the end of this file are those that the
-supervisor reports without a watcher.
-"""
+"""Base classes of diagnoses. `OWN_RULES` are those that the supervisor reports without a
+watcher."""
 
 from __future__ import annotations
 
@@ -18,37 +15,33 @@ from atropos_common.protocol.records import DiagnosisRecord, Severity
 from atropos_tui.profile.spec import ComponentSpec, StackSpec
 
 QUIET_S = 600.0
-"""Longest time, in seconds, that a recurring finding must be absent before its diagnosis is
-over."""
+"""Longest absence, in seconds, that a recurring problem needs before its diagnosis ends."""
 WORK_S = 20.0
-"""Seconds of normal work without the line of a log rule before its diagnosis is over."""
+"""Seconds of work without the line before a log diagnosis ends."""
 LONGEST_EVIDENCE = 600
 ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 LONGEST_LINE = 8 * 1024
-"""Bytes of a line that are decoded; a rule searches this much text around its anchor."""
+"""Bytes of a line that are decoded."""
 
 
 class Ends(StrEnum):
-    """When a diagnosis is over. Each is also over when its component completes, or when the run
-    ends with code 0."""
+    """When a diagnosis is over. All end when the component completes or the run ends with code
+    0."""
 
     ATTEMPT = "attempt"
-    """At the next healthy attempt of the component: crashes, failed starts, facts about a whole
-    attempt."""
+    """At the next healthy attempt."""
     WORK = "work"
-    """At a line that clears it, or after `WORK_S` of healthy work without the line (see
-    `LogScanner`)."""
+    """At a line that clears it, or after `WORK_S` of healthy work without the line."""
     RECORDS = "records"
-    """After `MetricRule.good` records in a row without evidence (see `MetricWatch`), or at the next
-    healthy attempt."""
+    """After `MetricRule.good` records without evidence, or at the next healthy attempt."""
     LOOK = "look"
-    """When the rule checks the whole run and finds the opposite (see `Watcher`)."""
+    """When the rule finds the opposite."""
     RUN = "run"
-    """At the end of the run, or of the supervisor that found it."""
+    """At the end of the run or of its supervisor."""
 
 
 class Layer(IntEnum):
-    """Depth of the cause. Among diagnoses of one severity, the deeper one explains the others."""
+    """Depth of the cause: a deeper diagnosis explains the others of its severity."""
 
     MACHINE = 0
     PROCESS = 1
@@ -59,7 +52,7 @@ class Layer(IntEnum):
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """A detected problem: title, evidence and fix. `Rule.diagnosis` creates it."""
+    """A detected problem."""
 
     title: str
     evidence: str
@@ -68,14 +61,12 @@ class Diagnosis:
     severity: Severity = "warning"
     ends: Ends = Ends.ATTEMPT
     over: bool = False
-    """This object ends the diagnosis with the same rule and title; `evidence` is the reason."""
+    """Ends the diagnosis with the same rule and title; `evidence` is the reason."""
 
     def ended(self, why: str) -> Diagnosis:
-        """Return the object that ends this diagnosis."""
         return replace(self, evidence=why, fix="", over=True)
 
     def record(self, component: str | None = None) -> DiagnosisRecord:
-        """Return its record for the journal; without a component it is about the run."""
         return DiagnosisRecord(
             component=component,
             rule=self.rule,
@@ -89,37 +80,32 @@ class Diagnosis:
 
 @dataclass(frozen=True)
 class Rule:
-    """A kind of problem: the stable name of its diagnoses, their severity, and when they end.
-
-    `docs/troubleshooting.md` has an entry for each name.
-    """
+    """A kind of problem: name, severity and end of its diagnoses."""
 
     name: str
     title: str
     passing: bool = field(default=False, kw_only=True)
-    """The cause may be gone at the next start: another process holds a resource, or the machine is
-    not ready."""
+    """The cause may be gone at the next start."""
     severity: Severity = field(default="warning", kw_only=True)
     ends: Ends = field(default=Ends.ATTEMPT, kw_only=True)
     layer: Layer = field(default=Layer.TRAINING, kw_only=True)
     shows_evidence: bool = field(default=False, kw_only=True)
-    """The verdict line shows the evidence as well, because the title alone does not say enough."""
+    """The verdict line shows the evidence too."""
     event: Literal["", "mismatch", "alert"] = field(default="", kw_only=True)
-    """Event of `[notify]` that a diagnosis of this rule triggers."""
+    """Event of `[notify]` that it triggers."""
 
     def diagnosis(self, evidence: str, fix: str, title: str = "") -> Diagnosis:
-        """Create a diagnosis of this rule; `title` replaces the rule's title where more is
-        known."""
+        """Create a diagnosis; `title` replaces the rule's title where more is known."""
         return self.stamp(Diagnosis(title or self.title, evidence, fix))
 
     def stamp(self, found: Diagnosis) -> Diagnosis:
-        """Return `found` with the name, severity and end of this rule."""
+        """Return `found` with name, severity and end of this rule."""
         return replace(found, rule=self.name, severity=self.severity, ends=self.ends)
 
 
 @dataclass(frozen=True)
 class Names:
-    """Names of the components of this stack, so that a fix shows a command that can be pasted."""
+    """Component names, so that a fix is a command to paste."""
 
     api: str = "api"
     env: str = "env"
@@ -128,8 +114,7 @@ class Names:
 
     @classmethod
     def of(cls, stack: StackSpec) -> Names:
-        """Return the first component of each role; a missing role gets the default name of a
-        profile."""
+        """First component of each role; a missing role gets a profile's default name."""
         # Reversed, so that the first component of a role overwrites later ones.
         first = {spec.role.value: spec.name for spec in reversed(stack.components)}
         return cls(
@@ -147,15 +132,12 @@ USUAL = Names()
 
 @dataclass(frozen=True)
 class LogMatch:
-    """One matching log line of a component, without ANSI colours, and the groups of the match."""
-
     spec: ComponentSpec
     names: Names
     line: str
     groups: tuple[str, ...] = ()
     around: tuple[str, ...] = ()
-    """Newest lines of the component, this one included, for rules that search them for the
-    cause."""
+    """Newest lines, this one included, to search for the cause."""
 
     def fill(self, text: str) -> str:
         return self.names.fill(text, *self.groups, name=self.spec.name)
@@ -165,10 +147,9 @@ class LogMatch:
 class LogPattern:
     """A log line that a rule recognises.
 
-    `anchor` occurs in every such line, byte for byte; `pattern` (default: the anchor) is a regular
-    expression for the line. With `patience_s`, the line opens a diagnosis only if no text of
-    `cleared_by` follows in that time. The clock stops while a component of a role in `waits_for` is
-    starting.
+    `anchor` occurs in every such line; `pattern` (default: the anchor) is a regular expression.
+    With `patience_s` the line counts only if no text of `cleared_by` follows in that time. The
+    clock stops while a role in `waits_for` is starting.
     """
 
     anchor: str
@@ -194,33 +175,32 @@ class LogPattern:
         return next(end for end in self.ends if text.startswith(end, at))  # one does: `at` is a hit
 
     def match(self, line: str) -> re.Match[str] | None:
-        """Match a line that has no ANSI colours."""
+        """Match a line without ANSI colours."""
         # The anchor is much cheaper to search than the regular expression.
         return self.regex.search(line) if self.anchor in line else None
 
 
 @dataclass(frozen=True)
 class LogRule(Rule):
-    """Log patterns of one problem in components of `roles` (empty: all roles), and the fix.
+    """Log patterns of one problem in components of `roles` (empty: all), and the fix.
 
-    `title` and `fix` may contain component names (`{engine}`) and groups of the match (`{0}`).
-    `tell` replaces both if given; it runs in a thread and may inspect the machine. Every rule
-    reports while the run goes on; those with `at_exit` also explain why a component ended.
+    `title` and `fix` may contain `{engine}` and groups of the match (`{0}`). `tell` replaces both;
+    it runs in a thread. Rules with `at_exit` also explain why a component ended.
     """
 
     fix: str | Mapping[Role | None, str]
-    """One fix, or one for each role (`None`: every other role)."""
+    """One fix, or one for each role (`None`: all others)."""
     patterns: tuple[LogPattern, ...]
     roles: tuple[Role, ...] = ()
     at_exit: bool = True
     unless: tuple[str, ...] = ()
-    """Rules that explain the same line better; this rule stays silent while one of them is open."""
+    """Rules that explain the same line better; while one is open, this one stays silent."""
     tell: Callable[[LogMatch], Diagnosis] | None = None
     settle_s: float = 0.0
-    """Seconds to wait after the line, because the program prints the cause later."""
+    """Seconds to wait after the line, because the cause is printed later."""
     ends: Ends = field(default=Ends.WORK, kw_only=True)
     quiet_s: float | None = field(default=None, kw_only=True)
-    """Replaces `WORK_S` for a program that repeats the line less often than that."""
+    """Replaces `WORK_S` for lines that repeat less often."""
 
     def concerns(self, role: Role) -> bool:
         return not self.roles or role in self.roles
@@ -240,20 +220,18 @@ class LogRule(Rule):
 
 @dataclass
 class Finding:
-    """One problem over time: its diagnosis stays open while evidence comes.
+    """One problem over time.
 
-    A problem that returns opens a new diagnosis at once. That one must then be absent twice as long
-    as the one before, so that an intermittent problem is recorded less and less often. Times are
-    seconds of any one clock.
+    If it returns, its next diagnosis must be absent twice as long before it ends, so an
+    intermittent problem is recorded less and less often.
     """
 
     open: Diagnosis | None = None
     seen_at: float = float("-inf")
     times: int = 0
-    """Number of diagnoses it has opened."""
 
     def raised(self, now: float, found: Callable[[], Diagnosis]) -> list[Diagnosis]:
-        """Note evidence at `now`: return the new diagnosis, or nothing while one is open."""
+        """Note evidence: return the new diagnosis, or nothing while one is open."""
         self.seen_at = now
         if self.open is not None:
             return []
@@ -262,8 +240,7 @@ class Finding:
         return [self.open]
 
     def is_gone(self, now: float, after_s: float) -> bool:
-        """Return True if the open diagnosis has had no evidence for long enough, or the clock
-        jumped as far."""
+        """True if there was no evidence for long enough, or the clock jumped as far."""
         # abs(): after the clock was set back, `seen_at` may lie far ahead.
         return self.open is not None and abs(now - self.seen_at) >= min(
             QUIET_S, after_s * self.slower
@@ -275,19 +252,17 @@ class Finding:
         return 1 << min(max(self.times - 1, 0), 16)
 
     def closed(self, why: str) -> list[Diagnosis]:
-        """End the open diagnosis, if there is one."""
         found, self.open = self.open, None
         return [found.ended(why)] if found else []
 
 
 def shortened(text: str, limit: int = LONGEST_EVIDENCE) -> str:
-    """Strip `text`, and cut its middle if it is longer than `limit` characters."""
+    """Strip `text`, and cut its middle above `limit` characters."""
     text = text.strip()
     return text if len(text) <= limit else f"{text[: limit * 2 // 3]} ... {text[-limit // 3 :]}"
 
 
 def plain(line: bytes) -> str:
-    """Decode a log line with replacement, cut to `LONGEST_LINE`, and remove ANSI colours."""
     return ANSI.sub("", line[:LONGEST_LINE].decode(errors="replace")).strip()
 
 
@@ -323,4 +298,4 @@ OWN_RULES = (
     NO_METRICS,
     GUARD_DIES,
 )
-"""Rules that the supervisor reports itself; no watcher evaluates them."""
+"""Rules that no watcher evaluates."""

@@ -1,8 +1,5 @@
-"""Rules for a lost or unreachable node, by the last output of its launcher (ssh, srun, kubectl).
-
-That output is in the component's log. `doctor --nodes` and `attach user@host` use the same rules.
-HOST in a fix stands for the node as the launcher knows it.
-"""
+"""Rules for a lost node, by the last output of its launcher (ssh, srun, kubectl). HOST stands for
+the node's address."""
 
 from __future__ import annotations
 
@@ -142,7 +139,7 @@ _WAYS_OUT = (
 
 
 def node_lost(words: str) -> Diagnosis:
-    """Return the diagnosis of a lost node; `words` is `node NAME (HOST): REASON`."""
+    """`words` is `node NAME (HOST): REASON`."""
     where, _, how = words.partition(": ")
     known = [
         rule.fix for rule in LAUNCHER_RULES if any(pattern.match(how) for pattern in rule.patterns)

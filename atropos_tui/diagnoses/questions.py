@@ -1,9 +1,5 @@
-"""HTTP requests to the servers of a run (run-api, engines), with limits on time and size.
-
-A user's own program may run in their place, so no response is trusted to end:
-
-with asking(url, timeout_s) as http: fetch(http, "/status")
-"""
+"""HTTP requests to the servers of a run, with limits on time and size: a user's program may run
+there."""
 
 from __future__ import annotations
 
@@ -15,17 +11,13 @@ import httpx
 from atropos_common.net.http import LIMITS, certificates, door_headers
 
 PATIENCE_S = 10.0
-"""Limit of a whole response, in seconds, however slowly it arrives."""
+"""Limit of a whole response, in seconds."""
 MOST_BYTES = 64 * 1024 * 1024
-"""Limit of a response body; the newest group of run-api can be large."""
+"""Limit of a response body; a group can be large."""
 
 
 def asking(url: str, timeout_s: float) -> httpx.Client:
-    """Return a client for servers of the run: no proxy, and with the run's key for other machines.
-
-    Args:
-        url: base of relative addresses; empty if every address is absolute.
-    """
+    """Return a client without proxy, with the run's key for other machines."""
     return httpx.Client(
         base_url=url,
         timeout=timeout_s,
@@ -38,7 +30,7 @@ def asking(url: str, timeout_s: float) -> httpx.Client:
 
 
 def fetch(http: httpx.Client, url: str, most_bytes: int = MOST_BYTES) -> bytes:
-    """Return the response body of GET `url`.
+    """Return the body of GET `url`.
 
     Raises:
         httpx.HTTPError: no response, a status other than 200, or a body over the limits.
@@ -55,7 +47,6 @@ def fetch(http: httpx.Client, url: str, most_bytes: int = MOST_BYTES) -> bytes:
 
 
 def fetch_page(http: httpx.Client, url: str, most_bytes: int = MOST_BYTES) -> str | None:
-    """Return the body as text, decoded with replacement; None if the request fails."""
     try:
         return fetch(http, url, most_bytes).decode(errors="replace")
     except (httpx.HTTPError, OSError):

@@ -1,9 +1,4 @@
-"""Find the error line of a log behind the lines that wrap it, and judge if a restart can help.
-Pure.
-
-When vLLM's engine dies, the last lines are wrappers ("See root cause above"); the first traceback
-of the failed process has the reason.
-"""
+"""Find the error line behind the lines that wrap it, and judge whether a restart can help."""
 
 from __future__ import annotations
 
@@ -16,30 +11,29 @@ from atropos_tui.diagnoses.model import ANSI
 FAILED = re.compile(
     r"(?:EngineCore|WorkerProc) (?:failed|encountered a fatal error|hit an exception)"
 )
-"""Line with which a vLLM process begins to report its failure."""
+"""A vLLM process begins to report its failure."""
 WRAPPER = re.compile(
     r"root cause|[Ss]ee stack trace|EngineDeadError|Engine core initialization "
     r"failed|Executor failed\b|lines are above"
     r"|^(?:\w+\.)*(?:SystemExit|KeyboardInterrupt|CancelledError)\b"
 )
 VANISHED = re.compile(r"died unexpectedly|engine core exited unexpectedly")
-"""A process that could not report its failure: it was killed."""
+"""A process that was killed before it could report."""
 ERROR_LINE = re.compile(
     r"^(?:[\w.-]+: )?(?:[Ff]atal )?[Ee]rror: .+|^(?:\d[\d:., -]+ "
     r")?(?:CRITICAL|ERROR|FATAL)\b:? .+|^vllm_server: .+"
 )
-"""Last error line of a program without a traceback, ours included."""
+"""Last error line of a program without a traceback."""
 TRACEBACK = "Traceback (most recent call last):"
 SOURCE = re.compile(
     r"^(\(\w+(?: [\w=]+)* pid=\d+\) )?((?:DEBUG|INFO|WARNING|ERROR|CRITICAL|FATAL) [\d-]+ "
     r"[\d:]+ \[[^\]]*\] ?)?"
 )
-"""Prefix of vLLM's log lines: the process; then level, time and place."""
+"""Prefix of vLLM's log lines."""
 
 
 def root_error(lines: Sequence[str]) -> str | None:
-    """Return the line with the cause of a failure, without its log prefix; None if there is
-    none."""
+    """Return the line with the cause, without its log prefix."""
     lines = [ANSI.sub("", line).rstrip() for line in lines]
     # After vLLM's failure line the first exception is the cause; later ones come from other
     # processes.
@@ -55,8 +49,6 @@ def root_error(lines: Sequence[str]) -> str | None:
 
 
 def _exceptions(lines: Sequence[str]) -> Iterator[str]:
-    """Yield the last line of each traceback, in the order of their ends; processes may print at the
-    same time."""
     inside: set[str] = set()
     for line in lines:
         source, bare = _split(line)
@@ -82,8 +74,7 @@ PASSING_WORDS = re.compile(
     r"|cannot allocate|no space left",
     re.IGNORECASE,
 )
-"""Words of errors that a restart may cure: another process holds a resource, or the machine is not
-ready."""
+"""Words of errors that a restart may cure."""
 PASSING_ERRNO = frozenset(
     number
     for name in (
@@ -124,7 +115,7 @@ PASSING_ERRNO = frozenset(
     )
     if (number := getattr(errno, name, None)) is not None
 )
-"""Error numbers of networks, network disks, and exhausted resources."""
+"""Error numbers of networks and exhausted resources."""
 _ERRNO = re.compile(r"\[Errno (\d+)\]|\(os error (\d+)\)")
 _NETWORK_ERROR = re.compile(
     r"^(?:\w+\.)*(?:SSL(?!Cert)\w*Error|IncompleteRead|(?:Chunked|Content)\w*Error|\w*ProtocolError|Remote\w*Error"
@@ -132,19 +123,18 @@ _NETWORK_ERROR = re.compile(
     r"|URLError|(?:HfHub)?HTTPError|(?:Read|Write|Pool)(?:Error|Timeout)|NVMLError_(?:Unknown|GpuIsLost|Timeout"
     r"|ResetRequired|DriverNotLoaded))\b(?!.*CERTIFICATE_VERIFY_FAILED)"
 )
-"""Exceptions of HTTP and TLS clients, and of a GPU driver that does not answer."""
+"""Exceptions of network clients, and of a GPU driver that does not answer."""
 _VARIES = re.compile(r"0x[0-9a-fA-F]+|\b(?=\w*\d)[0-9a-f]+\b|\btmp\w+|\d+")
 """Addresses, ids, times, ports and pids."""
 
 
 def is_passing(line: str) -> bool:
-    """Return True if a restart may succeed, by the error number, exception or words of the error
-    line."""
+    """True if a restart may succeed."""
     number = next((int(found[1] or found[2]) for found in _ERRNO.finditer(line)), None)
     known = number in PASSING_ERRNO or _NETWORK_ERROR.search(line)
     return bool(known or VANISHED.search(line) or PASSING_WORDS.search(line))
 
 
 def same_words(one: str, other: str) -> bool:
-    """Return True if two error lines differ in numbers only; an empty line equals none."""
+    """True if two error lines differ in numbers only; an empty line equals none."""
     return bool(one) and _VARIES.sub("#", one) == _VARIES.sub("#", other)

@@ -1,11 +1,8 @@
-"""Rules about time: no training progress, refused rollouts, slow starts, a disk that fills up.
+"""Rules about time: no progress, refused rollouts, slow starts, a full disk.
 
-Each rule reads one `RunSnapshot` and returns its findings by component. `RefusalWatch` reads the
-engine's lines about refused requests; `vllm_server/refusals.py` prints one at the first refusal for
-a reason, later ones less and less often:
-
+`RefusalWatch` parses lines such as
     refused 331 requests to /generate (400): top_p=0.95: changes ... Send top_p=1 [of 332 since
-    10:04:51]
+        10:04:51]
 """
 
 from __future__ import annotations
@@ -23,27 +20,23 @@ from atropos_tui.diagnoses.model import USUAL, Diagnosis, Ends, Layer, Names, Ru
 from atropos_tui.profile.spec import ComponentSpec, StackSpec
 
 STALL_S = 180.0
-"""Seconds without an optimizer step that count as a stall, or `STALL_STEPS` times the slowest
-recent step if that is longer."""
+"""Seconds without a step that are a stall, or `STALL_STEPS` times the slowest recent step."""
 STALL_STEPS = 10.0
 SLOW_START_S = {Role.API: 20.0, Role.ENGINE: 240.0, Role.TRAINER: 300.0}
-"""Usual start times in seconds; longer ones are reported. A quarter of the start timeout applies if
-that is longer."""
+"""Usual start times in seconds, or a quarter of the start timeout if that is longer."""
 SLOW_START_ANY_S = 60.0
 LOW_BYTES = 200_000_000
 NEVER_LOW_SHARE = 0.02
-"""Free share of a disk above which it is never low, for disks that are small as a whole."""
+"""Free share above which a disk is never low."""
 ENOUGH = 5
-"""Smallest number of refusals that is reported; fewer may be chance."""
 SHARE = 0.5
-"""Smallest share of refused requests, since the first refusal, that is reported."""
+"""Smallest share of refused requests."""
 LASTS_S = 320.0
-"""Seconds after which a refusal is out of date: the engine repeats a lasting one within 300 s."""
+"""Seconds after which a refusal is out of date; the engine repeats a lasting one within 300 s."""
 KEPT = 40
 """Refusal lines kept for each reason."""
 SOME = 3
-"""Accepted groups (or steps, if no groups are counted) that show that requests are accepted
-again."""
+"""Accepted groups, or steps, that show that requests are accepted again."""
 REFUSAL_LINE = re.compile(
     r"(refused (\d+) requests? to (\S+) \((\d+)\): (.*) \[of (\d+) since [\d:]+\])$"
 )
@@ -80,7 +73,7 @@ FIXES = (
         "restart {env}",
     ),
 )
-"""Pattern of a refusal's reason, and the fix; the first match applies."""
+"""Pattern of a reason -> fix; the first match applies."""
 
 
 @dataclass(frozen=True)
@@ -95,21 +88,17 @@ class Part:
     started_at: float = 0.0
     attempt: int = 0
     gated: bool = False
-    """It has a health check that decides when it is ready."""
     waiting_for: str = ""
     last_line: str = ""
 
 
 @dataclass(frozen=True)
 class ApiView:
-    """Answers of run-api about its state. `problem` is set if it does not answer."""
+    """State of run-api; `problem` is set if it does not answer."""
 
     batch_size: int = -1
-    """Sequences of a batch; -1 before a trainer has registered."""
     queue: int = 0
-    """Queued groups."""
     group: int = 0
-    """Sequences of the newest group; 0 if there is none."""
     step: int = 0
     problem: str = ""
 
@@ -119,59 +108,47 @@ class Flow:
     """Measurements of one environment over the newest seconds."""
 
     engine: str = "vllm"
-    """Names of the engines it uses."""
     workers: str | None = None
     """`max_num_workers` of its command."""
     could_ask_s: float | None = None
-    """Seconds since it is registered and one of its engines is healthy; None before."""
+    """Seconds since it could send requests: registered, with a healthy engine."""
     hosted: bool = False
-    """`atropos_envs` runs it."""
+    """It runs in our host."""
     requests: int = 0
-    """Requests it sent to engines, by its own count."""
     asked_s: float | None = None
-    """Seconds since its engine's first request in this attempt; None before."""
+    """Seconds since its engine's first request."""
     watches_engine: bool = False
-    """The engine reports how many requests it received."""
+    """The engine counts its requests."""
     counts: bool = True
     """Its groups are counted."""
     counted_s: float = 0.0
     """Seconds over which they are counted."""
     sent: int = 0
     left_out: Counter[str] = field(default_factory=Counter)
-    """Groups not sent to run-api, by reason."""
     examples: Mapping[str, str] = field(default_factory=dict)
-    """Newest message for each reason."""
+    """Reason -> newest message."""
     failures: Counter[str] = field(default_factory=Counter)
     malformed: Counter[str] = field(default_factory=Counter)
-    """Sequences that the trainer left out as malformed, by reason."""
     malformed_example: str = ""
     evaluation_failures: Counter[str] = field(default_factory=Counter)
-    """Failed evaluations since the last successful one, by reason."""
     seconds: float | None = None
-    """Seconds over which the fields below were measured; None if too short, or without an engine's
-    counters."""
+    """Seconds over which the fields below were measured; None if too short."""
     waiting: float = 0.0
-    """Share of the time in which the trainer had no batch."""
     idle: float = 0.0
-    """Share of the time in which the engine had no request."""
     tokens_per_s: float = 0.0
     running: float = 0.0
-    """Mean number of sequences in the engine."""
     slots: float = 0.0
-    """Most sequences that the engine computes at a time."""
     queued: float = 0.0
-    """Sequences that wait in the engine for a slot."""
     ceiling: float | None = None
-    """Tokens a second that the engine can generate; None before it has measured that."""
+    """Tokens per second that the engine can generate."""
     streak: Counter[str] = field(default_factory=Counter)
-    """Groups left out since the last accepted one, by reason."""
+    """Left-out groups since the last accepted one, by reason."""
     bounds: Mapping[str, float] = field(default_factory=dict)
-    """Workers and queue slots: fields of `EnvFlow`; empty if the environment does not count
-    them."""
+    """Workers and queue slots, as fields of `EnvFlow`."""
 
     @property
     def capacity_used(self) -> float | None:
-        """Used share of the engine's capacity; None if unknown."""
+        """Used share of the engine's capacity."""
         return (
             None
             if self.seconds is None or not self.ceiling
@@ -196,29 +173,28 @@ class RunSnapshot:
     names: Names = USUAL
     step: int = 0
     last_step: float = math.inf
-    """Last optimizer step; after it the trainer waits for nothing."""
+    """Last optimizer step of the run."""
     step_at: float | None = None
     pace_s: float = 0.0
     counts: Mapping[str, int] = field(default_factory=dict)
-    """Counts of log lines since the newest step, by the names in `log_scanner.COUNTED`."""
+    """Log lines since the newest step, by the names in `log_scanner.COUNTED`."""
     ghosts: int = 0
-    """Registrations at run-api of environments that no longer run."""
+    """Registrations of environments that no longer run."""
     refused: Mapping[str, Diagnosis] = field(default_factory=dict)
-    """Diagnosis of each environment whose requests the engine refuses."""
+    """Environment -> diagnosis of its refused requests."""
     accepted: Collection[str] = ()
     """Environments with accepted groups since their engine's last refusal."""
     flows: Mapping[str, Flow] = field(default_factory=dict)
     """Measurements by environment."""
     explained: Mapping[str, Diagnosis] = field(default_factory=dict)
-    """Diagnoses of environments by the flow rules."""
+    """Environment -> its finding by the flow rules."""
     api: ApiView | None = None
-    """State of run-api; fetched only while the run is stalled."""
+    """Fetched only while the run is stalled."""
     free_bytes: int | None = None
     disk_bytes: int | None = None
 
     @property
     def trainer(self) -> str:
-        """Component that gets the diagnoses about the run as a whole."""
         return next((part.name for part in self.of(Role.TRAINER)), self.parts[0].name)
 
     def of(self, role: Role) -> list[Part]:
@@ -227,28 +203,26 @@ class RunSnapshot:
 
 @dataclass(frozen=True)
 class StallRule(Rule):
-    """A rule for a whole run at one moment; `look` returns its findings by component."""
+    """A rule for a whole run at one moment; `look` returns findings by component."""
 
     look: Callable[[RunSnapshot], Mapping[str, Diagnosis | None]]
     refuted: Callable[[RunSnapshot, Part], bool]
-    """Return True if a component shows the opposite. A diagnosis that `look` no longer finds ends
-    only then."""
+    """A component shows the opposite; only then does the diagnosis end."""
     end: str
-    """Reason recorded when the diagnosis ends."""
+    """Reason recorded at the end of the diagnosis."""
     each_attempt: bool = False
-    """Each attempt of the component opens a diagnosis of its own."""
+    """Each attempt opens a diagnosis of its own."""
     ends: Ends = field(default=Ends.LOOK, kw_only=True)
 
 
 def starting_roles(run: RunSnapshot) -> frozenset[Role]:
-    """Return the roles with a component that is starting or stopping; waiting for it is normal."""
+    """Roles that are starting or stopping: waiting for them is normal."""
     coming = (State.PENDING, State.STARTING, State.BACKOFF, State.STOPPING)
     return frozenset(part.role for part in run.parts if part.state in coming)
 
 
 def stalled_s(run: RunSnapshot) -> float | None:
-    """Return the seconds without an optimizer step if they are a stall; None if not, or if a
-    component is starting."""
+    """Seconds without a step if they are a stall and no component is starting."""
     trainer = next((part for part in run.of(Role.TRAINER) if part.state is State.HEALTHY), None)
     if trainer is None or starting_roles(run):
         return None
@@ -262,15 +236,13 @@ def stalled_s(run: RunSnapshot) -> float | None:
 
 @dataclass(frozen=True)
 class Cause:
-    """Reason for missing batches, and the fix."""
-
     title: str
     evidence: str
     fix: str
 
 
 def no_batches(run: RunSnapshot) -> Diagnosis | None:
-    """Return why the stalled trainer gets no batch; None if another rule reports the reason."""
+    """Why the stalled trainer gets no batch; None if another rule reports it."""
     silent = stalled_s(run)
     if all(part.state.is_resting for part in run.of(Role.ENV)) and ended_early(run):
         return None  # the rule environment_ended reports it
@@ -408,12 +380,10 @@ CAUSES: tuple[Callable[[RunSnapshot], Cause | None], ...] = (
     _ghosts,
     _slow_rollouts,
 )
-"""Checks by certainty, highest first; the last one applies whenever no other explains missing
-rollouts."""
+"""By certainty, highest first; the last one always applies."""
 
 
 def slow_start(part: Part, now: float) -> Diagnosis | None:
-    """Return a diagnosis if a component has been starting longer than its role usually takes."""
     if part.state is not State.STARTING or not part.gated:
         return None
     usual = max(SLOW_START_S.get(part.role, SLOW_START_ANY_S), part.start_timeout_s / 4)
@@ -433,12 +403,10 @@ def slow_start(part: Part, now: float) -> Diagnosis | None:
 
 
 def is_low(free: int | None, size: int | None) -> bool:
-    """Return True if a disk of `size` bytes is nearly full; False if its size is unknown."""
     return free is not None and size is not None and free < min(LOW_BYTES, size * NEVER_LOW_SHARE)
 
 
 def disk_low(run: RunSnapshot) -> Diagnosis | None:
-    """Return a diagnosis if the disk of the run directory is nearly full."""
     if (
         run.free_bytes is None
         or run.disk_bytes is None
@@ -455,17 +423,14 @@ def disk_low(run: RunSnapshot) -> Diagnosis | None:
 
 @dataclass(frozen=True)
 class _Row:
-    """One parsed refusal line of an engine."""
-
     at: float
-    """Time of reading, in Unix seconds."""
+    """Unix time of reading."""
     text: str
     status: str
     reason: str
     count: int
-    """Refusals for this reason."""
     seen: int
-    """Requests since the first refusal, including those in flight."""
+    """Requests since the first refusal."""
 
 
 class RefusalWatch:
@@ -477,11 +442,10 @@ class RefusalWatch:
         self._rows: dict[str, dict[tuple[str, ...], list[_Row]]] = {}
         self._logged: Counter[tuple[str, int]] = Counter()
         self._accepted: dict[str, int | None] = {}
-        """Accepted groups of each environment since its engine's newest refusal. None before the
-        first count after it, which may include older groups."""
+        """Accepted groups since the engine's newest refusal; None before the first count after it.
+        """
 
     def feed(self, engine: str, attempt: int, lines: Iterable[str], now: float) -> None:
-        """Parse the new lines of `engine`."""
         if self._attempts.get(engine) != attempt:
             self._attempts[engine], self._rows[engine] = attempt, {}
         for line in lines:
@@ -499,26 +463,24 @@ class RefusalWatch:
             }
 
     def accepted(self, env: str, count: int) -> None:
-        """Note that run-api accepted `count` more groups of `env`."""
+        """run-api accepted `count` more groups of `env`."""
         if env in self._accepted:
             before = self._accepted[env]
             self._accepted[env] = 0 if before is None else before + count
 
     def working(self) -> frozenset[str]:
-        """Return the environments with accepted groups since their engine's last refusal."""
         return frozenset(
             env for env, count in self._accepted.items() if count is not None and count >= SOME
         )
 
     def note_refusals(self, env: str, attempt: int, count: int) -> None:
-        """Note that the log of `env` shows `count` more refusals."""
         self._logged[env, attempt] += count
 
     def judge(self, parts: Sequence[Part], now: float) -> dict[str, Diagnosis]:
         """Return a diagnosis for each environment whose requests its engine refuses.
 
-        If several environments use one engine, those whose own log shows refusals are meant, or all
-        if no log does.
+        Of several environments on one engine, those whose own log shows refusals, or all if none
+        does.
         """
         works = self.working()
         running = [
@@ -555,10 +517,10 @@ class RefusalWatch:
 
 
 def _since(rows: Sequence[_Row], started_at: float, logged: bool) -> tuple[int, int]:
-    """Return refused and seen requests that an environment started at `started_at` may have sent.
+    """Refused and seen requests that an environment may have sent since `started_at`.
 
-    The engine may report older refusals after that start, so the first line does not count, unless
-    the environment's own log shows refusals.
+    The first line may report older refusals: it counts only if the environment's own log shows
+    refusals.
     """
     newest, after = rows[-1], [row for row in rows if row.at >= started_at]
     if logged or len(after) == len(rows):
@@ -567,8 +529,8 @@ def _since(rows: Sequence[_Row], started_at: float, logged: bool) -> tuple[int, 
 
 
 def asked_engines(components: Iterable[ComponentSpec]) -> dict[str, tuple[str, ...]]:
-    """Return the engines of each environment: those whose ports its variable or command names, else
-    the first."""
+    """Engines of each environment: those whose ports its variable or command names, else the
+    first."""
     components = list(components)
     engines = [spec for spec in components if spec.role is Role.ENGINE]
     asked = {}
@@ -590,19 +552,18 @@ def _diagnosis(env: str, engine: str, row: _Row) -> Diagnosis:
 
 
 def is_training(run: RunSnapshot) -> bool:
-    """Return True if the newest optimizer step is more recent than a stall."""
+    """The newest step is more recent than a stall."""
     return run.step_at is not None and run.now - run.step_at <= max(
         STALL_S, STALL_STEPS * run.pace_s
     )
 
 
 def has_room(run: RunSnapshot) -> bool:
-    """Return True if the disk of the run directory is known to have enough free space."""
     return run.free_bytes is not None and not is_low(run.free_bytes, run.disk_bytes)
 
 
 def ended_early(run: RunSnapshot) -> dict[str, Diagnosis | None]:
-    """Return a diagnosis for each environment that exited while the trainer has steps left."""
+    """Return a diagnosis for each environment that exited while steps are left."""
     trainers = run.of(Role.TRAINER)
     if not trainers or all(part.state.is_resting for part in trainers) or run.step >= run.last_step:
         return {}

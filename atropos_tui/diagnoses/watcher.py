@@ -1,8 +1,4 @@
-"""Evaluate all live rules about once a second, on output of components and records of the trainer.
-
-`Watcher` belongs to the supervisor's event loop. Everything slow (`_work`: searching lines, parsing
-records, requests to run-api) runs in a thread.
-"""
+"""Evaluation of all live rules, about once a second. Slow work runs in a thread."""
 
 from __future__ import annotations
 
@@ -56,34 +52,28 @@ from atropos_tui.profile.spec import StackSpec
 
 LOOK_S = 1.0
 ASK_S = 30.0
-"""Shortest interval, in seconds, between two queries of run-api's state, made only while the run is
-stalled."""
+"""Seconds between two queries of run-api's state, while the run is stalled."""
 ANSWER_S = 3.0
 LIST_S = 2.0
-"""Shortest interval, in seconds, between two queries for registered environments, made only while
-one is missing."""
+"""Seconds between two queries for registrations, while one is missing."""
 DISK_S = 10.0
 REGISTRATIONS = ("registrations", "stock registrations")
 REFUSAL_COUNTS = ("refusals", "stock refusals", "openai refusals")
 GONE_S = 8.0
-"""Seconds for which a whole-run rule must find the opposite before its diagnosis ends."""
+"""Seconds for which a run rule must find the opposite before its diagnosis ends."""
 
 
 class Watched(Protocol):
-    """Interface of a component that the watcher needs."""
-
     def observe(self) -> tuple[Part, Printed | None]:
-        """Return its state, and its output since the last call; None before its first attempt."""
+        """Return its state and new output; no output before its first attempt."""
 
-    def diagnose(self, found: Diagnosis, attempt: int | None = None) -> None:
-        """Publish a diagnosis."""
+    def diagnose(self, found: Diagnosis, attempt: int | None = None) -> None: ...
 
-    def reach(self, stage: str, attempt: int) -> None:
-        """Note that `attempt` has reached a stage."""
+    def reach(self, stage: str, attempt: int) -> None: ...
 
 
 class Watcher:
-    """Evaluates every live rule. Call `look` from the event loop; looks do not overlap."""
+    """Evaluator of every live rule. Call `look` from the event loop."""
 
     def __init__(self, stack: StackSpec, components: Mapping[str, Watched]) -> None:
         self._stack, self._components = stack, components
@@ -94,31 +84,29 @@ class Watcher:
         self._tails: dict[Path, RecordTail] = {}
         self._looking = asyncio.Lock()
         self._findings: dict[tuple[str, str, str, int], Finding] = {}
-        """Findings by rule, component, title (another title is another cause) and attempt (0 for
-        rules without `each_attempt`)."""
+        """Finding by rule, component, title, and attempt (0 without `each_attempt`)."""
         self._work_done: dict[str, deque[float]] = {}
-        """Times of the newest accepted groups by environment, and of the newest steps under an
-        empty name, on the monotonic clock."""
+        """Monotonic times of the newest accepted groups by environment; of steps under an empty
+        name."""
         self._sent: dict[str, int] = {}
-        """Accepted groups of each environment that counts them."""
+        """Accepted groups of each environment."""
         self._fault: Diagnosis | None = None
         self._counts: Counter[str] = Counter()
         self._since_step: Counter[str] = Counter()
         self._refusals = RefusalWatch(stack)
         self._flows = FlowWatch(stack)
         self.flows: Mapping[str, Flow] = {}
-        """Measurements of each environment at the last look."""
         api = next((spec for spec in stack.components if spec.role is Role.API and spec.port), None)
         self._api_url = api.url if api else ""
         self._api_attempt = 0
         self._api: ApiView | None = None
         self._asked_at = self._disk_at = self._listed_at = float("-inf")
         self._ahead: dict[float, float] = {}
-        """Times ahead of a clock that was set back -> time when that was noticed."""
+        """Times ahead of a clock that was set back -> when that was noticed."""
         self._disk: tuple[int, int] | tuple[None, None] = (None, None)
 
     async def watch(self) -> None:
-        """Look repeatedly until cancelled. An exception becomes a diagnosis; the run goes on."""
+        """Look until cancelled. An exception becomes a diagnosis; the run goes on."""
         while True:
             await asyncio.sleep(LOOK_S)
             try:
@@ -140,7 +128,6 @@ class Watcher:
         next(iter(self._components.values())).diagnose(found, 0)
 
     async def look(self) -> None:
-        """Evaluate everything once and publish the findings."""
         async with self._looking:
             seen = [component.observe() for component in self._components.values()]
             attempts = {part.name: part.attempt for part, _ in seen}
@@ -180,30 +167,26 @@ class Watcher:
         return results
 
     def _is_news(self, part: Part, printed: Printed, found: Diagnosis) -> bool:
-        """Return True if a log finding is news: the component was not stopped on purpose, and no
-        metric rule reports the same."""
+        """False if the component was stopped on purpose, or a metric rule reports the same."""
         if printed.asked_to_go:
             return False
         return found.over or part.role is not Role.TRAINER or not self._metrics.is_open(found.rule)
 
     def _work_of(self, part: Part) -> Work:
-        """Return health and newest work of a component."""
+        """Health and newest work of a component."""
         steps: Sequence[float] | None = None
         if part.role in (Role.TRAINER, Role.ENV):
             steps = self._work_done.get(part.name, self._work_done.get("", ()))
         return Work(part.state is State.HEALTHY, steps)
 
     def _works(self, name: str, count: int, clock: float) -> None:
-        """Note `count` more accepted groups of environment `name`, or steps of the trainer if
-        `name` is empty."""
         self._work_done.setdefault(name, deque(maxlen=NORMAL)).extend([clock] * min(count, NORMAL))
         # A step proves that batches arrive: it counts for every environment without its own counts.
         for env in [name] if name else set(self._flows.environments) - set(self._sent):
             self._refusals.accepted(env, count)
 
     def _past(self, at: float, now: float) -> float:
-        """Return `at`; if it is in the future (the clock was set back), the time when that was
-        noticed."""
+        """Return `at`; for a future time (the clock was set back), when that was noticed."""
         return self._ahead.setdefault(at, now) if at > now else self._ahead.get(at, at)
 
     def _placed(self, part: Part, now: float) -> Part:
@@ -268,8 +251,6 @@ class Watcher:
         counts.clear()
 
     def _completed(self, bare: RunSnapshot) -> RunSnapshot:
-        """Add steps, log counts and disk space to `bare`, and run-api's state if the run is
-        stalled."""
         metrics = self._metrics
         live = sum(not part.state.is_resting for part in bare.of(Role.ENV))
         came = sum(self._counts[name] for name in REGISTRATIONS)
@@ -335,8 +316,7 @@ class Watcher:
         run: RunSnapshot,
         clock: float,
     ) -> list[tuple[str, Diagnosis]]:
-        """Return `found` as a new diagnosis, and the ends of those that it replaces or that are
-        refuted."""
+        """Return `found` as a new diagnosis, and the ends of those that it replaces or refutes."""
         results: list[Diagnosis] = []
         cause = found.title if found else "", part.attempt if rule.each_attempt else 0
         for key, finding in self._findings.items():
@@ -355,8 +335,7 @@ class Watcher:
 
 
 def registrations(url: str) -> list[tuple[str, float]]:
-    """Return name and registration time (Unix seconds) of each environment at `url`; empty if the
-    request fails."""
+    """Name and registration time (Unix seconds) of each environment at `url`."""
     try:
         with asking(url, ANSWER_S) as http:
             answer = json.loads(fetch(http, "/envs"))
@@ -370,8 +349,6 @@ def registrations(url: str) -> list[tuple[str, float]]:
 
 
 def _newest_group(http: httpx.Client) -> int:
-    """Return the number of sequences in the newest group; 0 if run-api cannot return it, for
-    example with a NaN."""
     try:
         return len(json.loads(fetch(http, "/latest_example")).get("tokens") or [])
     except (httpx.HTTPError, ValueError, AttributeError, TypeError):
@@ -379,8 +356,7 @@ def _newest_group(http: httpx.Client) -> int:
 
 
 def ask_api(url: str) -> ApiView:
-    """Query the state of run-api; fetch its newest group only if groups wait, because it may be
-    large."""
+    """Query run-api; fetch its newest group only if groups wait, because it may be large."""
     try:
         with asking(url, ANSWER_S) as http:
             status, info = (json.loads(fetch(http, path)) for path in ("/status", "/info"))

@@ -1,9 +1,9 @@
-"""Supervisor in the background: reads a StackSpec as JSON from stdin, runs it, and exits with the
-run's code.
+"""Supervisor in the background: reads a StackSpec as JSON from stdin, runs it, exits with the run's
+code.
 
-python -m atropos_tui.supervisor [LOCK] < stack.json
+    python -m atropos_tui.supervisor [LOCK] < stack.json
 
-LOCK is an inherited descriptor with the lock of the run directory.
+LOCK is a descriptor with the lock of the run directory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from pydantic import ValidationError
 
 
 def main() -> int:
-    """Return the exit code of the run; 2 for a stack that cannot run as configured."""
     from atropos_tui.profile.spec import StackError, StackSpec
     from atropos_tui.supervisor.client import SocketError
     from atropos_tui.supervisor.journal.store import RunInUseError

@@ -1,9 +1,7 @@
 """Client of a run's control socket, and the socket's path.
 
 client = ControlClient(run_dir)
-status = await client.status()
-async for event in client.events():      # Snapshot first, then records
-    ...
+async for event in client.events():   # a snapshot, then records
 accepted = await client.command(CommandRequest(action="restart", component="vllm"))
 """
 
@@ -47,25 +45,23 @@ Answer = TypeVar("Answer", bound=BaseModel)
 
 SHARED_TEMPORARY = Path("/tmp")
 NAME_BYTES = 25
-"""Longest file name of a socket in bytes."""
+"""Longest file name of a socket, in bytes."""
 ANSWER_S = 10.0
-"""Timeout of one try in seconds; only `wait` and `events` take longer."""
+"""Timeout of one try, in seconds; `wait` and `events` take longer."""
 FIRST_S = 2.0
-"""Timeout of the first try of a GET in seconds; after it the client checks whether the supervisor
-is stopped."""
+"""Timeout of the first try, in seconds; then the client checks whether the supervisor is
+stopped."""
 TRIES = 3
-"""Tries of a GET before `NotAnswering`. A command is sent once, because it must not run twice."""
+"""Tries of a GET. A command is sent once: it must not run twice."""
 PAUSE_S = 0.2
 
 
 class NoSupervisor(Exception):
-    """No process listens for this run (no socket, or it refuses): the run has ended, or never
-    began."""
+    """No process listens for this run: it has ended, or never began."""
 
 
 class NotAnswering(UserError, TimeoutError):
-    """A supervisor exists but gives no answer: it is stopped, or the machine is overloaded. The run
-    may go on."""
+    """A supervisor exists but does not answer: it is stopped, or the machine is overloaded."""
 
     def __init__(self, run_dir: Path, reason: str, fix: str = "") -> None:
         busy = (
@@ -80,7 +76,7 @@ class NotAnswering(UserError, TimeoutError):
 
 
 class OtherRun(UserError, ConnectionError):
-    """The supervisor on the run directory's socket belongs to another run than run.json names."""
+    """The supervisor on this socket belongs to another run than run.json names."""
 
     def __init__(self, run_dir: Path, reason: str) -> None:
         fix = (
@@ -95,8 +91,7 @@ class OtherRun(UserError, ConnectionError):
 
 
 class StreamLost(Exception):
-    """The event stream broke (too slow a reader, or the supervisor died). Call `events` again for a
-    new snapshot."""
+    """The event stream broke. Call `events` again for a new snapshot."""
 
 
 class Refused(Exception):
@@ -110,11 +105,7 @@ class Refused(Exception):
 
 
 class ControlClient:
-    """Client of one run's control socket.
-
-    Every method raises `NoSupervisor` if no process listens there, and `NotAnswering` if one
-    listens but does not answer.
-    """
+    """Client of one run's control socket. Every method raises `NoSupervisor` or `NotAnswering`."""
 
     def __init__(self, run_dir: Path | str) -> None:
         self.run_dir = RunDir(Path(run_dir))
@@ -133,21 +124,19 @@ class ControlClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close connections."""
         if self._http is not None:
             await self._http.aclose()
             self._http = None
 
     async def status(self) -> RunStatus:
-        """Return the run's status, with CPU and memory at most two seconds old."""
         return await self._get("/status", RunStatus)
 
     async def events(self, after: int | None = None) -> AsyncIterator[Snapshot | Record]:
         """Yield a `Snapshot`, then records as they come; ends with the run.
 
         Args:
-            after: also yield the records after this sequence number (-1: all) that the snapshot
-                already includes; they come between the snapshot and the live records.
+            after: also yield the records after this sequence number (-1: all), before the live
+                ones.
 
         Raises:
             StreamLost: the stream broke before the end of the run.
@@ -172,7 +161,7 @@ class ControlClient:
             raise StreamLost(str(error)) from error
 
     async def command(self, request: CommandRequest) -> Accepted:
-        """Send a command. It is executed after this returns (see `command_status`, `events`).
+        """Send a command, which is executed after this returns.
 
         Raises:
             Refused: it is not possible now.
@@ -181,7 +170,6 @@ class ControlClient:
         return Accepted.model_validate_json(answer.content)
 
     async def command_status(self, command_id: str) -> CommandStatus:
-        """Return the progress of a command."""
         return await self._get(f"/commands/{quote(command_id, safe='')}", CommandStatus)
 
     async def recipe(
@@ -197,14 +185,14 @@ class ControlClient:
         return await self._get("/recipe", Recipe, params=params)
 
     async def logs(self, component: str, n: int = 100) -> list[str]:
-        """Return the last `n` log lines of the component's current attempt."""
+        """Last `n` log lines of the current attempt."""
         answer = await self._request(
             "GET", f"/logs/{quote(component, safe='')}", params={"n": str(n)}
         )
         return answer.text.splitlines()
 
     async def wait(self, for_: str = "ready", timeout: float | None = None) -> WaitResult:
-        """Wait for `ready`, `done` or a component to be healthy; `timeout` in seconds."""
+        """Wait for `ready`, `done` or a component; `timeout` in seconds."""
         params = {"for": for_} | ({} if timeout is None else {"timeout": str(timeout)})
         # The supervisor answers at the end of `timeout`, so the client waits a little longer.
         patience = httpx.Timeout(ANSWER_S, read=None if timeout is None else timeout + ANSWER_S)
@@ -240,8 +228,8 @@ class ControlClient:
         return answer
 
     def _connection(self) -> httpx.AsyncClient:
-        """Return a client for the socket that `control.sock` points at now; the path of the link
-        may be too long for connect()."""
+        """Return a client for the target of `control.sock`; the link's own path may be too long
+        for connect()."""
         try:
             target = os.readlink(self.run_dir.control_sock)  # noqa: PTH115
             # lstat: never follow a link that another user may have placed there.
@@ -272,8 +260,7 @@ class ControlClient:
         return self._http
 
     def _expected(self) -> dict[str, str]:
-        """Return the header with the run id of run.json, which the supervisor compares with its own
-        before it acts."""
+        """Header with the run id of run.json, for the supervisor to compare."""
         try:
             meta = json.loads(read_regular(self.run_dir.run_json))
             run_id = meta.get("run_id")
@@ -320,8 +307,7 @@ class SocketError(ValueError):
 
 
 def socket_folder() -> Path:
-    """Return a private folder for sockets: below $XDG_RUNTIME_DIR, or in /tmp with mode 0700, or
-    below the state folder.
+    """Return a private folder for sockets.
 
     Raises:
         SocketError: $XDG_RUNTIME_DIR is too long for a socket in it, or no folder is private.
@@ -362,5 +348,5 @@ def _make_private(folder: Path) -> bool:
 
 
 def socket_path(run: RunDir) -> Path:
-    """Return the path of this run's socket: under 108 bytes for any run directory."""
+    """Path of this run's socket, always under 108 bytes."""
     return socket_folder() / run.socket_name

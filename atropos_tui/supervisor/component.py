@@ -1,14 +1,11 @@
 """One component of a run: its state, its current attempt, and every transition.
 
-    PENDING -> STARTING -> HEALTHY <-> UNHEALTHY -> STOPPING -> COMPLETED, STOPPED, FAILED or
-    BACKOFF -> PENDING
+    PENDING -> STARTING -> HEALTHY <-> UNHEALTHY
+    -> STOPPING -> COMPLETED, STOPPED, FAILED or BACKOFF -> PENDING
 
-`TRANSITIONS` is the full table. `start` makes an attempt. Its exit (`_exited`) or a stop calls
-`_begin_end`, whose task `_end` returns when no process of the set is left. Then `_gone` passes an
-`Ended` to the supervisor. `Restarts` decides about restarts after a crash.
-
-Only `Component` writes a component's fields, and only in the event loop: one state machine,
-therefore one long file.
+`start` makes an attempt. Its exit (`_exited`) or a stop calls `_begin_end`; its task `_end` returns
+when no process of the set is left. Then `_gone` passes an `Ended` to the supervisor. Only
+`Component` writes a component's fields, and only in the event loop.
 """
 
 from __future__ import annotations
@@ -60,22 +57,20 @@ TRANSITIONS: dict[State, frozenset[State]] = {
     State.FAILED: frozenset({State.PENDING}),
     State.COMPLETED: frozenset({State.PENDING}),
 }
-"""Allowed next states of each state."""
 HEALTHY_RESET_S = 60.0
-"""Seconds of health after which the backoff starts again at its first delay."""
 ALIKE_S = 10.0
-"""Minimum seconds between two equal failures of a start before they are final: a network disk may
-be back by then."""
+"""Seconds between two equal failures of a start that are final: a network disk may be back by
+then."""
 MAX_REASON = 300
-"""Most characters of an error line in the reason of a state."""
+"""Longest error line in the reason of a state, in characters."""
 PROVEN_S = 5.0
-"""Seconds of life that prove a start, for a component without health checks."""
+"""Seconds of life that prove a start without health checks."""
 SILENT_START_S = 60.0
-"""The same limit for a component with stages that has reached none."""
+"""The same for a component with stages that has reached none."""
 PORT_PATIENCE_S = 5.0
-"""Seconds to wait for a port that another process holds."""
+"""Seconds to wait for a port in use."""
 RESOURCE_PATIENCE_S = 60.0
-"""Seconds to retry a start while the machine is out of descriptors, processes, memory or disk."""
+"""Seconds to retry a start while descriptors, processes, memory or disk run out."""
 EVIDENCE = 200
 """Last log lines in which the exit rules search."""
 LOOKED_BACK = 1000
@@ -86,45 +81,40 @@ Outcome = Literal["", "stopped", "crash", "killed", "timeout"]
 
 
 class IllegalTransitionError(AssertionError):
-    """A transition that `TRANSITIONS` does not allow: an internal error."""
+    pass
 
 
 def check_step(old: State, new: State) -> None:
-    """Check a transition against `TRANSITIONS`.
-
-    Raises:
-        IllegalTransitionError: the transition is not in the table.
+    """Raises:
+    IllegalTransitionError: `TRANSITIONS` does not have it.
     """
     if new not in TRANSITIONS[old]:
         raise IllegalTransitionError(f"{old} -> {new}")
 
 
 class Restarts:
-    """Crash history of one component; decides about its next start."""
-
     def __init__(self, policy: RestartPolicy) -> None:
         self._policy = policy
         self.count = 0
         self.proven = False
-        """Was healthy once, so an exit is a crash and not a mistake in its arguments."""
+        """Was healthy once, so an exit is a crash and no mistake in its arguments."""
         self.came_up = False
-        """Has started successfully at least once; later failures of a start may be temporary."""
+        """Has started successfully at least once."""
         self.healthy_at: float | None = None
-        """Monotonic time at which the current attempt became healthy."""
+        """Monotonic time of becoming healthy."""
         self.start_error = ""
-        """Error line of the last failed start, if another start would fail alike; "" otherwise."""
+        """Error line of the last failed start, if another start would fail alike."""
         self._error_since = 0.0
         self._crashes: deque[float] = deque()
         self._streak = 0
 
     def recent(self) -> int:
-        """Crashes within the policy's window."""
         return sum(time.monotonic() - crash <= self._policy.window_s for crash in self._crashes)
 
     def delay(
         self, error: str, *, usage: bool = False, final: bool = False
     ) -> tuple[float | None, str]:
-        """Return seconds from this crash to the next start, or None and the reason for no start.
+        """Return seconds until the next start, or None and the reason for no start.
 
         Args:
             error: error line of a start that would fail alike again; "" for any other crash.
@@ -155,8 +145,7 @@ class Restarts:
         return delay, ""
 
     def _fails_alike(self, error: str, now: float) -> bool:
-        """Record the error line of a failed start ("" if it may pass). Return True once starts have
-        failed with the same words for `ALIKE_S`."""
+        """True once starts have failed with the same words for `ALIKE_S`."""
         # A component that has started once may fail for reasons that pass, so its error is not
         # compared.
         last, self.start_error = self.start_error, "" if self.came_up else error
@@ -172,8 +161,7 @@ def next_delay(
     """Return seconds until the next start after a crash at `now`; None if the policy is exhausted.
 
     Args:
-        crashes: monotonic times of earlier crashes; those outside the window are removed, `now` is
-            added.
+        crashes: monotonic times of earlier crashes; updated.
         streak: crashes since the last minute of health.
     """
     while crashes and now - crashes[0] > policy.window_s:
@@ -195,7 +183,7 @@ class Ended:
     killed: int = 0
     diagnosis: Diagnosis | None = None
     error: str = ""
-    """Error line of its log, if another start would fail alike."""
+    """Error line, if another start would fail alike."""
     usage: bool = False
     lost: str = ""
     """How its node was lost, if that ended it."""
@@ -207,14 +195,11 @@ class Owner(Protocol):
     def post(self, act: Callable[..., None], *args: Any) -> None:
         """Call `act` soon, then reconcile."""
 
-    def task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run `work` in the background; an exception in it ends the run."""
+    def task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]: ...
 
-    def on_gone(self, component: Component, ended: Ended) -> None:
-        """Handle a finished attempt."""
+    def on_gone(self, component: Component, ended: Ended) -> None: ...
 
-    def on_port_taken(self, component: Component, found: Diagnosis) -> None:
-        """Handle a port that another process did not release in time."""
+    def on_port_taken(self, component: Component, found: Diagnosis) -> None: ...
 
 
 class Component:
@@ -223,7 +208,7 @@ class Component:
     def __init__(
         self, spec: ComponentSpec, host: Host, store: Store, owner: Owner, attempt: int
     ) -> None:
-        """Start in PENDING. `attempt` is the number of the last attempt of earlier supervisors."""
+        """`attempt`: last attempt of earlier supervisors."""
         self.spec = spec
         self._host, self._store, self._owner = host, store, owner
         self.state = State.PENDING
@@ -233,17 +218,16 @@ class Component:
         self.attempt = attempt
         self.started_at: float | None = None
         self.exited_at: float | None = None
-        """Unix time of the main process's exit; the rest of its set and its GPU memory may take
-        longer."""
+        """Unix time of the main process's exit; its set and GPU memory may take longer."""
         self.exit_code: int | None = None
         self._command_id: str | None = None
 
         self.child: Leader | None = None
-        """Main process of the current attempt; None once no process of its set is left."""
+        """Main process; None once no process of its set is left."""
         self.log: LogDrain | None = None
         self._scanner: LogScanner | None = None
         self.outcome: Outcome = ""
-        """Why it is ending; empty: it exited by itself, and the exit code decides."""
+        """Why it is ending; empty: it exited by itself."""
         self._launch: Launch | None = None
         self._prober: Prober | None = None
         self._stage_watch: StageWatch | None = None
@@ -251,14 +235,13 @@ class Component:
         self._timer: asyncio.TimerHandle | None = None
         self._ending: asyncio.Task[None] | None = None
         self._draining = ""
-        """GPU memory that is not free yet although no process is left, in words."""
+        """GPU memory that is not free yet, in words."""
         self._hurry = asyncio.Event()
 
         self._restarts = Restarts(spec.restart)
         self._retry_at: float | None = None
         self._port_wait: float | None = None
-        """Monotonic time at which its port was first found in use; infinity once that is
-        reported."""
+        """Monotonic time since its port was found in use; infinity once reported."""
         self._resource_wait: float | None = None
 
     @property
@@ -267,7 +250,7 @@ class Component:
 
     @property
     def one_shot(self) -> bool:
-        """True for a step that is done at exit code 0 instead of at health."""
+        """A step that is done at exit code 0 instead of at health."""
         return self.spec.role is Role.PREPARE or self.spec.creates is not None
 
     @property
@@ -283,7 +266,7 @@ class Component:
         exit_code: int | None = None,
         retry_at: float | None = None,
     ) -> None:
-        """Move to state `new` and record the transition. Nothing else sets `state`."""
+        """Record a transition. Nothing else sets `state`."""
         old = self.state
         check_step(old, new)
         self.state, self.reason, self.since, self.waiting_for = new, reason, time.time(), ""
@@ -305,12 +288,8 @@ class Component:
             self._command_id = None
 
     def diagnose(self, found: Diagnosis, attempt: int | None = None, **how: bool) -> None:
-        """Publish a diagnosis, or the end of one (`Ledger.add`).
-
-        Args:
-            attempt: attempt of the finding; None: the current one.
-            how: `ending`, `again`.
-        """
+        """Publish a diagnosis, or the end of one (`Ledger.add`); `attempt` None: the current
+        one."""
         self._store.diagnoses.add(
             self.name, found, self.attempt if attempt is None else attempt, **how
         )
@@ -328,7 +307,7 @@ class Component:
         return last.get("readiness") or last.get("startup") or last.get("liveness")
 
     def observe(self) -> tuple[Part, Printed | None]:
-        """Return the watcher's view of the component, and the lines printed since the last call."""
+        """View for the watcher, and the output since the last call."""
         last = (
             self.log.tail(1) if self.log and self.state in (State.STARTING, State.COMPLETED) else []
         )
@@ -350,7 +329,7 @@ class Component:
         return part, Printed(self._scanner, self._scanner.take(), self.child is None, on_purpose)
 
     def row(self, usage: Usage) -> ComponentStatus:
-        """Return one row of `ps`."""
+        """One row of `ps`."""
         probe = self.newest_probe()
         child = self.child
         # A sample older than the child belongs to the previous attempt.
@@ -412,8 +391,7 @@ class Component:
     # Starting.
 
     def release(self, reason: str, command_id: str | None = None) -> None:
-        """Allow it to start. A command (`command_id`) also resets the waits for port and
-        resources."""
+        """Allow it to start. A command also resets the waits for port and resources."""
         if command_id is not None:
             self._command_id = command_id
             self._port_wait = self._resource_wait = None
@@ -451,10 +429,10 @@ class Component:
                 self._healthy("started; it has no health check")
 
     def _wait_for_resources(self, error: OSError) -> None:
-        """Retry the start in a second, up to `RESOURCE_PATIENCE_S`.
+        """Retry the start in a second.
 
         Raises:
-            LaunchError: that time is over.
+            LaunchError: `RESOURCE_PATIENCE_S` is over.
         """
         self._resource_wait = self._resource_wait or time.monotonic()
         if time.monotonic() - self._resource_wait > RESOURCE_PATIENCE_S:
@@ -570,7 +548,7 @@ class Component:
         return self.attempt == attempt and self.child is not None
 
     def reach(self, stage: str, attempt: int) -> None:
-        """Record a stage that run-api reports, for a program that records none."""
+        """Record a stage that run-api reports for it."""
         if any(known.name == stage for known in self.spec.stages):
             self._staged(attempt, stage, time.time())
 
@@ -673,12 +651,11 @@ class Component:
             self._begin_end("stopped")
 
     def kill(self, command_id: str | None) -> None:
-        """Send SIGKILL at once; the supervisor treats it as a crash."""
+        """Send SIGKILL; the supervisor treats it as a crash."""
         self._command_id = command_id
         self._begin_end("killed", signal.SIGKILL)
 
     def hurry(self) -> None:
-        """Skip the grace period: kill the rest of the set."""
         if self.child is not None:
             self._begin_end("stopped", signal.SIGKILL)
 
@@ -694,8 +671,8 @@ class Component:
                 self._begin_end("", signal.SIGKILL)
 
     def _begin_end(self, outcome: Outcome, number: int | None = None) -> None:
-        """Start ending the set; `_gone` follows. During an end, a stop overrides the outcome and a
-        SIGKILL skips the grace period."""
+        """Start ending the set. During an end, a stop overrides the outcome, and SIGKILL skips
+        the grace period."""
         assert self.child is not None
         if self._ending is not None:
             if outcome == "stopped" or not self.outcome:
@@ -763,8 +740,8 @@ class Component:
             self._owner.post(self.diagnose, found)
 
     async def _explain(self, child: Leader, log: LogDrain) -> tuple[Diagnosis | None, str, bool]:
-        """Return the diagnosis of an exit by itself, the error line if another start would fail
-        alike, and whether it refused its arguments."""
+        """Explain an exit: diagnosis, error line if another start would fail alike, refused
+        arguments."""
         if child.lost:
             return node_lost(child.lost), "", False
         if not child.exit_code or self.outcome:
@@ -829,18 +806,17 @@ class Component:
     # After an end, as the supervisor decides.
 
     def rest(self, state: State, reason: str) -> None:
-        """Move to a final state: COMPLETED, STOPPED or FAILED."""
+        """Move to a final state."""
         self._move(state, reason, self.exit_code)
 
     def delay_after_crash(self, error: str, *, usage: bool) -> tuple[float | None, str]:
-        """Return seconds until the next start, which is counted; or None and the reason
-        (`Restarts.delay`)."""
+        """Seconds until the next start, or None and the reason."""
         return self._restarts.delay(
             error, usage=usage, final=self.exit_code in self.spec.final_codes
         )
 
     def back_off(self, delay: float, reason: str) -> None:
-        """Wait `delay` seconds after a crash before the next start."""
+        """Wait `delay` seconds before the next start."""
         if self.outcome != "killed":
             self._command_id = None
         self._retry_at = time.time() + delay
@@ -849,7 +825,6 @@ class Component:
 
 
 def stuck(processes: str) -> Diagnosis:
-    """Return the diagnosis for processes (by pid and state) that outlive SIGKILL."""
     fix = (
         "repair the disk or driver (GPU: see dmesg): a process in state D waits for it inside "
         "the kernel"
@@ -857,5 +832,4 @@ def stuck(processes: str) -> Diagnosis:
     return model.UNKILLABLE.diagnosis(processes, fix)
 
 
-def look_again() -> None:
-    """No-op that triggers a reconcile."""
+def look_again() -> None: ...

@@ -1,8 +1,4 @@
-"""Gauges of a run: `RUN/gauges.jsonl`, one line every few seconds, written only here.
-
-`GaugeReader` polls the engines' `/metrics`, run-api's `/status` and the host. `GaugesFile` writes,
-and thins old lines as the file grows. `record_gauges` does both until it is cancelled.
-"""
+"""Gauges of a run: `RUN/gauges.jsonl`, a line every few seconds."""
 
 from __future__ import annotations
 
@@ -33,12 +29,12 @@ from atropos_tui.supervisor.processes import procfs
 
 EVERY_S = 5.0
 MOST_BYTES = 2_000_000
-"""File size in bytes above which every second line older than the newest `DENSE` is dropped."""
+"""File size above which every second old line is dropped."""
 DENSE = 720
 """Newest lines that are always kept: one hour."""
 ANSWER_S = 1.0
 MOST_ANSWER_BYTES = 4_000_000
-"""Largest answer in bytes that is read as a metrics page."""
+"""Largest metrics page, in bytes."""
 _GAUGES = {
     "vllm:num_requests_running": "running",
     "vllm:num_requests_waiting": "waiting",
@@ -49,12 +45,10 @@ _GAUGES = {
     "vllm:generation_tokens_total": "generated_tokens",
     METRIC_VERSION: "weight_version",
 }
-"""vLLM's metric name -> ours. Lines of the same name (one per engine with data parallelism) are
-added."""
+"""vLLM's metric -> ours. Engines with data parallelism have several lines; they are added."""
 
 
 def parse_metrics(text: str) -> EngineGauges:
-    """Parse the figures that we show from a Prometheus page; unreadable lines are skipped."""
     found = {_GAUGES[name]: values for name, values in read_figures(text, _GAUGES).items()}
     # A share is averaged over engines; counts are added.
     means = {"kv_use": sum(found["kv_use"]) / len(found["kv_use"])} if "kv_use" in found else {}
@@ -62,7 +56,6 @@ def parse_metrics(text: str) -> EngineGauges:
 
 
 def parse_queue(text: str) -> int | None:
-    """Return `queue_size` of run-api's `/status`, or None."""
     try:
         size = json.loads(text)["queue_size"]
     except (ValueError, TypeError, KeyError, RecursionError):
@@ -72,7 +65,7 @@ def parse_queue(text: str) -> int | None:
 
 
 class GaugeReader:
-    """Polls the components; keeps connections and the machine's last CPU ticks."""
+    """Polls the components; keeps connections and the last CPU ticks."""
 
     def __init__(self, urls: Mapping[str, str]) -> None:
         """`urls`: base URL of each component."""
@@ -81,8 +74,7 @@ class GaugeReader:
         self._machine = procfs.MachineMeter()
 
     def read(self, status: RunStatus, flows: Mapping[str, Flow], folder: Path) -> GaugesRecord:
-        """Poll every engine and run-api in parallel, then the host and the disk that holds
-        `folder`."""
+        """Poll every engine and run-api in parallel, then the host and the disk of `folder`."""
         rows = [row for row in status.components if row.port and row.state in RUNS]
         engines = [row for row in rows if row.role is Role.ENGINE]
         apis = [row for row in rows if row.role is Role.API]
@@ -161,7 +153,6 @@ class GaugesFile:
         self._seq = 0
 
     def append(self, record: GaugesRecord) -> None:
-        """Write one line."""
         descriptor = -1
         try:
             descriptor = os.open(
@@ -190,8 +181,7 @@ async def record_gauges(
     flows: Callable[[], Mapping[str, Flow]],
     urls: Mapping[str, str],
 ) -> None:
-    """Write a line every `EVERY_S` seconds until cancelled; skip lines while descriptors are used
-    up."""
+    """Write a line every `EVERY_S` seconds until cancelled."""
     reader, file = GaugeReader(urls), GaugesFile(path)
     try:
         while True:

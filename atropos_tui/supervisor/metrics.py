@@ -1,8 +1,8 @@
-"""`[metrics] port`: figures of the run for Prometheus.
+"""`[metrics] port`: figures of the run for Prometheus. A scrape measures nothing; it reports the
+newest records.
 
-A scrape measures nothing: it reports the supervisor's status and the newest records of the streams.
 Access is checked by the headers Host and Origin, and by the run's key if other machines can reach
-the port. The page has only names and numbers: no text, path or prompt.
+the port.
 """
 
 from __future__ import annotations
@@ -51,9 +51,8 @@ from atropos_tui.profile.spec import MetricsPolicy
 
 R = TypeVar("R", bound=Record)
 Field = tuple[str, str, str]
-"""Field of a record, name of the metric after `atropos_`, help text."""
 Rows = Sequence[tuple[Mapping[str, str], float]]
-"""Label values (all rows with the same labels) and value."""
+"""Label values and value of each row."""
 Kind = GaugeMetricFamily | CounterMetricFamily
 
 STEP: Sequence[Field] = (
@@ -170,18 +169,16 @@ COMPONENT: Sequence[Field] = (
 
 
 class Newest:
-    """Newest record of each kind in the streams of a run; each `look` reads only what was
-    appended."""
+    """Newest record of each kind; each `look` reads only what was appended."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
         self._tails: dict[str, RecordTail] = {}
         self.records: dict[type[Record], Record] = {}
         self.evals: dict[tuple[str, str], EvalRecord] = {}
-        """Newest evaluation by environment and split."""
+        """Keyed by environment and split."""
 
     def look(self) -> None:
-        """Read new records; blocks."""
         for path in (
             self._run.telemetry_jsonl,
             self._run.gauges_jsonl,
@@ -199,7 +196,6 @@ class Newest:
             self.records[type(record)] = record
 
     def of(self, kind: type[R]) -> R | None:
-        """Return the newest record of a kind, or None."""
         record = self.records.get(kind)
         return record if isinstance(record, kind) else None
 
@@ -260,8 +256,6 @@ def _components(status: RunStatus) -> Iterator[Metric]:
 
 
 def _used(gauges: GaugesRecord) -> Iterator[Metric]:
-    """Yield families of engines, environments, run-api and machine from the newest line of
-    gauges.jsonl."""
     yield from _gauges(gauges.engines, "engine", ENGINE)
     for field, name, text in ENGINE_TOTALS:
         if rows := list(_rows(gauges.engines, "engine", field)):
@@ -315,7 +309,6 @@ class _Ready(Collector):
 
 
 def page(status: RunStatus, newest: Newest) -> bytes:
-    """Return the page in Prometheus' text format."""
     # A registry of its own, without the library's metrics of this Python process.
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Ready(metrics(status, newest)))
@@ -325,8 +318,8 @@ def page(status: RunStatus, newest: Newest) -> bytes:
 def metrics_app(
     run: RunDir, policy: MetricsPolicy, token: str, status: Callable[[], Awaitable[RunStatus]]
 ) -> Starlette:
-    """Return the application with `GET /metrics`. It accepts only our own host names and, if other
-    machines can reach it, only requests with the run's key."""
+    """Application with `GET /metrics`, for our own host names and, from other machines, with the
+    run's key."""
     keys = door_keys(policy.host, token)
     hosts = allowed_hosts(policy.host, hosts_in(os.environ, ENV_ALLOWED_HOSTS))
     newest, reading = Newest(run), asyncio.Lock()
@@ -356,10 +349,8 @@ def metrics_app(
 
 
 def listen_tcp(policy: MetricsPolicy) -> socket.socket:
-    """Bind the address of `[metrics]`.
-
-    Raises:
-        OSError: the port is in use, or the address is not of this machine.
+    """Raises:
+    OSError: the port is in use, or the address is not of this machine.
     """
     assert policy.port is not None
     family, _, _, _, address = socket.getaddrinfo(

@@ -1,9 +1,7 @@
-"""`[notify]`: notifications about a run that fails, ends, or trains on wrong weights, and about an
-`[[alert]]`.
+"""`[notify]`: a run that fails, ends, or trains on wrong weights, and an `[[alert]]`.
 
-One JSON object per event, by POST and on the standard input of a command. A dead host or a missing
-answer costs only a diagnosis. (A name server that never answers delays the exit of the process.)
-The address is resolved (`${VAR}`) in memory and never written to disk.
+One JSON object per event, by POST and on the standard input of a command. A failed delivery is only
+a diagnosis. The resolved address (`${VAR}`) never reaches the disk.
 """
 
 from __future__ import annotations
@@ -37,46 +35,43 @@ from atropos_tui.supervisor.processes.process import LaunchError
 Event = Literal["failed", "mismatch", "alert", "done", "test"]
 """Events that are posted and that ring the terminal bell."""
 TRY_S = 5.0
-"""Timeout in seconds of one try, however slowly the answer arrives."""
 COMMAND_S = 10.0
-"""Timeout of the command in seconds."""
 PAUSES_S = (0.5, 1.0)
 """Seconds before the second and the third try."""
 END_PATIENCE_S = 10.0
-"""Seconds that the end of the run waits for deliveries in progress."""
+"""Seconds that the end of the run waits for deliveries."""
 FAILURES = (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError, RuntimeError)
-"""Exceptions of a POST; RuntimeError if no thread can start for the name lookup."""
+"""Exceptions of a POST; RuntimeError if no thread can start."""
 QUIET_S = 600.0
 """Seconds before a lasting mismatch is posted again."""
 MOST_TEXT = 1500
-"""Most characters of the message; Discord refuses more than 2,000."""
+"""Longest message in characters; Discord refuses more than 2,000."""
 
 logging.getLogger("httpx").setLevel(logging.WARNING)  # INFO logs the address, which may be a secret
 
 
 def is_event(record: Record, event: Event) -> TypeGuard[DiagnosisRecord]:
-    """Return True if `record` opens a diagnosis of this event."""
+    """True if `record` opens a diagnosis of this event."""
     return (
         isinstance(record, DiagnosisRecord) and not record.over and rule_of(record).event == event
     )
 
 
 def event_of_exit(code: int | None) -> Event | None:
-    """Return the event of a run's exit code; None if a user stopped the run, or it still runs."""
+    """None if a user stopped the run, or it still runs."""
     if code is None or code == Exit.INTERRUPTED:
         return None
     return "failed" if code else "done"
 
 
 class DeliveryError(Exception):
-    """The receiver did not accept a notification; the message has neither address nor token."""
+    """The receiver did not accept a notification; the message has no address and no token."""
 
 
 def payload(
     stack: StackSpec, event: Event, reason: str, component: str | None, code: int | None
 ) -> dict[str, Any]:
-    """Return the JSON object to post. Slack reads `text`, Discord reads `content`; neither can
-    mention a user."""
+    """JSON object to post. Slack reads `text`, Discord `content`; neither can mention a user."""
     reason = mask(reason)
     host = platform.node()
     message = f"atropos-tui: {stack.name} {event}: {reason} ({stack.run_id} on {host})"[:MOST_TEXT]
@@ -101,7 +96,7 @@ async def post(url: str, body: dict[str, Any]) -> None:
     """POST `body`, up to three times.
 
     Raises:
-        DeliveryError: no try got a 2xx answer, or an answer excluded another try.
+        DeliveryError: no try got a 2xx answer.
     """
     try:
         async with httpx.AsyncClient(timeout=None) as client:
@@ -118,7 +113,7 @@ async def post(url: str, body: dict[str, Any]) -> None:
 
 
 async def _try(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> tuple[str, bool]:
-    """Return the problem of one try ("" if none), and True if another try may help."""
+    """Problem of one try ("": none), and True if another may help."""
     try:
         # A total limit: httpx's own timeouts restart with each byte.
         async with asyncio.timeout(TRY_S), client.stream("POST", url, json=body) as answer:
@@ -137,7 +132,7 @@ async def run_command(command: Sequence[str], body: dict[str, Any]) -> None:
     """Run a program with `body` on its standard input, without the run's token.
 
     Raises:
-        DeliveryError: it does not start, exits with a code other than 0, or exceeds `COMMAND_S`.
+        DeliveryError: it does not start, fails, or exceeds `COMMAND_S`.
     """
     environment = {name: value for name, value in os.environ.items() if name != ENV_TOKEN}
     pipe, nowhere = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
@@ -168,7 +163,7 @@ async def run_command(command: Sequence[str], body: dict[str, Any]) -> None:
 
 
 def resolved(policy: NotifyPolicy, variables: Mapping[str, str]) -> str | None:
-    """Return the webhook's address with its variables filled in; None if there is none.
+    """Webhook address with its variables filled in.
 
     Raises:
         LaunchError: the address is not usable.
@@ -195,13 +190,12 @@ def _without_address(text: str, url: str) -> str:
 
 
 class Notifier:
-    """Posts the events of one run, in the supervisor's event loop. Never raises into it."""
+    """Posts the events of one run. Never raises into the event loop."""
 
     def __init__(
         self, stack: StackSpec, store: Store, decided: Callable[[], RunResult | None]
     ) -> None:
-        """`decided` returns the run's result once it is known, which is before the stack has
-        stopped."""
+        """`decided`: the run's result, known before the stack has stopped."""
         self._stack, self._store = stack, store
         self._policy = stack.notify
         self._decided = decided
@@ -284,7 +278,7 @@ class Notifier:
         self._store.diagnoses.add(None, NOT_NOTIFIED.diagnosis(evidence, fix, title))
 
     async def close(self, result: RunResult | None) -> None:
-        """Post the result, wait up to `END_PATIENCE_S` for deliveries, and cancel the rest."""
+        """Post the result, wait for deliveries, and cancel the rest."""
         # After an internal error only the written result tells how the run ended.
         if self._decided() is None and result is not None:
             self._decided = lambda: result

@@ -1,9 +1,5 @@
-"""Health checks of a component: startup, readiness, liveness. All checks of a probe must pass;
-thresholds decide when the verdict changes.
-
-`StageWatch` reads the stages that a component records. Stages of other programs are found by
-patterns in the log.
-"""
+"""Health checks of a component: startup, readiness, liveness. All checks of one must pass;
+thresholds decide when the verdict changes."""
 
 from __future__ import annotations
 
@@ -40,12 +36,12 @@ Which = Literal["startup", "readiness", "liveness"]
 
 STAGE_LOOK_S = 0.2
 RECHECK_S = 5.0
-"""Shortest interval in seconds of readiness rounds while the component is ready."""
+"""Seconds between readiness rounds while the component is ready."""
 
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """Result of one round of one probe."""
+    """Result of one round of one health check."""
 
     which: Which
     ok: bool
@@ -60,17 +56,15 @@ def checks_of(probes: Probes) -> Iterator[Check]:
 
 
 def log_patterns(probes: Probes) -> list[str]:
-    """Return the patterns of the log checks."""
     return [check.pattern for check in checks_of(probes) if isinstance(check, LogCheck)]
 
 
 class CheckFailedError(Exception):
-    """A check did not pass; the message has the finding."""
+    pass
 
 
 class Prober:
-    """Runs the probes of one attempt and reports changed verdicts. `last` holds the newest round of
-    each."""
+    """Health checks of one attempt; reports changed verdicts."""
 
     def __init__(
         self,
@@ -82,7 +76,7 @@ class Prober:
         report: Callable[[ProbeResult], None],
         start: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
     ) -> None:
-        """`reached`: live view of the stages that this attempt has reached."""
+        """`reached`: live view of the attempt's stages."""
         self._http, self._launch, self._log, self._stages = http, launch, log, reached
         self._report = report
         self.last: dict[Which, ProbeResult] = {}
@@ -93,7 +87,6 @@ class Prober:
         self._task = start(self._run(probes))
 
     def cancel(self) -> None:
-        """Stop at once."""
         self._task.cancel()
 
     async def _run(self, probes: Probes) -> None:
@@ -230,7 +223,7 @@ class Prober:
 
 
 class StageWatch:
-    """Finds the stages of one attempt: in the component's records, and by pattern in its log."""
+    """Stages of one attempt: from the component's records, or by pattern in its log."""
 
     def __init__(
         self,
@@ -269,7 +262,7 @@ class StageWatch:
             self._reached(name, found[name])
 
     async def follow(self) -> None:
-        """Poll every `STAGE_LOOK_S` seconds until every stage is reached."""
+        """Poll until every stage is reached."""
         while self._waiting:
             await asyncio.sleep(STAGE_LOOK_S)
             await self.look()

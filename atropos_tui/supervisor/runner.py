@@ -1,7 +1,6 @@
-"""Run a stack to its end: `await run_stack(stack)`. Meanwhile its control socket serves `Routes`.
+"""Run a stack to its end, and serve its control socket meanwhile.
 
-`python -m atropos_tui.supervisor < stack.json` does the same in the background: own session, SIGHUP
-ignored. The routes are exactly those of `atropos_common.protocol.control`.
+`python -m atropos_tui.supervisor < stack.json` does the same in the background.
 """
 
 from __future__ import annotations
@@ -77,28 +76,27 @@ from atropos_tui.supervisor.processes.process import become_subreaper
 from atropos_tui.supervisor.supervisor import RefusedError, Supervisor
 
 SWITCH_S = 0.0005
-"""Seconds of Python's thread switch interval. Threads that read /proc or logs request the
-interpreter after every system call; with the default of 5 ms each such switch is slow while a log
-floods."""
+"""Python's thread switch interval, in seconds. Threads that read /proc ask for the interpreter
+after every system call; 5 ms each is slow while a log floods."""
 THREADS = 6
-"""Threads for blocking calls, started in advance (see `ready_threads`)."""
+"""Threads for blocking calls, started in advance."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 MOST_LINES = 100_000
 LARGEST_COMMAND = 1 << 20
-"""Largest request body of a command in bytes."""
+"""Largest request body of a command, in bytes."""
 
 
 async def run_stack(
     stack: StackSpec, *, on_event: OnEvent | None = None, lock: int | None = None
 ) -> int:
-    """Run `stack` in this process and return its exit code (0, 1, 3, 4, 130).
+    """Run `stack` in this process; return its exit code (0, 1, 3, 4, 130).
 
-    SIGTERM and SIGINT stop the stack, a second one kills it. In a SLURM job SIGUSR1 stops it as
-    well. Must run in the main thread.
+    SIGTERM and SIGINT stop the stack, a second one kills it; in a SLURM job SIGUSR1 stops it too.
+    Call it in the main thread.
 
     Args:
-        on_event: called with every record, in order, after the journal has it.
-        lock: result of `lock_run` for this run directory, closed at the end; None: lock here.
+        on_event: called with every record, in order.
+        lock: result of `lock_run`, closed at the end; None: lock here.
 
     Raises:
         StackError: the stack cannot run as configured.
@@ -131,8 +129,8 @@ async def run_stack(
 
 
 def ready_threads() -> ThreadPoolExecutor:
-    """Return a pool of threads that run already. A machine out of processes or memory starts no new
-    thread, and every end of a component needs one."""
+    """Pool of running threads: a machine out of processes starts no new one, and every end of a
+    component needs one."""
     pool, all_run = ThreadPoolExecutor(THREADS, "supervisor"), threading.Barrier(THREADS)
     for _ in range(THREADS):
         pool.submit(all_run.wait)
@@ -204,8 +202,7 @@ def _report_guard(store: Store, trouble: str) -> None:
 
 
 async def _serve_metrics(supervisor: Supervisor, run: RunDir, token: str) -> ApiServer | None:
-    """Start the server of `[metrics]`, if the profile has a port. A port in use is a diagnosis and
-    does not end the run."""
+    """A port in use is a diagnosis and does not end the run."""
     policy = supervisor.stack.metrics
     if policy.port is None:
         return None
@@ -238,8 +235,7 @@ def _group(run_id: str, inheritance: Inheritance) -> str:
 
 
 def _export_key(stack: StackSpec, token: str) -> None:
-    """Put the key for servers that other machines can reach into the environment of this process
-    and its components."""
+    """Put the key for servers that other machines reach into the environment."""
     os.environ.pop(ENV_DOOR_KEY, None)  # it may belong to an enclosing run
     if stack.nodes:
         os.environ[ENV_DOOR_KEY] = door_key(token)
@@ -252,7 +248,7 @@ def _token(inheritance: Inheritance) -> str:
 
 
 class _Signals:
-    """Pass signals to the supervisor while entered. Signals before `attach` are kept for it."""
+    """Pass signals to the supervisor while entered; keep those before `attach`."""
 
     def __init__(self) -> None:
         self._supervisor: Supervisor | None = None
@@ -286,8 +282,7 @@ class _Signals:
 
 
 def _fault(supervisor: Supervisor, guard: Guard) -> int:
-    """Handle an internal error: write the report, kill all components that need not survive, and
-    write the result."""
+    """Handle an internal error: write the report, kill the components, write the result."""
     report, run, run_id = traceback.format_exc(), supervisor.run_dir, supervisor.stack.run_id
     states = "\n".join(
         f"{each.name}: {each.state} {each.reason}" for each in supervisor.components.values()
@@ -316,14 +311,13 @@ def _fault(supervisor: Supervisor, guard: Guard) -> int:
 
 
 class Routes:
-    """HTTP routes of the control socket. They change state only through `Supervisor.submit`."""
+    """Routes of the control socket. They change state only through `Supervisor.submit`."""
 
     def __init__(self, supervisor: Supervisor, run: RunDir) -> None:
         self._supervisor = supervisor
         self._run = run
 
     def app(self) -> Starlette:
-        """Return the ASGI application."""
         return Starlette(
             routes=[
                 Route("/status", self.status),
@@ -360,8 +354,8 @@ class Routes:
     async def _lines(
         self, snapshot: Snapshot, missed: Iterator[str], live: Subscription
     ) -> AsyncIterator[str]:
-        """Yield the snapshot, the missed records and the live ones. `SubscriberDroppedError` passes
-        through, so a dropped subscriber's connection breaks."""
+        """Yield snapshot, missed and live records. `SubscriberDroppedError` passes, so the
+        connection breaks."""
         try:
             yield snapshot.model_dump_json() + "\n"
             for line in missed:
@@ -423,8 +417,7 @@ class Routes:
 
 
 class OnlyThisRun:
-    """Refuse a request whose header names another run: the client has read the run.json of another
-    run directory."""
+    """Refuse a request for another run: the client has read another directory's run.json."""
 
     def __init__(self, app: ASGIApp, run_id: str) -> None:
         self._app, self._run_id = app, run_id
@@ -441,7 +434,6 @@ class OnlyThisRun:
 
 
 def answer(message: BaseModel, status: int = 200) -> Response:
-    """Return a message as a JSON response."""
     return Response(message.model_dump_json(), status, media_type="application/json")
 
 
@@ -451,7 +443,7 @@ async def refused(_: Request, error: Exception) -> Response:
 
 
 def request_of(data: bytes | dict[str, str]) -> CommandRequest:
-    """Parse a command from a request body or query parameters.
+    """Parse a command from a request body or query.
 
     Raises:
         RefusedError: it is not valid.
@@ -469,8 +461,7 @@ def request_of(data: bytes | dict[str, str]) -> CommandRequest:
 
 
 async def wait_for(supervisor: Supervisor, target: str, timeout_s: float | None) -> WaitResult:
-    """Wait until `target` (ready, done, a component's name) is reached, becomes impossible, or
-    `timeout_s` passes."""
+    """Wait until `target` is reached or impossible, or `timeout_s` passes."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     while True:
         # Take the event before reading the state, or a change in between would be missed.
@@ -528,8 +519,6 @@ def _missing(supervisor: Supervisor, target: str) -> str:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn server that leaves signals to the supervisor."""
-
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
@@ -554,7 +543,7 @@ class ApiServer:
         self._task = asyncio.create_task(self._server.serve(sockets=[listening]))
 
     async def started(self, timeout_s: float = 10.0) -> None:
-        """Return once the server answers requests."""
+        """Return once the server answers."""
         give_up = time.monotonic() + timeout_s
         while not self._server.started and not self._task.done() and time.monotonic() < give_up:
             await asyncio.sleep(0.005)

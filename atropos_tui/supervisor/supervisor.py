@@ -1,9 +1,8 @@
 """The supervisor: runs one stack to its end. Read `run`, then `_do` and `_reconcile`.
 
-Every event (an exit, a health check's verdict, a command, a timer) is one call that `post` puts
-into the event loop. It changes a component by that component's own methods. Then `_reconcile` does
-what has become possible: stop the next component, start those whose gates allow it, finish
-commands, end the run.
+Every event is one call that `post` puts into the event loop and that changes one component. Then
+`_reconcile` does what has become possible: stop the next component, start those whose gates allow
+it, finish commands, end the run.
 """
 
 from __future__ import annotations
@@ -48,17 +47,14 @@ from atropos_tui.supervisor.processes.process import LaunchError, describe
 KEPT_OPERATIONS = 200
 RESULT_LINES = 40
 SWEEP_S = 5.0
-"""Seconds between two surveys of the process table, which reap adopted zombies and pass new
-sessions of members to the guard."""
+"""Seconds between two surveys of the process table."""
 TIME_LIMIT = signal.SIGUSR1.name
-"""Signal that SLURM sends some minutes before the time limit of a job."""
+"""Signal that SLURM sends before a job's time limit."""
 STRAYS_S = 10.0
-"""Seconds in which strays are killed repeatedly at the end; then a diagnosis names them."""
+"""Seconds in which strays are killed at the end; then a diagnosis names them."""
 
 
 class RefusedError(Exception):
-    """A refused command: HTTP status and reason."""
-
     def __init__(self, status: int, error: str, fix: str = "") -> None:
         super().__init__(error)
         self.status = status
@@ -67,14 +63,14 @@ class RefusedError(Exception):
 
 @dataclass
 class Operation:
-    """One recipe in progress. Components in `stop` go one after the other; those in `start` are
-    released together, and their gates order them."""
+    """One recipe in progress. `stop` goes one after the other; `start` is released together,
+    ordered by gates."""
 
     id: str
     request: CommandRequest
     recipe: Recipe
     by_hand: bool = True
-    """False for restarts by policy and for the end of the run, which write no command records."""
+    """False for restarts by policy and the end of the run: no command records."""
     why: str = ""
     """Reason to show if it is neither a command nor a crash."""
     stage: Literal["stop", "start", "settle", "over"] = "stop"
@@ -93,15 +89,14 @@ class Operation:
 
     @property
     def own_id(self) -> str | None:
-        """Command id of its transitions; None if no command caused it."""
+        """Command id of its transitions."""
         return self.id if self.by_hand else None
 
     def holds(self, name: str) -> bool:
-        """Return True if `name` must not start yet because of this operation."""
+        """True if `name` must not start yet."""
         return self.stage in ("stop", "start") and name in self.start
 
     def cause(self) -> str:
-        """Return the reason of the transitions that it causes."""
         if self.why:
             return self.why
         if self.action == "down":
@@ -111,7 +106,7 @@ class Operation:
         return f"{self.action} of {target} {by if self.by_hand else 'after its crash'}"
 
     def stopped_for(self, name: str) -> str:
-        """Return the reason of the stop of component `name`."""
+        """Reason of the stop of component `name`."""
         if self.why:
             return f"stopped because {self.why}"
         if self.action == "down":
@@ -159,7 +154,7 @@ class Supervisor:
         self.exit_code: int | None = None
         self.result: RunResult | None = None
         self._unwanted: set[str] = set()
-        """Components that stay down because a user stopped them."""
+        """Components that a user stopped."""
         self._stopped_with: dict[str, str] = {}
         """Component that was stopped only with another -> that other, which brings it back."""
         self._interrupts = 0
@@ -187,8 +182,7 @@ class Supervisor:
         return await answer
 
     def interrupt(self, name: str) -> None:
-        """Handle a signal: stop the stack; the second time, kill it. SIGUSR1 only announces SLURM's
-        time limit."""
+        """Stop the stack; the second time, kill it. SIGUSR1 announces SLURM's time limit."""
         if name == TIME_LIMIT:
             self.post(self._out_of_time)
         else:
@@ -213,7 +207,7 @@ class Supervisor:
             raise self._unknown(request.component) from None
 
     def status(self, usage: Mapping[str, Usage]) -> RunStatus:
-        """Return the complete status as of the last record; `usage` is the sampler's newest."""
+        """Status as of the last record; `usage` is the sampler's newest."""
         return RunStatus(
             run_id=self.stack.run_id,
             name=self.stack.name,
@@ -233,13 +227,12 @@ class Supervisor:
         )
 
     async def measured(self) -> RunStatus:
-        """Return the status with the current resource usage."""
+        """Status with the current resource usage."""
         usage = await self.sampler.fresh()
         return self.status(usage)
 
     def ready(self) -> bool:
-        """Return True if every long-running component is healthy or done, and every one-shot step
-        is done."""
+        """True if every long-running component is healthy, and every one-shot step done."""
         return all(
             each.state is State.COMPLETED or (each.state is State.HEALTHY and not each.one_shot)
             for each in self.components.values()
@@ -279,12 +272,10 @@ class Supervisor:
         return self.result
 
     def ended(self, result: RunResult) -> None:
-        """Publish the end of the run."""
         self.exit_code, self.reason, self.phase = result.exit_code, result.reason, Phase.ENDED
         self.store.notify()
 
     def post(self, act: Callable[..., None], *args: Any) -> None:
-        """Call `act` soon, then reconcile."""
         self._loop.call_soon(self._do, act, *args)
 
     def _do(self, act: Callable[..., None], *args: Any) -> None:
@@ -412,8 +403,7 @@ class Supervisor:
                 self._finish(op, "done")
 
     def _is_down(self, op: Operation, component: Component) -> bool:
-        """Return True if the component does not block `op`; otherwise stop it. The caller stops at
-        the first that blocks."""
+        """True if the component does not block `op`; otherwise stop it."""
         if op.action == "kill":
             if component.child is None or component.attempt != op.attempt:
                 return True
@@ -498,8 +488,7 @@ class Supervisor:
         )
 
     def _stopped_how(self, component: Component, ended: Ended) -> str:
-        """Return the reason of an intended stop; the exit code only if it differs from the usual
-        one of the stop signal."""
+        """Reason of an intended stop; the exit code only if it is unusual for the stop signal."""
         number = SIGNALS[component.spec.stop.signal]
         op = next(
             (op for op in self._active() if op.stage == "stop" and component.name in op.stop), None
@@ -605,10 +594,8 @@ class Supervisor:
         answer.set_result(Accepted(command_id=command_id, recipe=plan))
 
     def _check(self, request: CommandRequest) -> None:
-        """Check that a command is possible now.
-
-        Raises:
-            RefusedError: it is not.
+        """Raises:
+        RefusedError: the command is not possible now.
         """
         action, name = request.action, request.component
         whole = action == "restart" and not name
@@ -668,7 +655,7 @@ class Supervisor:
             self._end_run(RunResult(exit_code=Exit.INTERRUPTED, reason=reason, ended_by="signal"))
 
     def _out_of_time(self) -> None:
-        """Save and stop before the job's time limit, unless the run is stopping already."""
+        """Save and stop before the job's time limit."""
         if self.phase is Phase.STOPPING:
             return
         plan = recipe(self.stack, "down", None)
@@ -697,8 +684,7 @@ class Supervisor:
             del self.operations[command_id]
 
     def _make_way(self, operation: Operation) -> None:
-        """Let a user command end the backoffs that it touches; a stop also removes its components
-        from them."""
+        """Let a user command end the backoffs that it touches."""
         touched = {*operation.stop, *operation.start}
         for other in self._active():
             # A start by hand does not wait for the backoff of an earlier crash.
@@ -715,8 +701,7 @@ class Supervisor:
                     self._stopped_with[name] = operation.request.component or ""
 
     def _partners(self, action: str, component: str | None) -> set[str]:
-        """Return the components that `action` on `component` may include, in their current
-        state."""
+        """Components that `action` on `component` may include now."""
         # Components that an operation is about to start count as running.
         held = {
             name for op in self._active() for name in op.start if op.holds(name)
@@ -755,7 +740,6 @@ def new_id() -> str:
 
 
 def _attempts_so_far(folder: Path) -> int:
-    """Return the number of the last attempt, so that a resumed run continues the count and
-    overwrites no log."""
+    """Last attempt number: a resumed run continues the count and overwrites no log."""
     latest = latest_attempt(folder)
     return int(latest.stem) if latest else 0

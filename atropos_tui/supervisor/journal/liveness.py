@@ -16,12 +16,10 @@ from atropos_tui.supervisor.processes import procfs
 
 
 def left_by(run: RunDir, run_id: str, table: ProcessTable | None) -> list[Leftover] | None:
-    """Return the processes that the dead supervisor of `run` left; None while that supervisor
-    lives.
+    """Return the processes that the dead supervisor of `run` left; None while it lives.
 
-    Every command that reports leftover processes uses this function. One sign of a live supervisor
-    suffices: its socket, its process in the journal, or the socket in the environment of the run's
-    processes. A run directory may lack the first two.
+    One sign of life suffices: its socket, its process in the journal, or the socket in the
+    environment of the run's processes. A run directory may lack the first two.
     """
     if has_supervisor(run) or (table and supervisor_alive(table)):
         return None
@@ -35,7 +33,7 @@ def left_by(run: RunDir, run_id: str, table: ProcessTable | None) -> list[Leftov
 
 
 def run_elsewhere(run: RunDir, run_id: str) -> str:
-    """Return another run directory in which a run with this id lives now; "" if there is none."""
+    """Another run directory in which a run with this id lives now."""
     marker = f"{ENV_RUN_ID}={run_id}".encode()
     for pid in procfs.scan() if run_id else ():
         # `marked` is a cheap test; `environ` parses the whole environment.
@@ -48,8 +46,7 @@ def run_elsewhere(run: RunDir, run_id: str) -> str:
 
 @contextlib.contextmanager
 def holding(journal: Path) -> Iterator[bool]:
-    """Lock out supervisors from the run directory of this `supervisor.jsonl`; False if one holds
-    the lock."""
+    """Lock out supervisors; False if one holds the lock."""
     try:
         descriptor = os.open(
             journal, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK

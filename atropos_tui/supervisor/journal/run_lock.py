@@ -1,9 +1,7 @@
-"""Lock of a run directory, against a second supervisor and against two `up` commands that prepare
-it.
+"""Lock of a run directory, against a second supervisor and against two `up`.
 
-It locks `supervisor.jsonl`. The holder checks the directory after it has the lock, and passes the
-locked descriptor on: `up` to its supervisor, a supervisor to its guard. The lock is therefore never
-free in between.
+It locks `supervisor.jsonl`. `up` passes the descriptor to its supervisor, a supervisor to its
+guard: the lock is never free in between.
 """
 
 from __future__ import annotations
@@ -21,20 +19,19 @@ from atropos_tui.supervisor.journal.tracker import supervisor_alive
 from atropos_tui.supervisor.processes import procfs
 
 GUARD_PATIENCE_S = 60.0
-"""Seconds to wait for the guard of a killed supervisor, which gives up by itself after that
-time."""
+"""Seconds to wait for the guard of a killed supervisor."""
 TELL_S = 2.0
-"""Seconds of waiting after which the holder of the lock is printed."""
+"""Seconds after which the holder of the lock is printed."""
 
 
 def lock_run(run: RunDir, *, patience_s: float = GUARD_PATIENCE_S) -> int:
-    """Lock a run directory once the guard of a killed supervisor has finished there; blocks.
+    """Lock a run directory once the guard of a killed supervisor has finished; blocks.
 
     Returns:
         The locked descriptor of `supervisor.jsonl`.
 
     Raises:
-        RunInUseError: a supervisor runs there, or a process holds the lock for longer than
+        RunInUseError: a supervisor runs there, or a process holds the lock longer than
             `patience_s`.
         OSError: the file cannot be created.
     """
@@ -71,8 +68,7 @@ def lock_run(run: RunDir, *, patience_s: float = GUARD_PATIENCE_S) -> int:
 
 
 def named(path: Path) -> str:
-    """Return the processes that have `path` open, in words; for a stopped one with the command that
-    continues it."""
+    """Processes that have `path` open, in words; with the command that continues a stopped one."""
     words = [
         f"pid {pid} holds {path.name}"
         + (f" and is stopped: kill -CONT {pid}" if procfs.is_stopped(pid) else "")
@@ -82,7 +78,7 @@ def named(path: Path) -> str:
 
 
 def holders(path: Path) -> Iterator[int]:
-    """Yield other processes of this user that have `path` open."""
+    """Other processes of this user that have `path` open."""
     try:
         wanted = path.stat()
     except OSError:

@@ -1,9 +1,7 @@
-"""Proof that this installation wrote a file of a run directory: a MAC with a key from the user's
+"""Proof that this installation wrote a file of a run directory: a MAC with a key of the user's
 state folder.
 
-The MAC covers the content and the real path of the run directory. A recording from elsewhere fails,
-and so does a copy of a run directory of this machine. Without a key (the state folder is not
-writable) everything fails.
+The MAC covers content and real path, so recordings from elsewhere and copies fail.
 """
 
 from __future__ import annotations
@@ -25,14 +23,13 @@ KEY_BYTES = 32
 
 
 def mac_of(root: Path, content: dict[str, Any]) -> str:
-    """Return the MAC of `content` for run directory `root` in hexadecimal; "" without a key.
-    Creates the key if needed."""
+    """MAC of `content` in hexadecimal; "" without a key. Creates the key if needed."""
     key = _key() or _new_key()
     return _mac(key, root, content) if key else ""
 
 
 def is_sealed(root: Path, content: dict[str, Any], mac: object) -> bool:
-    """Return True if `mac` is the MAC of this content and run directory."""
+    """True if `mac` belongs to this content and run directory."""
     key = _key()
     return bool(key and isinstance(mac, str) and hmac.compare_digest(_mac(key, root, content), mac))
 
@@ -48,7 +45,7 @@ def _key_file() -> Path:
 
 
 def _key() -> bytes | None:
-    """Return the key; None if there is none, or if another user may read or write it."""
+    """None if there is no key, or another user may read or write it."""
     path = _key_file()
     try:
         info = path.lstat()
@@ -62,8 +59,7 @@ def _key() -> bytes | None:
 
 
 def _new_key() -> bytes | None:
-    """Create a key, or replace an unusable one. Of two processes that do so at the same time, the
-    first wins."""
+    """Create or replace the key. Of two processes the first wins."""
     path = _key_file()
     aside = path.with_name(f".{path.name}.new.{os.getpid()}")
     try:

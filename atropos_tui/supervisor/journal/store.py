@@ -4,9 +4,7 @@
 - `journal.json` (`ProcessTable`): the run's processes.
 - `result.json` (`RunResult`): how the run ended.
 
-A record reaches the file before the subscribers (`Store.emit`, `Hub`). Opening the journal repairs
-a torn last line and continues its sequence. A full disk does not stop the run: records wait in
-memory and are written in order once the disk accepts them.
+A record reaches the file before the subscribers. While the disk is full, records wait in memory.
 """
 
 from __future__ import annotations
@@ -45,25 +43,17 @@ OnEvent = Callable[[Record], object]
 
 _SEQ = re.compile(rb'"seq":\s*(\d+)')
 BACKLOG_LINES = 10_000
-"""Most records kept in memory while the disk refuses them."""
+"""Records kept in memory while the disk refuses them."""
 
 
 class RunInUseError(ValueError):
-    """Another supervisor owns this run directory."""
+    pass
 
 
 class Journal:
     """Only writer of `supervisor.jsonl`."""
 
     def __init__(self, path: Path, run_id: str, descriptor: int | None = None) -> None:
-        """Open `path` and repair its end.
-
-        Args:
-            descriptor: result of `locked(path)`, closed with the journal; None: lock here.
-
-        Raises:
-            RunInUseError: another supervisor has it open.
-        """
         self.path = path
         self.run_id = run_id
         self._fd = locked(path) if descriptor is None else descriptor
@@ -72,11 +62,10 @@ class Journal:
         self._torn = b""
 
     def fileno(self) -> int:
-        """Locked descriptor. A process that inherits it keeps the run directory locked."""
         return self._fd
 
     def append(self, record: AnyRecord) -> AnyRecord:
-        """Set run id, time and sequence number of `record`, write it, and return that copy."""
+        """Set run id, time and sequence number, write the record, and return it."""
         self.seq += 1
         stamped = record.model_copy(
             update={"run_id": self.run_id, "time": time.time(), "seq": self.seq}
@@ -99,14 +88,14 @@ class Journal:
             self._torn = line[written:]
 
     def between(self, after: int, upto: int) -> Iterator[str]:
-        """Lines of the file with `after < seq <= upto`."""
+        """Lines with `after < seq <= upto`."""
         with self.path.open("rb") as file:
             for line in file:
                 if after < _seq_of(line) <= upto:
                     yield line.decode()
 
     def diagnoses(self) -> Iterator[DiagnosisRecord]:
-        """All records of diagnoses in the file, including their ends."""
+        """All records of diagnoses, ends included."""
         with self.path.open("rb") as file:
             for line in file:
                 # Cheap text test before the JSON parser.
@@ -148,23 +137,20 @@ def _seq_of(line: bytes) -> int:
 
 
 class Entry(BaseModel):
-    """Part of a file of the run directory. Fields of later versions are ignored."""
+    """Part of a file of the run directory; fields of later versions are ignored."""
 
     model_config = ConfigDict(extra="ignore", defer_build=True)
 
 
 class Kept(Entry):
-    """File of the run directory that is replaced as a whole."""
-
     def write(self, path: Path) -> None:
-        """Replace `path` atomically. If the disk refuses, the old file stays and the run goes
-        on."""
+        """Replace `path` atomically. If the disk refuses, the old file stays."""
         with contextlib.suppress(OSError):
             write_private(path, self.model_dump_json(indent=1))
 
 
 class FarEntry(Entry, frozen=True):
-    """A component on another node, and how to reach that node."""
+    """A component on another node."""
 
     name: str
     node: str
@@ -172,35 +158,33 @@ class FarEntry(Entry, frozen=True):
     command: list[str]
     """Command that starts a node agent there."""
     pid: int = 0
-    """Process id on that node; 0 until it is known."""
+    """Process id there; 0 until known."""
     ticks: int = 0
     end_pid: int = 0
     """Process id of its node agent."""
     end_ticks: int = 0
     clears: list[str] = Field(default_factory=list)
     folders: list[str] = Field(default_factory=list)
-    """Names of its temporary folders there."""
+    """Its temporary folders there."""
     turn: str = ""
-    """SLURM job id; the end of that job ends everything started in it."""
+    """SLURM job id: the end of the job ends everything in it."""
 
 
 class ProcessEntry(Entry, frozen=True):
-    """One process that the supervisor started. `create_time` is in seconds since the boot
-    `boot_id`."""
+    """One process of the run. `create_time`: seconds since the boot `boot_id`."""
 
     pid: int
     create_time: float
     ticks: int
-    """`create_time` in clock ticks, exact."""
+    """`create_time` in clock ticks."""
     pgid: int
     boot_id: str
     attempt: int = 0
     group: str = ""
-    """Control group; "" if it has none."""
     clears: list[str] = Field(default_factory=list)
     """Files to delete when it ends."""
     sessions: dict[int, int] = Field(default_factory=dict)
-    """Sessions of its descendants: session id -> start ticks of the leader."""
+    """Its descendants' sessions: id -> start ticks of the leader."""
     keeper: str = ""
     """Address of the keeper that holds it while no supervisor runs (`survive`)."""
     keeper_pid: int = 0
@@ -208,23 +192,22 @@ class ProcessEntry(Entry, frozen=True):
     digest: str = ""
     """Digest of its launch, to detect a changed plan."""
     far: FarEntry | None = None
-    """The component on another node, if this process only connects to it."""
+    """The component, if this process only connects to another node."""
     proven: bool = False
     seen: list[str] = Field(default_factory=list)
-    """Patterns of its log checks and stages that have matched."""
+    """Patterns of log checks and stages that have matched."""
     stages: dict[str, float] = Field(default_factory=dict)
-    """Stages that it has reached -> Unix time."""
+    """Stage -> Unix time."""
 
 
 class ProcessTable(Kept):
-    """`journal.json`: processes that a crashed supervisor may have left. If it is outdated, the
-    environment marker finds them."""
+    """Processes that a crashed supervisor may have left (`journal.json`)."""
 
     run_id: str
     supervisor: ProcessEntry | None = None
     components: dict[str, ProcessEntry] = Field(default_factory=dict)
     group: str = ""
-    """Control group of the run; "" if it has none."""
+    """Control group of the run, if it has one."""
     done: list[str] = Field(default_factory=list)
     """Completed one-shot steps, not repeated when components are adopted."""
     written_at: float = Field(0.0, exclude=True)
@@ -240,8 +223,7 @@ class ProcessTable(Kept):
 
     @classmethod
     def load(cls, path: Path) -> ProcessTable | None:
-        """Read the table in `path`; None if it is missing, unreadable or not sealed by this
-        installation for this run directory."""
+        """None if the table is missing, unreadable or not sealed for this run directory."""
         # Refuse a file or folder of another user before reading it.
         if not (is_own(path) and is_own(path.parent)):
             return None
@@ -256,21 +238,18 @@ class ProcessTable(Kept):
 
 
 class RunResult(Kept):
-    """`result.json`. Exit codes: 0 done, 1 internal error, 3 failed, 4 timeout, 130 interrupted."""
+    """Exit codes: 0 done, 1 internal error, 3 failed, 4 timeout, 130 interrupted."""
 
     exit_code: int
     reason: str
     component: str | None = None
-    """Component that decided the result."""
     last_lines: list[str] = Field(default_factory=list)
     ended_by: Literal["", "command", "signal", "time_limit"] = ""
-    """Origin of a requested end: `down`, SIGTERM or SIGINT, or SLURM's signal before its time
-    limit."""
+    """Origin of a requested end; `time_limit` is SLURM's signal."""
     ended_at: float = Field(default_factory=time.time)
 
     def write(self, path: Path) -> None:
-        """Write `result.json` into the space that `reserve` took at the start of the run, or as an
-        ordinary file if that fails."""
+        """Write into the space that `reserve` took, or as an ordinary file if that fails."""
         try:
             self._write_in_place(path)
         except OSError:
@@ -295,7 +274,7 @@ class RunResult(Kept):
 
     @classmethod
     def load(cls, path: Path) -> RunResult | None:
-        """Read the result in `path`; None while the run goes on, or if it was cut short."""
+        """None while the run goes on, or if the file was cut short."""
         try:
             return cls.model_validate_json(read_regular(path))
         except (OSError, ValueError):
@@ -303,7 +282,7 @@ class RunResult(Kept):
 
 
 RESULT_BYTES = 32 * 1024
-"""Bytes reserved for `result.json`; most of them hold the last forty log lines."""
+"""Bytes reserved for `result.json`, mostly for the last forty log lines."""
 
 
 def _reserved(path: Path) -> Path:
@@ -311,7 +290,7 @@ def _reserved(path: Path) -> Path:
 
 
 def reserve(path: Path) -> None:
-    """Reserve disk space for `result.json`, so that a run can write its result on a full disk."""
+    """Reserve disk space, so that a run can write its result on a full disk."""
     with contextlib.suppress(OSError):
         descriptor = os.open(
             _reserved(path),
@@ -326,11 +305,11 @@ def reserve(path: Path) -> None:
 
 
 class SubscriberDroppedError(Exception):
-    """A subscriber was too slow and has lost events. Subscribe again for a new snapshot."""
+    """A subscriber was too slow and has lost events."""
 
 
 class Subscription:
-    """Asynchronous iterator over records in order; ends when the hub closes."""
+    """Asynchronous iterator over records; ends when the hub closes."""
 
     def __init__(self, hub: Hub, limit: int) -> None:
         self._hub = hub
@@ -355,7 +334,6 @@ class Subscription:
         self._wake.set()
 
     def close(self) -> None:
-        """Stop receiving."""
         self._hub.unsubscribe(self)
         self._end()
 
@@ -375,11 +353,10 @@ class Subscription:
 
 
 class Hub:
-    """Passes every record to every subscriber.
+    """Passes every record to every subscriber; drops one that falls behind.
 
-    Publishing never blocks; a subscriber that falls behind is dropped (`SubscriberDroppedError`).
-    All methods belong to the thread of the event loop. State read between `subscribe` and the next
-    `await` is therefore consistent with the first record.
+    All methods run in the event loop's thread, so state read between `subscribe` and the next
+    `await` is consistent with the first record.
     """
 
     def __init__(self, limit: int = 2000) -> None:
@@ -388,12 +365,10 @@ class Hub:
         self._closed = False
 
     def publish(self, event: Record) -> None:
-        """Pass `event` to all subscribers; never blocks."""
         for subscriber in list(self._subscribers):
             subscriber._offer(event)
 
     def subscribe(self) -> Subscription:
-        """Return a subscription to all records from now on."""
         subscription = Subscription(self, self._limit)
         if self._closed:
             subscription._end()
@@ -405,7 +380,6 @@ class Hub:
         self._subscribers.discard(subscription)
 
     def close(self) -> None:
-        """End every subscription after it has delivered its queue."""
         self._closed = True
         for subscriber in list(self._subscribers):
             subscriber._end()
@@ -426,7 +400,7 @@ class Store:
         self.diagnoses = Ledger(self.emit)
 
     def emit(self, record: Record) -> None:
-        """Set role and node of a component's record, write it to the journal, then publish it."""
+        """Complete a component's record, write it to the journal, then publish it."""
         if isinstance(record, ComponentRecord):
             role = self._roles.get(record.component or "", record.role)
             node = self._nodes.get(record.component or "", self._node)
@@ -441,12 +415,10 @@ class Store:
         self.notify()
 
     def notify(self) -> None:
-        """Wake everything that waits for a change."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     @property
     def changed(self) -> asyncio.Event:
-        """Event that is set at the next change. Take it before reading the state, then wait for
-        it."""
+        """Set at the next change. Take it before reading the state, then wait for it."""
         return self._changed

@@ -1,12 +1,7 @@
-"""Membership of processes in components, and leftovers of a run. Never decided by name or port.
+"""Membership of processes in components, and leftovers of a run. Never by name or port.
 
-The signs are control group, session, process group, environment marker and descent. A process that
-was a member once stays one (by pid and start time), even if it then cleans its environment, starts
-a session and loses its parent.
-
-Leftovers are found by the same signs and by the run's `journal.json`: by the runner before a start
-and after every end, by `clean` and `doctor` for users. Files in /dev/shm belong to the run if its
-own processes had them mapped.
+Signs are control group, session, process group, environment marker and descent. A member once stays
+one, by pid and start time. Files in /dev/shm belong to the run if its processes had them mapped.
 """
 
 from __future__ import annotations
@@ -28,24 +23,23 @@ if TYPE_CHECKING:  # pydantic would slow down the start of a node agent
 
 REAP_S = 10.0
 SAME_MOMENT_S = 2.0
-"""Seconds after the table was written in which a new process may still belong to a component."""
+"""Seconds after the table was written in which a new process may belong to a component."""
 
 
 @dataclass
 class _Tracked:
-    """One component: session of its leader, control group or "", and its members at the last
-    survey."""
+    """One component: session, control group, and members at the last survey."""
 
     leader: int
     group: str
     known: set[tuple[int, int]]
     led: dict[int, int]
-    """Sessions that members lead: session id -> start ticks of the leader."""
+    """Sessions that members lead: id -> start ticks."""
     shared: set[str] = field(default_factory=set)
 
 
 class Tracker:
-    """Members of each component of one run. Methods are safe to call from any thread."""
+    """Members of each component. Thread-safe."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
@@ -61,27 +55,19 @@ class Tracker:
     def add(
         self, name: str, leader: int, group: str = "", sessions: Mapping[int, int] | None = None
     ) -> None:
-        """Track component `name`, spawned as session `leader` in control group `group` ("": none).
-
-        Args:
-            sessions: its further sessions that an earlier supervisor knew -> start ticks of their
-                leaders.
-        """
+        """`sessions`: further sessions known to an earlier supervisor -> start ticks."""
         if self._aside.get(name) == leader:
             del self._aside[name]
         led = dict(sessions or {})
         self._tracked[name] = _Tracked(leader, group, set(led.items()), led)
 
     def set_aside(self, name: str, session: int) -> None:
-        """Exclude the standby process in `session` from the members of `name` until it is added."""
         self._aside[name] = session
 
     def remove(self, name: str) -> None:
-        """Stop tracking `name`."""
         self._tracked.pop(name, None)
 
     def note_shared_memory(self, found: dict[str, list[procfs.Proc]]) -> None:
-        """Remember the files in /dev/shm that these members have mapped."""
         for name, rows in found.items():
             # Read while they live: /proc/PID/maps of a killed process is gone.
             files = {path for row in rows for path in procfs.mapped_by(row.pid)}
@@ -90,15 +76,13 @@ class Tracker:
                     self._tracked[name].shared |= files
 
     def shared_files(self, name: str) -> set[str]:
-        """Files in /dev/shm that members of `name` had mapped when surveyed; empty once it is
-        removed."""
+        """Files in /dev/shm that members had mapped when surveyed."""
         with self._lock:
             one = self._tracked.get(name)
             return set(one.shared) if one else set()
 
     def sessions(self, name: str) -> dict[int, int]:
-        """Return the sessions that members of `name` led at the last survey: session id -> start
-        ticks of the leader; empty once it is removed."""
+        """Sessions that members led at the last survey: id -> start ticks."""
         with self._lock:
             one = self._tracked.get(name)
             return dict(one.led) if one else {}
@@ -108,8 +92,7 @@ class Tracker:
         return self.survey([name])[name]
 
     def survey(self, names: Iterable[str] | None = None) -> dict[str, list[procfs.Proc]]:
-        """Live processes of each component (None: all that are tracked), from one scan of the
-        process table."""
+        """Live processes of each component, from one scan."""
         asked = time.monotonic()
         with self._looking:  # threads that waited here share one newer scan
             if self._looked < asked:
@@ -123,8 +106,7 @@ class Tracker:
             return {name: self._of(name, table, found, children) for name, found in seeds.items()}
 
     def _seeds(self, names: Iterable[str], table: dict[int, procfs.Proc]) -> dict[str, set[int]]:
-        """Return the pids of each component that have a sign of their own, without descent. Visits
-        each process once, however many components there are."""
+        """Pids of each component with a sign of their own, without descent."""
         seeds: dict[str, set[int]] = {}
         claims: dict[object, list[str]] = {}
         for name in names:
@@ -161,8 +143,8 @@ class Tracker:
         return alive
 
     def strays(self, since_ticks: int) -> list[procfs.Proc]:
-        """Return adopted processes started since `since_ticks` that no component claims: they left
-        their session and cleaned their environment."""
+        """Adopted processes that no component claims: they left their session and cleaned their
+        environment."""
         table = procfs.scan()
         mine, session = os.getpid(), os.getsid(0)
         adopted = {
@@ -179,15 +161,14 @@ class Tracker:
 
 
 class UseMeter:
-    """CPU and memory of components, from one reading to the next."""
+    """CPU and memory of components between two readings."""
 
     def __init__(self) -> None:
         self._cpu: dict[tuple[int, int], int] = {}
         self._looked = 0.0
 
     def read(self, members: Mapping[str, list[procfs.Proc]]) -> dict[str, dict[str, Any]]:
-        """Return for each component `pids`, `memory_bytes`, and `cpu_percent` of one core since the
-        last reading."""
+        """`pids`, `memory_bytes` and `cpu_percent` (of one core) of each component."""
         now = time.monotonic()
         elapsed_s, self._looked = now - self._looked, now
         found = {name: self._of(rows, elapsed_s) for name, rows in members.items()}
@@ -209,13 +190,10 @@ class UseMeter:
 
 @dataclass(frozen=True)
 class Leftover:
-    """One live process of a run."""
-
     pid: int
     ticks: int
-    """Start time in clock ticks after boot; with the pid it identifies the process."""
+    """Start time in clock ticks; with the pid it identifies the process."""
     component: str
-    """Component name, also of a keeper's; empty if the process cleaned its environment."""
     command: str
     adoptable: bool = False
     """Its component has a keeper: `up --resume` adopts it."""
@@ -227,10 +205,9 @@ def find_leftovers(
     """Return the live processes of run `run_id`, except the caller.
 
     Args:
-        table: the run's `journal.json`. It finds processes that cleaned their environment but kept
-            their session or control group.
-        root: only processes that were started in this run directory; None: in any. A copied run
-            directory has the id of the original.
+        table: the run's `journal.json`, for processes that cleaned their environment.
+        root: only processes started in this run directory: a copied directory has the original's
+            id.
     """
     # Pids and ticks of an earlier boot mean nothing now.
     boot = procfs.boot_id()
@@ -261,14 +238,13 @@ def find_leftovers(
 
 
 def is_at(root: Path, env: Mapping[str, str]) -> bool:
-    """Return True if the process with this environment was started in run directory `root`, or in
-    one that no longer exists."""
+    """True if the process was started in `root`, or in a directory that no longer exists."""
     there = env.get(ENV_RUN_DIR, "")
     return not os.path.isdir(there) or os.path.realpath(there) == os.path.realpath(root)  # noqa: PTH112
 
 
 def supervisor_alive(table: ProcessTable) -> bool:
-    """Return True if the supervisor that wrote `table` still runs."""
+    """True if the supervisor that wrote `table` still runs."""
     entry = table.supervisor
     return (
         entry is not None
@@ -284,12 +260,10 @@ def reap_leftovers(
     root: Path | None = None,
     spared: Callable[[], set[int]] | None = None,
 ) -> list[Leftover]:
-    """Kill the processes of `find_leftovers` until none is found, then remove the control groups.
-    Blocks up to `REAP_S` seconds.
+    """Kill the processes of `find_leftovers` until none is found; blocks up to `REAP_S` seconds.
 
     Args:
-        root: as in `find_leftovers`.
-        spared: returns the pids to leave alive; called after every scan.
+        spared: returns pids to leave alive; called after every scan.
 
     Returns:
         The processes of the first scan.
@@ -319,8 +293,7 @@ def reap_leftovers(
 
 
 def _group(run_id: str, table: ProcessTable | None) -> str:
-    """Return the run's control group; "" if the table's name is not the one that this run must
-    have."""
+    """The run's control group; "" if the table's name is not the one that this run must have."""
     return table.group if table is not None and procfs.is_group_of(table.group, run_id) else ""
 
 

@@ -1,29 +1,18 @@
-"""GPU memory gate: a component counts as stopped once its GPU memory is free, and nothing starts on
-its cards before that.
+"""GPU memory gate: a component is stopped once its GPU memory is free; nothing starts on its cards
+before.
 
-`gpus` of a component are card numbers in NVML's PCI order; in a SLURM job they index the cards of
-the job (`gpu.given_here`). The plan sets the component's CUDA_VISIBLE_DEVICES from them, so both
-sides count the same cards. Without `gpus`, or if the driver is missing or silent, there is no gate.
+`gpus` are card numbers in NVML's PCI order; in a SLURM job they index the job's cards. Without
+`gpus` or a driver there is no gate. Decision for each card, once no process is left:
 
-Decision for each card, once no process of the component is left:
+1. If NVML listed the component's pids on this card, the memory is free once none is listed.
+2. Otherwise (a container does not see NVML's pids) the used memory decides, compared with the
+*floor*, the reading before our first component came. What is left is the *excess*. It is free at
+`SLACK` or less; with another component of ours on the card once it has not fallen for `SETTLE_S`;
+else once it has fallen and rested for `OTHERS_S`: the rest is another user's.
+3. After `LIMIT_S` the component counts as stopped, with a diagnosis. A start on that card waits at
+most `BARRED_S`.
 
-1. If NVML listed processes of the component on this card while they lived (a pid of ours with the
-  card's device file open), the memory is free once none of them is listed. Other processes cannot
-  disturb this.
-2. Otherwise (NVML names pids of the host, which a container cannot match) the card's used memory
-  decides, compared with the *floor*: the reading before the first of our components came. Memory of
-  processes in the floor is subtracted from both readings, so that they may grow, shrink and exit.
-  The rest is the *excess*.
-   - The excess is at most `SLACK`: free.
-   - Another component of ours is on the card (trainer and engine in single copy), so the owner of
-     the excess is unknown: free once it has not fallen for `SETTLE_S`. The last component to leave
-     waits for all.
-   - No component of ours is left there: free once the excess has fallen and then rested for
-     `OTHERS_S`. The driver frees a process's memory in one go, so the rest belongs to another user.
-3. After `LIMIT_S` the component counts as stopped, with a diagnosis that names the holder. The card
-  is then barred: a start on it waits until the memory is free, at most `BARRED_S`.
-
-So every wait ends, and another user's process delays one start: the next start takes a new floor.
+So every wait ends.
 """
 
 from __future__ import annotations
@@ -42,50 +31,44 @@ from atropos_tui.gpu import Card, NoDriverError, Nvml
 
 GIB = 1024**3
 SLACK = 256 * 1024**2
-"""Bytes by which the driver's own use of a card varies."""
+"""Bytes by which the driver's own use varies."""
 SETTLE_S = 1.0
 OTHERS_S = 5.0
 LIMIT_S = 30.0
 BARRED_S = 120.0
 LOOK_S = (0.05, 0.5)
-"""Shortest and longest pause in seconds between two readings of a wait."""
+"""Shortest and longest pause between two readings, in seconds."""
 FRESH_S = 2.0
 """Seconds for which an admission is valid."""
 FAILURES = 3
-"""Failed readings in a row after which a wait ends."""
+"""Failed readings in a row that end a wait."""
 HOST_NAMESPACE = "pid:[4026531836]"
-"""Kernel's name of the host's pid namespace, whose pids NVML reports."""
+"""The host's pid namespace, whose pids NVML reports."""
 
 PATIENCE_S = 5.0
-"""Timeout of a reading in seconds; a broken driver answers after minutes or never."""
+"""Timeout of a reading, in seconds; a broken driver may never answer."""
 RETRY_S = 30.0
 """Seconds without readings after a failed one."""
 
 Sharers = Callable[[int], bool]
-"""Returns True if another component of ours lives on this card."""
+"""True if another component of ours lives on this card."""
 
 
 class Reader:
-    """Readings of the driver for the event loop, in a thread that may hang. Never raises and never
-    blocks; None if there is no answer."""
+    """Readings of the driver, in a thread that may hang. Never raises or blocks."""
 
     def __init__(self, driver: Nvml) -> None:
         self.driver = driver
         self.absent = False
-        """There is no driver, so readings are useless."""
         self.awake = False
-        """A reading has returned. The first takes seconds, later ones milliseconds."""
+        """A reading has returned. The first takes seconds."""
         self._running: asyncio.Future[list[Card] | None] | None = None
         self._began = 0.0
         self._silent_until = 0.0
 
     async def cards(self, patience_s: float | None = None) -> list[Card] | None:
-        """Read every card; None without a driver, after a failure, and on a timeout.
-
-        Args:
-            patience_s: longest wait of this caller in seconds; always at most `PATIENCE_S` after
-                the reading began.
-        """
+        """Read every card; None without a driver, after a failure, and after `patience_s`
+        seconds."""
         if self._running is None:
             if self.absent or time.monotonic() < self._silent_until:
                 return None
@@ -128,10 +111,10 @@ class Reader:
 
 @dataclass
 class _Presence:
-    """Observations of one component on one card while it lived."""
+    """One component on one card while it lived."""
 
     pids: set[int] = field(default_factory=set)
-    """Pids of the component that NVML listed."""
+    """Its pids that NVML listed."""
     highest: int = 0
 
 
@@ -148,7 +131,7 @@ class _Claim:
     barred_until: float = 0.0
 
     def left(self, card: Card, shared: bool) -> int | None:
-        """Return the bytes that are not free yet (0: unknown amount); None once all is free."""
+        """Bytes that are not free yet (0: unknown); None once all is free."""
         if self.seen.pids:
             held = self.seen.pids & (card.processes or {}).keys()
             return sum((card.processes or {})[pid] or 0 for pid in held) if held else None
@@ -168,7 +151,7 @@ class _Claim:
 
 
 def excess_of(card: Card, floor: Card | None) -> int:
-    """Return bytes in use beyond the floor that are not of the floor's processes."""
+    """Bytes beyond the floor that are not of the floor's processes."""
     if floor is None:
         return card.used
     earlier = floor.processes or {}
@@ -178,12 +161,12 @@ def excess_of(card: Card, floor: Card | None) -> int:
 
 
 class GpuMemory:
-    """State of the gate for all cards. Belongs to the supervisor's event loop."""
+    """State of the gate. Event loop only."""
 
     def __init__(self, reader: Reader) -> None:
         self.reader = reader
         self.asking: dict[str, str] = {}
-        """Components that wait to start -> what they wait for, in words."""
+        """Component that waits to start -> reason."""
         self._admitted: dict[str, float] = {}
         self._floors: dict[int, Card] = {}
         self._present: dict[str, dict[int, _Presence]] = {}
@@ -191,22 +174,20 @@ class GpuMemory:
         self._leaving: set[str] = set()
 
     def is_leaving(self, name: str) -> bool:
-        """Return True if `name` has no process left and only its memory is not free yet."""
         return name in self._leaving
 
     def admitted(self, name: str, gpus: Iterable[int]) -> bool:
-        """Return True if `name` may start on `gpus` now; otherwise call `admit` first. An admission
-        is used up by this call."""
+        """True if `name` may start now. This uses the admission up; without one, call `admit`."""
         at = self._admitted.pop(name, -FRESH_S)
         return self.reader.absent or not gpus or time.monotonic() - at < FRESH_S
 
     async def admit(
         self, name: str, gpus: Iterable[int], shared: Sharers, changed: Callable[[], None]
     ) -> None:
-        """Wait until the cards are free of memory of stopped components, then take their floors.
+        """Wait until the cards are free, then take their floors.
 
         Args:
-            changed: called when the wait's text or the answer of `admitted` changes.
+            changed: called when the reason to wait changes.
         """
         self.asking[name] = "a reading of its GPU memory"
         pause = LOOK_S[0]
@@ -238,12 +219,11 @@ class GpuMemory:
         hurry: asyncio.Event,
         tell: Callable[[str], None],
     ) -> Diagnosis | None:
-        """Return once the memory of `name`, which has no process left, is free; a diagnosis if
-        `LIMIT_S` passed first.
+        """Return once the memory of `name` is free; a diagnosis if `LIMIT_S` passed first.
 
         Args:
             hurry: set to stop waiting; the cards are then barred.
-            tell: called with the memory that is not free, when that changes.
+            tell: called with the memory that is not free.
         """
         seen = self._present.pop(name, {})
         claims = [
@@ -258,13 +238,7 @@ class GpuMemory:
     async def note(
         self, members: Mapping[str, Iterable[int]], patience_s: float | None = None
     ) -> tuple[dict[str, int], list[Card]]:
-        """Read the cards and record their processes. Return bytes by component as far as known, and
-        the cards.
-
-        Args:
-            members: live pids of each component.
-            patience_s: as in `Reader.cards`.
-        """
+        """Read the cards and record their processes; return bytes by component, and the cards."""
         cards = await self.reader.cards(patience_s) or []
         held: dict[str, int] = {}
         for name, pids in members.items():
@@ -280,7 +254,6 @@ class GpuMemory:
         return held, cards
 
     def held_on(self, card: Card, members: Mapping[str, Iterable[int]]) -> dict[str, int]:
-        """Return bytes of `card` by component, as far as known."""
         sizes = {name: _size(self._listed(set(pids), card), card) for name, pids in members.items()}
         return {name: size for name, size in sizes.items() if size is not None}
 
@@ -288,16 +261,14 @@ class GpuMemory:
         return {pid for pid in own & (card.processes or {}).keys() if self._uses(pid, card)}
 
     def _uses(self, pid: int, card: Card) -> bool:
-        """Return True if pid `pid` of ours has the card open. In a container, NVML's pid may mean
-        another process."""
+        """True if our pid has the card open. In a container NVML's pid may mean another process."""
         try:
             return self.reader.driver.has_open(pid, card.index)
         except Exception:  # any error of the driver: unknown
             return False
 
     async def _cards(self, gpus: Iterable[int]) -> dict[int, Card] | None:
-        """Return the existing cards among `gpus` by index; None if the driver fails `FAILURES`
-        times."""
+        """Existing cards by index; None after `FAILURES` failures."""
         for _ in range(FAILURES):
             if (found := await self.reader.cards()) is not None:
                 return {card.index: card for card in found if card.index in set(gpus)}
@@ -370,7 +341,7 @@ def _size(listed: Iterable[int], card: Card) -> int | None:
 
 
 def amounts(left: Mapping[int, int]) -> str:
-    """`4.0 GiB on GPU 0, 1.2 GiB on GPU 1`; an unknown amount is `memory`."""
+    """`4.0 GiB on GPU 0, 1.2 GiB on GPU 1`."""
     return ", ".join(
         f"{f'{size / GIB:.1f} GiB' if size else 'memory'} on GPU {gpu}"
         for gpu, size in left.items()
@@ -390,7 +361,6 @@ def _not_back(
 
 
 def _holders(claim: _Claim, card: Card) -> str:
-    """Return NVML's processes on the card in words, without those that were there before us."""
     before = {} if claim.seen.pids or claim.floor is None else claim.floor.processes or {}
     rows = {pid: size for pid, size in (card.processes or {}).items() if pid not in before}
     rows = {

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 QUIET_ROUNDS = 3
-"""Consecutive scans without a process after which the run counts as gone."""
+"""Scans in a row without a process that end the sweep."""
 GIVE_UP_S = 60.0
 MAX_DEATHS = 5
 """Deaths after which a guard is restarted only every `AGAIN_S`."""
@@ -47,8 +47,7 @@ AGAIN_S = 60.0
 
 
 def sweep(run_id: str, sessions: dict[int, int], exclude: set[int], group: str = "") -> None:
-    """Kill until `QUIET_ROUNDS` scans have found nothing of the run, for at most `GIVE_UP_S`
-    seconds."""
+    """Kill until `QUIET_ROUNDS` scans have found nothing, for at most `GIVE_UP_S` seconds."""
     give_up = time.monotonic() + GIVE_UP_S
     quiet = 0
     while quiet < QUIET_ROUNDS and time.monotonic() < give_up:
@@ -62,15 +61,12 @@ def sweep(run_id: str, sessions: dict[int, int], exclude: set[int], group: str =
 
 
 class Notes:
-    """State from the supervisor's notes."""
-
     def __init__(self, keep: bool) -> None:
         self.keep = keep
         self.sessions: dict[int, int] = {}
         self.files: set[bytes] = set()
         """Files to remove with the components."""
         self.own: set[bytes] = set()
-        """Files to remove with the supervisor."""
         self.shared: set[str] = set()
 
     def read(self, line: bytes) -> None:
@@ -104,7 +100,6 @@ def follow(descriptor: int, keep: bool) -> Notes:
 
 
 def remove(path: bytes) -> None:
-    """Delete a file or a folder for temporary files, if it exists."""
     try:
         os.unlink(path)  # noqa: PTH108
     except IsADirectoryError:
@@ -280,7 +275,6 @@ class Guard:
             self._note("E")
 
     def remember(self, session: int, ticks: int) -> None:
-        """Add a session of this run."""
         if self._sessions.get(session) != ticks:
             self._sessions[session] = ticks
             self._note(f"S {session} {ticks}")
@@ -291,27 +285,26 @@ class Guard:
             self._note(f"F {session}")
 
     def clear(self, paths: Iterable[Path]) -> None:
-        """Add files to remove with the run: a manifest, weights in /dev/shm."""
+        """Add files to remove with the run."""
         for path in map(str, paths):
             if "\n" not in path and path not in self._files:
                 self._files.add(path)
                 self._note(f"C {path}")
 
     def cleared(self, paths: Iterable[Path]) -> None:
-        """Drop files that are removed, or that belong to another owner from now on."""
+        """Drop files that are removed, or have another owner now."""
         for path in map(str, paths):
             if path in self._files:
                 self._files.discard(path)
                 self._note(f"D {path}")
 
     def note_shared_memory(self, paths: set[str]) -> None:
-        """Add files in /dev/shm that members of the run have mapped."""
+        """Add files in /dev/shm that members have mapped."""
         for path in paths - self._shared:
             self._note(f"M {path}")
         self._shared |= paths
 
     async def close(self, timeout_s: float = 5.0) -> None:
-        """Close the pipe, and wait until the guard has finished its last sweep."""
         if self._again:
             self._again.cancel()
         if self._pidfd < 0:

@@ -46,16 +46,15 @@ from atropos_tui.supervisor.processes.process import (
 )
 
 GROUP_PATIENCE_S = 0.05
-"""Seconds to wait for an empty control group; later it goes with the run's group."""
+"""Seconds to wait for an empty control group."""
 MAX_AGE_S = 2.0
 PATIENCE_S = 0.02
 OLDEST_S = 10.0
-"""Most seconds of age of a usage sample that is shown if a new one takes longer than
-`PATIENCE_S`."""
+"""Oldest usage sample that is shown, in seconds."""
 GPU_PATIENCE_S = 0.3
-"""Seconds that `ps` waits for GPU figures; a slow driver or the first reading takes longer."""
+"""Seconds that `ps` waits for GPU figures."""
 SCARCE = {errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT}
-"""Errors of a start on a machine out of descriptors, processes, memory or disk. They may pass."""
+"""Errors of a start that may pass: no descriptors, processes, memory or disk."""
 
 OnExit = Callable[[], None]
 OnProblem = Callable[[str], None]
@@ -63,14 +62,11 @@ OnProblem = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Living:
-    """A started component."""
-
     child: Leader
     log: LogDrain
     launch: Launch
     entry: ProcessEntry
     waited: bool = False
-    """It was a standby process."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +87,7 @@ class Launcher:
     inherited: Mapping[str, Inherited] = {}
     """Components that an earlier supervisor left."""
     on_far: Callable[[str, FarEntry], None]
-    """Callback for a component that is up on another node; the entry has its pid."""
+    """Called when a component is up on another node."""
 
     def start(
         self,
@@ -132,19 +128,16 @@ class Launcher:
         """Discard the standby process of `name`; None: of every component."""
 
     async def usage(self) -> dict[str, Usage]:
-        """Return the resource usage of components on other nodes."""
         return {}
 
     def cards(self) -> list[GpuStatus]:
-        """Return the GPUs of other nodes, as of the last `usage`."""
         return []
 
     def machines(self) -> dict[str, dict[str, Any]]:
-        """Return measured fields of `NodeStatus` for each other node."""
+        """Measured fields of `NodeStatus` for each other node."""
         return {}
 
     def close(self) -> None:
-        """Release everything; nothing starts after this."""
         self.drop_next()
 
 
@@ -163,7 +156,6 @@ class Waiting:
     output: int
     """Read end of the pipe with its stdout and stderr."""
     word: int
-    """Write end of its stdin."""
 
     def is_for(self, attempt: int, launch: Launch) -> bool:
         return self.attempt == attempt and self.launch == launch and self.child.exit_code is None
@@ -183,11 +175,7 @@ class Waiting:
 
 
 class DirectLauncher(Launcher):
-    """Starts components as children of this process, which die with it.
-
-    Args:
-        group: the run's control group; "" if it has none.
-    """
+    """Starts components as children, which die with this process."""
 
     def __init__(self, stack: StackSpec, group: str) -> None:
         self._run, self._max_bytes, self._group = (
@@ -221,8 +209,6 @@ class DirectLauncher(Launcher):
         )
 
     def _take(self, name: str, attempt: int, launch: Launch) -> tuple[Child, int] | None:
-        """Release the standby process of this attempt and return it with its pipe; None if there is
-        none."""
         found = self._waiting.pop(name, None)
         if found is None:
             return None
@@ -272,8 +258,7 @@ class HeldPorts:
             self.hold(spec)
 
     def hold(self, spec: ComponentSpec) -> bool:
-        """Hold the component's port, if it has one to hold; return False if another process has
-        it."""
+        """False if another process has the port."""
         if (
             spec.port is not None
             and spec.port_held
@@ -286,8 +271,7 @@ class HeldPorts:
         return True
 
     def is_free(self, spec: ComponentSpec) -> bool:
-        """Return True if the component could listen on its port now; a port on another node counts
-        as free."""
+        """True if the component could listen now; a port on another node counts as free."""
         return (
             spec.port is None
             or spec.is_far
@@ -295,15 +279,13 @@ class HeldPorts:
         )
 
     def close(self) -> None:
-        """Release the ports."""
         while self._held:
             self._held.popitem()[1].close()
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Resources of one component and its descendants: memory in bytes, CPU in percent of one core
-    since the last sample."""
+    """Memory in bytes, CPU in percent of one core, of one component and its descendants."""
 
     pids: list[int] = field(default_factory=list)
     cpu_percent: float | None = None
@@ -313,15 +295,14 @@ class Usage:
 
 
 class UsageSampler:
-    """CPU and memory of every component, measured on request in a thread, at most once per
-    `MAX_AGE_S`."""
+    """Usage of every component, measured on request, at most once per `MAX_AGE_S`."""
 
     def __init__(self, tracker: Tracker, gpus: GpuMemory, launcher: Launcher) -> None:
         self._tracker = tracker
         self._gpu_memory = gpus
         self._launcher = launcher
         self.gpus: list[GpuStatus] = []
-        """Every GPU of this machine and of other nodes, as of the newest sample."""
+        """GPUs of all machines, as of the newest sample."""
         self._measuring: asyncio.Task[None] | None = None
         self._taken = 0.0
         self._use = UseMeter()
@@ -330,7 +311,7 @@ class UsageSampler:
         self._own: dict[str, Any] = {}
 
     def nodes(self, stack: StackSpec) -> list[NodeStatus]:
-        """Return the machines of a stack, as of the newest sample and each node's last report."""
+        """Machines of a stack, as of the newest sample and each node's last report."""
         here = {spec.place.node for spec in stack.components if spec.place and not spec.is_far}
         far = self._launcher.machines()
         own = {**self._own, "heard_at": time.time()}
@@ -342,8 +323,6 @@ class UsageSampler:
         ]
 
     async def fresh(self) -> dict[str, Usage]:
-        """Return usage by component, at most `MAX_AGE_S` old; on a busy machine at most
-        `OLDEST_S`."""
         age = time.monotonic() - self._taken
         if age > MAX_AGE_S or self._measuring is not None:
             if self._measuring is None:
@@ -417,7 +396,6 @@ class Host:
         self.table.write(self._journal)
 
     async def close(self) -> None:
-        """Close connections and release ports."""
         await self.http.aclose()
         self.ports.close()
 
@@ -429,10 +407,8 @@ class Host:
         self.launcher.drop_next()
 
     def launch(self, spec: ComponentSpec, attempt: int) -> Launch:
-        """Return the launch of `attempt` of `spec`.
-
-        Raises:
-            LaunchError: a variable, the working directory or the program is missing.
+        """Raises:
+        LaunchError: a variable, the working directory or the program is missing.
         """
         return prepare(self.stack, spec, attempt, self._socket, self._token)
 
@@ -448,7 +424,7 @@ class Host:
 
         Raises:
             LaunchError: it cannot be started as configured.
-            OSError: the machine lacks resources for it now (`SCARCE`).
+            OSError: the machine lacks resources now (`SCARCE`).
         """
         try:
             if not spec.is_far:
@@ -499,8 +475,7 @@ class Host:
         self._write_soon()
 
     def _write_soon(self) -> None:
-        """Write the table after this turn of the event loop, because many components start in
-        one."""
+        """Write the table after this turn of the event loop: many components start in one."""
         if not self._unwritten:
             self._unwritten = True
             asyncio.get_running_loop().call_soon(self._write)
@@ -554,7 +529,7 @@ class Host:
                 self.table.write(self._journal)
 
     def shares_with(self, name: str) -> Callable[[int], bool]:
-        """Return a function of a card: True if another component with live processes uses it."""
+        """True for a card that another live component uses."""
 
         def shared(gpu: int) -> bool:
             others = (other for other in self.table.components if other != name)
@@ -571,8 +546,7 @@ class Host:
         await self.gpus.note({name: [row.pid for row in rows]})
 
     async def survey(self) -> None:
-        """Scan the processes of the run: reap adopted zombies, and pass new sessions to the
-        guard."""
+        """Scan the processes: reap adopted zombies, pass new sessions to the guard."""
         found = await asyncio.to_thread(self.tracker.survey)
         await asyncio.to_thread(self.tracker.note_shared_memory, found)
         for name, rows in found.items():
@@ -596,7 +570,7 @@ def entry_of(
     launch: Launch | None = None,
     group: str = "",
 ) -> ProcessEntry:
-    """Return the journal's entry for a live process."""
+    """The journal's entry for a live process."""
     if ticks is None:
         row = procfs.read(pid)
         ticks = row.ticks if row else 0

@@ -1,5 +1,4 @@
-"""Launch of a component: its spec with every `${VAR}` resolved just before the start
-(`prepare`)."""
+"""A component's spec with every `${VAR}` resolved just before the start."""
 
 from __future__ import annotations
 
@@ -21,8 +20,6 @@ from atropos_tui.supervisor.processes.process import LaunchError, gpus_within
 
 @dataclass(frozen=True)
 class Launch:
-    """A component with every reference resolved."""
-
     command: list[str]
     env: dict[str, str]
     cwd: str | None
@@ -38,11 +35,6 @@ class Launch:
 
 
 def resolve(text: str, variables: dict[str, str], where: str) -> str:
-    """Replace each `${VAR}`.
-
-    Raises:
-        LaunchError: a variable is not set.
-    """
     for name in references(text):
         if name not in variables:
             raise LaunchError(
@@ -54,13 +46,9 @@ def resolve(text: str, variables: dict[str, str], where: str) -> str:
 
 
 def prepare(stack: StackSpec, spec: ComponentSpec, attempt: int, socket: str, token: str) -> Launch:
-    """Resolve `spec` against this process's environment and the stack's variables, which no
-    component inherits.
+    """Resolve `spec` against this process's environment and the stack's variables.
 
-    Paths of components on another node are checked and created there (`node_agent.py`).
-
-    Args:
-        token: the run's token for control routes, unless the spec or the environment sets one.
+    Paths on another node are checked and created there.
 
     Raises:
         LaunchError: a variable, the working directory or the program is missing.
@@ -121,8 +109,7 @@ def _check_here(program: str, cwd: str | None, path: str | None, name: str) -> N
 
 
 def scratch_name(token: str, name: str, attempt: int) -> str:
-    """Return the folder name for an attempt's temporary files: short, because sockets lie in it,
-    and not guessable."""
+    """Short, because sockets lie in it, and not guessable."""
     # The token makes the name secret: another user cannot create the folder first.
     digest = hashlib.blake2b(f"{token} {name} {attempt}".encode(), digest_size=8).digest()
     return procfs.SCRATCH + base64.urlsafe_b64encode(digest).decode().rstrip("=")

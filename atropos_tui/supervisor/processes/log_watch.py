@@ -1,10 +1,8 @@
-"""Matches the patterns of log checks against a component's lines as a person sees them.
+r"""Patterns of log checks, matched against lines as a person sees them: `\r` ends a line, colours
+are removed.
 
-A carriage return ends a line like a newline, and colours are removed. An unfinished line counts
-after `SILENT_S`; later output is then also tried as a line of its own, because a progress bar often
-leaves its last line unfinished.
-
-Imports little, because every keeper uses this module.
+An unfinished line counts after `SILENT_S`; later output is then also tried as a line of its own,
+because a progress bar often leaves its last line unfinished.
 """
 
 from __future__ import annotations
@@ -13,28 +11,28 @@ import re
 import time
 
 LONGEST_LINE = 64 * 1024
-"""Most bytes of a line that are kept; of a longer line the last part."""
+"""Bytes of a line that are kept: its last part."""
 SILENT_S = 1.0
 """Seconds without output after which an unfinished line counts."""
 CUT = b"\0"
-"""Replaces the first part of an over-long line, so that `^` does not match after it."""
+"""Replaces the cut part of a line, so that `^` does not match after it."""
 _CONTROL = re.compile(rb"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b\r\n]*(?:\x07|\x1b\\))")
-"""Terminal sequences: colours, cursor movements, links and titles."""
+"""Colours, cursor movements, links and titles."""
 
 
 class LineWatch:
-    """Patterns of one attempt, and which of them have matched a line."""
+    """Patterns of one attempt, and which have matched."""
 
     def __init__(self) -> None:
         self._patterns: dict[str, re.Pattern[bytes]] = {}
         self._waiting: set[str] = set()
         self._partial = b""
         self._fresh = 0
-        """Offset in the unfinished line of the output after a silence."""
+        """Offset of the output after a silence in the unfinished line."""
         self._arrived = time.monotonic()
 
     def watch(self, pattern: str, before: bytes) -> None:
-        """Match `pattern` against every line from now on, and against `before`, the output so far.
+        """Match `pattern` against every line from now on, and against the output `before`.
 
         Raises:
             re.error: it is not a regular expression.
@@ -47,7 +45,6 @@ class LineWatch:
             self._look(before)
 
     def seen(self, pattern: str) -> bool:
-        """Return True if a line has matched since `watch(pattern)`."""
         if (
             pattern in self._waiting
             and self._partial
@@ -58,11 +55,10 @@ class LineWatch:
         return pattern in self._patterns and pattern not in self._waiting
 
     def note_seen(self, pattern: str) -> None:
-        """Mark `pattern` as matched."""
         self._waiting.discard(pattern)
 
     def take(self, data: bytes) -> None:
-        """Match the lines that `data` completes, and keep the unfinished one."""
+        """Match the lines that `data` completes; keep the unfinished one."""
         # Without patterns this costs nothing, even while a log floods.
         if not self._waiting:
             return

@@ -1,19 +1,11 @@
-"""Logs of a component: the drain of its pipe, the files of each attempt, and the arrival time of
-each byte.
+"""Logs of a component: the drain of its pipe, the files of each attempt, and arrival times.
 
-`LogDrain` reads the pipe. `LogFile` writes two segments, `ATTEMPT.log` (current) and
-`ATTEMPT.log.1` (before it), each at most half of `max_bytes`. The first line of a new file counts
-what rotation dropped. Output that a full disk refuses is counted, reported, and noted in the log
-where it is missing.
+`LogFile` writes two segments, `ATTEMPT.log` and the older `ATTEMPT.log.1`, each at most half of
+`max_bytes`. What rotation or a full disk dropped is counted in the log.
 
-Times are in separate files, `ATTEMPT.times` and `.times.1`, because a log holds only what a program
-printed. A head names the log's inode; each entry of 16 bytes says "from this offset on, bytes
-arrived at this Unix time". Entries are limited to `RATE` per second, so in a flood a line's time is
-up to 1/`RATE` s too early. An entry is written before its bytes: a reader of a line finds its time.
-If times are missing or torn, the last entry before a line counts, then the first entry, then the
-log's modification time.
-
-Imports little, because every keeper uses this module.
+Times are in `ATTEMPT.times` and `.times.1`: a head names the log's inode; each entry of 16 bytes
+says "from this offset on, bytes arrived at this Unix time". An entry is written before its bytes.
+In a flood a line's time is up to 1/`RATE` s too early.
 """
 
 from __future__ import annotations
@@ -35,20 +27,19 @@ from atropos_tui.supervisor.processes.log_watch import LineWatch
 CHUNK = 256 * 1024
 """Bytes per read from a component's pipe."""
 MOST_LEFT = 64 * 1024 * 1024
-"""Most bytes drained at the end from a pipe that another process keeps flooding."""
+"""Bytes drained at the end from a pipe that another process keeps flooding."""
 PIPE_BYTES = 1024 * 1024
 F_SETPIPE_SZ = 1031
 SAY_AGAIN_S = 60.0
-"""Seconds between two reports of a refused write: a nearly full disk refuses some of many
-writes."""
+"""Seconds between two reports of refused writes."""
 RECOVERED_S = 10.0
-"""Seconds without a refused write after which a disk counts as recovered."""
+"""Seconds without a refused write after which a disk has recovered."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 TAIL_BYTES = 64 * 1024
 RATE = 20.0
 """Time entries per second."""
 RESERVE = 50.0
-"""Time entries allowed in a burst after a quiet time."""
+"""Time entries in a burst after a quiet time."""
 MAGIC = b"atropos1"
 _HEAD = struct.Struct("<8sQ")
 _ENTRY = struct.Struct("<Qd")
@@ -63,14 +54,14 @@ class LogDrain:
         file: LogFile | None,
         on_problem: Callable[[str], None] | None = None,
     ) -> None:
-        """Read from `descriptor`. None: another object reads the output and calls `take`."""
+        """`descriptor` None: another object reads the output and calls `take`."""
         self.file = file
         self._fd = -1 if descriptor is None else descriptor
         self._tail = bytearray()
         self._lines = LineWatch()
         self._on_problem = on_problem
         self.scanner: Callable[[bytes], None] | None = None
-        """Callback for every chunk; must only store it."""
+        """Called with every chunk; must only store it."""
         self._reported = (-SAY_AGAIN_S, 0)
         self._failed_at: float | None = None
         import asyncio  # here, because keepers do not need it
@@ -82,15 +73,13 @@ class LogDrain:
             self._loop.add_reader(self._fd, self._read_once)
 
     def watch(self, pattern: str) -> None:
-        """Match `pattern` against every line from now on, and against the tail kept so far."""
         self._lines.watch(pattern, bytes(self._tail))
 
     def seen(self, pattern: str) -> bool:
-        """Return True if a line has matched since `watch(pattern)`."""
+        """True if a line has matched since `watch(pattern)`."""
         return self._lines.seen(pattern)
 
     def tail(self, count: int = 40) -> list[str]:
-        """Return the last lines, decoded with replacement."""
         return bytes(self._tail).decode(errors="replace").splitlines()[-count:]
 
     def _read_once(self) -> bool:
@@ -102,13 +91,11 @@ class LogDrain:
         return bool(data)
 
     def take(self, data: bytes) -> None:
-        """Process output of the component."""
         self.note(data)
         self._lines.take(data)
 
     def note(self, data: bytes) -> None:
-        """Write our own text to the log. Diagnosis rules read it, but patterns of the component's
-        checks do not."""
+        """Write our own text. Diagnosis rules read it; patterns of health checks do not."""
         if self.file:
             problem = self.file.write(data)
             if problem and time.monotonic() - self._reported[0] >= SAY_AGAIN_S:
@@ -156,7 +143,7 @@ class LogDrain:
 
 
 def read_some(descriptor: int) -> bytes | None:
-    """Return one chunk; b"" at the end or after an error; None if there is nothing to read yet."""
+    """One chunk; b"" at the end; None if there is nothing to read yet."""
     try:
         return os.read(descriptor, CHUNK)
     except BlockingIOError:
@@ -166,8 +153,7 @@ def read_some(descriptor: int) -> bytes | None:
 
 
 def widen(pipe: int) -> None:
-    """Enlarge a pipe to a megabyte. It keeps its size if the user's kernel limit for pipes is used
-    up."""
+    """Enlarge a pipe to a megabyte, if the user's limit allows."""
     with contextlib.suppress(OSError):
         fcntl.fcntl(pipe, F_SETPIPE_SZ, PIPE_BYTES)
 
@@ -176,7 +162,7 @@ class LogFile:
     """Append-only file in two segments."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
-        """Open `path`; on a full disk, at the first write that has space.
+        """A full disk delays the opening to the first write that has space.
 
         Raises:
             OSError: it cannot be opened for another reason.
@@ -189,7 +175,7 @@ class LogFile:
         self._half = max(max_bytes // 2, 1)
         self._size = self._lines = self._older_size = self._older_lines = 0
         self._end = 0
-        """Bytes in the file: output of the component and our own notes."""
+        """Bytes in the file, our own notes included."""
         self._unnoted = 0
         self._midline = False
         self._times = TimesWriter(path)
@@ -206,8 +192,7 @@ class LogFile:
         self._times.mark(0)
 
     def write(self, data: bytes) -> str:
-        """Append `data`. Return the disk's problem, or "". A full disk never raises; lost bytes are
-        counted."""
+        """Append `data`. Return the disk's problem, or "". Lost bytes are counted."""
         while data:
             space = self._half - self._size
             # Cut at the last line end that fits; a single line longer than a segment is split.
@@ -249,8 +234,7 @@ class LogFile:
         self._unnoted += count
 
     def _note_lost(self) -> str:
-        """Note missing output in the log as soon as the disk accepts it. Return the disk's problem,
-        or ""."""
+        """Note missing output as soon as the disk accepts it. Return the disk's problem, or ""."""
         if not self._unnoted:
             return ""
         break_line = "\n" if self._midline else ""
@@ -282,7 +266,7 @@ class LogFile:
         return len(data), ""
 
     def _rotate(self) -> bool:
-        """Begin a new file. Return False if that fails; the present file goes on."""
+        """Begin a new file; False if that fails, and the present file goes on."""
         aside = self.path.with_name(self.path.name + ".new")
         try:
             descriptor = _open(aside)  # first, since a full disk may refuse it
@@ -321,7 +305,6 @@ def _open(path: Path) -> int:
 
 
 def free_space(path: Path) -> str:
-    """Return free space, size and free inodes of the disk of `path`, in words."""
     try:
         disk = os.statvfs(path.parent)
     except OSError:
@@ -331,12 +314,12 @@ def free_space(path: Path) -> str:
 
 
 def times_path(log: Path) -> Path:
-    """Return the index of a log: `N.log` -> `N.times`, `N.log.1` -> `N.times.1`."""
+    """`N.log` -> `N.times`, `N.log.1` -> `N.times.1`."""
     return log.with_name(log.name.replace(".log", ".times"))
 
 
 class TimesWriter:
-    """Writes the times of the current log segment."""
+    """Writes the times of the current segment."""
 
     def __init__(self, log: Path) -> None:
         self._path = times_path(log)
@@ -348,7 +331,7 @@ class TimesWriter:
         self._last = time.monotonic()
 
     def begin(self, log: int) -> None:
-        """Begin the index of the log that is open as descriptor `log`."""
+        """Begin the index of the log open as descriptor `log`."""
         self.close()
         self._head = _HEAD.pack(MAGIC, os.fstat(log).st_ino)
         self._size = 0
@@ -356,13 +339,13 @@ class TimesWriter:
             self._fd = _open(self._path)
 
     def step_aside(self) -> None:
-        """Rename the index to that of the older segment. Call before the log is renamed: no index
-        may outlive the log whose inode it names."""
+        """Rename the index, before its log is renamed: no index may outlive the log whose inode
+        it names."""
         with contextlib.suppress(OSError):
             self._path.replace(self._older)
 
     def mark(self, offset: int) -> None:
-        """Record that bytes at `offset` arrive now."""
+        """Bytes at `offset` arrive now."""
         now = time.monotonic()
         # Token bucket: `RATE` tokens per second, at most `RESERVE`.
         self._left = min(RESERVE, self._left + (now - self._last) * RATE)
@@ -390,7 +373,7 @@ class TimesWriter:
 
 
 class LogTimes:
-    """Reads the times of a log that is open as `log` and was found at `path`."""
+    """Reads the times of the log at `path`, open as `log`."""
 
     def __init__(self, path: Path, log: BinaryIO) -> None:
         self._path = path
@@ -400,7 +383,7 @@ class LogTimes:
         self._times: list[float] = []
 
     def refresh(self) -> None:
-        """Read new entries. Call it after reading the bytes that they describe."""
+        """Read new entries; call it after reading their bytes."""
         if self._file is None:
             self._file = self._find()
         if self._file is None:
@@ -415,7 +398,6 @@ class LogTimes:
             self._times.append(when)
 
     def at(self, offset: int) -> float:
-        """Return the arrival of the byte at `offset`, in Unix seconds."""
         if not self._times:
             return os.fstat(self._log.fileno()).st_mtime
         return self._times[max(bisect_right(self._offsets, offset) - 1, 0)]
@@ -425,8 +407,7 @@ class LogTimes:
             self._file.close()
 
     def _find(self) -> BinaryIO | None:
-        """Return the index that names this log's inode; in a copied folder, where no index names a
-        log, the one beside it."""
+        """The index that names this log's inode; in a copied folder the one beside it."""
         base = self._path.with_suffix("") if self._path.name.endswith(".1") else self._path
         logs = [base, base.with_name(base.name + ".1")]
         # Rotation may have renamed the log since it was opened, so the inode decides.
@@ -466,7 +447,7 @@ def _opened(path: Path, inode: int | None) -> BinaryIO | None:
 
 
 def last_lines(path: Path, count: int) -> list[str]:
-    """Return the last `count` lines of a log over both segments; empty if there is no log."""
+    """Last `count` lines over both segments."""
     data = b""
     # The current segment first, then the older one in front of it.
     for part in (path, path.with_name(path.name + ".1")):
@@ -493,8 +474,7 @@ def _end_of(path: Path, count: int) -> bytes:
 
 
 def attempts(folder: Path) -> list[Path]:
-    """Return every `ATTEMPT.log` in a component's log folder, unordered; empty if there is no
-    folder."""
+    """Every `ATTEMPT.log` of a component, unordered."""
     names = names_in(folder, IN_LOGS - 1)
     return [
         folder / name
@@ -504,5 +484,5 @@ def attempts(folder: Path) -> list[Path]:
 
 
 def latest_attempt(folder: Path) -> Path | None:
-    """Return the newest `ATTEMPT.log` in a component's log folder, or None."""
+    """Newest `ATTEMPT.log` of a component."""
     return max(attempts(folder), key=lambda path: int(path.stem), default=None)

@@ -1,10 +1,8 @@
-"""Start of a component's process, and the end of its whole process set.
+"""Start of a component's process, and the end of its whole set.
 
-A child runs in a session of its own; a pidfd reports its exit within a millisecond. The leader
-stays a zombie until its whole set is gone (`reap`). Until then the kernel reuses neither its pid
-nor its process group, so signals to the group are safe.
-
-Imports only the standard library, because node agents use this module.
+The leader stays a zombie until its set is gone (`reap`), so the kernel reuses neither pid nor
+process group, and signals to the group are safe. Standard library only: node agents import this
+module.
 """
 
 from __future__ import annotations
@@ -31,16 +29,14 @@ from atropos_tui.supervisor.processes.logs import widen
 SHIM = str(parent_death.__file__)
 PR_SET_CHILD_SUBREAPER = 36
 FOLLOWERS_S = 2.0
-"""Most seconds of the grace period for other group members after the leader's exit."""
+"""Seconds of the grace period for other members after the leader's exit."""
 STUCK_S = 10.0
 """Seconds after SIGKILL before a live process counts as stuck in the kernel."""
 LOOK_S = (0.005, 0.1)
-"""Shortest and longest pause in seconds between two scans of the process table."""
+"""Shortest and longest pause between two scans, in seconds."""
 
 
 class LaunchError(ValueError):
-    """A component cannot start as configured: the problem and the fix."""
-
     def __init__(self, problem: str, fix: str) -> None:
         super().__init__(problem)
         self.problem = problem
@@ -48,8 +44,7 @@ class LaunchError(ValueError):
 
 
 def gpus_within(env: Mapping[str, str], given: str | None) -> dict[str, str]:
-    """Return `env` with its GPU numbers mapped to the GPUs that a batch system has assigned; the
-    node's other GPUs belong to other jobs."""
+    """Map GPU numbers to the GPUs that a batch system has assigned."""
     name, there = "CUDA_VISIBLE_DEVICES", (given or "").split(",")
     # Values that are no plain numbers, such as UUIDs, stay as they are.
     wanted = env.get(name, "").split(",")
@@ -59,10 +54,10 @@ def gpus_within(env: Mapping[str, str], given: str | None) -> dict[str, str]:
 
 
 def make_scratch(folder: Path | None) -> None:
-    """Create a folder for temporary files; None: do nothing.
+    """Create a folder for temporary files.
 
     Raises:
-        LaunchError: the folder belongs to another user or has another mode.
+        LaunchError: it belongs to another user or has another mode.
     """
     if folder is None:
         return
@@ -74,8 +69,7 @@ def make_scratch(folder: Path | None) -> None:
 
 
 def remove_files(paths: list[Path]) -> None:
-    """Delete files that must not outlive a process. Missing files are fine; folders are deleted
-    only if they are our temporary ones."""
+    """Delete files, and folders only if they are our temporary ones. Missing ones are fine."""
     for path in paths:
         # A symbolic link to a folder is removed itself, never its target.
         if path.is_symlink() or not path.is_dir():
@@ -85,8 +79,7 @@ def remove_files(paths: list[Path]) -> None:
 
 
 def become_subreaper() -> bool:
-    """Become the parent of orphans of our components, instead of init. Return False if the kernel
-    refuses."""
+    """Become the parent of orphans of our components, instead of init."""
     return ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
 
 
@@ -95,54 +88,45 @@ class Ending:
     """How to end a process set."""
 
     number: int
-    """First signal, sent to the process group; SIGKILL skips the grace period."""
+    """First signal to the group; SIGKILL skips the grace period."""
     grace_s: float
     hurry: asyncio.Event
     """Set to skip the rest of the grace period."""
     members: Callable[[], list[procfs.Proc]]
-    """Returns the live processes of the set; called in a thread."""
+    """Live processes of the set; called in a thread."""
     on_leftover: Callable[[int], None]
-    """Called with the number of other processes left after the leader has exited by itself."""
+    """Called with the number of processes left after the leader's own exit."""
     on_stuck: Callable[[str], None]
-    """Called once with pids and states of the processes alive `STUCK_S` after SIGKILL."""
+    """Called with the processes alive `STUCK_S` after SIGKILL."""
     group: str = ""
-    """Control group of the set, killed as a whole; "" if it has none."""
+    """Control group, killed as a whole."""
 
 
 def end_words(number: int, grace_s: float) -> bytes:
-    """Return the arguments of the command `end` of the frame protocol."""
+    """Arguments of the command `end` of the frame protocol."""
     return f"{number:d} {grace_s}".encode()
 
 
 class Leader(Protocol):
-    """Main process of a component: leader of its own session and process group. Its parent may be
-    another process, or on another node."""
-
     pid: int
     ticks: int
     started_at: float
     exit_code: int | None
-    """Exit status, negative for a signal; None while it runs."""
     exited: asyncio.Event
     lost: str
-    """How its keeper or node was lost, if that counts as its end; "" otherwise."""
+    """How its node was lost, if that counts as its end."""
 
-    def signal_group(self, number: int) -> None:
-        """Signal its process group."""
+    def signal_group(self, number: int) -> None: ...
 
     async def end_set(self, ending: Ending) -> int:
-        """End its whole set, as the function `end_set` does."""
+        """End its whole set (see `end_set`)."""
 
-    async def settle(self) -> None:
-        """Wait until its last output is in the log. Called when its set is gone."""
+    async def settle(self) -> None: ...
 
-    def reap(self) -> None:
-        """Release its pid and process group."""
+    def reap(self) -> None: ...
 
 
 class Local:
-    """Common methods of leaders on this machine."""
-
     lost = ""
 
     async def end_set(self: Leader, ending: Ending) -> int:
@@ -150,7 +134,7 @@ class Local:
 
 
 class Child(Local):
-    """A process that we spawned, leader of its own session and process group."""
+    """A process that we spawned, leader of its own session and group."""
 
     def __init__(self, popen: subprocess.Popen[bytes]) -> None:
         self._popen = popen
@@ -185,11 +169,10 @@ class Child(Local):
             self._on_exit(self)
 
     def begin(self, on_exit: Callable[[Child], None]) -> None:
-        """Start its life as a component now; call `on_exit` at its exit."""
+        """Call `on_exit` at its exit."""
         self.started_at, self._on_exit = time.time(), on_exit
 
     def signal_group(self, number: int) -> None:
-        """Signal its process group; safe because the leader is not reaped."""
         if not self._reaped:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, number)
@@ -198,7 +181,6 @@ class Child(Local):
         """No-op: its output is drained in this process."""
 
     def reap(self) -> None:
-        """Collect the exit status. From here on the kernel may reuse pid and group."""
         if self._reaped or self.exit_code is None:
             return
         self._reaped = True
@@ -209,7 +191,7 @@ class Child(Local):
         procfs.SPAWNED.discard(self.pid)
 
     def abandon(self) -> None:
-        """Kill the group, and reap the leader whenever it exits."""
+        """Kill the group; reap the leader whenever it exits."""
         self._on_exit = None
         self._abandoned = True
         self.signal_group(signal.SIGKILL)
@@ -226,17 +208,15 @@ def spawn(
     stdin: int = subprocess.DEVNULL,
     stdout: int | None = None,
 ) -> tuple[Child, int]:
-    """Start `command` through the shim. Return the child and the read end of its output pipe.
+    """Start `command` through the shim; return the child and the read end of its output pipe.
 
-    Must run in the main thread: the parent-death signal of the child follows the thread that forks.
+    Call it in the main thread: the parent-death signal follows the thread that forks.
 
     Args:
-        group: control group to join; "" for none.
-        stdout: descriptor for its stdout; the pipe then has only its stderr. None: both go to the
-            pipe.
+        stdout: descriptor for its stdout; the pipe then has only its stderr.
 
     Raises:
-        OSError: the working directory is missing, or the system is out of processes or descriptors.
+        OSError: no such working directory, or the system is out of processes or descriptors.
     """
     reading, writing = os.pipe2(os.O_CLOEXEC)
     widen(reading)
@@ -268,8 +248,7 @@ def spawn(
 
 
 async def end_set(child: Leader, ending: Ending) -> int:
-    """End the set and return when none of it is left. Returns the number of processes that were
-    killed."""
+    """End the set; return the number of killed processes when none is left."""
     if child.exit_code is not None:
         left = await asyncio.to_thread(ending.members)
         if left:
@@ -324,5 +303,4 @@ async def _kill(child: Leader, ending: Ending) -> int:
 
 
 def describe(rows: list[procfs.Proc]) -> str:
-    """Return processes as text: pids and states."""
     return ", ".join(f"pid {row.pid} (state {row.state})" for row in rows)

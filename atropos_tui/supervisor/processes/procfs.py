@@ -1,15 +1,9 @@
 """Process table from /proc, and cgroup v2 groups.
 
-A process is identified by (pid, start ticks), because the kernel reuses pids.
-
-If this user may create control groups, each run gets one, with a group for each attempt of a
-component. No process can leave its group by double-forking, starting a session or cleaning its
-environment, and `cgroup.kill` ends a group even while it forks. Otherwise the functions for groups
-return "" or False, and session, marker, descent and parent-death signal must suffice. No controller
-is enabled, so groups with processes may have child groups.
-
-Imports only `os`, `signal` and `time` (pathlib alone costs 2 MB), because the small guard process
-uses this module.
+A process is (pid, start ticks), because the kernel reuses pids. If this user may create control
+groups, each attempt gets one: no process can leave it, and `cgroup.kill` ends it even while it
+forks. Otherwise the group functions return "" or False. Imports only `os`, `signal` and `time`: the
+guard must stay small.
 """
 
 from __future__ import annotations
@@ -24,24 +18,21 @@ if TYPE_CHECKING:
 
 TICKS_PER_SECOND: int = os.sysconf("SC_CLK_TCK")
 SPAWNED: set[int] = set()
-"""Pids of children that this process started and has not reaped; other children are adopted
-orphans."""
+"""Unreaped children that this process started; others are adopted orphans."""
 CONTAINER = "/sys/fs/cgroup"
 """Root of the control groups inside a container."""
 PREFIX = "atropos-"
-"""Prefix of our control groups, before the run id. No other group is ever killed or removed."""
+"""Prefix of our control groups. No other group is ever killed or removed."""
 SCRATCH = "atropos-scratch-"
 """Prefix of our folders for temporary files. No other folder is ever removed."""
 SHARED_MEMORY = "/dev/shm/"
-"""Folder of POSIX shared memory. Names there are arbitrary: only a live process that has mapped a
-file shows its owner."""
+"""A file here belongs to the live process that has mapped it; names say nothing."""
 PATIENCE_S = 1.0
-"""Seconds that the kernel may take to release a group after its last process is killed."""
+"""Seconds that the kernel may take to release a group."""
 
 
 class Proc:
-    """One row of the process table. `ticks` is the start time in clock ticks after boot,
-    `cpu_ticks` is user plus system time."""
+    """`ticks`: start time in clock ticks after boot; `cpu_ticks`: user and system time."""
 
     __slots__ = ("cpu_ticks", "pgrp", "pid", "ppid", "session", "state", "threads", "ticks")
 
@@ -73,7 +64,6 @@ class Proc:
 
 
 def read(pid: int) -> Proc | None:
-    """Return the row of `pid`, or None if there is no such process."""
     try:
         descriptor = os.open(f"/proc/{pid}/stat", os.O_RDONLY)
     except OSError:
@@ -87,20 +77,20 @@ def read(pid: int) -> Proc | None:
 
 
 def lives(pid: int, ticks: int) -> bool:
-    """Return True if the process that started as `pid` at `ticks` still runs."""
+    """True if the process that started as `pid` at `ticks` still runs."""
     row = read(pid)
     return row is not None and row.alive and row.ticks == ticks
 
 
 def is_stopped(pid: int) -> bool:
-    """Return True if SIGSTOP has stopped the process."""
+    """SIGSTOP has stopped the process."""
     row = read(pid)
     return row is not None and row.state in ("T", "t")
 
 
 def exit_of(pidfd: int) -> int | None:
-    """Return the exit status of the child behind `pidfd`, negative for a signal; None while it
-    runs. The child stays a zombie."""
+    """Exit status of the child behind `pidfd`, negative for a signal; None while it runs. It
+    stays a zombie."""
     # WNOWAIT leaves the zombie, so that the kernel does not reuse pid and process group.
     found = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     if found is None:
@@ -109,14 +99,13 @@ def exit_of(pidfd: int) -> int | None:
 
 
 def scan() -> dict[int, Proc]:
-    """Return every readable process of the machine, by pid."""
+    """Every readable process, by pid."""
     rows = (read(int(name)) for name in os.listdir("/proc") if name.isdigit())  # noqa: PTH208
     return {row.pid: row for row in rows if row is not None}
 
 
 def _block(pid: int) -> bytes:
-    """Return the initial environment of a process with a zero byte before and after each entry;
-    empty if it is not readable (another user's process, a zombie)."""
+    """Initial environment with a zero byte before and after each entry; empty if unreadable."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:  # noqa: PTH123
             return b"\0" + file.read() + b"\0"
@@ -125,20 +114,19 @@ def _block(pid: int) -> bytes:
 
 
 def environ(pid: int) -> dict[str, str]:
-    """Return the initial environment of a process; empty if it is not readable."""
+    """Initial environment; empty if unreadable."""
     pairs = (entry.partition(b"=") for entry in _block(pid).split(b"\0") if b"=" in entry)
     return {os.fsdecode(key): os.fsdecode(value) for key, _, value in pairs}
 
 
 def marked(pid: int, *markers: bytes) -> bool:
-    """Return True if the initial environment has every one of `markers` (`NAME=value`)."""
+    """True if the environment has every one of `markers` (`NAME=value`)."""
     data = _block(pid)
     return all(b"\0" + marker + b"\0" in data for marker in markers)
 
 
 def component_of(pid: int, run: bytes) -> str:
-    """Return the component name in the environment of a process of run `run`
-    (`ATROPOS_RUN_ID=...`); "" if there is none."""
+    """Component name in the environment of a process of run `run`."""
     data = _block(pid)
     begin = data.find(b"\0ATROPOS_COMPONENT=") + 1
     if not begin or b"\0" + run + b"\0" not in data:
@@ -147,8 +135,7 @@ def component_of(pid: int, run: bytes) -> str:
 
 
 def resident(pid: int) -> int | None:
-    """Return the proportional set size of `pid` in bytes, or its resident size if the kernel does
-    not report that; None if it is gone."""
+    """Proportional set size in bytes, else resident size; None if the process is gone."""
     try:
         with open(f"/proc/{pid}/smaps_rollup", "rb") as file:  # noqa: PTH123
             for line in file:
@@ -164,10 +151,7 @@ def resident(pid: int) -> int | None:
 
 
 def mapped_by(pid: int) -> set[str]:
-    """Return the files in /dev/shm that process `pid` has mapped, without unlinked ones.
-
-    A named semaphore is mapped under a temporary name that is unlinked, so it is found by inode.
-    """
+    """Files in /dev/shm that `pid` has mapped. A named semaphore is found by its inode."""
     found, nameless = set(), set()
     try:
         with open(f"/proc/{pid}/maps", errors="surrogateescape") as file:  # noqa: PTH123
@@ -188,8 +172,7 @@ def mapped_by(pid: int) -> set[str]:
 
 
 def remove_unused(paths: Iterable[str]) -> list[str]:
-    """Remove those of `paths` that belong to this user and that no process maps. Return the
-    unmapped ones."""
+    """Remove those of this user that no process maps; return the unmapped ones."""
     left = {path for path in paths if _is_ours(path)}
     if not left:
         return []
@@ -214,7 +197,6 @@ def _is_ours(path: str) -> bool:
 
 
 def grouped(table: dict[int, Proc], group: str) -> set[int]:
-    """Return the pids in control group `group`; processes newer than `table` are added to it."""
     found = group_pids(group)
     for pid in found - table.keys():
         row = read(pid)
@@ -224,7 +206,6 @@ def grouped(table: dict[int, Proc], group: str) -> set[int]:
 
 
 def children_of(table: dict[int, Proc]) -> dict[int, list[int]]:
-    """Return the pids of the children of each pid."""
     children: dict[int, list[int]] = {}
     for row in table.values():
         children.setdefault(row.ppid, []).append(row.pid)
@@ -234,8 +215,7 @@ def children_of(table: dict[int, Proc]) -> dict[int, list[int]]:
 def with_descendants(
     table: dict[int, Proc], seeds: set[int], children: dict[int, list[int]] | None = None
 ) -> set[int]:
-    """Return `seeds` and their descendants in `table`. `children`: the result of
-    `children_of(table)`, if known."""
+    """`seeds` and their descendants."""
     children = children_of(table) if children is None else children
     found: set[int] = set()
     todo = list(seeds)
@@ -258,14 +238,9 @@ def run_members(
     """Return the live processes of the run.
 
     Args:
-        run_id: value of `ATROPOS_RUN_ID` in their environment.
-        sessions: session id -> start ticks of its leader; a leader with other ticks has reused the
-            pid.
-        exclude: pids to leave out, such as the caller's.
-        group: the run's control group; "" if it has none.
-        known_until: time of `sessions` in ticks; None: now. A session id without a leader may have
-            been reused since then.
-        counts: decides by pid whether a process with the run's id counts; None: every one counts.
+        sessions: session id -> start ticks of its leader; other ticks mean a reused pid.
+        known_until: time of `sessions` in ticks; None: now.
+        counts: decides by pid whether a process with the run's id counts.
     """
     table = scan()
     led = {sid for sid, ticks in sessions.items() if sid in table and table[sid].ticks == ticks}
@@ -290,8 +265,7 @@ def run_members(
 
 
 def send(proc: Proc, number: int) -> bool:
-    """Signal exactly this process: through a pidfd, and only if its start time still matches.
-    Return False if it is gone or belongs to another user."""
+    """Signal exactly this process, through a pidfd. False if it is gone or of another user."""
     try:
         descriptor = os.pidfd_open(proc.pid)
     except OSError:
@@ -310,8 +284,7 @@ def send(proc: Proc, number: int) -> bool:
 
 
 def reap_adopted(table: dict[int, Proc]) -> None:
-    """Reap zombies that became our children when their parent died (this process is their
-    subreaper)."""
+    """Reap zombies that became our children (this process is a subreaper)."""
     mine, session = os.getpid(), os.getsid(0)
     for row in table.values():
         # Components' leaders are in SPAWNED: their zombies must stay until their set is gone.
@@ -323,18 +296,16 @@ def reap_adopted(table: dict[int, Proc]) -> None:
 
 
 def ticks_at(moment: float) -> int:
-    """Convert Unix seconds to ticks after boot."""
     return ticks_now() - int((time.time() - moment) * TICKS_PER_SECOND)
 
 
 def ticks_now() -> int:
-    """Current time in ticks after boot."""
     with open("/proc/uptime") as file:  # noqa: PTH123
         return int(float(file.read().split()[0]) * TICKS_PER_SECOND)
 
 
 def boot_id() -> str:
-    """Id of this boot; pids and start ticks are meaningless after another one. "" if unknown."""
+    """Pids and start ticks are meaningless after another boot."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:  # noqa: PTH123
             return file.read().strip()
@@ -343,19 +314,17 @@ def boot_id() -> str:
 
 
 def run_group(run_id: str) -> str:
-    """Create the group of a run below the group of this process. Return its path, or "" if that
-    fails."""
+    """Create the group of a run below that of this process; "" if that fails."""
     path = f"{_own_group()}/{group_name(run_id)}"
     return path if not _make_fillable(path) else ""
 
 
 def group_name(run_id: str) -> str:
-    """Return the name of a run's group."""
     return PREFIX + _as_path_part(run_id)
 
 
 def is_group_of(path: str, run_id: str) -> bool:
-    """Return True if `path`, as read from a file, can be the group of run `run_id`."""
+    """True if `path`, read from a file, can be the group of run `run_id`."""
     return (
         bool(path)
         and os.path.basename(path) == group_name(run_id)  # noqa: PTH119
@@ -364,8 +333,7 @@ def is_group_of(path: str, run_id: str) -> bool:
 
 
 def part_group(group: str, component: str, attempt: int) -> str:
-    """Create the group of one attempt below the run's `group`. Return its path, or "" if that
-    fails."""
+    """Create the group of one attempt; "" if that fails."""
     if not group:
         return ""
     path = f"{group}/{_as_path_part(component)}.{attempt}"
@@ -377,7 +345,7 @@ def part_group(group: str, component: str, attempt: int) -> str:
 
 
 def group_pids(group: str) -> set[int]:
-    """Return the pids in `group` and in all groups below it."""
+    """Pids in `group` and below."""
     found: set[int] = set()
     for folder in _group_tree(group):
         try:
@@ -389,8 +357,7 @@ def group_pids(group: str) -> set[int]:
 
 
 def kill_group(group: str) -> bool:
-    """Send SIGKILL to all processes of `group`, including new forks. Return False if the kernel has
-    no `cgroup.kill`."""
+    """SIGKILL to all of `group`, new forks included. False without `cgroup.kill`."""
     try:
         with open(f"{group}/cgroup.kill", "wb", buffering=0) as file:  # noqa: PTH123
             file.write(b"1")
@@ -400,8 +367,7 @@ def kill_group(group: str) -> bool:
 
 
 def remove_group(group: str, patience_s: float = PATIENCE_S) -> bool:
-    """Remove the empty `group` and the groups below it. Return False if processes still run in
-    it."""
+    """Remove the empty `group`; False if processes still run in it."""
     give_up = time.monotonic() + patience_s
     while group and os.path.isdir(group):  # noqa: PTH112
         # Child groups first: rmdir of a group with children fails.
@@ -416,7 +382,7 @@ def remove_group(group: str, patience_s: float = PATIENCE_S) -> bool:
 
 
 def describe_groups() -> str:
-    """Describe in one sentence if components get control groups on this machine; for `doctor`."""
+    """One sentence for `doctor`: whether components get control groups here."""
     own = _own_group()
     if not own:
         return "no cgroup v2 hierarchy: components are tracked by session, marker and descent"
@@ -444,7 +410,7 @@ def _as_path_part(name: str) -> str:
 
 
 def _own_group() -> str:
-    """Return the folder of this process's control group, or ""."""
+    """Folder of this process's control group, or ""."""
     try:
         with open("/proc/self/cgroup") as file:  # noqa: PTH123
             path = next((line[3:].rstrip("\n") for line in file if line.startswith("0::")), "")
@@ -455,8 +421,7 @@ def _own_group() -> str:
 
 
 def _group_folder(path: str, mountinfo: str) -> str:
-    """Return the folder of cgroup `path` in the cgroup2 mount that shows it. A container may see
-    only a part of the tree."""
+    """Folder of cgroup `path` in the mount that shows it; a container may see only a part."""
     for line in mountinfo.splitlines():
         left, _, right = line.partition(" - ")
         if path and right.split()[:1] == ["cgroup2"]:
@@ -468,13 +433,12 @@ def _group_folder(path: str, mountinfo: str) -> str:
 
 
 def _unescaped(field: str) -> str:
-    r"""Decode a mountinfo field, in which a space is `\040`."""
+    r"""In a mountinfo field a space is `\040`."""
     return field.encode().decode("unicode_escape") if "\\" in field else field
 
 
 def _make_fillable(path: str) -> str:
-    """Create group `path` and check that this user may move processes into it. Return "" or the
-    problem."""
+    """Create group `path`; return "" or why processes cannot be moved into it."""
     try:
         os.mkdir(path)  # noqa: PTH102
     except FileExistsError:
@@ -505,15 +469,14 @@ def _group_tree(group: str) -> list[str]:
 
 
 class MachineMeter:
-    """CPU and memory of the machine, from one reading to the next; the container's memory if it has
-    a limit."""
+    """CPU and memory of the machine; the container's memory if it has a limit."""
 
     def __init__(self) -> None:
         self._before = _machine_ticks()
 
     def read(self) -> dict[str, float | int | None]:
-        """Return `cpu_percent` of all cores since the last reading, and `memory_used` and
-        `memory_total` in bytes."""
+        """`cpu_percent` of all cores since the last reading, `memory_used` and `memory_total` in
+        bytes."""
         before, self._before = self._before, _machine_ticks()
         busy, whole = (now - then for now, then in zip(self._before, before, strict=True))
         used, total = _memory()
@@ -552,8 +515,7 @@ def _memory() -> tuple[int, int]:
 
 
 def ancestors() -> set[int]:
-    """Return the pids of this process and its ancestors: a shell inside a component has the run's
-    marker as well."""
+    """Pids of this process and its ancestors: a shell inside a component has the run's marker."""
     found, pid = set(), os.getpid()
     while pid and pid not in found:
         found.add(pid)
